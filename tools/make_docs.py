@@ -131,11 +131,15 @@ def tools() -> str:
     for tool in TOOLS.values():
         hints = [
             word
-            for word, holds in (("reads only", tool.reads), ("destructive", tool.destroys), ("idempotent", tool.again))
+            for word, holds in (
+                ("reads only", tool.is_read_only),
+                ("destructive", tool.is_destructive),
+                ("idempotent", tool.is_idempotent),
+            )
             if holds
         ]
         parts.append(
-            f"### {tool.name}\n\n{tool.about} Gives `{tool.gives.__name__}`{''.join(f'; {hint}' for hint in hints)}.\n"
+            f"### {tool.name}\n\n{tool.description} Returns `{tool.result.__name__}`{''.join(f'; {hint}' for hint in hints)}.\n"
         )
         schema = tool.input_schema()
         if schema["properties"]:

@@ -15,7 +15,7 @@ import turngate as tg
 from tests.api.kit import result, turn
 from turngate.api import display
 from turngate.errors import BadRequest
-from turngate.service.result import Trouble
+from turngate.service.result import ErrorInfo
 from turngate.types import ToolCall
 
 HOSTILE = (
@@ -85,7 +85,7 @@ def everywhere(text: str) -> tg.Result:
         files={text: text},
         logs={text: text},
         verifier=text,
-        error=Trouble(boundary="engine", stage=text, message=text),
+        error=ErrorInfo(boundary="engine", stage=text, message=text),
         notes=(text,),
         clamped=(text,),
     )

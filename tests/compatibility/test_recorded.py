@@ -97,6 +97,6 @@ def test_settings_mean_the_same() -> None:
     meant = json.loads((RECORDED / "settings.json").read_text())
     for settings, name in (
         (config.load_config(RECORDED / "serve.toml", {}), "serve"),
-        (service_config.load(RECORDED / "service.toml"), "service"),
+        (service_config.load_config(RECORDED / "service.toml"), "service"),
     ):
         assert json.loads(msgspec.json.encode(settings)) == meant[name]

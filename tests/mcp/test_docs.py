@@ -17,7 +17,7 @@ import pytest
 from tests.cli.kit import ROOT
 from tests.mcp import kit
 from tests.speed import scaled
-from turngate.service.config import load
+from turngate.service.config import load_config
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
 
@@ -31,7 +31,7 @@ def snippets(language: str) -> list[str]:
 def test_the_settings_are_settings(tmp_path: Path) -> None:
     settings, stdio, http = snippets("toml")
     (file := tmp_path / "turngate.toml").write_text(settings)
-    assert list(load(file).endpoints) == ["vllm://Qwen3-8B", "anthropic://claude"]
+    assert list(load_config(file).endpoints) == ["vllm://Qwen3-8B", "anthropic://claude"]
     assert tomllib.loads(stdio)["mcp_servers"]["turngate"]["args"][0] == "mcp"
     assert tomllib.loads(http)["mcp_servers"]["turngate"]["bearer_token_env_var"] == "TURNGATE_MCP_KEY"
     [claude] = snippets("json")

@@ -10,7 +10,7 @@ import turngate as tg
 from tests.cli.kit import refused
 from tests.secrets.kit import Evidence, Planted
 from turngate.errors import TurngateError
-from turngate.service.config import load
+from turngate.service.config import load_config
 
 WORDS: dict[str, tuple[str, ...]] = {
     "engine_url": ("serve", "--engine", "openai", "--engine-url", "{url}"),
@@ -42,7 +42,7 @@ def test_in_settings_of_the_service_and_in_python(tmp_path: Path) -> None:
     file = tmp_path / "service.toml"
     file.write_text(f'[endpoints."openai://x"]\nurl = "{url}"\n')
     for attempt in (
-        lambda: load(file),
+        lambda: load_config(file),
         lambda: tg.open("x", gateway=url),
         lambda: tg.open(f"openai://x@{url}"),
         lambda: tg.open(url),

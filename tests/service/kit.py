@@ -29,7 +29,7 @@ from turngate.sandboxes.base import Backend
 from turngate.sandboxes.local import LocalBackend
 from turngate.service.catalog import Endpoint
 from turngate.service.config import ServiceConfig
-from turngate.service.request import Asked
+from turngate.service.request import RolloutRequest
 from turngate.service.result import Event
 from turngate.service.rollouts import Rollouts
 
@@ -45,9 +45,11 @@ class Service:
         self.root = root
         self.data = data
 
-    def asked(self, program: str = "", **more: Any) -> Asked:
+    def asked(self, program: str = "", **more: Any) -> RolloutRequest:
         """A rollout of a small program."""
-        return Asked(**{"model_key": KEY, "instruction": PRELUDE + program, "agent_timeout_s": scaled(60), **more})
+        return RolloutRequest(
+            **{"model_key": KEY, "instruction": PRELUDE + program, "agent_timeout_s": scaled(60), **more}
+        )
 
     async def at(self, rollout: str, stage: str) -> None:
         """Wait until it has come so far."""

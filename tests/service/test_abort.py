@@ -16,8 +16,8 @@ from turngate.engines.scripted import Turn
 from turngate.sandboxes.base import SandboxSpec
 from turngate.sandboxes.local import LocalBackend
 from turngate.sandboxes.supervised import SupervisedSandbox
-from turngate.service.catalog import Choice
-from turngate.service.gateways import Gateways, Reached
+from turngate.service.catalog import EndpointChoice
+from turngate.service.gateways import GatewayConnection, Gateways
 
 pytestmark = pytest.mark.process
 
@@ -78,7 +78,7 @@ async def test_while_its_gateway_is_started(monkeypatch: pytest.MonkeyPatch) -> 
     go = asyncio.Event()
     opened = Gateways._open
 
-    async def slow(self: Gateways, choice: Choice, stack: Any) -> Reached:
+    async def slow(self: Gateways, choice: EndpointChoice, stack: Any) -> GatewayConnection:
         await go.wait()
         return await opened(self, choice, stack)
 

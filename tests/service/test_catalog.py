@@ -11,8 +11,8 @@ import pytest
 from turngate.client.gateway import GatewayClient
 from turngate.errors import BadRequest, ConfigError
 from turngate.server.engine_factory import read_engine_key
-from turngate.service.catalog import Catalog, Choice, Endpoint
-from turngate.service.config import load
+from turngate.service.catalog import Catalog, Endpoint, EndpointChoice
+from turngate.service.config import load_config
 from turngate.service.gateways import Gateways
 
 ENTRIES: dict[str, Endpoint] = {
@@ -52,7 +52,7 @@ def test_what_callers_see(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> 
 def test_replicas_are_for_exact_mode() -> None:
     entry = Endpoint(url=["http://a:1", "http://b:1"], tokenizer="/models/q")
     choice = Catalog({"vllm://two": entry}).choose("vllm://two")
-    settings = choice.endpoint.serves(choice.mode, "/data")
+    settings = choice.endpoint.gateway_config(choice.mode, "/data")
     assert choice.endpoint.allowed == ("exact", "gate") and settings is not None and len(settings.engine_url) == 2
 
 
@@ -60,7 +60,7 @@ def test_the_default_and_other_names(catalog: Catalog) -> None:
     assert catalog.choose("vllm://q").mode == "exact"
     assert catalog.choose("vllm://q", "transparent_proxy").mode == "observe"
     assert catalog.choose("openai://gpt").mode == "observe"
-    assert catalog.choose("vllm://q", "exact").place != catalog.choose("vllm://q", "observe").place
+    assert catalog.choose("vllm://q", "exact").gateway_name != catalog.choose("vllm://q", "observe").gateway_name
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_the_default_and_other_names(catalog: Catalog) -> None:
         (("vllm://q", "direct"), "mode", "use observe"),
         (("hf-router://m", "black_box"), "mode", "supports observe"),
         (("scripted://m", "", True), "thinking", "leave it out"),
-        (("vllm://q", "observe", False), "thinking", "the endpoint decides"),
+        (("vllm://q", "observe", False), "thinking", "leave it out in observe mode"),
     ],
 )
 def test_what_cannot_be_had_is_told(catalog: Catalog, given: tuple[Any, ...], param: str, word: str) -> None:
@@ -99,9 +99,9 @@ def test_a_key_that_is_not_set_is_told_before_anything_runs(catalog: Catalog, mo
 def test_an_endpoint_of_the_callers_own_gets_no_key(catalog: Catalog, url: str) -> None:
     for key in ("openai://theirs", "openai://gpt", "vllm://q"):
         choice = catalog.choose(key, "observe", endpoint_url=url)
-        assert choice.own and choice.endpoint.urls == [url] and choice.endpoint.key_env == ""
-        assert choice.place != catalog.choose("openai://gpt").place
-        settings = choice.endpoint.serves("observe", "/data")
+        assert choice.is_custom and choice.endpoint.urls == [url] and choice.endpoint.key_env == ""
+        assert choice.gateway_name != catalog.choose("openai://gpt").gateway_name
+        settings = choice.endpoint.gateway_config("observe", "/data")
         assert settings is not None and settings.engine_key_env == ""
 
 
@@ -146,26 +146,26 @@ def test_without_a_list_no_caller_has_an_endpoint() -> None:
         ({"vllm://q": {"url": "http://u:p@h"}}, "credentials"),
         ({"vllm://q": {"url": "http://h", "modes": ["exact"]}}, "needs a tokenizer"),
         ({"openai://m": {"key_env": "K", "modes": ["direct"]}}, "use observe"),
-        ({"openai://m": {"modes": ["gate"]}}, "take no token ids"),
+        ({"openai://m": {"modes": ["gate"]}}, "do not accept token ids"),
         ({"openai://m": {"mode": "exact"}}, "mode"),
         ({"openai://m": {"api_key": "sk-1"}}, "key_env"),
         ({"openai://m": {"temprature": 1}}, "no such setting"),
         ({"gateway://g": {}}, "give the one URL"),
-        ({"gateway://g": {"url": "http://h", "modes": ["direct"]}}, "no direct mode"),
+        ({"gateway://g": {"url": "http://h", "modes": ["direct"]}}, "always records; remove direct"),
         ({"vllm://q": {"url": "ftp://h", "tokenizer": "/x"}}, "not an http(s) URL"),
         ({"local://m": {}}, "tokenizer"),
     ],
 )
 def test_an_entry_that_is_wrong_is_told_when_the_settings_are_read(entry: dict[str, Any], word: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        load(None, {"endpoints": entry})
+        load_config(None, {"endpoints": entry})
     assert word in raised.value.message and "sk-1" not in raised.value.message
 
 
 @pytest.mark.parametrize("host", ["https://a.com", "a.com/x", "*.a.com", ""])
 def test_hosts_are_named_exactly(host: str) -> None:
     with pytest.raises(ConfigError, match="allowed_hosts"):
-        load(None, {"allowed_hosts": [host]})
+        load_config(None, {"allowed_hosts": [host]})
 
 
 def test_no_url_has_the_place_of_another_gateway(catalog: Catalog) -> None:
@@ -173,27 +173,27 @@ def test_no_url_has_the_place_of_another_gateway(catalog: Catalog) -> None:
     theirs = [
         catalog.choose("openai://gpt", "observe", endpoint_url=f"https://api.example.com/{path}") for path in "abc"
     ]
-    places = {choice.place for choice in (*theirs, catalog.choose("openai://gpt"))}
+    places = {choice.gateway_name for choice in (*theirs, catalog.choose("openai://gpt"))}
     assert len(places) == 4 and all(len(place.rpartition("-")[2]) == 32 for place in places)
-    assert [choice.place.startswith("own-") for choice in theirs] == [True] * 3
+    assert [choice.gateway_name.startswith("own-") for choice in theirs] == [True] * 3
 
 
 async def test_a_gateway_is_for_its_own_choice_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if their places were the same."""
-    monkeypatch.setattr(Choice, "place", "one")
+    monkeypatch.setattr(EndpointChoice, "gateway_name", "one")
 
     async def opened(place: str, client: GatewayClient) -> None:
         pass
 
-    config = load(None, {"data": str(tmp_path), "endpoints": {"scripted://a": {}, "scripted://b": {}}})
+    config = load_config(None, {"data": str(tmp_path), "endpoints": {"scripted://a": {}, "scripted://b": {}}})
     catalog = Catalog(config.endpoints)
     gateways = Gateways(config, {}, opened)
     try:
-        async with gateways.reached(catalog.choose("scripted://a")):
+        async with gateways.connect(catalog.choose("scripted://a")):
             with pytest.raises(BadRequest):
-                async with gateways.reached(catalog.choose("scripted://b")):
+                async with gateways.connect(catalog.choose("scripted://b")):
                     pass
-            async with gateways.reached(catalog.choose("scripted://a")) as again:
+            async with gateways.connect(catalog.choose("scripted://a")) as again:
                 assert again.model == "a"
     finally:
         await gateways.close()
@@ -205,8 +205,8 @@ async def test_folders_of_callers_endpoints_go_when_nobody_asks_for_them_any_mor
 
     for place in ("own-a", "own-b", "vllm-c"):
         (tmp_path / "gateways" / place).mkdir(parents=True)
-    gateways = Gateways(load(None, {"data": str(tmp_path)}), {}, opened)
-    await gateways.forget({"own-b"})
+    gateways = Gateways(load_config(None, {"data": str(tmp_path)}), {}, opened)
+    await gateways.delete_unused({"own-b"})
     assert {path.name for path in (tmp_path / "gateways").iterdir()} == {"own-b", "vllm-c"}
 
 
@@ -223,5 +223,5 @@ def test_a_key_may_be_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not catalog.show()[0].key_is_set  # it is not there
     (tmp_path / "key").write_text(SECRET)
     choice = catalog.choose("openai://m")
-    settings = choice.endpoint.serves(choice.mode, "/data")
+    settings = choice.endpoint.gateway_config(choice.mode, "/data")
     assert catalog.show()[0].key_is_set and settings is not None and read_engine_key(settings) == SECRET

@@ -8,9 +8,9 @@ import pytest
 
 from turngate.errors import ConfigError
 from turngate.service.agents import Agents
-from turngate.service.config import ServiceConfig, load
-from turngate.service.planning import task_of
-from turngate.service.request import AskedSwe
+from turngate.service.config import ServiceConfig, load_config
+from turngate.service.planning import build_task
+from turngate.service.request import SweRolloutRequest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "service.toml"
 ROW = {
@@ -27,7 +27,7 @@ ROW = {
 
 
 def test_the_example_is_valid_and_overrides_win() -> None:
-    config = load(EXAMPLE, {"running": 3, "data": None})
+    config = load_config(EXAMPLE, {"running": 3, "data": None})
     assert config.running == 3 and config.endpoints and config.sandbox == "bubblewrap"
 
 
@@ -46,7 +46,7 @@ def test_the_example_is_valid_and_overrides_win() -> None:
 def test_what_is_wrong_is_told_by_name(text: str, word: str, tmp_path: Path) -> None:
     (tmp_path / "service.toml").write_text(text)
     with pytest.raises(ConfigError) as raised:
-        load(tmp_path / "service.toml")
+        load_config(tmp_path / "service.toml")
     assert word in raised.value.message
 
 
@@ -59,20 +59,20 @@ def test_agents_are_those_that_the_settings_allow(tmp_path: Path) -> None:
     own = Agents(ServiceConfig(agents=[str(tmp_path / "mine.toml"), "pi"]))
     assert own.names == ["mine", "pi"]
     for name in ("shell", "codex", str(tmp_path / "mine.toml"), "./mine.toml", "../../x"):
-        with pytest.raises(Exception, match=r"agent: .* is not allowed here; there are mine, pi"):
-            own.named(name)
+        with pytest.raises(Exception, match=r"agent: .* is not allowed on this server; choose one of mine, pi"):
+            own.find(name)
     for wrong in ({"agent": "nobody"}, {"agent_options": {"nobody": {}}}, {"agents": ["shell"]}):
         with pytest.raises(ConfigError, match="agent"):
             Agents(ServiceConfig(**wrong))  # type: ignore[arg-type]
 
 
 def test_a_row_brings_no_image_that_the_settings_do_not_take(tmp_path: Path) -> None:
-    asked = AskedSwe(task=ROW, model_key="scripted://m").check()
-    with pytest.raises(Exception, match="its image 'own/thing:1' is not among"):
-        task_of(asked, ServiceConfig(), tmp_path)
-    task = task_of(asked, ServiceConfig(images=("own/*",)), tmp_path)
+    asked = SweRolloutRequest(task=ROW, model_key="scripted://m").check()
+    with pytest.raises(Exception, match="does not allow the image 'own/thing:1'"):
+        build_task(asked, ServiceConfig(), tmp_path)
+    task = build_task(asked, ServiceConfig(images=("own/*",)), tmp_path)
     assert (task.id, task.image) == ("own__thing-1", "own/thing:1")
     with pytest.raises(Exception, match="FAIL_TO_PASS: is missing") as raised:
         rest = {name: value for name, value in ROW.items() if name != "FAIL_TO_PASS"}
-        task_of(AskedSwe(task=rest, model_key="m"), ServiceConfig(), tmp_path)
+        build_task(SweRolloutRequest(task=rest, model_key="m"), ServiceConfig(), tmp_path)
     assert raised.value.param == "task.FAIL_TO_PASS"  # type: ignore[attr-defined]

@@ -10,10 +10,11 @@ import pytest
 
 from tests.kit import say, until
 from tests.service.kit import served
-from turngate.service import conversation, finalization, report
+from turngate.service import conversation, final_state, report
 from turngate.service.config import Clamp
-from turngate.service.result import Said
-from turngate.service.truncation import Cut
+from turngate.service.event_log import EventLog
+from turngate.service.result import ConversationMessage
+from turngate.service.truncation import Truncator
 from turngate.types import Json
 from turngate.views.trace import TraceView
 
@@ -59,8 +60,8 @@ def view(*messages: Json, sampled: int = 1) -> TraceView:
     return TraceView(trace)
 
 
-def heard(message: Json) -> Said:
-    said = conversation.messages(view(message))
+def heard(message: Json) -> ConversationMessage:
+    said = conversation.build_messages(view(message))
     assert [one.cursor for one in said] == [1, 2] and said[1].text == "Yes."
     return said[0]
 
@@ -186,17 +187,17 @@ async def test_what_cannot_be_shown_is_a_note_and_the_grade_stands(
         with monkeypatch.context() as patch:
             match fails:
                 case "turns":
-                    patch.setattr(report, "turns", broken)
+                    patch.setattr(report, "build_turns", broken)
                 case "messages":
-                    patch.setattr(conversation, "messages", broken)
+                    patch.setattr(conversation, "build_messages", broken)
                 case "read_trace":
-                    patch.setattr("turngate.service.rollouts.read_trace", broken)
+                    patch.setattr("turngate.service.finalization.read_trace", broken)
                 case "workdir":
-                    patch.setattr(report, "workdir", broken)
+                    patch.setattr(report, "read_workdir", broken)
                 case "settled":
-                    patch.setattr(finalization, "settled", broken)
+                    patch.setattr(final_state, "from_work", broken)
                 case "drained":
-                    patch.setattr(service.rollouts, "_drained", lambda *_: _raised())
+                    patch.setattr(EventLog, "drain", lambda *_: _raised())
             asked = service.asked('ask("Hi")\nopen("x", "w").write("y")', test_script="exit 0", upload_files={"a": "b"})
             result = await service.rollouts.run(asked)
         assert (result.status, result.kind, result.reward, result.error) == ("finished", "graded", 1.0, None)
@@ -216,7 +217,7 @@ async def _raised() -> None:
 
 @pytest.mark.parametrize(("most", "kept"), [(0, True), (3, True), (4, True), (2, False), (1, False)])
 def test_log_probabilities_are_whole_or_none(most: int, kept: bool) -> None:
-    cut = Cut(Clamp(logprobs=most))
-    [turn] = conversation.turns(view(sampled=3), cut)
+    cut = Truncator(Clamp(logprobs=most))
+    [turn] = conversation.build_turns(view(sampled=3), cut)
     assert (turn.logprobs, turn.sampled_tokens) == ([-0.5] * 3 if kept else None, 3)
-    assert kept == (cut.told == []) and (kept or "turns[0].logprobs: all 3 numbers left out" in cut.told[0])
+    assert kept == (cut.notes == []) and (kept or "turns[0].logprobs: all 3 numbers left out" in cut.notes[0])

@@ -19,7 +19,7 @@ from tests.speed import scaled
 from turngate.errors import DataFolderInUse, StoreError
 from turngate.service.result import Event, RolloutState
 from turngate.service.rollouts import Rollouts
-from turngate.service.storage import Books
+from turngate.service.storage import ServiceStorage
 from turngate.types import Json
 
 pytestmark = pytest.mark.process
@@ -81,36 +81,36 @@ KILLED: list[tuple[list[tuple[str, dict[str, Json]]], tuple[str, str | None, flo
 
 
 async def test_a_grade_that_was_recorded_outlives_the_process(tmp_path: Path) -> None:
-    books = Books(tmp_path / "service")
+    storage = ServiceStorage(tmp_path / "service")
     for n, (told, _) in enumerate(KILLED):
-        books.put(begun(f"r{n}"), "place")
+        storage.save_state(begun(f"r{n}"), "place")
         happened = [("queued", {}), ("opened", {}), *told]
         for cursor, (kind, data) in enumerate(happened, 1):
-            books.add(f"r{n}", Event(cursor=cursor, time=100.0 + cursor, kind=kind, data=data))
-    books.close()
+            storage.add_event(f"r{n}", Event(cursor=cursor, time=100.0 + cursor, kind=kind, data=data))
+    storage.close()
     async with served(data=tmp_path) as service:
         for n, (told, known) in enumerate(KILLED):
             result, state = await service.rollouts.finalize(f"r{n}"), service.rollouts.state(f"r{n}")
             assert (result.status, result.kind, result.reward) == known == (state.status, state.kind, state.reward)
             assert (result.error is not None) == (result.status == "error") and result.done
-            assert result.error is not None or "ended before its result was made" in result.notes[0]
+            assert result.error is not None or "stopped before it wrote the result" in result.notes[0]
             assert result.wall_s == 2.0 + len(told)
             assert (await service.all_events(f"r{n}"))[-1].data["reward"] == known[2]
 
 
 def test_what_is_forgotten_is_forgotten_whole(tmp_path: Path) -> None:
-    books = Books(tmp_path / "service")
+    storage = ServiceStorage(tmp_path / "service")
     for rollout in ("a", "b"):
-        books.put(begun(rollout), "place")
-        books.add(rollout, Event(cursor=1, time=1.0, kind="queued"))
+        storage.save_state(begun(rollout), "place")
+        storage.add_event(rollout, Event(cursor=1, time=1.0, kind="queued"))
     with sqlite3.connect(tmp_path / "service" / "service.db") as db:
         db.execute("CREATE TRIGGER t BEFORE DELETE ON rollouts WHEN OLD.id = 'b' BEGIN SELECT RAISE(ABORT, 'no'); END")
     with pytest.raises(StoreError):
-        books.forget(["a", "b"])
-    assert len(list(books.states())) == 2 and len(books.page("a", 0, 9)) == 1
-    books.forget(["a"])
-    assert [state.rollout_id for state, _ in books.states()] == ["b"] and books.page("a", 0, 9) == []
-    books.close()
+        storage.delete_rows(["a", "b"])
+    assert len(list(storage.read_states())) == 2 and len(storage.read_events("a", 0, 9)) == 1
+    storage.delete_rows(["a"])
+    assert [state.rollout_id for state, _ in storage.read_states()] == ["b"] and storage.read_events("a", 0, 9) == []
+    storage.close()
 
 
 async def test_what_ran_when_it_was_killed_is_told_as_lost(tmp_path: Path) -> None:

@@ -25,9 +25,9 @@ from turngate.engines.scripted import Turn
 from turngate.errors import BadRequest, Busy, NotFound, Stopping, StoreError
 from turngate.service.catalog import Endpoint
 from turngate.service.config import Clamp
-from turngate.service.request import AskedSwe, Encoded
+from turngate.service.request import Base64File, SweRolloutRequest
 from turngate.service.result import Event
-from turngate.service.storage import Books
+from turngate.service.storage import ServiceStorage
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
 
@@ -91,7 +91,7 @@ async def test_who_decides_about_the_reward() -> None:
 
 async def test_a_row_whose_image_cannot_be_had_here() -> None:
     async with served(images=("own/*",)) as service:
-        result = await service.rollouts.run(AskedSwe(task=ROW, model_key=KEY))
+        result = await service.rollouts.run(SweRolloutRequest(task=ROW, model_key=KEY))
         assert (result.task_id, result.status, result.kind) == ("own__thing-1", "error", "invalid task")
         assert result.error is not None and "a local sandbox has none" in result.error.message
 
@@ -210,7 +210,7 @@ os.symlink("/etc/passwd", "link")
     async with served() as service:
         result = await service.rollouts.run(service.asked(program))
         assert (result.status, result.error) == ("finished", None) and result.turn_count >= 1
-        assert result.workdir_files == {} and "1 files have names that are no text" in "".join(result.clamped)
+        assert result.workdir_files == {} and "1 files have names that are not text" in "".join(result.clamped)
         assert (await service.rollouts.messages(result.rollout_id)).messages
 
 
@@ -279,8 +279,8 @@ async def test_a_full_queue_says_so_and_lists_say_what_waits() -> None:
 async def test_what_waits_is_on_disk_and_bounded() -> None:
     async with served(running=1, queued_bytes=40_000_000) as service:
         first = service.rollouts.start(service.asked("time.sleep(600)"))
-        large = {f"{n}.bin": Encoded(base64.b64encode(bytes(6_000_000)).decode()) for n in range(4)}
-        files: dict[str, str | Encoded] = {"a.txt": "here", **large}
+        large = {f"{n}.bin": Base64File(base64.b64encode(bytes(6_000_000)).decode()) for n in range(4)}
+        files: dict[str, str | Base64File] = {"a.txt": "here", **large}
         program = 'print(sum(os.path.getsize(f"{n}.bin") for n in range(4)))'
         second = service.rollouts.start(service.asked(program, upload_files=files, test_script="grep -q here a.txt"))
         place = service.data / "service" / "inputs" / second
@@ -340,23 +340,23 @@ async def test_the_oldest_are_removed() -> None:
             await service.rollouts.finalize(first.rollout_id)
         kept = service.data / "service"
         await until(lambda: not list(kept.glob(f"*/{first.rollout_id}*")), 120)
-        assert (service.rollouts.left(second.rollout_id) / "work" / "x").exists()
+        assert (service.rollouts.artifacts_folder(second.rollout_id) / "work" / "x").exists()
 
 
 async def test_a_full_disk_costs_neither_events_nor_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    keep, failed = Books.add, list[str]()
+    keep, failed = ServiceStorage.add_event, list[str]()
 
-    def add(self: Books, rollout: str, event: Event) -> None:
+    def add(self: ServiceStorage, rollout: str, event: Event) -> None:
         if event.kind in ("turn", "sealed") and event.kind not in failed:
             failed.append(event.kind)
             raise StoreError("the disk is full")
         keep(self, rollout, event)
 
-    def write(self: Books, *_: object) -> None:
+    def write(self: ServiceStorage, *_: object) -> None:
         raise StoreError("the disk is full")
 
-    monkeypatch.setattr(Books, "add", add)
-    monkeypatch.setattr(Books, "write", write)
+    monkeypatch.setattr(ServiceStorage, "add_event", add)
+    monkeypatch.setattr(ServiceStorage, "write_result", write)
     async with served() as service:
         result = await service.rollouts.run(service.asked('ask("Hi")'))
         events = await service.all_events(result.rollout_id)
@@ -371,19 +371,19 @@ async def test_a_full_disk_costs_neither_events_nor_the_result(monkeypatch: pyte
 async def test_what_found_the_disk_full_is_written_when_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write(self: Books, *_: object) -> None:
+    def write(self: ServiceStorage, *_: object) -> None:
         raise StoreError("the disk is full")
 
     async with served(data=tmp_path) as service:
         with monkeypatch.context() as full:
-            full.setattr(Books, "write", write)
+            full.setattr(ServiceStorage, "write_result", write)
             first = await service.rollouts.run(service.asked('ask("Hi")', test_script="true"))
         assert list((tmp_path / "service" / "results").iterdir()) == []
         await service.rollouts.run(service.asked())
         said = await service.rollouts.messages(first.rollout_id)
         assert (tmp_path / "service" / "results" / f"{first.rollout_id}.json").exists()
         with monkeypatch.context() as full:
-            full.setattr(Books, "write", write)
+            full.setattr(ServiceStorage, "write_result", write)
             last = await service.rollouts.run(service.asked())
     async with served(data=tmp_path) as service:
         assert [await service.rollouts.finalize(one.rollout_id) for one in (first, last)] == [first, last]
@@ -391,12 +391,12 @@ async def test_what_found_the_disk_full_is_written_when_there_is_room(
 
 
 async def test_what_cannot_be_forgotten_keeps_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forget(self: Books, *_: object) -> None:
+    def forget(self: ServiceStorage, *_: object) -> None:
         raise StoreError("the disk is full")
 
     async with served(keep=1) as service:
         with monkeypatch.context() as full:
-            full.setattr(Books, "forget", forget)
+            full.setattr(ServiceStorage, "delete_rows", forget)
             first, second = [await service.rollouts.run(service.asked()) for _ in range(2)]
             await until(lambda: not service.rollouts.list("running").rollouts, 120)
         assert await service.rollouts.finalize(first.rollout_id) == first

@@ -35,7 +35,7 @@ from turngate.common.aio import run_to_completion
 from turngate.errors import BadRequest, TurngateError
 from turngate.service.catalog import Endpoint
 from turngate.service.config import Clamp, ServiceConfig
-from turngate.service.request import AskedTask
+from turngate.service.request import TaskRolloutRequest
 from turngate.service.rollouts import Rollouts
 from turngate.tasks.task import Task
 from turngate.types import Json
@@ -209,7 +209,7 @@ class Client:
 
     async def _one(self, job: _Job, given: Given, board: Board) -> Result:
         rollouts = self._open
-        asked = AskedTask(
+        asked = TaskRolloutRequest(
             task=job.task,
             group=job.group,
             model_key=self._key,
@@ -232,7 +232,7 @@ class Client:
             board.put(rollouts.state(rollout))
         trace, rows, notes = await self._evidence(rollout, ended.session)
         assert self._reader is not None
-        work = None if self._data is None else rollouts.left(rollout) / "work"
+        work = None if self._data is None else rollouts.artifacts_folder(rollout) / "work"
         return await asyncio.to_thread(made, ended, job.group, trace, rows, self._reader, work, notes)
 
     async def _evidence(self, rollout: str, session: str) -> tuple[Json, list[Json], list[str]]:

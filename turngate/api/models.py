@@ -26,7 +26,7 @@ from turngate.common.validation import explain_error, reject_credentials, sugges
 from turngate.errors import BadRequest, ConfigError
 from turngate.render import find_tokenizer as find_tokenizer
 from turngate.service.catalog import KINDS, Endpoint
-from turngate.service.config import ServiceConfig, load
+from turngate.service.config import ServiceConfig, load_config
 from turngate.telemetry.logs import redact
 
 _WRITTEN = re.compile(r"(?P<kind>[a-z-]+)://(?P<name>.*?)(?:@(?P<url>https?://.+))?")
@@ -65,7 +65,7 @@ def settled(
                 "config: the settings are given as the model already; leave one of them out", param="config"
             )
         config, model = model, ""
-    base = config if isinstance(config, ServiceConfig) else load(Path(config) if config else None)
+    base = config if isinstance(config, ServiceConfig) else load_config(Path(config) if config else None)
     changed = {name: value for name, value in given.items() if value is not None}
     known = list(base.endpoints)
     if wanted.gateway:

@@ -17,7 +17,7 @@ from turngate.client.feed import Row
 from turngate.common.safe_text import sanitize_line
 from turngate.errors import BadRequest
 from turngate.rollout.summary import pass_at_k
-from turngate.service.result import Trouble
+from turngate.service.result import ErrorInfo
 from turngate.trace.advantage import Choice, compute_advantages, row_weight
 from turngate.trace.roles import TurnRole
 from turngate.trace.sample import Sample
@@ -86,7 +86,7 @@ class Result(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     work: Path | None  # the folder where all of it lies
     logs: Mapping[str, str]  # the ends of what the agent printed and of its own logs
     verifier: str  # what the grading printed
-    error: Trouble | None
+    error: ErrorInfo | None
     notes: tuple[str, ...]  # what else is worth knowing
     clamped: tuple[str, ...]  # what was cut, each with how much
 

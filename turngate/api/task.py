@@ -10,8 +10,8 @@ from typing import TypeAlias
 
 from turngate.errors import BadRequest, TaskError
 from turngate.service.config import ServiceConfig
-from turngate.service.planning import lay, task_of
-from turngate.service.request import Asked, Encoded
+from turngate.service.planning import build_task, write_inputs
+from turngate.service.request import Base64File, RolloutRequest
 from turngate.tasks.loaders.load import HUB, read_tasks, scan_tasks, task_from_row
 from turngate.tasks.task import Task
 from turngate.types import Json
@@ -82,7 +82,7 @@ def _said(
     inputs: Path,
 ) -> Task:
     """Words become a task the way those of a service's callers do."""
-    asked = Asked(
+    asked = RolloutRequest(
         model_key="any",
         instruction=instruction,
         test_script=test_script,
@@ -92,8 +92,8 @@ def _said(
     )
     try:
         asked.check()
-        lay(asked, inputs)
-        return task_of(asked, config, inputs)
+        write_inputs(asked, inputs)
+        return build_task(asked, config, inputs)
     except BadRequest as error:
         # In the names that things have here.
         for theirs, ours in (("upload_files", "files"), ("setup_shell", "setup"), ("instruction", "task")):
@@ -102,8 +102,8 @@ def _said(
         raise
 
 
-def _file(data: str | bytes) -> str | Encoded:
-    return data if isinstance(data, str) else Encoded(base64=base64.b64encode(data).decode())
+def _file(data: str | bytes) -> str | Base64File:
+    return data if isinstance(data, str) else Base64File(base64=base64.b64encode(data).decode())
 
 
 def _at(where: str) -> Task:

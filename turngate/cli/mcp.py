@@ -17,7 +17,7 @@ from turngate.client.keys import read_key
 from turngate.errors import ConfigError, DataFolderInUse, TurngateError
 from turngate.server.auth import own_key
 from turngate.server.bind import raise_file_limit
-from turngate.service.config import ServiceConfig, load
+from turngate.service.config import ServiceConfig, load_config
 from turngate.service.rollouts import Rollouts
 
 try:
@@ -31,7 +31,7 @@ STOPPING = "Stopping: aborting rollouts and removing their sandboxes; the record
 def serve_mcp(options: McpOptions) -> None:
     """Serve MCP until the client or a signal ends it."""
     overrides = {"data": options.data, "sandbox": options.sandbox, "running": options.running}
-    config = load(options.config, overrides)
+    config = load_config(options.config, overrides)
     if not config.endpoints and not config.allowed_hosts:
         raise ConfigError(
             'endpoints: none are configured; list some in a TOML file, [endpoints."vllm://Qwen3-8B"], and give it as --config',

@@ -66,15 +66,15 @@ def _listed(tool: ServiceTool) -> Listed:
     return Listed(
         name=tool.name,
         title=tool.title,
-        description=tool.about,
+        description=tool.description,
         input_schema=tool.input_schema(),
         output_schema=tool.output_schema(),
         annotations=ToolAnnotations(
             title=tool.title,
-            read_only_hint=tool.reads,
-            destructive_hint=tool.destroys,
-            idempotent_hint=tool.again or tool.reads,
-            open_world_hint=not tool.reads,
+            read_only_hint=tool.is_read_only,
+            destructive_hint=tool.is_destructive,
+            idempotent_hint=tool.is_idempotent or tool.is_read_only,
+            open_world_hint=not tool.is_read_only,
         ),
     )
 

@@ -41,7 +41,7 @@ from turngate.openenv.environment import NAME, TurngateEnvironment, offered
 from turngate.openenv.models import ReadyObservation, TurngateObservation, TurngateState
 from turngate.openenv.service_host import ServiceHost
 from turngate.server.bind import local_url
-from turngate.service.config import load
+from turngate.service.config import load_config
 from turngate.service.rollouts import Rollouts
 
 SERVICE = "TURNGATE_SERVICE"
@@ -58,7 +58,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 def create(service: Path | None = None) -> FastAPI:
     """The application. Reads the settings at once, so that what is wrong with them is told; the service starts with it."""
     file = service or (Path(os.environ[SERVICE]) if os.environ.get(SERVICE) else None)
-    config = load(file)
+    config = load_config(file)
     thread = ServiceHost(lambda: Rollouts(config))
     app: FastAPI = create_app(
         functools.partial(TurngateEnvironment, thread, offered(thread)),

@@ -32,8 +32,8 @@ from websockets.exceptions import ConnectionClosed
 from turngate.errors import BadRequest, NotFound, TurngateError
 from turngate.openenv.models import ReadyObservation, TurngateObservation, TurngateState
 from turngate.service.catalog import EndpointView
-from turngate.service.result import EventPage, Listing, Messages, RolloutResult, RolloutState
-from turngate.service.tools import Endpoints, Started
+from turngate.service.result import EventPage, MessagePage, RolloutList, RolloutResult, RolloutState
+from turngate.service.tools import EndpointList, StartedRollout
 from turngate.types import Json
 
 WAIT_S = 5.0  # of one question whether a rollout has ended: other callers of this client wait as long
@@ -143,7 +143,7 @@ class TurngateEnv(EnvClient[Action, Observation, TurngateState]):
             "agent_timeout_s": agent_timeout_s,
             "endpoint_url": endpoint_url,
         }
-        return (await self._tell("start_rollout", Started, **_given(given))).rollout_id
+        return (await self._tell("start_rollout", StartedRollout, **_given(given))).rollout_id
 
     async def start_swe_rollout(
         self,
@@ -167,15 +167,15 @@ class TurngateEnv(EnvClient[Action, Observation, TurngateState]):
             "agent_timeout_s": agent_timeout_s,
             "endpoint_url": endpoint_url,
         }
-        return (await self._tell("start_rollout", Started, task=dict(task), **_given(given))).rollout_id
+        return (await self._tell("start_rollout", StartedRollout, task=dict(task), **_given(given))).rollout_id
 
     async def get_state(self, rollout_id: str) -> RolloutState:
         """How far it is. (`state()` is the session's, as OpenEnv has it.)"""
         return await self._tell("get_state", RolloutState, rollout_id=rollout_id)
 
-    async def get_messages(self, rollout_id: str, after: int = 0, limit: int = 100) -> Messages:
+    async def get_messages(self, rollout_id: str, after: int = 0, limit: int = 100) -> MessagePage:
         """The conversation past a cursor, as it happens."""
-        return await self._tell("get_messages", Messages, rollout_id=rollout_id, after=after, limit=limit)
+        return await self._tell("get_messages", MessagePage, rollout_id=rollout_id, after=after, limit=limit)
 
     async def subscribe_events(
         self, rollout_id: str, after: int = 0, limit: int = 200, wait_s: float = 0.0
@@ -195,13 +195,13 @@ class TurngateEnv(EnvClient[Action, Observation, TurngateState]):
             return await self.wait_for(rollout_id)
         return await self._tell("finalize_rollout", RolloutResult, rollout_id=rollout_id, wait_s=wait_s)
 
-    async def list_rollouts(self, status: str = "", limit: int = 50, before: str = "") -> Listing:
+    async def list_rollouts(self, status: str = "", limit: int = 50, before: str = "") -> RolloutList:
         """Newest first; those of other clients too."""
-        return await self._tell("list_rollouts", Listing, status=status, limit=limit, before=before)
+        return await self._tell("list_rollouts", RolloutList, status=status, limit=limit, before=before)
 
     async def list_endpoints(self) -> list[EndpointView]:
         """What `model_key` may be."""
-        return (await self._tell("list_endpoints", Endpoints)).endpoints
+        return (await self._tell("list_endpoints", EndpointList)).endpoints
 
     async def wait_for(self, rollout_id: str) -> RolloutResult:
         """Its result, when it has ended. Over lost connections too."""

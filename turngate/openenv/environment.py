@@ -171,10 +171,12 @@ def offered(service: ServiceHost) -> FastMCP[Any]:
         made = _Offered(
             name=tool.name,
             title=tool.title,
-            description=tool.about,
+            description=tool.description,
             parameters=tool.input_schema(),
             annotations=ToolAnnotations(
-                readOnlyHint=tool.reads, destructiveHint=tool.destroys, idempotentHint=tool.again or tool.reads
+                readOnlyHint=tool.is_read_only,
+                destructiveHint=tool.is_destructive,
+                idempotentHint=tool.is_idempotent or tool.is_read_only,
             ),
         )
         made._service = service

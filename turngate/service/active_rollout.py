@@ -1,4 +1,4 @@
-"""A rollout that is not over: what is known of it while it runs. `Rollouts` owns these; its state is what callers see of one."""
+"""A rollout that is queued or running: its progress, its tasks and the resources it holds."""
 
 from __future__ import annotations
 
@@ -11,53 +11,62 @@ from turngate.agents.spec import AgentSpec
 from turngate.engines.scripted import MADE_UP
 from turngate.rollout.outcome import Outcome, RolloutProgress
 from turngate.rollout.rollout import Rollout
-from turngate.service.catalog import Choice
-from turngate.service.gateways import Reached
-from turngate.service.request import AnyAsked
-from turngate.service.result import RolloutState, Said
+from turngate.service.catalog import EndpointChoice
+from turngate.service.gateways import GatewayConnection
+from turngate.service.request import AnyRequest
+from turngate.service.result import ConversationMessage, RolloutState
 from turngate.tasks.task import Task
 
 
-class Live:
-    """A rollout that is not over."""
+class ActiveRollout:
+    """Callers see only its `state`."""
 
     def __init__(
-        self, rollout: str, asked: AnyAsked, choice: Choice, agent: AgentSpec, task: Task, task_id: str
+        self, rollout: str, request: AnyRequest, choice: EndpointChoice, agent: AgentSpec, task: Task, task_id: str
     ) -> None:
         self.id = rollout
-        self.asked = asked
+        self.request = request
         self.choice = choice
         self.agent = agent
         self.task = task
         self.task_id = task_id
-        self.size = asked.size()  # of what its caller gave
-        self.laid: asyncio.Task[None] | None = None  # on disk
+        self.input_bytes = request.size()
         self.started = time.time()
-        self.began = time.monotonic()
-        self.seconds: dict[str, float] = {}  # of what comes before the rollout itself
+        self.start_time = time.monotonic()
+        self.seconds: dict[str, float] = {}  # of the service's own stages, before those of the rollout
         self.model = choice.endpoint.served
         self.stage = "queued"
         self.running = False
         self.progress = RolloutProgress()
         self.rollout: Rollout | None = None
-        self.reached: Reached | None = None
-        self.stack = AsyncExitStack()  # what it holds open
-        self.following: asyncio.Task[None] | None = None
-        self.cursor = 0
+        self.connection: GatewayConnection | None = None
+        self.stack = AsyncExitStack()  # closed when the rollout has ended
+        self.cursor = 0  # of its newest event
         self.seq = 0  # of the newest event that came from the gateway
-        self.aborted: str | None = None  # why, once somebody did
+        self.abort_reason: str | None = None  # None: it was not aborted
         self.notes = [MADE_UP] if choice.endpoint.scheme == "scripted" else list[str]()
-        self.announced = asyncio.Event()  # its gateway knows of it
-        self.changed = asyncio.Event()  # set, and replaced, when there is something new
-        self.over = asyncio.Event()
+        self.messages: tuple[int, list[ConversationMessage]] = (0, [])  # cached, with the `seq` that they belong to
+        self.announced = asyncio.Event()  # its gateway knows it
+        self.changed = asyncio.Event()  # set, and replaced, by every new event
+        self.ended = asyncio.Event()
+        self.writing_inputs: asyncio.Task[None] | None = None
         self.work: asyncio.Task[Outcome] | None = None
-        self.said: tuple[int, list[Said]] = (0, [])  # as of an event's number
+        self.following: asyncio.Task[None] | None = None
 
     @property
-    def recorded(self) -> bool:
-        """Whether there is a session at a gateway."""
+    def is_recorded(self) -> bool:
+        """Whether a gateway has a session for it."""
         return self.choice.mode != "direct" and bool(self.progress.session)
 
+    @property
+    def outcome(self) -> Outcome | None:
+        return self.rollout.outcome if self.rollout is not None else None
+
+    @property
+    def wall_s(self) -> float:
+        return round(time.monotonic() - self.start_time, 3)
+
+    @property
     def state(self) -> RolloutState:
         return RolloutState(
             rollout_id=self.id,
@@ -70,32 +79,29 @@ class Live:
             stage=self.stage,
             turns=self.progress.turns,
             sampled_tokens=self.progress.sampled_tokens,
-            wall_s=self.wall_s(),
-            session=self.progress.session if self.recorded else "",
+            wall_s=self.wall_s,
+            session=self.progress.session if self.is_recorded else "",
             cursor=self.cursor,
             started=self.started,
-            gateway=self.reached.client.url if self.reached is not None and self.choice.mode == "gate" else "",
+            gateway=self.connection.client.url if self.connection is not None and self.choice.mode == "gate" else "",
         )
 
-    def wall_s(self) -> float:
-        return round(time.monotonic() - self.began, 3)
-
-    def watch(self, progress: RolloutProgress) -> None:
-        """Told by the rollout itself."""
+    def on_progress(self, progress: RolloutProgress) -> None:
         self.progress = progress
         self.stage = "result" if progress.stage == "done" else progress.stage
         self.announced.set()
 
-    def wake(self) -> None:
+    def notify(self) -> None:
+        """Wake everything that waits for a change."""
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()
 
     @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        """A stage of the service's own, before the rollout itself."""
+    def time_stage(self, stage: str) -> Iterator[None]:
+        """Measure a stage of the service's own."""
         self.stage = stage
-        began = time.monotonic()
+        start = time.monotonic()
         try:
             yield
         finally:
-            self.seconds[stage] = round(time.monotonic() - began, 3)
+            self.seconds[stage] = round(time.monotonic() - start, 3)

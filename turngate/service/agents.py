@@ -1,4 +1,4 @@
-"""The agents that callers may use: a list of names that the server's settings allow. A caller never names a file."""
+"""The agents that the server's settings allow. Callers choose one by name, never by file."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from turngate.service.config import ServiceConfig
 
 log = logging.getLogger("turngate")
 _DEFAULT = "mini-swe-agent"
-_SHELL = "shell"  # runs what it is told; only where the settings name it
+_SHELL = "shell"  # runs its instruction as a shell script, so the settings have to name it
 
 
 class Agents:
-    """Read when the service starts. An agent is installed when the first rollout needs it."""
+    """Loads the agents' specs when the service starts. Installs an agent when the first rollout needs it."""
 
     def __init__(self, config: ServiceConfig) -> None:
-        found = [specs.find_agent(name) for name in config.agents] or [
-            one for name, one in specs.load_catalog().items() if name != _SHELL
+        agents = [specs.find_agent(name) for name in config.agents] or [
+            agent for name, agent in specs.load_catalog().items() if name != _SHELL
         ]
-        self._specs = {one.spec.name: one.spec for one in found}
+        self._specs = {agent.spec.name: agent.spec for agent in agents}
         self._options = config.agent_options
         self._default = config.agent or (next(iter(self._specs)) if config.agents else _DEFAULT)
-        self._making: dict[str, asyncio.Task[Installation]] = {}
-        self._one_at_a_time = asyncio.Lock()  # several may need the same Node
+        self._installing: dict[str, asyncio.Task[Installation]] = {}
+        self._install_lock = asyncio.Lock()  # several agents may need the same Node.js
         if self._default not in self._specs:
             raise ConfigError(
                 f"agent: {config.agent!r} is none of {', '.join(self._specs)}{suggestion(config.agent, list(self._specs))}",
@@ -47,15 +47,16 @@ class Agents:
 
     @property
     def names(self) -> list[str]:
-        """The default first."""
+        """The names of all agents, the default first."""
         return [self._default, *(name for name in self._specs if name != self._default)]
 
-    def named(self, name: str) -> AgentSpec:
-        """The one of that name, or the default. `BadRequest` lists those that there are."""
+    def find(self, name: str) -> AgentSpec:
+        """The agent of that name; the default if the name is empty."""
         found = self._specs.get(name or self._default)
         if found is None:
             raise BadRequest(
-                f"agent: {name[:80]!r} is not allowed here; there are {', '.join(self._specs)}", param="agent"
+                f"agent: {name[:80]!r} is not allowed on this server; choose one of {', '.join(self._specs)}",
+                param="agent",
             )
         return found
 
@@ -65,36 +66,36 @@ class Agents:
     def check(
         self, spec: AgentSpec, instruction: str, wrong: type[BadRequest] | type[ConfigError] = BadRequest
     ) -> None:
-        """That an instruction can be passed on to it at all."""
-        dry = {"base_url": "", "api_key": "", "model": "", "home": "", "workdir": ""}
+        """Check that the agent can be started with an instruction."""
+        blank = {"base_url": "", "api_key": "", "model": "", "home": "", "workdir": ""}
         try:
             plan_launch(
-                spec, Installation(), prompt=instruction, limits=ModelLimits(), options=self.options(spec), **dry
+                spec, Installation(), prompt=instruction, limits=ModelLimits(), options=self.options(spec), **blank
             )
         except AgentError as error:
             param = "instruction" if wrong is BadRequest else "agents"
             raise wrong(f"{param}: {error.message}", param=param) from None
 
-    async def installed(self, spec: AgentSpec) -> Installation:
-        """Its installation. One is made for all who wait for it; whoever is cancelled leaves it to the others."""
-        making = self._making.get(spec.name)
-        if making is None or (making.done() and (making.cancelled() or making.exception() is not None)):
-            making = self._making[spec.name] = asyncio.create_task(self._ensured(spec))
-            making.add_done_callback(_seen)
-        return await asyncio.shield(making)
+    async def install(self, spec: AgentSpec) -> Installation:
+        """Install an agent, once for all rollouts that wait for it. Cancelling one of them does not stop the installation."""
+        task = self._installing.get(spec.name)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = self._installing[spec.name] = asyncio.create_task(self._install(spec))
+            task.add_done_callback(_ignore_error)
+        return await asyncio.shield(task)
 
-    async def _ensured(self, spec: AgentSpec) -> Installation:
-        async with self._one_at_a_time:
+    async def _install(self, spec: AgentSpec) -> Installation:
+        async with self._install_lock:
             return await asyncio.to_thread(ensure_installed, spec, lambda line: log.info("%s", line))
 
     async def close(self) -> None:
-        """An installation that is being made cannot be broken off; it is waited for."""
-        pending = [making for making in self._making.values() if not making.done()]
+        """Wait for installations that run: they cannot be interrupted."""
+        pending = [task for task in self._installing.values() if not task.done()]
         if pending:
             await asyncio.wait(pending)
 
 
-def _seen(task: asyncio.Task[Installation]) -> None:
-    """A failure is told to those who wait; nobody else need hear of it."""
+def _ignore_error(task: asyncio.Task[Installation]) -> None:
+    """Mark an error as retrieved: `install` raises it in the rollouts that wait."""
     if not task.cancelled():
         task.exception()

@@ -1,4 +1,4 @@
-"""Every setting of the service, once: from a TOML file, with overrides laid over it. What callers may not choose is here."""
+"""The settings of the service: from a TOML file, with overrides. Callers cannot change them."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from turngate.errors import ConfigError
 from turngate.sandboxes import BACKENDS
 from turngate.sandboxes.base import Network, Resources
 from turngate.service.catalog import Catalog, Endpoint
-from turngate.service.request import MOST_BYTES, MOST_SCRIPT
+from turngate.service.request import MAX_BYTES, MAX_SCRIPT
 
 Size = Annotated[int, msgspec.Meta(ge=0)]  # 0: no bound
-Bytes = Annotated[int, msgspec.Meta(ge=MOST_BYTES + MOST_SCRIPT)]  # as many as one caller may give
+Bytes = Annotated[int, msgspec.Meta(ge=MAX_BYTES + MAX_SCRIPT)]  # at least as much as one request may have
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Clamp(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How much of a large field a result has. 0: all of it."""
+    """How much of a large field a result includes. 0: all of it."""
 
     text: Size = 20_000  # characters of one text, reasoning, or a tool call's arguments
-    turns: Size = 300  # the newest of them
+    turns: Size = 300  # the newest turns
     logprobs: Size = 50_000  # numbers, of all turns together
     files: Size = 100  # of the working folder
-    file: Size = 20_000  # characters of one of them
-    all_files: Size = 200_000  # characters of all of them
+    file: Size = 20_000  # characters of one file
+    all_files: Size = 200_000  # characters of all files together
     log: Size = 8_000  # characters at the end of one log
-    verifier: Size = 16_000  # characters at the end of what the grader printed
+    verifier: Size = 16_000  # characters at the end of the grader's output
 
 
 class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,52 +39,52 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     data: str = "turngate-data"  # the folder that holds results, events and the gateways' traces
     endpoints: dict[str, Endpoint] = {}  # the catalog
-    allowed_hosts: list[str] = []  # HOST or HOST:PORT that a caller's own endpoint may be at; none: callers have none
+    allowed_hosts: list[str] = []  # HOST or HOST:PORT of callers' own endpoints; empty: callers cannot bring any
     sandbox: str = "bubblewrap"  # local, bubblewrap, docker, e2b, huggingface
-    image: str = ""  # for tasks that bring none
-    images: tuple[str, ...] = ("xingyaoww/*", "swebench/*", "swerebench/*")  # that a SWE row may name
-    network: Network = "none"  # of the sandboxes; none: nothing but the model
+    image: str = ""  # for tasks without an image
+    images: tuple[str, ...] = ("xingyaoww/*", "swebench/*", "swerebench/*")  # the images that a SWE row may name
+    network: Network = "none"  # of the sandboxes; none: only the model is reachable
     resources: Resources = Resources()  # cpus, memory_mb, pids of a sandbox
-    public_url: str = ""  # remote sandboxes: an address that leads to the gateway
-    tunnel: str = ""  # remote sandboxes: a command that prints one
-    agent: str = ""  # the default; left out, the first of `agents`, or mini-swe-agent
-    agents: list[str] = []  # that callers may use: names, or files of your own; left out, every preset but `shell`
-    agent_options: dict[str, dict[str, str]] = {}  # per agent
+    public_url: str = ""  # remote sandboxes: a public URL of the gateway
+    tunnel: str = ""  # remote sandboxes: a command that opens a tunnel and prints its URL
+    agent: str = ""  # the default agent; left out, the first of `agents`, or mini-swe-agent
+    agents: list[str] = []  # the agents that callers may use: names or spec files; left out, every preset but `shell`
+    agent_options: dict[str, dict[str, str]] = {}  # options per agent
     running: Annotated[int, msgspec.Meta(ge=1)] = 8  # rollouts at once
-    queued: Annotated[int, msgspec.Meta(ge=0)] = 256  # that wait, at most; one more is refused
-    queued_bytes: Bytes = 2_000_000_000  # of what callers gave to all that run or wait, on disk; more is refused
-    starting: Annotated[int, msgspec.Meta(ge=1)] | None = None  # sandboxes made at once; left out, twice the cores
-    grading: Annotated[int, msgspec.Meta(ge=1)] | None = None  # graded at once; left out, the cores
-    most_agent_timeout_s: Positive = 3600.0  # the longest that a caller may ask for
-    setup_timeout_s: Positive = 900.0  # of setup_shell
-    test_timeout_s: Positive = 900.0  # of test_script
-    keep: Annotated[int, msgspec.Meta(ge=1)] = 2000  # rollouts that are remembered; the oldest are removed
-    keep_work: bool = True  # what agents left stays on disk as long
-    clamp: Clamp = Clamp()  # how much of large fields results have, see below
+    queued: Annotated[int, msgspec.Meta(ge=0)] = 256  # rollouts that may wait; further ones are rejected
+    queued_bytes: Bytes = 2_000_000_000  # uploaded files of all rollouts that run or wait; further ones are rejected
+    starting: Annotated[int, msgspec.Meta(ge=1)] | None = None  # sandboxes started at once; left out, twice the cores
+    grading: Annotated[int, msgspec.Meta(ge=1)] | None = None  # rollouts graded at once; left out, the cores
+    most_agent_timeout_s: Positive = 3600.0  # the longest `agent_timeout_s` that a caller may set
+    setup_timeout_s: Positive = 900.0  # for setup_shell
+    test_timeout_s: Positive = 900.0  # for test_script
+    keep: Annotated[int, msgspec.Meta(ge=1)] = 2000  # rollouts to remember; the oldest are deleted
+    keep_work: bool = True  # keep the agents' working folders on disk as long
+    clamp: Clamp = Clamp()  # how much of large fields a result includes, see below
 
     def check(self) -> ServiceConfig:
-        """What types cannot say."""
+        """Validate what the types cannot express."""
         if self.sandbox not in BACKENDS:
             raise ConfigError(f"sandbox: {self.sandbox!r} is none of {', '.join(BACKENDS)}", param="sandbox")
         if self.public_url and self.tunnel:
-            raise ConfigError("tunnel: give either a public URL or a tunnel's command", param="tunnel")
+            raise ConfigError("tunnel: set either public_url or tunnel, not both", param="tunnel")
         Catalog(self.endpoints, self.allowed_hosts)
         return self
 
-    def takes_image(self, image: str) -> bool:
-        """Whether a task may bring that image."""
+    def allows_image(self, image: str) -> bool:
+        """Whether a task may use an image."""
         return any(fnmatchcase(image, pattern) for pattern in self.images)
 
 
-def load(file: Path | None, overrides: dict[str, Any] | None = None) -> ServiceConfig:
-    """The file's settings with the overrides that are not None laid over them."""
+def load_config(file: Path | None, overrides: dict[str, Any] | None = None) -> ServiceConfig:
+    """Load the settings from a file, and apply the overrides that are not None."""
     values = read_toml(file)
     values.update({name: value for name, value in (overrides or {}).items() if value is not None})
     for key, entry in values.get("endpoints", {}).items():
         if isinstance(entry, dict) and (wrong := {"key", "api_key", "token"} & set(entry)):
             raise ConfigError(
-                f'endpoints."{key}".{wrong.pop()}: secrets are never settings; put it into an environment variable and give '
-                "its name as key_env",
+                f'endpoints."{key}".{wrong.pop()}: settings never hold secrets; put the key into an environment '
+                "variable and set key_env to its name",
                 param="key_env",
             )
     try:

@@ -1,4 +1,4 @@
-"""A trace as turns with their evidence, and as messages that can be read along. Pure; a long one takes its time, so it is for threads."""
+"""Turns a trace into turns and into a conversation. No I/O, but a long trace takes a while: meant for threads."""
 
 from __future__ import annotations
 
@@ -9,49 +9,51 @@ import msgspec
 
 from turngate.common.safe_text import make_encodable
 from turngate.service.config import Clamp
-from turngate.service.result import Captured, RolloutTurn, Said, SaidCall
-from turngate.service.truncation import Cut
+from turngate.service.result import CaptureLevel, ConversationMessage, ConversationToolCall, RolloutTurn
+from turngate.service.truncation import Truncator
 from turngate.types import Json
 from turngate.views.trace import TraceView, TurnView
 
 _ROLES = {"developer": "system"}  # OpenAI's new name for it
-_LEVELS: tuple[Captured, ...] = ("none", "text", "logprobs", "tokens")
+_LEVELS: tuple[CaptureLevel, ...] = ("none", "text", "logprobs", "tokens")
 
 
-def turns(view: TraceView, cut: Cut) -> list[RolloutTurn]:
-    """Every turn, oldest first; past the bounds the newest."""
-    most = cut.clamp.turns
-    chosen = view.turns if not most or len(view.turns) <= most else view.turns[-most:]
+def build_turns(view: TraceView, truncator: Truncator) -> list[RolloutTurn]:
+    """Build every turn, oldest first. If there are too many, keep the newest."""
+    limit = truncator.clamp.turns
+    chosen = view.turns if not limit or len(view.turns) <= limit else view.turns[-limit:]
     if len(chosen) < len(view.turns):
-        cut.told.append(f"turns: {len(view.turns) - len(chosen):,} of {len(view.turns):,} turns left out, the oldest")
-    lengths = _lengths(view)
-    room = cut.clamp.logprobs
-    found = []
+        truncator.notes.append(
+            f"turns: {len(view.turns) - len(chosen):,} of {len(view.turns):,} turns left out, the oldest"
+        )
+    lengths = _prompt_lengths(view)
+    remaining = truncator.clamp.logprobs
+    turns = []
     for index, turn in enumerate(chosen):
-        logprobs, room = _logprobs(index, turn, cut, room)
-        whole = turn.capture == "tokens"
-        message = _read(turn.message)
-        found.append(
+        logprobs, remaining = _take_logprobs(index, turn, truncator, remaining)
+        has_ids = turn.capture == "tokens"
+        message = _parse_message(turn.message)
+        turns.append(
             RolloutTurn(
                 node=turn.id,
                 role=turn.role,
                 finish_reason=turn.finish,
-                prompt_tokens=lengths[turn.parent] if whole else None,
-                sampled_tokens=len(turn.ids) if whole else None,
+                prompt_tokens=lengths[turn.parent] if has_ids else None,
+                sampled_tokens=len(turn.ids) if has_ids else None,
                 logprobs=logprobs,
-                capture=_captured(turn.capture),
-                reasoning=cut.middle(f"turns[{index}].reasoning", message.thought, cut.clamp.text),
-                text=cut.middle(f"turns[{index}].text", message.text, cut.clamp.text),
-                tool_calls=_calls(f"turns[{index}]", message, cut),
+                capture=_parse_capture(turn.capture),
+                reasoning=truncator.cut_middle(f"turns[{index}].reasoning", message.thought, truncator.clamp.text),
+                text=truncator.cut_middle(f"turns[{index}].text", message.text, truncator.clamp.text),
+                tool_calls=_build_calls(f"turns[{index}]", message, truncator),
                 version_start=turn.version_start,
                 version_end=turn.version_end,
             )
         )
-    return found
+    return turns
 
 
-def _lengths(view: TraceView) -> dict[int, int]:
-    """Of each context: the ids of the prompt that ends with it."""
+def _prompt_lengths(view: TraceView) -> dict[int, int]:
+    """For each context node: the number of ids in the prompt that ends with it."""
     sampled = {turn.id: turn for turn in view.turns}
     lengths: dict[int, int] = {}
     for context in view.contexts.values():  # a parent comes before its children
@@ -63,77 +65,77 @@ def _lengths(view: TraceView) -> dict[int, int]:
     return lengths
 
 
-def _logprobs(index: int, turn: TurnView, cut: Cut, room: int) -> tuple[list[float] | None, int]:
+def _take_logprobs(index: int, turn: TurnView, truncator: Truncator, remaining: int) -> tuple[list[float] | None, int]:
+    """A turn's log-probabilities, or None if the result has no room for all of them; and the room that remains."""
     if turn.logprobs is None or (turn.capture != "tokens" and not turn.ids):
-        return None, room
-    if not cut.clamp.logprobs:
-        return turn.logprobs, room
+        return None, remaining
+    if not truncator.clamp.logprobs:
+        return turn.logprobs, remaining
     size = len(turn.logprobs)
-    if size > room:  # some of them would be mistaken for all
-        cut.told.append(
-            f"turns[{index}].logprobs: all {size:,} numbers left out, so that it is None; the trace has them"
-        )
-        return None, room
-    return turn.logprobs, room - size
+    if size > remaining:  # a part could be mistaken for all of them
+        truncator.notes.append(f"turns[{index}].logprobs: all {size:,} numbers left out (null); the trace has them")
+        return None, remaining
+    return turn.logprobs, remaining - size
 
 
-class _Called(msgspec.Struct, frozen=True):
+class _ToolCall(msgspec.Struct, frozen=True):
     id: str = ""
     name: str = ""
     arguments: str = ""
 
 
 class _Message(msgspec.Struct, frozen=True):
-    """A message in OpenAI's form, as far as it is shown."""
+    """The parts of an OpenAI message that a conversation shows."""
 
     role: str
     text: str
     thought: str
-    calls: list[_Called]
+    calls: list[_ToolCall]
     tool_call_id: str
 
 
-def _read(wire: Json) -> _Message:
-    """An agent wrote it, and gateways take more than the form says: whatever is no text where one belongs is shown as its JSON."""
+def _parse_message(wire: Json) -> _Message:
+    """Parse a message leniently: the agent wrote it, and gateways accept more than the format. Anything that should be text but is
+    not becomes JSON."""
     message = wire if isinstance(wire, dict) else {"content": wire}
     return _Message(
-        role=_shown(message.get("role")),
-        text=_parts(message.get("content")),
-        thought=_shown(message.get("reasoning") or message.get("reasoning_content")),
-        calls=[_called(call) for call in _listed(message.get("tool_calls"))],
-        tool_call_id=_shown(message.get("tool_call_id")),
+        role=_to_text(message.get("role")),
+        text=_join_parts(message.get("content")),
+        thought=_to_text(message.get("reasoning") or message.get("reasoning_content")),
+        calls=[_parse_call(call) for call in _to_list(message.get("tool_calls"))],
+        tool_call_id=_to_text(message.get("tool_call_id")),
     )
 
 
-def _called(call: Json) -> _Called:
+def _parse_call(call: Json) -> _ToolCall:
     if not isinstance(call, dict):
-        return _Called(arguments=_shown(call))
+        return _ToolCall(arguments=_to_text(call))
     function = call.get("function") or call.get("custom")
     if not isinstance(function, dict):
-        return _Called(id=_shown(call.get("id")), arguments=_shown(function))
+        return _ToolCall(id=_to_text(call.get("id")), arguments=_to_text(function))
     arguments = function.get("arguments", function.get("input"))
-    return _Called(_shown(call.get("id")), _shown(function.get("name")), _shown(arguments))
+    return _ToolCall(_to_text(call.get("id")), _to_text(function.get("name")), _to_text(arguments))
 
 
-def _parts(content: Json) -> str:
-    """Parts are put together; what is no text is named."""
+def _join_parts(content: Json) -> str:
+    """Join content parts. A part that is not text becomes its type in brackets."""
     if not isinstance(content, list):
-        return _shown(content)
+        return _to_text(content)
     found = []
     for part in content:
         if not isinstance(part, dict):
-            found.append(_shown(part))
+            found.append(_to_text(part))
         else:
-            found.append(_shown(part["text"]) if "text" in part else f"[{_shown(part.get('type')) or 'part'}]")
+            found.append(_to_text(part["text"]) if "text" in part else f"[{_to_text(part.get('type')) or 'part'}]")
     return "".join(found)
 
 
-def _listed(value: Json) -> list[Json]:
+def _to_list(value: Json) -> list[Json]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def _shown(value: Json) -> str:
-    """Any JSON as text."""
+def _to_text(value: Json) -> str:
+    """Convert any JSON to text."""
     if value is None:
         return ""
     try:
@@ -142,21 +144,21 @@ def _shown(value: Json) -> str:
         return "[nested too deeply to be shown]"
 
 
-def _calls(field: str, message: _Message, cut: Cut) -> list[SaidCall]:
+def _build_calls(field: str, message: _Message, truncator: Truncator) -> list[ConversationToolCall]:
     return [
-        SaidCall(
+        ConversationToolCall(
             id=call.id,
             name=call.name,
-            arguments=cut.middle(f"{field}.tool_calls[{n}].arguments", call.arguments, cut.clamp.text),
+            arguments=truncator.cut_middle(f"{field}.tool_calls[{n}].arguments", call.arguments, truncator.clamp.text),
         )
         for n, call in enumerate(message.calls)
     ]
 
 
-def messages(view: TraceView) -> list[Said]:
-    """Every message of every branch, in the order in which it was recorded. A later trace of the same session begins with the same."""
-    whole = Cut(Clamp(text=0))
-    branches = _branches(view)
+def build_messages(view: TraceView) -> list[ConversationMessage]:
+    """Build every message of every branch, as recorded. A later trace of the same session starts with the same messages."""
+    unlimited = Truncator(Clamp(text=0))
+    branches = _number_branches(view)
     answered: dict[int, TurnView] = {}
     for turn in view.turns:
         answered.setdefault(turn.parent, turn)
@@ -164,65 +166,67 @@ def messages(view: TraceView) -> list[Said]:
         *((context.id, context.messages, answered.get(context.id), False) for context in view.contexts.values()),
         *((turn.id, [turn.message], turn, True) for turn in view.turns),
     ]
-    found: list[Said] = []
-    for node, held, whose, sampled in sorted(nodes, key=lambda one: one[0]):
-        for wire in held:
-            message = _read(wire)
-            found.append(
-                Said(
-                    cursor=len(found) + 1,
+    messages: list[ConversationMessage] = []
+    for node, wires, node_turn, sampled in sorted(nodes, key=lambda one: one[0]):
+        for wire in wires:
+            message = _parse_message(wire)
+            messages.append(
+                ConversationMessage(
+                    cursor=len(messages) + 1,
                     node=node,
                     branch=branches[node],
-                    turn_role=whose.role if whose is not None else "main",
+                    turn_role=node_turn.role if node_turn is not None else "main",
                     role="assistant" if sampled else _ROLES.get(message.role, message.role),
                     text=message.text,
                     reasoning=message.thought,
-                    tool_calls=_calls("", message, whole),
+                    tool_calls=_build_calls("", message, unlimited),
                     tool_call_id=message.tool_call_id,
-                    finish_reason=whose.finish if sampled and whose is not None else "",
+                    finish_reason=node_turn.finish if sampled and node_turn is not None else "",
                     sampled=sampled,
                 )
             )
-    return found
+    return messages
 
 
-def _branches(view: TraceView) -> dict[int, int]:
-    """A number for each path: who goes on from a node first keeps its number, who comes later begins another."""
+def _number_branches(view: TraceView) -> dict[int, int]:
+    """Number the branches: the first child of a node continues its branch, every later child starts a new one."""
     parents: dict[int, int | None] = {context.id: context.parent for context in view.contexts.values()}
     parents |= {turn.id: turn.parent for turn in view.turns}
     numbers: dict[int, int] = {}
-    gone_on: set[int] = set()
+    continued: set[int] = set()
     for node in sorted(parents):
         parent = parents[node]
-        if parent is not None and parent not in gone_on:
-            gone_on.add(parent)
+        if parent is not None and parent not in continued:
+            continued.add(parent)
             numbers[node] = numbers[parent]
         else:
             numbers[node] = 1 + max(numbers.values(), default=-1)
     return numbers
 
 
-def page(said: Sequence[Said], after: int, limit: int, clamp: Clamp) -> tuple[list[Said], list[str]]:
-    """Messages past a cursor, within bounds, and what that cost."""
-    cut = Cut(clamp)
-    found = []
-    for one in said[after : after + limit]:
-        where = f"messages[{one.cursor}]"
+def paginate(
+    messages: Sequence[ConversationMessage], after: int, limit: int, clamp: Clamp
+) -> tuple[list[ConversationMessage], list[str]]:
+    """Messages past a cursor with truncated texts, and notes on what was truncated."""
+    truncator = Truncator(clamp)
+    page = []
+    for message in messages[after : after + limit]:
+        where = f"messages[{message.cursor}]"
         calls = [
             msgspec.structs.replace(
-                call, arguments=cut.middle(f"{where}.tool_calls[{n}].arguments", call.arguments, clamp.text)
+                call, arguments=truncator.cut_middle(f"{where}.tool_calls[{n}].arguments", call.arguments, clamp.text)
             )
-            for n, call in enumerate(one.tool_calls)
+            for n, call in enumerate(message.tool_calls)
         ]
-        text = cut.middle(f"{where}.text", one.text, clamp.text)
-        reasoning = cut.middle(f"{where}.reasoning", one.reasoning, clamp.text)
-        found.append(msgspec.structs.replace(one, text=text, reasoning=reasoning, tool_calls=calls))
-    return found, cut.told
+        text = truncator.cut_middle(f"{where}.text", message.text, clamp.text)
+        reasoning = truncator.cut_middle(f"{where}.reasoning", message.reasoning, clamp.text)
+        page.append(msgspec.structs.replace(message, text=text, reasoning=reasoning, tool_calls=calls))
+    return page, truncator.notes
 
 
-def _captured(told: str) -> Captured:
-    return next((level for level in _LEVELS if level == told), "none")  # another version may know others
+def _parse_capture(name: str) -> CaptureLevel:
+    return next((level for level in _LEVELS if level == name), "none")  # another version may have other levels
 
 
-def least(found: Sequence[RolloutTurn]) -> Captured:
-    return min((turn.capture for turn in found), key=_LEVELS.index, default="none")
+def lowest_capture(turns: Sequence[RolloutTurn]) -> CaptureLevel:
+    return min((turn.capture for turn in turns), key=_LEVELS.index, default="none")

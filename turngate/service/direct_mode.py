@@ -1,10 +1,9 @@
-"""Direct mode: the agent calls the endpoint itself, and nothing is recorded but what the agent writes down.
+"""Direct mode: the agent calls the endpoint itself, and only the agent's own logs are kept.
 
-A sandbox has no network but its way out, which leads to a gateway. Here it leads to a forwarder that sends model calls on to one
-endpoint and hands its replies back unread. It has no key to add, takes off whatever key the agent sends, follows no redirect, and
-knows one address. It counts the generations that were answered, and remembers how the newest failed and for how long nothing has
-come: an endpoint that is dead, failing or silent is to blame for how a rollout ends, here as elsewhere. The rollout talks to
-`Unrecorded` where it would talk to a gateway.
+The only network of a sandbox is its connection to a gateway. In direct mode that connection leads to a `Forwarder`, which passes model
+calls to one endpoint and returns its replies unchanged. It adds no key, removes any key that the agent sends, and follows no redirect. It
+also counts completed generations and notes failures and silence: as in the other modes, an endpoint that is down, failing or silent is
+to blame for how a rollout ends. The rollout uses `DirectModeClient` in place of a gateway's client.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from turngate.store.outcomes import RecordedOutcome
 from turngate.trace.session import CallError, EngineSilence
 from turngate.types import Json
 
-PLACEHOLDER = "none"  # what the agent gets for a key
+PLACEHOLDER = "none"  # the agent's API key
 _SILENCE_S = 600.0
-_LARGEST = 64 * 1024 * 1024
-_OURS = {GATEWAY_HEADER: "1"}  # a relay takes a reply without it for a dead tunnel's, and tries again
-_KEYS = ("authorization", "x-api-key", "x-goog-api-key", "api-key", "cookie", "proxy-authorization")
-# How the paths end of calls that sample something; others say nothing about the endpoint's health.
+_MAX_BODY = 64 * 1024 * 1024
+_GATEWAY_HEADERS = {GATEWAY_HEADER: "1"}  # a relay retries a reply without it: it would come from a dead tunnel
+_CREDENTIAL_HEADERS = ("authorization", "x-api-key", "x-goog-api-key", "api-key", "cookie", "proxy-authorization")
+# Path suffixes of calls that sample. Other calls say nothing about the endpoint's health.
 _GENERATIONS = ("/completions", "/messages", "/responses", ":generateContent", ":streamGenerateContent")
-_NAMED = "the endpoint"
-_EVIDENCE = 4096  # bytes of an endpoint's refusal that are read for its reason
-_HOP = (
+_ENDPOINT = "the endpoint"
+_MAX_ERROR_BODY = 4096  # bytes of an error reply that are kept for the error message
+_HOP_HEADERS = (
     "host",
     "accept-encoding",
     "content-length",
@@ -48,11 +47,11 @@ _HOP = (
     "upgrade",
     "expect",
 )
-_HANDED_ON = ("content-type", "retry-after", "request-id", "x-request-id", "x-should-retry")
+_FORWARDED_HEADERS = ("content-type", "retry-after", "request-id", "x-request-id", "x-should-retry")
 
 
 class Forwarder:
-    """To one endpoint. `answered`: how many generations were, to the end. `last_error`: how the newest failed, if it did."""
+    """Forwards model calls to one endpoint. `answered` counts completed generations; `last_error` is the newest one's error, if any."""
 
     def __init__(self, url: str) -> None:
         self._base = url.rstrip("/")
@@ -61,8 +60,8 @@ class Forwarder:
         self.last_error: CallError | None = None
         self.engine_silence = EngineSilence()
 
-    def target(self, path: str) -> str:
-        """Where a path leads. A base that has a path of its own is taken as it is, as the relaying engines take it."""
+    def target_url(self, path: str) -> str:
+        """The endpoint's URL for a path. A base URL that has a path replaces the leading /v1, as in the relaying engines."""
         own = urlsplit(self._base).path
         for version in ("/v1beta", "/v1"):
             if own.endswith(version) and path.startswith(f"{version}/"):
@@ -71,125 +70,129 @@ class Forwarder:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         if request.path == "/":
-            return web.json_response({}, headers=_OURS)
+            return web.json_response({}, headers=_GATEWAY_HEADERS)
         if request.path.startswith("/v1/tools"):
-            return _refused(404, "there are no host tools in direct mode")
+            return _error_response(404, "direct mode has no host tools")
         if request.method != "POST" or not request.path.endswith(_GENERATIONS):
-            return await self._forwarded(request, sampled=False)
+            return await self._forward(request, is_generation=False)
         self.engine_silence.begin()
         try:
-            return await self._forwarded(request, sampled=True)
+            return await self._forward(request, is_generation=True)
         finally:
             self.engine_silence.end()
 
-    async def _forwarded(self, request: web.Request, *, sampled: bool) -> web.StreamResponse:
+    async def _forward(self, request: web.Request, *, is_generation: bool) -> web.StreamResponse:
         assert self._http is not None
         headers = {
             name: value
             for name, value in request.headers.items()
-            if name.lower() not in (*_KEYS, *_HOP) and not name.lower().startswith("x-turngate")
+            if name.lower() not in (*_CREDENTIAL_HEADERS, *_HOP_HEADERS) and not name.lower().startswith("x-turngate")
         }
-        sent, query = await request.read(), request.rel_url.raw_query_string
-        # As it came: quoted anew, it would be another.
-        url = URL(self.target(request.rel_url.raw_path) + (f"?{query}" if query else ""), encoded=True)
+        body, query = await request.read(), request.rel_url.raw_query_string
+        # Already quoted: quoting it again would change it.
+        url = URL(self.target_url(request.rel_url.raw_path) + (f"?{query}" if query else ""), encoded=True)
         try:
-            with boundary(_NAMED):
-                reply = await self._http.request(request.method, url, data=sent, headers=headers, allow_redirects=False)
+            with boundary(_ENDPOINT):
+                reply = await self._http.request(request.method, url, data=body, headers=headers, allow_redirects=False)
         except EngineError as error:
-            self._failed(error, sampled)
-            return _refused(502, error.message)
+            self._note_failure(error, is_generation)
+            return _error_response(502, error.message)
         async with reply:
             if 300 <= reply.status < 400:
-                unmoved = EngineError(f"{_NAMED} answers {reply.status}, and redirects are not followed")
-                self._failed(unmoved, sampled)
-                return _refused(502, unmoved.message)
-            return await self._handed_on(request, reply, sampled)
+                redirect = EngineError(f"{_ENDPOINT} answered with a redirect ({reply.status}), which is not followed")
+                self._note_failure(redirect, is_generation)
+                return _error_response(502, redirect.message)
+            return await self._stream_reply(request, reply, is_generation)
 
-    async def _handed_on(
-        self, request: web.Request, reply: aiohttp.ClientResponse, sampled: bool
+    async def _stream_reply(
+        self, request: web.Request, reply: aiohttp.ClientResponse, is_generation: bool
     ) -> web.StreamResponse:
-        kept = {name: reply.headers[name] for name in _HANDED_ON if name in reply.headers}
-        response = web.StreamResponse(status=reply.status, headers={**kept, **_OURS})
-        said = b""
+        headers = {name: reply.headers[name] for name in _FORWARDED_HEADERS if name in reply.headers}
+        response = web.StreamResponse(status=reply.status, headers={**headers, **_GATEWAY_HEADERS})
+        error_body = b""
         try:
             await response.prepare(request)
             while True:
-                with boundary(_NAMED):
-                    piece = await reply.content.readany()
-                if not piece:
+                with boundary(_ENDPOINT):
+                    chunk = await reply.content.readany()
+                if not chunk:
                     break
-                if sampled:
+                if is_generation:
                     self.engine_silence.reset()
                 if reply.status >= 400:
-                    said = (said + piece)[:_EVIDENCE]
-                await response.write(piece)
-            self._ended(reply.status, said, sampled)
+                    error_body = (error_body + chunk)[:_MAX_ERROR_BODY]
+                await response.write(chunk)
+            self._note_reply(reply.status, error_body, is_generation)
             await response.write_eof()
-        except EngineError as error:  # cut short, and so it is for the agent
-            self._failed(error, sampled)
+        except EngineError as error:  # the reply broke off; the agent sees the same
+            self._note_failure(error, is_generation)
             if request.transport is not None:
                 request.transport.abort()
-        except OSError:  # the agent has gone
+        except OSError:  # the agent disconnected
             pass
         return response
 
-    def _ended(self, status: int, said: bytes, sampled: bool) -> None:
-        """A reply came whole."""
+    def _note_reply(self, status: int, error_body: bytes, is_generation: bool) -> None:
+        """Note a complete reply."""
         if status == 401:
-            self._failed(EngineError(f"{_NAMED} wants a key, and in direct mode it gets none: use observe"), sampled)
+            wants_key = EngineError(f"{_ENDPOINT} requires a key, which direct mode never sends; use observe")
+            self._note_failure(wants_key, is_generation)
         elif status >= 400:
-            self._failed(failure(_NAMED, status, message_of(said), said.decode("utf-8", "replace")), sampled)
-        elif sampled:
+            text = error_body.decode("utf-8", "replace")
+            self._note_failure(failure(_ENDPOINT, status, message_of(error_body), text), is_generation)
+        elif is_generation:
             self.answered += 1
             self.last_error = None
 
-    def _failed(self, error: TurngateError, sampled: bool) -> None:
-        if sampled:
+    def _note_failure(self, error: TurngateError, is_generation: bool) -> None:
+        if is_generation:
             self.engine_silence.reset()
             self.last_error = CallError(error.boundary, error.kind, error.message)
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[str]:
-        """The URL that takes calls, as long as the block runs."""
-        app = web.Application(client_max_size=_LARGEST)
+        """Listen for calls while the block runs, and yield the URL."""
+        app = web.Application(client_max_size=_MAX_BODY)
         app.router.add_route("*", "/{path:.*}", self.handle)
-        # A call whose agent has gone is ended at the endpoint too.
+        # If the agent disconnects, the call to the endpoint is cancelled too.
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, handler_cancellation=True)
         limit = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=_SILENCE_S)
         async with aiohttp.ClientSession(timeout=limit, cookie_jar=aiohttp.DummyCookieJar()) as self._http:
             await runner.setup()
             try:
                 site = web.TCPSite(runner, "127.0.0.1", 0)
-                await run_to_completion(site.start())  # half started, its socket would be watched for ever
+                await run_to_completion(site.start())  # cancelled half-way, it would leak its socket
                 host, port = runner.addresses[0][:2]
                 yield f"http://{host}:{port}"
             finally:
                 await runner.cleanup()
 
 
-def _refused(status: int, message: str) -> web.Response:
-    return web.json_response({"error": {"message": message, "type": "endpoint_error"}}, status=status, headers=_OURS)
+def _error_response(status: int, message: str) -> web.Response:
+    return web.json_response(
+        {"error": {"message": message, "type": "endpoint_error"}}, status=status, headers=_GATEWAY_HEADERS
+    )
 
 
-class Unrecorded(GatewayClient):
-    """In a gateway's place: takes everything that a rollout tells it, and keeps nothing. `tell` is told the stages."""
+class DirectModeClient(GatewayClient):
+    """Takes the place of a gateway's client, and records nothing. `on_event` receives the rollout's stages."""
 
-    def __init__(self, url: str, forwarder: Forwarder, tell: Callable[[str, dict[str, Json]], None]) -> None:
+    def __init__(self, url: str, forwarder: Forwarder, on_event: Callable[[str, dict[str, Json]], None]) -> None:
         super().__init__(url, PLACEHOLDER)
         self._forwarder = forwarder
-        self._tell = tell
+        self._on_event = on_event
 
     async def open(self, config: dict[str, Json], session: str | None = None, traceparent: str = "") -> OpenedSession:
         return OpenedSession(session or PLACEHOLDER, PLACEHOLDER)
 
     async def show(self, session: str) -> Json:
-        """With the answers for turns: whoever got none has done nothing that could be graded."""
-        through = self._forwarder
+        """Completed generations count as turns: an agent without any has done nothing to grade."""
+        forwarder = self._forwarder
         return {
-            "last_error": msgspec.to_builtins(through.last_error),
-            "unheard_s": through.engine_silence.seconds,
+            "last_error": msgspec.to_builtins(forwarder.last_error),
+            "unheard_s": forwarder.engine_silence.seconds,
             "stop": "",
-            "turns": through.answered,
+            "turns": forwarder.answered,
             "sampled_tokens": 0,
             "roles": {},
         }
@@ -207,14 +210,14 @@ class Unrecorded(GatewayClient):
         return []
 
     async def announce(self, session: str, kind: str, data: dict[str, Json]) -> int:
-        self._tell(kind, data)
+        self._on_event(kind, data)
         return 0
 
     async def record(self, session: str, recorded: RecordedOutcome, *, replace: bool = False) -> None:
         return
 
     async def events(self, session: str = "", after: int = 0, *, wait: bool = True) -> AsyncGenerator[Json, None]:
-        """None, for as long as somebody waits."""
+        """No events. With `wait`, never returns."""
         if wait:
             await asyncio.Event().wait()
         nothing: tuple[Json, ...] = ()

@@ -1,156 +1,142 @@
-"""How a rollout ended, as callers are told it: from what its work came to, or did not come to. `Rollouts` calls this."""
+"""Finish a rollout: read its trace, build its result, store it, and release what it held."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
-from typing import Any
+import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 import msgspec
 
-from turngate.common.safe_text import make_encodable
+from turngate.client.gateway import GatewayClient
 from turngate.errors import TurngateError
-from turngate.rollout.outcome import Outcome, Status
-from turngate.service import report
-from turngate.service.active_rollout import Live
-from turngate.service.request import Asked
-from turngate.service.result import Event, RolloutResult, RolloutState, Trouble
-from turngate.store.outcomes import OutcomeClass
+from turngate.rollout.outcome import Outcome
+from turngate.service import conversation, final_state, report
+from turngate.service.active_rollout import ActiveRollout
+from turngate.service.config import ServiceConfig
+from turngate.service.event_log import EventLog
+from turngate.service.history import RolloutHistory
+from turngate.service.planning import initial_files
+from turngate.service.result import ConversationMessage, RolloutResult, RolloutState
+from turngate.service.storage import ServiceStorage
+from turngate.views.trace import TraceView
+from turngate.views.trace import parse_trace as read_trace
 
 log = logging.getLogger("turngate")
-LOST = "lost: the service ended while this rollout ran; what was recorded until then is at its gateway"
-
-UNSHOWN = "the service ended before its result was made: how it was graded is known, and its turns are at its gateway"
-
-
-def settled(live: Live, work: asyncio.Task[Outcome], outcome: Outcome | None, failed_at: str) -> RolloutState:
-    """How it ended."""
-    state = msgspec.structs.replace(live.state(), done=True, stage="done", gateway="", status="cancelled")
-    if not work.cancelled() and (error := work.exception()) is not None:
-        return msgspec.structs.replace(state, status="error", **failed(live, error, failed_at))
-    if outcome is None:
-        return state
-    if work.cancelled() and outcome.status == "error" and outcome.fault is None:  # it never came to say anything else
-        outcome.status = "cancelled"
-    recorded = live.choice.mode != "direct"
-    if not recorded:
-        made = "" if outcome.calls is None else f"; it made {outcome.calls} calls"
-        live.notes.append(report.DIRECT + made)
-    return msgspec.structs.replace(
-        state,
-        status=outcome.status,
-        kind=outcome.kind,
-        reward=outcome.reward,
-        turns=outcome.turns if recorded else 0,
-        sampled_tokens=outcome.sampled_tokens if recorded else 0,
-        session=outcome.session if recorded else "",
-        error=_in_the_callers_words(live, report.trouble(outcome)),
-    )
+_TRACE_S = 60.0
+T = TypeVar("T")
 
 
-def _in_the_callers_words(live: Live, trouble: Trouble | None) -> Trouble | None:
-    """A rollout knows its setup by a file's name, and who asked by an argument's."""
-    if trouble is not None:
-        trouble = msgspec.structs.replace(trouble, message=make_encodable(trouble.message))
-    if trouble is None or trouble.stage != "setup" or not isinstance(live.asked, Asked):
-        return trouble
-    return msgspec.structs.replace(trouble, message=trouble.message.replace("setup.sh", "setup_shell:", 1))
+class Finalizer:
+    """Turns a rollout whose work has ended into a stored result. An optional part that fails becomes a note: it never costs the grade."""
+
+    def __init__(
+        self, config: ServiceConfig, storage: ServiceStorage, events: EventLog, history: RolloutHistory
+    ) -> None:
+        self._config = config
+        self._storage = storage
+        self._events = events
+        self._history = history
+
+    async def finish(
+        self, active: ActiveRollout, work: asyncio.Task[Outcome], failed_stage: str
+    ) -> tuple[RolloutState, float]:
+        """Store the result. Return the final state and the time of day at which the rollout ended."""
+        view, messages = await self._read_recording(active)
+        await self._release(active)
+        state = final_state.from_work(active, work, failed_stage)
+        outcome = active.outcome
+        result = await self._build_result(active, state, outcome, view)
+        state, ended_at = msgspec.structs.replace(state, wall_s=active.wall_s), time.time()
+        seconds = {"queued": state.wall_s, **active.seconds, **(outcome.seconds if outcome is not None else {})}
+        is_aborted = active.abort_reason is not None and state.status == "cancelled"
+        stop = f"aborted: {active.abort_reason}".removesuffix(": ") if is_aborted else result.stop
+        result = msgspec.structs.replace(result, wall_s=state.wall_s, seconds=seconds, stop=stop)
+        await self._history.save_result(result, messages)
+        await asyncio.to_thread(self._storage.delete_inputs, active.id)
+        if not self._config.keep_work:
+            await asyncio.to_thread(self._storage.delete_work, active.id)
+        return state, ended_at
+
+    async def finish_after_error(self, active: ActiveRollout, error: BaseException) -> tuple[RolloutState, float]:
+        """Store a minimal result when `finish` failed."""
+        state = final_state.from_broken_report(active, error)
+        result = report.build_minimal_result(state, active.outcome, active.notes)
+        await self._release(active)
+        await self._history.save_result(result, [])
+        await asyncio.to_thread(self._storage.delete_inputs, active.id)
+        return state, time.time()
+
+    async def _read_recording(self, active: ActiveRollout) -> tuple[TraceView | None, list[ConversationMessage]]:
+        """Read the last events, the trace and the conversation from the rollout's gateway."""
+        if active.following is not None:
+            await _cancel(active.following)
+        if active.connection is None or active.choice.mode == "direct":
+            return None, []
+        client, outcome = active.connection.client, active.outcome
+        await _attempt(active, "its last events could not be read", self._events.drain(active, client), None)
+        if outcome is None or not outcome.session:
+            return None, []
+        missing = "its trace, which has the turns, could not be read"
+        view = await _attempt(active, missing, _read_view(active, client), None)
+        if view is None:
+            return None, []
+        build = asyncio.to_thread(conversation.build_messages, view)
+        return view, await _attempt(active, "its conversation cannot be shown", build, [])
+
+    async def _release(self, active: ActiveRollout) -> None:
+        """Close what the rollout holds open. An aborted one may still be writing its inputs."""
+        writing = active.writing_inputs
+        if writing is not None and not writing.done():
+            await asyncio.wait([writing])
+        if writing is not None and (error := writing.exception()) is not None:
+            log.warning("rollout %s: %s", active.id, error)
+        await _attempt(active, "closing its connections failed", active.stack.aclose(), None)
+
+    async def _build_result(
+        self, active: ActiveRollout, state: RolloutState, outcome: Outcome | None, view: TraceView | None
+    ) -> RolloutResult:
+        """The full result; if that fails, without the turns; if that fails too, the minimal one."""
+        for shown, missing in ((view, "its turns cannot be shown"), (None, "its files cannot be shown")):
+            build = asyncio.to_thread(self._report, active, state, outcome, shown)
+            result = await _attempt(active, missing, build, None)
+            if result is not None:
+                return result
+        return report.build_minimal_result(state, outcome, active.notes)
+
+    def _report(
+        self, active: ActiveRollout, state: RolloutState, outcome: Outcome | None, view: TraceView | None
+    ) -> RolloutResult:
+        """Runs in a thread."""
+        folder = self._storage.artifacts_folder(active.id)
+        before = initial_files(active.request, self._storage.inputs_folder(active.id))
+        return report.build_result(state, outcome, view, folder, self._config.clamp, active.notes, before)
 
 
-def failed(live: Live, error: BaseException, stage: str) -> dict[str, Any]:
-    """What came before the rollout itself, or was Turngate's own fault."""
-    if isinstance(error, TurngateError):
-        trouble = Trouble(boundary=error.boundary, stage=stage, message=make_encodable(error.message))
+async def _read_view(active: ActiveRollout, client: GatewayClient) -> TraceView:
+    async with asyncio.timeout(_TRACE_S):
+        return await asyncio.to_thread(read_trace, await client.trace(active.id))
+
+
+async def _attempt(active: ActiveRollout, missing: str, work: Coroutine[Any, Any, T], default: T) -> T:
+    """Run an optional part of finishing. Any failure becomes a note that begins with `missing`: agents write unexpected things."""
+    task = asyncio.create_task(work)
+    await asyncio.wait([task])
+    error = task.exception()
+    if error is None:
+        return task.result()
+    if isinstance(error, TurngateError | TimeoutError):
+        active.notes.append(f"{missing}: {error}".removesuffix(": "))
     else:
-        log.error("rollout %s failed in a way that nobody thought of", live.id, exc_info=error)
-        trouble = Trouble(boundary="gateway", stage=stage, message=f"Turngate itself failed: {type(error).__name__}")
-    return {"error": trouble, "kind": "invalid task" if trouble.boundary == "task" else "infrastructure fault"}
+        log.error("rollout %s: %s", active.id, missing, exc_info=error)
+        active.notes.append(f"{missing}: Turngate itself failed ({type(error).__name__})")
+    return default
 
 
-def broken(live: Live, error: BaseException) -> tuple[RolloutState, RolloutResult]:
-    """Its result could not be made. How it was graded is known all the same, where it came so far."""
-    outcome = live.rollout.outcome if live.rollout is not None else None
-    state = msgspec.structs.replace(live.state(), done=True, stage="done", gateway="")
-    wrong = failed(live, error, "result")
-    if outcome is None or (outcome.status == "error" and outcome.kind is None):
-        state = msgspec.structs.replace(state, status="error", **wrong)
-    else:
-        state = msgspec.structs.replace(state, status=outcome.status, kind=outcome.kind, reward=outcome.reward)
-        live.notes.append(f"its result could not be made, and has no more than this: {wrong['error'].message}")
-    return state, report.bare(state, outcome, live.notes)
-
-
-def lost(state: RolloutState, events: list[Event]) -> RolloutState:
-    """What ran when the process was killed: as far as its events tell. Its time is counted up to the last of them. A grade that was
-    recorded stands; what else a result has is lost."""
-    turns = [event.data for event in events if event.kind == "turn"]
-    stages = [event.data.get("stage", "") for event in events if event.kind == "stage"]
-    opened = any(event.kind == "opened" for event in events)
-    stage = stages[-1] if stages else state.stage
-    told = _decided(events)
-    return msgspec.structs.replace(
-        state,
-        done=True,
-        stage="done",
-        status=told.status,
-        kind=told.kind,
-        reward=told.reward,
-        turns=len(turns),
-        sampled_tokens=sum(int(turn.get("sampled_tokens", 0)) for turn in turns),
-        wall_s=round(max(0.0, (events[-1].time if events else state.started) - state.started), 3),
-        session=state.rollout_id if opened else "",
-        error=Trouble(boundary="gateway", stage=stage, message=LOST) if told.status == "error" else None,
-        gateway="",
-    )
-
-
-class _Decided(msgspec.Struct, frozen=True):
-    """How a rollout ended, where its events tell that."""
-
-    status: Status = "error"
-    kind: OutcomeClass | None = "infrastructure fault"
-    reward: float | None = None
-
-
-def _decided(events: list[Event]) -> _Decided:
-    """The `outcome` that its gateway recorded says how it was graded; stage `done` how its agent ended, too."""
-    found = _Decided()
-    for event in events:
-        if event.kind == "stage" and event.data.get("stage") == "done":
-            known = {
-                "status": event.data.get("status"),
-                "kind": event.data.get("class"),
-                "reward": event.data.get("reward"),
-            }
-        elif event.kind == "outcome":
-            known = {"status": found.status, "kind": event.data.get("kind"), "reward": event.data.get("reward")}
-        else:
-            continue
-        with suppress(msgspec.ValidationError):  # a gateway elsewhere may be of another version
-            found = msgspec.convert(known, _Decided)
-    return found
-
-
-def state_of(result: RolloutResult, begun: RolloutState) -> RolloutState:
-    """Of a rollout whose result was written."""
-    return msgspec.structs.replace(
-        begun,
-        done=True,
-        stage="done",
-        status=result.status,
-        kind=result.kind,
-        reward=result.reward,
-        turns=result.turn_count,
-        sampled_tokens=result.sampled_tokens,
-        wall_s=result.wall_s,
-        session=result.session,
-        error=result.error,
-        model=result.model,
-        gateway="",
-    )
-
-
-def unfinished(state: RolloutState) -> RolloutResult:
-    """A result that says how far it is."""
-    return msgspec.structs.replace(report.bare(state, None, ()), done=False)
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("following a rollout's events failed", exc_info=error)

@@ -1,8 +1,8 @@
-"""The gateways that the service's rollouts go through: one for each endpoint and mode, in this process, started when it is first needed.
+"""The gateways of the service: one for each endpoint and mode, in this process, started when first needed.
 
-Each has a folder of its own, `DATA/gateways/NAME`, so that its traces are there after a restart, for `turngate show --data` and for
-feeds. A `gateway://` entry is one that runs already. That of a caller's own endpoint is stopped when its last rollout is over, and its
-folder removed when none of them is remembered any more.
+Each has its own folder, `DATA/gateways/NAME`, so that its traces survive a restart, for `turngate show --data` and for feeds. A
+`gateway://` entry of the catalog is a gateway that already runs. The gateway of a caller's own endpoint stops with its last rollout, and
+its folder is deleted with the last remembered rollout that used it.
 """
 
 from __future__ import annotations
@@ -26,38 +26,40 @@ from turngate.errors import BadRequest, ConfigError
 from turngate.render import BUILTIN_TOKENIZER, Certificate, Renderer, find_tokenizer, load_renderer
 from turngate.rollout.connection import GatewayConnector
 from turngate.server.run import run_embedded
-from turngate.service.catalog import OWN, Choice
+from turngate.service.catalog import CUSTOM_PREFIX, EndpointChoice
 from turngate.service.config import ServiceConfig
 
 log = logging.getLogger("turngate")
-MOST = 32  # gateways at once; callers can bring endpoints of their own
-Opened = Callable[[str, GatewayClient], Awaitable[None]]
+MAX_GATEWAYS = 32  # at once: callers may bring their own endpoints
+OnOpen = Callable[[str, GatewayClient], Awaitable[None]]
 
 
-class Reached(msgspec.Struct, frozen=True):
-    """A gateway, ready to be used."""
+class GatewayConnection(msgspec.Struct, frozen=True):
+    """An open connection to a running gateway."""
 
     client: GatewayClient
     connector: GatewayConnector
     model: str  # the name that agents ask for
 
 
-class _Kept:
-    """One gateway, held open by a task of its own: whoever asked for it first need not be who needs it last."""
+class _RunningGateway:
+    """One gateway, kept open by its own task, because its first user may leave before its last."""
 
-    def __init__(self, choice: Choice, holding: Callable[[_Kept], Coroutine[None, None, None]]) -> None:
+    def __init__(
+        self, choice: EndpointChoice, keep_open: Callable[[_RunningGateway], Coroutine[None, None, None]]
+    ) -> None:
         self.choice = choice
-        self.ready: asyncio.Future[Reached] = asyncio.get_running_loop().create_future()
+        self.ready: asyncio.Future[GatewayConnection] = asyncio.get_running_loop().create_future()
         self.stop = asyncio.Event()
-        self.task = asyncio.create_task(holding(self))
-        self.task.add_done_callback(self._ended)
+        self.task = asyncio.create_task(keep_open(self))
+        self.task.add_done_callback(self._on_done)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        """What kept it from starting is for those who wait for it, if anybody does."""
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        """Pass an error of its start to the rollouts that wait for it."""
         error = None if task.cancelled() else task.exception()
         if self.ready.done():
             if error is not None:
-                log.error("a gateway of the service broke down", exc_info=error)
+                log.error("a gateway of the service failed", exc_info=error)
         elif error is None:
             self.ready.cancel()
         else:
@@ -66,112 +68,115 @@ class _Kept:
 
 
 class Gateways:
-    """`engines`: for endpoints whose engine the caller of `Rollouts` made itself, by key. `opened` is called with a gateway's place
-    and client before anybody else has it. `close` at the end."""
+    """`engines` maps catalog keys to engines that live in this process. `on_open` is called with the name and the client of every gateway
+    that starts, before rollouts use it. Call `close` at the end."""
 
-    def __init__(self, config: ServiceConfig, engines: Mapping[str, Engine], opened: Opened) -> None:
+    def __init__(self, config: ServiceConfig, engines: Mapping[str, Engine], on_open: OnOpen) -> None:
         self._config = config
         self._engines = engines
-        self._opened = opened
-        self._kept: dict[str, _Kept] = {}
+        self._on_open = on_open
+        self._running: dict[str, _RunningGateway] = {}
         self._users: Counter[str] = Counter()
         self._stopping: dict[str, asyncio.Task[None]] = {}
 
     @asynccontextmanager
-    async def reached(self, choice: Choice) -> AsyncIterator[Reached]:
-        """The gateway for a choice, at least for as long as the block runs."""
-        place = choice.place
-        if (kept := self._kept.get(place)) is not None and kept.choice != choice:
-            raise BadRequest("endpoint_url: the name of its gateway is another's", param="endpoint_url")
-        self._users[place] += 1
+    async def connect(self, choice: EndpointChoice) -> AsyncIterator[GatewayConnection]:
+        """Connect to the gateway for a choice, and start it if needed. It runs at least as long as the block."""
+        name = choice.gateway_name
+        if (gateway := self._running.get(name)) is not None and gateway.choice != choice:
+            raise BadRequest(
+                "endpoint_url: another endpoint already uses the name of its gateway", param="endpoint_url"
+            )
+        self._users[name] += 1
         try:
-            yield await self._reach(choice)
+            yield await self._get_or_start(choice)
         finally:
-            self._users[place] -= 1
-            if not self._users[place]:
-                del self._users[place]
-                if choice.own and (kept := self._kept.pop(place, None)) is not None:
-                    await self._done_at(place, _stopped(kept))
+            self._users[name] -= 1
+            if not self._users[name]:
+                del self._users[name]
+                if choice.is_custom and (gateway := self._running.pop(name, None)) is not None:
+                    await self._block_start(name, _stop(gateway))
 
-    async def _reach(self, choice: Choice) -> Reached:
-        kept = self._kept.get(choice.place)
-        if kept is None or kept.task.done():  # the last try failed, or it broke down
-            if sum(not one.task.done() for one in self._kept.values()) >= MOST:
-                raise BadRequest(f"endpoint_url: {MOST} gateways run already; try again later", param="endpoint_url")
-            kept = self._kept[choice.place] = _Kept(choice, lambda own: self._hold(choice, own))
-        return await asyncio.shield(kept.ready)
+    async def _get_or_start(self, choice: EndpointChoice) -> GatewayConnection:
+        gateway = self._running.get(choice.gateway_name)
+        if gateway is None or gateway.task.done():  # its start failed, or it failed later
+            if sum(not one.task.done() for one in self._running.values()) >= MAX_GATEWAYS:
+                raise BadRequest(
+                    f"endpoint_url: {MAX_GATEWAYS} gateways run already; try again later", param="endpoint_url"
+                )
+            gateway = _RunningGateway(choice, lambda own: self._keep_open(choice, own))
+            self._running[choice.gateway_name] = gateway
+        return await asyncio.shield(gateway.ready)
 
-    async def forget(self, remembered: Collection[str]) -> None:
-        """Remove the folders of callers' own endpoints, but for those places."""
+    async def delete_unused(self, needed: Collection[str]) -> None:
+        """Delete the folders of callers' own endpoints, except those of the `needed` gateways."""
         folder = Path(self._config.data) / "gateways"
-        for path in await asyncio.to_thread(lambda: list(folder.glob(f"{OWN}*"))):
-            used = path.name in remembered or path.name in self._users or path.name in self._stopping
-            if not used and path.name not in self._kept:
-                await self._done_at(path.name, asyncio.to_thread(shutil.rmtree, path, ignore_errors=True))
+        for path in await asyncio.to_thread(lambda: list(folder.glob(f"{CUSTOM_PREFIX}*"))):
+            is_used = path.name in needed or path.name in self._users or path.name in self._stopping
+            if not is_used and path.name not in self._running:
+                await self._block_start(path.name, asyncio.to_thread(shutil.rmtree, path, ignore_errors=True))
 
-    async def _done_at(self, place: str, doing: Coroutine[None, None, None]) -> None:
-        """Whoever comes next waits for this: two gateways cannot have one folder."""
-        stopping = self._stopping[place] = asyncio.create_task(doing)
+    async def _block_start(self, name: str, work: Coroutine[None, None, None]) -> None:
+        """Run work on a gateway's folder. A new gateway of that name waits for it: two cannot share a folder."""
+        stopping = self._stopping[name] = asyncio.create_task(work)
         await asyncio.wait([stopping])
-        if self._stopping.get(place) is stopping:
-            del self._stopping[place]
+        if self._stopping.get(name) is stopping:
+            del self._stopping[name]
 
-    async def _hold(self, choice: Choice, kept: _Kept) -> None:
-        if (stopping := self._stopping.get(choice.place)) is not None:
+    async def _keep_open(self, choice: EndpointChoice, gateway: _RunningGateway) -> None:
+        if (stopping := self._stopping.get(choice.gateway_name)) is not None:
             await asyncio.wait([stopping])
         async with AsyncExitStack() as stack:
-            kept.ready.set_result(await self._open(choice, stack))
-            await kept.stop.wait()
+            gateway.ready.set_result(await self._open(choice, stack))
+            await gateway.stop.wait()
 
-    async def _open(self, choice: Choice, stack: AsyncExitStack) -> Reached:
+    async def _open(self, choice: EndpointChoice, stack: AsyncExitStack) -> GatewayConnection:
         endpoint = choice.endpoint
-        folder = Path(self._config.data) / "gateways" / choice.place
-        config = endpoint.serves(choice.mode, str(folder))
+        folder = Path(self._config.data) / "gateways" / choice.gateway_name
+        config = endpoint.gateway_config(choice.mode, str(folder))
         if config is None:
-            client = GatewayClient(endpoint.urls[0], _key(endpoint.key_env))
+            client = GatewayClient(endpoint.urls[0], _admin_key(endpoint.key_env))
             await stack.enter_async_context(client)
             await client.check()
         else:
             client = await self._start(choice, config, stack)
-        await self._opened(choice.place, client)
+        await self._on_open(choice.gateway_name, client)
         connector = GatewayConnector(client.url, self._config.public_url, self._config.tunnel)
         await stack.enter_async_context(connector)
         model = endpoint.served or next(iter(await client.models()), "")
-        return Reached(client, connector, model)
+        return GatewayConnection(client, connector, model)
 
-    async def _start(self, choice: Choice, config: ServeConfig, stack: AsyncExitStack) -> GatewayClient:
+    async def _start(self, choice: EndpointChoice, config: ServeConfig, stack: AsyncExitStack) -> GatewayClient:
         await asyncio.to_thread(Path(config.data).mkdir, parents=True, exist_ok=True, mode=0o700)
         engine = self._engines.get(choice.endpoint.key)
         if engine is not None and choice.mode != ("gate" if isinstance(engine, Gate) else "exact"):
             engine = None
         if engine is None and config.engine == "local":
-            engine = await asyncio.to_thread(_local, config)
-        renderer = None if config.engine in OBSERVED_ENGINES else await asyncio.to_thread(_renderer, config)
+            engine = await asyncio.to_thread(_load_local_engine, config)
+        renderer = None if config.engine in OBSERVED_ENGINES else await asyncio.to_thread(_load_renderer, config)
         address = await stack.enter_async_context(run_embedded(config, engine=engine, renderer=renderer))
         return await stack.enter_async_context(GatewayClient(address.url, address.admin_key))
 
     async def close(self) -> None:
-        await asyncio.gather(*(_stopped(kept) for kept in self._kept.values()), *self._stopping.values())
-        self._kept.clear()
+        await asyncio.gather(*(_stop(gateway) for gateway in self._running.values()), *self._stopping.values())
+        self._running.clear()
 
 
-async def _stopped(kept: _Kept) -> None:
-    kept.stop.set()
-    if not kept.ready.done():  # it was still being started
-        kept.task.cancel()
-    await asyncio.wait([kept.task])
+async def _stop(gateway: _RunningGateway) -> None:
+    gateway.stop.set()
+    if not gateway.ready.done():  # it is still starting
+        gateway.task.cancel()
+    await asyncio.wait([gateway.task])
 
 
-def _renderer(config: ServeConfig) -> tuple[Renderer, Certificate]:
-    """Read and certified in a thread: a new tokenizer takes seconds."""
-    wanted = config.tokenizer or config.model_folder
-    return load_renderer(
-        find_tokenizer(wanted) if wanted else BUILTIN_TOKENIZER, model=config.model, family=config.family
-    )
+def _load_renderer(config: ServeConfig) -> tuple[Renderer, Certificate]:
+    """Load and certify a renderer. Blocks: a new tokenizer takes seconds."""
+    name = config.tokenizer or config.model_folder
+    return load_renderer(find_tokenizer(name) if name else BUILTIN_TOKENIZER, model=config.model, family=config.family)
 
 
-def _local(config: ServeConfig) -> Engine:
-    """The same of a model, which takes longer."""
+def _load_local_engine(config: ServeConfig) -> Engine:
+    """Load a local model. Blocks for longer still."""
     try:
         from turngate.engines.local import LocalEngine
     except ModuleNotFoundError as error:
@@ -183,11 +188,13 @@ def _local(config: ServeConfig) -> Engine:
     )
 
 
-def _key(name: str) -> str:
-    """The admin key of a gateway that runs already."""
+def _admin_key(name: str) -> str:
+    """The admin key of a gateway that already runs."""
     if not name:
         return read_admin_key()
     key = read_key(name)
     if not key or not key.isprintable():
-        raise ConfigError(f"key_env: {name} is not set, or holds no key", param="key_env")
+        raise ConfigError(
+            f"key_env: the environment variable {name} is not set, or does not hold a key", param="key_env"
+        )
     return key

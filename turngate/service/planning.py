@@ -1,8 +1,8 @@
-"""From what a caller asked to a task, and to the order of a rollout. `Rollouts` calls it.
+"""Turns a request into a task, and into the order of a rollout.
 
-A test script becomes the grader: it is laid into the fresh sandbox of the grading, where the agent's work is, and never into the
-agent's. A script that names a reward file (`reward.txt` or `reward.json`, in $TURNGATE_LOGS/verifier) decides by it, any other by its
-exit code: 0 is 1.0, 1 is 0.0. Which of the two is read off its text, so that no work can choose.
+A test script becomes the grader. It runs in a fresh sandbox with a copy of the agent's work, and the agent never sees it. A script whose
+text names a reward file (`reward.txt` or `reward.json`, in $TURNGATE_LOGS/verifier) decides by that file; any other decides by its exit
+code: 0 is 1.0, 1 is 0.0. The script's text settles which, so the agent's work cannot influence it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from turngate.agents.spec import AgentSpec
 from turngate.errors import BadRequest, StoreError, TaskError
 from turngate.rollout.spec import RolloutSpec
 from turngate.sandboxes.base import Backend
-from turngate.service.catalog import Choice
+from turngate.service.catalog import EndpointChoice
 from turngate.service.config import ServiceConfig
-from turngate.service.request import AnyAsked, Asked, AskedSwe, AskedTask, decoded
+from turngate.service.request import AnyRequest, RolloutRequest, SweRolloutRequest, TaskRolloutRequest, decode_content
 from turngate.tasks.loaders import swe
 from turngate.tasks.task import Script, Task, to_task_id
 from turngate.types import Json
@@ -30,19 +30,19 @@ from turngate.types import Json
 _REWARD_FILE = re.compile(r"reward\.(txt|json)")
 
 
-def task_of(asked: AnyAsked, config: ServiceConfig, inputs: Path) -> Task:
-    """The task that is asked for. `inputs`: where `lay` puts what the caller gave. `BadRequest` names the argument."""
-    if isinstance(asked, AskedTask):
-        return asked.task
-    if isinstance(asked, AskedSwe):
-        return _row(asked, config)
+def build_task(request: AnyRequest, config: ServiceConfig, inputs: Path) -> Task:
+    """Build the task of a request. `inputs` is the folder that `write_inputs` fills. `BadRequest` names the argument."""
+    if isinstance(request, TaskRolloutRequest):
+        return request.task
+    if isinstance(request, SweRolloutRequest):
+        return _build_swe_task(request, config)
     return Task(
-        id=to_task_id(asked.task_id) if asked.task_id else f"task-{_digest(asked.instruction)}",
-        instruction=asked.instruction,
-        files=inputs / "files" if asked.upload_files else None,
-        setup=asked.setup_shell,
+        id=to_task_id(request.task_id) if request.task_id else f"task-{_digest(request.instruction)}",
+        instruction=request.instruction,
+        files=inputs / "files" if request.upload_files else None,
+        setup=request.setup_shell,
         setup_timeout_s=config.setup_timeout_s,
-        grader=_script(asked, config, inputs) if asked.test_script.strip() else None,
+        grader=_build_grader(request, config, inputs) if request.test_script.strip() else None,
         source="a caller",
     )
 
@@ -51,56 +51,56 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _script(asked: Asked, config: ServiceConfig, inputs: Path) -> Script:
+def _build_grader(request: RolloutRequest, config: ServiceConfig, inputs: Path) -> Script:
     return Script(
         files=inputs / "tests",
-        decides="reward file" if _REWARD_FILE.search(asked.test_script) else "exit code",
+        decides="reward file" if _REWARD_FILE.search(request.test_script) else "exit code",
         timeout_s=config.test_timeout_s,
     )
 
 
-def _row(asked: AskedSwe, config: ServiceConfig) -> Task:
+def _build_swe_task(request: SweRolloutRequest, config: ServiceConfig) -> Task:
     try:
-        task = swe.build_task(asked.task, "task")
+        task = swe.build_task(request.task, "task")
     except TaskError as error:
         raise BadRequest(error.message, param=f"task.{error.param}" if error.param else "task") from None
-    if not config.takes_image(task.image):
+    if not config.allows_image(task.image):
         raise BadRequest(
-            f"task: its image {task.image[:200]!r} is not among those that this server takes ({', '.join(config.images)})",
+            f"task: this server does not allow the image {task.image[:200]!r} (allowed: {', '.join(config.images)})",
             param="task",
         )
     return msgspec.structs.replace(task, setup_timeout_s=config.setup_timeout_s)
 
 
-def lay(asked: AnyAsked, inputs: Path) -> None:
-    """Write down what the caller gave. Blocks."""
-    if not isinstance(asked, Asked):
+def write_inputs(request: AnyRequest, inputs: Path) -> None:
+    """Write the caller's files and test script to disk. Blocks."""
+    if not isinstance(request, RolloutRequest):
         return
     try:
-        for path, content in asked.places().items():
-            place = inputs / "files" / path
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with place.open("wb") as file:
-                file.writelines(decoded(content))
-        if asked.test_script.strip():
-            place = inputs / "tests" / "test.sh"
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_text(asked.test_script, encoding="utf-8")
-            place.chmod(0o755)
+        for path, content in request.files_by_path().items():
+            target = inputs / "files" / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("wb") as file:
+                file.writelines(decode_content(content))
+        if request.test_script.strip():
+            target = inputs / "tests" / "test.sh"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(request.test_script, encoding="utf-8")
+            target.chmod(0o755)
     except OSError as error:
-        raise StoreError(f"what was given cannot be written down: {error.strerror}") from None
+        raise StoreError(f"the uploaded files cannot be written: {error.strerror}") from None
 
 
-def given(asked: AnyAsked, inputs: Path) -> Path | None:
-    """Where the files are that the working folder began with; there may be none. None: it is a whole repository."""
-    return None if isinstance(asked, AskedSwe) else inputs / "files"
+def initial_files(request: AnyRequest, inputs: Path) -> Path | None:
+    """The folder of the files that the working folder starts with. None: it starts with a whole repository."""
+    return None if isinstance(request, SweRolloutRequest) else inputs / "files"
 
 
-def order_of(
+def build_order(
     rollout: str,
-    asked: AnyAsked,
+    request: AnyRequest,
     task: Task,
-    choice: Choice,
+    choice: EndpointChoice,
     config: ServiceConfig,
     *,
     backend: Backend,
@@ -110,9 +110,7 @@ def order_of(
     model: str,
     folder: Path,
 ) -> RolloutSpec:
-    if (
-        choice.mode == "direct" and agent.transcript is not None
-    ):  # there is no trace to hold it against, but it is a log
+    if choice.mode == "direct" and agent.transcript is not None:  # no trace to compare it with, so it is only a log
         logs = (agent.transcript.path, agent.transcript.subagents)
         agent = msgspec.structs.replace(agent, transcript=None, logs=(*agent.logs, *filter(None, logs)))
     return RolloutSpec(
@@ -121,33 +119,32 @@ def order_of(
         installed=installed,
         backend=backend,
         model=model,
-        timeout_s=asked.agent_timeout_s,
+        timeout_s=request.agent_timeout_s,
         image="" if task.image or task.dockerfile is not None else config.image,
         network=config.network,
         resources=config.resources,
-        session=_session(asked, choice),
-        model_limits=_told(asked, choice),
+        session=_session_settings(request, choice),
+        model_limits=_model_limits(request, choice),
         options=options,
         folder=folder,
         keep_work=True,
         rollout=rollout,
-        group=asked.group if isinstance(asked, AskedTask) else "",
+        group=request.group if isinstance(request, TaskRolloutRequest) else "",
     )
 
 
-def _session(asked: AnyAsked, choice: Choice) -> dict[str, Json]:
-    given = {**choice.endpoint.session, **(asked.session if isinstance(asked, AskedTask) else {})}
-    given["mode"] = choice.mode
-    if asked.max_tokens_cap is not None:
-        given["max_tokens"] = asked.max_tokens_cap
-    if asked.thinking is not None:
-        given["template_kwargs"] = {**given.get("template_kwargs", {}), "enable_thinking": asked.thinking}
-    given["metadata"] = {**given.get("metadata", {}), "model_key": choice.endpoint.key}
-    return given
+def _session_settings(request: AnyRequest, choice: EndpointChoice) -> dict[str, Json]:
+    settings = {**choice.endpoint.session, **(request.session if isinstance(request, TaskRolloutRequest) else {})}
+    settings["mode"] = choice.mode
+    if request.max_tokens_cap is not None:
+        settings["max_tokens"] = request.max_tokens_cap
+    if request.thinking is not None:
+        settings["template_kwargs"] = {**settings.get("template_kwargs", {}), "enable_thinking": request.thinking}
+    settings["metadata"] = {**settings.get("metadata", {}), "model_key": choice.endpoint.key}
+    return settings
 
 
-def _told(asked: AnyAsked, choice: Choice) -> ModelLimits:
-    """What the agent is told of its model."""
+def _model_limits(request: AnyRequest, choice: EndpointChoice) -> ModelLimits:
     context = choice.endpoint.context_tokens or choice.endpoint.max_context or ModelLimits().context_tokens
-    longest = min(asked.max_tokens_cap or ModelLimits().max_output_tokens, context)
-    return ModelLimits(context_tokens=context, max_output_tokens=longest)
+    max_output = min(request.max_tokens_cap or ModelLimits().max_output_tokens, context)
+    return ModelLimits(context_tokens=context, max_output_tokens=max_output)

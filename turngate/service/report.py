@@ -1,7 +1,4 @@
-"""What is told of a rollout that has ended: its turns, what it left, how it was graded; each field within its bounds.
-
-Reads what the agent left behind, and long traces take their time, so `Rollouts` calls it in a thread.
-"""
+"""Builds every `RolloutResult`. `build_result` reads the agent's files and may take long, so it belongs in a thread."""
 
 from __future__ import annotations
 
@@ -13,43 +10,46 @@ import msgspec
 from turngate.common.safe_text import make_encodable
 from turngate.errors import Boundary
 from turngate.rollout.outcome import Outcome
-from turngate.service.artifacts import logs, tail, workdir
+from turngate.service.artifacts import read_log_tails, read_tail, read_workdir
 from turngate.service.config import Clamp
-from turngate.service.conversation import least, turns
-from turngate.service.result import RolloutResult, RolloutState, Trouble
-from turngate.service.truncation import Cut
+from turngate.service.conversation import build_turns, lowest_capture
+from turngate.service.result import ErrorInfo, RolloutResult, RolloutState
+from turngate.service.truncation import Truncator
 from turngate.views.trace import TraceView
 
-DIRECT = "direct mode: the agent called the endpoint itself, and nothing was recorded but its own logs"
+DIRECT_NOTE = "direct mode: the agent called the endpoint itself, so only the agent's own logs are kept"
 
 
-def ended(
+def build_result(
     state: RolloutState,
     outcome: Outcome | None,
     view: TraceView | None,
     folder: Path,
     clamp: Clamp,
     notes: Sequence[str] = (),
-    given: Path | None = None,
+    initial_files: Path | None = None,
 ) -> RolloutResult:
-    """The result of a rollout: `state` says how it ended, `outcome` what came of it, if it came so far as to have one. `given`: a folder
-    with the files that its working folder began with; None: that is a whole repository, and not shown."""
-    cut = Cut(clamp)
-    shown = turns(view, cut) if view is not None else []
-    found = msgspec.structs.replace(bare(state, outcome, notes), capture=least(shown), turns=shown)
+    """Build the full result of a rollout that has ended, with large fields truncated.
+
+    `outcome` is None if the rollout never ran. `folder` holds the agent's files. `initial_files` holds the files that the working folder
+    started with; None: the working folder is a whole repository, which a result does not show."""
+    truncator = Truncator(clamp)
+    turns = build_turns(view, truncator) if view is not None else []
+    result = build_minimal_result(state, outcome, notes)
+    result = msgspec.structs.replace(result, capture=lowest_capture(turns), turns=turns)
     if outcome is not None:
-        found = msgspec.structs.replace(
-            found,
-            workdir_files=_workdir(outcome, folder, given, cut),
-            log_tails=logs(folder, cut),
-            verifier_output="" if outcome.grade is None else _verified(outcome, folder, cut),
+        result = msgspec.structs.replace(
+            result,
+            workdir_files=_read_workdir(outcome, folder, initial_files, truncator),
+            log_tails=read_log_tails(folder, truncator),
+            verifier_output="" if outcome.grade is None else _read_verifier_output(outcome, folder, truncator),
         )
-    return msgspec.structs.replace(found, clamped=cut.told)
+    return msgspec.structs.replace(result, clamped=truncator.notes)
 
 
-def bare(state: RolloutState, outcome: Outcome | None, notes: Sequence[str]) -> RolloutResult:
-    """How it ended, without anything that an agent wrote: nothing here can fail."""
-    found = RolloutResult(
+def build_minimal_result(state: RolloutState, outcome: Outcome | None, notes: Sequence[str]) -> RolloutResult:
+    """Build a result from the state and the outcome alone. It reads no files, so it cannot fail."""
+    result = RolloutResult(
         rollout_id=state.rollout_id,
         task_id=state.task_id,
         agent=state.agent,
@@ -68,51 +68,56 @@ def bare(state: RolloutState, outcome: Outcome | None, notes: Sequence[str]) -> 
         notes=[make_encodable(note) for note in notes],
     )
     if outcome is None:
-        return found
+        return result
     return msgspec.structs.replace(
-        found,
+        result,
         resolved=None if outcome.grade is None else outcome.grade.resolved,
         exit_code=outcome.exit_code,
         stop=make_encodable(outcome.stop),
-        notes=[*found.notes, *map(make_encodable, _notes(outcome))],
+        notes=[*result.notes, *map(make_encodable, _outcome_notes(outcome))],
     )
 
 
-def _workdir(outcome: Outcome, folder: Path, given: Path | None, cut: Cut) -> dict[str, str]:
+def build_unfinished_result(state: RolloutState) -> RolloutResult:
+    """Build the result of a rollout that has not ended: its progress, with `done` false."""
+    return msgspec.structs.replace(build_minimal_result(state, None, ()), done=False)
+
+
+def _read_workdir(outcome: Outcome, folder: Path, initial_files: Path | None, truncator: Truncator) -> dict[str, str]:
     if not outcome.collected.work:
         return {}
-    if given is None:
-        cut.told.append("workdir_files: it is a whole repository, and left out")
+    if initial_files is None:
+        truncator.notes.append("workdir_files: left out, because it is a whole repository")
         return {}
-    return workdir(folder / "work", given, cut)
+    return read_workdir(folder / "work", initial_files, truncator)
 
 
-def _verified(outcome: Outcome, folder: Path, cut: Cut) -> str:
-    """What the grader printed; from its whole log where that is there."""
+def _read_verifier_output(outcome: Outcome, folder: Path, truncator: Truncator) -> str:
+    """The grader's output, from its log file if there is one."""
     assert outcome.grade is not None
     if (folder / "grade.log").is_file():
-        return tail(folder / "grade.log", "verifier_output", cut, cut.clamp.verifier)
-    return cut.end("verifier_output", make_encodable(outcome.grade.log), cut.clamp.verifier)
+        return read_tail(folder / "grade.log", "verifier_output", truncator, truncator.clamp.verifier)
+    return truncator.keep_end("verifier_output", make_encodable(outcome.grade.log), truncator.clamp.verifier)
 
 
-def _notes(outcome: Outcome) -> list[str]:
+def _outcome_notes(outcome: Outcome) -> list[str]:
     grade = outcome.grade
     return [
         *([grade.message] if grade is not None and grade.message else ()),
         *(grade.notes if grade is not None else ()),
         *outcome.collected.missing,
         *outcome.collected.differences,
-        *(f"not closed off in the {outcome.sandbox} sandbox: {wish}" for wish in outcome.not_enforced),
+        *(f"the {outcome.sandbox} sandbox does not enforce this: {wish}" for wish in outcome.not_enforced),
         *outcome.notes,
     ]
 
 
-def trouble(outcome: Outcome) -> Trouble | None:
-    """What went wrong that was not the agent's doing. A grading that failed is told as one."""
+def error_from_outcome(outcome: Outcome) -> ErrorInfo | None:
+    """The error that was not the agent's fault, if there was one. Failed grading counts as one."""
     if outcome.fault is not None:
-        return Trouble(boundary=outcome.fault.boundary, stage=outcome.fault.stage, message=outcome.fault.message)
+        return ErrorInfo(boundary=outcome.fault.boundary, stage=outcome.fault.stage, message=outcome.fault.message)
     grade = outcome.grade
     if grade is not None and grade.kind in ("invalid task", "infrastructure fault"):
         boundary: Boundary = "task" if grade.kind == "invalid task" else "sandbox"
-        return Trouble(boundary=boundary, stage="grade", message=grade.message)
+        return ErrorInfo(boundary=boundary, stage="grade", message=grade.message)
     return None

@@ -1,12 +1,11 @@
-"""What the service remembers, below `DATA/service`, so that it outlives the process.
+"""The service's durable data, below `DATA/service`.
 
-    service.db              every rollout's state, and its events, each written before anybody is told of it
-    results/ID.json         how it ended; results/ID.messages.json: the whole conversation
-    left/ID/                what its agent left behind
-    inputs/ID/              files and tests that its caller gave, for as long as it runs
+    service.db              the state and the events of every rollout; an event is written before callers see it
+    results/ID.json         the result; results/ID.messages.json: the whole conversation
+    left/ID/                the files that the agent left behind
+    inputs/ID/              the files and tests that the caller sent, while the rollout runs
 
-The database is written where the event loop runs: a commit takes a twentieth of a millisecond. Files are written in threads. Used by
-`Rollouts` alone.
+Database methods run on the event loop: a commit takes a twentieth of a millisecond. File methods block and belong in threads.
 """
 
 from __future__ import annotations
@@ -21,10 +20,11 @@ from typing import TypeVar
 import msgspec
 
 from turngate.errors import ConfigError, StoreError
-from turngate.service.result import Event, RolloutResult, RolloutState, Said
+from turngate.service.result import ConversationMessage, Event, RolloutResult, RolloutState
 from turngate.store.lock import lock_folder
 
 _SCHEMA = 1
+# `place` is the name of the rollout's gateway.
 _TABLES = """
 CREATE TABLE rollouts (id TEXT PRIMARY KEY, place TEXT NOT NULL, state BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE events (rollout TEXT NOT NULL, cursor INTEGER NOT NULL, event BLOB NOT NULL, PRIMARY KEY (rollout, cursor)) WITHOUT ROWID;
@@ -32,8 +32,8 @@ CREATE TABLE events (rollout TEXT NOT NULL, cursor INTEGER NOT NULL, event BLOB 
 T = TypeVar("T")
 
 
-class Books:
-    """Made by one process at a time: the folder is locked. `close` when it is no longer needed."""
+class ServiceStorage:
+    """Locks its folder, so that one process at a time uses it. Call `close` when done."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -44,18 +44,19 @@ class Books:
             self._db = sqlite3.connect(folder / "service.db", isolation_level=None, check_same_thread=False)
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = NORMAL")
-            self._made()
+            self._create_tables()
         except (OSError, sqlite3.Error) as error:
             self._lock.close()
             raise ConfigError(f"data: {folder} cannot be used ({error}); choose another folder", param="data") from None
 
-    def _made(self) -> None:
+    def _create_tables(self) -> None:
         version = self._db.execute("PRAGMA user_version").fetchone()[0]
         if version == 0:
             self._db.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {_SCHEMA}; COMMIT;")
         elif version != _SCHEMA:
             raise ConfigError(
-                f"data: {self.folder} is of another version of turngate (schema {version}); choose another folder",
+                f"data: {self.folder} was written by another version of turngate (schema {version}, this version reads {_SCHEMA}); "
+                "choose another folder",
                 param="data",
             )
 
@@ -65,34 +66,34 @@ class Books:
 
     # ── states and events ───────────────────────────────────────────────────────────────────────────────────────
 
-    def states(self) -> Iterator[tuple[RolloutState, str]]:
-        """Every rollout that is remembered, oldest first, and the place of its gateway."""
-        with _kept():
+    def read_states(self) -> Iterator[tuple[RolloutState, str]]:
+        """Every stored rollout, oldest first, with the name of its gateway."""
+        with _store_errors():
             rows = self._db.execute("SELECT state, place FROM rollouts ORDER BY id").fetchall()
-        return ((msgspec.json.decode(state, type=RolloutState), place) for state, place in rows)
+        return ((msgspec.json.decode(state, type=RolloutState), gateway) for state, gateway in rows)
 
-    def put(self, state: RolloutState, place: str) -> None:
-        with _kept():
-            values = (state.rollout_id, place, msgspec.json.encode(state))
+    def save_state(self, state: RolloutState, gateway: str) -> None:
+        with _store_errors():
+            values = (state.rollout_id, gateway, msgspec.json.encode(state))
             self._db.execute("INSERT OR REPLACE INTO rollouts VALUES (?, ?, ?)", values)
 
-    def add(self, rollout: str, event: Event) -> None:
-        with _kept():
+    def add_event(self, rollout: str, event: Event) -> None:
+        with _store_errors():
             values = (rollout, event.cursor, msgspec.json.encode(event))
             self._db.execute("INSERT INTO events VALUES (?, ?, ?)", values)
 
-    def page(self, rollout: str, after: int, limit: int) -> list[Event]:
-        """The oldest events past a cursor."""
-        with _kept():
+    def read_events(self, rollout: str, after: int, limit: int) -> list[Event]:
+        """The oldest events past a cursor. `limit` -1 reads all of them."""
+        with _store_errors():
             rows = self._db.execute(
                 "SELECT event FROM events WHERE rollout = ? AND cursor > ? ORDER BY cursor LIMIT ?",
                 (rollout, after, limit),
             ).fetchall()
         return [msgspec.json.decode(event, type=Event) for (event,) in rows]
 
-    def forget(self, rollouts: Sequence[str]) -> None:
-        """All of them or, with a `StoreError`, none."""
-        with _kept():
+    def delete_rows(self, rollouts: Sequence[str]) -> None:
+        """Delete states and events: all of them or, with a `StoreError`, none."""
+        with _store_errors():
             self._db.execute("BEGIN")
             try:
                 for rollout in rollouts:
@@ -103,48 +104,53 @@ class Books:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
 
-    # ── files; these block, and are for threads ─────────────────────────────────────────────────────────────────
+    # ── files (blocking) ────────────────────────────────────────────────────────────────────────────────────────
 
-    def left(self, rollout: str) -> Path:
-        return self.folder / "left" / rollout
+    @property
+    def artifacts(self) -> Path:
+        """The folder of all agents' files, with one folder per rollout."""
+        return self.folder / "left"
 
-    def inputs(self, rollout: str) -> Path:
+    def artifacts_folder(self, rollout: str) -> Path:
+        return self.artifacts / rollout
+
+    def inputs_folder(self, rollout: str) -> Path:
         return self.folder / "inputs" / rollout
 
-    def write(self, result: RolloutResult, said: Sequence[Said]) -> None:
-        """The result last: where it is, all of it is."""
-        _whole(self._messages(result.rollout_id), msgspec.json.encode(said))
-        _whole(self._result(result.rollout_id), msgspec.json.encode(result))
+    def write_result(self, result: RolloutResult, messages: Sequence[ConversationMessage]) -> None:
+        """Write the conversation, then the result: if a result exists, it is complete."""
+        _write_atomically(self._messages_file(result.rollout_id), msgspec.json.encode(messages))
+        _write_atomically(self._result_file(result.rollout_id), msgspec.json.encode(result))
 
-    def result(self, rollout: str) -> RolloutResult | None:
-        return _read(self._result(rollout), lambda data: msgspec.json.decode(data, type=RolloutResult))
+    def read_result(self, rollout: str) -> RolloutResult | None:
+        return _read(self._result_file(rollout), lambda data: msgspec.json.decode(data, type=RolloutResult))
 
-    def messages(self, rollout: str) -> list[Said]:
-        return _read(self._messages(rollout), lambda data: msgspec.json.decode(data, type=list[Said])) or []
+    def read_messages(self, rollout: str) -> list[ConversationMessage]:
+        kind = list[ConversationMessage]
+        return _read(self._messages_file(rollout), lambda data: msgspec.json.decode(data, type=kind)) or []
 
-    def clear_inputs(self, rollout: str) -> None:
-        shutil.rmtree(self.inputs(rollout), ignore_errors=True)
+    def delete_inputs(self, rollout: str) -> None:
+        shutil.rmtree(self.inputs_folder(rollout), ignore_errors=True)
 
-    def clear_work(self, rollout: str) -> None:
-        shutil.rmtree(self.left(rollout) / "work", ignore_errors=True)
+    def delete_work(self, rollout: str) -> None:
+        shutil.rmtree(self.artifacts_folder(rollout) / "work", ignore_errors=True)
 
-    def clear(self, rollout: str) -> None:
-        """Everything of a rollout but its rows."""
-        for file in (self._result(rollout), self._messages(rollout)):
+    def delete_files(self, rollout: str) -> None:
+        """Delete everything of a rollout that is not in the database."""
+        for file in (self._result_file(rollout), self._messages_file(rollout)):
             with suppress(OSError):
                 file.unlink(missing_ok=True)
-        shutil.rmtree(self.left(rollout), ignore_errors=True)
-        self.clear_inputs(rollout)
+        shutil.rmtree(self.artifacts_folder(rollout), ignore_errors=True)
+        self.delete_inputs(rollout)
 
-    def _result(self, rollout: str) -> Path:
+    def _result_file(self, rollout: str) -> Path:
         return self.folder / "results" / f"{rollout}.json"
 
-    def _messages(self, rollout: str) -> Path:
+    def _messages_file(self, rollout: str) -> Path:
         return self.folder / "results" / f"{rollout}.messages.json"
 
 
-def _whole(path: Path, data: bytes) -> None:
-    """A file that is there has all of it."""
+def _write_atomically(path: Path, data: bytes) -> None:
     new = path.with_suffix(".new")
     try:
         new.write_bytes(data)
@@ -165,8 +171,8 @@ def _read(path: Path, decode: Callable[[bytes], T]) -> T | None:
 
 
 @contextmanager
-def _kept() -> Iterator[None]:
+def _store_errors() -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        raise StoreError(f"the service's database cannot be used: {error}") from None
+        raise StoreError(f"the service's database failed: {error}") from None

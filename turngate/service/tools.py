@@ -1,7 +1,6 @@
-"""The tools: their arguments, what they give, and the verb of the service that each is. Read by `mcp/`, `environment/`
-and the docs.
+"""The service as tools, for MCP and OpenEnv: name, description, arguments and result of each, and the verb that it calls.
 
-Schemas follow from the types. Keys, sandboxes and images are nobody's arguments: they are settings of the server.
+Schemas are derived from the types. Keys, sandboxes and images are never arguments: they are settings of the server.
 """
 
 from __future__ import annotations
@@ -13,47 +12,48 @@ import msgspec
 
 from turngate.errors import BadRequest
 from turngate.service.catalog import EndpointView
-from turngate.service.request import Asked, AskedSwe, read
-from turngate.service.result import EventPage, Listing, Messages, RolloutResult, RolloutState
+from turngate.service.request import RolloutRequest, SweRolloutRequest, parse_arguments
+from turngate.service.result import EventPage, MessagePage, RolloutList, RolloutResult, RolloutState
 from turngate.types import Json
 
-if TYPE_CHECKING:  # whoever reads the schemas needs nothing of what runs
+if TYPE_CHECKING:  # reading the schemas does not import the service
     from turngate.service.rollouts import Rollouts
 
-LONGEST_WAIT_S = 60.0  # of one call for events: clients have time limits
+MAX_WAIT_S = 60.0  # for events: clients limit the time of a call
 
 Wait = Callable[
     [str, float | None], Awaitable[RolloutResult]
 ]  # for a rollout's end, so many seconds; tells the caller how far it is
 Arguments = Mapping[str, Json]
 
-# What whoever calls a tool is told about an argument. One name means one thing, whichever tool has it.
-ABOUT: Mapping[str, str] = {
+# An argument has the same meaning in every tool.
+ARGUMENT_DESCRIPTIONS: Mapping[str, str] = {
     "model_key": "The endpoint that answers the agent: a key of list_endpoints, such as vllm://Qwen3-8B.",
-    "instruction": "What the agent is to do, in words.",
-    "test_script": "A bash script that grades the agent's work in a fresh sandbox, in a copy of the working folder: exit code 0 is "
-    "reward 1, 1 is 0. Or it writes a number into $TURNGATE_LOGS/verifier/reward.txt. Without a script there is no reward.",
-    "task_id": "Your name for the task. By default one that follows from the instruction.",
-    "agent": "The agent that works on it: one that list_endpoints names. By default the first of them.",
-    "setup_shell": "Shell commands that are run in the working folder before the agent starts.",
-    "upload_files": 'Files for the working folder: path below it → text, or {"base64": "…"} for what is not text.',
-    "thinking": "Whether the model thinks before it answers. By default as its chat template has it.",
-    "mode": "How turns are recorded: exact (token ids and log-probabilities), observe (also transparent_proxy: a hosted endpoint is "
-    "relayed), gate (also interception_gate: a trainer answers) or direct (also black_box: nothing but the agent's logs). By default "
-    "the endpoint's own.",
-    "max_tokens_cap": "The most tokens that the model may sample in one turn.",
-    "agent_timeout_s": "Seconds that the agent has. The server has a limit of its own.",
-    "endpoint_url": "The URL of an endpoint of your own, instead of the catalog's. Taken only where the server's policy lists its host.",
+    "instruction": "What the agent should do.",
+    "test_script": "A bash script that grades the agent's work. It runs in a fresh sandbox, in a copy of the working folder. Exit code 0 "
+    "is reward 1, exit code 1 is reward 0; or the script writes a number to $TURNGATE_LOGS/verifier/reward.txt. Without a script there "
+    "is no reward.",
+    "task_id": "Your name for the task. Default: derived from the instruction.",
+    "agent": "The agent that works on the task: one of list_endpoints. Default: the first of them.",
+    "setup_shell": "Shell commands to run in the working folder before the agent starts.",
+    "upload_files": 'Files for the working folder: relative path → text, or {"base64": "…"} for binary content.',
+    "thinking": "Whether the model thinks before it answers. Default: that of its chat template.",
+    "mode": "How turns are recorded: exact (token ids and log-probabilities), observe (also transparent_proxy: calls are relayed to a "
+    "hosted endpoint), gate (also interception_gate: a trainer answers) or direct (also black_box: only the agent's logs). Default: the "
+    "endpoint's.",
+    "max_tokens_cap": "The maximum number of tokens that the model may sample in one turn.",
+    "agent_timeout_s": "Seconds that the agent may run. The server sets an upper limit.",
+    "endpoint_url": "The URL of your own endpoint, instead of the catalog's. The server has to allow its host.",
     "task": "A row of a SWE data set: instance_id, repo, base_commit, problem_statement, test_patch, FAIL_TO_PASS, PASS_TO_PASS …",
-    "rollout_id": "The id that start_rollout gave. list_rollouts shows those that there are.",
-    "after": "A cursor: what is past it comes. 0 is the beginning; then the cursor of the answer before.",
-    "limit": "At most so many.",
-    "wait_s": "Seconds to wait for it, at most. Give it where your tool calls have a time limit, and call again.",
-    "reason": "Why, for whoever reads the result.",
-    "status": "Only rollouts of this status: queued, running, done; or how they ended: finished, failed, timed out, limit, cancelled, "
-    "error.",
-    "logprobs": "false leaves the turns' log-probabilities out of the answer: for a caller that reads it with a model's context.",
-    "before": "The id of the last rollout of the answer before, for the next page.",
+    "rollout_id": "The id that start_rollout returned. list_rollouts lists all ids.",
+    "after": "Return only what follows this cursor. Start with 0, then pass the cursor of the previous answer.",
+    "limit": "The maximum number of entries to return.",
+    "wait_s": "The maximum number of seconds to wait. Set it if your tool calls have a time limit, then call again.",
+    "reason": "The reason, which the result repeats.",
+    "status": "Only rollouts with this status: queued, running or done; or how they ended: finished, failed, timed out, limit, "
+    "cancelled, error.",
+    "logprobs": "false omits the turns' log-probabilities, so that the answer takes less of a model's context.",
+    "before": "For the next page: the id of the last rollout of the previous answer.",
 }
 
 
@@ -61,32 +61,32 @@ class _Arguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     pass
 
 
-class OfRollout(_Arguments, frozen=True, kw_only=True):
+class RolloutArguments(_Arguments, frozen=True, kw_only=True):
     rollout_id: str
 
 
-class GetMessages(OfRollout, frozen=True, kw_only=True):
+class GetMessages(RolloutArguments, frozen=True, kw_only=True):
     after: Annotated[int, msgspec.Meta(ge=0)] = 0
     limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 100
 
 
-class SubscribeEvents(OfRollout, frozen=True, kw_only=True):
+class SubscribeEvents(RolloutArguments, frozen=True, kw_only=True):
     after: Annotated[int, msgspec.Meta(ge=0)] = 0
     limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 200
-    wait_s: Annotated[float, msgspec.Meta(ge=0, le=LONGEST_WAIT_S)] = 0.0
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)] = 0.0
 
 
-class AbortRollout(OfRollout, frozen=True, kw_only=True):
+class AbortRollout(RolloutArguments, frozen=True, kw_only=True):
     reason: Annotated[str, msgspec.Meta(max_length=500)] = ""
 
 
-class Shown(_Arguments, frozen=True, kw_only=True):
-    """What the answer holds: of the tools that give a result, beside their own arguments."""
+class ResultOptions(_Arguments, frozen=True, kw_only=True):
+    """Options of the tools that return a result, in addition to their own arguments."""
 
     logprobs: bool = True
 
 
-class FinalizeRollout(OfRollout, frozen=True, kw_only=True):
+class FinalizeRollout(RolloutArguments, frozen=True, kw_only=True):
     wait_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
     logprobs: bool = True
 
@@ -101,139 +101,141 @@ class ListEndpoints(_Arguments, frozen=True, kw_only=True):
     pass
 
 
-class Started(msgspec.Struct, frozen=True):
-    """A rollout that has begun, or waits for its turn."""
+class StartedRollout(msgspec.Struct, frozen=True):
+    """A rollout that was started: it runs or waits in the queue."""
 
     rollout_id: str
 
 
-class Endpoints(msgspec.Struct, frozen=True):
-    """The endpoints that a rollout can be asked for with, and the agents, the default first."""
+class EndpointList(msgspec.Struct, frozen=True):
+    """The endpoints and the agents that a rollout can use; the default agent comes first."""
 
     endpoints: list[EndpointView]
     agents: list[str]
 
 
 class ServiceTool(msgspec.Struct, frozen=True, kw_only=True):
-    """One tool. Hints are for clients that ask a person first."""
+    """One tool. Its hints are for clients that ask a person for permission."""
 
     name: str
     title: str
-    about: str
-    takes: tuple[type[msgspec.Struct], ...]  # more than one: either
-    also: type[msgspec.Struct] = _Arguments  # arguments beside those
-    gives: type[msgspec.Struct]
+    description: str
+    arguments: tuple[type[msgspec.Struct], ...]  # several: the caller sends one of them
+    options: type[msgspec.Struct] = _Arguments  # more arguments, in addition to those
+    result: type[msgspec.Struct]
     call: Callable[[Rollouts, Arguments, Wait], Awaitable[msgspec.Struct]]
-    reads: bool = False  # changes nothing
-    destroys: bool = False
-    again: bool = False  # a second call does no more than the first
+    is_read_only: bool = False
+    is_destructive: bool = False
+    is_idempotent: bool = False
 
     def input_schema(self) -> dict[str, Any]:
-        """One object, with a description of every argument. Of several kinds only what each needs is needed."""
-        schemas = [_schema(kind) for kind in self.takes]
-        found = [*schemas, _schema(self.also)]
-        properties = {name: value for schema in found for name, value in schema["properties"].items()}
-        needed = [name for name in properties if all(name in schema.get("required", ()) for schema in schemas)]
-        described = {name: {"description": ABOUT[name], **value} for name, value in properties.items()}
-        return {"type": "object", "properties": described, "required": needed, "additionalProperties": False}
+        """One object with a description of every argument. Required is what all alternatives require."""
+        schemas = [_schema(kind) for kind in self.arguments]
+        parts = [*schemas, _schema(self.options)]
+        properties = {name: value for schema in parts for name, value in schema["properties"].items()}
+        required = [name for name in properties if all(name in schema.get("required", ()) for schema in schemas)]
+        described = {name: {"description": ARGUMENT_DESCRIPTIONS[name], **value} for name, value in properties.items()}
+        return {"type": "object", "properties": described, "required": required, "additionalProperties": False}
 
     def output_schema(self) -> dict[str, Any]:
-        return _schema(self.gives)
+        return _schema(self.result)
 
 
 def _schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Without references, which not every client follows. None of our types holds itself."""
+    """The JSON schema of a type with references inlined: some clients do not resolve them. No type is recursive."""
     (top,), parts = msgspec.json.schema_components([kind], ref_template="{name}")
 
-    def whole(schema: Any) -> Any:
+    def inline(schema: Any) -> Any:
         match schema:
             case {"$ref": name}:
-                return whole(parts[name])
+                return inline(parts[name])
             case dict():
-                return {key: whole(value) for key, value in schema.items()}
+                return {key: inline(value) for key, value in schema.items()}
             case list():
-                return [whole(value) for value in schema]
+                return [inline(value) for value in schema]
             case _:
                 return schema
 
-    found: dict[str, Any] = whole(top)
-    return found
+    schema: dict[str, Any] = inline(top)
+    return schema
 
 
-# ── what each does ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── calls ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _asked(arguments: Arguments) -> Asked | AskedSwe:
-    """Of start_rollout, which takes either."""
+def _parse_request(arguments: Arguments) -> RolloutRequest | SweRolloutRequest:
+    """Parse the arguments of start_rollout, which accepts both kinds of request."""
     if "task" not in arguments:
-        return read(arguments, Asked)
+        return parse_arguments(arguments, RolloutRequest)
     if "instruction" in arguments:
-        raise BadRequest("task: give either an instruction or a task, not both", param="task")
-    return read(arguments, AskedSwe)
+        raise BadRequest("task: send either an instruction or a task, not both", param="task")
+    return parse_arguments(arguments, SweRolloutRequest)
 
 
 async def _run(rollouts: Rollouts, arguments: Arguments, wait: Wait) -> RolloutResult:
-    return await _ran(rollouts, arguments, Asked, wait)
+    return await _run_and_wait(rollouts, arguments, RolloutRequest, wait)
 
 
 async def _run_swe(rollouts: Rollouts, arguments: Arguments, wait: Wait) -> RolloutResult:
-    return await _ran(rollouts, arguments, AskedSwe, wait)
+    return await _run_and_wait(rollouts, arguments, SweRolloutRequest, wait)
 
 
-async def _ran(rollouts: Rollouts, arguments: Arguments, kind: type[Asked | AskedSwe], wait: Wait) -> RolloutResult:
-    shown = read({name: value for name, value in arguments.items() if name == "logprobs"}, Shown)
-    asked = read({name: value for name, value in arguments.items() if name != "logprobs"}, kind)
-    return _result(await wait(rollouts.start(asked), None), shown.logprobs)
+async def _run_and_wait(
+    rollouts: Rollouts, arguments: Arguments, kind: type[RolloutRequest | SweRolloutRequest], wait: Wait
+) -> RolloutResult:
+    options = parse_arguments({name: value for name, value in arguments.items() if name == "logprobs"}, ResultOptions)
+    request = parse_arguments({name: value for name, value in arguments.items() if name != "logprobs"}, kind)
+    return _apply_options(await wait(rollouts.start(request), None), options.logprobs)
 
 
-def _result(result: RolloutResult, logprobs: bool) -> RolloutResult:
-    """With the log-probabilities, or with a word that they were left out: null alone would say that they are not known."""
+def _apply_options(result: RolloutResult, logprobs: bool) -> RolloutResult:
+    """Omit the log-probabilities if the caller wants that, and say so: null alone would mean that they are unknown."""
     if logprobs or not any(turn.logprobs for turn in result.turns):
         return result
     return msgspec.structs.replace(
         result,
         turns=[msgspec.structs.replace(turn, logprobs=None) for turn in result.turns],
-        clamped=[*result.clamped, "turns[].logprobs: left out, as the call asked for"],
+        clamped=[*result.clamped, "turns[].logprobs: left out, as requested"],
     )
 
 
-async def _start(rollouts: Rollouts, arguments: Arguments, wait: Wait) -> Started:
-    return Started(rollouts.start(_asked(arguments)))
+async def _start(rollouts: Rollouts, arguments: Arguments, wait: Wait) -> StartedRollout:
+    return StartedRollout(rollouts.start(_parse_request(arguments)))
 
 
 async def _state(rollouts: Rollouts, arguments: Arguments, wait: Wait) -> RolloutState:
-    return rollouts.state(read(arguments, OfRollout).rollout_id)
+    return rollouts.state(parse_arguments(arguments, RolloutArguments).rollout_id)
 
 
-async def _messages(rollouts: Rollouts, arguments: Arguments, wait: Wait) -> Messages:
-    given = read(arguments, GetMessages)
+async def _messages(rollouts: Rollouts, arguments: Arguments, wait: Wait) -> MessagePage:
+    given = parse_arguments(arguments, GetMessages)
     return await rollouts.messages(given.rollout_id, given.after, given.limit)
 
 
 async def _events(rollouts: Rollouts, arguments: Arguments, wait: Wait) -> EventPage:
-    given = read(arguments, SubscribeEvents)
+    given = parse_arguments(arguments, SubscribeEvents)
     return await rollouts.events(given.rollout_id, given.after, given.limit, given.wait_s)
 
 
 async def _abort(rollouts: Rollouts, arguments: Arguments, wait: Wait) -> RolloutState:
-    given = read(arguments, AbortRollout)
+    given = parse_arguments(arguments, AbortRollout)
     return await rollouts.abort(given.rollout_id, given.reason)
 
 
 async def _finalize(rollouts: Rollouts, arguments: Arguments, wait: Wait) -> RolloutResult:
-    given = read(arguments, FinalizeRollout)
-    rollouts.state(given.rollout_id)  # so that an unknown one is told at once
-    return _result(await wait(given.rollout_id, given.wait_s), given.logprobs)
+    given = parse_arguments(arguments, FinalizeRollout)
+    rollouts.state(given.rollout_id)  # raises at once for an unknown id
+    return _apply_options(await wait(given.rollout_id, given.wait_s), given.logprobs)
 
 
-async def _list(rollouts: Rollouts, arguments: Arguments, wait: Wait) -> Listing:
-    given = read(arguments, ListRollouts)
+async def _list(rollouts: Rollouts, arguments: Arguments, wait: Wait) -> RolloutList:
+    given = parse_arguments(arguments, ListRollouts)
     return rollouts.list(given.status, given.limit, given.before)
 
 
-async def _endpoints(rollouts: Rollouts, arguments: Arguments, wait: Wait) -> Endpoints:
-    read(arguments, ListEndpoints)
-    return Endpoints(rollouts.catalog(), list(rollouts.agents()))
+async def _endpoints(rollouts: Rollouts, arguments: Arguments, wait: Wait) -> EndpointList:
+    parse_arguments(arguments, ListEndpoints)
+    return EndpointList(rollouts.catalog(), list(rollouts.agents()))
 
 
 TOOLS: Mapping[str, ServiceTool] = {
@@ -242,98 +244,98 @@ TOOLS: Mapping[str, ServiceTool] = {
         ServiceTool(
             name="run_rollout",
             title="Run a rollout",
-            about="Let a coding agent work on an instruction in a sandbox, grade what it did, and give the result: reward, exit code, "
-            "turns with their log-probabilities, files, logs. This takes as long as the agent does. Where your calls have a time limit, "
-            "use start_rollout and finalize_rollout. A call that is cut off leaves its rollout running: list_rollouts shows it.",
-            takes=(Asked,),
-            also=Shown,
-            gives=RolloutResult,
+            description="Run a coding agent on an instruction in a sandbox, grade its work, and return the result: reward, exit code, "
+            "turns with their log-probabilities, files, logs. The call takes as long as the agent. If your calls have a time limit, use "
+            "start_rollout and finalize_rollout. A call that is cut off leaves its rollout running: list_rollouts lists it.",
+            arguments=(RolloutRequest,),
+            options=ResultOptions,
+            result=RolloutResult,
             call=_run,
         ),
         ServiceTool(
             name="run_swe_rollout",
             title="Run a rollout of a SWE task",
-            about="The same for a row of a SWE data set: the agent gets the problem statement and the repository, and is graded by the "
-            "row's tests.",
-            takes=(AskedSwe,),
-            also=Shown,
-            gives=RolloutResult,
+            description="Like run_rollout, for a row of a SWE data set: the agent gets the problem statement and the repository, and the "
+            "row's tests grade its work.",
+            arguments=(SweRolloutRequest,),
+            options=ResultOptions,
+            result=RolloutResult,
             call=_run_swe,
         ),
         ServiceTool(
             name="start_rollout",
             title="Start a rollout",
-            about="Begin a rollout and give its id at once. Takes what run_rollout takes, or what run_swe_rollout takes: an instruction "
-            "or a task.",
-            takes=(Asked, AskedSwe),
-            gives=Started,
+            description="Start a rollout and return its id at once. Accepts the arguments of run_rollout (an instruction) or of "
+            "run_swe_rollout (a task).",
+            arguments=(RolloutRequest, SweRolloutRequest),
+            result=StartedRollout,
             call=_start,
         ),
         ServiceTool(
             name="get_state",
-            title="How far a rollout is",
-            about="Status, stage, turns, tokens and seconds so far.",
-            takes=(OfRollout,),
-            gives=RolloutState,
+            title="Get the state of a rollout",
+            description="Status, stage, turns, tokens and seconds so far.",
+            arguments=(RolloutArguments,),
+            result=RolloutState,
             call=_state,
-            reads=True,
+            is_read_only=True,
         ),
         ServiceTool(
             name="get_messages",
-            title="What was said in a rollout",
-            about="The conversation of agent and model as it happens, from a cursor. Sub-agents and side calls are labelled.",
-            takes=(GetMessages,),
-            gives=Messages,
+            title="Read the conversation of a rollout",
+            description="The conversation of agent and model as it happens, from a cursor. Sub-agents and side calls are labelled.",
+            arguments=(GetMessages,),
+            result=MessagePage,
             call=_messages,
-            reads=True,
+            is_read_only=True,
         ),
         ServiceTool(
             name="subscribe_events",
-            title="What happened in a rollout",
-            about="Events from a cursor: none is lost, none comes twice. With wait_s the call waits until there is one.",
-            takes=(SubscribeEvents,),
-            gives=EventPage,
+            title="Read the events of a rollout",
+            description="Events from a cursor, each exactly once. With wait_s the call waits until there is one.",
+            arguments=(SubscribeEvents,),
+            result=EventPage,
             call=_events,
-            reads=True,
+            is_read_only=True,
         ),
         ServiceTool(
             name="abort_rollout",
             title="Abort a rollout",
-            about="Stop its generation and its sandbox; answers when both are gone. What was recorded stays. A rollout that has ended is "
-            "left as it is.",
-            takes=(AbortRollout,),
-            gives=RolloutState,
+            description="Stop the generation and the sandbox of a rollout, and return when both are gone. Recorded data is kept. A rollout "
+            "that has ended is left unchanged.",
+            arguments=(AbortRollout,),
+            result=RolloutState,
             call=_abort,
-            destroys=True,
-            again=True,
+            is_destructive=True,
+            is_idempotent=True,
         ),
         ServiceTool(
             name="finalize_rollout",
             title="Wait for a rollout's result",
-            about="Wait until the rollout has ended and is graded, and give its result. With wait_s the answer may say done: false; call "
-            "again then. As often as you like.",
-            takes=(FinalizeRollout,),
-            gives=RolloutResult,
+            description="Wait until the rollout has ended and is graded, and return its result. With wait_s the answer may have done: "
+            "false; then call again. May be called repeatedly.",
+            arguments=(FinalizeRollout,),
+            result=RolloutResult,
             call=_finalize,
-            reads=True,
+            is_read_only=True,
         ),
         ServiceTool(
             name="list_rollouts",
-            title="The rollouts that there are",
-            about="Newest first, those of other clients and of earlier starts of the server too.",
-            takes=(ListRollouts,),
-            gives=Listing,
+            title="List rollouts",
+            description="All rollouts, newest first, including those of other clients and from before a restart of the server.",
+            arguments=(ListRollouts,),
+            result=RolloutList,
             call=_list,
-            reads=True,
+            is_read_only=True,
         ),
         ServiceTool(
             name="list_endpoints",
-            title="The models that there are",
-            about="The server's catalog: the keys for model_key, and what each endpoint supports. And the agents that may be used.",
-            takes=(ListEndpoints,),
-            gives=Endpoints,
+            title="List endpoints and agents",
+            description="The server's catalog: the keys for model_key, what each endpoint supports, and the available agents.",
+            arguments=(ListEndpoints,),
+            result=EndpointList,
             call=_endpoints,
-            reads=True,
+            is_read_only=True,
         ),
     )
 }

@@ -1,28 +1,29 @@
-"""Bounds large fields of what callers get, and notes what that cost."""
+"""Truncates large text fields of results."""
 
 from __future__ import annotations
 
 from turngate.service.config import Clamp
 
 
-class Cut:
-    """Bounds fields, and notes what that cost."""
+class Truncator:
+    """Truncates fields, and notes each one with how much is missing."""
 
     def __init__(self, clamp: Clamp) -> None:
         self.clamp = clamp
-        self.told: list[str] = []
+        self.notes: list[str] = []
 
-    def middle(self, field: str, text: str, most: int) -> str:
-        """The beginning and the end of a text."""
-        if not most or len(text) <= most:
+    def cut_middle(self, field: str, text: str, limit: int) -> str:
+        """Keep the beginning and the end of a text. A limit of 0 keeps all of it."""
+        if not limit or len(text) <= limit:
             return text
-        left = len(text) - most
-        self.told.append(f"{field}: {left:,} of {len(text):,} characters left out")
-        return f"{text[: most // 2]}\n[… {left:,} characters left out …]\n{text[len(text) - (most - most // 2) :]}"
+        missing = len(text) - limit
+        self.notes.append(f"{field}: {missing:,} of {len(text):,} characters left out")
+        head, tail = text[: limit // 2], text[len(text) - (limit - limit // 2) :]
+        return f"{head}\n[… {missing:,} characters left out …]\n{tail}"
 
-    def end(self, field: str, text: str, most: int) -> str:
-        """The end of a log."""
-        if not most or len(text) <= most:
+    def keep_end(self, field: str, text: str, limit: int) -> str:
+        """Keep the end of a log. A limit of 0 keeps all of it."""
+        if not limit or len(text) <= limit:
             return text
-        self.told.append(f"{field}: {len(text) - most:,} of {len(text):,} characters left out")
-        return text[-most:]
+        self.notes.append(f"{field}: {len(text) - limit:,} of {len(text):,} characters left out")
+        return text[-limit:]

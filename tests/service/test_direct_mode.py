@@ -13,7 +13,7 @@ from aiohttp import web
 from tests.kit import until
 from tests.service.kit import KEY, served
 from turngate.service.catalog import Endpoint
-from turngate.service.direct_mode import Forwarder, Unrecorded
+from turngate.service.direct_mode import DirectModeClient, Forwarder
 
 pytestmark = pytest.mark.process
 
@@ -35,10 +35,10 @@ async def endpoint(answers: Answers) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def forwarded(base: str) -> AsyncIterator[tuple[Forwarder, Unrecorded, aiohttp.ClientSession]]:
+async def forwarded(base: str) -> AsyncIterator[tuple[Forwarder, DirectModeClient, aiohttp.ClientSession]]:
     forwarder = Forwarder(base)
     async with forwarder.open() as url, aiohttp.ClientSession(url) as agent:
-        yield forwarder, Unrecorded(url, forwarder, lambda kind, data: None), agent
+        yield forwarder, DirectModeClient(url, forwarder, lambda kind, data: None), agent
 
 
 @pytest.mark.parametrize(

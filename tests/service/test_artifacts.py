@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from turngate.service.artifacts import logs, tail, workdir
+from turngate.service.artifacts import read_log_tails, read_tail, read_workdir
 from turngate.service.config import Clamp
-from turngate.service.truncation import Cut
+from turngate.service.truncation import Truncator
 from turngate.telemetry.logs import register_secrets
 
 
@@ -26,9 +26,9 @@ from turngate.telemetry.logs import register_secrets
 )
 def test_the_end_of_a_log_says_how_much_comes_before(tmp_path: Path, data: bytes, shown: str, told: str) -> None:
     (tmp_path / "log").write_bytes(data)
-    cut = Cut(Clamp())
-    assert tail(tmp_path / "log", "log", cut, 10) == shown
-    assert [one.split(":")[1].strip().startswith(told) for one in cut.told] == ([True] if told else [])
+    truncator = Truncator(Clamp())
+    assert read_tail(tmp_path / "log", "log", truncator, 10) == shown
+    assert [one.split(":")[1].strip().startswith(told) for one in truncator.notes] == ([True] if told else [])
 
 
 def test_names_that_are_no_text_are_told(tmp_path: Path) -> None:
@@ -36,18 +36,18 @@ def test_names_that_are_no_text_are_told(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         Path(os.fsdecode(os.fsencode(tmp_path / name) + b"/odd-\xff")).write_bytes(b"x")
         (tmp_path / name / "good").write_text("y")
-    cut = Cut(Clamp())
-    assert workdir(tmp_path / "work", tmp_path / "none", cut) == {"good": "y"}
-    assert logs(tmp_path, cut) == {"home/good": "y"}
-    for field, told in zip(("workdir_files", "log_tails"), cut.told, strict=True):
-        assert told.startswith(f"{field}: 1 files have names that are no text") and "odd-" in told
+    truncator = Truncator(Clamp())
+    assert read_workdir(tmp_path / "work", tmp_path / "none", truncator) == {"good": "y"}
+    assert read_log_tails(tmp_path, truncator) == {"home/good": "y"}
+    for field, told in zip(("workdir_files", "log_tails"), truncator.notes, strict=True):
+        assert told.startswith(f"{field}: 1 files have names that are not text") and "odd-" in told
 
 
 def test_a_file_with_a_secret_in_it_is_not_told_as_cut(tmp_path: Path) -> None:
     register_secrets("a-very-secret-key-of-many-characters")
     (tmp_path / "a").write_text("key: a-very-secret-key-of-many-characters")
     (tmp_path / "b").write_text("é" * 30)
-    cut = Cut(Clamp(file=25))
-    found = workdir(tmp_path, tmp_path / "none", cut)
+    truncator = Truncator(Clamp(file=25))
+    found = read_workdir(tmp_path, tmp_path / "none", truncator)
     assert found["a"] == "key: [secret]" and found["b"] == "é" * 25
-    assert cut.told == ["workdir_files['b']: 10 of 60 bytes left out"]
+    assert truncator.notes == ["workdir_files['b']: 10 of 60 bytes left out"]

@@ -10,13 +10,13 @@ import pytest
 
 from turngate.errors import BadRequest
 from turngate.service import request
-from turngate.service.request import Asked, AskedSwe, mode_of, read
+from turngate.service.request import RolloutRequest, SweRolloutRequest, parse_arguments, parse_mode
 
 GOOD: dict[str, Any] = {"model_key": "scripted://m", "instruction": "Do it."}
 
 
 def test_the_least_that_can_be_asked() -> None:
-    found = read(GOOD, Asked).check()
+    found = parse_arguments(GOOD, RolloutRequest).check()
     assert (found.agent, found.mode, found.test_script, found.thinking, found.agent_timeout_s) == (
         "",
         "",
@@ -31,22 +31,22 @@ def test_the_least_that_can_be_asked() -> None:
     [
         ({"instruction": "  "}, "instruction", "empty"),
         ({"instruction": "a\0b"}, "instruction", "NUL"),
-        ({"instruction": "x" * (request.MOST_INSTRUCTION + 1)}, "instruction", "400,001 characters"),
+        ({"instruction": "x" * (request.MAX_INSTRUCTION + 1)}, "instruction", "400,001 characters"),
         ({"instruction": "\ud800"}, "instruction", "UTF-8"),
         ({"instruction": 7}, "instruction", "Expected `str`"),
         ({"test_script": "exit\0 0"}, "test_script", "NUL"),
-        ({"test_script": "x" * (request.MOST_SCRIPT + 1)}, "test_script", "at most 1,000,000"),
+        ({"test_script": "x" * (request.MAX_SCRIPT + 1)}, "test_script", "at most 1,000,000"),
         ({"setup_shell": "\0"}, "setup_shell", "NUL"),
         ({"task_id": "../../etc"}, "task_id", "letters"),
         ({"model_key": ""}, "model_key", "catalog"),
         ({"model_key": "x\n"}, "model_key", "characters"),
-        ({"agent": "x" * 600}, "agent", "too long"),
+        ({"agent": "x" * 600}, "agent", "at most 512 printable"),
         ({"mode": "exakt"}, "mode", "interception_gate"),
         ({"thinking": "yes"}, "thinking", "Expected `bool | null`"),
         ({"max_tokens_cap": 0}, "max_tokens_cap", "between 1 and 10,000,000"),
         ({"max_tokens_cap": 10_000_001}, "max_tokens_cap", "between 1 and 10,000,000"),
-        ({"agent_timeout_s": -1}, "agent_timeout_s", "more than 0"),
-        ({"agent_timeout_s": float("nan")}, "agent_timeout_s", "more than 0"),
+        ({"agent_timeout_s": -1}, "agent_timeout_s", "seconds above 0"),
+        ({"agent_timeout_s": float("nan")}, "agent_timeout_s", "seconds above 0"),
         ({"agent_timeout_s": float("inf")}, "agent_timeout_s", "finite"),
         ({"sandbox": "local"}, "sandbox", "no such argument"),
         ({"api_key": "sk-1"}, "api_key", "no such argument"),
@@ -56,25 +56,27 @@ def test_the_least_that_can_be_asked() -> None:
         ({"upload_files": {"": ""}}, "upload_files", "path of a file"),
         ({"upload_files": {"a\0": ""}}, "upload_files", "path of a file"),
         ({"upload_files": {"a/": ""}}, "upload_files", "path of a file"),
-        ({"upload_files": {"a": "", "a/b": ""}}, "upload_files", "would lie below it"),
-        ({"upload_files": {"a/b": "", "a//b": ""}}, "upload_files", "same place"),
-        ({"upload_files": {"x" * 300: ""}}, "upload_files", "no file system"),
-        ({"upload_files": {"a": {"base64": "%%%"}}}, "upload_files", "cannot be read"),
+        ({"upload_files": {"a": "", "a/b": ""}}, "upload_files", "needs a folder of that name"),
+        ({"upload_files": {"a/b": "", "a//b": ""}}, "upload_files", "same path"),
+        ({"upload_files": {"x" * 300: ""}}, "upload_files", "which file systems reject"),
+        ({"upload_files": {"a": {"base64": "%%%"}}}, "upload_files", "is not valid base64"),
         ({"upload_files": {"a": {"base64": "", "mode": "0777"}}}, "upload_files", "there is no such argument"),
-        ({"upload_files": {"a": "x" * (request.MOST_FILE + 1)}}, "upload_files", "too large"),
-        ({"upload_files": {str(n): "" for n in range(request.MOST_FILES + 1)}}, "upload_files", "at most 500"),
+        ({"upload_files": {"a": "x" * (request.MAX_FILE + 1)}}, "upload_files", "too large"),
+        ({"upload_files": {str(n): "" for n in range(request.MAX_FILES + 1)}}, "upload_files", "at most 500"),
     ],
 )
 def test_what_is_wrong_is_told_by_name(wrong: dict[str, Any], param: str, word: str) -> None:
     with pytest.raises(BadRequest) as raised:
-        read({**GOOD, **wrong}, Asked).check()
+        parse_arguments({**GOOD, **wrong}, RolloutRequest).check()
     assert (raised.value.param or "").split("[")[0].split(".")[0] == param
     assert param in raised.value.message and word in raised.value.message
 
 
 def test_files_are_text_or_bytes() -> None:
-    found = read({**GOOD, "upload_files": {"a/b.txt": "é", "c.bin": {"base64": "AAH/"}}}, Asked).check()
-    data = {path: b"".join(request.decoded(content)) for path, content in found.places().items()}
+    found = parse_arguments(
+        {**GOOD, "upload_files": {"a/b.txt": "é", "c.bin": {"base64": "AAH/"}}}, RolloutRequest
+    ).check()
+    data = {path: b"".join(request.decode_content(content)) for path, content in found.files_by_path().items()}
     assert data == {
         "a/b.txt": "é".encode(),
         "c.bin": b"\x00\x01\xff",
@@ -91,12 +93,17 @@ def test_base64_is_taken_where_it_can_be_decoded() -> None:
             size: int | None = len(base64.b64decode(text, validate=True))
         except ValueError:
             size = None
-        found = Asked(**GOOD, upload_files={"a": request.Encoded(text)})
+        found = RolloutRequest(**GOOD, upload_files={"a": request.Base64File(text)})
         if size is None or len(text) != (size + 2) // 3 * 4:  # Python takes more padding than there should be
-            with pytest.raises(BadRequest, match="cannot be read"):
+            with pytest.raises(BadRequest, match="is not valid base64"):
                 found.check()
         else:
-            assert len(b"".join(request.decoded(found.check().places()["a"]))) == size <= found.size() <= size + 2
+            assert (
+                len(b"".join(request.decode_content(found.check().files_by_path()["a"])))
+                == size
+                <= found.size()
+                <= size + 2
+            )
 
 
 @pytest.mark.parametrize(
@@ -110,7 +117,7 @@ def test_base64_is_taken_where_it_can_be_decoded() -> None:
     ],
 )
 def test_modes_have_other_names(name: str, mode: str | None) -> None:
-    assert mode_of(name) == mode
+    assert parse_mode(name) == mode
 
 
 @pytest.mark.parametrize(
@@ -118,11 +125,11 @@ def test_modes_have_other_names(name: str, mode: str | None) -> None:
     [
         ({"task": {}}, "task"),
         ({"task": "row"}, "task"),
-        ({"task": {"x": "y" * request.MOST_ROW}}, "task"),
+        ({"task": {"x": "y" * request.MAX_ROW}}, "task"),
         ({"mode": "?"}, "mode"),
     ],
 )
 def test_a_row_is_asked_for_likewise(wrong: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as raised:
-        read({"task": {"instance_id": "a"}, "model_key": "scripted://m", **wrong}, AskedSwe).check()
+        parse_arguments({"task": {"instance_id": "a"}, "model_key": "scripted://m", **wrong}, SweRolloutRequest).check()
     assert raised.value.param == param

@@ -1,0 +1,77 @@
+"""Events of active rollouts: the service's own, and those that a gateway sends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import aclosing
+
+from turngate.client.gateway import GatewayClient
+from turngate.errors import StoreError
+from turngate.service.active_rollout import ActiveRollout
+from turngate.service.result import Event
+from turngate.service.storage import ServiceStorage
+from turngate.types import Json
+
+log = logging.getLogger("turngate")
+_DRAIN_S = 20.0
+_UNKNOWN_SESSION_S = 0.05  # before asking again, while the gateway does not know the session yet
+_STORE_RETRY_S = 1.0
+
+
+class EventLog:
+    """Appends events to the storage and wakes the callers that wait for them."""
+
+    def __init__(self, storage: ServiceStorage) -> None:
+        self._storage = storage
+
+    def append(
+        self,
+        active: ActiveRollout,
+        kind: str,
+        data: dict[str, Json],
+        *,
+        seq: int | None = None,
+        at: float | None = None,
+    ) -> None:
+        """Store an event, then notify. A full disk costs the event, not the rollout."""
+        event = Event(cursor=active.cursor + 1, time=at or time.time(), kind=kind, data=data, seq=seq)
+        try:
+            self._storage.add_event(active.id, event)
+        except StoreError as error:
+            log.error("rollout %s: event %r is lost: %s", active.id, kind, error.message)
+            return
+        active.cursor += 1
+        active.seq = seq or active.seq
+        active.notify()
+
+    async def follow(self, active: ActiveRollout, client: GatewayClient) -> None:
+        """Append the gateway's events as they happen, until cancelled. In direct mode the rollout reports its stages itself."""
+        if active.choice.mode != "direct":
+            await active.announced.wait()
+            await self._copy(active, client, wait=True)
+
+    async def drain(self, active: ActiveRollout, client: GatewayClient) -> None:
+        """Append the gateway's last events, once the rollout has ended."""
+        async with asyncio.timeout(_DRAIN_S):
+            await self._copy(active, client, wait=False)
+
+    async def _copy(self, active: ActiveRollout, client: GatewayClient, *, wait: bool) -> None:
+        while True:
+            pause_s = _UNKNOWN_SESSION_S
+            async with aclosing(client.events(active.id, active.seq, wait=wait)) as events:
+                async for event in events:
+                    if not self._append_from_gateway(active, event):
+                        pause_s = _STORE_RETRY_S
+                        break
+                else:
+                    if not wait:
+                        return
+            await asyncio.sleep(pause_s)
+
+    def _append_from_gateway(self, active: ActiveRollout, event: Json) -> bool:
+        """Append an event unless it is known. False: it could not be stored, and has to be read again."""
+        if event["seq"] > active.seq:
+            self.append(active, event["kind"], event["data"], seq=event["seq"], at=event["time"])
+        return active.seq >= int(event["seq"])

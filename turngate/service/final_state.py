@@ -1,0 +1,138 @@
+"""The final `RolloutState` of a rollout: from its outcome, from the error that ended it, or from its events after a crash. No I/O."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+
+import msgspec
+
+from turngate.common.safe_text import make_encodable
+from turngate.errors import TurngateError
+from turngate.rollout.outcome import Outcome
+from turngate.service import report
+from turngate.service.active_rollout import ActiveRollout
+from turngate.service.request import RolloutRequest
+from turngate.service.result import ErrorInfo, Event, RolloutResult, RolloutState
+from turngate.types import Json
+
+log = logging.getLogger("turngate")
+LOST = "lost: the service stopped while this rollout ran; its gateway has what was recorded until then"
+UNREPORTED = "the service stopped before it wrote the result: the grade is known, and the turns are at the gateway"
+
+
+def from_work(active: ActiveRollout, work: asyncio.Task[Outcome], failed_stage: str) -> RolloutState:
+    """The final state of a rollout whose task has ended. `failed_stage`: where the task was when it ended."""
+    state = _done(active.state, status="cancelled")
+    if not work.cancelled() and (error := work.exception()) is not None:
+        return _failed(active, state, error, failed_stage)
+    outcome = active.outcome
+    if outcome is None:
+        return state
+    if work.cancelled() and outcome.status == "error" and outcome.fault is None:  # cancelled before it set a status
+        outcome.status = "cancelled"
+    is_recorded = active.choice.mode != "direct"
+    if not is_recorded:
+        calls = "" if outcome.calls is None else f"; it made {outcome.calls} calls"
+        active.notes.append(report.DIRECT_NOTE + calls)
+    return msgspec.structs.replace(
+        state,
+        status=outcome.status,
+        kind=outcome.kind,
+        reward=outcome.reward,
+        turns=outcome.turns if is_recorded else 0,
+        sampled_tokens=outcome.sampled_tokens if is_recorded else 0,
+        session=outcome.session if is_recorded else "",
+        error=_name_argument(active, report.error_from_outcome(outcome)),
+    )
+
+
+def from_broken_report(active: ActiveRollout, error: BaseException) -> RolloutState:
+    """The final state when building the result failed. A grade stands; only a rollout without one ends with this error."""
+    outcome = active.outcome
+    state = _done(active.state)
+    failed = _failed(active, state, error, "result")
+    if outcome is None or (outcome.status == "error" and outcome.kind is None):
+        return failed
+    assert failed.error is not None
+    active.notes.append(f"the result is incomplete, because building it failed: {failed.error.message}")
+    return msgspec.structs.replace(state, status=outcome.status, kind=outcome.kind, reward=outcome.reward)
+
+
+def from_events(state: RolloutState, events: list[Event]) -> RolloutState:
+    """The final state of a rollout that ran when the process was killed. It ends with its last event. A recorded grade stands."""
+    turns = [event.data for event in events if event.kind == "turn"]
+    stages = [event.data.get("stage", "") for event in events if event.kind == "stage"]
+    is_opened = any(event.kind == "opened" for event in events)
+    stage = stages[-1] if stages else state.stage
+    state = _apply_grade(_done(state, status="error", kind="infrastructure fault", reward=None), events)
+    return msgspec.structs.replace(
+        state,
+        turns=len(turns),
+        sampled_tokens=sum(int(turn.get("sampled_tokens", 0)) for turn in turns),
+        wall_s=round(max(0.0, (events[-1].time if events else state.started) - state.started), 3),
+        session=state.rollout_id if is_opened else "",
+        error=ErrorInfo(boundary="gateway", stage=stage, message=LOST) if state.status == "error" else None,
+    )
+
+
+def from_result(result: RolloutResult, state: RolloutState) -> RolloutState:
+    """The final state of a rollout whose result was written, from its last stored state."""
+    return _done(
+        state,
+        status=result.status,
+        kind=result.kind,
+        reward=result.reward,
+        turns=result.turn_count,
+        sampled_tokens=result.sampled_tokens,
+        wall_s=result.wall_s,
+        session=result.session,
+        error=result.error,
+        model=result.model,
+    )
+
+
+def ended_event_data(state: RolloutState) -> dict[str, Json]:
+    """The data of a rollout's last event, `ended`."""
+    return {"status": state.status, "class": state.kind, "reward": state.reward, "wall_s": state.wall_s}
+
+
+def _done(state: RolloutState, **changes: object) -> RolloutState:
+    return msgspec.structs.replace(state, done=True, stage="done", gateway="", **changes)
+
+
+def _failed(active: ActiveRollout, state: RolloutState, error: BaseException, stage: str) -> RolloutState:
+    """An error before the rollout itself, or a bug in Turngate."""
+    if isinstance(error, TurngateError):
+        info = ErrorInfo(boundary=error.boundary, stage=stage, message=make_encodable(error.message))
+    else:
+        log.error("rollout %s failed because of an internal error", active.id, exc_info=error)
+        info = ErrorInfo(boundary="gateway", stage=stage, message=f"Turngate itself failed: {type(error).__name__}")
+    kind = "invalid task" if info.boundary == "task" else "infrastructure fault"
+    return msgspec.structs.replace(state, status="error", error=info, kind=kind)
+
+
+def _name_argument(active: ActiveRollout, info: ErrorInfo | None) -> ErrorInfo | None:
+    """Name the caller's argument instead of the file that the rollout made of it."""
+    if info is None:
+        return None
+    message = make_encodable(info.message)
+    if info.stage == "setup" and isinstance(active.request, RolloutRequest):
+        message = message.replace("setup.sh", "setup_shell:", 1)
+    return msgspec.structs.replace(info, message=message)
+
+
+def _apply_grade(state: RolloutState, events: list[Event]) -> RolloutState:
+    """Apply the grade that events tell: `outcome` has the grade, stage `done` also how the agent ended."""
+    for event in events:
+        if event.kind == "stage" and event.data.get("stage") == "done":
+            status, kind = event.data.get("status"), event.data.get("class")
+        elif event.kind == "outcome":
+            status, kind = state.status, event.data.get("kind")
+        else:
+            continue
+        values = {**msgspec.to_builtins(state), "status": status, "kind": kind, "reward": event.data.get("reward")}
+        with suppress(msgspec.ValidationError):  # a remote gateway may be of another version
+            state = msgspec.convert(values, RolloutState)
+    return state

@@ -1,0 +1,155 @@
+"""Rollouts that have ended: their states in memory, their results on disk, and what an earlier process left unfinished."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection
+from contextlib import suppress
+
+import msgspec
+
+from turngate.client.gateway import GatewayClient
+from turngate.errors import NotFound, StoreError, TurngateError
+from turngate.service import final_state, report
+from turngate.service.config import ServiceConfig
+from turngate.service.result import ConversationMessage, Event, RolloutResult, RolloutState
+from turngate.service.storage import ServiceStorage
+
+log = logging.getLogger("turngate")
+
+
+class RolloutHistory:
+    """Keeps the newest `config.keep` rollouts. A result that the disk has no room for stays in memory until it has."""
+
+    def __init__(self, config: ServiceConfig, storage: ServiceStorage) -> None:
+        self._config = config
+        self._storage = storage
+        self._states: dict[str, RolloutState] = {}  # oldest first
+        self._gateways: dict[str, str] = {}  # rollout → name of its gateway
+        self._orphans: dict[str, list[str]] = {}  # gateway → sessions that an earlier process may have left open
+        self._unwritten: dict[str, tuple[RolloutResult, list[ConversationMessage]]] = {}
+        self._flushing = asyncio.Lock()
+
+    @property
+    def states(self) -> Collection[RolloutState]:
+        return self._states.values()
+
+    @property
+    def gateways(self) -> set[str]:
+        """Names of the gateways that have a remembered rollout's trace."""
+        return set(self._gateways.values())
+
+    def find(self, rollout: str) -> RolloutState:
+        found = self._states.get(rollout)
+        if found is None:
+            raise NotFound(f"rollout_id: there is no rollout {rollout[:80]!r}", param="rollout_id")
+        return found
+
+    def gateway_of(self, rollout: str) -> str | None:
+        return self._gateways.get(rollout)
+
+    async def read_result(self, rollout: str) -> RolloutResult:
+        self.find(rollout)
+        if (unwritten := self._unwritten.get(rollout)) is not None:
+            return unwritten[0]
+        result = await asyncio.to_thread(self._storage.read_result, rollout)
+        if result is None:
+            raise StoreError(f"rollout_id: the result file of {rollout} was deleted", param="rollout_id")
+        return result
+
+    async def read_messages(self, rollout: str) -> list[ConversationMessage]:
+        self.find(rollout)
+        if (unwritten := self._unwritten.get(rollout)) is not None:
+            return unwritten[1]
+        return await asyncio.to_thread(self._storage.read_messages, rollout)
+
+    def add(self, state: RolloutState, gateway: str) -> None:
+        """Remember a rollout that has ended."""
+        self._states[state.rollout_id] = state
+        self._gateways[state.rollout_id] = gateway
+        try:
+            self._storage.save_state(state, gateway)
+        except StoreError as error:
+            log.error("rollout %s: its final state is not on disk: %s", state.rollout_id, error.message)
+
+    async def save_result(self, result: RolloutResult, messages: list[ConversationMessage]) -> None:
+        try:
+            await asyncio.to_thread(self._storage.write_result, result, messages)
+        except StoreError as error:
+            log.error("the result of rollout %s is only in memory: %s", result.rollout_id, error.message)
+            self._unwritten[result.rollout_id] = result, messages
+
+    async def flush(self) -> None:
+        """Try again to write the results that are only in memory."""
+        async with self._flushing:
+            for rollout, unwritten in list(self._unwritten.items()):
+                try:
+                    await asyncio.to_thread(self._storage.write_result, *unwritten)
+                    if (state := self._states.get(rollout)) is not None:
+                        self._storage.save_state(state, self._gateways[rollout])
+                except StoreError:  # logged by `save_result`
+                    return
+                self._unwritten.pop(rollout, None)
+
+    def log_unwritten(self) -> None:
+        for rollout in self._unwritten:
+            log.error("the result of rollout %s is lost: it could not be written", rollout)
+
+    async def delete_oldest(self) -> None:
+        """Delete the rollouts beyond `config.keep`."""
+        surplus = list(self._states)[: max(0, len(self._states) - self._config.keep)]
+        if not surplus:
+            return
+        try:
+            self._storage.delete_rows(surplus)
+        except StoreError as error:  # their files stay too, until the next attempt
+            log.error("the oldest rollouts could not be deleted: %s", error.message)
+            return
+        for rollout in surplus:
+            del self._states[rollout], self._gateways[rollout]
+            self._unwritten.pop(rollout, None)
+        for rollout in surplus:
+            await asyncio.to_thread(self._storage.delete_files, rollout)
+
+    # ── after a restart ─────────────────────────────────────────────────────────────────────────────────────────
+
+    async def load(self) -> None:
+        """Load the states of an earlier process. Rollouts that ran when it ended are reported as lost."""
+        for state, gateway in self._storage.read_states():
+            if not state.done:
+                state = await self._end_interrupted(state, gateway)
+            self._states[state.rollout_id] = state
+            self._gateways[state.rollout_id] = gateway
+        await self.delete_oldest()
+
+    async def _end_interrupted(self, state: RolloutState, gateway: str) -> RolloutState:
+        storage, rollout = self._storage, state.rollout_id
+        events = storage.read_events(rollout, 0, -1)
+        result = await asyncio.to_thread(storage.read_result, rollout)
+        if result is not None:  # only its final state was not written
+            state = final_state.from_result(result, state)
+        else:
+            state = final_state.from_events(state, events)
+            notes = () if state.error is not None else (final_state.UNREPORTED,)
+            result = report.build_result(
+                state, None, None, storage.artifacts_folder(rollout), self._config.clamp, notes
+            )
+            await asyncio.to_thread(storage.write_result, result, ())
+        if not events or events[-1].kind != "ended":
+            events.append(
+                Event(cursor=len(events) + 1, time=time.time(), kind="ended", data=final_state.ended_event_data(state))
+            )
+            storage.add_event(rollout, events[-1])
+        state = msgspec.structs.replace(state, cursor=len(events))
+        storage.save_state(state, gateway)
+        await asyncio.to_thread(storage.delete_inputs, rollout)
+        self._orphans.setdefault(gateway, []).append(rollout)
+        return state
+
+    async def cancel_orphans(self, gateway: str, client: GatewayClient) -> None:
+        """Cancel the sessions that an earlier process left open at a gateway."""
+        for session in self._orphans.pop(gateway, ()):
+            with suppress(TurngateError):
+                await client.cancel(session)
