@@ -22,7 +22,7 @@ from turngate.rollout.plan import batch_stream
 from turngate.rollout.progress import BatchProgress
 from turngate.sandboxes.base import SandboxSpec
 from turngate.sandboxes.supervised import SupervisedSandbox
-from turngate.server.web import routes
+from turngate.server.web import rollout
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
 
@@ -32,7 +32,7 @@ OWN = {"x-turngate-page": "1"}
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch that is slow to answer is not taken for one that does not."""
-    monkeypatch.setattr(routes, "_ANSWER_S", scaled(4.0))
+    monkeypatch.setattr(rollout, "_ANSWER_S", scaled(4.0))
     monkeypatch.setattr(batch, "_SOON_S", scaled(2.0))
 
 
@@ -94,7 +94,7 @@ async def test_a_batch_that_runs_takes_it_up_at_once() -> None:
 
 
 async def test_a_batch_that_is_run_again_takes_it_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(rollout, "_ANSWER_S", 0.2)
     async with staged() as stage:
         backend = Once(stage.root / "s")
         wanted = stage.plan("once-0", "well-0", n=1, retries=0, backend=backend)

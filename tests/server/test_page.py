@@ -17,7 +17,7 @@ import pytest
 from tests import kit, page_kit
 from tests.kit import gateway, say, user
 from tests.speed import scaled
-from turngate.server.web import login, routes
+from turngate.server.web import live, login
 from turngate.server.web.files import SECURITY_HEADERS, StaticFiles
 from turngate.store.outcomes import RecordedOutcome
 
@@ -106,12 +106,12 @@ async def test_a_cookie_ends_is_signed_and_can_be_given_back(tmp_path: Path, mon
             forged = bytearray(raw)
             forged[place] ^= 1
             cookie = base64.urlsafe_b64encode(bytes(forged)).decode().rstrip("=")
-            assert g.app.page.login.opens(cookie) is None
-        assert g.app.page.login.opens("") is None and g.app.page.login.opens("ä" * 86) is None
+            assert g.app.page.login.expiry_of(cookie) is None
+        assert g.app.page.login.expiry_of("") is None and g.app.page.login.expiry_of("ä" * 86) is None
         with monkeypatch.context() as clock:
             late = time.time() + login.COOKIE_LIFETIME_S + 1
             clock.setattr(login.time, "time", lambda: late)
-            assert g.app.page.login.opens(kept) is None
+            assert g.app.page.login.expiry_of(kept) is None
     async with gateway(data=tmp_path) as g:  # a restart is no reason to log in again
         client = g.http()
         client.cookies.set("turngate_page", kept)
@@ -121,7 +121,7 @@ async def test_a_cookie_ends_is_signed_and_can_be_given_back(tmp_path: Path, mon
         again.cookies.set("turngate_page", kept)
         assert (await again.get("/page/api/me")).status_code == 401
         for other in _spellings(kept):
-            assert g.app.page.login.opens(other) is None, "another spelling of the same bytes"
+            assert g.app.page.login.expiry_of(other) is None, "another spelling of the same bytes"
         assert kept not in "".join(str(row) for row in g.app.store._reader.execute("SELECT * FROM settings"))
 
 
@@ -406,7 +406,7 @@ async def test_what_changed_is_told_from_a_cursor() -> None:
 
 @pytest.mark.usefixtures("no_signs_of_life")
 async def test_one_rollout_is_followed_alone_and_a_late_follower_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "_BEHIND", 2)
+    monkeypatch.setattr(live, "_MAX_BEHIND", 2)
     async with gateway([say("Hello.")] * 2) as g:
         client = await entered(g)
         session, other = await g.open(), await g.open()
@@ -419,7 +419,7 @@ async def test_one_rollout_is_followed_alone_and_a_late_follower_begins_anew(mon
 
 
 async def test_a_follower_who_logs_out_is_told_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "_ALIVE_S", 0.05)
+    monkeypatch.setattr(live, "_KEEP_ALIVE_S", 0.05)
     async with gateway() as g:
         client = await entered(g)
         following = events(client, "events")

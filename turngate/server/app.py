@@ -46,7 +46,7 @@ from turngate.server.model_calls import ModelCalls
 from turngate.server.public import PublicRoutes
 from turngate.server.routing import DialectRoutes, dialect_of, hint_for
 from turngate.server.web.files import add_security_headers, is_page_path
-from turngate.server.web.routes import Page
+from turngate.server.web.routes import WebPage
 from turngate.server.weights import FenceRoutes
 from turngate.store.journal import Journal
 from turngate.store.sqlite import Store
@@ -169,7 +169,7 @@ class Gateway:
         self._model_calls = self._compose_model_calls(self.config.max_context)
         self._dialect_routes = DialectRoutes(DIALECTS)
         self._host_tool_routes = HostToolRoutes(self.host_tools, self.auth)
-        self.page = Page(
+        self.page = WebPage(
             self.sessions,
             self.events,
             self.fence,

@@ -1,7 +1,7 @@
-"""The web page's own files, read once from `turngate/ui`, and the headers under which everything below `/page` is sent.
+"""The web page's static files, read once from `turngate/ui`, and the security headers of every response below `/page`.
 
-Whatever an agent wrote can at most be looked at: the page may load nothing and run nothing that is not one of these files, no answer is
-taken for another type than it says, and nobody else's page may show or read any of it. Called by `page.py`, `app.py` and `siblings.py`.
+Agents can put any text on the page. The headers let the page load and run only these files, forbid content sniffing, and keep other
+sites from framing or reading it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StaticFile(msgspec.Struct, frozen=True):
 
 
 class StaticFiles:
-    """Every file that there is, by its path: nothing else is ever served, however it is asked for."""
+    """All files by path. Only these are served, whatever the request's path looks like."""
 
     def __init__(self, folder: Path = FOLDER) -> None:
         self._files = {
@@ -80,16 +80,14 @@ def is_page_path(path: str) -> bool:
 
 
 def add_security_headers(send: Send) -> Send:
-    """The same, with these headers on whatever is sent, errors of others too."""
+    """Wrap `send` to add the security headers to every response, including errors."""
 
-    async def wrapped(message: MutableMapping[str, Any]) -> None:
+    async def send_with_headers(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
             headers = list(message.get("headers", ()))
-            there = {name.lower() for name, _ in headers}
-            message["headers"] = [
-                *headers,
-                *(one for one in (*_RAW_SECURITY_HEADERS, _NO_STORE) if one[0] not in there),
-            ]
+            present = {name.lower() for name, _ in headers}
+            added = (header for header in (*_RAW_SECURITY_HEADERS, _NO_STORE) if header[0] not in present)
+            message["headers"] = [*headers, *added]
         await send(message)
 
-    return wrapped
+    return send_with_headers

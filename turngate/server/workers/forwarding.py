@@ -150,7 +150,7 @@ class ForwardingApp:
     def _may(self, scope: Scope) -> bool:
         """Whether somebody with this key may ask for anything at all, or with this cookie for what the page asks."""
         if is_page_path(scope["path"]):
-            return self._gateway.page.login.opens(Request(scope).cookies.get(COOKIE, "")) is not None
+            return self._gateway.page.login.expiry_of(Request(scope).cookies.get(COOKIE, "")) is not None
         found = self._paths.match(SESSION_PREFIX.sub("", scope["path"]))
         dialect = found.dialect if found is not None else dialect_of(Request(scope))
         key = dialect.read_key(parse_headers(scope), parse_query(scope))

@@ -1,0 +1,94 @@
+"""Downloads of the page: training rows, messages and traces of a rollout or a group."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from turngate.errors import BadRequest, StoreError
+from turngate.server.web.reader import PageReader
+from turngate.server.web.view_cache import FORMATS
+from turngate.store.sqlite import Store
+from turngate.trace.advantage import compute_advantages
+from turngate.views.session import encode_json, encode_piece, load_session_view
+
+_UNSAFE_IN_NAME = re.compile(r"[^A-Za-z0-9._-]+")
+_CHUNK_BYTES = 256 * 1024
+Members = list[tuple[str, int]]  # session id and key
+
+
+class ExportRoutes:
+    def __init__(self, reader: PageReader) -> None:
+        self._reader = reader
+        self._views = reader.views
+
+    async def export_rollout(self, request: Request) -> Response:
+        session, format = request.path_params["id"], _parse_format(request, FORMATS)
+        if format == "trace":
+            trace = await self._reader.run(partial(_encode_trace, session=session))
+            return _attachment(_chunks(trace), f"{session}.trace.json", "application/json")
+        group = await self._reader.run(partial(self._views.group_of, session=session))
+        return await self._export(f"{session}.{format}.jsonl", format, [(session, dict(group)[session])], group)
+
+    async def export_group(self, request: Request) -> Response:
+        name, format = request.query_params.get("group", ""), _parse_format(request, ("rows", "messages"))
+        group = await self._reader.run(partial(self._views.overview.members, name=name))
+        return await self._export(f"{name}.{format}.jsonl", format, group, group)
+
+    async def _export(self, name: str, format: str, selected: Members, group: Members) -> Response:
+        """Export the selected rollouts. Damaged ones are left out, and counted in a header before the first line is sent."""
+        damaged = 0
+        for session, key in selected:
+            damaged += await self._reader.run(partial(self._views.damaged, session=session, key=key))
+        if damaged == len(selected):
+            raise StoreError("nothing can be exported: the trace is damaged on disk")
+        response = _attachment(self._lines(format, selected, group), name, "application/x-ndjson")
+        response.headers["x-turngate-left-out"] = str(damaged)
+        return response
+
+    async def _lines(self, format: str, selected: Members, group: Members) -> AsyncIterator[bytes]:
+        """Yield the lines, one rollout at a time. Advantages are computed over the whole group."""
+        rewards = []
+        for session, key in group if format == "rows" else ():
+            rewards.append(await self._reader.run(partial(self._views.counted_reward, session=session, key=key)))
+        by_session = dict(
+            zip((session for session, _ in group), compute_advantages(rewards, "normalised"), strict=False)
+        )
+        for session, key in selected:
+            query = partial(
+                self._views.lines, session=session, key=key, format=format, advantage=by_session.get(session)
+            )
+            for line in await self._reader.run(query):
+                yield line
+
+
+def _parse_format(request: Request, known: tuple[str, ...]) -> str:
+    format = request.query_params.get("format", "rows")
+    if format not in known:
+        raise BadRequest(f"format: {format[:100]!r} is not one of {', '.join(known)}", param="format")
+    return format
+
+
+def _encode_trace(store: Store, *, session: str) -> bytes:
+    with store.snapshot():
+        shown = load_session_view(store, session)
+    view = shown.trace()
+    return encode_json({**view, "nodes": [encode_piece(node) for node in view["nodes"]]})
+
+
+async def _chunks(content: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(content), _CHUNK_BYTES):
+        yield content[start : start + _CHUNK_BYTES]
+        await asyncio.sleep(0)
+
+
+def _attachment(content: AsyncIterator[bytes], name: str, media_type: str) -> Response:
+    """Return a file to be saved, never shown. A name may contain any characters, a header may not."""
+    filename = _UNSAFE_IN_NAME.sub("-", name)[-120:].lstrip(".-") or "export"
+    headers = {"content-disposition": f'attachment; filename="{filename}"'}
+    return StreamingResponse(content, media_type=media_type, headers=headers)

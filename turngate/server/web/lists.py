@@ -1,0 +1,102 @@
+"""The page's lists: the overview, rollouts, groups, training and failures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from turngate import __version__
+from turngate.errors import BadRequest
+from turngate.server.http import int_param, json_response
+from turngate.server.web.reader import PageReader
+from turngate.server.web.view_cache import summarize_drift
+from turngate.types import Json
+from turngate.views.filters import RolloutFilter
+from turngate.views.rollout_index import STATUSES
+
+CLASSES = ("graded", "agent failed", "invalid task", "infrastructure fault", "none")
+_MAX_ROWS = 500
+_MAX_UNREAD_TRACES = 512  # read for one group's advantages; no trainer's group is larger
+
+
+class ListRoutes:
+    """`describe_gateway` returns the gateway's current state for the page's header."""
+
+    def __init__(self, reader: PageReader, describe_gateway: Callable[[], dict[str, Json]]) -> None:
+        self._reader = reader
+        self._views = reader.views
+        self._describe_gateway = describe_gateway
+
+    async def overview(self, request: Request) -> Response:
+        sums = await self._reader.run(self._views.overview.sums)
+        return json_response({**sums, "turngate": __version__, "gateway": self._describe_gateway()})
+
+    async def rollouts(self, request: Request) -> Response:
+        filters = _parse_filters(request, "-opened")
+        return await self._reader.respond(lambda store: self._views.overview.rollouts(store, filters))
+
+    async def groups(self, request: Request) -> Response:
+        filters = _parse_filters(request, "-latest")
+        return await self._reader.respond(lambda store: self._views.overview.groups(store, filters))
+
+    async def group(self, request: Request) -> Response:
+        """Show one group. Whether a rollout counts depends on its trace: traces are read one query each, so others run in between."""
+        name = request.query_params.get("name", "")
+        graded = await self._reader.run(lambda store: self._views.overview.list_graded(store, name))
+        if len(self._views.unread(graded)) > _MAX_UNREAD_TRACES:
+            return await self._reader.respond(lambda store: self._views.overview.group(store, name, {}))
+        trains = {
+            key: await self._reader.run(partial(self._views.trains, session=session, key=key))
+            for session, key in graded
+        }
+        return await self._reader.respond(lambda store: self._views.overview.group(store, name, trains))
+
+    async def group_evidence(self, request: Request) -> Response:
+        """Show entropy and forks of a group's rollouts. Each is one query, so others run in between."""
+        name = request.query_params.get("name", "")
+        members = await self._reader.run(lambda store: self._views.overview.members(store, name))
+        rollouts = []
+        for session, key in members:
+            facts = await self._reader.run(partial(self._views.facts, session=session, key=key))
+            rollouts.append({"id": session, **facts})
+        return json_response(summarize_drift(name, rollouts))
+
+    async def training(self, request: Request) -> Response:
+        prefix = request.query_params.get("group", "")
+        buckets = min(max(int_param(request, "buckets", 120) or 120, 1), 500)
+        return await self._reader.respond(lambda store: self._views.overview.training(store, prefix, buckets))
+
+    async def failures(self, request: Request) -> Response:
+        prefix = request.query_params.get("group", "")
+        return await self._reader.respond(lambda store: self._views.overview.failures(store, prefix))
+
+
+def _parse_filters(request: Request, sort: str) -> RolloutFilter:
+    query = request.query_params
+
+    def values_of(name: str) -> tuple[str, ...]:
+        return tuple(value for value in query.getlist(name) if value)
+
+    def choices_of(name: str, known: tuple[str, ...]) -> tuple[str, ...]:
+        values = values_of(name)
+        for value in values:
+            if value not in known:
+                raise BadRequest(f"{name}: {value[:100]!r} is not one of {', '.join(known)}", param=name)
+        return values
+
+    return RolloutFilter(
+        status=choices_of("status", STATUSES),
+        kind=choices_of("class", CLASSES),
+        group=values_of("group"),
+        task=values_of("task"),
+        agent=values_of("agent"),
+        model=values_of("model"),
+        mode=values_of("mode"),
+        text=query.get("q", "")[:1000].casefold(),
+        sort=query.get("sort") or sort,
+        offset=int_param(request, "offset", 0) or 0,
+        limit=min(max(int_param(request, "limit", 50) or 50, 1), _MAX_ROWS),
+    )

@@ -1,0 +1,135 @@
+"""The page's event streams: what changed in the lists, and the events of one rollout."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from functools import partial
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from turngate.errors import NotFound, StoreError, TooManyRequests, TurngateError
+from turngate.gateway.events import Events
+from turngate.gateway.sessions import Sessions
+from turngate.server.http import read_cursor
+from turngate.server.web.login import PageLogin
+from turngate.server.web.reader import PageReader
+from turngate.store.sqlite import Store
+from turngate.types import Json
+from turngate.views.session import encode_json, encode_piece
+
+_INTERVAL_S = 0.4  # between two updates; changes in between are sent together
+_KEEP_ALIVE_S = 15.0
+_MAX_BEHIND = 10_000  # events; a client further behind is told to reload
+_MAX_STREAMS = 128
+
+
+class LiveRoutes:
+    """`describe_gateway` returns the gateway's current state for the page's header."""
+
+    def __init__(
+        self,
+        reader: PageReader,
+        sessions: Sessions,
+        events: Events,
+        store: Store,
+        login: PageLogin,
+        describe_gateway: Callable[[], dict[str, Json]],
+    ) -> None:
+        self._reader = reader
+        self._sessions = sessions
+        self._events = events
+        self._store = store
+        self._login = login
+        self._describe_gateway = describe_gateway
+        self._streams = 0
+
+    async def changes(self, request: Request) -> Response:
+        return self._respond(self._stream_changes(request, self._start_cursor(request)))
+
+    async def events(self, request: Request) -> Response:
+        session = request.path_params["id"]
+        if not self._sessions.knows(session):
+            raise NotFound(f"there is no rollout {session!r}")
+        return self._respond(self._stream_events(request, session, self._start_cursor(request)))
+
+    def _start_cursor(self, request: Request) -> int:
+        """Return the cursor after which to start: the client's last event, or the newest event if it names none."""
+        is_given = request.headers.get("last-event-id") or request.query_params.get("after")
+        newest = self._events.newest()
+        return min(read_cursor(request), newest) if is_given else newest
+
+    def _respond(self, stream: AsyncGenerator[bytes, None]) -> Response:
+        if self._streams >= _MAX_STREAMS:
+            raise TooManyRequests("too many pages are open; close some", wait_s=5)
+        return StreamingResponse(
+            self._count(stream), media_type="text/event-stream", headers={"x-accel-buffering": "no"}
+        )
+
+    async def _count(self, stream: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+        self._streams += 1
+        try:
+            async with aclosing(stream):
+                async for part in stream:
+                    yield part
+        finally:
+            self._streams -= 1
+
+    def _may_continue(self, request: Request) -> bool:
+        """Return whether the client is still logged in and the gateway still runs."""
+        if self._events.closed:
+            return False
+        try:
+            self._login.require(request)
+        except TurngateError:
+            return False
+        return True
+
+    async def _stream_changes(self, request: Request, after: int) -> AsyncGenerator[bytes, None]:
+        yield b": live\n\n"
+
+        def find_newer() -> int | None:
+            newest = self._events.newest()
+            return newest if newest > after else None
+
+        while self._may_continue(request):
+            newest = await self._events.wait_for(find_newer, _KEEP_ALIVE_S, woken_by="")
+            if not self._may_continue(request):
+                return
+            if newest is None:
+                yield b": alive\n\n"
+                continue
+            if newest - after > _MAX_BEHIND or after < self._store.events.last_pruned():
+                after = newest
+                yield _encode_event("reload", after, encode_json({"cursor": after}))
+                continue
+            try:
+                changes = await self._reader.run(partial(self._find_changes, after=after))
+            except StoreError:  # the gateway is being stopped
+                return
+            after = changes["cursor"]
+            yield _encode_event("changed", after, encode_json({**changes, "gateway": self._describe_gateway()}))
+            await asyncio.sleep(_INTERVAL_S)
+
+    def _find_changes(self, store: Store, *, after: int) -> dict[str, Json]:
+        """Read the changes, and encode the rows in the reader's thread, which owns them."""
+        changes = self._reader.views.overview.list_changes(store, after)
+        return {**changes, "rollouts": [encode_piece(row) for row in changes["rollouts"]]}
+
+    async def _stream_events(self, request: Request, session: str, after: int) -> AsyncGenerator[bytes, None]:
+        yield b": live\n\n"
+        async with aclosing(self._events.follow(session, after)) as following:
+            async for event in following:
+                if not self._may_continue(request):
+                    return
+                if event is None:
+                    yield b": alive\n\n"
+                else:
+                    yield _encode_event(event.kind, event.seq, msgspec.json.encode(event))
+
+
+def _encode_event(kind: str, seq: int, data: bytes) -> bytes:
+    return b"id: %d\nevent: %s\ndata: %s\n\n" % (seq, kind.encode(), data)

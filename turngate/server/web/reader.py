@@ -1,0 +1,36 @@
+"""Run the web page's queries, in a thread apart from the ones that serve turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from starlette.responses import Response
+
+from turngate.render import Tokenizer
+from turngate.server.http import encoded_response
+from turngate.server.web.view_cache import ViewCache
+from turngate.store.reader import StoreReader
+from turngate.store.sqlite import Store
+from turngate.types import Json
+from turngate.views.session import encode_json
+
+T = TypeVar("T")
+
+
+class PageReader:
+    """Answers from the store, one query at a time. `views` must only be used by the queries. RolloutView it when the gateway stops."""
+
+    def __init__(self, store: Store, tokenizer: Tokenizer | None) -> None:
+        self._thread = StoreReader(store, "page")
+        self.views = ViewCache(tokenizer)
+
+    async def run(self, query: Callable[[Store], T]) -> T:
+        return await self._thread.run(query)
+
+    async def respond(self, query: Callable[[Store], Json]) -> Response:
+        """Return a query's result as a JSON response. It is encoded in the reader's thread."""
+        return encoded_response(await self.run(lambda store: encode_json(query(store))))
+
+    def close(self) -> None:
+        self._thread.close()

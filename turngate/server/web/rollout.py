@@ -1,0 +1,115 @@
+"""One rollout on the page: its header, tree, messages and tokens, and the actions cancel, seal and retry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from turngate.errors import Conflict, NotFound
+from turngate.gateway.events import Events
+from turngate.gateway.sessions import Sessions
+from turngate.server.http import encoded_response, int_param, json_response
+from turngate.server.web.reader import PageReader
+from turngate.store.sqlite import Store
+from turngate.types import BATCH_STREAM, Json
+from turngate.views.rollout import RolloutView
+from turngate.views.session import encode_json, encode_piece
+
+_ANSWER_S = 4.0  # how long to wait for a batch's answer to a retry request
+
+
+class RolloutRoutes:
+    def __init__(self, reader: PageReader, sessions: Sessions) -> None:
+        self._reader = reader
+        self._views = reader.views
+        self._sessions = sessions
+
+    async def show(self, request: Request) -> Response:
+        session = request.path_params["id"]
+        live = self._sessions.find_live(session)
+        state = None if live is None else {"in_flight": live.in_flight, "last_error": live.last_error}
+        return await self._reader.respond(lambda store: {**self._views.header(store, session), "live": state})
+
+    async def tree(self, request: Request) -> Response:
+        return await self._respond(request, lambda rollout: rollout.tree())
+
+    async def messages(self, request: Request) -> Response:
+        after = int_param(request, "after", 0) or 0
+        limit = min(max(int_param(request, "limit", 50) or 50, 1), 200)
+        branch, only = int_param(request, "branch"), int_param(request, "node")
+        return await self._respond(
+            request, lambda rollout: rollout.messages(after=after, limit=limit, branch=branch, only=only)
+        )
+
+    async def tokens(self, request: Request) -> Response:
+        node, branch = int_param(request, "node"), int_param(request, "branch")
+        token = int_param(request, "token", 0) or 0
+        limit = min(max(int_param(request, "limit", 4000) or 4000, 1), 20_000)
+        return await self._respond(
+            request, lambda rollout: rollout.tokens(node=node, token=token, limit=limit, branch=branch)
+        )
+
+    async def _respond(self, request: Request, view: Callable[[RolloutView], dict[str, Json]]) -> Response:
+        session = request.path_params["id"]
+
+        def query(store: Store) -> bytes:
+            rollout, cursor = self._views.close(store, session)
+            content = view(rollout)
+            # Encoded one by one: a long call into C would block all other threads.
+            nodes = [encode_piece(node) for node in content["nodes"]]
+            return encode_json({**content, "nodes": nodes, "cursor": cursor})
+
+        return encoded_response(await self._reader.run(query))
+
+
+class ActionRoutes:
+    def __init__(self, reader: PageReader, sessions: Sessions, events: Events, store: Store) -> None:
+        self._reader = reader
+        self._views = reader.views
+        self._sessions = sessions
+        self._events = events
+        self._store = store
+
+    async def cancel(self, request: Request) -> Response:
+        self._require_open(request.path_params["id"])
+        await self._sessions.cancel(request.path_params["id"])
+        return await self._row(request)
+
+    async def seal(self, request: Request) -> Response:
+        self._require_open(request.path_params["id"])
+        await self._sessions.seal(request.path_params["id"], "sealed by hand")
+        return await self._row(request)
+
+    async def retry(self, request: Request) -> Response:
+        """Request another attempt from the rollout's batch. The request is stored: a batch that is not running reads it later."""
+        session = request.path_params["id"]
+        row, why_not = await self._reader.run(partial(self._views.overview.check_retry, session=session))
+        if why_not:
+            raise Conflict(f"the rollout cannot be retried: {why_not}")
+        stream = f"{BATCH_STREAM}{row.batch}"
+        seq = self._events.announce(stream, "retry", {"rollout": row.name, "session": session, "attempt": row.attempt})
+        answer = await self._events.wait_for(lambda: self._find_answer(stream, seq), _ANSWER_S, woken_by=stream)
+        if answer is None:
+            message = "the batch is not running; the retry is stored and takes effect when the batch is run again on its folder"
+            return json_response({"asked": True, "taken": None, "message": message})
+        return json_response({"asked": True, "taken": answer["taken"], "message": answer["message"]})
+
+    def _find_answer(self, stream: str, seq: int) -> dict[str, Json] | None:
+        notes = (event.data for event in self._events.page(stream, seq) if event.kind == "note")
+        return next((data for data in notes if data.get("retry") == seq), None)
+
+    def _require_open(self, session: str) -> None:
+        row = self._store.find(session)
+        if row is None:
+            if self._events.knows(session):
+                raise Conflict("the rollout's session is not open")
+            raise NotFound(f"there is no rollout {session!r}")
+        if row.status != "open":
+            raise Conflict(f"the rollout's session is already {row.status}")
+
+    async def _row(self, request: Request) -> Response:
+        session = request.path_params["id"]
+        return await self._reader.respond(lambda store: {"rollout": self._views.overview.rollout(store, session)[0]})
