@@ -394,7 +394,7 @@ AREAS = (  # the innermost frame that fits says where a sample belongs; the firs
     ("reading the request", ("turngate/dialects/", "turngate/server/asgi.py:read_body")),
     (
         "where it hangs in the tree",
-        ("turngate/trace/", "turngate/gateway/prompt.py:locate", "turngate/gateway/prompt.py:_preamble"),
+        ("turngate/trace/", "turngate/gateway/prompt.py:locate", "turngate/gateway/prompt.py:_build_preamble"),
     ),
     (
         "tokenising and rendering what is new",
@@ -410,7 +410,7 @@ AREAS = (  # the innermost frame that fits says where a sample belongs; the firs
         "recording",
         (
             "turngate/store/",
-            "turngate/gateway/turn.py:_commit",
+            "turngate/gateway/recording.py",
             "turngate/gateway/events.py",
             "turngate/gateway/sessions.py",
         ),

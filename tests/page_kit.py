@@ -144,7 +144,7 @@ class Talk:
         before = "<|im_end|>\n" if parent is not None else ""
         if ids is None:
             ids = kit.tokenizer().encode(f"{before}{spelled}<|im_start|>assistant\n")
-        number = self._trace.reserve()
+        number = self._trace.reserve_id()
         roles = "".join(m["role"][0] for m in messages)
         info = ContextInfo(
             b"p" * DIGEST_SIZE, bytes([number % 251]) * DIGEST_SIZE * len(messages), roles, tools, cause, "chat", told
@@ -172,7 +172,7 @@ class Talk:
         if ids is None:
             ids = [*kit.tokenizer().encode(text), kit.renderer().stop_ids[0]]
         known = [-((i * 37 + token) % 97) / 32 for i, token in enumerate(ids)] if logprobs is True else logprobs or None
-        number = self._trace.reserve()
+        number = self._trace.reserve_id()
         meaning = bytes([number % 251]) * DIGEST_SIZE
         facts = SampledInfo(
             meaning,

@@ -103,11 +103,11 @@ async def test_an_observed_prompt_is_the_one_the_endpoint_saw_even_where_the_mea
 
     body = b'{"messages": [{"role": "system", "content": "You are a coding agent."}, {"role": "user", "content": "hi "}], "tools": []}'
     agent.tools = None
-    located, preamble, cause = PromptBuilder().locate(agent.session, Chat().decode(WireRequest(body)))
-    prompt = observed_prompt(located, np.array([1, 2, 99, 3], np.int32), preamble, cause)
+    location, preamble = PromptBuilder().locate(agent.session, Chat().decode(WireRequest(body)))
+    prompt = observed_prompt(location, np.array([1, 2, 99, 3], np.int32), preamble)
     assert prompt.ids.tolist() == [1, 2, 99, 3]
     assert prompt.added.tolist() == [1, 2, 99, 3]
-    assert prompt.located.context is None
+    assert prompt.context is None
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ async def test_a_reply_that_nobody_took_is_marked_though_the_session_rests() -> 
         await g.ask(session.key, HI)
         (turn,) = await g.turns(session.id)
         await rest(g)
-        g.app.turns.mark_undelivered(live(g, session.id), turn["id"])
+        g.app.recorder.mark_undelivered(live(g, session.id), turn["id"])
         assert live(g, session.id).is_evicted, "that is no reason to wake it"
         assert [turn["delivered"] for turn in await g.turns(session.id)] == [False]
         assert [node.delivered for node in live(g, session.id).trace.turns()] == [False]
@@ -177,7 +177,7 @@ async def test_a_call_of_a_session_that_ends_and_leaves_while_it_is_sent(again: 
         answer = await slowly(g, session.key, end)
         assert b"409 Conflict" in answer and b"this session is cancelled (deleted)" in answer
         assert old.is_evicted, "nobody needs its trace for that"
-        g.app.turns.mark_undelivered(old, 2)
+        g.app.recorder.mark_undelivered(old, 2)
         with pytest.raises(NotFound):  # never that of another session with its id
             _ = old.trace
         assert [turn["delivered"] for turn in await g.turns("same")] == [True] if again else True

@@ -26,6 +26,7 @@ from turngate.gateway.fence_state import FenceState
 from turngate.gateway.host_tools import HostTools
 from turngate.gateway.housekeeping import Housekeeper
 from turngate.gateway.outcomes import OutcomeRecorder
+from turngate.gateway.recording import TurnRecorder
 from turngate.gateway.replicas import ReplicaSet
 from turngate.gateway.sessions import Sessions
 from turngate.gateway.staleness import StaleSessions
@@ -165,7 +166,8 @@ class Gateway:
             engine_name=self.config.engine,
             shard=self.shard,
         )
-        self.journal = Journal(self.store, self.metrics)
+        journal = Journal(self.store, self.metrics)
+        self.recorder = TurnRecorder(journal, self.events, self.metrics, log_turns=self.config.log_turns)
         self._model_calls = self._compose_model_calls(self.config.max_context)
         self._dialect_routes = DialectRoutes(DIALECTS)
         self._host_tool_routes = HostToolRoutes(self.host_tools, self.auth)
@@ -183,25 +185,24 @@ class Gateway:
         self._starlette = self._compose_starlette()
 
     def _compose_model_calls(self, max_context: int | None) -> ModelCalls:
-        self.turns = TurnPipeline(
+        self.pipeline = TurnPipeline(
             settings=PipelineSettings(
                 models=(self.config.model,) if self.config.model else (),
                 max_context=max_context,
                 echo_prompt=self.config.echo_prompt,
                 vocabulary=self._vocabulary,
                 mode=self._engine_mode,
-                log_turns=self.config.log_turns,
             ),
-            journal=self.journal,
+            recorder=self.recorder,
             fence=self.fence,
             renderer=self.renderer,
             engine=self.engine,
             relay=self.relay,
-            events=self.events,
             metrics=self.metrics,
         )
         return ModelCalls(
-            self.turns,
+            self.pipeline,
+            self.recorder,
             self.sessions,
             self.auth,
             self.metrics,

@@ -17,6 +17,7 @@ import msgspec
 from turngate.dialects import Dialect, WireRequest
 from turngate.dialects.prefix_cache import FrameCache, PrefixCache
 from turngate.errors import Conflict, Stopping, StoreError, TurngateError
+from turngate.gateway.recording import TurnRecorder
 from turngate.gateway.sessions import Sessions
 from turngate.gateway.turn import TurnPipeline
 from turngate.server.asgi import (
@@ -46,9 +47,18 @@ log = logging.getLogger("turngate")
 
 class ModelCalls:
     def __init__(
-        self, turns: TurnPipeline, sessions: Sessions, auth: Auth, metrics: Metrics, *, max_body: int, alive_s: float
+        self,
+        pipeline: TurnPipeline,
+        recorder: TurnRecorder,
+        sessions: Sessions,
+        auth: Auth,
+        metrics: Metrics,
+        *,
+        max_body: int,
+        alive_s: float,
     ) -> None:
-        self._turns = turns
+        self._pipeline = pipeline
+        self._recorder = recorder
         self._sessions = sessions
         self._auth = auth
         self._metrics = metrics
@@ -99,7 +109,7 @@ class ModelCalls:
         self, session: Session, call: Call, dialect: Dialect, send: Send, watch: DisconnectWatch, timing: CallTiming
     ) -> None:
         if (spans := current_tracer()) is not None:
-            model = self._turns.serves(session, call)
+            model = self._pipeline.model_name(session, call)
             timing.span = spans.start_turn(session.id, session.config.metadata, dialect.name, model)
         try:
             await (self._stream if call.stream else self._collect)(session, call, dialect, send, watch, timing)
@@ -136,7 +146,7 @@ class ModelCalls:
             done = events[-1]
 
         with _CancellationReason(session, watch):
-            await self._turns.take(session, call, keep, timing)
+            await self._pipeline.run(session, call, keep, timing)
             assert isinstance(done, Done), "a turn ends with Done or an error"
             with self._delivering(session, done):
                 await respond(send, 200, dialect.encode_reply(call, done), _request_id_header(dialect))
@@ -144,7 +154,7 @@ class ModelCalls:
     async def _count(self, session: Session, call: Call, dialect: Dialect, send: Send, watch: DisconnectWatch) -> None:
         with _CancellationReason(session, watch):
             await respond(
-                send, 200, dialect.encode_count(await self._turns.count(session, call)), _request_id_header(dialect)
+                send, 200, dialect.encode_count(await self._pipeline.count(session, call)), _request_id_header(dialect)
             )
 
     async def _stream(
@@ -164,7 +174,7 @@ class ModelCalls:
         with EventStream(send, encoder.begin, lambda: encoder.event(KeepAlive()), self._alive_s, headers) as stream:
             try:
                 with _CancellationReason(session, watch), _InternalErrors():
-                    await self._turns.take(session, call, tell, timing)
+                    await self._pipeline.run(session, call, tell, timing)
             except TurngateError as error:
                 if not stream.started and not dialect.sends_in_stream(error):
                     raise
@@ -174,7 +184,7 @@ class ModelCalls:
                 await stream.write(encoder.error(error), last=True)
 
     def _delivering(self, session: Session, done: Done) -> _UndeliveredMark:
-        return _UndeliveredMark(self._turns, session, done)
+        return _UndeliveredMark(self._recorder, session, done)
 
 
 # Three classes, since every call enters them and generators take several times as long.
@@ -183,15 +193,15 @@ class ModelCalls:
 class _UndeliveredMark:
     """The turn is stored. If its end does not go out, that is noted: the agent never saw it."""
 
-    def __init__(self, turns: TurnPipeline, session: Session, done: Done) -> None:
-        self._turns, self._session, self._done = turns, session, done
+    def __init__(self, recorder: TurnRecorder, session: Session, done: Done) -> None:
+        self._recorder, self._session, self._done = recorder, session, done
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, asyncio.CancelledError | ClientDisconnected) and self._done.node is not None:
-            self._turns.mark_undelivered(self._session, self._done.node)
+            self._recorder.mark_undelivered(self._session, self._done.node)
 
 
 class _InternalErrors:  # used like a function

@@ -370,7 +370,7 @@ class Store:
                 )
                 sampled.delivered = bool(delivered)
                 trace.add_sampled(sampled)
-                session.count(sampled)
+                session.count_turn(sampled)
                 session.last_used = max(session.last_used, sampled.info.ended)
                 by_id[node_id] = sampled
             else:

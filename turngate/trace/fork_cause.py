@@ -1,4 +1,16 @@
-"""Why does a call not simply go on where the last one ended? One word for each way, from the structure of the tree."""
+"""Why a turn does not simply continue the branch before it: one word per cause, from the structure of the trace and the agent's signals.
+
+retry       the same request again, after its answer was lost, or with the client's word that it is a retry
+resample    the same request again, for another answer
+branch      another continuation of a turn that has one already
+edited      the history was changed: it has an answer that the model never gave
+compaction  the same conversation, shortened
+subagent    a helper's own conversation
+side        a title, a summary or a probe
+tools       the same conversation with other tools
+system      the same conversation with another system prompt
+template    the chat template does not extend the earlier ids (found where prompts are rendered)
+"""
 
 from __future__ import annotations
 
@@ -11,130 +23,139 @@ from turngate.types import CallSignals
 
 def find_fork_cause(
     trace: Trace,
-    located: Location,
+    location: Location,
     *,
+    context: Context | None = None,
     has_tools: bool,
-    retried: bool,
+    retried: bool = False,
     idempotency_key: str = "",
-    told: CallSignals = CallSignals(),
+    signals: CallSignals = CallSignals(),
     started: float = inf,
 ) -> Cause | None:
-    """None: this call extends the tip of a branch, or is the first one. `started`: when it began, of one that has ended by now."""
-    if located.context is not None:
-        # Answers that began after it are no reason for it, though they may have come first.
-        answers = [s for s in located.context.children if s.info.started <= started]
-        same_key = bool(idempotency_key) and any(s.info.idempotency_key == idempotency_key for s in answers)
-        return _repetition_cause(answers, started, told_so=retried or same_key)
-    if located.node is not None:
-        if told.role == "side":
-            return "side"  # a summary of the conversation so far, say
-        # What left the line here, a helper or a side call, is no reason for the line itself to fork.
-        goes_on = any(_same_line(context.info.signals, told) for context in located.node.children)
-        if told.role == "subagent" or (told.parent and told.parent != told.thread):
-            # A helper may begin where its parent stands. It is one where it leaves its parent's line, and goes on as itself.
-            own = located.node.parent.info.signals.thread == told.thread
-            return None if own and not goes_on else "subagent"
-        foreign = any(m.role == "assistant" for m in located.reading.all(located.start))
-        return "edited" if foreign else ("branch" if goes_on else None)
-    return _new_root_cause(trace, located.reading, has_tools, told) if trace.roots else None
+    """The cause of the fork that a turn makes; None: it extends the tip of a branch, or is the first one.
+
+    `context`: the known context that the turn answers, id for id. `location.context`, equal in meaning, may differ from it or be alone.
+    `started`: when the turn began.
+    """
+    for known in (location.context, context):
+        if known is not None:
+            # Answers that began later are no cause, though they may have ended first.
+            answers = [s for s in known.children if s.info.started <= started]
+            same_key = bool(idempotency_key) and any(s.info.idempotency_key == idempotency_key for s in answers)
+            if (cause := _repetition_cause(answers, started, is_retry=retried or same_key)) is not None:
+                return cause
+    if context is not None:
+        return None
+    if location.node is not None:
+        return _continuation_cause(location.node, location, signals)
+    return _new_root_cause(trace, location.request, has_tools, signals) if trace.roots else None
 
 
-def _repetition_cause(answers: list[Sampled], started: float, *, told_so: bool) -> Cause | None:
-    """Another answer to the same question, after these. None: there are none yet."""
+def _repetition_cause(answers: list[Sampled], started: float, *, is_retry: bool) -> Cause | None:
+    """The cause of another answer to the same request, after these. None: there are none yet."""
     if not answers:
-        return None  # the same call, made at the same moment, may be being answered
-    # Equal bodies alone prove nothing (a compacting agent repeats itself): only the client's word or a lost reply does. One that was
-    # lost meanwhile does if nothing else was there: else they were asked for side by side.
+        return None  # an equal call may be in flight
+    # Equal requests alone prove nothing (a compacting agent repeats itself): only the client's word or a lost answer does. An answer that
+    # was lost meanwhile counts only if there is no other: else the two were requested in parallel.
     lost = [not s.delivered or s.info.finish == "abort" for s in answers]
-    before = any(gone and s.info.ended <= started for gone, s in zip(lost, answers, strict=True))
-    return "retry" if told_so or before or all(lost) else "resample"
+    lost_before = any(is_lost and s.info.ended <= started for is_lost, s in zip(lost, answers, strict=True))
+    return "retry" if is_retry or lost_before or all(lost) else "resample"
 
 
-def _same_line(one: CallSignals, other: CallSignals) -> bool:
+def _continuation_cause(node: Sampled, location: Location, signals: CallSignals) -> Cause | None:
+    """The cause of new messages after a known turn."""
+    if signals.role == "side":
+        return "side"  # a summary of the conversation so far, say
+    # A helper or a side call that left the conversation here does not make the conversation itself fork.
+    continues = any(_is_same_thread(context.info.signals, signals) for context in node.children)
+    if _is_subagent(signals):
+        # A helper may start from its parent's history. It forks where it leaves the parent's thread, and then continues its own.
+        is_own = node.parent.info.signals.thread == signals.thread
+        return None if is_own and not continues else "subagent"
+    is_foreign = any(m.role == "assistant" for m in location.request.messages_from(location.start))
+    return "edited" if is_foreign else ("branch" if continues else None)
+
+
+def _is_same_thread(one: CallSignals, other: CallSignals) -> bool:
     return one.thread == other.thread and one.role == other.role
 
 
-def _new_root_cause(
-    trace: Trace, reading: RequestMessages, has_tools: bool, told: CallSignals = CallSignals()
-) -> Cause | None:
-    """A conversation that shares no sampled turn with what is known: what the agent's program says of it, or what it looks like."""
-    if told.role == "side":
+def _is_subagent(signals: CallSignals) -> bool:
+    return signals.role == "subagent" or bool(signals.parent and signals.parent != signals.thread)
+
+
+def _new_root_cause(trace: Trace, request: RequestMessages, has_tools: bool, signals: CallSignals) -> Cause | None:
+    """The cause of a conversation that shares no turn with the trace: the agent's signals decide, else its structure."""
+    if signals.role == "side":
         return "side"
-    if told.role == "subagent" or (told.parent and told.parent != told.thread):
+    if _is_subagent(signals):
         return "subagent"
     roots = [root for root in trace.roots if root.info.signals.role != "side"]
     if not roots:
         return None  # titles came first: this is where the work begins
-    cause = _structural_cause(trace, reading, has_tools)
+    cause = _structural_cause(trace, request, has_tools)
     if cause == "subagent" and has_tools and not any(root.info.has_tools for root in roots):
-        return None  # so they did, though nothing said it of them
-    known = [root.info.signals.thread for root in roots if root.info.signals.thread]
-    if not told.thread or not known:
+        return None  # titles came first, though no signal said so
+    threads = [root.info.signals.thread for root in roots if root.info.signals.thread]
+    if not signals.thread or not threads:
         return cause
-    if told.thread in known:
-        # The same conversation went on with another beginning: that is its own doing, not a helper's.
+    if signals.thread in threads:
+        # The same thread with another beginning: the agent changed it, and no helper did.
         return "compaction" if cause == "subagent" else cause
     return "subagent" if has_tools else "side"
 
 
-def _structural_cause(trace: Trace, reading: RequestMessages, has_tools: bool) -> Cause:
-    head = reading.meaning(0)
-    asks = _first_question(reading)
-    # A title or a summary is no conversation that another one could be a later form of; nor is what came without tools before the work.
+def _structural_cause(trace: Trace, request: RequestMessages, has_tools: bool) -> Cause:
+    head = request.meaning(0)
+    question = _first_question(request)
+    # A title or a summary has no later form, nor does a request without tools from before the work began.
     known = [root for root in trace.roots if root.info.cause != "side" and root.info.signals.role != "side"]
     for root in [root for root in known if root.info.has_tools] or known:
-        meanings = root.info.meanings
-        known_ask = _first_user(root)
-        if (
-            root.info.preamble != reading.preamble
-            and meanings[:DIGEST_SIZE] == head
-            and (asks is None or known_ask == asks)
-        ):
+        same_preamble = root.info.preamble == request.preamble
+        same_head = root.info.meanings[:DIGEST_SIZE] == head
+        same_question = _first_question_of(root) == question
+        if not same_preamble and same_head and (question is None or same_question):
             return "tools" if has_tools else "side"
-        if (
-            root.info.preamble == reading.preamble
-            and known_ask == asks
-            and asks is not None
-            and meanings[:DIGEST_SIZE] != head
-        ):
+        if same_preamble and not same_head and question is not None and same_question:
             return "system"
     if not has_tools and any(root.info.has_tools for root in trace.roots):
         return "side"
-    same_head = [
+    same = [
         root
         for root in trace.roots
-        if root.info.preamble == reading.preamble and root.info.meanings[:DIGEST_SIZE] == head
+        if root.info.preamble == request.preamble and root.info.meanings[:DIGEST_SIZE] == head
     ]
-    if not same_head:
+    if not same:
         return "subagent"
-    longest = max((node.count for node in trace.nodes if node.root in same_head), default=0)
-    if any(_first_user(root) == asks for root in same_head):
-        # Some agents keep what the user said when they sum up the rest.
-        return "compaction" if longest > len(reading) + 1 and not _has_answers(reading) else "edited"
-    if any(_repeats_first_answer(root, reading) for root in same_head):
-        return "edited"  # all of it goes on as before, after another question: no summary keeps the very first answer
-    return "compaction" if longest > len(reading) or _has_answers(reading) else "subagent"
+    longest = max((node.count for node in trace.nodes if node.root in same), default=0)
+    if any(_first_question_of(root) == question for root in same):
+        # Some agents keep the user's words when they summarise the rest.
+        return "compaction" if longest > len(request) + 1 and not _has_answers(request) else "edited"
+    if any(_repeats_first_answer(root, request) for root in same):
+        return "edited"  # another question, and then everything as before: no summary keeps the very first answer
+    return "compaction" if longest > len(request) or _has_answers(request) else "subagent"
 
 
-def _repeats_first_answer(root: Context, reading: RequestMessages) -> bool:
-    """Whether the first answer in it is one that was given to `root`, at its place."""
+def _repeats_first_answer(root: Context, request: RequestMessages) -> bool:
+    """Whether the first answer in the request is one that was given to `root`, in the same place."""
     first = root.count
-    if len(reading) <= first or any(reading.assistant(index) is not None for index in range(first)):
+    if len(request) <= first or any(request.assistant(index) is not None for index in range(first)):
         return False
-    return reading.assistant(first) is not None and any(s.info.meaning == reading.meaning(first) for s in root.children)
+    return request.assistant(first) is not None and any(s.info.meaning == request.meaning(first) for s in root.children)
 
 
-def _has_answers(reading: RequestMessages) -> bool:
-    return any(m.role == "assistant" for m in reading.all())
+def _has_answers(request: RequestMessages) -> bool:
+    return any(m.role == "assistant" for m in request.messages_from())
 
 
-def _first_question(reading: RequestMessages) -> bytes | None:
-    for index in range(len(reading)):
-        if any(m.role == "user" for m in reading.messages(index)):
-            return reading.meaning(index)
+def _first_question(request: RequestMessages) -> bytes | None:
+    """The meaning of the user's first message."""
+    for index in range(len(request)):
+        if any(m.role == "user" for m in request.messages(index)):
+            return request.meaning(index)
     return None
 
 
-def _first_user(root: Context) -> bytes | None:
+def _first_question_of(root: Context) -> bytes | None:
     at = root.info.roles.find("u")
     return root.info.meanings[at * DIGEST_SIZE : (at + 1) * DIGEST_SIZE] if at >= 0 else None

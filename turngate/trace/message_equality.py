@@ -39,15 +39,15 @@ class RequestMessages:
             self._messages[index] = self.history.decode(index)
         return self._messages[index]
 
-    def known(self, index: int) -> tuple[Message, ...] | None:
+    def peek(self, index: int) -> tuple[Message, ...] | None:
         """The same, if it was looked at already."""
         return self._messages.get(index)
 
-    def take(self, index: int, messages: tuple[Message, ...]) -> None:
+    def put(self, index: int, messages: tuple[Message, ...]) -> None:
         """Somebody has read this one before."""
         self._messages.setdefault(index, messages)
 
-    def all(self, start: int = 0) -> list[Message]:
+    def messages_from(self, start: int = 0) -> list[Message]:
         return [message for index in range(start, len(self)) for message in self.messages(index)]
 
     def meaning(self, index: int) -> bytes:

@@ -148,7 +148,7 @@ class Session:
             self._trace.cut()
         self._trace, self._load_trace = None, load_trace
 
-    def count(self, turn: Sampled) -> None:
+    def count_turn(self, turn: Sampled) -> None:
         """Take a stored turn into account."""
         if turn.info.finish != "abort":
             self.turns += 1

@@ -77,25 +77,25 @@ class _TokenNode:
     """A node's ids: an array while the node is new; from when it is part of a prompt, the JSON that engines want of them, so that it is
     written once and not again with every turn. That takes a third more memory than the array, which is given up for it."""
 
-    __slots__ = ("_array", "size", "spelled")
+    __slots__ = ("_array", "encoded", "size")
 
     def __init__(self, ids: Ids) -> None:
         self.size = len(ids)
         self._array: Ids | None = ids
-        self.spelled = b""  # as JSON; empty until that is asked for
+        self.encoded = b""  # as JSON; empty until that is asked for
 
     @property
     def ids(self) -> Ids:
         array = self._array
-        return ids_from_json(self.spelled) if array is None else array
+        return ids_from_json(self.encoded) if array is None else array
 
     @property
     def json(self) -> bytes:
         array = self._array
         if array is not None:  # threads may do this at the same time: what they find is the same
-            self.spelled = ids_to_json(array)
+            self.encoded = ids_to_json(array)
             self._array = None
-        return self.spelled
+        return self.encoded
 
 
 class Context(_TokenNode):
@@ -143,7 +143,7 @@ class Location(msgspec.Struct, frozen=True):
     node: Sampled | None  # None: the root
     start: int  # index of the first message that is new from there
     context: Context | None  # the request is, message for message, this known context
-    reading: RequestMessages
+    request: RequestMessages
 
 
 class RecentRequest(msgspec.Struct, frozen=True):
@@ -161,102 +161,102 @@ class Trace:
         self.nodes: list[Node] = []
         self.roots: list[Context] = []
         self._next_id = 0
-        self._tips: list[RecentRequest] = []  # the newest last
-        self._alike = False  # whether some nodes are alike, so that a request may fit several ways
+        self._recent: list[RecentRequest] = []  # the newest last
+        self._has_twins = False  # whether some nodes are alike, so that a request may fit several ways
 
-    def locate(self, reading: RequestMessages) -> Location:
-        node, at = self._walk(*self._from_tip(reading), reading)
-        if at < len(reading) and any(reading.assistant(i) is not None for i in range(at, len(reading))):
+    def locate(self, request: RequestMessages) -> Location:
+        node, at = self._walk(*self._start_at_recent(request), request)
+        if at < len(request) and any(request.assistant(i) is not None for i in range(at, len(request))):
             # Answers that are not on this path. The agent may have gone on from another branch that shares its beginning.
-            node, at = max((node, at), self._walk_all(reading), key=lambda found: found[1])
+            node, at = max((node, at), self._search(request), key=lambda found: found[1])
         if isinstance(node, Context):
-            return Location(node.parent, node.count - node.added, node, reading)
-        return Location(node, at, None, reading)
+            return Location(node.parent, node.count - node.added, node, request)
+        return Location(node, at, None, request)
 
-    def _from_tip(self, reading: RequestMessages) -> tuple[Node | None, int]:
+    def _start_at_recent(self, request: RequestMessages) -> tuple[Node | None, int]:
         """The fast path: as far along an earlier request as this one repeats it byte for byte."""
         best: tuple[Node | None, int] = (None, 0)
-        for tip in self._tips:
-            if tip.preamble != reading.preamble or tip.form is not type(reading.history):
+        for tip in self._recent:
+            if tip.preamble != request.preamble or tip.form is not type(request.history):
                 continue
-            if tip.opening is not None and reading.raws[:1] == tip.raws[:1]:
-                reading.take(0, tip.opening)
+            if tip.opening is not None and request.raws[:1] == tip.raws[:1]:
+                request.put(0, tip.opening)
             size = len(tip.raws)
             node: Node | None = tip.context
-            if reading.raws[:size] != tip.raws:
+            if request.raws[:size] != tip.raws:
                 # Agents touch up the end of their history (a cache mark that moves); what lies before it is still known.
-                same = next(n for n in range(size) if n >= len(reading.raws) or reading.raws[n] != tip.raws[n])
+                same = next(n for n in range(size) if n >= len(request.raws) or request.raws[n] != tip.raws[n])
                 while node is not None and node.count > same:
                     node = node.parent
             if node is not None and node.count >= best[1]:
                 best = (node, node.count)
-        if self._alike:
+        if self._has_twins:
             # From there on it is decided by meaning, as in a tree that was read from the store: it knows no earlier request's bytes.
-            first = next((n for n in path_to(best[0]) if self._has_double(n)), None)
+            first = next((n for n in path_to(best[0]) if self._has_twin(n)), None)
             if first is not None:
                 return (None, 0) if first.parent is None else (first.parent, first.parent.count)
         return best
 
-    def remember(self, context: Context, reading: RequestMessages) -> None:
+    def remember_request(self, context: Context, request: RequestMessages) -> None:
         """This request was answered: the next one will begin like it."""
         before = context.parent.parent if context.parent is not None else None
-        self._tips = [tip for tip in self._tips if tip.context is not context and tip.context is not before][
+        self._recent = [tip for tip in self._recent if tip.context is not context and tip.context is not before][
             1 - _MAX_RECENT :
         ]
-        self._tips.append(
-            RecentRequest(context, reading.preamble, type(reading.history), reading.raws, reading.known(0))
+        self._recent.append(
+            RecentRequest(context, request.preamble, type(request.history), request.raws, request.peek(0))
         )
 
-    def _walk(self, node: Node | None, at: int, reading: RequestMessages) -> tuple[Node | None, int]:
+    def _walk(self, node: Node | None, at: int, request: RequestMessages) -> tuple[Node | None, int]:
         """On from `node` by meaning, along the likeliest branch. Ends at a turn, or at a context that is the whole request."""
-        while at < len(reading):
-            following = next(iter(self._following(node, at, reading)), None)
+        while at < len(request):
+            following = next(iter(self._matching_children(node, at, request)), None)
             if following is None:
                 break
             node, at = following, following.count
-        if isinstance(node, Context) and at < len(reading):
+        if isinstance(node, Context) and at < len(request):
             # What follows this context is no answer of ours: its messages count as new, with whatever follows them.
             return node.parent, node.count - node.added
         return node, at
 
-    def _walk_all(self, reading: RequestMessages) -> tuple[Node | None, int]:
+    def _search(self, request: RequestMessages) -> tuple[Node | None, int]:
         """The deepest point that can be reached from the root by meaning, along any branch."""
         best: tuple[Node | None, int] = (None, 0)
         waiting: list[tuple[Node | None, int]] = [(None, 0)]
         while waiting:
             node, at = waiting.pop()
-            if at > best[1] and (isinstance(node, Sampled) or at == len(reading)):
+            if at > best[1] and (isinstance(node, Sampled) or at == len(request)):
                 best = (node, at)
-            if at < len(reading):
-                waiting += [(n, n.count) for n in reversed(list(self._following(node, at, reading)))]
+            if at < len(request):
+                waiting += [(n, n.count) for n in reversed(list(self._matching_children(node, at, request)))]
         return best
 
-    def _following(self, node: Node | None, at: int, reading: RequestMessages) -> Iterator[Node]:
+    def _matching_children(self, node: Node | None, at: int, request: RequestMessages) -> Iterator[Node]:
         """The children of `node` that say what the request says next, likeliest first."""
         if isinstance(node, Context):
-            yield from _match_replies(node, reading, at)
+            yield from _match_replies(node, request, at)
             return
         # The newest first: after a fork, the agent goes on from there. Contexts without a message (a turn that was asked to go
         # on) fit anywhere, so they come last.
         fitting = [
-            c for c in reversed(self.roots if node is None else node.children) if c.info.preamble == reading.preamble
+            c for c in reversed(self.roots if node is None else node.children) if c.info.preamble == request.preamble
         ]
         for context in sorted(fitting, key=lambda c: c.added == 0):
-            if context.added <= len(reading) - at and context.info.meanings == reading.meanings(at, at + context.added):
+            if context.added <= len(request) - at and context.info.meanings == request.meanings(at, at + context.added):
                 yield context
 
-    def reserve(self) -> int:
+    def reserve_id(self) -> int:
         """An id for a node that is about to be stored and then added."""
         self._next_id += 1
         return self._next_id
 
     def add_context(self, context: Context) -> None:
         (self.roots if context.parent is None else context.parent.children).append(context)
-        self._alike = self._alike or self._has_double(context)
+        self._has_twins = self._has_twins or self._has_twin(context)
         self.nodes.append(context)
         self._next_id = max(self._next_id, context.id)
 
-    def keep_context(self, context: Context) -> None:
+    def confirm_context(self, context: Context) -> None:
         """It is stored, though another call that shared it may have failed and dropped it meanwhile."""
         if not context.stored:
             context.stored = True
@@ -271,11 +271,11 @@ class Trace:
 
     def add_sampled(self, sampled: Sampled) -> None:
         sampled.parent.children.append(sampled)
-        self._alike = self._alike or self._has_double(sampled)
+        self._has_twins = self._has_twins or self._has_twin(sampled)
         self.nodes.append(sampled)
         self._next_id = max(self._next_id, sampled.id)
 
-    def _has_double(self, node: Node) -> bool:
+    def _has_twin(self, node: Node) -> bool:
         """Whether a request that fits this node may fit one beside it as well."""
         if isinstance(node, Sampled):
             beside = node.parent.children
@@ -287,11 +287,13 @@ class Trace:
         siblings = self.roots if node.parent is None else node.parent.children
         return len(siblings) > 1 and any(other is not node and _overlap(other.info, node.info) for other in siblings)
 
-    def same_context(self, parent: Sampled | None, ids: Ids, reading: RequestMessages, start: int) -> Context | None:
+    def find_same_context(
+        self, parent: Sampled | None, ids: Ids, request: RequestMessages, start: int
+    ) -> Context | None:
         """A context that another call of the same request added meanwhile."""
         for context in self.roots if parent is None else parent.children:
-            same = context.info.preamble == reading.preamble and np.array_equal(context.ids, ids)
-            if same and context.info.meanings == reading.meanings(start, len(reading)):
+            same = context.info.preamble == request.preamble and np.array_equal(context.ids, ids)
+            if same and context.info.meanings == request.meanings(start, len(request)):
                 return context
         return None
 
@@ -302,7 +304,7 @@ class Trace:
             node.children.clear()
         for root in self.roots:
             del root.root  # which is itself
-        self.nodes, self.roots, self._tips = [], [], []
+        self.nodes, self.roots, self._recent = [], [], []
 
     def __del__(self) -> None:
         self.cut()  # one that was read for a look, say
@@ -335,7 +337,7 @@ def prompt_ids(node: Sampled | None, added: Ids) -> PromptIds:
     parts = [ids_to_json(added)]
     at: Node | None = node
     while at is not None:
-        parts.append(at.spelled or at.json)  # a hundred nodes: a call for each would be felt
+        parts.append(at.encoded or at.json)  # a hundred nodes: a call for each would be felt
         at = at.parent
     parts.reverse()
     return PromptIds(parts, len(added) + (node.length if node is not None else 0))
@@ -356,36 +358,36 @@ def _is_rewritten(message: Message, info: SampledInfo) -> bool:
     )
 
 
-def _match_replies(context: Context, reading: RequestMessages, at: int) -> list[Sampled]:
+def _match_replies(context: Context, request: RequestMessages, at: int) -> list[Sampled]:
     """The answers to `context` that the message at `at` repeats, likeliest first.
 
     Answers of one meaning may differ in their call ids, their very words or their reasoning, which decide as far as the agent kept
     them; else it is the one that was followed by what follows here, else the one it last got.
     """
-    message = reading.assistant(at) if context.children else None
+    message = request.assistant(at) if context.children else None
     if message is None:
         return []
     digest, exact = reasoning_digest(message.reasoning), exact_digest(message)
     same = [
         s
         for s in context.children
-        if s.info.meaning == reading.meaning(at) or (s.info.exact == exact and _is_rewritten(message, s.info))
+        if s.info.meaning == request.meaning(at) or (s.info.exact == exact and _is_rewritten(message, s.info))
     ]
 
     def likelihood(turn: Sampled) -> tuple[bool, bool, bool, bool, bool, bool, int]:
         named = turn.info.exact == exact
-        said = turn.info.meaning == reading.meaning(at)  # some endpoints give the same ids again and again
+        said = turn.info.meaning == request.meaning(at)  # some endpoints give the same ids again and again
         thought = turn.info.reasoning == digest
-        follows = _continues_as_before(turn, reading, at + 1)
+        follows = _continues_as_before(turn, request, at + 1)
         return (named and said, named, thought and digest != b"", follows, turn.delivered, thought, turn.id)
 
     return sorted(same, key=likelihood, reverse=True) if len(same) > 1 else same
 
 
-def _continues_as_before(turn: Sampled, reading: RequestMessages, at: int) -> bool:
+def _continues_as_before(turn: Sampled, request: RequestMessages, at: int) -> bool:
     """Whether what the request says after this turn was said after it before."""
-    known = (c for c in turn.children if c.info.preamble == reading.preamble and 0 < c.added <= len(reading) - at)
-    return any(context.info.meanings == reading.meanings(at, at + context.added) for context in known)
+    known = (c for c in turn.children if c.info.preamble == request.preamble and 0 < c.added <= len(request) - at)
+    return any(context.info.meanings == request.meanings(at, at + context.added) for context in known)
 
 
 def _same_answer(one: SampledInfo, other: SampledInfo) -> bool:

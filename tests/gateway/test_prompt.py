@@ -35,7 +35,7 @@ def call(**body: Any) -> Call:
 
 def kwargs(prompts: PromptBuilder, made: Call, renderer: Renderer | None, **config: Any) -> dict[str, object]:
     session = Session("s", 1, SessionConfig(**config), 0.0)
-    _, preamble, _ = prompts.locate(session, made, renderer)
+    _, preamble = prompts.locate(session, made, renderer)
     assert json.loads(preamble.raw_kwargs) == preamble.kwargs
     return preamble.kwargs
 

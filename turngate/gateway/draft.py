@@ -1,0 +1,163 @@
+"""A turn while it is being sampled: the call, its prompt and the tokens so far."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+import numpy as np
+
+from turngate.engines.base import RelayChunk
+from turngate.gateway.prompt import Prompt
+from turngate.telemetry.metrics import CallTiming
+from turngate.trace.session import Session
+from turngate.types import (
+    ID_DTYPE,
+    LOGPROB_DTYPE,
+    LOGPROB_TOLERANCE,
+    Call,
+    CallDelta,
+    Capture,
+    Delta,
+    Ids,
+    Logprobs,
+    Message,
+    ReplyEvent,
+    Sampling,
+    Usage,
+)
+
+log = logging.getLogger("turngate")
+# Takes a batch of events that arrived together; returns when they are on their way to the agent. What it raises ends the turn.
+Emit = Callable[[Sequence[ReplyEvent]], Awaitable[None]]
+
+
+class TurnDraft:
+    """Only a draft changes `session.live_tokens`: call `settle` when its tokens are recorded or given up."""
+
+    __slots__ = (
+        "_live",
+        "begun_at",
+        "biases",
+        "call",
+        "capture",
+        "emit",
+        "engine",
+        "ids",
+        "logprobs",
+        "lost",
+        "prompt",
+        "sampling",
+        "session",
+        "started",
+        "timing",
+        "verbatim",
+        "version_end",
+        "version_start",
+    )
+
+    def __init__(
+        self,
+        session: Session,
+        call: Call,
+        prompt: Prompt,
+        sampling: Sampling,
+        version: int,
+        emit: Emit,
+        timing: CallTiming,
+    ) -> None:
+        self.session = session
+        self.call = call
+        self.prompt = prompt
+        self.sampling = sampling
+        self.emit = emit
+        self.timing = timing
+        self.ids: list[int] = []
+        self.logprobs: list[float | None] | None = []
+        self.started = time.time()
+        self.begun_at = version  # the policy version
+        self.version_start = version
+        self.version_end = version
+        self.capture: Capture = "tokens"
+        self.biases: tuple[str, ...] = ()  # besides those of the sampling itself
+        self.engine = ""  # the endpoint, in observe mode
+        self.lost: tuple[str, ...] = ()  # parameters of the call that the endpoint did not get
+        self.verbatim = b""
+        self._live = 0  # its tokens in `session.live_tokens`
+
+    def add(
+        self, ids: Sequence[int], logprobs: Sequence[float | None] | None, first: int, last: int | None = None
+    ) -> None:
+        """Append tokens that were sampled at these policy versions."""
+        if not self.ids:
+            self.version_start = first
+        self.version_end = first if last is None else last
+        self.ids.extend(ids)
+        if logprobs is None or self.logprobs is None:
+            self.logprobs = None  # one chunk has none: the turn has none, rather than some that look complete
+        else:
+            self.logprobs.extend(logprobs)
+        self._live += len(ids)
+        self.session.live_tokens += len(ids)
+
+    def settle(self) -> None:
+        """Stop counting its tokens as live. Settling twice is fine."""
+        self.session.live_tokens -= self._live
+        self._live = 0
+
+    def build_logprobs(self) -> Logprobs | None:
+        """The log-probabilities as they are stored: NaN where the engine gave none, or an invalid one."""
+        given = self.logprobs
+        if given is None:
+            return None
+        if None in given:
+            given = [np.nan if value is None else value for value in given]
+        with np.errstate(over="ignore"):  # too large for 32 bits: infinite
+            logprobs = np.array(given, LOGPROB_DTYPE)
+        invalid = np.isinf(logprobs) | (logprobs > LOGPROB_TOLERANCE)
+        if invalid.any():
+            example = given[int(invalid.argmax())]
+            log.warning("the engine gave an invalid log-probability (%r); the turn is not trained", example)
+            logprobs[invalid] = np.nan
+        return logprobs
+
+
+class ObservedReply:
+    """The reply of an observed endpoint, collected from its chunks."""
+
+    def __init__(self) -> None:
+        self.prompt: Ids | None = None  # as the endpoint saw it
+        self.usage: Usage | None = None
+        self.stopped_by = ""
+        self.fault = ""
+        self._text: dict[str, list[str]] = {"content": [], "reasoning": [], "signature": []}
+        self._calls: list[CallDelta] = []
+        self._has_gaps = False  # some text arrived without its ids
+
+    def add(self, chunk: RelayChunk) -> None:
+        for event in chunk.events:
+            if isinstance(event, Delta):
+                self._text[event.kind].append(event.text)
+            else:
+                self._calls.append(event)
+        if chunk.prompt is not None:
+            self.prompt = np.asarray(chunk.prompt, ID_DTYPE)
+        self._has_gaps = self._has_gaps or bool(chunk.events and chunk.ids is None)
+        self.usage = chunk.usage or self.usage
+        self.stopped_by = chunk.stopped_by or self.stopped_by
+        self.fault = chunk.fault or self.fault
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self._calls or self._text["content"] or self._text["reasoning"])
+
+    def build_message(self) -> Message:
+        calls = tuple(event.call for event in self._calls)
+        content, reasoning, signature = ("".join(self._text[kind]) for kind in ("content", "reasoning", "signature"))
+        return Message("assistant", content, reasoning, calls, signature=signature)
+
+    def is_complete(self, ids: Sequence[int]) -> bool:
+        """Whether these are all the ids that were sampled, after a known prompt."""
+        counted = self.usage is None or self.usage.completion_tokens == len(ids)
+        return self.prompt is not None and not self._has_gaps and counted

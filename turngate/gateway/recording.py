@@ -1,0 +1,191 @@
+"""Record turns: durable in the store first, then in the session's trace, then in the events.
+
+In this order: a trace that knew more than the store could not be resumed after a crash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import msgspec
+import numpy as np
+
+from turngate.errors import TurngateError
+from turngate.gateway.draft import TurnDraft
+from turngate.gateway.events import Events
+from turngate.gateway.prompt import Preamble, build_context_info
+from turngate.gateway.sampling import find_constraint_bias
+from turngate.store.events import new_event
+from turngate.store.journal import Journal
+from turngate.store.sqlite import NewTurn
+from turngate.telemetry.metrics import Metrics
+from turngate.trace.fork_cause import find_fork_cause
+from turngate.trace.message_equality import argument_sizes, exact_digest, meaning_digest, reasoning_digest
+from turngate.trace.session import Session
+from turngate.trace.tree import Cause, Context, Sampled, SampledInfo
+from turngate.types import ID_DTYPE, Finish, Json, Message
+
+log = logging.getLogger("turngate")
+
+
+class TurnRecorder:
+    def __init__(self, journal: Journal, events: Events, metrics: Metrics, *, log_turns: bool = False) -> None:
+        self._journal = journal
+        self._events = events
+        self._metrics = metrics
+        self._log_turns = log_turns
+
+    def require_writable(self) -> None:
+        """Raise `StoreError` if turns cannot be recorded at the moment."""
+        self._journal.require_writable()
+
+    async def commit(
+        self, draft: TurnDraft, message: Message, finish: Finish, *, reasoning_open: bool = False, fault: str = ""
+    ) -> int:
+        """Record a turn and return the id of its node."""
+        session, prompt = draft.session, draft.prompt
+        trace, request = session.trace, prompt.location.request
+        context = prompt.context or trace.find_same_context(prompt.parent, prompt.added, request, prompt.start)
+        cause = _find_cause(draft, context)
+        if context is None:
+            context_info = build_context_info(prompt, cause, draft.call)
+            context = Context(trace.reserve_id(), prompt.parent, prompt.added, context_info)
+            context.stored = False
+            # Part of the trace from now on, so that an equal call that ends meanwhile hangs there too.
+            trace.add_context(context)
+        assert context.ids is prompt.added or np.array_equal(context.ids, prompt.added), "not the ids that were sent"
+        sampled = Sampled(
+            trace.reserve_id(),
+            context,
+            np.array(draft.ids, ID_DTYPE),
+            draft.build_logprobs(),
+            _build_info(draft, message, finish, cause, reasoning_open, fault),
+        )
+        facts = _event_facts(sampled)
+        turn = NewTurn(
+            session=session.key,
+            context=None if context.stored else context,
+            context_messages=b"[" + b",".join(request.raws[prompt.start :]) + b"]",
+            sampled=sampled,
+            message=msgspec.json.encode(message),
+            preamble=None if context.stored or prompt.parent is not None else _encode_preamble(prompt.preamble),
+            event=new_event(session.id, "turn", facts),
+        )
+        cancelled: asyncio.CancelledError | None = None
+        try:
+            await self._journal.commit(turn)
+        except asyncio.CancelledError as error:
+            cancelled = error  # the turn is durable all the same, so the trace must have it
+        except TurngateError:
+            trace.drop_context(context)
+            raise
+        trace.confirm_context(context)
+        trace.add_sampled(sampled)
+        trace.remember_request(context, request)
+        session.count_turn(sampled)
+        draft.settle()
+        if session.tokens_left == 0:
+            self.note_stop(session, "sampled_tokens")  # the agent may never call again
+        if cancelled is not None:
+            self.mark_undelivered(session, sampled.id)
+        self._report(draft, message, sampled, facts)
+        if cancelled is not None:
+            raise cancelled
+        return sampled.id
+
+    def _report(self, draft: TurnDraft, message: Message, sampled: Sampled, facts: dict[str, Json]) -> None:
+        """Metrics, span, events and log of a recorded turn."""
+        session, finish, prompt_size = draft.session, sampled.info.finish, sampled.parent.length
+        self._metrics.count_turn(draft.call.dialect, session.config.mode, finish, prompt_size, sampled.size)
+        if draft.timing.span is not None:
+            draft.timing.span.set_result(sampled.id, finish, prompt_size, sampled.size, draft.version_end)
+        self._events.wake(session.id)
+        if self._log_turns:
+            log.info(
+                "session %s turn %s content=%d reasoning=%d calls=%d",
+                session.id,
+                facts,
+                len(message.content),
+                len(message.reasoning),
+                len(message.tool_calls),
+            )
+
+    def mark_undelivered(self, session: Session, node_id: int) -> None:
+        """Record that the last byte of a recorded turn did not reach the agent."""
+        for node in () if session.is_evicted else reversed(session.trace.nodes):
+            if node.id == node_id and isinstance(node, Sampled):
+                node.delivered = False
+                break
+        self._journal.mark_undelivered(session.key, node_id)
+
+    def note_stop(self, session: Session, limit: str) -> None:
+        """Record the limit that stops a session."""
+        if session.stop != limit:
+            session.stop = limit
+            self._journal.note_stop(session.key, limit)
+
+    def announce_limit(self, session: Session, limit: str) -> None:
+        """Add the event of a reached limit, once however often the agent calls again."""
+        if limit not in session.limits_announced:
+            session.limits_announced.add(limit)
+            self._events.add(session.id, "limit", {"limit": limit})
+
+
+def _find_cause(draft: TurnDraft, context: Context | None) -> Cause | None:
+    """Why the turn forks. Found when it is recorded: by then the trace also has the calls that were in flight when it began."""
+    prompt, call = draft.prompt, draft.call
+    if context is None and prompt.forced_cause is not None:
+        return prompt.forced_cause
+    cause = find_fork_cause(
+        draft.session.trace,
+        prompt.location,
+        context=context,
+        has_tools=bool(prompt.preamble.tools),
+        retried=call.retried,
+        idempotency_key=call.idempotency_key,
+        signals=call.signals,
+        started=draft.started,
+    )
+    return "template" if context is None and prompt.is_rerendered and cause in (None, "branch") else cause
+
+
+def _build_info(
+    draft: TurnDraft, message: Message, finish: Finish, cause: Cause | None, reasoning_open: bool, fault: str
+) -> SampledInfo:
+    return SampledInfo(
+        meaning=meaning_digest((message,), {}),
+        reasoning=reasoning_digest(message.reasoning),
+        exact=exact_digest(message),
+        finish=finish,
+        version_start=draft.version_start,
+        version_end=draft.version_end,
+        started=draft.started,
+        ended=time.time(),
+        biases=draft.biases + draft.sampling.biases() + find_constraint_bias(draft.call),
+        sampling=msgspec.json.encode(draft.sampling),
+        reasoning_open=reasoning_open,
+        cause=cause,
+        idempotency_key=draft.call.idempotency_key,
+        capture=draft.capture,
+        fault=fault,
+        engine=draft.engine,
+        arguments=argument_sizes(message),
+        lost=draft.lost,
+        verbatim=draft.verbatim,
+    )
+
+
+def _event_facts(sampled: Sampled) -> dict[str, Json]:
+    return {
+        "node": sampled.id,
+        "finish": sampled.info.finish,
+        "prompt_tokens": sampled.parent.length,
+        "sampled_tokens": sampled.size,
+        "cause": sampled.info.cause,
+    }
+
+
+def _encode_preamble(preamble: Preamble) -> tuple[bytes, bytes, bytes]:
+    return preamble.digest, preamble.raw_tools, preamble.raw_kwargs

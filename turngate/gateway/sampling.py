@@ -1,0 +1,56 @@
+"""How a turn is sampled: the sampling parameters, and the number of tokens that it may sample."""
+
+from __future__ import annotations
+
+import msgspec
+
+from turngate.errors import BadRequest, ContextOverflow
+from turngate.trace.session import Session
+from turngate.types import NEUTRAL, Call, Sampling
+
+_DEFAULT_MAX_TOKENS = 4096
+
+
+def resolve_sampling(session: Session, call: Call, *, neutral: bool | None = None) -> Sampling:
+    """Merge the session's pinned values over the agent's over neutral ones.
+
+    A neutral session takes only the agent's temperature and seed.
+    """
+    only = session.config.bias == "neutral" if neutral is None else neutral
+    agent = {k: v for k, v in call.sampling.items() if not only or k in ("temperature", "seed")}
+    merged = {**agent, **session.config.sampling}
+    if not merged:
+        return NEUTRAL
+    try:
+        return msgspec.convert(merged, Sampling)
+    except msgspec.ValidationError as error:
+        raise BadRequest(f"sampling: {error}", param="sampling") from None
+
+
+def find_constraint_bias(call: Call) -> tuple[str, ...]:
+    """The bias of a call whose reply is constrained (a grammar, a forced tool)."""
+    return (f"constrained: {call.constraint.kind}",) if call.constraint is not None else ()
+
+
+def count_room(session: Session, call: Call, size: int, max_context: int | None) -> int:
+    """The number of tokens that may be sampled after a prompt of `size`, which fits every limit."""
+    limit = session.config.limits.context_tokens
+    asked = call.max_tokens if session.config.max_tokens is None else session.config.max_tokens
+    room = [
+        asked,
+        session.tokens_left,
+        None if max_context is None else max_context - size,
+        None if limit is None else limit - size,
+    ]
+    return min((n for n in room if n is not None), default=_DEFAULT_MAX_TOKENS)
+
+
+def context_overflow(limit: int, size: int) -> ContextOverflow:
+    """The error in the words that agents look for."""
+    return ContextOverflow(
+        f"This model's maximum context length is {limit} tokens. However, your messages resulted in {size} tokens. "
+        "Please reduce the length of the messages.",
+        param="messages",
+        limit=limit,
+        size=size,
+    )
