@@ -222,7 +222,7 @@ async def test_a_sandbox_that_cannot_be_made_any_more_stops_the_batch() -> None:
         wanted = stage.plan("well-0", n=5, bounds=Bounds(running=1, warm=0))
         broken = msgspec.structs.replace(wanted, backend=Gone(stage.root / "s", after=4))
         result = await run_batch(broken, stage.client, stage.connector)
-        assert result.stopped == "no sandbox can be made: the daemon is gone; start it"
+        assert result.stopped == "no sandbox can be created: the daemon is gone; start it"
         assert not result.complete and read_ledger(stage.out).faults == {}
         assert all(one.kind == "graded" for one in result.finished), "nothing was burnt"
         with pytest.raises(SandboxUnavailable):
@@ -231,7 +231,7 @@ async def test_a_sandbox_that_cannot_be_made_any_more_stops_the_batch() -> None:
 
 
 async def test_a_gateway_that_is_gone_stops_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turngate.rollout.batch._BACK_S", scaled(0.5))
+    monkeypatch.setattr("turngate.rollout.health.RESTART_S", scaled(0.5))
     async with staged() as stage:
         wanted = stage.plan("well-0", n=2, bounds=Bounds(running=1, warm=0))
         async with GatewayClient("http://127.0.0.1:9", "x") as nobody:
@@ -245,7 +245,7 @@ async def test_where_everything_fails_not_everything_is_burnt() -> None:
     async with staged() as stage:
         wanted = stage.plan(*(f"sandbox-{n}" for n in range(40)), n=4, retries=0, bounds=Bounds(running=4))
         result = await run_batch(wanted, stage.client, stage.connector)
-        assert "attempts all failed by no fault of an agent's" in result.stopped
+        assert "attempts were all infrastructure faults" in result.stopped
         assert result.summary.overall.finished < 40
 
 

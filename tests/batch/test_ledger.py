@@ -91,7 +91,7 @@ async def test_a_ledger_that_was_cut_in_its_first_line_is_a_new_one(tmp_path: Pa
     for cut in (0, 1, len(data) - 1):
         (tmp_path / LEDGER_NAME).write_bytes(data[:cut])
         ledger = Ledger.open(tmp_path)
-        assert ledger.known.head is None
+        assert ledger.state.head is None
         await ledger.close()
 
 
@@ -122,9 +122,9 @@ async def test_many_at_once_are_all_there_and_whole(tmp_path: Path) -> None:
     ledger = Ledger.open(tmp_path)
     await ledger.add(HEAD)
     await asyncio.gather(*(ledger.add(begun(n)) for n in range(500)))
-    assert len(ledger.known.open) == 500
+    assert len(ledger.state.open) == 500
     await ledger.close()
-    assert read_ledger(tmp_path).open == ledger.known.open
+    assert read_ledger(tmp_path).open == ledger.state.open
 
 
 async def test_whoever_is_cancelled_while_he_waits_has_written_all_the_same(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_writer_that_is_killed_has_lost_nothing_that_it_was_told_is_there(tmp_
     child.stdout.close()
     ledger = Ledger.open(tmp_path)
     os.close(ledger._fd)
-    assert set(ledger.known.open) >= {f"b.t.{n}" for n in told}
+    assert set(ledger.state.open) >= {f"b.t.{n}" for n in told}
 
 
 # ── a full disk ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -44,8 +44,8 @@ FOR_GOOD = 10**9
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turngate.rollout.rollout._BACK_S", 1.0)
-    monkeypatch.setattr("turngate.rollout.batch._BACK_S", paced(1.0))
+    monkeypatch.setattr("turngate.rollout.session.RESTART_S", 1.0)
+    monkeypatch.setattr("turngate.rollout.health.RESTART_S", paced(1.0))
 
 
 async def ran(stage: Stage, n: int = 1) -> BatchResult:
@@ -53,7 +53,7 @@ async def ran(stage: Stage, n: int = 1) -> BatchResult:
 
 
 async def test_a_gateway_that_cannot_write_for_a_moment_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turngate.rollout.rollout._BACK_S", scaled(5.0))
+    monkeypatch.setattr("turngate.rollout.session.RESTART_S", scaled(5.0))
     async with staged() as stage:
         feed = await Feed.open(
             stage.client, "train", FeedConfig(n=3)
@@ -76,8 +76,7 @@ async def test_an_outcome_that_the_gateway_cannot_take_stops_the_batch_and_is_re
             result = await ran(stage)
             assert not result.complete and result.finished == ()
             assert (
-                "could not be recorded at the gateway (gateway: the disk is full); taking the batch up"
-                in result.stopped
+                "could not be recorded at the gateway (gateway: the disk is full); resuming the batch" in result.stopped
             )
             [late] = read_ledger(stage.out).unrecorded.values()
             assert read_ledger(stage.out).open == {} and late.finished.kind == "graded"
@@ -98,7 +97,7 @@ async def test_an_outcome_that_the_gateway_cannot_take_stops_the_batch_and_is_re
 async def test_a_runner_that_is_stopped_while_it_waits_for_the_gateway_does_not_forget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("turngate.rollout.rollout._BACK_S", 3600.0)
+    monkeypatch.setattr("turngate.rollout.session.RESTART_S", 3600.0)
     async with staged() as stage:
         failing = Failing(monkeypatch, stage.gateway.app.outcomes, "record", FOR_GOOD, FULL)
         running = asyncio.create_task(ran(stage))
@@ -141,7 +140,7 @@ async def test_an_agent_that_failed_early_is_recorded_though_its_session_could_n
         raise AgentError("there is no such program")
 
     monkeypatch.setattr(Rollout, "_check", missing)
-    monkeypatch.setattr("turngate.rollout.rollout._BACK_S", scaled(5.0))
+    monkeypatch.setattr("turngate.rollout.session.RESTART_S", scaled(5.0))
     async with staged() as stage:
         Failing(monkeypatch, stage.gateway.app.sessions, "seal", 2, FULL)
         [one] = (await ran(stage)).finished
@@ -154,9 +153,7 @@ async def test_a_group_that_the_gateway_refuses_to_close_stops_the_batch(monkeyp
         feed = await Feed.open(stage.client, "train", FeedConfig(n=2))
         Failing(monkeypatch, stage.gateway.app.feeds, "close_group", 1, BadRequest("no such thing"))
         result = await ran(stage)
-        assert result.stopped == (
-            f"the gateway does not take it that group {result.batch}.well-0 is complete: gateway: no such thing"
-        )
+        assert result.stopped == (f"the gateway rejected closing group {result.batch}.well-0: gateway: no such thing")
         assert await feed.next(0.1) is None
         assert (await ran(stage)).stopped == "", "it is told again"
         assert await feed.next(scaled(10)) is not None

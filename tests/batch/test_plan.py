@@ -43,10 +43,10 @@ def told(before: BatchPlan, after: BatchPlan) -> list[str]:
 
 def test_groups_stay_together_and_a_seed_orders_them_anew(tmp_path: Path) -> None:
     given = plan(tmp_path)
-    assert given.ordered_tasks() == given.tasks
-    shuffled = plan(tmp_path, seed=1).ordered_tasks()
+    assert given.order_tasks() == given.tasks
+    shuffled = plan(tmp_path, seed=1).order_tasks()
     assert shuffled != given.tasks and {t.id for t in shuffled} == {t.id for t in given.tasks}
-    assert shuffled == plan(tmp_path, seed=1).ordered_tasks() != plan(tmp_path, seed=2).ordered_tasks()
+    assert shuffled == plan(tmp_path, seed=1).order_tasks() != plan(tmp_path, seed=2).order_tasks()
 
 
 def test_with_a_seed_each_rollout_samples_by_one_of_its_own_that_stays(tmp_path: Path) -> None:
@@ -64,11 +64,9 @@ def test_with_a_seed_each_rollout_samples_by_one_of_its_own_that_stays(tmp_path:
 
 def test_each_round_has_an_order_names_and_seeds_of_its_own(tmp_path: Path) -> None:
     given = plan(tmp_path, seed=1, rounds=3)
-    assert given.total == 240 and plan(tmp_path, rounds=3).ordered_tasks(2) == given.tasks
-    orders = [given.ordered_tasks(number) for number in range(3)]
-    assert (
-        orders[0] == plan(tmp_path, seed=1).ordered_tasks() and len({tuple(t.id for t in one) for one in orders}) == 3
-    )
+    assert given.total == 240 and plan(tmp_path, rounds=3).order_tasks(2) == given.tasks
+    orders = [given.order_tasks(number) for number in range(3)]
+    assert orders[0] == plan(tmp_path, seed=1).order_tasks() and len({tuple(t.id for t in one) for one in orders}) == 3
     first, later = (given.rollout_spec(given.tasks[0], 3, "b", 1, number) for number in (0, 2))
     assert (first.group, later.group, later.rollout) == ("b.t0", "b.t0@2", "b.t0@2.3")
     assert first.session["sampling"]["seed"] != later.session["sampling"]["seed"]

@@ -14,7 +14,7 @@ from tests.batch.kit import Unsteady
 from tests.batch.test_batch import Stage, staged
 from tests.speed import scaled
 from turngate.errors import SandboxError
-from turngate.rollout import batch
+from turngate.rollout import retry_listener
 from turngate.rollout.batch import run_batch
 from turngate.rollout.concurrency import Bounds
 from turngate.rollout.ledger import FinishedRollout, Ledger, LedgerEntry, ReopenedRollout, read_ledger
@@ -33,7 +33,7 @@ OWN = {"x-turngate-page": "1"}
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch that is slow to answer is not taken for one that does not."""
     monkeypatch.setattr(rollout, "_ANSWER_S", scaled(4.0))
-    monkeypatch.setattr(batch, "_SOON_S", scaled(2.0))
+    monkeypatch.setattr(retry_listener, "_REPLY_S", scaled(2.0))
 
 
 class Once(Unsteady):
@@ -147,7 +147,7 @@ async def test_who_cancels_one_may_ask_for_it_at_once() -> None:
 
 
 async def test_a_wish_that_comes_before_the_ledger_has_the_end_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch, "_SOON_S", 0.0)
+    monkeypatch.setattr(retry_listener, "_REPLY_S", 0.0)
     written, append = threading.Event(), Ledger._append
 
     def slowly(self: Ledger, data: bytes) -> None:

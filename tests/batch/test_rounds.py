@@ -160,9 +160,7 @@ async def test_a_policy_that_moves_on_makes_the_gateway_cancel_and_the_runner_ru
 
 
 async def test_a_stale_rollout_is_run_again_though_it_had_met_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "turngate.rollout.rollout._AFTER_LIMIT_S", paced(0.5)
-    )  # for the agent to end, which it does not
+    monkeypatch.setattr("turngate.rollout.agent_run.GRACE_S", paced(0.5))  # for the agent to end, which it does not
     twice = AGENT.replace("with socket", "for _ in range(2):\n  with socket").replace("sys.exit(1)", "pass")
     async with staged() as stage:
         async with await Feed.open(stage.client, "train", FeedConfig(n=1, max_staleness=0)):
@@ -235,14 +233,14 @@ async def test_winding_up_ends_agents_and_grades_what_others_have_left(monkeypat
     grading, go = asyncio.Event(), asyncio.Event()
     import turngate.rollout.rollout as one
 
-    real = one.graded
+    real = one.grade_with_retries
 
     async def slow(*given: Any) -> Any:
         grading.set()
         await go.wait()
         return await real(*given)
 
-    monkeypatch.setattr(one, "graded", slow)
+    monkeypatch.setattr(one, "grade_with_retries", slow)
     async with staged() as stage:
         wanted = stage.plan("well-0", "hang-0", "well-1", n=1, bounds=Bounds(running=1, warm=0, grading=1))
         batch = stage.batch(wanted)

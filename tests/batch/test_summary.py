@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from turngate.rollout.ledger import FinishedRollout
-from turngate.rollout.plot import lines, panels, svg
+from turngate.rollout.plot import build_panels, render_lines, render_svg
 from turngate.rollout.summary import build_histogram, pass_at_k, summarize
 
 
@@ -126,7 +126,7 @@ def test_the_picture_is_well_formed_whatever_a_task_is_called() -> None:
         done("a<b>&\"'", n, float(n % 2), seconds={"agent": 1.0}, turns=n, sampled_tokens=n * 100) for n in range(8)
     ]
     summary = summarize("<batch>", ["a<b>&\"'"], 8, found)
-    root = ET.fromstring(svg(summary, found))
+    root = ET.fromstring(render_svg(summary, found))
     said = " ".join(text.text or "" for text in root.iter("{http://www.w3.org/2000/svg}text"))
     for wanted in ("<batch>", "mean reward 0.500", "pass@k", "k = 8", "100.0%", "turns per rollout", "agent", "1.00 s"):
         assert wanted in said
@@ -135,12 +135,12 @@ def test_the_picture_is_well_formed_whatever_a_task_is_called() -> None:
 
 def test_a_batch_of_nothing_has_a_picture_too() -> None:
     summary = summarize("b", ["a"], 2, [])
-    assert "no rewards" in svg(summary, [])
-    ET.fromstring(svg(summary, []))
-    assert lines(panels(summary, [])[0]) == ["rewards: nothing to show"]
+    assert "no rewards" in render_svg(summary, [])
+    ET.fromstring(render_svg(summary, []))
+    assert render_lines(build_panels(summary, [])[0]) == ["rewards: nothing to show"]
 
 
 def test_bars_are_as_long_as_what_they_show() -> None:
     found = [done("a", n, 1.0 if n else 0.0) for n in range(5)]
-    rewards = lines(panels(summarize("b", ["a"], 5, found), found)[0], width=8)
+    rewards = render_lines(build_panels(summarize("b", ["a"], 5, found), found)[0], width=8)
     assert rewards[1].endswith("██ 1") and rewards[-1].endswith("████████ 4")

@@ -44,14 +44,12 @@ async def test_nothing_is_left_of_a_rollout_that_is_cancelled(where: str, late: 
                 asked.append(asyncio.get_running_loop().call_later(late, running.cancel))
 
         def left() -> list[asyncio.Task[Any]]:
-            return [
-                task for task in asyncio.all_tasks() - before if "Rollout" in repr(task) or "connector" in repr(task)
-            ]
+            return [task for task in asyncio.all_tasks() - before if "turngate/rollout" in repr(task)]
 
         asked: list[Any] = []
         program = PROGRAM.replace("sleep 1", "sleep 3600") if where == "agent" else PROGRAM
         task = Task(
-            id="t", instruction=stage.rollout(program)._order.task.instruction, files=tmp_path, setup="sleep 0.1"
+            id="t", instruction=stage.rollout(program)._spec.task.instruction, files=tmp_path, setup="sleep 0.1"
         )
         rollout = stage.rollout(task=task, watch=watch)
         running = asyncio.create_task(rollout.run())
@@ -133,8 +131,9 @@ async def test_a_session_whose_opening_was_never_answered_is_ended_too() -> None
 
 
 async def test_a_gateway_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one, "_END_S", 0.3)
-    monkeypatch.setattr(one, "_SUM_S", 3600.0)  # is for rollouts that were not cancelled
+    monkeypatch.setattr("turngate.rollout.session.END_S", 0.3)
+    monkeypatch.setattr(one, "_QUICK_COUNT_S", 0.3)
+    monkeypatch.setattr(one, "_COUNT_S", 3600.0)  # is for rollouts that were not cancelled
     async with staged() as stage:
 
         class Hanging(GatewayClient):

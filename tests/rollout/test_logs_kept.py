@@ -9,7 +9,7 @@ import pytest
 
 from tests.kit import say
 from tests.rollout.kit import staged
-from tests.rollout.test_judge import asked
+from tests.rollout.test_grading import asked
 from tests.server.test_page import entered, told
 
 pytestmark = pytest.mark.process

@@ -22,7 +22,7 @@ from tests.speed import paced, scaled
 from turngate.client.gateway import GatewayClient
 from turngate.engines.scripted import Turn
 from turngate.errors import SandboxError
-from turngate.rollout import rollout as one
+from turngate.rollout import stages
 from turngate.rollout.connection import GatewayConnector
 from turngate.rollout.outcome import Outcome, RolloutProgress
 from turngate.sandboxes.base import SandboxSpec
@@ -160,7 +160,7 @@ async def test_an_agent_that_meets_the_limit_of_tokens(stage: Stage) -> None:
 
 
 async def test_an_agent_that_does_not_heed_the_limit_is_ended(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one, "_AFTER_LIMIT_S", 0.3)
+    monkeypatch.setattr("turngate.rollout.agent_run.GRACE_S", 0.3)
     outcome = await stage.run('while True:\n    ask("Hi")\n    time.sleep(0.05)', session={"limits": {"turns": 1}})
     assert (outcome.status, outcome.stop, outcome.exit_code, outcome.turns) == ("limit", "turns", None, 1)
 
@@ -316,7 +316,7 @@ async def test_a_folder_for_results_that_cannot_be_written(stage: Stage, tmp_pat
 
 
 async def test_a_stage_that_takes_too_long(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one, "_LIMITS", {**one._LIMITS, "files": 0.2})
+    monkeypatch.setattr(stages, "LIMITS_S", {**stages.LIMITS_S, "files": 0.2})
 
     class Slow(LocalBackend):
         async def create(self, spec: SandboxSpec) -> Any:
@@ -393,7 +393,7 @@ async def test_a_server_that_is_no_gateway(stage: Stage) -> None:
 
 async def test_a_gateway_that_goes_away_for_good(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rollout ends and says so; its trace is where the gateway left it."""
-    monkeypatch.setattr(one, "_BACK_S", 0.5)
+    monkeypatch.setattr("turngate.rollout.session.RESTART_S", 0.5)
 
     class Leaving(GatewayClient):
         async def _ask(self, method: str, path: str, body: Any = None, **how: Any) -> Any:

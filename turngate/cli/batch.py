@@ -38,7 +38,8 @@ from turngate.rollout import plot
 from turngate.rollout.batch import Batch, BatchResult
 from turngate.rollout.concurrency import Bounds, SlotState
 from turngate.rollout.connection import GatewayConnector
-from turngate.rollout.ledger import LEDGER_NAME, ROLLOUT_CLASSES
+from turngate.rollout.ledger import LEDGER_NAME
+from turngate.rollout.outcome import ROLLOUT_CLASSES
 from turngate.rollout.plan import BatchPlan
 from turngate.rollout.progress import BatchProgress
 from turngate.rollout.summary import GroupStats, RolloutStats, Summary
@@ -215,7 +216,7 @@ def _write_files(result: BatchResult, console: Console) -> list[str]:
     """Write the summary and the plot. Returns a line per file; a failure is printed and does not fail the batch."""
     files: dict[str, bytes] = {
         "summary.json": msgspec.json.format(msgspec.json.encode(result.summary)),
-        "plot.svg": plot.svg(result.summary, result.finished).encode("utf-8", "backslashreplace"),
+        "plot.svg": plot.render_svg(result.summary, result.finished).encode("utf-8", "backslashreplace"),
     }
     lines = []
     for name, data in files.items():
@@ -308,8 +309,8 @@ def print_result(result: BatchResult, console: Console) -> None:
         console, "incomplete (fewer rewards than rollouts)", summary.shrunken, lambda g: f"{g.graded} of {g.wanted}"
     )
     console.print()
-    for panel in plot.panels(summary, result.finished):
-        head, *bars = plot.lines(panel)
+    for panel in plot.build_panels(summary, result.finished):
+        head, *bars = plot.render_lines(panel)
         say(console, head, "bold")
         for line in bars:
             say(console, line)

@@ -23,3 +23,11 @@ async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
             task.exception()  # mark it as retrieved
         raise asyncio.CancelledError
     return task.result()
+
+
+async def wait_for_tasks(*tasks: asyncio.Future[Any]) -> None:
+    """Wait until all have ended, and mark their exceptions as retrieved."""
+    await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()

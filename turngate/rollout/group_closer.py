@@ -1,6 +1,6 @@
-"""Which groups of a batch are complete, and that the gateway is told so: trainers that follow it wait for no more rollouts of those.
+"""Close the groups of a batch at the gateway as soon as they are complete, so that no trainer waits for more rollouts.
 
-Owned by `batch.py`. A group that is closed twice is closed once, so a batch that is taken up again tells of all that are complete.
+Closing a group twice is the same as closing it once, so a resumed batch closes all complete groups again.
 """
 
 from __future__ import annotations
@@ -13,76 +13,76 @@ from turngate.client.gateway import GatewayClient, GatewayUnreachable
 from turngate.errors import TurngateError
 from turngate.rollout.ledger import FinishedRollout
 
-_AGAIN_S = 0.5  # between two tries, while the gateway does not answer
+_RETRY_S = 0.5  # between two tries, while the gateway does not answer
 RECORDED_CLASSES = ("graded", "agent failed", "invalid task")  # the gateway has their outcome, and it counts in a group
 
 
 class GroupCloser:
-    """Of one batch. `run` is a task for as long as it goes on; nobody else waits for the gateway. `refused` is told where the gateway
-    does not take it, and nothing is to be gained by asking again."""
+    """Closes the groups of one batch in the background: start `run` as a task. `on_rejected` is called with the reason if the gateway
+    refuses to close a group."""
 
-    def __init__(self, gateway: GatewayClient, n: int, refused: Callable[[str], None]) -> None:
+    def __init__(self, gateway: GatewayClient, n: int, on_rejected: Callable[[str], None]) -> None:
         self._gateway = gateway
         self._n = n
-        self._refused = refused
-        self._finished: defaultdict[str, list[bool]] = defaultdict(list)  # by group, whether each is heard of
-        self._closed: dict[str, list[bool]] = {}  # likewise, of those that are complete
-        self._complete: asyncio.Queue[str] = asyncio.Queue()
-        self.empty_groups = 0  # groups that are complete, and of which no trainer will hear
+        self._on_rejected = on_rejected
+        self._incomplete: defaultdict[str, list[bool]] = defaultdict(list)  # by group: whether each member is recorded
+        self._closed: dict[str, list[bool]] = {}  # likewise
+        self._queue: asyncio.Queue[str] = asyncio.Queue()
+        self.empty_groups = 0  # complete groups without a recorded member: no trainer will see them
         self.empty_group_added = asyncio.Event()
 
-    def finished(self, one: FinishedRollout) -> None:
-        """One rollout is, for good, whatever came of it."""
-        group = _group_name(one)
-        members = self._finished[group]
-        members.append(_is_recorded(one))
+    def add(self, finished: FinishedRollout) -> None:
+        """Count a finished rollout, whatever its class."""
+        group = _group_name(finished)
+        members = self._incomplete[group]
+        members.append(_is_recorded(finished))
         if len(members) < self._n:
             return
-        self._closed[group] = self._finished.pop(group)
-        self._complete.put_nowait(group)
+        self._closed[group] = self._incomplete.pop(group)
+        self._queue.put_nowait(group)
         if not any(members):
             self.empty_groups += 1
             self.empty_group_added.set()
 
-    def reopened(self, one: FinishedRollout) -> None:
-        """One that was finished is to be done again. What its group has by then is told when it is complete once more."""
-        group = _group_name(one)
+    def reopen(self, finished: FinishedRollout) -> None:
+        """Take back a finished rollout that runs again. Its group is closed again when it is complete once more."""
+        group = _group_name(finished)
         members = self._closed.pop(group, None)
         if members is not None:
-            self._finished[group] = members
+            self._incomplete[group] = members
             self.empty_groups -= not any(members)
-        self._finished[group].remove(_is_recorded(one))
+        self._incomplete[group].remove(_is_recorded(finished))
 
     async def run(self) -> None:
         while True:
-            group = await self._complete.get()
+            group = await self._queue.get()
             await self._close(group)
-            self._complete.task_done()
+            self._queue.task_done()
 
     async def flush(self, limit_s: float) -> bool:
-        """Whether the gateway knows of all that are complete, within so many seconds."""
+        """Wait until all complete groups are closed. Returns False if that takes too long."""
         try:
             async with asyncio.timeout(limit_s):
-                await self._complete.join()
+                await self._queue.join()
         except TimeoutError:
             return False
         return True
 
     async def _close(self, group: str) -> None:
-        """A gateway that is being started again, or cannot write for now, is waited for."""
+        """Wait for a gateway that is restarting or cannot write for now."""
         while True:
             try:
                 return await self._gateway.close_group(group)
             except GatewayUnreachable:
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(_RETRY_S)
             except TurngateError as error:
-                self._refused(f"the gateway does not take it that group {group} is complete: {error.message}")
+                self._on_rejected(f"the gateway rejected closing group {group}: {error.message}")
                 return None
 
 
-def _group_name(one: FinishedRollout) -> str:
-    return one.rollout.rpartition(".")[0]
+def _group_name(finished: FinishedRollout) -> str:
+    return finished.rollout.rpartition(".")[0]
 
 
-def _is_recorded(one: FinishedRollout) -> bool:
-    return bool(one.session) and one.kind in RECORDED_CLASSES
+def _is_recorded(finished: FinishedRollout) -> bool:
+    return bool(finished.session) and finished.kind in RECORDED_CLASSES

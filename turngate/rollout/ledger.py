@@ -28,27 +28,14 @@ from typing import Literal
 import msgspec
 
 from turngate.errors import Boundary, ConfigError, TurngateError
-from turngate.rollout.outcome import Status
-from turngate.store.outcomes import OutcomeClass, RecordedOutcome
+from turngate.rollout.outcome import RolloutClass, Status
+from turngate.store.outcomes import RecordedOutcome
 from turngate.trace.pass_at_k import has_passed
 
 LEDGER_NAME = "ledger.jsonl"
 RESERVE_NAME = "ledger.reserve"
 _RESERVED = 1_000_000  # bytes: room for the last lines of some thousand rollouts
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-
-# `not graded`: the task has no grader; `cancelled`: somebody ended its session at the gateway; `stale`: the gateway itself did, because
-# the policy had moved on too far for it to be trained.
-RolloutClass = OutcomeClass | Literal["not graded", "cancelled", "stale"]
-ROLLOUT_CLASSES: tuple[RolloutClass, ...] = (
-    "graded",
-    "agent failed",
-    "invalid task",
-    "infrastructure fault",
-    "not graded",
-    "cancelled",
-    "stale",
-)
 
 
 class LedgerHeader(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
@@ -144,7 +131,7 @@ class LedgerState(msgspec.Struct):
     faults: dict[str, int] = {}  # attempts that failed by no fault of the agent's
     stale: dict[str, int] = {}  # attempts that the gateway cancelled because the policy moved on
 
-    def take(self, entry: LedgerEntry) -> None:
+    def apply(self, entry: LedgerEntry) -> None:
         match entry:
             case LedgerHeader():
                 self.head = entry
@@ -172,9 +159,9 @@ class LedgerState(msgspec.Struct):
 class Ledger:
     """Made by `opened`. `known` is what is surely on the disk."""
 
-    def __init__(self, folder: Path, fd: int, known: LedgerState, size: int) -> None:
+    def __init__(self, folder: Path, fd: int, state: LedgerState, size: int) -> None:
         self.folder = folder
-        self.known = known
+        self.state = state
         self.full = False  # the disk was: the reserve is in use
         self._fd = fd
         self._size = size
@@ -237,7 +224,7 @@ class Ledger:
                         done.exception()  # whoever was cancelled while he waited does not ask
                 continue
             for entry, done in batch:
-                self.known.take(entry)
+                self.state.apply(entry)
                 if not done.done():
                     done.set_result(None)
 
@@ -317,7 +304,7 @@ def _parse_ledger(data: bytes, path: Path) -> LedgerState:
     decode = msgspec.json.Decoder(LedgerEntry).decode
     for number, line in enumerate(data.splitlines(), 1):
         try:
-            known.take(decode(line))
+            known.apply(decode(line))
         except msgspec.MsgspecError as error:
             raise LedgerError(f"{path}: line {number} is no line of a ledger: {error}", param="out") from None
     if data and known.head is None:

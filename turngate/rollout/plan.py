@@ -119,7 +119,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
         """The same for the same batch: a folder's name, where nobody chose another."""
         return _digest([self.terms(), self.digests()])[:12]
 
-    def ordered_tasks(self, round: int = 0) -> tuple[Task, ...]:
+    def order_tasks(self, round: int = 0) -> tuple[Task, ...]:
         """Group after group, so that the first are complete early. With a seed in an order of its own, each round another."""
         if self.seed is None:
             return self.tasks

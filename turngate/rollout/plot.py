@@ -35,18 +35,18 @@ class Panel(msgspec.Struct, frozen=True):
     whole: float | None = None  # what a full bar stands for; None: the largest
 
 
-def panels(summary: Summary, finished: Iterable[FinishedRollout]) -> tuple[Panel, ...]:
+def build_panels(summary: Summary, finished: Iterable[FinishedRollout]) -> tuple[Panel, ...]:
     ran = [one for one in finished if "agent" in one.seconds]
     return (
-        _rewards(summary),
-        _pass_at(summary),
-        _spread("turns per rollout", [one.turns for one in ran], _BAR),
-        _spread("sampled tokens per rollout", [one.sampled_tokens for one in ran], _SECOND),
-        _stages(summary),
+        _build_rewards(summary),
+        _build_pass_at(summary),
+        _build_histogram("turns per rollout", [one.turns for one in ran], _BAR),
+        _build_histogram("sampled tokens per rollout", [one.sampled_tokens for one in ran], _SECOND),
+        _build_stages(summary),
     )
 
 
-def _rewards(summary: Summary) -> Panel:
+def _build_rewards(summary: Summary) -> Panel:
     unknown = summary.overall.finished - summary.overall.graded
     note = f"{unknown} without a reward are not shown" if unknown else ""
     bars = (
@@ -56,7 +56,7 @@ def _rewards(summary: Summary) -> Panel:
     return Panel("rewards", tuple(bars), note)
 
 
-def _pass_at(summary: Summary) -> Panel:
+def _build_pass_at(summary: Summary) -> Panel:
     tasks = len(summary.tasks)
     fewer = [p.k for p in summary.overall.pass_at if p.tasks < tasks]
     note = f"from k = {fewer[0]} on not over all {tasks} tasks" if fewer else ""
@@ -64,7 +64,7 @@ def _pass_at(summary: Summary) -> Panel:
     return Panel("pass@k", bars, note, whole=1.0)
 
 
-def _spread(title: str, values: Sequence[int], colour: str) -> Panel:
+def _build_histogram(title: str, values: Sequence[int], colour: str) -> Panel:
     """How many rollouts have how much of something."""
     if not values:
         return Panel(title, ())
@@ -80,7 +80,7 @@ def _spread(title: str, values: Sequence[int], colour: str) -> Panel:
     return Panel(title, tuple(bars))
 
 
-def _stages(summary: Summary) -> Panel:
+def _build_stages(summary: Summary) -> Panel:
     spent = summary.overall.stages
     bars = tuple(Bar(stage, s, f"{s:.2f} s", _COLOURS[PHASES[stage]]) for stage, s in spent.items())
     return Panel("mean seconds per stage", bars)
@@ -89,17 +89,17 @@ def _stages(summary: Summary) -> Panel:
 # ── for a terminal ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def lines(panel: Panel, width: int = 40) -> list[str]:
+def render_lines(panel: Panel, width: int = 40) -> list[str]:
     """One line per bar, in eighths of a character."""
     if not panel.bars:
         return [f"{panel.title}: nothing to show"]
     label = max(len(bar.label) for bar in panel.bars)
     most = panel.whole or max(bar.value for bar in panel.bars) or 1.0
     head = panel.title + (f"  ({panel.note})" if panel.note else "")
-    return [head, *(f"  {b.label:>{label}}  {_filled(b.value / most, width)} {b.shown}" for b in panel.bars)]
+    return [head, *(f"  {b.label:>{label}}  {_render_bar(b.value / most, width)} {b.shown}" for b in panel.bars)]
 
 
-def _filled(share: float, width: int) -> str:
+def _render_bar(share: float, width: int) -> str:
     eighths = round(share * width * 8)
     full, rest = divmod(eighths, 8)
     return "█" * full + (_BLOCKS[rest - 1] if rest else "")
@@ -108,19 +108,19 @@ def _filled(share: float, width: int) -> str:
 # ── as a file ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def svg(summary: Summary, finished: Iterable[FinishedRollout]) -> str:
+def render_svg(summary: Summary, finished: Iterable[FinishedRollout]) -> str:
     """One picture of all. Text is text, so that it can be read and searched; names that others chose are escaped."""
-    rewards, passes, turns, tokens, stages = panels(summary, finished)
+    rewards, passes, turns, tokens, stages = build_panels(summary, finished)
     overall = summary.overall
     mean = "no rewards" if overall.mean_reward is None else f"mean reward {overall.mean_reward:.3f}"
     title = f"batch {summary.batch}: {overall.finished} of {overall.wanted} rollouts, {overall.graded} graded, {mean}"
     body = [
-        _text(20, 30, title, size=16, weight="bold"),
-        _drawn(rewards, 20, 50, _PANEL_W, _PANEL_H),
-        _curve(passes, 460, 50, _PANEL_W, _PANEL_H),
-        _drawn(turns, 20, 350, _PANEL_W // 2 - 5, _PANEL_H - 20),
-        _drawn(tokens, 20 + _PANEL_W // 2 + 5, 350, _PANEL_W // 2 - 5, _PANEL_H - 20),
-        _drawn(stages, 460, 350, _PANEL_W, _PANEL_H - 20),
+        _render_text(20, 30, title, size=16, weight="bold"),
+        _render_bars(rewards, 20, 50, _PANEL_W, _PANEL_H),
+        _render_curve(passes, 460, 50, _PANEL_W, _PANEL_H),
+        _render_bars(turns, 20, 350, _PANEL_W // 2 - 5, _PANEL_H - 20),
+        _render_bars(tokens, 20 + _PANEL_W // 2 + 5, 350, _PANEL_W // 2 - 5, _PANEL_H - 20),
+        _render_bars(stages, 460, 350, _PANEL_W, _PANEL_H - 20),
     ]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
@@ -129,11 +129,11 @@ def svg(summary: Summary, finished: Iterable[FinishedRollout]) -> str:
     )
 
 
-def _drawn(panel: Panel, x: float, y: float, width: float, height: float) -> str:
+def _render_bars(panel: Panel, x: float, y: float, width: float, height: float) -> str:
     """Horizontal bars."""
-    parts = [_text(x, y + 14, panel.title, weight="bold")]
+    parts = [_render_text(x, y + 14, panel.title, weight="bold")]
     if panel.note or not panel.bars:
-        parts.append(_text(x, y + 30, panel.note or "nothing to show", colour=_SOFT, size=11))
+        parts.append(_render_text(x, y + 30, panel.note or "nothing to show", colour=_SOFT, size=11))
     if not panel.bars:
         return "\n".join(parts)
     top = y + 40
@@ -145,26 +145,26 @@ def _drawn(panel: Panel, x: float, y: float, width: float, height: float) -> str
     for n, bar in enumerate(panel.bars):
         at = top + n * step
         long = max(0.0, room * bar.value / most)
-        parts.append(_text(left - 6, at + step * 0.7, bar.label, size=10, anchor="end", colour=_SOFT))
+        parts.append(_render_text(left - 6, at + step * 0.7, bar.label, size=10, anchor="end", colour=_SOFT))
         parts.append(
             f'<rect x="{left:.1f}" y="{at + 1:.1f}" width="{long:.1f}" height="{step - 3:.1f}" fill="{bar.colour}"/>'
         )
-        parts.append(_text(left + long + 5, at + step * 0.7, bar.shown, size=10))
+        parts.append(_render_text(left + long + 5, at + step * 0.7, bar.shown, size=10))
     return "\n".join(parts)
 
 
-def _curve(panel: Panel, x: float, y: float, width: float, height: float) -> str:
+def _render_curve(panel: Panel, x: float, y: float, width: float, height: float) -> str:
     """A line from 0 to 1 over k."""
-    parts = [_text(x, y + 14, panel.title, weight="bold")]
+    parts = [_render_text(x, y + 14, panel.title, weight="bold")]
     if panel.note or not panel.bars:
-        parts.append(_text(x, y + 30, panel.note or "nothing to show", colour=_SOFT, size=11))
+        parts.append(_render_text(x, y + 30, panel.note or "nothing to show", colour=_SOFT, size=11))
     if not panel.bars:
         return "\n".join(parts)
     left, top, right, bottom = x + 40, y + 44, x + width - 20, y + height - 24
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         at = bottom - share * (bottom - top)
         parts.append(f'<path d="M{left:.1f} {at:.1f}H{right:.1f}" stroke="#e3e7ee"/>')
-        parts.append(_text(left - 6, at + 4, f"{share:.0%}", size=10, anchor="end", colour=_SOFT))
+        parts.append(_render_text(left - 6, at + 4, f"{share:.0%}", size=10, anchor="end", colour=_SOFT))
     count = len(panel.bars)
     places = [
         (left + (right - left) * (n / (count - 1) if count > 1 else 0.5), bottom - bar.value * (bottom - top))
@@ -176,12 +176,12 @@ def _curve(panel: Panel, x: float, y: float, width: float, height: float) -> str
     for n, ((px, py), bar) in enumerate(zip(places, panel.bars, strict=True)):
         parts.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3" fill="{_BAR}"/>')
         if n % every == 0 or n == count - 1:
-            parts.append(_text(px, bottom + 16, bar.label, size=10, anchor="middle", colour=_SOFT))
-            parts.append(_text(px, py - 8, bar.shown, size=10, anchor="middle"))
+            parts.append(_render_text(px, bottom + 16, bar.label, size=10, anchor="middle", colour=_SOFT))
+            parts.append(_render_text(px, py - 8, bar.shown, size=10, anchor="middle"))
     return "\n".join(parts)
 
 
-def _text(
+def _render_text(
     x: float, y: float, text: str, *, size: int = 13, anchor: str = "start", colour: str = _INK, weight: str = "normal"
 ) -> str:
     return (

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import msgspec
 
 from turngate.rollout.concurrency import SlotState
-from turngate.rollout.ledger import FinishedRollout, RolloutClass
+from turngate.rollout.ledger import FinishedRollout
+from turngate.rollout.outcome import RolloutClass
 
 _WINDOW_S = 30.0  # over which tokens per second are counted
 
@@ -48,7 +49,7 @@ class BatchProgress(msgspec.Struct, kw_only=True):
             self.reward -= one.reward
             self.passed -= bool(one.passed)
 
-    def sampled(self, tokens: int) -> None:
+    def add_tokens(self, tokens: int) -> None:
         self.sampled_tokens += tokens
         now = time.monotonic()
         self.recent.append((now, tokens))

@@ -1,12 +1,14 @@
-"""Wishes for another attempt of a rollout, as a batch reads them from its stream of events and answers them there. `batch.py` decides.
+"""Requests to try a rollout again, and the replies to them, in the event stream of a batch.
 
-The gateway's page puts a wish into the stream (`retry`), whether or not somebody runs the batch. The answer is a `note` with the wish's
-place in the stream: granted, refused, or put off. A wish without a yes or no is still to be answered, by this run or a later one.
+The gateway's page adds a request (`retry`) to the stream, whether or not the batch is running. The reply is a `note` with the request's
+position in the stream: accepted, rejected, or postponed. A request that is neither accepted nor rejected is still open, for this run
+of the batch or a later one.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import NamedTuple
 
 import msgspec
 
@@ -16,48 +18,55 @@ from turngate.rollout.plan import batch_stream
 from turngate.types import Json
 
 
+class RetryReply(NamedTuple):
+    taken: bool | None  # None: postponed
+    message: str
+
+
 class RetryRequest(msgspec.Struct, frozen=True):
-    """Somebody wants a rollout to be tried again, after the attempt that was its last."""
+    """Somebody wants a rollout to be tried again after its last attempt."""
 
     rollout: str
-    attempt: int
+    attempt: int  # the last one
 
-    def granted(self) -> tuple[bool, str]:
-        return True, f"it is tried again, as attempt {self.attempt + 1}"
+    def accept(self) -> RetryReply:
+        return RetryReply(True, f"it is tried again, as attempt {self.attempt + 1}")
 
 
 def parse_request(event: Json) -> RetryRequest | None:
-    """The wish that an event is."""
+    """Read the request in an event, if it is one."""
     if event["kind"] != "retry":
         return None
     try:
         return msgspec.convert(event["data"], RetryRequest)
-    except msgspec.ValidationError:  # of somebody else's making
+    except msgspec.ValidationError:  # not one of ours
         return None
 
 
 async def read_pending(gateway: GatewayClient, batch: str) -> tuple[dict[int, RetryRequest], int]:
-    """The wishes that nobody has said yes or no to, by their place in the stream; and how far that was read. To read only a part would
-    be to act on one that was refused."""
-    found: dict[int, RetryRequest] = {}
-    heard = 0
+    """Read the open requests by their position in the stream, and the position of the last event.
+
+    The whole stream is read: in a part of it, a rejected request would look open."""
+    pending: dict[int, RetryRequest] = {}
+    last = 0
     async for event in gateway.events(batch_stream(batch), wait=False):
-        heard = event["seq"]
-        if (wish := parse_request(event)) is not None:
-            found[heard] = wish
+        last = event["seq"]
+        if (request := parse_request(event)) is not None:
+            pending[last] = request
         elif (answered := _parse_reply(event)) is not None:
-            found.pop(answered, None)
-    return found, heard
+            pending.pop(answered, None)
+    return pending, last
 
 
-async def send_reply(gateway: GatewayClient, batch: str, seq: int, taken: bool | None, message: str) -> None:
-    """`taken`: None puts it off. Where the gateway cannot be told, the wish is still there, unanswered."""
+async def send_reply(gateway: GatewayClient, batch: str, seq: int, reply: RetryReply) -> None:
+    """Reply to a request. If the gateway does not answer, the request stays open."""
     with suppress(TurngateError):
-        await gateway.announce(batch_stream(batch), "note", {"retry": seq, "taken": taken, "message": message})
+        data = {"retry": seq, "taken": reply.taken, "message": reply.message}
+        await gateway.announce(batch_stream(batch), "note", data)
 
 
 def _parse_reply(event: Json) -> int | None:
-    """The wish that was granted or refused. What was put off is still to be answered."""
+    """Return the position of the request that an event accepts or rejects. A postponed request is still open."""
     data = event["data"] if event["kind"] == "note" else {}
     seq = data.get("retry")
     return seq if isinstance(seq, int) and isinstance(data.get("taken"), bool) else None

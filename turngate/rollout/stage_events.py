@@ -1,43 +1,64 @@
-"""A rollout's stages, told to the gateway, so that they stand in one stream with its turns. In order, and without anybody waiting."""
+"""Send the stages of a rollout to the gateway, so that they are in one event stream with its turns."""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import AbstractAsyncContextManager, suppress
 from types import TracebackType
+from typing import Literal
 
 from turngate.client.gateway import GatewayClient
 from turngate.errors import TurngateError
+from turngate.rollout.outcome import Outcome, Stage
 from turngate.types import Json
 
-_FLUSH_S = 5.0  # for what is still to be told when the rollout ends
+_FLUSH_S = 5.0  # to send the last events when the rollout ends
+_MAX_CHARS = 2000  # of a text in an event
+_FIRST: Stage = "sandbox"
 
 
 class StageEvents(AbstractAsyncContextManager["StageEvents"]):
-    """Of one rollout. What cannot be told is dropped: a stream that lacks a stage is no reason to lose a rollout."""
+    """Sends the events of one rollout in the background. An event that cannot be sent is dropped: it is not worth losing a rollout."""
 
-    def __init__(self, gateway: GatewayClient, session: str) -> None:
+    def __init__(self, gateway: GatewayClient, session: str, batch: str = "") -> None:
         self._gateway = gateway
         self._session = session
-        self._waiting: asyncio.Queue[tuple[str, dict[str, Json]] | None] = asyncio.Queue()
+        self._batch = batch
+        self._queue: asyncio.Queue[dict[str, Json] | None] = asyncio.Queue()
         self._sending: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> StageEvents:
-        self._sending = asyncio.create_task(self._send())
+        self._sending = asyncio.create_task(self._send_all())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._sending is not None
-        self._waiting.put_nowait(None)
+        self._queue.put_nowait(None)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._sending, _FLUSH_S)
 
-    def say(self, kind: str, data: dict[str, Json]) -> None:
-        self._waiting.put_nowait((kind, data))
+    def send(self, stage: Stage | Literal["done"], outcome: Outcome) -> None:
+        self._queue.put_nowait(_build_event(stage, outcome, self._batch))
 
-    async def _send(self) -> None:
-        while (said := await self._waiting.get()) is not None:
+    async def _send_all(self) -> None:
+        while (data := await self._queue.get()) is not None:
             with suppress(TurngateError):
-                await self._gateway.announce(self._session, *said)
+                await self._gateway.announce(self._session, "stage", data)
+
+
+def _build_event(stage: Stage | Literal["done"], outcome: Outcome, batch: str) -> dict[str, Json]:
+    """The last event holds the outcome. Agents cannot read this stream."""
+    event: dict[str, Json] = {"stage": stage, "rollout": outcome.rollout, "attempt": outcome.attempt}
+    if stage == _FIRST:  # there is no session yet whose metadata would say so
+        about = {"task": outcome.task, "group": outcome.group, "agent": outcome.agent, "model": outcome.model}
+        about |= {"batch": batch}
+        return {**event, **{name: value[:_MAX_CHARS] for name, value in about.items()}}
+    if stage != "done":
+        return event
+    event |= {"status": outcome.status, "class": outcome.kind, "reward": outcome.reward}
+    if (fault := outcome.fault) is not None:  # there may be no session whose outcome would say so
+        event["fault"] = {"stage": fault.stage, "boundary": fault.boundary}
+        event["message"] = fault.message[:_MAX_CHARS]
+    return event

@@ -12,8 +12,8 @@ from statistics import fmean
 
 import msgspec
 
-from turngate.rollout.ledger import ROLLOUT_CLASSES, FinishedRollout, RolloutClass
-from turngate.rollout.outcome import Phase
+from turngate.rollout.ledger import FinishedRollout
+from turngate.rollout.outcome import ROLLOUT_CLASSES, Phase, RolloutClass
 from turngate.trace.pass_at_k import pass_at_k as pass_at_k
 
 PHASES: Mapping[str, Phase] = {

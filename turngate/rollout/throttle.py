@@ -15,7 +15,7 @@ from turngate.errors import ConfigError
 Throttle = Callable[[int], Awaitable[None]]  # returns when the group may begin
 
 
-async def unthrottled(number: int) -> None:
+async def no_throttle(number: int) -> None:
     """The pace of a batch that nobody has to keep up with."""
 
 

@@ -38,9 +38,9 @@ def _compare_files(transcript: Transcript, folder: Path, trace: Json) -> tuple[i
     written = len(found.main) + sum(map(len, found.subagents))
     if written > len(trace["nodes"]) + _TOO_MANY:
         return written, [f"the transcript tells of {written} turns, far more than were made"]
-    main = _recorded_turns(trace, "main")
+    main = _list_turns(trace, "main")
     # Some agents write their own summaries down as turns, and all of them what they were told at the end.
-    side = [*_recorded_turns(trace, "side"), TranscriptTurn(text=limit_message(trace["stop"]))]
+    side = [*_list_turns(trace, "side"), TranscriptTurn(text=limit_message(trace["stop"]))]
     told = [
         _format_difference("main", d) for d in compare_turns(found.main, main, side=side, fills_in=transcript.fills_in)
     ]
@@ -54,7 +54,7 @@ def _compare_files(transcript: Transcript, folder: Path, trace: Json) -> tuple[i
 
 def _compare_subagents(written: Sequence[Sequence[TranscriptTurn]], trace: Json, *, fills_in: bool) -> list[Difference]:
     """Sub-agents run side by side, and name themselves as they like: which of them is which is known by what they said."""
-    recorded = _recorded_conversations(trace, "subagent")
+    recorded = _group_conversations(trace, "subagent")
     told: list[Difference] = []
     for turns in written:
         compared = [compare_turns(turns, other, fills_in=fills_in) for other in recorded]
@@ -67,7 +67,7 @@ def _compare_subagents(written: Sequence[Sequence[TranscriptTurn]], trace: Json,
     return told + [difference for rest in recorded for difference in compare_turns((), rest)]
 
 
-def _recorded_conversations(trace: Json, role: str) -> list[list[TranscriptTurn]]:
+def _group_conversations(trace: Json, role: str) -> list[list[TranscriptTurn]]:
     """The turns of that role by the conversation that they belong to: as the agent's program names it, or by where it begins."""
     nodes = {node["id"]: node for node in trace["nodes"]}
     found: dict[str, list[TranscriptTurn]] = {}
@@ -80,7 +80,7 @@ def _recorded_conversations(trace: Json, role: str) -> list[list[TranscriptTurn]
     return list(found.values())
 
 
-def _recorded_turns(trace: Json, role: str) -> list[TranscriptTurn]:
+def _list_turns(trace: Json, role: str) -> list[TranscriptTurn]:
     """What was sampled and delivered in that role, in order."""
     return [
         _turn_from_node(node)

@@ -26,7 +26,7 @@ from turngate.rollout.batch import Batch, BatchResult
 from turngate.rollout.concurrency import Bounds
 from turngate.rollout.connection import GatewayConnector
 from turngate.rollout.plan import BatchPlan
-from turngate.rollout.throttle import TrainerThrottle, unthrottled
+from turngate.rollout.throttle import TrainerThrottle, no_throttle
 from turngate.sandboxes import get_backend
 
 HERE = Path(__file__).parent
@@ -95,7 +95,7 @@ async def rolled(orders: Orders) -> BatchResult:
 async def _run(orders: Orders, plan: BatchPlan) -> BatchResult:
     async with GatewayClient(orders.url, orders.key) as gateway, GatewayConnector(gateway.url) as connector:
         ahead = TrainerThrottle(orders.ahead) if orders.feed else None
-        batch = Batch(plan, gateway, connector, throttle=ahead or unthrottled)
+        batch = Batch(plan, gateway, connector, throttle=ahead or no_throttle)
         running = asyncio.create_task(batch.run())
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
         following = asyncio.create_task(_follow(gateway, orders.feed, ahead)) if ahead else None

@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 
 import msgspec
 
-from turngate.rollout.plot import Bar, Panel, lines
+from turngate.rollout.plot import Bar, Panel, render_lines
 
 _WIDTH, _HEIGHT = 900, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 620, 70, 360
@@ -45,7 +45,7 @@ def curve(rewards: Sequence[float | None]) -> list[str]:
         Bar(f"step {n}", reward or 0.0, "not known" if reward is None else f"{reward:.2f}")
         for n, reward in enumerate(rewards, 1)
     )
-    return lines(Panel("mean reward of each step's rollouts", bars, whole=1.0))
+    return render_lines(Panel("mean reward of each step's rollouts", bars, whole=1.0))
 
 
 def svg(title: str, rewards: Sequence[float | None], compared: Sequence[Compared], note: str = "") -> str:

@@ -1,4 +1,4 @@
-"""From how a rollout ended to its class and reward: graded work, policies, and faults that never have a reward."""
+"""Whole rollouts, from how they end to their class and reward: graded work, policies, and faults that never have a reward."""
 
 from __future__ import annotations
 
@@ -17,12 +17,9 @@ from tests.rollout.kit import PRELUDE, Stage, staged
 from tests.sandboxes import kit as sandboxes
 from tests.speed import paced
 from turngate.engines.scripted import Turn
-from turngate.errors import Boundary
-from turngate.rollout import classify
-from turngate.rollout import rollout as one
-from turngate.rollout.classify import without_grading
-from turngate.rollout.outcome import Fault, Outcome
-from turngate.rollout.spec import EndAction, EndPolicy
+from turngate.rollout import grading
+from turngate.rollout.spec import EndPolicy
+from turngate.rollout.work import is_broken
 from turngate.sandboxes import posix
 from turngate.sandboxes.base import SandboxSpec
 from turngate.tasks.grading.types import Grade
@@ -49,57 +46,6 @@ def asked(folder: Path, program: str, test: str = IS_42, **more: Any) -> Task:
     tests.mkdir(exist_ok=True)
     (tests / "test.sh").write_text(test)
     return Task(id="forty-two", instruction=PRELUDE + program, grader=Script(files=tests), **more)
-
-
-def ended(status: Any = "finished", **facts: Any) -> Outcome:
-    return Outcome(
-        task="t",
-        agent="a",
-        version="",
-        sandbox="local",
-        model="m",
-        status=status,
-        **{"turns": 1, "exit_code": 0, **facts},
-    )
-
-
-# ── whose fault ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(
-    ("boundary", "kind"),
-    [
-        ("task", "invalid task"),
-        ("agent", "agent failed"),
-        ("sandbox", "infrastructure fault"),
-        ("engine", "infrastructure fault"),
-        ("store", "infrastructure fault"),
-        ("gateway", "infrastructure fault"),
-        ("config", "infrastructure fault"),
-    ],
-)
-def test_a_fault_has_a_class_and_no_reward(boundary: Boundary, kind: str) -> None:
-    everything: EndAction = "zero"
-    policy = EndPolicy(timed_out=everything, failed=everything, limit=everything)
-    found = without_grading(ended("error", fault=Fault("agent", boundary, "it broke")), policy)
-    assert found == Grade(kind=kind, reward=None, message="it broke")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("status", "field"), [("timed out", "timed_out"), ("failed", "failed"), ("limit", "limit")])
-def test_each_bad_end_has_a_policy_of_its_own(status: str, field: str) -> None:
-    outcome = ended(status, exit_code=3, stop="turns")
-    assert without_grading(outcome, EndPolicy()) is None
-    for choice, reward in (("exclude", None), ("zero", 0.0)):
-        found = without_grading(outcome, EndPolicy(**{field: choice}))  # type: ignore[arg-type]
-        assert found is not None and (found.kind, found.reward) == ("agent failed", reward)
-        others = {name: choice for name in ("timed_out", "failed", "limit") if name != field}
-        assert without_grading(outcome, EndPolicy(**others)) is None  # type: ignore[arg-type]
-
-
-def test_an_agent_that_never_spoke_to_its_model_has_no_reward() -> None:
-    found = without_grading(ended("failed", turns=0, exit_code=127), EndPolicy(failed="zero"))
-    assert found is not None and (found.kind, found.reward) == ("agent failed", None)
-    assert "exit code 127 before its first turn" in found.message
 
 
 # ── whole rollouts ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -208,29 +154,12 @@ def test_only_time_in_which_a_call_waits_is_silence(monkeypatch: pytest.MonkeyPa
     assert later(9) == 0
 
 
-@pytest.mark.parametrize(
-    ("status", "ran_s", "unheard_s", "found"),
-    [
-        ("timed out", 600.0, 301.0, "error"),
-        ("timed out", 600.0, 299.0, "timed out"),
-        ("failed", 100.0, 90.0, "error"),
-        ("failed", 10.0, 9.0, "failed"),  # it hardly waited
-        ("finished", 100.0, 90.0, "finished"),
-    ],
-)
-async def test_when_silence_is_to_blame(stage: Stage, status: Any, ran_s: float, unheard_s: float, found: str) -> None:
-    rollout = stage.rollout()
-    rollout.outcome.status, rollout._ran_s = status, ran_s
-    rollout._blame_silence(unheard_s)
-    assert rollout.outcome.status == found and (rollout.outcome.fault is not None) == (found == "error")
-
-
 async def test_a_grading_that_the_infrastructure_spoiled_is_tried_again(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(classify, "BACK_OFF_S", 0.01)
+    monkeypatch.setattr(grading, "BACKOFF_S", 0.01)
     tried: list[str] = []
-    real = classify.grade
+    real = grading.grade
 
     async def flaky(task: Task, work: Any, ground: Any) -> Grade:
         tried.append(task.id)
@@ -238,7 +167,7 @@ async def test_a_grading_that_the_infrastructure_spoiled_is_tried_again(
             Grade(kind="infrastructure fault", message="no room") if len(tried) < 3 else await real(task, work, ground)
         )
 
-    monkeypatch.setattr(classify, "grade", flaky)
+    monkeypatch.setattr(grading, "grade", flaky)
     outcome = await stage.run(task=asked(tmp_path, WRITES.format(answer="42")))
     assert (outcome.kind, outcome.reward, len(tried), outcome.turns) == ("graded", 1.0, 3, 1)
 
@@ -293,6 +222,6 @@ async def test_a_sandbox_that_works_is_not_called_broken(stage: Stage, backend: 
     sandboxes.need(backend)
     made = await sandboxes.MAKE[backend](stage.root).create(SandboxSpec())
     try:
-        assert not await one._broken(made)
+        assert not await is_broken(made)
     finally:
         await made.stop()

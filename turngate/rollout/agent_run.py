@@ -1,0 +1,97 @@
+"""Launch an agent in its sandbox as a background job, and wait until it ends or has to."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from turngate.agents.host_tools import add_tool_commands, describe_tools
+from turngate.agents.install import Installation
+from turngate.agents.launch import Launch, plan_launch
+from turngate.common.aio import run_to_completion
+from turngate.errors import AgentError, TurngateError
+from turngate.rollout.classify import SESSION_LIMITS, Ending
+from turngate.rollout.spec import RolloutSpec
+from turngate.sandboxes.base import Job, Sandbox
+
+GRACE_S = 30.0  # for an agent to end by itself after its session reached a limit
+_FIND_PROGRAM = 'command -v -- "$1" >/dev/null'
+
+
+def build_launch(spec: RolloutSpec, installed: Installation, sandbox: Sandbox, base_url: str, key: str) -> Launch:
+    """Plan the agent's command, environment and settings files. `installed`: as the sandbox sees it."""
+    launch = plan_launch(
+        spec.agent,
+        installed,
+        base_url=base_url,
+        api_key=key,
+        model=spec.model,
+        prompt=describe_tools(spec.task.instruction, spec.task.tools),
+        home=sandbox.home,
+        workdir=sandbox.workdir,
+        limits=spec.model_limits,
+        options=spec.options,
+    )
+    return add_tool_commands(launch, spec.task.tools, base_url=base_url, api_key=key, home=sandbox.home)
+
+
+async def check_program(spec: RolloutSpec, sandbox: Sandbox, launch: Launch) -> None:
+    """Check that the agent's program is in the sandbox and starts there."""
+    name = spec.agent.name
+    found = await sandbox.exec(["/bin/sh", "-c", _FIND_PROGRAM, "sh", launch.program], env=launch.env, timeout_s=60)
+    if found.exit_code:
+        raise AgentError(
+            f"{name}: command: there is no {launch.program} in the {spec.backend.name} sandbox; "
+            "install it there, or choose another --sandbox or --image",
+            param="command",
+        )
+    if launch.check:
+        result = await sandbox.exec(launch.check, env=launch.env, timeout_s=60)
+        if result.exit_code:
+            printed = (result.stderr or result.stdout).decode("utf-8", "replace").strip()[-300:]
+            raise AgentError(
+                f"{name}: install.check: ended with exit code {result.exit_code}: {printed or 'it printed nothing'}",
+                param="install.check",
+            )
+
+
+async def run_agent(
+    sandbox: Sandbox,
+    launch: Launch,
+    *,
+    timeout_s: float,
+    session_over: asyncio.Event,
+    ending: Ending,
+    note: Callable[[str], None],
+) -> None:
+    """Run it until it exits, its time is up or its session is over. Adds how it ended to `ending`."""
+    job = await sandbox.start(
+        launch.command, env=launch.env, cwd=launch.cwd, stdout=launch.stdout, stderr=launch.stderr
+    )
+    began = time.monotonic()
+    exited = asyncio.create_task(job.wait())
+    over = asyncio.create_task(session_over.wait())
+    try:
+        await asyncio.wait({exited, over}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if ending.stop in SESSION_LIMITS:  # the gateway's replies say so; most agents end now
+            await asyncio.wait({exited}, timeout=GRACE_S)
+        ending.ran_s = time.monotonic() - began
+        ending.limit = ending.stop if ending.stop in SESSION_LIMITS else ""
+        ending.session_ended = session_over.is_set()
+        ending.exit_code = exited.result() if exited.done() else None
+    finally:
+        over.cancel()
+        await _kill(job, exited, note)
+
+
+async def _kill(job: Job, exited: asyncio.Task[int], note: Callable[[str], None]) -> None:
+    """Kill all processes of the agent, also those that it left behind when it exited."""
+    try:
+        await run_to_completion(job.kill())
+    except TurngateError as error:
+        note(f"the agent could not be killed: {error.message}")
+    exited.cancel()
+    with suppress(asyncio.CancelledError, TurngateError):
+        await exited

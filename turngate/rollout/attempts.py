@@ -1,0 +1,198 @@
+"""Workers that run the attempts of a batch, each to its line in the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import uuid
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from turngate.client.gateway import GatewayClient
+from turngate.common.aio import run_to_completion, wait_for_tasks
+from turngate.errors import TurngateError
+from turngate.rollout.classify import Verdict
+from turngate.rollout.concurrency import Concurrency, Slot
+from turngate.rollout.connection import GatewayConnector
+from turngate.rollout.health import BatchHealth
+from turngate.rollout.ledger import AttemptStarted, LedgerError, timestamp
+from turngate.rollout.lost_attempts import LostAttempts
+from turngate.rollout.outcome import Outcome, RolloutProgress
+from turngate.rollout.plan import BatchPlan
+from turngate.rollout.results import BatchResults, build_finished, describe_failure, describe_unrecorded, is_unrecorded
+from turngate.rollout.rollout import Rollout
+from turngate.rollout.schedule import RolloutItem, Schedule
+from turngate.rollout.stop_signal import StopSignal
+
+log = logging.getLogger("turngate")
+_MAX_BACKOFF_S = 60.0  # between two attempts
+
+
+class AttemptRunner:
+    """Runs one attempt of a rollout and settles it: finished, to be tried again, or to be recorded later."""
+
+    def __init__(
+        self,
+        plan: BatchPlan,
+        gateway: GatewayClient,
+        connector: GatewayConnector,
+        results: BatchResults,
+        schedule: Schedule,
+        lost: LostAttempts,
+        stop: StopSignal,
+    ) -> None:
+        self._plan = plan
+        self._gateway = gateway
+        self._connector = connector
+        self._results = results
+        self._schedule = schedule
+        self._lost = lost
+        self._stop = stop
+        self._health = BatchHealth(plan, gateway, results)
+
+    async def run(self, item: RolloutItem, take_slot: Callable[[], Slot]) -> None:
+        """Run one attempt, to its line in the ledger. `take_slot` is called when the rollout begins."""
+        ledger = self._results.ledger
+        if self._results.is_invalid(item.task):
+            await self._results.skip(item)
+            return
+        if full := self._health.check_disk():
+            self._stop.stop(full)
+            return
+        attempt = ledger.state.attempts.get(item.id, 0) + 1
+        self._schedule.start_attempt(item.id, attempt)
+        started = AttemptStarted(
+            rollout=item.id, round=item.round, attempt=attempt, session=uuid.uuid4().hex, at=timestamp()
+        )
+        try:
+            await ledger.add(started)
+            if full := self._health.check_disk():
+                await self._results.end_attempt(started, "cancelled", "the disk is full")
+                self._stop.stop(full)
+                return
+            outcome, verdict = await self._run_rollout(item, started, take_slot)
+        except asyncio.CancelledError:
+            if started.rollout not in ledger.state.unrecorded:
+                with suppress(TurngateError):  # otherwise the next run does it
+                    await run_to_completion(self._lost.settle(started, "cancelled", ""))
+            raise
+        # The gateway has the outcome by now, so the ledger must have it too, even if we are cancelled.
+        await run_to_completion(self._settle(item, started, outcome, verdict))
+        if ledger.full:
+            self._stop.stop(self._health.check_disk())
+
+    async def _run_rollout(
+        self, item: RolloutItem, started: AttemptStarted, take_slot: Callable[[], Slot]
+    ) -> tuple[Outcome, Verdict]:
+        spec = self._plan.rollout_spec(item.task, item.index, self._results.batch, started.attempt, item.round)
+        slot = take_slot()
+        seen = 0
+
+        def watch(progress: RolloutProgress) -> None:
+            nonlocal seen
+            self._results.progress.add_tokens(progress.sampled_tokens - seen)
+            seen = progress.sampled_tokens
+            self._results.report()
+
+        rollout = Rollout(spec, self._gateway, self._connector, watch, gate=slot, session=started.session)
+        try:
+            await rollout.run()
+        except asyncio.CancelledError:
+            if is_unrecorded(rollout.outcome):
+                with suppress(LedgerError):
+                    await run_to_completion(self._results.postpone(item, started, rollout.outcome, rollout.verdict))
+            raise
+        except Exception as error:
+            # A bug of ours costs this rollout and not the batch, and the agent is not blamed for it.
+            log.exception("rollout %s, attempt %d", item.id, started.attempt)
+            rollout.fail(error)
+        finally:
+            slot.leave()
+        return rollout.outcome, rollout.verdict
+
+    async def _settle(self, item: RolloutItem, started: AttemptStarted, outcome: Outcome, verdict: Verdict) -> None:
+        results, state = self._results, self._results.state
+        if is_unrecorded(outcome):
+            finished = await results.postpone(item, started, outcome, verdict)
+            self._stop.stop(describe_unrecorded(finished, outcome.unrecorded))
+            return
+        await results.save_outcome(started.session, outcome)
+        if verdict.retry == "stale" and state.stale.get(item.id, 0) < self._plan.stale_retries:
+            await results.end_attempt(started, "stale")
+            self._schedule.add_retry(item)
+        elif verdict.kind == "infrastructure fault":
+            await self._settle_fault(item, started, outcome, verdict)
+        else:
+            self._health.count_success()
+            await results.finish(build_finished(item, started, outcome, verdict))
+
+    async def _settle_fault(
+        self, item: RolloutItem, started: AttemptStarted, outcome: Outcome, verdict: Verdict
+    ) -> None:
+        results, message = self._results, describe_failure(outcome)
+        faults = results.state.faults.get(item.id, 0)
+        if reason := await self._health.check_after_fault(message):
+            # Not this rollout's failure: when the batch is resumed, it has all its attempts again.
+            await results.end_attempt(started, "cancelled", message)
+            self._stop.stop(reason)
+        elif faults < self._plan.retries:
+            await results.end_attempt(started, "fault", message)
+            backoff_s = min(_MAX_BACKOFF_S, self._plan.back_off_s * 2**faults)
+            self._schedule.add_retry(item, backoff_s * random.uniform(0.5, 1.5))
+        else:
+            await results.finish(build_finished(item, started, outcome, verdict))
+
+
+class Workers:
+    """Take rollouts from the schedule and run them, until nothing is left to do or the batch stops."""
+
+    def __init__(self, schedule: Schedule, concurrency: Concurrency, attempts: AttemptRunner, stop: StopSignal) -> None:
+        self._schedule = schedule
+        self._concurrency = concurrency
+        self._attempts = attempts
+        self._stop = stop
+        self._slots: dict[asyncio.Task[object], Slot | None] = {}  # of the workers that have a rollout
+
+    async def run(self, count: int, supply: Awaitable[None]) -> None:
+        """Run `count` workers, and beside them what supplies them."""
+        self._schedule.start_workers(count)
+        workers = [asyncio.create_task(self._work()) for _ in range(count)]
+        stopping = asyncio.create_task(self._stop.wait())
+        supplying = asyncio.ensure_future(supply)
+        try:
+            running: set[asyncio.Future[None]] = {*workers}
+            others: set[asyncio.Future[None]] = {stopping, supplying}
+            while running and not stopping.done():
+                done, _ = await asyncio.wait(running | others, return_when=asyncio.FIRST_COMPLETED)
+                running, others = running - done, others - done
+                for task in done - {stopping}:
+                    if not task.cancelled():  # as `cancel_running` does
+                        task.result()
+        finally:
+            for task in (stopping, supplying, *workers):
+                task.cancel()
+            await run_to_completion(wait_for_tasks(stopping, supplying, *workers))
+
+    def cancel_running(self) -> None:
+        """Cancel the workers whose agents still run. Finished work is still graded."""
+        for worker, slot in self._slots.items():
+            if slot is None or not slot.agent_is_done:
+                worker.cancel()
+
+    async def _work(self) -> None:
+        worker = asyncio.current_task()
+        assert worker is not None
+        while (item := await self._schedule.next()) is not None:
+            self._slots[worker] = None
+            try:
+                await self._attempts.run(item, lambda: self._take_slot(worker))
+            except LedgerError as error:
+                self._stop.stop(error.message)
+            finally:
+                del self._slots[worker]
+                await self._schedule.end_attempt(item.id)
+
+    def _take_slot(self, worker: asyncio.Task[object]) -> Slot:
+        slot = self._slots[worker] = self._concurrency.new_slot()
+        return slot

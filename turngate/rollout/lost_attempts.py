@@ -1,0 +1,75 @@
+"""Settle what an earlier run of a batch left open: attempts without an end, and outcomes that the gateway has not recorded."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from turngate.client.gateway import GatewayClient, RequestRejected
+from turngate.errors import TurngateError
+from turngate.rollout import health
+from turngate.rollout.ledger import AttemptStarted, FinishedRollout, UnrecordedRollout
+from turngate.rollout.recording import record_outcome
+from turngate.rollout.results import BatchResults, build_adopted, describe_unrecorded
+from turngate.rollout.stop_signal import StopSignal
+from turngate.store.outcomes import RecordedOutcome
+from turngate.types import Json
+
+
+class LostAttempts:
+    """Asks the gateway what became of attempts of one batch."""
+
+    def __init__(self, gateway: GatewayClient, results: BatchResults, stop: StopSignal) -> None:
+        self._gateway = gateway
+        self._results = results
+        self._stop = stop
+
+    async def settle(self, started: AttemptStarted, why: Literal["cancelled", "lost"], message: str) -> None:
+        """End an attempt whose end the runner did not see. If the gateway has its outcome, it was over and counts: a second run would
+        make two of it."""
+        shown = await self._cancel_session(started.session)
+        recorded = (
+            None if shown is None or shown["outcome"] is None else msgspec.convert(shown["outcome"], RecordedOutcome)
+        )
+        if recorded is None:
+            await self._results.end_attempt(started, why, message)
+        elif recorded.kind == "infrastructure fault":
+            await self._results.end_attempt(started, "fault", recorded.message)
+        else:
+            await self._results.finish(build_adopted(started, recorded, shown))
+
+    async def record(self, unrecorded: UnrecordedRollout) -> None:
+        """Record the outcome of a rollout that is done. If that still fails, the batch stops."""
+        finished = unrecorded.finished
+        try:
+            await record_outcome(self._gateway, finished.session, unrecorded.recorded, wait_s=health.RESTART_S)
+            await self._results.finish(finished)
+        except RequestRejected as refused:
+            if refused.answered not in (404, 409):
+                return self._stop.stop(describe_unrecorded(finished, refused.message))
+            # The session was deleted, or has another outcome: what the gateway has counts.
+            return await self.settle(_build_started(finished), "lost", refused.message)
+        except TurngateError as error:
+            return self._stop.stop(describe_unrecorded(finished, error.message))
+
+    async def _cancel_session(self, session: str) -> Json:
+        """Cancel it, and return what the gateway has of it; None: it was never opened."""
+        try:
+            await self._gateway.cancel(session)
+        except RequestRejected as refused:
+            if refused.answered == 404:
+                return None
+            if refused.answered != 409:  # 409: it has ended
+                raise
+        return await self._gateway.show(session)
+
+
+def _build_started(finished: FinishedRollout) -> AttemptStarted:
+    return AttemptStarted(
+        rollout=finished.rollout,
+        round=finished.round,
+        attempt=finished.attempt,
+        session=finished.session,
+        at=finished.at,
+    )

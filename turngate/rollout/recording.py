@@ -1,0 +1,61 @@
+"""Record an outcome at the gateway, beside the trace."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from turngate.client.gateway import GatewayClient, GatewayUnreachable
+from turngate.rollout.outcome import Outcome
+from turngate.store.outcomes import RecordedOutcome
+
+_LOG_CHARS = 4000  # of the end of each log
+
+
+def build_record(outcome: Outcome) -> RecordedOutcome:
+    """Select what the gateway stores: enough to build samples and to see what went wrong. Files stay with the runner.
+
+    The same outcome always gives the same record: the gateway rejects a second one that differs."""
+    assert outcome.kind is not None
+    grade, fault = outcome.grade, outcome.fault
+    logs = {
+        "stdout": outcome.collected.stdout,
+        "stderr": outcome.collected.stderr,
+        "verifier": "" if grade is None else grade.log,
+    }
+    return RecordedOutcome(
+        kind=outcome.kind,
+        reward=outcome.reward,
+        resolved=None if grade is None else grade.resolved,
+        group=outcome.group,
+        task=outcome.task,
+        attempt=outcome.attempt,
+        message="" if grade is None else grade.message,
+        data={
+            "rollout": outcome.rollout,
+            "status": outcome.status,
+            "agent": outcome.agent,
+            "sandbox": outcome.sandbox,
+            "exit_code": outcome.exit_code,
+            "seconds": {stage: spent for stage, spent in outcome.seconds.items() if stage != "record"},
+            "logs": {name: text[-_LOG_CHARS:] for name, text in logs.items() if text},
+            **({} if fault is None else {"fault": {"stage": fault.stage, "boundary": fault.boundary}}),
+        },
+    )
+
+
+async def record_outcome(
+    gateway: GatewayClient, session: str, record: RecordedOutcome, *, wait_s: float, is_sealed: bool = False
+) -> None:
+    """Seal the session if need be and record. Waits up to `wait_s` for a gateway that is restarting."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            if not is_sealed:
+                await gateway.seal(session, "error")  # a sealed session keeps its reason
+                is_sealed = True
+            return await gateway.record(session, record)
+        except GatewayUnreachable:
+            if time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(0.5)

@@ -1,0 +1,152 @@
+"""The session of one rollout at the gateway: open it, follow its events, and end it whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+
+import msgspec
+
+from turngate.agents.launch import resolve_signals
+from turngate.client.gateway import GatewayClient, GatewayUnreachable, RequestRejected
+from turngate.common.aio import run_to_completion
+from turngate.errors import TurngateError
+from turngate.rollout.classify import CallError, Ending
+from turngate.rollout.outcome import ProgressCallback, RolloutProgress
+from turngate.rollout.recording import record_outcome
+from turngate.rollout.spec import RolloutSpec
+from turngate.store.outcomes import RecordedOutcome
+from turngate.types import STALE, Json
+
+RESTART_S = 40.0  # to wait for a gateway that is restarting
+END_S = 10.0  # for the gateway to end the session of a failed rollout
+
+
+class AgentSession:
+    """One agent's session. Adds what it learns to `ending`."""
+
+    def __init__(
+        self,
+        gateway: GatewayClient,
+        session: str,
+        ending: Ending,
+        progress: RolloutProgress,
+        watch: ProgressCallback,
+        note: Callable[[str], None],
+    ) -> None:
+        self.id = session
+        self.key = ""  # empty until the session is open
+        self.is_ended = False  # by this runner
+        self.over = asyncio.Event()  # set when the session reaches a limit, or somebody else ends it
+        self._gateway = gateway
+        self._ending = ending
+        self._progress = progress
+        self._watch = watch
+        self._note = note
+        self._is_ending = False  # this runner is ending it
+
+    async def open(self, config: dict[str, Json], traceparent: str) -> None:
+        """Open it under an id that we chose, so that it can be ended even if we are cancelled before the reply arrives."""
+        opened = await self._gateway.open(config, self.id, traceparent)
+        self.id, self.key = opened.id, opened.key
+        self._progress.session = opened.id
+
+    @asynccontextmanager
+    async def follow(self) -> AsyncIterator[None]:
+        """Follow its events while the block runs."""
+        following = asyncio.create_task(self._follow())
+        try:
+            yield
+        finally:
+            following.cancel()
+            await asyncio.wait([following])
+            if not following.cancelled() and (error := following.exception()) is not None:
+                self._note(f"progress could not be followed to the end: {error!r}")
+
+    async def _follow(self) -> None:
+        """Count turns, and notice when the session is over."""
+        async for event in self._gateway.events(self.id):
+            kind, data = event["kind"], event["data"]
+            if kind == "turn":
+                self._progress.turns += 1
+                self._progress.sampled_tokens += data["sampled_tokens"]
+                self._watch(self._progress)
+            elif kind == "limit":
+                self._set_over(data["limit"])
+            elif kind in ("sealed", "cancelled", "deleted") and not self._is_ending:
+                is_stale = data.get("stop") == STALE
+                self._set_over(STALE if is_stale else f"the session was {kind} at the gateway")
+
+    def _set_over(self, stop: str) -> None:
+        self._ending.stop = stop
+        self.over.set()
+
+    async def seal(self, stop: str) -> None:
+        """Allow no more turns. Waits for a restarting gateway, which will have the session as it was."""
+        self._is_ending = True
+        deadline = time.monotonic() + RESTART_S
+        while True:
+            try:
+                # Read before it is sealed: only a live session knows how its last call failed.
+                live = await self._gateway.show(self.id)
+                sealed = await self._gateway.seal(self.id, stop)
+                break
+            except GatewayUnreachable:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.5)
+        self.is_ended = True
+        ending = self._ending
+        ending.sealed_stop = sealed["stop"]
+        ending.turns = max(sealed["turns"], self._progress.turns)
+        ending.silent_s = live.get("unheard_s", 0.0)  # an older gateway does not say
+        if (error := live["last_error"]) is not None:
+            ending.last_error = CallError(error["boundary"], error["kind"], error["message"])
+
+    async def record(self, record: RecordedOutcome) -> None:
+        """Record the outcome beside the trace."""
+        await record_outcome(self._gateway, self.id, record, wait_s=RESTART_S, is_sealed=self.is_ended)
+
+    async def end(self, *, cancelled: bool) -> None:
+        """End the session of a rollout that did not get as far as sealing it."""
+        if self.is_ended:
+            return
+        self._is_ending = True
+        end = self._gateway.cancel if cancelled else partial(self._gateway.seal, stop="error")
+        await run_to_completion(self._end(end))
+
+    async def _end(self, end: Callable[[str], Awaitable[Json]]) -> None:
+        try:
+            async with asyncio.timeout(END_S):
+                await end(self.id)
+                self.is_ended = True
+        except TimeoutError:
+            self._note(f"the session could not be ended: the gateway did not answer for {END_S:.0f} s")
+        except RequestRejected as refused:
+            if refused.answered != 404:  # 404: it was never opened
+                self._note(f"the session could not be ended: {refused.message}")
+        except TurngateError as error:
+            self._note(f"the session could not be ended: {error.message}")
+
+
+def build_session_config(spec: RolloutSpec, group: str) -> dict[str, Json]:
+    """Build the settings to open the session with. The caller's own win."""
+    metadata = {
+        "task": spec.task.id,
+        "agent": spec.agent.name,
+        "agent_version": spec.agent.install.version,
+        "sandbox": spec.backend.name,
+        "group": group,
+        **({"rollout": spec.rollout, "attempt": spec.attempt} if spec.rollout else {}),
+    }
+    given = dict(spec.session)
+    return {
+        "model": spec.model,
+        "signals": msgspec.to_builtins(resolve_signals(spec.agent.signals, spec.model)),
+        **({"tools": msgspec.to_builtins(spec.task.tools)} if spec.task.tools else {}),
+        **given,
+        "metadata": {**metadata, **given.get("metadata", {})},
+    }
