@@ -70,7 +70,7 @@ async def test_what_is_missing_is_a_failure_only_where_it_was_named(monkeypatch:
     states = {finding.seen.partition(":")[0]: finding.state for finding in await found(ServeConfig(), "sandboxes")}
     assert (states["bubblewrap"], states["docker"]) == ("warning", "warning")
     unknown = await one(ServeConfig(), "sandboxes", sandboxes=("nothere",))
-    assert unknown.state == "failure" and "no sandbox is called 'nothere'" in unknown.seen
+    assert unknown.state == "failure" and "there is no backend 'nothere'" in unknown.seen
 
 
 @pytest.fixture

@@ -142,10 +142,10 @@ def _crafted(kind: bytes, size: int) -> io.BytesIO:
 
 def test_headers_that_would_fill_memory_are_refused(tmp_path: Path) -> None:
     for kind in (b"x", b"L", b"K", b"X"):
-        with pytest.raises(SandboxError, match=r"not one that tar writes|did not come through whole"):
+        with pytest.raises(SandboxError, match=r"was not copied completely"):
             archive.unpack(_crafted(kind, 2_000_000), tmp_path, limit=10**9)
     for kind in (b"g", b"S"):
-        with pytest.raises(SandboxError, match=r"not one that tar writes|did not come through whole"):
+        with pytest.raises(SandboxError, match=r"was not copied completely"):
             archive.unpack(_crafted(kind, 10), tmp_path, limit=10**9)
 
 

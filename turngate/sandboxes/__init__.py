@@ -1,4 +1,4 @@
-"""Places to run an agent in, by name. `base.py` is the seam; `wayout.py` lets an agent in there reach the gateway."""
+"""Sandboxes to run agents in, by name. `base.py` is the interface; `egress.py` connects a sandbox to the gateway."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib import import_module
 from turngate.errors import SandboxUnavailable
 from turngate.sandboxes.base import Backend
 
-# module, class. Imported when asked for: the remote ones need SDKs that are extras.
+# Module and class, imported on demand: the remote backends need SDKs that are extras.
 BACKENDS: dict[str, tuple[str, str]] = {
     "local": ("turngate.sandboxes.local", "LocalBackend"),
     "bubblewrap": ("turngate.sandboxes.bubblewrap", "BubblewrapBackend"),
@@ -19,9 +19,9 @@ BACKENDS: dict[str, tuple[str, str]] = {
 
 
 def get_backend(name: str) -> Backend:
-    """The backend of that name, with its defaults."""
+    """Create the backend of that name, with its defaults."""
     if name not in BACKENDS:
-        raise SandboxUnavailable(f"no sandbox is called {name!r}; there are: {', '.join(BACKENDS)}")
+        raise SandboxUnavailable(f"sandbox: there is no backend {name!r}; choose one of: {', '.join(BACKENDS)}")
     module, factory = BACKENDS[name]
     make: Callable[[], Backend] = vars(import_module(module))[factory]
     return make()

@@ -1,8 +1,8 @@
-"""The sandbox seam: a place to run an agent in. Exec, a background job with a true exit code, files, stop; nothing more.
+"""The interface of a sandbox, an isolated place to run an agent in: exec, background jobs, files, stop.
 
-Implementations: `local`, `bubblewrap`, `docker`, `e2b`, `huggingface`; one contract suite holds all of them (`tests/sandboxes`).
-Paths are paths inside the sandbox. A command is a list of arguments; nobody's shell takes it apart. Secrets go in by environment
-or file, never by argument. Implementations raise only `SandboxError`s.
+One contract test suite (`tests/sandboxes`) checks all backends: `local`, `bubblewrap`, `docker`, `e2b`, `huggingface`. Paths are paths
+inside the sandbox. A command is a list of arguments and is not parsed by a shell. Secrets are passed by environment or file, never by
+argument. Implementations raise only `SandboxError`s.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import msgspec
 
 Network = Literal["none", "open"]
 
-# In the environment of a job that starts no others and stays when the agent's is killed: the relay.
+# Set in the environment of a job that starts no others and survives when the agent's job is killed: the relay.
 STANDALONE_ENV = "TURNGATE_ALONE"
 
 
 class Mount(msgspec.Struct, frozen=True):
-    """A folder of the host that the sandbox sees. Remote sandboxes get a copy of it."""
+    """A folder of the host that is visible in the sandbox. Remote sandboxes get a copy of it."""
 
     source: str
     target: str
@@ -28,7 +28,7 @@ class Mount(msgspec.Struct, frozen=True):
 
 
 class Resources(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The most that a sandbox may use. None: the backend's own default."""
+    """Upper limits on what a sandbox may use. None: the backend's default."""
 
     cpus: Annotated[float, msgspec.Meta(gt=0)] | None = None
     memory_mb: Annotated[int, msgspec.Meta(ge=16)] | None = None
@@ -36,23 +36,23 @@ class Resources(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
 
 
 class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What to make."""
+    """Describes the sandbox to create."""
 
-    image: str = ""  # a container image or a template's name; empty: the backend's default
-    dockerfile: str = ""  # a folder with a Dockerfile, instead of an image
-    workdir: str = ""  # where commands run and the work lies; empty: the image's own, or the backend's
-    folders: tuple[str, ...] = ()  # further ones that shall be there, empty and writable
-    network: Network = "none"  # none: nothing but the relay to the gateway
-    reachable: tuple[str, ...] = ()  # remote: hosts that stay open all the same, because the relay has to get there
+    image: str = ""  # a container image or template name; empty: the backend's default
+    dockerfile: str = ""  # a folder with a Dockerfile to build, instead of an image
+    workdir: str = ""  # where commands run; empty: the image's own, or the backend's
+    folders: tuple[str, ...] = ()  # more folders to create, empty and writable
+    network: Network = "none"  # none: only the gateway can be reached, through the relay
+    reachable: tuple[str, ...] = ()  # remote: hosts that stay reachable with network "none", for the relay
     mounts: tuple[Mount, ...] = ()
     env: Mapping[str, str] = {}  # for every command
     resources: Resources = Resources()
-    life_s: float = 24 * 3600  # it ends by itself after this long, whatever became of its owner
+    life_s: float = 24 * 3600  # it ends by itself after this long, even if its owner died
     labels: Mapping[str, str] = {}
 
 
 class ExecResult(msgspec.Struct, frozen=True):
-    """How a command ended. `exit_code` is as a shell has it: 128 + n when signal n ended it."""
+    """How a command ended. `exit_code` follows the shell's convention: 128 + n if signal n ended it."""
 
     exit_code: int
     stdout: bytes = b""
@@ -64,10 +64,10 @@ class Job(Protocol):
     """A command in the background."""
 
     async def wait(self) -> int:
-        """Its exit code, when it has ended: 128 + n when signal n ended it, never 0 for one that was killed."""
+        """Wait for the exit code: 128 + n if signal n ended the command, never 0 for a killed one."""
 
     async def kill(self, grace_s: float = 2.0) -> None:
-        """End it and everything that it started: asked first, then forced. Fine when it has ended already."""
+        """Terminate the command and everything it started: SIGTERM first, SIGKILL after `grace_s`. Does nothing if it has ended."""
 
 
 class Sandbox(Protocol):
@@ -76,15 +76,15 @@ class Sandbox(Protocol):
 
     @property
     def home(self) -> str:
-        """$HOME of every command; empty at first, writable."""
+        """$HOME of every command; writable, and empty at first."""
 
     @property
     def workdir(self) -> str:
-        """Where commands run unless told otherwise; writable."""
+        """The default working folder of commands; writable."""
 
     @property
     def shared(self) -> tuple[Path, str] | None:
-        """A folder that both sides see, for unix sockets: its path on the host, and inside. None: there is no such thing (remote)."""
+        """A folder that host and sandbox share, for unix sockets: its path on the host, and inside. None for remote sandboxes."""
 
     async def exec(
         self,
@@ -97,10 +97,10 @@ class Sandbox(Protocol):
         keep: int | None = None,
         leave: bool = True,
     ) -> ExecResult:
-        """Run to the end. Past `timeout_s` it is killed with all its children: `timed_out`, and what it had printed so far.
+        """Run a command to its end. After `timeout_s` it is killed with all its children; the result then has the output so far.
 
-        `keep`: of longer output only the beginning and the end, so many bytes in all; without it, very much output is an error.
-        `leave`: false, and whatever it left running is killed before this returns.
+        `keep`: the number of output bytes to keep, half from the beginning and half from the end. Without it, excessive output is an error.
+        `leave`: if false, processes that the command left running are killed before this returns.
         """
 
     async def start(
@@ -112,43 +112,44 @@ class Sandbox(Protocol):
         stdout: str = "",
         stderr: str = "",
     ) -> Job:
-        """In the background. Output goes to the files named; without a name it is thrown away."""
+        """Start a command in the background. Output goes to the named files, or is discarded."""
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Folders on the way are made."""
+        """Write a file and create missing parent folders."""
 
     async def read(self, path: str, *, limit: int = 64_000_000) -> bytes:
-        """A file's bytes; `SandboxFileMissing` if there is none, `SandboxError` if it is larger than `limit`."""
+        """Read a file. Raises `SandboxFileMissing` if there is none, and `SandboxError` if it is larger than `limit`."""
 
     async def upload(self, folder: Path, target: str, *, exclude: Container[str] = ()) -> None:
-        """The content of a folder of the host, into `target`. `exclude`: files and folders that stay, by their path in it."""
+        """Copy the content of a host folder into `target`. `exclude`: files and folders to leave out, by their path in the folder."""
 
     async def download(self, source: str, folder: Path, *, exclude: Sequence[str] = ()) -> tuple[str, ...]:
-        """The content of a folder of the sandbox into a folder of the host. Nothing in it can make us write outside of that.
-        What could not be had is returned: a file that may not be read does not cost the others. `exclude`: what need not come,
-        by its path in the folder."""
+        """Copy the content of a sandbox folder into a host folder. Nothing in it can make us write outside that folder.
+
+        Returns what could not be copied: one unreadable file does not prevent the others. `exclude`: paths in the folder to leave out.
+        """
 
     async def stop(self) -> None:
-        """End every process and remove everything. Stopping twice is fine."""
+        """Kill every process and remove everything. May be called twice."""
 
 
 class Backend(Protocol):
-    """Makes sandboxes of one kind."""
+    """Creates sandboxes of one kind."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def relocates(self) -> bool:
-        """Whether a mount can be seen at another path than the host's."""
+        """Whether a mount can have another path inside than on the host."""
 
     async def check(self) -> None:
-        """`SandboxUnavailable`, with what is missing and how to get it, where no sandbox of this kind can be made."""
+        """Check that sandboxes of this kind can be created. Raises `SandboxUnavailable` with what is missing and how to get it."""
 
     def not_enforced(self, spec: SandboxSpec) -> tuple[str, ...]:
-        """What a spec asks for and such a sandbox cannot hold an agent to."""
+        """List what a spec asks for that this backend cannot enforce."""
 
     async def create(self, spec: SandboxSpec) -> Sandbox: ...
 
     async def sweep(self) -> int:
-        """Remove what owners left behind that are no longer alive (crashed, killed). How many there were."""
+        """Remove what dead owners left behind (after a crash or kill). Returns the number of sandboxes removed."""

@@ -1,13 +1,12 @@
-"""The `bubblewrap` sandbox: the host's own programs, read-only, in namespaces of their own. No image, no daemon, no root needed.
+"""The `bubblewrap` sandbox: the host's own programs, read-only, in namespaces of their own. It needs no image, daemon or root.
 
-Inside there is /usr, a few harmless files of /etc, an empty home, a work folder, a private /tmp and the mounts: nothing else of the
-host, no process of it, no network but a loopback of its own. One supervisor is process 1 of the sandbox, and every command
-and background job runs under it, so that they share /tmp, processes and loopback.
+Inside are /usr, a few harmless files of /etc, an empty home, a working folder, a private /tmp and the mounts. Nothing else of the host is
+visible: no process, and no network but a private loopback. One supervisor is process 1, and every command and background job runs under
+it, so they share /tmp, processes and loopback. A system call filter (`seccomp.py`) closes the kernel's keyrings and VSOCK, which
+namespaces do not separate.
 
-A filter of system calls (`seccomp.py`) closes the kernel's keyrings and VSOCK, which no namespace divides.
-
-What is not a wall: the kernel is shared, disk space is not limited, and `not_enforced` names the other limits that are wishes
-here. With `network="open"` the sandbox has the host's network, its loopback included.
+The kernel is shared, disk space is not limited, and `not_enforced` names the other limits that do not apply. With `network="open"` the
+sandbox has the host's network, including its loopback.
 """
 
 from __future__ import annotations
@@ -28,10 +27,12 @@ from turngate.sandboxes.supervised import SUPERVISOR, SupervisedSandbox
 
 KIND = "bubblewrap"
 HOME, WORKDIR, SHARED, SUPERVISOR_INSIDE = "/home/agent", "/workspace", "/run/turngate", "/run/supervisor.py"
-USER_ID = 1000  # inside; some agents refuse to be root. On the host it is whoever runs Turngate, without any privilege
+USER_ID = (
+    1000  # inside, because some agents refuse to run as root; on the host it is Turngate's user without privileges
+)
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # links into /usr on most machines, folders on some
-# No secrets in these, and programs break without them.
+SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # links into /usr on most machines, folders on others
+# These hold no secrets, and programs break without them.
 ETC = (
     "alternatives",
     "ca-certificates.conf",
@@ -55,12 +56,12 @@ ETC = (
     "timezone",
 )
 KEY_FILES = ("keys", "key-users")  # in /proc
-RESERVED = ("usr", "etc", "proc", "dev", "sys", "run", *SYSTEM)  # where no folder of a sandbox's own can be
-ETC_ONLINE = ("hosts", "resolv.conf")  # with the host's network only
+RESERVED = ("usr", "etc", "proc", "dev", "sys", "run", *SYSTEM)  # where a sandbox cannot have folders of its own
+ETC_ONLINE = ("hosts", "resolv.conf")  # only with the host's network
 
 
 class BubblewrapBackend:
-    """`root`: as for `local`."""
+    """`root`: as for `LocalBackend`."""
 
     name = KIND
     relocates = True
@@ -71,7 +72,7 @@ class BubblewrapBackend:
     async def check(self) -> None:
         if not shutil.which("bwrap"):
             raise SandboxUnavailable(
-                "bubblewrap is not installed: apt-get install bubblewrap (or your system's package)"
+                "bubblewrap is not installed; install it with apt-get install bubblewrap, or your system's package manager"
             )
         trial = await asyncio.create_subprocess_exec(
             *("bwrap", "--unshare-all", "--ro-bind", "/", "/", "--", "/bin/sh", "-c", ":"),
@@ -79,15 +80,15 @@ class BubblewrapBackend:
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
         )
-        _, said = await trial.communicate()
+        _, stderr = await trial.communicate()
         if trial.returncode:
             raise SandboxUnavailable(
-                f"bubblewrap cannot make namespaces here: {said.decode(errors='replace').strip()[-200:]} "
-                "(is kernel.unprivileged_userns_clone or kernel.apparmor_restrict_unprivileged_userns in the way?)"
+                f"bubblewrap cannot create namespaces on this machine: {stderr.decode(errors='replace').strip()[-200:]}; "
+                "check kernel.unprivileged_userns_clone and kernel.apparmor_restrict_unprivileged_userns, or use --sandbox docker"
             )
 
     def not_enforced(self, spec: SandboxSpec) -> tuple[str, ...]:
-        """What a spec asks for and this backend cannot hold an agent to."""
+        """List what a spec asks for that this backend cannot enforce."""
         image = ("image",) if spec.image or spec.dockerfile else ()
         unfiltered = () if seccomp.build_filter() else ("the kernel's keyrings and VSOCK are closed",)
         return (*image, *unfiltered, *cgroups.not_enforced(spec.resources))
@@ -106,10 +107,10 @@ class BubblewrapBackend:
         filters = [seccomp.open_filter(rules)] if (rules := seccomp.build_filter()) else []
         try:
             _write_etc(folder / "etc")
-            walls = [*_bwrap_options(spec, folder), *(prefix and ("--ro-bind", prefix, prefix)), "--remount-ro", "/"]
+            options = [*_bwrap_options(spec, folder), *(prefix and ("--ro-bind", prefix, prefix)), "--remount-ro", "/"]
             for fd in filters:
-                walls += ["--seccomp", str(fd)]
-            command = [bwrap or "bwrap", *walls, "--", python, "-I", "-S", "-X", "utf8", SUPERVISOR_INSIDE]
+                options += ["--seccomp", str(fd)]
+            command = [bwrap or "bwrap", *options, "--", python, "-I", "-S", "-X", "utf8", SUPERVISOR_INSIDE]
             await sandbox.launch(command, spec, pass_fds=filters)
         except BaseException:
             await run_to_completion(sandbox.stop())
@@ -124,36 +125,53 @@ class BubblewrapBackend:
 
 
 def _bwrap_options(spec: SandboxSpec, folder: Path) -> list[str]:
-    """bwrap's options: what there is inside, and what is cut off."""
-    walls = ["--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--as-pid-1", "--new-session"]
-    walls += ["--cap-drop", "ALL", "--uid", str(USER_ID), "--gid", str(USER_ID), "--hostname", "sandbox", "--clearenv"]
+    """Build bwrap's options: what is visible inside, and what is cut off."""
+    options = [
+        "--unshare-all",
+        "--unshare-user",
+        "--disable-userns",
+        "--die-with-parent",
+        "--as-pid-1",
+        "--new-session",
+    ]
+    options += [
+        "--cap-drop",
+        "ALL",
+        "--uid",
+        str(USER_ID),
+        "--gid",
+        str(USER_ID),
+        "--hostname",
+        "sandbox",
+        "--clearenv",
+    ]
     if spec.network == "open":
-        walls += ["--share-net"]
-    walls += ["--ro-bind", "/usr", "/usr", "--dev", "/dev", "--proc", "/proc", *_cover_kernel_files()]
+        options += ["--share-net"]
+    options += ["--ro-bind", "/usr", "/usr", "--dev", "/dev", "--proc", "/proc", *_cover_kernel_files()]
     for name in SYSTEM:
         place = Path("/", name)
         if place.is_symlink():
-            walls += ["--symlink", str(place.readlink()), str(place)]
+            options += ["--symlink", str(place.readlink()), str(place)]
         elif place.is_dir():
-            walls += ["--ro-bind", str(place), str(place)]
-    walls += ["--ro-bind", str(folder / "etc"), "/etc"]
+            options += ["--ro-bind", str(place), str(place)]
+    options += ["--ro-bind", str(folder / "etc"), "/etc"]
     for name in (*ETC, *(ETC_ONLINE if spec.network == "open" else ())):
         if Path("/etc", name).exists():
-            walls += ["--ro-bind", f"/etc/{name}", f"/etc/{name}"]
+            options += ["--ro-bind", f"/etc/{name}", f"/etc/{name}"]
     further = ((_folder_name(n), target) for n, target in enumerate(spec.folders))
     for part, target in (("home", HOME), ("tmp", "/tmp"), ("work", spec.workdir or WORKDIR), *further):  # noqa: S108
-        walls += ["--bind", str(folder / part), target]
-    walls += ["--ro-bind", str(folder / "shared"), SHARED]  # a socket in there can be used all the same
-    walls += ["--symlink", "/tmp", "/var/tmp", "--ro-bind", str(SUPERVISOR), SUPERVISOR_INSIDE]  # noqa: S108
+        options += ["--bind", str(folder / part), target]
+    options += ["--ro-bind", str(folder / "shared"), SHARED]  # sockets in it can still be used
+    options += ["--symlink", "/tmp", "/var/tmp", "--ro-bind", str(SUPERVISOR), SUPERVISOR_INSIDE]  # noqa: S108
     for mount in spec.mounts:
-        walls += ["--bind" if mount.writable else "--ro-bind", mount.source, mount.target]
-    return walls
+        options += ["--bind" if mount.writable else "--ro-bind", mount.source, mount.target]
+    return options
 
 
 def _check_mounts(spec: SandboxSpec) -> None:
     for mount in spec.mounts:
         if not Path(mount.source).exists():
-            raise SandboxError(f"{mount.source} does not exist")
+            raise SandboxError(f"cannot mount {mount.source}: it does not exist")
 
 
 def _folder_name(n: int) -> str:
@@ -161,21 +179,21 @@ def _folder_name(n: int) -> str:
 
 
 def _check_folders(spec: SandboxSpec) -> None:
-    """Folders of the sandbox's own stand beside what it shows of the host, never in it."""
-    for place in filter(None, (spec.workdir, *spec.folders)):
-        first, *rest = PurePosixPath(place).parts
+    """Check that the sandbox's own folders do not lie in what it shows of the host."""
+    for folder in filter(None, (spec.workdir, *spec.folders)):
+        first, *rest = PurePosixPath(folder).parts
         if first != "/" or not rest or ".." in rest or rest[0] in RESERVED:
             raise SandboxError(
-                f"a bubblewrap sandbox cannot have its own folder at {place}; choose one such as {WORKDIR}"
+                f"a bubblewrap sandbox cannot have a folder of its own at {folder}; choose one such as {WORKDIR}"
             )
 
 
 def _cover_kernel_files() -> list[str]:
-    """Covers for the files in /proc that are the kernel's, not a process's.
+    """Cover the files in /proc that belong to the kernel rather than to a process.
 
-    They belong to the host's root. Where Turngate runs as root, an agent without any privilege counts as their owner: it could
-    set `kernel.core_pattern` and so run programs outside. What can be written becomes read-only, what only root can read, empty;
-    and so do the lists of the host user's keys.
+    They belong to the host's root. If Turngate runs as root, an agent without any privilege counts as their owner: it could set
+    `kernel.core_pattern` and so run programs outside. So writable files become read-only, and files that only root can read become
+    empty, as do the lists of the host user's keys.
     """
     covers = []
     for entry in sorted(Path("/proc").iterdir()):
@@ -190,7 +208,7 @@ def _cover_kernel_files() -> list[str]:
 
 
 def _write_etc(etc: Path) -> None:
-    """Who one is in there; and the places where files of the host's /etc are laid over."""
+    """Write the sandbox's own /etc files, and create the mount points for files of the host's /etc."""
     (etc / "passwd").write_text(f"agent:x:{USER_ID}:{USER_ID}::{HOME}:/bin/sh\nnobody:x:65534:65534::/:/bin/false\n")
     (etc / "group").write_text(f"agent:x:{USER_ID}:\nnogroup:x:65534:\n")
     (etc / "hosts").write_text("127.0.0.1 localhost sandbox\n::1 localhost\n")
@@ -207,7 +225,7 @@ def _write_etc(etc: Path) -> None:
 
 @cache
 def _find_python() -> tuple[str, str]:
-    """An interpreter that is there inside as well, and the folder to show where it lies outside of /usr."""
+    """Return an interpreter that also exists inside, and the folder to mount if it lies outside /usr."""
     own = Path(os.path.realpath(sys.executable))
     if own.is_relative_to("/usr"):
         return str(own), ""

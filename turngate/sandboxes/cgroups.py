@@ -1,7 +1,7 @@
-"""Limits on processors, memory and processes for sandboxes that are plain processes of this machine: local and bubblewrap.
+"""Limits on CPU, memory and processes for sandboxes that are plain processes of this machine (local and bubblewrap).
 
-Control groups of the kernel, version 1 or 2, one per sandbox and named like it. Only root may make them (or whoever the machine
-gave a part of them to at the top); where that is not so, `available` says less, and the backends' `not_enforced` says so.
+Uses the kernel's control groups, version 1 or 2: one group per sandbox, with the sandbox's name. Creating groups takes root or a
+delegated part of the tree. `enforceable_limits` returns the limits that can be enforced here; the backends' `not_enforced` names the rest.
 """
 
 from __future__ import annotations
@@ -17,68 +17,70 @@ from turngate.sandboxes.base import Resources
 MOUNT = Path("/sys/fs/cgroup")
 GROUP = "turngate"
 CONTROLLER = {"cpus": "cpu", "memory_mb": "memory", "pids": "pids"}
-PERIOD_US = 100_000  # over which the share of processors is counted
+PERIOD_US = 100_000  # over which CPU shares are measured
 
 
 def enforceable_limits(mount: Path = MOUNT) -> frozenset[str]:
-    """The fields of `Resources` that can be enforced here."""
+    """Return the fields of `Resources` that can be enforced here."""
     if _is_unified(mount):
         if not os.access(mount / "cgroup.subtree_control", os.W_OK):
             return frozenset()
-        there = set((mount / "cgroup.controllers").read_text().split())
+        controllers = set((mount / "cgroup.controllers").read_text().split())
     else:
-        there = {name for name in CONTROLLER.values() if os.access(mount / name / "cgroup.procs", os.W_OK)}
-    return frozenset(field for field, controller in CONTROLLER.items() if controller in there)
+        controllers = {name for name in CONTROLLER.values() if os.access(mount / name / "cgroup.procs", os.W_OK)}
+    return frozenset(field for field, controller in CONTROLLER.items() if controller in controllers)
 
 
 def not_enforced(limits: Resources, mount: Path = MOUNT) -> tuple[str, ...]:
-    """Those of the limits that are a wish here."""
+    """Return the requested limits that cannot be enforced here."""
     return tuple(field for field in _requested_limits(limits) if field not in enforceable_limits(mount))
 
 
 def apply_limits(name: str, limits: Resources, processes: Iterable[int], mount: Path = MOUNT) -> None:
-    """Hold processes, and all that they will start, to those limits that can be enforced here."""
-    wanted = {field: value for field, value in _requested_limits(limits).items() if field in enforceable_limits(mount)}
+    """Apply the enforceable limits to processes and everything they will start."""
+    enforceable = {
+        field: value for field, value in _requested_limits(limits).items() if field in enforceable_limits(mount)
+    }
     try:
-        for field, value in wanted.items():
-            place = _create_group(name, CONTROLLER[field], mount)
-            place.mkdir(parents=True, exist_ok=True)
+        for field, value in enforceable.items():
+            group = _create_group(name, CONTROLLER[field], mount)
+            group.mkdir(parents=True, exist_ok=True)
             for file, text in _limit_files(field, value, unified=_is_unified(mount)).items():
-                (place / file).write_text(text)
+                (group / file).write_text(text)
             for process in processes:
-                (place / "cgroup.procs").write_text(str(process))
+                (group / "cgroup.procs").write_text(str(process))
     except OSError as error:
-        raise SandboxError(f"the limits cannot be set: {error.filename}: {error.strerror}") from error
+        raise SandboxError(f"cannot set the resource limits: {error.filename}: {error.strerror}") from error
 
 
 def remove_group(name: str, mount: Path = MOUNT) -> None:
-    """When none of its processes is left."""
+    """Remove a sandbox's groups. They must have no processes left."""
     for controller in CONTROLLER.values():
         with suppress(OSError):
             (mount / GROUP / name if _is_unified(mount) else mount / controller / GROUP / name).rmdir()
 
 
 def _is_unified(mount: Path) -> bool:
-    """Version 2: one tree for all of them."""
+    """Tell whether this is version 2, with one tree for all controllers."""
     return (mount / "cgroup.controllers").exists()
 
 
 def _requested_limits(limits: Resources) -> dict[str, float]:
-    asked = {"cpus": limits.cpus, "memory_mb": limits.memory_mb, "pids": limits.pids}
-    return {field: value for field, value in asked.items() if value is not None}
+    limits_by_field = {"cpus": limits.cpus, "memory_mb": limits.memory_mb, "pids": limits.pids}
+    return {field: value for field, value in limits_by_field.items() if value is not None}
 
 
 def _create_group(name: str, controller: str, mount: Path) -> Path:
     if not _is_unified(mount):
         return mount / controller / GROUP / name
     (mount / GROUP).mkdir(exist_ok=True)
-    for parent in (mount, mount / GROUP):  # a child has only what its parents hand down
+    for parent in (mount, mount / GROUP):  # a child has only the controllers that its parents hand down
         (parent / "cgroup.subtree_control").write_text(f"+{controller}")
     return mount / GROUP / name
 
 
 def _limit_files(field: str, value: float, *, unified: bool) -> dict[str, str]:
-    """Files and what to write into them."""
+    """Map a limit to control files and their content."""
     quota, size = str(int(value * PERIOD_US)), str(int(value) << 20)
     if field == "pids":
         return {"pids.max": str(int(value))}

@@ -1,11 +1,11 @@
-"""The `docker` sandbox: a container of an image, or of a folder with a Dockerfile, on the Docker of this machine.
+"""The `docker` sandbox: a container from an image, or from a folder with a Dockerfile, on this machine's Docker.
 
-Over the `docker` command: it reaches Docker the way its user does (contexts, rootless, podman's stand-in), starts no threads and
-needs no package; the official SDK blocks. The container's only own process is a `sleep` that ends with the sandbox's life, and
-Docker removes the container then, whatever became of us. Commands are `docker exec`s, whose exit codes are true.
+It uses the `docker` command, which reaches Docker the way its user does (contexts, rootless, podman's stand-in) and needs no package; the
+official SDK blocks. The container's own process is a `sleep` that ends with the sandbox's life; then Docker removes the container, even if
+this process has died. Commands are `docker exec`s, which report true exit codes.
 
-No privileges, no new ones, no network unless asked for, limits on processes, memory and processors. Commands run as the image's
-user. An image needs a shell, `sleep`, `cat`, `grep` and `tar` (any but the barest has them). Disk space is not limited.
+A container has no privileges and cannot gain any, no network unless requested, and limits on processes, memory and CPU. Commands run as
+the image's user. An image needs a shell, `sleep`, `cat`, `grep` and `tar`, as all but the smallest have. Disk space is not limited.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from turngate.sandboxes.base import STANDALONE_ENV, ExecResult, SandboxSpec
 from turngate.sandboxes.posix import KILLED, PosixSandbox
 
 KIND = "docker"
-DEFAULT_IMAGE = "turngate-base:bookworm"  # what `tools/base_image.py` makes
-PUBLIC_IMAGE = "python:3.11-bookworm"  # what a registry has, with Python and git
+DEFAULT_IMAGE = "turngate-base:bookworm"  # built by `tools/base_image.py`
+PUBLIC_IMAGE = "python:3.11-bookworm"  # from a registry, with Python and git
 HOME, WORKDIR, SHARED = "/home/agent", "/workspace", "/run/turngate"
 SANDBOX_LABEL, OWNER_LABEL, CREATED_LABEL = "turngate.sandbox", "turngate.owner", "turngate.created"
-BUILD_LABEL = "turngate.build"  # of images that we made from a Dockerfile
-JOB_ENV = "TURNGATE_JOB"  # in the environment of everything that a command starts
-DEFAULT_PIDS = 4096  # the most processes, where a spec does not say
-STEP_TIMEOUT_S = 120.0  # for Docker to do one thing
+BUILD_LABEL = "turngate.build"  # of images that we built from a Dockerfile
+JOB_ENV = "TURNGATE_JOB"  # set in the environment of everything that a command starts
+DEFAULT_PIDS = 4096  # process limit, unless a spec has one
+STEP_TIMEOUT_S = 120.0  # for one docker command
 KILL_TIMEOUT_S = 15.0
-MAX_ENV_LINE = 30_000  # bytes; the docker command does not read longer lines from a file of variables
-CLI_VARIABLES = ("DOCKER_", "HOME", "PATH", "BUILDKIT_", "COMPOSE_")  # variables that the docker command heeds itself
-AMBIGUOUS_CODES = (1, 125, 126, 127)  # exit codes by which the docker command also says that it has failed itself
+MAX_ENV_LINE = 30_000  # bytes; docker does not read longer lines from an --env-file
+CLI_VARIABLES = ("DOCKER_", "HOME", "PATH", "BUILDKIT_", "COMPOSE_")  # variables that the docker command itself reads
+AMBIGUOUS_CODES = (1, 125, 126, 127)  # exit codes that can also mean that the docker command itself failed
 
 FOLDER_EXISTS = '[ -d "$1" ]'
 RUN_SCRIPT = 'cd -- "$1" || exit 126; shift; exec "$@"'
-# With "marked": everything that has a job's mark, and what descends from it. With "all": everything but process 1, its sleep (the
-# oldest of its children), this script and the first processes of the jobs that are named after it; an agent may have thrown its mark
-# and its parents away, or taken another's mark. Stopped before it is killed, so that nothing is born meanwhile.
+# With "marked": kills everything that has a job's mark, and its descendants. With "all": kills everything but process 1, its sleep (the
+# oldest of its children), this script and the first processes of the jobs given as further arguments; an agent may have dropped its mark
+# and its parents, or taken another job's mark. Processes are stopped before they are killed, so that none forks meanwhile.
 KILL_SCRIPT = """
 look() {
   list=
@@ -106,7 +106,7 @@ exit 1
 
 
 class DockerSandbox(PosixSandbox):
-    """A container. Made by `DockerBackend.create`."""
+    """A container. Created by `DockerBackend.create`."""
 
     def __init__(self, folder: Path, env: Mapping[str, str]) -> None:
         self.folder = folder
@@ -114,9 +114,9 @@ class DockerSandbox(PosixSandbox):
         self.home, self.workdir = HOME, WORKDIR
         self._jobs: set[DockerJob] = set()
         self._stopped = False
-        self.gone = False  # its container has ended, though nobody stopped it
-        self._begun = 0.0
-        self._killed = False  # by us, because what ran in it could not be ended otherwise
+        self.gone = False  # its container has ended without being stopped
+        self._started_at = 0.0
+        self._killed = False  # by us, because its processes could not be killed otherwise
 
     @property
     def id(self) -> str:
@@ -126,31 +126,31 @@ class DockerSandbox(PosixSandbox):
     def shared(self) -> tuple[Path, str] | None:
         return self.folder / "shared", SHARED
 
-    async def begin(self, image: str, spec: SandboxSpec) -> None:
+    async def start_container(self, image: str, spec: SandboxSpec) -> None:
         """Create and start the container."""
         folder = await run_docker("image", "inspect", "--format", "{{.Config.WorkingDir}}", image)
         self.workdir = spec.workdir or (folder.strip() if folder.strip() not in ("", "/") else WORKDIR)
-        self._begun = time.time()
+        self._started_at = time.time()
         await run_docker("create", *_create_options(self, spec), image, str(math.ceil(spec.life_s)))
         await run_docker("start", self.id)
         ids = await run_docker("exec", self.id, "/bin/sh", "-c", "id -u; id -g")
         user, group = map(int, ids.split())
-        made = [HOME, *spec.folders]
+        missing = [HOME, *spec.folders]
         if (
             self.workdir == WORKDIR
             or (await _run_docker("exec", self.id, "/bin/sh", "-c", FOLDER_EXISTS, "sh", self.workdir))[0]
         ):
-            made.append(self.workdir)
-        await run_docker("cp", "-", f"{self.id}:/", stdin=_pack_folders(made, user, group))
+            missing.append(self.workdir)
+        await run_docker("cp", "-", f"{self.id}:/", stdin=_pack_folders(missing, user, group))
 
     async def spawn(
         self, command: Sequence[str], env: Mapping[str, str], cwd: str, stdin: int, stdout: int, stderr: int
     ) -> DockerJob:
         if self._stopped or self.gone:
-            raise await self._ended_how()
+            raise await self._explain_end()
         job = secrets.token_hex(8)
         lines, own = _split_env({**env, JOB_ENV: job})
-        with tempfile.TemporaryFile() as file:  # without a name, for the docker command alone
+        with tempfile.TemporaryFile() as file:  # unnamed, readable only by the docker command
             file.write(lines)
             file.seek(0)
             process = await _spawn_docker(
@@ -163,45 +163,45 @@ class DockerSandbox(PosixSandbox):
                 stderr=stderr,
                 pass_fds=(file.fileno(),),
             )
-        made = DockerJob(self, process, job, alone=STANDALONE_ENV in env)
-        self._jobs.add(made)
-        return made
+        new = DockerJob(self, process, job, standalone=STANDALONE_ENV in env)
+        self._jobs.add(new)
+        return new
 
     async def _run(self, *command: Any, **how: Any) -> ExecResult:
         result = await super()._run(*command, **how)
-        if self.gone and not result.timed_out:  # it was never run, or not to its end
-            raise await self._ended_how()
+        if self.gone and not result.timed_out:  # the command did not run, or not to its end
+            raise await self._explain_end()
         return result
 
-    async def _ended_how(self) -> SandboxError:
-        """What runs in a container can end it, and is to be blamed for that. Of whoever did so from outside, Docker has an event."""
+    async def _explain_end(self) -> SandboxError:
+        """Tell whether processes in the container ended it, which is their fault, or something outside, for which Docker has an event."""
         if self._stopped or self._killed:
             return SandboxGone("the sandbox has ended")
-        when = ("--since", f"{self._begun:.0f}", "--until", f"{time.time() + 1:.0f}")
-        told = await run_docker("events", *when, "--filter", f"container={self.id}", "--format", "{{.Action}}")
-        events = {line.strip() for line in told.splitlines()}
+        when = ("--since", f"{self._started_at:.0f}", "--until", f"{time.time() + 1:.0f}")
+        output = await run_docker("events", *when, "--filter", f"container={self.id}", "--format", "{{.Action}}")
+        events = {line.strip() for line in output.splitlines()}
         if "die" in events and not events & {"kill", "stop", "destroyed"}:
-            return SandboxGone("the sandbox was ended by what ran in it")
-        return SandboxError("the sandbox was ended from outside")
+            return SandboxGone("a process in the sandbox ended it")
+        return SandboxError("the sandbox's container was ended from outside")
 
     async def kill(self) -> None:
-        """All of it: what runs there cannot be ended otherwise."""
+        """Kill the whole container, when its processes cannot be killed otherwise."""
         code, _, _ = await _run_docker("kill", self.id)
-        self._killed = self._killed or not code  # otherwise it had ended before
+        self._killed = self._killed or not code  # otherwise it had already ended
 
-    async def running(self) -> bool:
-        """Whether the container is there. A daemon that does not answer is another matter, and raises."""
-        code, out, said = await _run_docker("container", "inspect", "--format", "{{.State.Running}}", self.id)
-        if code and "no such" not in said.lower():
-            raise SandboxError(f"docker does not answer: {said.strip()[-300:]}")
+    async def check_running(self) -> bool:
+        """Tell whether the container is running. Raises if the daemon does not answer."""
+        code, out, stderr = await _run_docker("container", "inspect", "--format", "{{.State.Running}}", self.id)
+        if code and "no such" not in stderr.lower():
+            raise SandboxError(f"docker inspect failed: {stderr.strip()[-300:]}")
         self.gone = code != 0 or out.strip() != "true"
         return not self.gone
 
-    def others(self, job: DockerJob) -> list[DockerJob]:
-        """The jobs that run besides one."""
-        return [other for other in self._jobs if other is not job and other.runs]
+    def other_jobs(self, job: DockerJob) -> list[DockerJob]:
+        """Return the running jobs besides one."""
+        return [other for other in self._jobs if other is not job and other.is_running]
 
-    def ended(self, job: DockerJob) -> None:
+    def discard_job(self, job: DockerJob) -> None:
         self._jobs.discard(job)
 
     async def stop(self) -> None:
@@ -211,40 +211,42 @@ class DockerSandbox(PosixSandbox):
         self._stopped = True
         await _remove_container(self.id)
         for job in list(self._jobs):
-            await job.forget()
+            await job.wait_for_client()
         self._jobs.clear()
         await asyncio.to_thread(folders.remove_folder, self.folder)
 
 
 class DockerJob:
-    """A `docker exec`. `alone`: it starts nothing, and stays when an agent ends."""
+    """A `docker exec`. `standalone`: it starts nothing, and survives when the agent's job is killed."""
 
-    def __init__(self, sandbox: DockerSandbox, process: asyncio.subprocess.Process, name: str, *, alone: bool) -> None:
+    def __init__(
+        self, sandbox: DockerSandbox, process: asyncio.subprocess.Process, name: str, *, standalone: bool
+    ) -> None:
         self._sandbox = sandbox
         self._process = process
         self.name = name
-        self.alone = alone
+        self.standalone = standalone
 
     @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         return self._process.returncode is None
 
     async def wait(self) -> int:
         code = await self._process.wait()
-        self._sandbox.ended(self)
-        if code in AMBIGUOUS_CODES and not await self._sandbox.running():
-            return KILLED  # with its container, which a command inside can end: that is no fault of the sandbox's
+        self._sandbox.discard_job(self)
+        if code in AMBIGUOUS_CODES and not await self._sandbox.check_running():
+            return KILLED  # with its container, which a command inside can end: not a sandbox error
         return code if code >= 0 else KILLED
 
     async def kill(self, grace_s: float = 2.0) -> None:
         deadline = time.monotonic() + grace_s + KILL_TIMEOUT_S
-        others = self._sandbox.others(self)
-        last = all(job.alone for job in others) and not self.alone
-        how = ["all", *(job.name for job in others)] if last else ["marked"]
+        others = self._sandbox.other_jobs(self)
+        last = all(job.standalone for job in others) and not self.standalone
+        arguments = ["all", *(job.name for job in others)] if last else ["marked"]
         while True:
-            code, said = await self._kill_inside(grace_s, how)
-            failed = f"a process cannot be killed: {said.strip()[-200:]}" if code else ""
-            if failed and not await self._sandbox.running():
+            code, stderr = await self._kill_inside(grace_s, arguments)
+            failed = f"a process in the container cannot be killed: {stderr.strip()[-200:]}" if code else ""
+            if failed and not await self._sandbox.check_running():
                 failed = ""
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), 1)
@@ -252,31 +254,32 @@ class DockerJob:
                     break
             if failed or time.monotonic() > deadline:
                 if not last:
-                    raise SandboxError(failed or "docker exec does not end though its command has")
+                    raise SandboxError(failed or "docker exec is still running though its command has ended")
                 await self._sandbox.kill()  # nothing else runs there, and this always works
-                await self.forget()
+                await self.wait_for_client()
                 break
-            # Docker was only about to start it when we looked for it.
-        self._sandbox.ended(self)
+            # Docker was about to start the command when we looked for it.
+        self._sandbox.discard_job(self)
 
-    async def forget(self) -> None:
-        """The container has ended: the docker command notices that, or is ended."""
+    async def wait_for_client(self) -> None:
+        """Wait for the docker command to notice that its container has ended, and kill it if it does not."""
         try:
             await asyncio.wait_for(self._process.wait(), KILL_TIMEOUT_S)
         except TimeoutError:
             with suppress(ProcessLookupError):
                 self._process.kill()
 
-    async def _kill_inside(self, grace_s: float, how: Sequence[str]) -> tuple[int, str]:
+    async def _kill_inside(self, grace_s: float, arguments: Sequence[str]) -> tuple[int, str]:
         tenths = str(math.ceil(grace_s * 10))
-        command = ("exec", self._sandbox.id, "/bin/sh", "-c", KILL_SCRIPT, "sh", self.name, tenths, *how)
-        code, _, said = await _run_docker(*command, timeout_s=grace_s + STEP_TIMEOUT_S)
-        return code, said
+        command = ("exec", self._sandbox.id, "/bin/sh", "-c", KILL_SCRIPT, "sh", self.name, tenths, *arguments)
+        code, _, stderr = await _run_docker(*command, timeout_s=grace_s + STEP_TIMEOUT_S)
+        return code, stderr
 
 
 class DockerBackend:
-    """`root`: where the folders with the sandboxes' sockets lie; as for `local`. `image`: the one to take where a spec names none;
-    left empty, our own base image if it was made here, else a public one."""
+    """`root`: the folder for the sandboxes' sockets, as for `LocalBackend`. `image`: the default image; if empty, our own base image
+    if it was built here, otherwise a public one.
+    """
 
     name = KIND
     relocates = True
@@ -287,32 +290,36 @@ class DockerBackend:
 
     async def check(self) -> None:
         if not shutil.which("docker"):
-            raise SandboxUnavailable("docker is not installed: apt-get install docker.io, or https://docs.docker.com")
-        code, _, said = await _run_docker("version", "--format", "{{.Server.Version}}")
+            raise SandboxUnavailable(
+                "docker is not installed; install it with apt-get install docker.io, or see https://docs.docker.com"
+            )
+        code, _, stderr = await _run_docker("version", "--format", "{{.Server.Version}}")
         if code:
-            raise SandboxUnavailable(f"no Docker daemon answers (is it started?): {said.strip()[-300:]}")
+            raise SandboxUnavailable(
+                f"the Docker daemon does not answer; start it, or check `docker version`: {stderr.strip()[-300:]}"
+            )
 
     def not_enforced(self, spec: SandboxSpec) -> tuple[str, ...]:
-        """What a spec asks for and this backend cannot hold an agent to."""
+        """List what a spec asks for that this backend cannot enforce: nothing."""
         return ()
 
     async def create(self, spec: SandboxSpec) -> DockerSandbox:
-        image = await self._image(spec)
+        image = await self._resolve_image(spec)
         folder = folders.create_folder(self.root, KIND, "shared")
         _make_readable(folder / "shared")
         sandbox = DockerSandbox(folder, {"LANG": "C.UTF-8", **spec.env})
         try:
-            await run_to_completion(sandbox.begin(image, spec))
+            await run_to_completion(sandbox.start_container(image, spec))
         except BaseException:
             await run_to_completion(sandbox.stop())
             raise
         return sandbox
 
-    async def _image(self, spec: SandboxSpec) -> str:
+    async def _resolve_image(self, spec: SandboxSpec) -> str:
         if spec.dockerfile:
             return await _build_image(Path(spec.dockerfile))
-        named = spec.image or self.image
-        for image in (named,) if named else (DEFAULT_IMAGE, PUBLIC_IMAGE):
+        requested = spec.image or self.image
+        for image in (requested,) if requested else (DEFAULT_IMAGE, PUBLIC_IMAGE):
             code, _, _ = await _run_docker("image", "inspect", image)
             if not code:
                 return image
@@ -321,20 +328,20 @@ class DockerBackend:
 
     async def sweep(self) -> int:
         form = f'{{{{.ID}}}}\t{{{{.Label "{OWNER_LABEL}"}}}}'
-        listed = await run_docker("ps", "--all", "--no-trunc", "--filter", f"label={OWNER_LABEL}", "--format", form)
-        left = 0
-        for line in listed.splitlines():
+        containers = await run_docker("ps", "--all", "--no-trunc", "--filter", f"label={OWNER_LABEL}", "--format", form)
+        removed = 0
+        for line in containers.splitlines():
             container, _, name = line.partition("\t")
-            known = owner.parse_owner(name)
-            if known and known.gone:
+            parsed = owner.parse_owner(name)
+            if parsed and parsed.gone:
                 await _remove_container(container)
-                left += 1
+                removed += 1
         await folders.sweep_folders(self.root, KIND)
-        return left
+        return removed
 
 
 def _create_options(sandbox: DockerSandbox, spec: SandboxSpec) -> list[str]:
-    """Of `docker create`."""
+    """Build the options of `docker create`."""
     limits = spec.resources
     labels = {
         **spec.labels,
@@ -353,13 +360,13 @@ def _create_options(sandbox: DockerSandbox, spec: SandboxSpec) -> list[str]:
     ]
     if spec.network == "none":
         options += ["--network", "none"]
-    if limits.memory_mb:  # the second: no swap on top
+    if limits.memory_mb:  # the second: no swap
         options += ["--memory", f"{limits.memory_mb}m", "--memory-swap", f"{limits.memory_mb}m"]
     if limits.cpus:
         options += ["--cpus", str(limits.cpus)]
     for name, value in labels.items():
         options += ["--label", f"{name}={value}"]
-    # Read-only, so that nobody else's files are left in it; a socket can be used all the same.
+    # Read-only, so that no foreign files are left in it; sockets in it can still be used.
     options += ["--mount", _mount_option(str(sandbox.folder / "shared"), SHARED, writable=False)]
     for mount in spec.mounts:
         options += ["--mount", _mount_option(mount.source, mount.target, writable=mount.writable)]
@@ -373,12 +380,12 @@ def _mount_option(source: str, target: str, *, writable: bool) -> str:
 
 
 def _make_readable(folder: Path) -> None:
-    """Its user may be anybody; on the host, the folder around this one is closed."""
+    """Open the folder to the container's user, who may be anyone. On the host it lies in a closed folder."""
     folder.chmod(0o755)
 
 
 def _pack_folders(paths: Sequence[str], user: int, group: int) -> bytes:
-    """A tar file with empty folders that belong to the container's user. Docker puts them in place; nobody inside could."""
+    """Build a tar file with empty folders of the container's user. Docker unpacks it where users inside could not create folders."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
         for path in paths:
@@ -390,13 +397,17 @@ def _pack_folders(paths: Sequence[str], user: int, group: int) -> bytes:
 
 
 def _split_env(env: Mapping[str, str]) -> tuple[bytes, dict[str, str]]:
-    """Variables as a file for the docker command, and those that it must take from its own environment. None as arguments:
-    those can be read by every user of the host."""
+    """Split variables into a file for the docker command, and those that it must take from its own environment.
+
+    None become arguments, which every user of the host can read.
+    """
     lines, own = [], {}
     for name, value in env.items():
         if "\n" in value or "\r" in value or len(value) > MAX_ENV_LINE:
             if name.startswith(CLI_VARIABLES):
-                raise SandboxError(f"docker cannot take a value of several lines for {name}")
+                raise SandboxError(
+                    f"environment variable {name}: docker cannot pass a value with line breaks, or one this long"
+                )
             own[name] = value
         else:
             lines.append(f"{name}={value}\n")
@@ -404,21 +415,23 @@ def _split_env(env: Mapping[str, str]) -> tuple[bytes, dict[str, str]]:
 
 
 async def _build_image(folder: Path) -> str:
-    """The image of a folder with a Dockerfile; built only when its content has never been."""
+    """Build the image of a folder with a Dockerfile, unless this content has been built before."""
     tag = f"turngate-build:{await asyncio.to_thread(_digest_folder, folder)}"
     code, _, _ = await _run_docker("image", "inspect", tag)
     if code:
-        # Nothing is left of a build that fails. Not the owner's label: containers inherit it, and `sweep` goes by it.
+        # A failed build leaves nothing. No owner label: containers would inherit it, and `sweep` relies on it.
         command = ("build", "--quiet", "--force-rm", "--label", f"{BUILD_LABEL}=1", "--tag", tag, str(folder))
-        code, out, said = await _run_docker(*command, timeout_s=3600)
+        code, out, stderr = await _run_docker(*command, timeout_s=3600)
         if code:
-            raise SandboxError(f"the image of {folder} cannot be built; the last lines:\n{_last_lines(said or out)}")
+            raise SandboxError(
+                f"docker could not build {folder}/Dockerfile; the last lines:\n{_last_lines(stderr or out)}"
+            )
     return tag
 
 
-def _last_lines(said: str, count: int = 12) -> str:
-    """Of a log for people: without colours and what a progress bar overwrote."""
-    plain = re.sub(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]", "", said)
+def _last_lines(stderr: str, count: int = 12) -> str:
+    """Return the last lines of a log, without colours and overwritten progress bars."""
+    plain = re.sub(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]", "", stderr)
     lines = [line.rpartition("\r")[2].rstrip() for line in plain.replace("\r\n", "\n").split("\n")]
     clean = ["".join(c for c in line if c.isprintable() or c == "\t")[:300] for line in lines if line]
     return "\n".join(f"    {line}" for line in clean[-count:])
@@ -426,7 +439,7 @@ def _last_lines(said: str, count: int = 12) -> str:
 
 def _digest_folder(folder: Path) -> str:
     if not (folder / "Dockerfile").is_file():
-        raise SandboxError(f"there is no Dockerfile in {folder}")
+        raise SandboxError(f"{folder} has no Dockerfile")
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         kind = b"link" if path.is_symlink() else b"file" if path.is_file() else b"folder"
@@ -438,19 +451,19 @@ def _digest_folder(folder: Path) -> str:
 
 
 async def _remove_container(container: str) -> None:
-    """Remove a container with its processes and volumes, and see it gone."""
+    """Remove a container with its processes and volumes, and wait until it is gone."""
     deadline = time.monotonic() + STEP_TIMEOUT_S
     while True:
-        code, _, said = await _run_docker("rm", "--force", "--volumes", container)
-        if code == 0 or "No such container" in said:
+        code, _, stderr = await _run_docker("rm", "--force", "--volumes", container)
+        if code == 0 or "No such container" in stderr:
             return
         if time.monotonic() > deadline:
-            raise SandboxError(f"docker cannot remove {container}: {said.strip()[-300:]}")
-        await asyncio.sleep(0.2)  # it is being removed already, because its time was over
+            raise SandboxError(f"docker could not remove the container {container}: {stderr.strip()[-300:]}")
+        await asyncio.sleep(0.2)  # it may be removed already, because its life is over
 
 
 async def run_docker(*arguments: str, stdin: bytes = b"", timeout_s: float = STEP_TIMEOUT_S) -> str:
-    """Run the docker command; what it printed."""
+    """Run a docker command and return its output."""
     code, out, err = await _run_docker(*arguments, stdin=stdin, timeout_s=timeout_s)
     if code:
         raise SandboxError(f"docker {arguments[0]} failed: {err.strip()[-500:]}")
@@ -469,7 +482,7 @@ async def _run_docker(*arguments: str, stdin: bytes = b"", timeout_s: float = ST
     try:
         out, err = await asyncio.wait_for(process.communicate(stdin), timeout_s)
     except TimeoutError as error:
-        raise SandboxError(f"docker {arguments[0]} has not ended after {timeout_s:.0f} s") from error
+        raise SandboxError(f"docker {arguments[0]} took longer than {timeout_s:.0f} s") from error
     finally:
         if process.returncode is None:
             with suppress(ProcessLookupError):
@@ -489,11 +502,11 @@ async def _spawn_docker(
             stdout=stdout,
             stderr=stderr,
             pass_fds=pass_fds,
-            start_new_session=True,  # a Ctrl-C in our terminal is not for it
+            start_new_session=True,  # a Ctrl-C in our terminal must not reach it
         )
     except FileNotFoundError as error:
         raise SandboxUnavailable(
-            "docker is not installed: apt-get install docker.io, or https://docs.docker.com"
+            "docker is not installed; install it with apt-get install docker.io, or see https://docs.docker.com"
         ) from error
     except (OSError, ValueError) as error:
-        raise SandboxError(f"docker cannot be started: {error}") from error
+        raise SandboxError(f"cannot start docker: {error}") from error

@@ -1,4 +1,4 @@
-"""E2B's sandboxes, over the official `e2b` SDK: what `shell.py` asks of a service, done by this one."""
+"""E2B sandboxes, through the official `e2b` SDK."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from turngate.common.aio import run_to_completion
-from turngate.errors import SandboxError, SandboxFileMissing, SandboxUnavailable
+from turngate.errors import SandboxError, SandboxFileMissing, SandboxGone, SandboxUnavailable
 from turngate.sandboxes.base import Sandbox, SandboxSpec
 from turngate.sandboxes.shell import (
     SCRIPT_TIMEOUT_S,
-    Gone,
     RequestLost,
     ShellSandbox,
     as_coroutine,
@@ -37,46 +36,46 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RECONNECT_S = 1.0
-OUTPUT_MARKER = "--- turngate"  # E2B runs a login shell, and a profile may have things to say before us
+OUTPUT_MARKER = "--- turngate"  # E2B runs a login shell, whose profile may print something first
 
 
 class ProcessNotFound(SandboxError):
-    """E2B knows no process of that number: it has ended."""
+    """E2B has no process of that number: it has ended."""
 
 
 class E2BBackend:
-    """Makes E2B sandboxes, with the key in `E2B_API_KEY`. An image is the name of an E2B template."""
+    """Creates E2B sandboxes with the key in `E2B_API_KEY`. An image is the name of an E2B template."""
 
     name = "e2b"
     relocates = True
 
     def __init__(self, *, reachable: Sequence[str] = (), lease_s: float = 3600.0, patience_s: float = 120.0) -> None:
-        self._reachable = list(reachable)  # hosts that stay open under network "none", besides a spec's
-        self._lease_s = lease_s  # an hour is the most that E2B gives every account
-        self._patience_s = patience_s  # how long a running command may be out of reach before we give up
+        self._reachable = list(reachable)  # hosts that stay reachable with network "none", in addition to a spec's
+        self._lease_s = lease_s  # an hour is the most that E2B grants every account
+        self._patience_s = patience_s  # how long a running command may be unreachable
 
     async def check(self) -> None:
         try:
-            await self._listed({}, most=1)
+            await self._list_sandboxes({}, limit=1)
         except RequestLost as error:
-            raise SandboxUnavailable(f"E2B cannot be reached: {error}") from None
+            raise SandboxUnavailable(f"cannot reach E2B: {error}") from None
 
     def not_enforced(self, spec: SandboxSpec) -> tuple[str, ...]:
-        """What a spec asks for and the service does not apply."""
+        """List what a spec asks for that the service does not apply."""
         return tuple(name for name, value in msgspec.structs.asdict(spec.resources).items() if value)
 
     async def create(self, spec: SandboxSpec) -> Sandbox:
         e2b = _import_sdk()
         if spec.dockerfile:
             raise SandboxUnavailable(
-                "E2B builds no Dockerfile on the way: make a template of it and name that as the image"
+                "E2B cannot build a Dockerfile here: build an E2B template from it, and give the template's name as the image"
             )
         if spec.resources.cpus or spec.resources.memory_mb or spec.resources.pids:
-            log.warning("an E2B sandbox is as large as its template; the resources asked for are not applied")
+            log.warning("E2B does not apply the requested resources: a sandbox has the size of its template")
         closed = spec.network == "none"
         reachable = [*self._reachable, *spec.reachable]
         ends = time.monotonic() + spec.life_s
-        making = asyncio.ensure_future(
+        creating = asyncio.ensure_future(
             e2b.AsyncSandbox.create(
                 template=spec.image or None,
                 timeout=math.ceil(min(spec.life_s, self._lease_s)),
@@ -84,39 +83,41 @@ class E2BBackend:
                 allow_internet_access=None if not closed or reachable else False,
                 network={"deny_out": ["0.0.0.0/0"], "allow_out": reachable} if closed and reachable else None,
                 lifecycle={"on_timeout": "kill"},
-                idempotency_key=str(uuid.uuid4()),  # the SDK asks again when the service is busy
+                idempotency_key=str(uuid.uuid4()),  # the SDK retries when the service is busy
             )
         )
-        with _map_errors("make a sandbox"):
+        with _map_errors("create a sandbox"):
             try:
-                made = await asyncio.shield(making)
-            except asyncio.CancelledError:  # only when it is made do we know what to remove
+                sandbox = await asyncio.shield(creating)
+            except asyncio.CancelledError:  # what to remove is known only once it exists
                 with suppress(Exception):
-                    await (await run_to_completion(as_coroutine(making))).kill()
+                    await (await run_to_completion(as_coroutine(creating))).kill()
                 raise
-        return await ShellSandbox.on(E2BConnection(made, self._lease_s, self._patience_s), spec, ends)
+        return await ShellSandbox.create(E2BConnection(sandbox, self._lease_s, self._patience_s), spec, ends)
 
     async def sweep(self) -> int:
         e2b = _import_sdk()
-        swept = 0
-        for sandbox, labels in await self._listed(host_label()):
+        removed = 0
+        for sandbox, labels in await self._list_sandboxes(host_label()):
             if is_abandoned(labels):
                 with _map_errors("remove a sandbox"):
-                    swept += await e2b.AsyncSandbox.kill(sandbox)
-        return swept
+                    removed += await e2b.AsyncSandbox.kill(sandbox)
+        return removed
 
-    async def _listed(self, labels: dict[str, str], most: int | None = None) -> list[tuple[str, dict[str, str]]]:
+    async def _list_sandboxes(
+        self, labels: dict[str, str], limit: int | None = None
+    ) -> list[tuple[str, dict[str, str]]]:
         e2b = _import_sdk()
         found: list[tuple[str, dict[str, str]]] = []
         with _map_errors("list the sandboxes"):
-            pages = e2b.AsyncSandbox.list(query=e2b.SandboxQuery(metadata=labels or None), limit=most)
-            while pages.has_next and (most is None or len(found) < most):
+            pages = e2b.AsyncSandbox.list(query=e2b.SandboxQuery(metadata=labels or None), limit=limit)
+            while pages.has_next and (limit is None or len(found) < limit):
                 found += [(each.sandbox_id, each.metadata) for each in await pages.next_items()]
         return found
 
 
 class E2BConnection:
-    """One E2B sandbox."""
+    """A connection to one E2B sandbox."""
 
     def __init__(self, sandbox: AsyncSandbox, lease_s: float, patience_s: float) -> None:
         self._sandbox = sandbox
@@ -143,10 +144,10 @@ class E2BConnection:
             handle = await self._sandbox.commands.run(
                 script, background=True, envs=dict(env), timeout=0, retain_output=False
             )
-        return lambda: self._over(handle)
+        return lambda: self._wait_for_exit(handle)
 
-    async def _over(self, handle: AsyncCommandHandle[None]) -> None:
-        """Follow a command's stream to its end; take it up again where it breaks."""
+    async def _wait_for_exit(self, handle: AsyncCommandHandle[None]) -> None:
+        """Follow a command's output stream to its end, and reconnect when it breaks."""
         e2b = _import_sdk()
         pid, lost_at = handle.pid, 0.0
         stream: AsyncCommandHandle[None] | None = handle
@@ -159,7 +160,7 @@ class E2BConnection:
                         lost_at = 0.0
                         await stream.wait()
                     return
-                except ProcessNotFound:  # it ended while we were away
+                except ProcessNotFound:  # it ended while we were disconnected
                     return
                 except RequestLost:
                     lost_at = lost_at or time.monotonic()
@@ -186,7 +187,7 @@ class E2BConnection:
                 async for chunk in chunks:
                     data += chunk
                     if len(data) > limit:
-                        raise SandboxError(f"{path} is larger than {limit} bytes")
+                        raise SandboxError(f"{path} in the sandbox is larger than {limit} bytes")
         return bytes(data)
 
     async def fetch(self, path: str, target: Path) -> None:
@@ -206,31 +207,31 @@ class E2BConnection:
 
 def _import_sdk() -> ModuleType:
     if not os.environ.get("E2B_API_KEY"):
-        raise SandboxUnavailable("E2B needs a key: set E2B_API_KEY")
+        raise SandboxUnavailable("E2B needs an API key; set E2B_API_KEY")
     try:
         import e2b
     except ImportError:
-        raise SandboxUnavailable("E2B's SDK is not installed: pip install 'turngate[e2b]'") from None
+        raise SandboxUnavailable("the E2B SDK is not installed; run pip install 'turngate[e2b]'") from None
     return e2b
 
 
 @contextmanager
-def _map_errors(doing: str) -> Iterator[None]:
-    """The SDK's exceptions become ours, in this one place, and never carry the key on."""
+def _map_errors(action: str) -> Iterator[None]:
+    """Turn the SDK's exceptions into ours. All are mapped here, and none carries the key."""
     e2b = _import_sdk()
     try:
         yield
     except SandboxError:
         raise
-    except Exception as error:  # the SDK also raises bare `Exception`s, and those of its three HTTP libraries
-        said = f"E2B could not {doing}: {describe_error(error, os.environ.get('E2B_API_KEY', ''))}"
+    except Exception as error:  # the SDK also raises bare `Exception`s, and those of three HTTP libraries
+        message = f"E2B could not {action}: {describe_error(error, os.environ.get('E2B_API_KEY', ''))}"
         status = error.status_code if isinstance(error, e2b.SandboxException) else None
         kind: type[SandboxError]
         match error:
             case e2b.FileNotFoundException():
                 kind = SandboxFileMissing
             case e2b.SandboxNotRunningException() | e2b.SandboxNotFoundException():
-                kind = Gone
+                kind = SandboxGone
             case e2b.NotFoundException():
                 kind = ProcessNotFound
             case e2b.AuthenticationException():
@@ -241,4 +242,4 @@ def _map_errors(doing: str) -> Iterator[None]:
                 kind = SandboxUnavailable
             case _:
                 kind = RequestLost
-        raise kind(said) from None
+        raise kind(message) from None

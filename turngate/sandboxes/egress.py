@@ -1,9 +1,9 @@
-"""Connect a sandbox to the gateway: a relay inside, and a URL that an agent in there takes for its model provider's.
+"""Connect a sandbox to the gateway: start a relay inside and return the URL that an agent uses as its model provider.
 
-    async with door.opened(gateway, folder=sandbox.shared[0]) as way, connected(sandbox, way) as base_url: …
+    async with open_door(gateway, folder=sandbox.shared[0]) as door, connect_sandbox(sandbox, door) as base_url: …
 
-A `Door` is used where sandbox and host share a folder (local, bubblewrap, docker), a `Tunnel` or a public URL where they do not. The
-relay is a background job with the runtime that the sandbox has; one that was killed is started again on the same port.
+Where sandbox and host share a folder (local, bubblewrap, docker) the relay connects to a `GatewayDoor`; otherwise to a `Tunnel` or a
+public URL. The relay is a background job that runs on the sandbox's Python or Node. If it is killed, it is restarted on the same port.
 """
 
 from __future__ import annotations
@@ -22,15 +22,13 @@ from turngate.sandboxes.tunnel import Tunnel
 
 RELAY_FOLDER = ".turngate"  # in the sandbox's home
 RELAY_SOURCES = {"python": Path(relay.__file__), "node": Path(relay.__file__).with_suffix(".mjs")}
-_INTERPRETER_FLAGS = {
-    "python": ("-I", "-S"),
-    "node": (),
-}  # it needs nothing but the standard library, and looking for more takes time
+# The relay needs only the standard library, and searching for more takes time.
+_INTERPRETER_FLAGS = {"python": ("-I", "-S"), "node": ()}
 START_S = 30.0
 PROBE_S = 60.0
-RESTART_PAUSE_S = 0.5  # before a relay that has ended is started again
+RESTART_PAUSE_S = 0.5
 
-# A Python's own path is asked for: what is called `python3` may be a script that looks for one, at ten times the cost of starting it.
+# Asks Python for its own path: `python3` may be a script that searches for one, which takes ten times as long.
 FIND_RUNTIME = """
 rm -f "$3/port" "$3/reached"
 for python in "$1" python3 python; do
@@ -53,61 +51,61 @@ cat "$1"
 @asynccontextmanager
 async def connect_sandbox(
     sandbox: Sandbox,
-    way: GatewayDoor | Tunnel | str,
+    egress: GatewayDoor | Tunnel | str,
     *,
     python: str = "",
     node: str = "",
     give_up_s: float = relay.GIVE_UP_S,
 ) -> AsyncIterator[str]:
-    """The URL by which the sandbox reaches the gateway, as long as the block runs.
+    """Keep the sandbox connected while the block runs, and yield the URL by which it reaches the gateway.
 
-    `python`, `node`: an interpreter in the sandbox to run the relay with, where it is not on the PATH. `give_up_s`: how long
-    a call waits for a gateway that does not answer.
+    `python`, `node`: an interpreter in the sandbox for the relay, if it is not on the PATH. `give_up_s`: how long a call waits for a
+    gateway that does not answer.
     """
     async with AsyncExitStack() as stack:
         folder = f"{sandbox.home}/{RELAY_FOLDER}"
         target = f"{folder}/target"
 
-        async def follow(url: str) -> None:
+        async def write_target(url: str) -> None:
             await sandbox.write(target, url.encode(), mode=0o600)
 
-        await follow(_relay_target(sandbox, way))
-        if isinstance(way, Tunnel):
-            await stack.enter_async_context(way.followed(follow))
-            await follow(way.url)  # it may have changed before we followed it
+        await write_target(_relay_target(sandbox, egress))
+        if isinstance(egress, Tunnel):
+            await stack.enter_async_context(egress.notify(write_target))
+            await write_target(egress.url)  # it may have changed before we subscribed
         run = await _stage_relay(sandbox, folder, python, node)
         command = [*run, "--target", target, "--port-file", f"{folder}/port", "--give-up-s", str(give_up_s)]
         first = [*command, "--port", "0", "--reached-file", f"{folder}/reached"]
         job = await sandbox.start(first, env={STANDALONE_ENV: "1"}, stderr=f"{folder}/log")
-        kept = [job]
-        stack.push_async_callback(_kill_relay, kept)
+        jobs = [job]
+        stack.push_async_callback(_kill_relay, jobs)
         port = await _read_port(sandbox, folder)
-        watch = asyncio.create_task(_keep_running(sandbox, [*command, "--port", str(port)], f"{folder}/log", kept))
+        watch = asyncio.create_task(_keep_running(sandbox, [*command, "--port", str(port)], f"{folder}/log", jobs))
         stack.push_async_callback(_cancel_task, watch)
         await _check_gateway_reached(sandbox, f"{folder}/reached")
         yield f"http://127.0.0.1:{port}"
 
 
-def _relay_target(sandbox: Sandbox, way: GatewayDoor | Tunnel | str) -> str:
-    """The gateway's address, as a relay in the sandbox sees it."""
-    if isinstance(way, str):
-        return way
-    if isinstance(way, Tunnel):
-        return way.url
-    if way.socket is None:
-        return way.address
-    if sandbox.shared is None or way.socket.parent != sandbox.shared[0]:
-        raise SandboxError("the door is not in the folder that this sandbox shares")
-    return f"unix:{sandbox.shared[1]}/{way.socket.name}"
+def _relay_target(sandbox: Sandbox, egress: GatewayDoor | Tunnel | str) -> str:
+    """Return the gateway's address as a relay in the sandbox sees it."""
+    if isinstance(egress, str):
+        return egress
+    if isinstance(egress, Tunnel):
+        return egress.url
+    if egress.socket is None:
+        return egress.address
+    if sandbox.shared is None or egress.socket.parent != sandbox.shared[0]:
+        raise SandboxError("the door's socket is not in the folder that this sandbox shares with the host")
+    return f"unix:{sandbox.shared[1]}/{egress.socket.name}"
 
 
 async def _stage_relay(sandbox: Sandbox, folder: str, python: str, node: str) -> list[str]:
-    """Put the relay into the sandbox. The command that runs it."""
+    """Copy the relay into the sandbox and return the command that runs it."""
     found = await sandbox.exec(["/bin/sh", "-c", FIND_RUNTIME, "sh", python, node, folder], timeout_s=START_S)
     if found.exit_code:
         raise SandboxError(
-            "the sandbox has neither Python 3.8 nor Node to run the relay with: "
-            "add one to the image, or mount one and name it"
+            "the sandbox has neither Python 3.8 or newer nor Node, and the relay to the gateway needs one of them: "
+            "install one in the image"
         )
     kind, _, program = found.stdout.decode().strip().partition(" ")
     source = RELAY_SOURCES[kind]
@@ -116,42 +114,46 @@ async def _stage_relay(sandbox: Sandbox, folder: str, python: str, node: str) ->
 
 
 async def _read_port(sandbox: Sandbox, folder: str) -> int:
-    said = await _wait_for_file(sandbox, f"{folder}/port", START_S)
-    if said.isdigit():
-        return int(said)
+    text = await _wait_for_file(sandbox, f"{folder}/port", START_S)
+    if text.isdigit():
+        return int(text)
     log = await sandbox.exec(["cat", f"{folder}/log"], timeout_s=START_S)
-    raise SandboxError(f"the relay did not start: {log.stdout.decode(errors='replace').strip()[-300:]}")
+    raise SandboxError(
+        f"the relay to the gateway did not start in the sandbox: {log.stdout.decode(errors='replace').strip()[-300:]}"
+    )
 
 
 async def _check_gateway_reached(sandbox: Sandbox, file: str) -> None:
-    """Fail now, by name, and not later in the middle of an agent's first call."""
-    said = await _wait_for_file(sandbox, file, PROBE_S)
-    if said != relay.REACHED:
-        raise SandboxError(f"the gateway cannot be reached from the sandbox: {said[-300:] or 'it took too long'}")
+    """Fail now, with a clear reason, rather than during the agent's first call."""
+    text = await _wait_for_file(sandbox, file, PROBE_S)
+    if text != relay.REACHED:
+        raise SandboxError(
+            f"the gateway cannot be reached from the sandbox: {text[-300:] or f'no answer within {PROBE_S:.0f} s'}"
+        )
 
 
 async def _wait_for_file(sandbox: Sandbox, file: str, limit_s: float) -> str:
-    """What the relay writes into a file, once it does."""
+    """Wait until the relay has written a file, and return its content."""
     tries = 50 + round(10 * limit_s)
     done = await sandbox.exec(["/bin/sh", "-c", WAIT_FOR_FILE, "sh", file, str(tries)], timeout_s=limit_s + 5)
     return done.stdout.decode(errors="replace").strip()
 
 
-async def _keep_running(sandbox: Sandbox, command: list[str], log: str, kept: list[Job]) -> None:
-    """Start the relay again when it has ended, however that came."""
+async def _keep_running(sandbox: Sandbox, command: list[str], log: str, jobs: list[Job]) -> None:
+    """Restart the relay whenever it ends."""
     while True:
-        await kept[-1].wait()
+        await jobs[-1].wait()
         await asyncio.sleep(RESTART_PAUSE_S)
-        kept.append(await sandbox.start(command, env={STANDALONE_ENV: "1"}, stderr=log))
+        jobs.append(await sandbox.start(command, env={STANDALONE_ENV: "1"}, stderr=log))
 
 
 async def _cancel_task(watch: asyncio.Task[None]) -> None:
     watch.cancel()
     await asyncio.wait([watch])
     if not watch.cancelled():
-        watch.exception()  # the sandbox has ended; whoever uses it will notice
+        watch.exception()  # the sandbox has ended; its next use raises the same
 
 
-async def _kill_relay(kept: list[Job]) -> None:
-    with suppress(SandboxError):  # it has ended with its sandbox
-        await run_to_completion(kept[-1].kill())
+async def _kill_relay(jobs: list[Job]) -> None:
+    with suppress(SandboxError):  # it ended with its sandbox
+        await run_to_completion(jobs[-1].kill())

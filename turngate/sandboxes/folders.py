@@ -1,6 +1,6 @@
-"""The folder that a sandbox on this machine has on the host: private, named like the sandbox, with the name of its owner in it.
+"""The private folder on the host that a local sandbox has. It is named like the sandbox and names its owner.
 
-Used by local, bubblewrap and docker. `sweep` removes the folders of owners that are no more, and kills what they left running.
+`sweep_folders` removes the folders of dead owners and kills the processes they left.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from turngate.sandboxes import cgroups, owner, supervisor
 
 log = logging.getLogger(__name__)
 
-SANDBOX_ENV = "TURNGATE_SANDBOX"  # in the environment of every process that belongs to a sandbox on the host
-KILL_TIMEOUT_S = 10.0  # for a killed process to be gone
-STALE_S = 3600.0  # a folder that has no owner yet is being made, but not for so long
+SANDBOX_ENV = "TURNGATE_SANDBOX"  # set in every process that belongs to a sandbox on the host
+KILL_TIMEOUT_S = 10.0  # for a killed process to disappear
+STALE_S = 3600.0  # a folder without an owner is being created, but never for this long
 
 
 def create_folder(root: Path | None, kind: str, *parts: str) -> Path:
-    """A new sandbox's folder with some folders in it. Its name is the sandbox's id."""
+    """Create a sandbox's folder with subfolders `parts`. Its name is the sandbox's id."""
     name = f"{kind}-{secrets.token_hex(6)}"
     try:
         root = _private_root(root)
         new = root / f".{name}"
         new.mkdir(mode=0o700)
-        # First, so that it is swept where we are killed over the rest.
+        # First, so that the folder is swept if we are killed before it is complete.
         (new / supervisor.OWNER_FILE).write_text(str(owner.current_owner()))
         for part in parts:
             (new / part).mkdir(mode=0o700)
-        return new.rename(root / name)  # with an owner from the first moment that `sweep` can see it
+        return new.rename(root / name)  # `sweep_folders` sees it only now, with its owner
     except OSError as error:
-        raise SandboxError(f"a sandbox's folder cannot be made: {error}") from error
+        raise SandboxError(f"cannot create the sandbox's folder: {error}") from error
 
 
 def _private_root(root: Path | None) -> Path:
-    """The folder of all folders: ours alone, or somebody else on this machine has laid a trap."""
+    """Return the folder of all sandbox folders. It must be closed to other users, who could plant links in it."""
     root = root or Path(tempfile.gettempdir()) / f"turngate-{os.getuid()}"
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = root.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise SandboxError(f"{root} must be a folder that only this user can enter (chmod 700)")
+    status = root.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise SandboxError(f"{root} must be a folder of this user that no one else can enter: chmod 700 {root}")
     return root
 
 
@@ -56,39 +56,39 @@ async def sweep_folders(root: Path | None, kind: str) -> int:
 
 
 def _sweep_folders(root: Path, kind: str) -> int:
-    left = [folder for folder in root.glob(f"{kind}-*") if _is_ownerless(folder)]
-    for folder in left:
+    leftovers = [folder for folder in root.glob(f"{kind}-*") if _is_ownerless(folder)]
+    for folder in leftovers:
         try:
             remove_folder(folder)
-        except SandboxError as error:  # the next one may be removed all the same
+        except SandboxError as error:  # go on with the next one
             log.warning("%s", error.message)
-    for unmade in root.glob(f".{kind}-*"):
+    for unfinished in root.glob(f".{kind}-*"):
         with suppress(OSError):
-            if _is_ownerless(unmade) or time.time() - unmade.stat().st_mtime > STALE_S:
-                supervisor.remove_folder(str(unmade))
-    return len(left)
+            if _is_ownerless(unfinished) or time.time() - unfinished.stat().st_mtime > STALE_S:
+                supervisor.remove_folder(str(unfinished))
+    return len(leftovers)
 
 
 def _is_ownerless(folder: Path) -> bool:
     try:
-        known = owner.parse_owner((folder / supervisor.OWNER_FILE).read_text())
-    except OSError:  # it is being removed right now
+        parsed = owner.parse_owner((folder / supervisor.OWNER_FILE).read_text())
+    except OSError:  # it is just being removed
         return False
-    return known is not None and known.gone
+    return parsed is not None and parsed.gone
 
 
 def remove_folder(folder: Path) -> None:
-    """Kill whatever still belongs to a sandbox, and remove its folder. Raises where some of it is left; it is swept later."""
+    """Kill what still belongs to a sandbox and remove its folder. Raises if something remains; a later sweep removes that."""
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while supervisor.kill_all(lambda: _find_processes(folder.name)) and time.monotonic() < deadline:
         time.sleep(0.02)
     cgroups.remove_group(folder.name)
     if not supervisor.remove_folder(str(folder)):
-        raise SandboxError(f"some of the sandbox's folder {folder} could not be removed")
+        raise SandboxError(f"the sandbox's folder {folder} could not be removed completely")
 
 
 def _find_processes(name: str) -> list[int]:
-    """Those with a sandbox's mark, and their children: who throws the mark away is still the supervisor's child."""
+    """Find the processes that carry a sandbox's mark, and their children: a process that drops its mark is still the supervisor's child."""
     mark = f"{SANDBOX_ENV}={name}".encode()
     found = []
     for process in Path("/proc").iterdir():

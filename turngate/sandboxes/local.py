@@ -1,7 +1,7 @@
-"""The `local` sandbox: a private folder on this machine and processes that can all be found again. For trusted agents and tests.
+"""The `local` sandbox: a private folder on this machine, and processes that can all be found again. For trusted agents and tests.
 
-It keeps things apart and tidy (own HOME, own TMPDIR, clean environment, nothing left behind), but it is no wall: an agent here can
-read what its user can read and reach what its user can reach. `not_enforced` says what of a spec is a wish only.
+It keeps rollouts apart (own HOME, own TMPDIR, clean environment, nothing left behind), but it is not isolated: an agent can read and
+reach everything that its user can. `not_enforced` names what a spec asks for in vain.
 """
 
 from __future__ import annotations
@@ -21,33 +21,40 @@ FALLBACK_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class LocalBackend:
-    """`root`: where the sandboxes' folders lie; a folder of this user's in the host's temporary folder unless told otherwise."""
+    """`root`: the folder for the sandboxes' folders; by default a private one in the host's temporary folder."""
 
     name = KIND
-    relocates = False  # there is one file system
+    relocates = False  # host and sandbox share one file system
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = root
 
     async def check(self) -> None:
         if not sys.platform.startswith("linux"):
-            raise SandboxUnavailable("the local sandbox needs Linux, because it finds processes in /proc; use docker")
+            raise SandboxUnavailable(
+                "the local sandbox needs Linux (it finds processes in /proc); use --sandbox docker"
+            )
 
     def not_enforced(self, spec: SandboxSpec) -> tuple[str, ...]:
-        """What a spec asks for and this backend cannot hold an agent to."""
-        wishes = {
+        """List what a spec asks for that this backend cannot enforce."""
+        requested = {
             "network": spec.network == "none",
             "read-only mounts": any(not mount.writable for mount in spec.mounts),
             "image": bool(spec.image or spec.dockerfile),
             "workdir": bool(spec.workdir),
         }
-        return (*(wish for wish, asked in wishes.items() if asked), *cgroups.not_enforced(spec.resources))
+        return (
+            *(name for name, is_requested in requested.items() if is_requested),
+            *cgroups.not_enforced(spec.resources),
+        )
 
     async def create(self, spec: SandboxSpec) -> SupervisedSandbox:
         await self.check()
         _check_mounts(spec)
         if spec.folders:
-            raise SandboxError(f"the local sandbox cannot make {spec.folders[0]}: there is one file system, the host's")
+            raise SandboxError(
+                f"the local sandbox cannot create {spec.folders[0]}: it shares the host's file system; use docker"
+            )
         folder = folders.create_folder(self.root, KIND, "home", "work", "tmp", "shared")
         env = {
             "PATH": os.environ.get("PATH") or FALLBACK_PATH,
@@ -71,9 +78,11 @@ class LocalBackend:
 
 
 def _check_mounts(spec: SandboxSpec) -> None:
-    """There is one file system: a folder is where it is."""
+    """Check that each mount keeps its path: host and sandbox share one file system."""
     for mount in spec.mounts:
         if mount.source != mount.target:
-            raise SandboxError(f"the local sandbox cannot show {mount.source} as {mount.target}; use the same path")
+            raise SandboxError(
+                f"the local sandbox cannot mount {mount.source} at {mount.target}; use the same path for both"
+            )
         if not Path(mount.source).exists():
-            raise SandboxError(f"{mount.source} does not exist")
+            raise SandboxError(f"cannot mount {mount.source}: it does not exist")

@@ -1,8 +1,7 @@
-"""Who owns a sandbox, so that what a killed process left behind can be told from what another one is using.
+"""The process that owns a sandbox: tells leftovers of a dead process from sandboxes in use.
 
-A process is known by its number, the moment it started, and the kernel and process namespace that count so; a machine by its
-name and its machine-id (a digest of it: the id itself is nobody's business), since many are called "localhost". Local and
-bubblewrap write it into the sandbox's folder, docker into a label.
+A process is identified by its number, start time, kernel boot and process namespace; a machine by its name and a digest of its
+machine-id, since many machines are called "localhost". The owner is written to the sandbox's folder (local, bubblewrap) or to a label.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ class Owner(msgspec.Struct, frozen=True):
     boot: str
     namespace: str
     pid: int
-    started: int  # in clock ticks since the machine started
+    started: int  # in clock ticks since the machine booted
 
     def __str__(self) -> str:
         return f"{self.host} {self.boot} {self.namespace} {self.pid} {self.started}"
 
     @property
     def gone(self) -> bool:
-        """It surely lives no more. Of another machine, or another container's processes, nobody here can say so."""
+        """Whether the process has certainly ended. For other machines and other containers this is unknown, so False."""
         here = current_owner()
         if self.host != here.host:
             return False
@@ -39,7 +38,7 @@ class Owner(msgspec.Struct, frozen=True):
 
 
 def parse_owner(text: str) -> Owner | None:
-    """None: that is not the name of an owner."""
+    """Parse an owner's string form. Return None if it is something else."""
     words = text.split()
     if len(words) != 5 or not (words[3].isdigit() and words[4].isdigit()):
         return None
@@ -55,18 +54,18 @@ def current_owner() -> Owner:
 def _machine() -> tuple[str, str, str]:
     host = socket.gethostname() or "localhost"
     with suppress(OSError):
-        number = Path("/etc/machine-id").read_text().strip()
-        host += f"/{hashlib.sha256(f'turngate {number}'.encode()).hexdigest()[:12]}" if number else ""
+        machine_id = Path("/etc/machine-id").read_text().strip()
+        host += f"/{hashlib.sha256(f'turngate {machine_id}'.encode()).hexdigest()[:12]}" if machine_id else ""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = str(Path("/proc/self/ns/pid").readlink())
-    except OSError:  # not Linux: docker alone works there
+    except OSError:  # not Linux, where only docker works
         return host, "-", "-"
     return host, boot, namespace
 
 
 def _start_time(pid: int) -> int | None:
-    """When a process started; None when there is none, or it is but a zombie."""
+    """Return when a process started, or None if there is no such process or it is a zombie."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
     except (OSError, ValueError):

@@ -1,10 +1,10 @@
-"""A filter of system calls for `bubblewrap`: what namespaces do not divide, and a few doors into the kernel that no agent needs.
+"""A system call filter for `bubblewrap`: it closes what namespaces do not separate, and kernel interfaces that no agent needs.
 
-The kernel's keyrings belong to a user, not to a namespace: without this, what the host's user keeps there (Kerberos tickets, keys
-of disks) could be read inside. VSOCK sockets lead to the host past every network namespace, and AF_ALG sockets take keys from
-keyrings. io_uring opens sockets past a filter. The refused call fails with EPERM, as in a Docker container; programs know that.
+The kernel's keyrings belong to a user, not to a namespace: without the filter, the host user's keys (Kerberos tickets, disk keys) could
+be read inside. VSOCK sockets reach the host past every network namespace, and AF_ALG sockets take keys from keyrings. io_uring opens
+sockets past a filter. A refused call fails with EPERM, as in a Docker container, which programs can handle.
 
-Assembled by hand (classic BPF, see seccomp(2)): libseccomp is not everywhere.
+Assembled by hand (classic BPF, see seccomp(2)), because libseccomp is not installed everywhere.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 
 class Architecture(NamedTuple):
-    audit: int  # AUDIT_ARCH_…, what the kernel calls it
-    calls: tuple[int, ...]  # refused, whatever their arguments
+    audit: int  # AUDIT_ARCH_…, the kernel's name for it
+    calls: tuple[int, ...]  # refused with any arguments
     socket: int
-    most: int  # a higher number is another way to call (x32) with numbers of its own
+    most: int  # higher numbers belong to another calling convention (x32)
 
 
 # add_key, request_key, keyctl, bpf, perf_event_open, userfaultfd; io_uring_setup, _enter, _register
@@ -36,36 +36,36 @@ NUMBER, AUDIT, FIRST_ARGUMENT = 0, 4, 16  # offsets in seccomp_data; of the argu
 
 
 def build_filter(machine: str = "") -> bytes | None:
-    """The filter for this kind of machine; None where we do not know its numbers."""
-    known = ARCHITECTURES.get(machine or platform.machine())
-    if known is None:
+    """Build the filter for a machine type. Return None if its system call numbers are not architecture."""
+    architecture = ARCHITECTURES.get(machine or platform.machine())
+    if architecture is None:
         return None
-    # Each line: operation, value, and where to go when it holds and when it does not ("": the next line).
+    # Each line: operation, value, and the jumps if it is true and if it is false ("": the next line).
     lines: list[tuple[int, int, str, str]] = [
         (LOAD, AUDIT, "", ""),
-        (EQUAL, known.audit, "", "refuse"),  # a 32-bit program has other numbers
+        (EQUAL, architecture.audit, "", "refuse"),  # a 32-bit program has other numbers
         (LOAD, NUMBER, "", ""),
-        (GREATER, known.most, "refuse", ""),
-        *((EQUAL, call, "refuse", "") for call in known.calls),
-        (EQUAL, known.socket, "", "allow"),
+        (GREATER, architecture.most, "refuse", ""),
+        *((EQUAL, call, "refuse", "") for call in architecture.calls),
+        (EQUAL, architecture.socket, "", "allow"),
         (LOAD, FIRST_ARGUMENT, "", ""),
         *((EQUAL, family, "refuse", "") for family in FAMILIES),
         (RETURN, ALLOW, "", ""),
         (RETURN, REFUSE, "", ""),
     ]
-    places = {"allow": len(lines) - 2, "refuse": len(lines) - 1}
+    labels = {"allow": len(lines) - 2, "refuse": len(lines) - 1}
     packed = b""
     for here, (operation, value, then, otherwise) in enumerate(lines):
-        jumps = (places[word] - here - 1 if word else 0 for word in (then, otherwise))
+        jumps = (labels[word] - here - 1 if word else 0 for word in (then, otherwise))
         packed += struct.pack("=HBBI", operation, *jumps, value)
     return packed
 
 
 def open_filter(filter_: bytes) -> int:
-    """A descriptor to read the filter from; the caller closes it."""
+    """Return a descriptor to read the filter from. The caller closes it."""
     read_end, write_end = os.pipe()
     try:
-        os.write(write_end, filter_)  # smaller than any pipe
+        os.write(write_end, filter_)  # smaller than any pipe's buffer
     finally:
         os.close(write_end)
     return read_end

@@ -1,8 +1,7 @@
-"""A sandbox on top of any service that runs a shell for us: what the remote ones have in common.
+"""A sandbox on any service that can run shell commands: the common part of the remote backends `e2b` and `huggingface`.
 
-A service's own stream is never the truth here. It may break, it decodes output as text, and it says -1 for a signal. So a
-small shell script in the sandbox runs the command, sends its output to files and writes down how it ended; the stream only
-says when to look. `e2b` and `huggingface` stand on this.
+A service's own output stream is not trusted: it may break, it decodes output as text, and it reports -1 for a signal. So a small shell
+script in the sandbox runs the command, redirects its output to files and writes its exit code to a file. The stream only says when to look.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import IO, Protocol, TypeVar, cast
 
 from turngate.common.aio import run_to_completion
-from turngate.errors import SandboxError, SandboxFileMissing, SandboxGone, SandboxUnavailable
+from turngate.errors import SandboxError, SandboxFileMissing, SandboxUnavailable
 from turngate.sandboxes.archive import pack, parse_tar_errors, unpack
 from turngate.sandboxes.base import ExecResult, SandboxSpec
 from turngate.sandboxes.owner import Owner, current_owner
@@ -35,34 +34,30 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SCRIPT_TIMEOUT_S = 600.0  # for our own short scripts; packing a large folder is the longest of them
-POLL_S = 30.0  # a stream can hang without breaking; this often we look for ourselves
+SCRIPT_TIMEOUT_S = 600.0  # for our own scripts; packing a large folder takes the longest
+POLL_S = 30.0  # how often to check for the exit code: a stream can hang without breaking
 MISSING, NOT_A_FILE, TOOL_MISSING = 44, 45, 46  # exit codes of our own scripts
 
 
-class Gone(SandboxGone):
-    """The sandbox itself is no more."""
-
-
 class RequestLost(SandboxError):
-    """The service or the way to it failed. What was asked may have happened or not; a question may be asked again."""
+    """The service or the network failed. The request may have been carried out or not; one that may happen twice can be retried."""
 
 
 class SandboxConnection(Protocol):
-    """What a service does for one sandbox. Raises only `SandboxError`s: `Gone`, `Lost`, `SandboxFileMissing` among them."""
+    """A service's operations on one sandbox. They raise only `SandboxError`s, such as `SandboxGone` and `RequestLost`."""
 
     @property
     def id(self) -> str: ...
 
     @property
     def lease_s(self) -> float:
-        """The sandbox ends by itself when it was not renewed for this long."""
+        """The sandbox ends by itself if it is not renewed for this long."""
 
     async def shell(self, script: str) -> tuple[int, str]:
-        """A short script: its exit code, and what it said."""
+        """Run a short script, and return its exit code and output."""
 
     async def spawn(self, script: str, env: Mapping[str, str]) -> Callable[[], Awaitable[None]]:
-        """A script in the background. What comes back waits until it has ended, through lost connections."""
+        """Start a script in the background. Returns a function that waits until it has ended, across lost connections."""
 
     async def put(self, path: str, data: bytes | Path) -> None: ...
 
@@ -73,33 +68,33 @@ class SandboxConnection(Protocol):
     async def renew(self, seconds: float) -> None: ...
 
     async def remove(self) -> None:
-        """Fine when there is nothing left to remove."""
+        """Remove the sandbox. Does nothing if it is gone."""
 
 
 class ShellJob:
-    """A command under our script. Its folder holds `run`, `pid` while it runs, and `code` when it has ended."""
+    """A command run by our script. Its folder holds `run`, `pid` while it runs, and `code` once it has ended."""
 
-    def __init__(self, wire: SandboxConnection, folder: str, over: Callable[[], Awaitable[None]]) -> None:
-        self._wire = wire
+    def __init__(self, connection: SandboxConnection, folder: str, wait_for_end: Callable[[], Awaitable[None]]) -> None:
+        self._connection = connection
         self._folder = folder
         self._stopped = False
         self._code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._code.add_done_callback(lambda code: code.cancelled() or code.exception())  # it need not be waited for
-        self._watch = asyncio.create_task(self._watched(over))
+        self._code.add_done_callback(lambda code: code.cancelled() or code.exception())  # it may never be awaited
+        self._watch = asyncio.create_task(self._watch_until_end(wait_for_end))
 
     async def wait(self) -> int:
         return await asyncio.shield(self._code)
 
     async def kill(self, grace_s: float = 2.0) -> None:
         if not self._stopped:
-            await retry(lambda: self._wire.shell(kill_script(self._folder, grace_s)))
+            await retry(lambda: self._connection.shell(kill_script(self._folder, grace_s)))
 
-    def forget(self) -> None:
-        """Look no longer how it ends."""
+    def stop_watching(self) -> None:
+        """Stop waiting for its exit code."""
         self._watch.cancel()
 
     def settle(self, error: SandboxError | None) -> None:
-        """The sandbox was ended, and this with it; or it could not be."""
+        """Record that the sandbox was stopped and the command with it, or the error that prevented it."""
         self._stopped = error is None
         if self._code.done():
             return
@@ -108,39 +103,39 @@ class ShellJob:
         else:
             self._code.set_result(KILLED)
 
-    async def _watched(self, over: Callable[[], Awaitable[None]]) -> None:
+    async def _watch_until_end(self, wait_for_end: Callable[[], Awaitable[None]]) -> None:
         try:
-            code = await self._ended(over)
-        except Exception as error:  # whatever it is: it belongs to whoever waits
+            code = await self._wait_for_exit(wait_for_end)
+        except Exception as error:  # passed on to the caller of `wait`
             self._code.set_exception(error)
         else:
             self._code.set_result(code)
 
-    async def _ended(self, over: Callable[[], Awaitable[None]]) -> int:
-        async with _background(over()) as ending:
+    async def _wait_for_exit(self, wait_for_end: Callable[[], Awaitable[None]]) -> int:
+        async with _background(wait_for_end()) as ending:
             while not (await asyncio.wait({ending}, timeout=POLL_S))[0]:
                 with suppress(RequestLost):
-                    if (code := await self._written()) is not None:
+                    if (code := await self._read_exit_code()) is not None:
                         return code
             await ending
-        code = await retry(self._written)
-        # Only SIGKILL can end the script before it has written: it catches the others.
+        code = await retry(self._read_exit_code)
+        # Only SIGKILL can end the script before it writes the code: it ignores other signals.
         return KILLED if code is None else code
 
-    async def _written(self) -> int | None:
+    async def _read_exit_code(self) -> int | None:
         try:
-            return int(await self._wire.get(f"{self._folder}/code", 16))
+            return int(await self._connection.get(f"{self._folder}/code", 16))
         except SandboxFileMissing:
             return None
 
 
 class ShellSandbox:
-    """The seam, on a service's wire."""
+    """Implements the sandbox interface on a service's connection."""
 
     shared = None
 
-    def __init__(self, wire: SandboxConnection, root: str, spec: SandboxSpec, ends: float) -> None:
-        self._wire = wire
+    def __init__(self, connection: SandboxConnection, root: str, spec: SandboxSpec, ends: float) -> None:
+        self._connection = connection
         self._root = root
         self._env = dict(spec.env)
         self.workdir = spec.workdir or f"{root}/work"
@@ -150,23 +145,25 @@ class ShellSandbox:
         self._renewing = asyncio.create_task(self._renew())
 
     @classmethod
-    async def on(cls, wire: SandboxConnection, spec: SandboxSpec, ends: float) -> ShellSandbox:
-        """A new sandbox, ready to use until `ends`; the service's is removed again if it cannot be made so."""
+    async def create(cls, connection: SandboxConnection, spec: SandboxSpec, ends: float) -> ShellSandbox:
+        """Set a new sandbox up until `ends`. The service's sandbox is removed if that fails."""
         try:
-            code, said = await wire.shell(SETUP_SCRIPT)
+            code, output = await connection.shell(SETUP_SCRIPT)
             if code == TOOL_MISSING:
-                raise SandboxUnavailable(f"the image {spec.image!r} has no {said.strip()}, which Turngate needs there")
-            if code or not re.fullmatch(r"/[\w./-]+\n", said, re.ASCII):  # our scripts name it without quotes
-                raise SandboxError(f"a new sandbox could not be set up: {said.strip()[-300:]}")
-            sandbox = cls(wire, said.strip(), spec, ends)
+                raise SandboxUnavailable(
+                    f"the image {spec.image!r} lacks {output.strip()}, which Turngate needs; install it in the image"
+                )
+            if code or not re.fullmatch(r"/[\w./-]+\n", output, re.ASCII):  # our scripts use it without quotes
+                raise SandboxError(f"the new sandbox could not be set up: {output.strip()[-300:]}")
+            sandbox = cls(connection, output.strip(), spec, ends)
         except BaseException:
             with suppress(SandboxError):
-                await run_to_completion(retry(wire.remove))
+                await run_to_completion(retry(connection.remove))
             raise
         try:
             for folder in (sandbox.workdir, *spec.folders):
                 await sandbox._script(folder_script(folder), folder)
-            for mount in spec.mounts:  # nothing of the host can be mounted there: a copy
+            for mount in spec.mounts:  # a remote sandbox gets a copy
                 await sandbox.upload(Path(mount.source), mount.target)
         except BaseException:
             with suppress(SandboxError):
@@ -176,7 +173,7 @@ class ShellSandbox:
 
     @property
     def id(self) -> str:
-        return self._wire.id
+        return self._connection.id
 
     @property
     def home(self) -> str:
@@ -193,7 +190,7 @@ class ShellSandbox:
         keep: int | None = None,
         leave: bool = True,
     ) -> ExecResult:
-        folder = self._new()
+        folder = self._new_path()
         job = await self._run(folder, command, env, cwd, f"{folder}/out", f"{folder}/err", stdin)
         timed_out = False
         try:
@@ -213,9 +210,9 @@ class ShellSandbox:
             raise
         finally:
             self._jobs.discard(job)
-            job.forget()
-            with suppress(SandboxError):  # litter, not an error
-                await self._wire.shell(f"rm -rf {folder}")
+            job.stop_watching()
+            with suppress(SandboxError):  # leftover files are not an error
+                await self._connection.shell(f"rm -rf {folder}")
         return ExecResult(code, out, err, timed_out)
 
     async def start(
@@ -227,14 +224,14 @@ class ShellSandbox:
         stdout: str = "",
         stderr: str = "",
     ) -> ShellJob:
-        where = self._path(cwd)
+        where = self._absolute(cwd)
         out, err = (posixpath.join(where, path) if path else "/dev/null" for path in (stdout, stderr))
-        return await self._run(self._new(), command, env, cwd, out, err, b"")
+        return await self._run(self._new_path(), command, env, cwd, out, err, b"")
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        # By way of our private folder: nobody sees half a file, nor a secret under a mode that is too wide.
-        target, staged = shlex.quote(self._path(_check_path(path))), self._new()
-        await retry(lambda: self._wire.put(staged, data))
+        # Through our private folder, so that no one sees half a file, or a secret with too wide a mode.
+        target, staged = shlex.quote(self._absolute(_check_path(path))), self._new_path()
+        await retry(lambda: self._connection.put(staged, data))
         await self._script(
             f'[ ! -d {target} ] || exit {NOT_A_FILE}; mkdir -p "$(dirname {target})" && '
             f"chmod {mode:o} {staged} && mv -f {staged} {target}",
@@ -242,36 +239,36 @@ class ShellSandbox:
         )
 
     async def read(self, path: str, *, limit: int = 64_000_000) -> bytes:
-        # Looked at from inside first: there may be a link on the way, and a service would wait for a pipe for ever.
-        quoted = shlex.quote(self._path(_check_path(path)))
-        look = f"[ -e {quoted} ] || exit {MISSING}; [ -f {quoted} ] || exit {NOT_A_FILE}; readlink -f {quoted}"
-        found = await retry(lambda: self._script(look, path))
-        return await retry(lambda: self._wire.get(found.removesuffix("\n"), limit))
+        # Checked from inside first: the path may contain links, and a service would wait forever for a pipe.
+        quoted = shlex.quote(self._absolute(_check_path(path)))
+        check = f"[ -e {quoted} ] || exit {MISSING}; [ -f {quoted} ] || exit {NOT_A_FILE}; readlink -f {quoted}"
+        resolved = await retry(lambda: self._script(check, path))
+        return await retry(lambda: self._connection.get(resolved.removesuffix("\n"), limit))
 
     async def upload(self, folder: Path, target: str, *, exclude: Container[str] = ()) -> None:
-        quoted, staged = shlex.quote(self._path(target)), self._new()
+        quoted, staged = shlex.quote(self._absolute(target)), self._new_path()
         with tempfile.NamedTemporaryFile(suffix=".tgz") as archive:
             await asyncio.to_thread(_pack_gzip, folder, Path(archive.name), exclude)
-            await retry(lambda: self._wire.put(staged, Path(archive.name)))
+            await retry(lambda: self._connection.put(staged, Path(archive.name)))
         await self._script(
             f"mkdir -p {quoted} && tar -xzpof {staged} -C {quoted}; code=$?; rm -f {staged}; exit $code", target
         )
 
     async def download(self, source: str, folder: Path, *, exclude: Sequence[str] = ()) -> tuple[str, ...]:
-        quoted, staged = shlex.quote(self._path(source)), self._new()
+        quoted, staged = shlex.quote(self._absolute(source)), self._new_path()
         without = shlex.join(f"--exclude=./{path}" for path in exclude)
-        # tar says 1 when a file grew while it was read, and 2 when one could not be read; the others come all the same
+        # tar exits with 1 if a file changed while it was read, and with 2 if one could not be read; it packs the others.
         tar = (
             f"cd {quoted} || exit {MISSING}; umask 077; tar -czf {staged} {without} . 2>{staged}.err; code=$?; "
             f"head -c {STDERR_LIMIT} {staged}.err; rm -f {staged}.err; [ $code -le 2 ]"
         )
-        said = await retry(lambda: self._script(tar, source))
+        errors = await retry(lambda: self._script(tar, source))
         with tempfile.NamedTemporaryFile(suffix=".tgz") as file:
-            await retry(lambda: self._wire.fetch(staged, Path(file.name)))
-            left = await asyncio.to_thread(_unpack_gzip, Path(file.name), folder)
+            await retry(lambda: self._connection.fetch(staged, Path(file.name)))
+            skipped = await asyncio.to_thread(_unpack_gzip, Path(file.name), folder)
         with suppress(SandboxError):
-            await self._wire.shell(f"rm -f {staged}")
-        return (*parse_tar_errors(said.encode()), *left)
+            await self._connection.shell(f"rm -f {staged}")
+        return (*parse_tar_errors(errors.encode()), *skipped)
 
     async def stop(self) -> None:
         if not self._stopped:
@@ -280,10 +277,10 @@ class ShellSandbox:
 
     async def _end(self) -> None:
         for job in self._jobs:
-            job.forget()
+            job.stop_watching()
         failed = None
         try:
-            await retry(self._wire.remove)
+            await retry(self._connection.remove)
             self._stopped = True
         except SandboxError as error:
             failed = error
@@ -303,64 +300,64 @@ class ShellSandbox:
         stdin: bytes,
     ) -> ShellJob:
         variables = {**self._env, "HOME": self.home, **(env or {})}
-        lines = run_script(folder, command, variables, self._path(cwd), out, err, bool(stdin))
-        await retry(lambda: self._wire.put(f"{folder}/run", lines.encode()))
+        lines = run_script(folder, command, variables, self._absolute(cwd), out, err, bool(stdin))
+        await retry(lambda: self._connection.put(f"{folder}/run", lines.encode()))
         if stdin:
-            await retry(lambda: self._wire.put(f"{folder}/in", stdin))
-        left = math.ceil(max(1.0, self._ends - time.monotonic()))
+            await retry(lambda: self._connection.put(f"{folder}/in", stdin))
+        remaining = math.ceil(max(1.0, self._ends - time.monotonic()))
         try:
-            # Values travel by environment, never in a script: services log those.
-            over = await self._wire.spawn(
-                watch_script(folder, left), {_env_slot(i): value for i, value in enumerate(variables.values())}
+            # Values are passed by environment, never in a script: services log scripts.
+            wait_for_end = await self._connection.spawn(
+                watch_script(folder, remaining), {_env_slot(i): value for i, value in enumerate(variables.values())}
             )
         except (RequestLost, asyncio.CancelledError):
-            # It may be running. Starting it again could run it twice; so it is ended, and the caller told.
+            # It may be running, and starting it again could run it twice. So kill it, and let the caller know.
             with suppress(SandboxError):
-                await run_to_completion(self._wire.shell(kill_script(folder, 0)))
+                await run_to_completion(self._connection.shell(kill_script(folder, 0)))
             raise
-        job = ShellJob(self._wire, folder, over)
+        job = ShellJob(self._connection, folder, wait_for_end)
         self._jobs.add(job)
         return job
 
     async def _output(self, path: str) -> bytes:
         try:
-            return await retry(lambda: self._wire.get(path, OUTPUT_LIMIT))
-        except SandboxFileMissing:  # killed before it had begun
+            return await retry(lambda: self._connection.get(path, OUTPUT_LIMIT))
+        except SandboxFileMissing:  # killed before it began
             return b""
         except SandboxError:
-            if self._stopped:  # and its output is gone with it
+            if self._stopped:  # its output is gone too
                 return b""
             raise
 
     async def _script(self, script: str, path: str) -> str:
-        code, said = await self._wire.shell(f"{{ {script}; }} 2>&1")
+        code, output = await self._connection.shell(f"{{ {script}; }} 2>&1")
         if code == MISSING:
-            raise SandboxFileMissing(f"there is no {path} in the sandbox")
+            raise SandboxFileMissing(f"the sandbox has no {path}")
         if code == NOT_A_FILE:
             raise SandboxError(f"{path} is not a file")
         if code:
-            raise SandboxError(f"{path}: {said.strip()[-300:] or f'exit code {code}'}")
-        return said
+            raise SandboxError(f"{path}: {output.strip()[-300:] or f'exit code {code}'}")
+        return output
 
     async def _renew(self) -> None:
-        pause = self._wire.lease_s / 3
-        await asyncio.sleep(min(pause, self._ends - time.monotonic()))  # it was made with its first lease
-        while (left := self._ends - time.monotonic()) > 0:
+        pause = self._connection.lease_s / 3
+        await asyncio.sleep(min(pause, self._ends - time.monotonic()))  # it was created with its first lease
+        while (remaining := self._ends - time.monotonic()) > 0:
             try:
-                await self._wire.renew(min(self._wire.lease_s, left))
+                await self._connection.renew(min(self._connection.lease_s, remaining))
             except RequestLost as error:
-                log.warning("sandbox %s could not be renewed, trying again: %s", self.id, error)
+                log.warning("could not renew sandbox %s, retrying: %s", self.id, error)
             except SandboxError as error:
-                log.warning("sandbox %s can be kept no longer: %s", self.id, error)
+                log.warning("could not renew sandbox %s, so it will end: %s", self.id, error)
                 return
             await asyncio.sleep(min(pause, self._ends - time.monotonic()))
         with suppress(SandboxError):
             await self._end()
 
-    def _new(self) -> str:
+    def _new_path(self) -> str:
         return f"{self._root}/jobs/{uuid.uuid4().hex}"
 
-    def _path(self, path: str) -> str:
+    def _absolute(self, path: str) -> str:
         return posixpath.join(self.workdir, path)
 
 
@@ -376,16 +373,18 @@ mkdir -p "$base/home" "$base/work" "$base/jobs" && chmod 700 "$base/jobs" && cd 
 def run_script(
     folder: str, command: Sequence[str], env: Mapping[str, str], cwd: str, out: str, err: str, has_input: bool
 ) -> str:
-    """Becomes the command. Its variables are set here, after a login shell's profile had its say."""
+    """Return the script that becomes the command. It sets the variables itself, after a login shell's profile has run."""
     if not command or any("\0" in word for word in (*command, cwd, out, err, *env, *env.values())):
-        raise SandboxError("a command needs a first word, and no word of it may hold a NUL")
+        raise SandboxError("a command must not be empty, and its words and variables must not contain a NUL character")
     lines = [f"echo $$ >{folder}/pid"]
     lines += [f'mkdir -p "$(dirname {shlex.quote(path)})"' for path in (out, err) if not path.startswith(folder)]
     where = "&1" if err == out else shlex.quote(err)
     lines.append(f"exec <{folder + '/in' if has_input else '/dev/null'} >{shlex.quote(out)} 2>{where}")
     for i, name in enumerate(env):
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-            raise SandboxError(f"a shell cannot carry a variable named {name!r}")
+            raise SandboxError(
+                f"{name!r} cannot be an environment variable here: a shell takes only letters, digits and _"
+            )
         lines.append(f'export {name}="${_env_slot(i)}"; unset {_env_slot(i)}')
     lines.append(f"cd {shlex.quote(cwd)} || exit 126")
     lines.append(f"exec {shlex.join(command)}")
@@ -393,7 +392,7 @@ def run_script(
 
 
 def watch_script(folder: str, seconds: int) -> str:
-    """Runs `run` in a session of its own, and writes down how it ended; ends it itself after `seconds`."""
+    """Return the script that runs `run` in a session of its own and writes its exit code. It kills the command after `seconds`."""
     job = posixpath.basename(folder)
     return f"""
 trap : HUP INT TERM
@@ -407,7 +406,7 @@ echo "$code" >{folder}/code.new && mv {folder}/code.new {folder}/code
 
 
 def kill_script(folder: str, grace_s: float) -> str:
-    """Asks, then forces: the process group, and whatever left it but still carries the job's mark in its environment."""
+    """Return the script that terminates, then kills: the process group, and processes that left it but carry the job's mark."""
     return f"""
 mine() {{ grep -sl TURNGATE_JOB={posixpath.basename(folder)} /proc/[0-9]*/environ | cut -d/ -f3; }}
 alive() {{ [ ! -e {folder}/code ] || [ -n "$(mine)" ]; }}
@@ -422,22 +421,22 @@ true
 
 
 def folder_script(folder: str) -> str:
-    """A folder that is there and writable, also at the root where the service gives its user the right to that."""
+    """Return the script that creates a writable folder, also at the root if the service's user may use sudo."""
     name = shlex.quote(folder)
     return (
         f"mkdir -p {name} 2>/dev/null && [ -w {name} ] || "
         f'{{ sudo -n mkdir -p {name} && sudo -n chown "$(id -u)" {name}; }} || '
-        f"{{ echo the folder cannot be made, or not be written; false; }}"
+        f"{{ echo the folder cannot be created, or is not writable; false; }}"
     )
 
 
 def truncate_script(folder: str, keep: int) -> str:
-    """Of what a command printed, the beginning and the end."""
+    """Return the script that keeps the beginning and the end of a command's output."""
     half = keep // 2
     return f"""
 for file in {folder}/out {folder}/err; do
   [ -f "$file" ] && [ "$(wc -c <"$file")" -gt {2 * half} ] || continue
-  {{ head -c {half} "$file"; echo; echo "… bytes were left out here …"; tail -c {half} "$file"; }} >"$file.ends" &&
+  {{ head -c {half} "$file"; echo; echo "… bytes omitted …"; tail -c {half} "$file"; }} >"$file.ends" &&
     mv -f "$file.ends" "$file"
 done
 true
@@ -446,7 +445,7 @@ true
 
 def _check_path(path: str) -> str:
     if not path or "\0" in path:
-        raise SandboxError("a file needs a name, without a NUL")
+        raise SandboxError("the path of a file in the sandbox must not be empty or contain a NUL character")
     return path
 
 
@@ -458,14 +457,14 @@ async def as_coroutine(work: Awaitable[T]) -> T:
     return await work
 
 
-async def retry(ask: Callable[[], Awaitable[T]]) -> T:
-    """Ask once more, and once more, where the answer was lost. Only for what may happen twice."""
+async def retry(request: Callable[[], Awaitable[T]]) -> T:
+    """Call `request` up to three times while its answer is lost. Only for requests that may happen twice."""
     for pause in (0.2, 1.0):
         try:
-            return await ask()
+            return await request()
         except RequestLost:
             await asyncio.sleep(pause)
-    return await ask()
+    return await request()
 
 
 @asynccontextmanager
@@ -488,11 +487,11 @@ def _unpack_gzip(archive: Path, folder: Path) -> tuple[str, ...]:
         with gzip.open(archive, "rb") as file:
             return unpack(cast("IO[bytes]", file), folder, limit=FOLDER_LIMIT)
     except (EOFError, OSError, zlib.error) as error:
-        raise SandboxError(f"the folder did not come through whole: {error}") from error
+        raise SandboxError(f"the folder was not copied completely: {error}") from error
 
 
 def owner_labels() -> dict[str, str]:
-    """Who makes a sandbox, in the few characters that every service lets a label have."""
+    """Return labels that name this process as a sandbox's owner, short enough for every service."""
     here = current_owner()
     return {
         "turngate-host": _short_digest(here.host),
@@ -503,12 +502,12 @@ def owner_labels() -> dict[str, str]:
 
 
 def host_label() -> dict[str, str]:
-    """What only sandboxes made on this machine have: of others, nobody here can say whether their owner lives."""
+    """Return the label of sandboxes created on this machine. For other machines' sandboxes it is unknown whether their owner lives."""
     return {"turngate-host": owner_labels()["turngate-host"]}
 
 
 def is_abandoned(labels: Mapping[str, str]) -> bool:
-    """Made on this machine, by a process that is no more. What others leave behind ends with its lease."""
+    """Tell whether a sandbox was created on this machine by a process that has ended. Other machines' leftovers end with their lease."""
     here = current_owner()
     pid, _, started = labels.get("turngate-process", "").partition("-")
     if labels.get("turngate-host") != _short_digest(here.host) or not (pid.isdigit() and started.isdigit()):
@@ -524,6 +523,6 @@ def _short_digest(text: str) -> str:
 
 
 def describe_error(error: BaseException, secret: str) -> str:
-    """What went wrong, in one line, without the key."""
-    said = f"{type(error).__name__}: {error}"
-    return " ".join((said.replace(secret, "***") if secret else said).split())[:500]
+    """Describe an error in one line, without the key."""
+    text = f"{type(error).__name__}: {error}"
+    return " ".join((text.replace(secret, "***") if secret else text).split())[:500]

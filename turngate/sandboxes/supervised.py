@@ -1,7 +1,6 @@
-"""Sandboxes whose processes a `supervisor.py` keeps: local and bubblewrap. This is the host's side of it.
+"""The host's side of a sandbox whose processes a `supervisor.py` manages: local and bubblewrap.
 
-The two ends of a socket pair are all that they have in common. Where the owner was killed its end closes, and the supervisor ends
-everything by itself.
+Host and supervisor share only a socket pair. If the owner is killed, its end closes and the supervisor ends everything by itself.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from turngate.sandboxes.posix import KILLED, PosixSandbox
 
 SUPERVISOR = Path(supervisor.__file__)
 START_S = 30.0
-KILL_TIMEOUT_S = 10.0  # for a killed process to be gone
+KILL_TIMEOUT_S = 10.0  # for a killed process to disappear
 
 
 class SupervisedSandbox(PosixSandbox):
-    """A sandbox with a folder of the host and a supervisor. The paths are those inside."""
+    """A sandbox with a host folder and a supervisor. `home`, `workdir` and `shared` are paths inside."""
 
     def __init__(self, folder: Path, env: Mapping[str, str], *, home: str, workdir: str, shared: str) -> None:
         self.folder = folder
@@ -50,7 +49,7 @@ class SupervisedSandbox(PosixSandbox):
         return self.folder / "shared", self._shared
 
     async def launch(self, command: Sequence[str], spec: SandboxSpec, *rest: str, pass_fds: Sequence[int] = ()) -> None:
-        """Start the supervisor by `command`, to which its own arguments are added."""
+        """Start the supervisor with `command`, to which its own arguments are added."""
         fd = self._theirs.fileno()
         log = self.folder / "supervisor.log"
         try:
@@ -69,7 +68,7 @@ class SupervisedSandbox(PosixSandbox):
                     start_new_session=True,
                 )
         except OSError as error:
-            raise SandboxError(f"{command[0]} cannot be started: {error.strerror}") from error
+            raise SandboxError(f"cannot start the sandbox: {command[0]}: {error.strerror}") from error
         finally:
             self._theirs.close()
         try:
@@ -78,9 +77,9 @@ class SupervisedSandbox(PosixSandbox):
         except (OSError, TimeoutError):
             ready = b""
         if ready != b"ready":
-            why = log.read_text(errors="replace").strip()[-500:]
-            raise SandboxError(f"the sandbox did not start: {why or 'no reason was given'}")
-        first = self._process.pid  # nothing but bwrap and the supervisor run as yet
+            reason = log.read_text(errors="replace").strip()[-500:]
+            raise SandboxError(f"the sandbox did not start: {reason or f'no message within {START_S:.0f} s'}")
+        first = self._process.pid  # only bwrap and the supervisor are running so far
         cgroups.apply_limits(self.id, spec.resources, [first, *supervisor.descendants(first)])
 
     async def spawn(
@@ -90,7 +89,7 @@ class SupervisedSandbox(PosixSandbox):
         order = {"command": list(command), "env": dict(env), "cwd": cwd}
         read_end, write_end = os.pipe()
         try:
-            with tempfile.TemporaryFile() as file:  # not in the message: an environment may be larger than one
+            with tempfile.TemporaryFile() as file:  # an environment may be larger than one message
                 file.write(json.dumps(order).encode())
                 file.seek(0)
                 await self.send({"job": name}, [file.fileno(), stdin, stdout, stderr, write_end])
@@ -99,10 +98,10 @@ class SupervisedSandbox(PosixSandbox):
             raise
         finally:
             os.close(write_end)
-        return await SupervisedJob.started(self, name, read_end)
+        return await SupervisedJob.start(self, name, read_end)
 
     async def send(self, message: Mapping[str, str | int], fds: Sequence[int] = ()) -> None:
-        """To the supervisor."""
+        """Send a message to the supervisor."""
         while not self._stopped:
             try:
                 socket.send_fds(self._control, [json.dumps(message).encode()], fds)
@@ -119,7 +118,7 @@ class SupervisedSandbox(PosixSandbox):
     async def _stop(self) -> None:
         if not self._stopped:
             self._stopped = True
-            self._control.close()  # by which the supervisor knows
+            self._control.close()  # the supervisor notices
             self._theirs.close()
         if self._process:
             try:
@@ -132,7 +131,7 @@ class SupervisedSandbox(PosixSandbox):
 
 
 class SupervisedJob:
-    """A command as its guard tells of it: that it has started, its exit code; and, by the pipe's end, that nothing of it is left."""
+    """A command as its guard reports it: that it has started, then its exit code. The pipe's end means that no process of it is left."""
 
     def __init__(self, sandbox: SupervisedSandbox, name: str) -> None:
         self._sandbox = sandbox
@@ -143,7 +142,7 @@ class SupervisedJob:
         self._gone: asyncio.Future[None] = loop.create_future()
 
     @classmethod
-    async def started(cls, sandbox: SupervisedSandbox, name: str, status: int) -> SupervisedJob:
+    async def start(cls, sandbox: SupervisedSandbox, name: str, status: int) -> SupervisedJob:
         job = cls(sandbox, name)
         pipe = os.fdopen(status, "rb", 0)
         await asyncio.get_running_loop().connect_read_pipe(lambda: _StatusPipe(job), pipe)
@@ -156,34 +155,34 @@ class SupervisedJob:
             raise SandboxGone("the sandbox has ended")
         return job
 
-    def told(self, text: bytes) -> None:
-        """What the guard has written so far."""
+    def on_status(self, text: bytes) -> None:
+        """Handle what the guard has written so far."""
         if not self._started.done():
             self._started.set_result(text.startswith(supervisor.STARTED))
         code = text[len(supervisor.STARTED) :]
         if code.endswith(b"\n") and not self._code.done():
             self._code.set_result(int(code) if code.strip().isdigit() else KILLED)
 
-    def gone(self) -> None:
+    def on_closed(self) -> None:
         if not self._started.done():
             self._started.set_result(False)
         if not self._code.done():
-            self._code.set_result(KILLED)  # the guard was killed, and could not tell
+            self._code.set_result(KILLED)  # the guard was killed before it could report
         self._gone.set_result(None)
 
     async def wait(self) -> int:
         return await asyncio.shield(self._code)
 
     async def kill(self, grace_s: float = 2.0) -> None:
-        # What has not been forked yet would not be found, and run on.
+        # A process that is not forked yet would not be found, and would keep running.
         await asyncio.wait([self._started], timeout=KILL_TIMEOUT_S)
-        for number, patience in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_TIMEOUT_S)):
-            if patience and not self._gone.done():
-                with suppress(SandboxError):  # it has ended with its sandbox
+        for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_TIMEOUT_S)):
+            if wait_s and not self._gone.done():
+                with suppress(SandboxError):  # it ended with its sandbox
                     await self._sandbox.send({"job": self._name, "signal": int(number)})
-                await asyncio.wait([self._gone], timeout=patience)
+                await asyncio.wait([self._gone], timeout=wait_s)
         if not self._gone.done():
-            raise SandboxStuck("a process cannot be killed")
+            raise SandboxStuck(f"a process in the sandbox is still alive {KILL_TIMEOUT_S:.0f} s after it was killed")
 
 
 class _StatusPipe(asyncio.Protocol):
@@ -193,7 +192,7 @@ class _StatusPipe(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.text = (self.text + data)[:16]
-        self.job.told(self.text)
+        self.job.on_status(self.text)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.job.gone()
+        self.job.on_closed()

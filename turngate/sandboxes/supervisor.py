@@ -1,12 +1,11 @@
-"""The first process of a sandbox on this machine: starts commands, and knows everything that descends from each of them.
+"""The first process of a sandbox on this machine: starts commands and tracks everything that descends from each of them.
 
-Run by `supervised.py` as `python3 supervisor.py FD LIFE_S [FOLDER]`, on the host (local) or as process 1 of a namespace
-(bubblewrap). FD is one end of a socket pair. Each command gets a guard: a process that adopts whatever the command leaves
-behind, so that a daemon that has left its session still counts as the command's. Where a command kills its guard, what the guard
-had comes to this process, which ends it. When the other end of FD closes (the owner
-stopped the sandbox, or was killed), or after LIFE_S, every process is killed; FOLDER is removed.
+`supervised.py` runs it as `python3 supervisor.py FD LIFE_S [FOLDER]`, on the host (local) or as process 1 of a namespace (bubblewrap). FD
+is one end of a socket pair. Each command gets a guard: a process that adopts whatever the command leaves behind, so a daemon that has
+left its session still belongs to the command. If a command kills its guard, this process adopts the rest and kills it. When the other
+end of FD closes (the owner stopped the sandbox or died), or after LIFE_S, every process is killed and FOLDER is removed.
 
-`python3 supervisor.py --lead COMMAND …` runs one command on the host that ends with whoever holds our stdin: a tunnel's.
+`python3 supervisor.py --lead COMMAND …` runs one command on the host that ends when our stdin closes. Tunnels use it.
 
 Standard library only, Python 3.8 and newer, one thread.
 """
@@ -28,14 +27,16 @@ import time
 from typing import Any, Callable, Dict, Iterable, Set, Tuple
 
 SET_DUMPABLE, SET_CHILD_SUBREAPER = 4, 36  # of prctl(2)
-STARTED = b"+"  # on the status pipe; then a line with the exit code; and its end when nothing of the command is left
-FD_COUNT = 5  # that come with a command: what to run, stdin, stdout, stderr, and where its exit code goes
+STARTED = (
+    b"+"  # on the status pipe; a line with the exit code follows, and its end when no process of the command is left
+)
+FD_COUNT = 5  # descriptors that come with a command: its order, stdin, stdout, stderr and status pipe
 CLOSE_ON_EXEC = 0x40000000  # MSG_CMSG_CLOEXEC, which `socket` does not name
-CANNOT_RUN, NOT_FOUND = 126, 127  # as a shell has it
-OWNER_FILE = "owner"  # the file in a sandbox's folder that says whose it is
-ORPHANS_S = 5.0  # for those that were killed to be gone
+CANNOT_RUN, NOT_FOUND = 126, 127  # as in a shell
+OWNER_FILE = "owner"  # the file in a sandbox's folder that names its owner
+ORPHANS_S = 5.0  # for killed orphans to disappear
 
-Guards = Dict[str, Tuple[int, int]]  # of each job: its process, and our copy of its status pipe
+Guards = Dict[str, Tuple[int, int]]  # per job: the guard's process and our copy of its status pipe
 
 
 def main() -> None:
@@ -43,9 +44,9 @@ def main() -> None:
     deadline = time.monotonic() + float(sys.argv[2])
     os.umask(0o022)
     _prctl(SET_CHILD_SUBREAPER, 1)
-    _prctl(SET_DUMPABLE, 0)  # what runs in here has our user's id: it shall not look into this process
-    for ours in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(ours, signal.SIG_IGN)
+    _prctl(SET_DUMPABLE, 0)  # commands have our user's id, and must not inspect this process
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
@@ -68,7 +69,7 @@ def main() -> None:
             elif order["job"] in guards:
                 guard = guards[order["job"]][0]
                 signal_descendants(guard, order["signal"])
-                _send_signal(guard, signal.SIGCONT)  # its command may have stopped it
+                _send_signal(guard, signal.SIGCONT)  # the command may have stopped its guard
     kill_everything()
     for folder in sys.argv[3:]:
         remove_folder(folder)
@@ -87,18 +88,18 @@ def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _reap_guards(guards: Guards) -> None:
-    """Bury the dead. A guard that has failed was killed, and its command lives: that is ended before the job is said to be over."""
+    """Reap dead children. A guard that failed was killed while its command lives: that is killed before the job counts as ended."""
     dead = _reap_children()
-    over = [(job, guard) for job, (guard, _) in guards.items() if guard in dead]
-    pipes = [guards.pop(job)[1] for job, _ in over]
-    if any(dead[guard] for _, guard in over):
+    ended = [(job, guard) for job, (guard, _) in guards.items() if guard in dead]
+    pipes = [guards.pop(job)[1] for job, _ in ended]
+    if any(dead[guard] for _, guard in ended):
         _kill_orphans({guard for guard, _ in guards.values()})
     for pipe in pipes:
         os.close(pipe)
 
 
 def _reap_children() -> dict[int, int]:
-    """The children that have ended, and how."""
+    """Reap the children that have ended, and return their statuses."""
     dead: dict[int, int] = {}
     while True:
         try:
@@ -111,7 +112,7 @@ def _reap_children() -> dict[int, int]:
 
 
 def _kill_orphans(guards: Set[int]) -> None:
-    """Kill what is under no guard, and see it gone."""
+    """Kill the processes that have no guard, and wait until they are gone."""
     deadline = time.monotonic() + ORPHANS_S
     while time.monotonic() < deadline:
         orphans = _find_orphans(guards)
@@ -121,7 +122,7 @@ def _kill_orphans(guards: Set[int]) -> None:
         for pid in orphans:
             try:
                 os.waitpid(pid, os.WNOHANG)
-            except ChildProcessError:  # its parent, another of them, has not ended yet
+            except ChildProcessError:  # its parent is another orphan that has not ended yet
                 pass
         time.sleep(0.005)
 
@@ -135,7 +136,7 @@ def _find_orphans(guards: Set[int]) -> list[int]:
 
 
 def _start_guard(control: socket.socket, job: str, fds: list[int], guards: Guards) -> None:
-    """Fork the guard of one command. We keep the status pipe open as well: a guard that is killed has not ended its command."""
+    """Fork the guard of one command. We keep the status pipe open too: if the guard is killed, its command has not ended."""
     guard = _fork(*fds[3:])
     if guard == 0:
         try:
@@ -154,7 +155,7 @@ def _start_guard(control: socket.socket, job: str, fds: list[int], guards: Guard
 
 
 def _fork(stderr: int, status: int) -> int:
-    """Fork; where the sandbox has no room for another process, say so as the command would have, and return -1."""
+    """Fork. If the sandbox may have no more processes, report that as the command would, and return -1."""
     try:
         return os.fork()
     except OSError as error:
@@ -164,7 +165,7 @@ def _fork(stderr: int, status: int) -> int:
 
 
 def _run_guard(order_fd: int, stdin: int, stdout: int, stderr: int, status: int) -> None:
-    """Start the command, tell how it ended, and stay until nothing of it is left."""
+    """Start the command, report its exit code, and stay until no process of it is left."""
     signal.set_wakeup_fd(-1)
     _prctl(SET_CHILD_SUBREAPER, 1)
     with os.fdopen(order_fd, "rb") as file:
@@ -192,12 +193,12 @@ def _run_guard(order_fd: int, stdin: int, stdout: int, stderr: int, status: int)
 
 
 def _exec_command(order: Any, stdin: int, stdout: int, stderr: int, *, session: bool = True) -> None:
-    """Become the command. What comes with the fork, and must not stay: signals, descriptors, session."""
+    """Become the command. Signals, descriptors and the session must not be inherited from the fork."""
     if session:
         os.setsid()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
-    for target, fd in enumerate((stdin, stdout, stderr)):  # all above 2, because our own three are open
+    for target, fd in enumerate((stdin, stdout, stderr)):  # all are above 2, because our own three are open
         os.dup2(fd, target)
     command, where = order["command"], order["cwd"]
     try:
@@ -221,10 +222,10 @@ def _exit_with_error(why: str, code: int) -> None:
 
 
 def run_led_command(command: list[str]) -> None:
-    """Run a command and take its exit code. Our stdin ends when the owner does, also where that was killed: so does the command."""
+    """Run a command and exit with its code. Our stdin closes when the owner ends, even if it was killed; then the command is killed."""
     _prctl(SET_CHILD_SUBREAPER, 1)
-    for ours in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # sent to our group: for the command
-        signal.signal(ours, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # signals to our group are for the command
+        signal.signal(number, signal.SIG_IGN)
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
@@ -254,7 +255,7 @@ def run_led_command(command: list[str]) -> None:
 
 
 def signal_descendants(root: int, number: int) -> None:
-    """Send a signal to everything that descends from a process. SIGKILL leaves none of it, however fast it forks."""
+    """Send a signal to all descendants of a process. SIGKILL leaves none of them, however fast they fork."""
     if number == signal.SIGKILL:
         kill_all(lambda: descendants(root))
     else:
@@ -263,7 +264,7 @@ def signal_descendants(root: int, number: int) -> None:
 
 
 def kill_everything() -> None:
-    """Everything but this process."""
+    """Kill everything but this process."""
     if os.getpid() == 1:
         try:
             os.kill(-1, signal.SIGKILL)
@@ -274,7 +275,7 @@ def kill_everything() -> None:
 
 
 def kill_all(find: Callable[[], Iterable[int]]) -> int:
-    """Kill what `find` finds: all of it is stopped first, so that nothing is born while we count. How many there were."""
+    """Kill what `find` returns, and return how many that were. All are stopped first, so that none forks while we count."""
     stopped: set[int] = set()
     for _ in range(100):
         fresh = set(find()) - stopped
@@ -289,7 +290,7 @@ def kill_all(find: Callable[[], Iterable[int]]) -> int:
 
 
 def descendants(*roots: int) -> list[int]:
-    """The processes that descend from some, parents first."""
+    """Return the descendants of processes, parents first."""
     children = _children_by_parent()
     found = list(roots)
     for pid in found:
@@ -298,7 +299,7 @@ def descendants(*roots: int) -> list[int]:
 
 
 def _children_by_parent() -> dict[int, list[int]]:
-    """Of every process that has some."""
+    """Return the children of every process."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -319,9 +320,9 @@ def _send_signal(pid: int, number: int) -> None:
 
 
 def remove_folder(folder: str) -> bool:
-    """Remove a folder, however deep, also where somebody took his own right to do so. Whether it is gone.
+    """Remove a folder of any depth, even one whose owner removed its own permissions. Return whether it is gone.
 
-    The name of its owner goes last: what could not be removed is not forgotten.
+    The owner file goes last, so that an incomplete removal is swept later.
     """
     try:
         os.chmod(folder, 0o700)
@@ -331,10 +332,10 @@ def remove_folder(folder: str) -> bool:
     except OSError:
         return False
     try:
-        for spared in (OWNER_FILE, ""):
-            while _flatten_once(top, spared):
+        for keep in (OWNER_FILE, ""):
+            while _flatten_once(top, keep):
                 pass
-            if any(name != spared for name in os.listdir(top)):
+            if any(name != keep for name in os.listdir(top)):
                 return False
     finally:
         os.close(top)
@@ -347,39 +348,39 @@ def remove_folder(folder: str) -> bool:
     return True
 
 
-def _flatten_once(top: int, spared: str) -> int:
-    """Empty every folder of one; what folders are in those move up, so that no depth has to be walked. How much that was."""
+def _flatten_once(top: int, keep: str) -> int:
+    """Empty every subfolder and move the folders in them up into `top`, so that depth does not matter. Return the changes made."""
     new = os.urandom(8).hex()
-    done = 0
+    changes = 0
     for name, is_folder in _list_entries(top):
-        if name == spared:
+        if name == keep:
             continue
         if not is_folder:
-            done += _try_call(os.unlink, name, dir_fd=top)
+            changes += _try_call(os.unlink, name, dir_fd=top)
             continue
         _try_call(os.chmod, name, 0o700, dir_fd=top)
         try:
-            place = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
-        except OSError:  # somebody else's, but perhaps empty
-            done += _try_call(os.rmdir, name, dir_fd=top)
+            subfolder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+        except OSError:  # another user's, but perhaps empty
+            changes += _try_call(os.rmdir, name, dir_fd=top)
             continue
         try:
-            for below, is_deeper in _list_entries(place):
+            for inner, is_deeper in _list_entries(subfolder):
                 if is_deeper:
-                    _try_call(os.chmod, below, 0o700, dir_fd=place)  # or it could not be moved
-                    to = f"{new}-{done}"
-                    moved = _try_call(os.rename, below, to, src_dir_fd=place, dst_dir_fd=top)
-                    done += moved or _try_call(os.rmdir, below, dir_fd=place)
+                    _try_call(os.chmod, inner, 0o700, dir_fd=subfolder)  # otherwise it could not be moved
+                    to = f"{new}-{changes}"
+                    moved = _try_call(os.rename, inner, to, src_dir_fd=subfolder, dst_dir_fd=top)
+                    changes += moved or _try_call(os.rmdir, inner, dir_fd=subfolder)
                 else:
-                    done += _try_call(os.unlink, below, dir_fd=place)
+                    changes += _try_call(os.unlink, inner, dir_fd=subfolder)
         finally:
-            os.close(place)
-        done += _try_call(os.rmdir, name, dir_fd=top)
-    return done
+            os.close(subfolder)
+        changes += _try_call(os.rmdir, name, dir_fd=top)
+    return changes
 
 
 def _list_entries(folder: int) -> list[tuple[str, bool]]:
-    """Names, and whether each is a folder."""
+    """List the names in a folder, and whether each is a folder."""
     try:
         with os.scandir(folder) as found:
             return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in found]

@@ -1,11 +1,11 @@
-"""A tunnel: a command that prints a public URL and leads it to a port of ours, as long as it runs (cloudflared, ngrok, ssh -R …).
+"""A tunnel: a command that prints a public URL and forwards it to a local port while it runs (cloudflared, ngrok, ssh -R …).
 
-Watched from outside, because a dead tunnel often still runs: its URL is asked for `/health` (whatever answers there with the
-gateway's header is ours), and a tunnel that has ended or is lost is replaced. A new one has a new URL; who follows the tunnel is
-told. Providers limit how often one may be made, so there is a growing pause between tries.
+The tunnel is checked from outside, because a dead tunnel often keeps running: `/health` of its URL must answer with the gateway's
+header. A tunnel that has ended or stopped answering is replaced. The new one has a new URL, which listeners receive. Providers limit
+how often a tunnel may be created, so the pause between tries grows.
 
-The command ends with us, also where we are killed. It sees our environment without what looks like a secret (`SECRET`), unless
-that is named after itself: ngrok gets NGROK_AUTHTOKEN, cloudflared TUNNEL_TOKEN, and neither an admin or an engine's key.
+The command ends with this process, even if this process is killed. It gets our environment without variables that look like secrets
+(`SECRET_NAME`), except those named after the command: ngrok gets NGROK_AUTHTOKEN and cloudflared TUNNEL_TOKEN, but never an admin key.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ UrlListener = Callable[[str], Awaitable[None]]
 
 
 class Tunnel:
-    """Made by `opened`. `url` is the present one; `replaced` counts those before it."""
+    """Created by `open_tunnel`. `url` is the current one; `replaced` counts the earlier ones."""
 
     def __init__(
         self,
@@ -64,49 +64,53 @@ class Tunnel:
         self.log = log
         self.url = ""
         self.replaced = 0
-        self._followers: list[UrlListener] = []
+        self._listeners: list[UrlListener] = []
         self._process: asyncio.subprocess.Process | None = None
         self._reading: list[asyncio.Task[None]] = []
 
     @asynccontextmanager
-    async def followed(self, follower: UrlListener) -> AsyncIterator[None]:
-        """Tell `follower` each new URL from now on. One that fails is told again with the next."""
-        self._followers.append(follower)
+    async def notify(self, listener: UrlListener) -> AsyncIterator[None]:
+        """Call `listener` with each new URL while the block runs. If it fails, it is called again with the next URL."""
+        self._listeners.append(listener)
         try:
             yield
         finally:
-            self._followers.remove(follower)
+            self._listeners.remove(listener)
 
     async def start(self) -> str:
         """Run the command until it prints its URL."""
         found: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        said: list[str] = []
+        lines: list[str] = []
         if not shutil.which(self.command[0]):
-            raise SandboxError(f"the tunnel's command {self.command[0]} cannot be started: there is no such program")
+            raise SandboxError(
+                f"cannot start the tunnel: there is no program {self.command[0]}; install it, or change the tunnel command"
+            )
         try:
             self._process = process = await asyncio.create_subprocess_exec(
                 *_led_command(self.command),
                 env=filter_environment(self.command[0], os.environ),
-                stdin=asyncio.subprocess.PIPE,  # held open as long as we live, and never written
+                stdin=asyncio.subprocess.PIPE,  # held open while we live, and never written to
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 start_new_session=True,
                 limit=MAX_LINE_BYTES,
             )
         except OSError as error:
-            raise SandboxError(f"the tunnel's command {self.command[0]} cannot be started: {error.strerror}") from error
+            raise SandboxError(f"cannot start the tunnel command {self.command[0]}: {error.strerror}") from error
         assert process.stdout and process.stderr
         self._reading = [
-            asyncio.create_task(self._read(stream, said, found)) for stream in (process.stdout, process.stderr)
+            asyncio.create_task(self._read(stream, lines, found)) for stream in (process.stdout, process.stderr)
         ]
         ended: asyncio.Future[object] = asyncio.ensure_future(process.wait())
         try:
             await asyncio.wait((found, ended), timeout=self.start_s, return_when=asyncio.FIRST_COMPLETED)
             if not found.done():
-                await asyncio.wait([found], timeout=0.2)  # what it printed last
+                await asyncio.wait([found], timeout=0.2)  # for its last lines
             if not found.done():
                 end = f"ended with {process.returncode}" if ended.done() else f"took longer than {self.start_s:.0f} s"
-                raise SandboxError(f"the tunnel's command {end} without a URL: {' | '.join(said[-5:])[-400:]}")
+                raise SandboxError(
+                    f"the tunnel command {end} without printing a URL; its last lines: {' | '.join(lines[-5:])[-400:]}"
+                )
         except BaseException:
             await run_to_completion(self.stop())
             raise
@@ -115,43 +119,43 @@ class Tunnel:
         self.url = found.result()
         return self.url
 
-    async def _read(self, stream: asyncio.StreamReader, said: list[str], found: asyncio.Future[str]) -> None:
-        """All that it prints, as long as it runs: nobody else empties the pipe."""
+    async def _read(self, stream: asyncio.StreamReader, lines: list[str], found: asyncio.Future[str]) -> None:
+        """Read all that the command prints while it runs, so that its pipe never fills up."""
         while True:
             try:
                 line = await stream.readline()
-            except ValueError:  # too long to be of interest
+            except ValueError:  # the line is too long to hold a URL
                 continue
             if not line:
                 return
             text = line.decode(errors="replace").rstrip()
             if found.done():
                 continue
-            said.append(text)
+            lines.append(text)
             if match := self.pattern.search(text):
                 found.set_result((match[1] if match.re.groups else match[0]).rstrip("/"))
 
     async def stop(self) -> None:
         process, self._process = self._process, None
         if process:
-            for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):  # the last for what is left of its group
+            for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):  # the last one for the rest of its group
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
                 with suppress(TimeoutError):
                     await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
                 if process.stdin:
-                    process.stdin.close()  # whatever left the group ends by this
+                    process.stdin.close()  # ends processes that left the group
         for task in self._reading:
             task.cancel()
         await asyncio.gather(*self._reading, return_exceptions=True)
 
-    async def keep(self) -> None:
-        """Watch it for ever, and replace it when it is lost."""
+    async def watch(self) -> None:
+        """Check the tunnel forever, and replace it when it is lost."""
         shortest, longest = self.pause_s
         pause = shortest
         while True:
             began = time.monotonic()
-            self.log(f"tunnel lost: {await self._lost()}")
+            self.log(f"tunnel lost: {await self._wait_until_lost()}")
             if time.monotonic() - began > longest:
                 pause = shortest
             await self.stop()
@@ -165,16 +169,16 @@ class Tunnel:
                     self.log(error.message)
             self.replaced += 1
             self.log(f"tunnel replaced: {self.url}")
-            for follower in list(self._followers):
+            for listener in list(self._listeners):
                 try:
-                    await follower(self.url)
+                    await listener(self.url)
                 except SandboxError as error:
-                    self.log(f"a sandbox could not be told the new URL: {error.message}")
+                    self.log(f"could not write the new URL to a sandbox: {error.message}")
 
-    async def _lost(self) -> str:
-        """Wait until the tunnel is lost. Why."""
+    async def _wait_until_lost(self) -> str:
+        """Wait until the tunnel is lost, and return why."""
         lost = 0
-        # A new connection each time: an old one may live on in a tunnel that takes no others.
+        # A new connection each time: an old one may live on in a tunnel that accepts no new ones.
         connector = aiohttp.TCPConnector(force_close=True)
         limit = aiohttp.ClientTimeout(total=self.probe_s)
         async with aiohttp.ClientSession(connector=connector, timeout=limit, trust_env=True) as session:
@@ -182,51 +186,51 @@ class Tunnel:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._process.wait(), self.probe_every_s)
                     break
-                why = await self._probe(session)
-                lost = lost + 1 if why else 0
+                reason = await self._probe(session)
+                lost = lost + 1 if reason else 0
                 if lost >= self.probes_lost:
-                    return why
-        return "its command has ended"
+                    return reason
+        return "the command has ended"
 
     async def _probe(self, session: aiohttp.ClientSession) -> str:
-        """Why the gateway did not answer; empty when it did."""
+        """Return why the gateway did not answer, or ""."""
         try:
             async with session.get(f"{self.url}/health", allow_redirects=False) as reply:
-                return "" if GATEWAY_HEADER in reply.headers else f"{reply.status} that the gateway did not send"
+                return "" if GATEWAY_HEADER in reply.headers else f"status {reply.status} that the gateway did not send"
         except (aiohttp.ClientError, OSError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
 
 
 def filter_environment(program: str, ours: Mapping[str, str]) -> dict[str, str]:
-    """What the command may see of our environment."""
+    """Return the part of our environment that the command may see."""
     own = ("TUNNEL_", f"{Path(program).name.upper().replace('-', '_')}_")
     return {name: value for name, value in ours.items() if not SECRET_NAME.search(name) or name.upper().startswith(own)}
 
 
 def _led_command(command: Sequence[str]) -> list[str]:
-    """The command under a process that ends it when we end."""
-    if not sys.platform.startswith("linux"):  # there it has to end by itself
+    """Wrap the command in a process that ends it when we end."""
+    if not sys.platform.startswith("linux"):  # the command has to end by itself
         return list(command)
     return [sys.executable, "-I", "-S", supervisor.__file__, "--lead", *command]
 
 
 @asynccontextmanager
 async def open_tunnel(command: str | Sequence[str], url: str, **options: object) -> AsyncIterator[Tunnel]:
-    """A tunnel to `url`, an address of 127.0.0.1, as long as the block runs.
+    """Open a tunnel to `url`, an address of 127.0.0.1, while the block runs.
 
-    `{port}` and `{url}` in the command stand for it. Options: those of `Tunnel`.
+    `{port}` and `{url}` in the command stand for the address. `options` are those of `Tunnel`.
     """
     words = shlex.split(command) if isinstance(command, str) else list(command)
     port = url.rpartition(":")[2].strip("/")
     words = [word.replace("{port}", port).replace("{url}", url) for word in words]
     if not words:
-        raise SandboxError("the tunnel's command is empty")
+        raise SandboxError("the tunnel command is empty; give one such as `cloudflared tunnel --url {url}`")
     tunnel = Tunnel(words, **options)  # type: ignore[arg-type]
     await tunnel.start()
-    watch = asyncio.create_task(tunnel.keep())
+    watching = asyncio.create_task(tunnel.watch())
     try:
         yield tunnel
     finally:
-        watch.cancel()
-        await asyncio.wait([watch])
+        watching.cancel()
+        await asyncio.wait([watching])
         await run_to_completion(tunnel.stop())
