@@ -96,10 +96,10 @@ def test_nothing_of_an_agents_can_be_markup(shape: str) -> None:
     one = everywhere(HOSTILE)
     pages = {
         "page": lambda: one._repr_html_(),
-        "words": lambda: display.page(one, tokens=False),
-        "full": lambda: display.page(one, full=True),
+        "words": lambda: display.render_html(one, tokens=False),
+        "full": lambda: display.render_html(one, full=True),
         "table": lambda: tg.Results([one, one])._repr_html_(),
-        "live": lambda: display._plain_lines([HOSTILE]),
+        "live": lambda: display._render_lines([HOSTILE]),
     }
     found = pages[shape]()
     page = Page(found)
@@ -115,7 +115,7 @@ def test_nothing_of_an_agents_can_be_markup(shape: str) -> None:
 
 def test_a_terminal_is_not_commanded_either() -> None:
     one = everywhere(HOSTILE)
-    for shown in (one, tg.Results([one]), display.text(one, turns=None, tokens=True, full=True)):
+    for shown in (one, tg.Results([one]), display.render_text(one, turns=None, tokens=True, full=True)):
         written = io.StringIO()
         Console(file=written, width=200, color_system=None).print(shown)
         assert (
@@ -130,14 +130,14 @@ def test_tokens_are_coloured_by_their_log_probability_and_one_that_is_not_known_
     page = result(turns=(turn(tokens=3, logprobs=logprobs, pieces=("sure", "odd", "")),))._repr_html_()
     assert '<i class="tg-p9" title="0: -0.010, p 0.990">sure</i>' in page
     assert '<i class="tg-p0" title="1: -9.000, p 0.000">odd</i>' in page
-    assert '<i class="tg-u" title="2: log-probability not known">⟨2⟩</i>' in page
+    assert '<i class="tg-u" title="2: log-probability unknown">⟨2⟩</i>' in page
     unknown = result(turns=(turn(tokens=2, logprobs=None),))._repr_html_()
     assert unknown.count('class="tg-u"') == 2
 
 
 def test_what_is_not_known_is_not_shown_as_0() -> None:
     page = Page(result(reward=None, kind="infrastructure fault", status="error")._repr_html_())
-    assert "reward not known" in page.text and "reward 0" not in page.text
+    assert "reward unknown" in page.text and "reward 0" not in page.text
     assert "reward 0" in Page(result(reward=0.0)._repr_html_()).text
 
 
@@ -150,13 +150,13 @@ def test_a_large_result_is_cut_and_says_so() -> None:
     text = Page(page).text
     assert "200 turns, 400,000 sampled tokens" in text and "160 turns are not shown" in text
     assert "characters are not shown" in text and "470 more are not shown" in text
-    one = Page(display.page(result(turns=many), turns=[7], tokens=False, full=True)).text
+    one = Page(display.render_html(result(turns=many), turns=[7], tokens=False, full=True)).text
     assert "turn 7 ·" in one and "turn 8 ·" not in one and long in one
     assert "4,800 more are not shown" in Page(tg.Results([result()] * 5_000)._repr_html_()).text
 
 
 def test_a_turn_that_is_not_there_is_named() -> None:
-    with pytest.raises(BadRequest, match="turns: there is no turn 5; they are 1 to 1"):
+    with pytest.raises(BadRequest, match="turns: there is no turn 5; choose from 1 to 1"):
         result().show(turns=[5])
 
 
@@ -177,7 +177,7 @@ def test_results_count_only_what_is_known() -> None:
         first == pytest.approx(1, abs=1e-4) and second == pytest.approx(-1, abs=1e-4) and (third, alone) == (None, 0.0)
     )
     assert [row.advantage for row in results.rows("none")] == [1.0, 0.0, 1.0]
-    with pytest.raises(BadRequest, match="k: 0 is not 1 or more"):
+    with pytest.raises(BadRequest, match="k: 0 has to be at least 1"):
         results.pass_at(0)
 
 

@@ -9,13 +9,13 @@ import pytest
 
 import turngate as tg
 from tests.api.kit import result
-from turngate.api.models import Wanted, settled
-from turngate.api.progress import Board, Screen
+from turngate.api.models import ModelOptions, resolve_model
+from turngate.api.progress import ProgressBoard, ProgressScreen
 from turngate.service.result import RolloutState
 
 
 def entry(model: Any, config: Any = None, **wanted: Any) -> tg.Endpoint:
-    settings, key = settled(model, Wanted(**wanted), config, {})
+    settings, key = resolve_model(model, ModelOptions(**wanted), config, {})
     return settings.endpoints[key]
 
 
@@ -57,7 +57,7 @@ def test_a_catalog_is_chosen_from(tmp_path: Path) -> None:
     assert "the catalog has scripted://one, scripted://two" in wrong.value.message
     whole = tg.ServiceConfig(endpoints={"scripted://only": tg.Endpoint()})
     assert entry(whole).key == entry("", whole).key == "scripted://only"
-    with pytest.raises(tg.TurngateError, match="config: the settings are given as the model already"):
+    with pytest.raises(tg.TurngateError, match="config: the model already is a ServiceConfig"):
         entry(whole, file)
     own = tg.Endpoint(key="vllm://two", url=["http://a:1", "http://b:1"], model="m", tokenizer="/t")
     assert entry(own).urls == ["http://a:1", "http://b:1"]
@@ -86,13 +86,13 @@ def state(rollout: str, **fields: Any) -> RolloutState:
 
 
 def test_the_board_tells_how_far_they_are() -> None:
-    board = Board()
+    board = ProgressBoard()
     board.follow("one")
     board.put(state("one", turns=3, sampled_tokens=1234, wall_s=65.0))
     assert board.lines() == ["1:05  agent  3 turns · 1,234 tokens"]
     board.put(state("one", done=True, status="finished", reward=1.0, wall_s=70.0))
-    assert board.lines() == ["1:10  finished  reward 1"] and board.followed == []
-    board.wanted = 30
+    assert board.lines() == ["1:10  finished  reward 1"] and board.active == []
+    board.total = 30
     for n in range(20):
         board.put(state(f"r{n}", stage="\x1b[2Jgrade", wall_s=1.0))
     board.put(state("lost", done=True, status="error"))
@@ -102,7 +102,7 @@ def test_the_board_tells_how_far_they_are() -> None:
 
 
 def test_nothing_is_shown_where_nobody_looks(capfd: pytest.CaptureFixture[str]) -> None:
-    with Screen(Board(), None) as screen:
+    with ProgressScreen(ProgressBoard(), None) as screen:
         screen.refresh()
     assert capfd.readouterr() == ("", "")
 

@@ -51,7 +51,7 @@ async def test_the_example_notebook() -> None:
         "reward 1" in Page(result).text and "5 turns" in Page(result).text and "1 row for training" in Page(result).text
     )
     assert "2 results · mean reward 1 · pass@1 1" in Page(results).text
-    assert "reward not known" in Page(broken).text and "no such package" in Page(broken).text
+    assert "reward unknown" in Page(broken).text and "no such package" in Page(broken).text
     assert all({*Page(page).tags} <= TAGS for page in pages)
     told = "".join(printed(cell) for cell in cells)
     assert "return a + b" in told and "did you mean timeout_s?" in told and "[1.0, 1.0] 1.0 [0.0, 0.0]" in told

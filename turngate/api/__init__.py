@@ -1,16 +1,16 @@
-"""Rollouts from Python: `import turngate as tg; result = await tg.run(task, agent="pi", model=…)`. docs/python.md has the whole of it.
+"""Rollouts from Python: `import turngate as tg; result = await tg.run(task, agent="pi", model=…)`. docs/python.md describes it.
 
-    client      run, group, batch, Client: with await
-    blocking    run_sync, group_sync, batch_sync, open: without
-    arguments   what they take, listed and checked
-    task        a task from a path, a row, or words
-    models      a model from one line
-    made        what the service and the gateway tell, as a result
-    result      Result, Results, Turn
-    watching    what is shown meanwhile
-    thread      a loop in a thread of its own
+    client          run, group, batch, Client: with await
+    blocking        run_sync, group_sync, batch_sync, open: without await
+    arguments       their arguments, for type checkers and checked at run time
+    task            a task from a path, a row or an instruction
+    models          a model from one line
+    result          Result and Results; result_data: their fields, and Turn
+    result_builder  a Result from the service's result and the gateway's trace
+    display         results in notebooks and terminals
+    progress        progress while rollouts run
 
-`import turngate` loads none of it before it is used.
+`import turngate` loads it on first use.
 """
 
 from turngate.api.blocking import BlockingClient, batch_sync, group_sync, open, run_sync

@@ -1,6 +1,6 @@
-"""The arguments of `run`, `group`, `batch` and of clients: where rollouts run, and how. Listed for type checkers, checked for others.
+"""The arguments of `run`, `group`, `batch` and of clients: typed for type checkers, and checked at run time.
 
-`client.py` and `blocking.py` take them. One that is not known, or of another type, is named, with the one that was meant.
+An error names the argument that is unknown or of the wrong type, and suggests the one that was meant.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ T = TypeVar("T")
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class Where(TypedDict, total=False):
-    """Where rollouts run. Each is optional."""
+class ClientOptions(TypedDict, total=False):
+    """Where rollouts run. All are optional."""
 
-    agent: str  # a preset (`turngate agents`), or a TOML file of your own
+    agent: str  # a preset (`turngate agents`), or your own TOML file
     options: Mapping[str, str]  # of that agent
-    gateway: str  # URL of a gateway that runs already; its key comes from TURNGATE_ADMIN_KEY
+    gateway: str  # URL of a gateway that already runs; its key comes from TURNGATE_ADMIN_KEY
     tokenizer: str  # folder with tokenizer.json and a chat template, or a name in the Hugging Face cache
     key_env: str  # name of the environment variable that holds the endpoint's key
     config: ServiceConfig | Path | str  # settings of a service, with a catalog of endpoints
     sandbox: str  # local, bubblewrap (the default), docker, e2b, huggingface
     image: str  # for sandboxes that have one
     network: Literal["none", "open"]  # of the sandboxes
-    data: Path | str  # a folder that keeps what is recorded; left out, nothing stays on disk
+    data: Path | str  # a folder for everything that is recorded; left out, nothing stays on disk
     concurrency: int  # rollouts at once; left out, 8
 
 
-class How(TypedDict, total=False):
-    """How one rollout runs. Each is optional; the first four go with a task in words."""
+class RunOptions(TypedDict, total=False):
+    """How one rollout runs. All are optional; the first four apply only to a task that is an instruction."""
 
-    test_script: str  # bash, run on the agent's work in a fresh sandbox; left out, there is no reward
-    files: Mapping[str, str | bytes]  # laid into the working folder before the agent starts, by path
-    setup: str  # sh, run there before the agent starts
+    test_script: str  # bash, grades the agent's work in a fresh sandbox; left out, there is no reward
+    files: Mapping[str, str | bytes]  # files for the working folder, path → content
+    setup: str  # sh, runs in the working folder before the agent starts
     task_id: str
     agent: str  # instead of the client's
-    mode: str  # exact, observe, gate, direct; left out, the endpoint's own
-    thinking: bool  # whether the model thinks first, where its template lets one choose
-    max_tokens_cap: int  # the most tokens of one turn
+    mode: str  # exact, observe, gate, direct; left out, the endpoint's default
+    thinking: bool  # whether the model thinks first, if its chat template supports the choice
+    max_tokens_cap: int  # per turn
     max_turns: int
-    timeout_s: float  # the agent's time
-    progress: bool  # False: nothing is shown while it runs
+    timeout_s: float  # for the agent
+    progress: bool  # False: display nothing while it runs
 
 
-class Everything(Where, How, total=False):
-    """What `run`, `group` and `batch` take: where, and how."""
+class AllOptions(ClientOptions, RunOptions, total=False):
+    """The arguments of `run`, `group` and `batch`."""
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`Where`, checked."""
+class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`ClientOptions` after validation."""
 
     agent: str = ""
     options: dict[str, str] = {}
@@ -71,8 +71,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     concurrency: Count | None = None
 
 
-class Given(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`How`, checked."""
+class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`RunOptions` after validation."""
 
     test_script: str = ""
     files: dict[str, Any] = {}
@@ -88,22 +88,22 @@ class Given(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 _PATHS = {"data": (str, Path, type(None)), "config": (str, Path, ServiceConfig, type(None))}
-_PLACE = frozenset(Place.__struct_fields__)
+_CLIENT_NAMES = frozenset(ClientSettings.__struct_fields__)
 
 
-def split(everything: Everything) -> tuple[Where, How]:
-    """What is said about where, and what about how. The agent is the client's: it may be a file."""
-    known = [*Place.__struct_fields__, *Given.__struct_fields__]
+def split_options(everything: AllOptions) -> tuple[ClientOptions, RunOptions]:
+    """Split the arguments into those of the client and those of the run. `agent` goes to the client, which accepts a file too."""
+    known = [*ClientSettings.__struct_fields__, *RunSettings.__struct_fields__]
     for name in everything:
         if name not in known:
-            raise BadRequest(f"{name}: there is no such argument{suggestion(name, known)}", param=name)
-    where = {name: value for name, value in everything.items() if name in _PLACE}
-    how = {name: value for name, value in everything.items() if name not in _PLACE}
+            raise BadRequest(f"{name}: is not an argument{suggestion(name, known)}", param=name)
+    where = {name: value for name, value in everything.items() if name in _CLIENT_NAMES}
+    how = {name: value for name, value in everything.items() if name not in _CLIENT_NAMES}
     return where, how  # type: ignore[return-value]
 
 
-def read(given: Mapping[str, Any], kind: type[T]) -> T:
-    """Checked: an argument that is not known, or of another type, is named."""
+def parse_options(given: Mapping[str, Any], kind: type[T]) -> T:
+    """Validate arguments. `BadRequest` names the one that is unknown or of the wrong type."""
     for name, kinds in _PATHS.items():
         if not isinstance(given.get(name), kinds):
             raise BadRequest(f"{name}: has to be a path, not {type(given[name]).__name__}", param=name)
@@ -114,7 +114,7 @@ def read(given: Mapping[str, Any], kind: type[T]) -> T:
         raise BadRequest(message, param=field) from None
 
 
-def checked_n(n: int) -> int:
+def check_n(n: int) -> int:
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise BadRequest(f"n: {n!r} is not 1 or more", param="n")
+        raise BadRequest(f"n: {n!r} has to be an integer of at least 1", param="n")
     return n

@@ -5,8 +5,8 @@
     with open("vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000", agent="pi") as client:
         for result in client.group(task, n=8): …
 
-Everything runs in an event loop of its own, in a thread of its own: it works where a loop runs already, as one does in a notebook, and
-rollouts go on while the caller computes. Ctrl-C, or a kernel's interrupt, ends what is waited for; nothing of it is left.
+Everything runs on its own event loop in its own thread. So it also works where a loop already runs, as in a notebook, and rollouts
+continue while the caller computes. Ctrl-C, or a kernel's interrupt, ends the rollouts that the caller waits for, and cleans up.
 """
 
 from __future__ import annotations
@@ -19,30 +19,38 @@ from pathlib import Path
 from types import TracebackType
 from typing import Unpack
 
-from turngate.api.arguments import Everything, Given, How, Where, checked_n, read, split
-from turngate.api.client import AnyModel, Client, in_order
-from turngate.api.progress import Board, Screen
+from turngate.api.arguments import (
+    AllOptions,
+    ClientOptions,
+    RunOptions,
+    RunSettings,
+    check_n,
+    parse_options,
+    split_options,
+)
+from turngate.api.client import AnyModel, Client, sort_results
+from turngate.api.progress import ProgressBoard, ProgressScreen
 from turngate.api.result import Result, Results
 from turngate.api.task import AnyTask
 from turngate.common.loop_thread import LoopThread
 
-_OPEN: set[BlockingClient] = set()  # until they are closed, by whoever opened them or when Python ends
+_OPEN: set[BlockingClient] = set()  # closed at exit, at the latest
 
 
 class BlockingClient:
-    """Several rollouts on one gateway, until it is closed. Made by `open`, for one thread."""
+    """Several rollouts on one gateway, until it is closed. Created by `open`; use it from one thread."""
 
-    def __init__(self, model: AnyModel = "", **where: Unpack[Where]) -> None:
+    def __init__(self, model: AnyModel = "", **where: Unpack[ClientOptions]) -> None:
         """The arguments are those of `Client`."""
         self._client = Client(model, **where)
         self._loop = LoopThread("turngate", param="client")
         self._loop.start()
-        _at_exit()
+        _register_at_exit()
         _OPEN.add(self)
         try:
             self._loop.run(self._client.__aenter__())
         except BaseException:
-            self.close()  # whole: an interrupt may have come when it had just been opened
+            self.close()  # an interrupt may come when the client is already open
             raise
 
     def __enter__(self) -> BlockingClient:
@@ -54,8 +62,8 @@ class BlockingClient:
         self.close()
 
     def close(self) -> None:
-        """End what still runs, and everything else. As often as one likes. Only the process that opened it can: one that was forked
-        meanwhile, as `multiprocessing` may do, leaves it as it is, also when it ends."""
+        """End the rollouts that still run, and release everything. May be called more than once. In a forked child process, such as
+        `multiprocessing` may start, it does nothing: the client belongs to the parent."""
         _OPEN.discard(self)
         try:
             if self._loop.is_running:
@@ -63,46 +71,50 @@ class BlockingClient:
         finally:
             self._loop.stop()
 
-    def run(self, task: AnyTask, **how: Unpack[How]) -> Result:
-        """One rollout, to its end. The arguments are those of `Client.run`."""
-        given = read(how, Given)
-        board = Board()
-        with Screen(board, given.progress) as screen:
-            return self._loop.run(self._client.one(task, given, board), screen.refresh)
+    def run(self, task: AnyTask, **how: Unpack[RunOptions]) -> Result:
+        """Run one rollout to its end. The arguments are those of `Client.run`."""
+        given = parse_options(how, RunSettings)
+        board = ProgressBoard()
+        with ProgressScreen(board, given.progress) as screen:
+            return self._loop.run(self._client.run_with_board(task, given, board), screen.refresh)
 
-    def group(self, task: AnyTask, n: int = 8, **how: Unpack[How]) -> BlockingRunning:
-        """n rollouts of one task. `for` gives their results as they come, `all()` all of them."""
+    def group(self, task: AnyTask, n: int = 8, **how: Unpack[RunOptions]) -> BlockingResultStream:
+        """Run n rollouts of one task. `for` yields results as they finish, `all()` returns all of them."""
         return self.batch([task], n, **how)
 
-    def batch(self, tasks: Iterable[AnyTask] | str | Path, n: int = 1, **how: Unpack[How]) -> BlockingRunning:
-        """n rollouts of each task, as `Client.batch` has it."""
-        return BlockingRunning(self, tasks, checked_n(n), read(how, Given), Board())
+    def batch(
+        self, tasks: Iterable[AnyTask] | str | Path, n: int = 1, **how: Unpack[RunOptions]
+    ) -> BlockingResultStream:
+        """Run n rollouts of each task, like `Client.batch`."""
+        return BlockingResultStream(self, tasks, check_n(n), parse_options(how, RunSettings), ProgressBoard())
 
     @contextmanager
     def results(
-        self, tasks: Iterable[AnyTask] | str | Path, n: int, given: Given, board: Board
+        self, tasks: Iterable[AnyTask] | str | Path, n: int, given: RunSettings, board: ProgressBoard
     ) -> Iterator[Iterator[tuple[int, Result]]]:
-        """Results as they come, each with its place; what still runs when the block ends is ended."""
-        running = self._client.many(tasks, n, given, board)
-        with Screen(board, given.progress) as screen:
+        """Yield results as they finish, each with its index. Leaving the block ends the rollouts that still run."""
+        stream = self._client.stream(tasks, n, given, board)
+        with ProgressScreen(board, given.progress) as screen:
             try:
-                yield self._each(running, screen)
+                yield self._iterate(stream, screen)
             finally:
                 if self._loop.is_running:
-                    self._loop.run(running.aclose())
+                    self._loop.run(stream.aclose())
 
-    def _each(self, running: AsyncGenerator[tuple[int, Result], None], screen: Screen) -> Iterator[tuple[int, Result]]:
+    def _iterate(
+        self, stream: AsyncGenerator[tuple[int, Result], None], screen: ProgressScreen
+    ) -> Iterator[tuple[int, Result]]:
         while True:
-            found = self._loop.run(_next(running), screen.refresh)
-            if found is None:
+            result = self._loop.run(_next_result(stream), screen.refresh)
+            if result is None:
                 return
-            yield found
+            yield result
 
 
 @cache
-def _at_exit() -> None:
-    """Whatever is open when Python ends is closed: once. `atexit` would be too late: no thread pool takes work by then, and a sandbox
-    is not removed without. So it is said where thread pools say it themselves, and after they have: last in, first out."""
+def _register_at_exit() -> None:
+    """Close all clients when Python exits. `atexit` is too late: thread pools no longer accept work by then, and removing a sandbox needs
+    one. So this uses the hook of the thread pools, after them: the last registered runs first."""
     import concurrent.futures.thread  # noqa: F401
 
     threading._register_atexit(_close_all)  # type: ignore[attr-defined]
@@ -113,60 +125,67 @@ def _close_all() -> None:
         client.close()
 
 
-class BlockingRunning:
-    """Results that are under way: `for` has them as they come, `all()` has all of them in the order in which they were asked for.
-    Leaving the loop early ends what still runs."""
+class BlockingResultStream:
+    """Results of rollouts that run: `for` yields them as they finish, `all()` returns all of them in the order of the tasks.
+    Leaving the loop early ends the rollouts that still run."""
 
     def __init__(
-        self, client: BlockingClient, tasks: Iterable[AnyTask] | str | Path, n: int, given: Given, board: Board
+        self,
+        client: BlockingClient,
+        tasks: Iterable[AnyTask] | str | Path,
+        n: int,
+        given: RunSettings,
+        board: ProgressBoard,
     ) -> None:
         self._client = client
-        self._wanted = tasks, n, given, board
+        self._arguments = tasks, n, given, board
 
     def __iter__(self) -> Iterator[Result]:
-        with self._client.results(*self._wanted) as results:
+        with self._client.results(*self._arguments) as results:
             for _, result in results:
                 yield result
 
     def all(self) -> Results:
-        with self._client.results(*self._wanted) as results:
-            return in_order(results)
+        with self._client.results(*self._arguments) as results:
+            return sort_results(results)
 
 
-async def _next(running: AsyncGenerator[tuple[int, Result], None]) -> tuple[int, Result] | None:
-    """None: that was all."""
-    return await anext(running, None)
+async def _next_result(stream: AsyncGenerator[tuple[int, Result], None]) -> tuple[int, Result] | None:
+    """None: there are no more."""
+    return await anext(stream, None)
 
 
-def open(model: AnyModel = "", **where: Unpack[Where]) -> BlockingClient:
-    """A client for several rollouts, with `run`, `group` and `batch`: in a `with` block, or until its `close()`."""
+def open(model: AnyModel = "", **where: Unpack[ClientOptions]) -> BlockingClient:
+    """Open a client for several rollouts, with `run`, `group` and `batch`. Use it in a `with` block, or call its `close()`."""
     return BlockingClient(model, **where)
 
 
-def run_sync(task: AnyTask, *, model: AnyModel = "", **everything: Unpack[Everything]) -> Result:
-    """`run`, without `await`. The arguments are the same."""
-    where, how = split(everything)
+def run_sync(task: AnyTask, *, model: AnyModel = "", **everything: Unpack[AllOptions]) -> Result:
+    """`run` without `await`. The arguments are the same."""
+    where, how = split_options(everything)
     with open(model, **where) as client:
         return client.run(task, **how)
 
 
 def group_sync(
-    task: AnyTask, n: int = 8, *, model: AnyModel = "", **everything: Unpack[Everything]
+    task: AnyTask, n: int = 8, *, model: AnyModel = "", **everything: Unpack[AllOptions]
 ) -> Iterator[Result]:
-    """`group`, without `await`: results as they come. `Results(group_sync(…))` has all of them."""
+    """`group` without `await`: yields results as they finish. `Results(group_sync(…))` collects them."""
     return batch_sync([task], n, model=model, **everything)
 
 
 def batch_sync(
-    tasks: Iterable[AnyTask] | str | Path, n: int = 1, *, model: AnyModel = "", **everything: Unpack[Everything]
+    tasks: Iterable[AnyTask] | str | Path, n: int = 1, *, model: AnyModel = "", **everything: Unpack[AllOptions]
 ) -> Iterator[Result]:
-    """`batch`, without `await`: results as they come."""
-    where, how = split(everything)
-    checked_n(n)
-    read(how, Given)
-    return _each(tasks, n, model, where, how)
+    """`batch` without `await`: yields results as they finish."""
+    where, how = split_options(everything)
+    check_n(n)
+    parse_options(how, RunSettings)
+    return _stream(tasks, n, model, where, how)
 
 
-def _each(tasks: Iterable[AnyTask] | str | Path, n: int, model: AnyModel, where: Where, how: How) -> Iterator[Result]:
+def _stream(
+    tasks: Iterable[AnyTask] | str | Path, n: int, model: AnyModel, where: ClientOptions, how: RunOptions
+) -> Iterator[Result]:
     with open(model, **where) as client:
         yield from client.batch(tasks, n, **how)

@@ -1,8 +1,8 @@
-"""How results look: a page in a notebook, text in a terminal. `api/result.py` calls it when somebody looks at one.
+"""Displays results: as a page in a notebook, as text in a terminal.
 
-A page is one piece of HTML with its own styles, no script, nothing that is fetched. Whatever an agent, a model or a test wrote goes
-through `_said` and nothing else: it can never be markup, and the notebook's typesetting of formulas is told to leave it alone.
-Colours are laid thinly over whatever is behind, so that light and dark themes both read well.
+A page is one piece of HTML with its own styles, without scripts or external resources. Text that an agent, a model or a test wrote always
+goes through `_escape`, so it can never be markup, and the page tells the notebook not to typeset formulas in it. Colours are
+translucent, so that they work on light and dark themes.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from turngate.api.result import Result, Results, Turn
+from turngate.api.result_data import ResultData, Turn
 from turngate.common.safe_text import sanitize, sanitize_line
 from turngate.errors import BadRequest
 from turngate.trace.sample import Sample
 from turngate.types import Json
 
-_TURNS = 40  # that are shown, half of them from the beginning and half from the end
-_TOKENS = 4_000  # that are shown, of all turns together
-_LONG = 4_000  # characters of a text
-_FILES = 30
-_LINES = 200  # of a table
+_MAX_TURNS = 40  # half from the beginning, half from the end
+_MAX_TOKENS = 4_000  # of all turns together
+_MAX_TEXT = 4_000  # characters
+_MAX_FILES = 30
+_MAX_LINES = 200  # of a table
 _SHADES = 10  # from unlikely to likely
 
-# Nothing here is taken from a result. The names begin so that no other output on the page is touched.
+# Contains nothing from a result. The prefix keeps the styles away from other output of the notebook.
 _STYLE = """
 .tg{font:13px/1.5 system-ui,sans-serif;max-width:1000px;text-align:left}
 .tg *{box-sizing:border-box}
@@ -54,119 +54,119 @@ border-radius:3px;font:12px/1.6 ui-monospace,monospace;max-height:420px;overflow
 """
 
 
-def _shades() -> Iterator[str]:
-    """Red where the model was surprised by itself, through yellow, to a breath of green."""
+def _shade_styles() -> Iterator[str]:
+    """From red for unlikely tokens, through yellow, to faint green for likely ones."""
     for shade in range(_SHADES):
         likely = shade / (_SHADES - 1)
         red, green = int(230 - 190 * likely), int(50 + 110 * likely)
         yield f".tg-p{shade}{{background:rgba({red},{green},40,{0.6 - 0.42 * likely:.2f})}}"
 
 
-def page(result: Result, *, turns: Sequence[int] | None = None, tokens: bool = True, full: bool = False) -> str:
-    """One result as HTML."""
-    shown = _chosen(result, turns)
+def render_html(
+    result: ResultData, *, turns: Sequence[int] | None = None, tokens: bool = True, full: bool = False
+) -> str:
+    """Render one result as HTML."""
+    shown = _select_turns(result, turns)
     parts = [
-        f'<div class="tg-head"><b>{_said(result.task_id)}</b>{_chips(result)}</div>',
-        _facts(result),
-        *_error(result),
-        _turns(result, shown, tokens, full),
-        _rows(result.rows),
-        _texts("files left", result.files, full),
-        _texts("logs", {**result.logs, **({"verifier": result.verifier} if result.verifier else {})}, full),
-        *(f'<div class="tg-dim">{_said(note)}</div>' for note in (*result.notes, *result.clamped)),
+        f'<div class="tg-head"><b>{_escape(result.task_id)}</b>{_render_chips(result)}</div>',
+        _render_facts(result),
+        *_render_error(result),
+        _render_turns(result, shown, tokens, full),
+        _render_rows(result.rows),
+        _render_texts("files", result.files, full),
+        _render_texts("logs", {**result.logs, **({"verifier": result.verifier} if result.verifier else {})}, full),
+        *(f'<div class="tg-dim">{_escape(note)}</div>' for note in (*result.notes, *result.clamped)),
     ]
-    return _framed("".join(parts))
+    return _wrap_page("".join(parts))
 
 
-def table(results: Results) -> str:
-    """Several as HTML."""
-    mean, first = results.mean_reward, results.pass_at(1)
-    told = [f"{len(results)} results"]
-    told += [] if mean is None else [f"mean reward {mean:.3g}"]
-    told += [] if first is None else [f"pass@1 {first:.3g}"]
+def render_html_table(results: Sequence[ResultData], facts: Sequence[str]) -> str:
+    """Render a list of results as HTML, with `facts` as its heading."""
     lines = [
-        f"<tr><td>{place}</td><td>{_said(one.task_id)}</td><td>{_reward(one)}</td><td>{_said(one.status)}</td>"
-        f"<td>{len(one.turns)}</td><td>{one.sampled_tokens:,}</td><td>{one.wall_s:.1f}</td><td>{_said(_why(one)[:200])}</td></tr>"
-        for place, one in enumerate(islice(results, _LINES))
+        f"<tr><td>{index}</td><td>{_escape(one.task_id)}</td><td>{_render_reward(one)}</td><td>{_escape(one.status)}</td>"
+        f"<td>{len(one.turns)}</td><td>{one.sampled_tokens:,}</td><td>{one.wall_s:.1f}</td><td>{_escape(_failure_reason(one)[:200])}</td></tr>"
+        for index, one in enumerate(islice(results, _MAX_LINES))
     ]
-    heads = "".join(f"<th>{name}</th>" for name in _HEADS)
-    left = len(results) - len(lines)
-    more = f'<div class="tg-dim">{left:,} more are not shown</div>' if left > 0 else ""
-    return _framed(
-        f'<div class="tg-head">{" · ".join(told)}</div><table><tr>{heads}</tr>{"".join(lines)}</table>{more}'
+    heads = "".join(f"<th>{name}</th>" for name in _COLUMNS)
+    hidden = len(results) - len(lines)
+    more = f'<div class="tg-dim">{hidden:,} more are not shown</div>' if hidden > 0 else ""
+    return _wrap_page(
+        f'<div class="tg-head">{" · ".join(facts)}</div><table><tr>{heads}</tr>{"".join(lines)}</table>{more}'
     )
 
 
-def _plain_lines(lines: Iterable[str]) -> str:
-    return _framed("".join(f"<div>{_said(line)}</div>" for line in lines))
+def _render_lines(lines: Iterable[str]) -> str:
+    return _wrap_page("".join(f"<div>{_escape(line)}</div>" for line in lines))
 
 
-_HEADS = ("", "task", "reward", "status", "turns", "tokens", "seconds", "why")
+_COLUMNS = ("", "task", "reward", "status", "turns", "tokens", "seconds", "why")
 
 
-def _framed(inside: str) -> str:
-    # The last two names keep the typesetting of formulas out: it makes links of what it finds.
-    style = _STYLE + "".join(_shades())
+def _wrap_page(inside: str) -> str:
+    # The last two classes disable the typesetting of formulas, which would turn text into links.
+    style = _STYLE + "".join(_shade_styles())
     return f'<div class="tg tex2jax_ignore mathjax_ignore"><style>{style}</style>{inside}</div>'
 
 
-def _said(text: str) -> str:
-    """Text of others, for HTML. The only way in."""
+def _escape(text: str) -> str:
+    """Escape untrusted text for HTML. All such text has to go through here."""
     return html.escape(sanitize(text), quote=True)
 
 
-def _cut(text: str, full: bool) -> str:
-    """The beginning and the end of what is long."""
-    if full or len(text) <= _LONG:
+def _shorten(text: str, full: bool) -> str:
+    """Keep the beginning and the end of a long text."""
+    if full or len(text) <= _MAX_TEXT:
         return text
-    head, tail = _LONG * 3 // 4, _LONG // 4
-    return f"{text[:head]}\n… {len(text) - _LONG:,} characters are not shown …\n{text[-tail:]}"
+    head, tail = _MAX_TEXT * 3 // 4, _MAX_TEXT // 4
+    return f"{text[:head]}\n… {len(text) - _MAX_TEXT:,} characters are not shown …\n{text[-tail:]}"
 
 
-def _chosen(result: Result, turns: Sequence[int] | None) -> list[Turn]:
+def _select_turns(result: ResultData, turns: Sequence[int] | None) -> list[Turn]:
     if turns is None:
         return list(result.turns)
     by_number = {turn.number: turn for turn in result.turns}
     for number in turns:
         if number not in by_number:
-            raise BadRequest(f"turns: there is no turn {number}; they are 1 to {len(by_number)}", param="turns")
+            raise BadRequest(f"turns: there is no turn {number}; choose from 1 to {len(by_number)}", param="turns")
     return [by_number[number] for number in turns]
 
 
-def _chips(result: Result) -> str:
-    how = {"finished": "", "error": " tg-bad"}.get(result.status, " tg-odd")
-    return f'{_reward(result)}<span class="tg-chip{how}">{_said(result.status)}</span>'
+def _render_chips(result: ResultData) -> str:
+    style = {"finished": "", "error": " tg-bad"}.get(result.status, " tg-odd")
+    return f'{_render_reward(result)}<span class="tg-chip{style}">{_escape(result.status)}</span>'
 
 
-def _reward(result: Result) -> str:
+def _render_reward(result: ResultData) -> str:
     if result.reward is None:
-        return '<span class="tg-chip">reward not known</span>'
-    how = "tg-good" if result.passed else "tg-bad" if not result.reward else "tg-odd"
-    return f'<span class="tg-chip {how}">reward {result.reward:g}</span>'
+        return '<span class="tg-chip">reward unknown</span>'
+    style = "tg-good" if result.passed else "tg-bad" if not result.reward else "tg-odd"
+    return f'<span class="tg-chip {style}">reward {result.reward:g}</span>'
 
 
-def _facts(result: Result) -> str:
+def _render_facts(result: ResultData) -> str:
     stages = ", ".join(f"{stage} {spent:.1f}" for stage, spent in result.seconds.items() if spent >= 0.05)
-    told = {
+    facts = {
         "agent": result.agent,
         "model": f"{result.model} ({result.mode})" if result.mode else result.model,
         "took": f"{result.wall_s:.1f} s" + (f" ({stages})" if stages else ""),
         "session": result.session,
         "stopped by": result.stop,
     }
-    lines = (f"<tr><th>{name}</th><td>{_said(text)}</td></tr>" for name, text in told.items() if text)
+    lines = (f"<tr><th>{name}</th><td>{_escape(text)}</td></tr>" for name, text in facts.items() if text)
     return f"<table>{''.join(lines)}</table>"
 
 
-def _error(result: Result) -> list[str]:
+def _render_error(result: ResultData) -> list[str]:
     if result.error is None:
         return []
     error = result.error
     where = " · ".join(word for word in (error.boundary, f"in stage {error.stage}" if error.stage else "") if word)
-    return [f'<div class="tg-error"><b>{_said(where or "error")}</b>: {_said(_cut(error.message, False))}</div>']
+    return [
+        f'<div class="tg-error"><b>{_escape(where or "error")}</b>: {_escape(_shorten(error.message, False))}</div>'
+    ]
 
 
-def _why(result: Result) -> str:
+def _failure_reason(result: ResultData) -> str:
     if result.error is not None:
         return sanitize_line(f"{result.error.boundary}: {result.error.message}")
     return sanitize_line(result.stop)
@@ -175,46 +175,47 @@ def _why(result: Result) -> str:
 # ── turns ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _turns(result: Result, chosen: list[Turn], tokens: bool, full: bool) -> str:
+def _render_turns(result: ResultData, chosen: list[Turn], tokens: bool, full: bool) -> str:
     if not result.turns:
-        return '<div class="tg-dim">no turn was recorded</div>'
-    shown, left = _fitting(chosen, full)
-    room = sys.maxsize if full else _TOKENS
+        return '<div class="tg-dim">no turns were recorded</div>'
+    shown, hidden = _fit_turns(chosen, full)
+    remaining = sys.maxsize if full else _MAX_TOKENS
     parts = []
-    for place, turn in enumerate(shown):
-        if left and place == len(shown) // 2:
-            parts.append(f'<div class="tg-dim">… {left} turns are not shown: result.show(turns=[…]) …</div>')
-        parts.append(_turn(turn, room, tokens, full, opened=len(shown) <= 6))
-        room -= min(room, len(turn.ids))
+    for index, turn in enumerate(shown):
+        if hidden and index == len(shown) // 2:
+            parts.append(f'<div class="tg-dim">… {hidden} turns are not shown: result.show(turns=[…]) …</div>')
+        parts.append(_render_turn(turn, remaining, tokens, full, is_open=len(shown) <= 6))
+        remaining -= min(remaining, len(turn.ids))
     count = "1 turn" if len(result.turns) == 1 else f"{len(result.turns)} turns"
     legend = "".join(f'<i class="tg-p{shade}">&nbsp;&nbsp;</i>' for shade in range(_SHADES))
-    seen = f' <span class="tg-text" style="padding:0">unlikely {legend} likely</span>' if tokens else ""
+    scale = f' <span class="tg-text" style="padding:0">unlikely {legend} likely</span>' if tokens else ""
     return (
-        f"<details open><summary>{count}, {result.sampled_tokens:,} sampled tokens{seen}</summary>"
+        f"<details open><summary>{count}, {result.sampled_tokens:,} sampled tokens{scale}</summary>"
         f"{''.join(parts)}</details>"
     )
 
 
-def _fitting(turns: list[Turn], full: bool) -> tuple[list[Turn], int]:
-    """Those that are shown, and how many in their middle are not."""
-    if full or len(turns) <= _TURNS:
+def _fit_turns(turns: list[Turn], full: bool) -> tuple[list[Turn], int]:
+    """The turns to show, and how many in the middle are left out."""
+    if full or len(turns) <= _MAX_TURNS:
         return turns, 0
-    return [*turns[: _TURNS // 2], *turns[-_TURNS // 2 :]], len(turns) - _TURNS
+    return [*turns[: _MAX_TURNS // 2], *turns[-_MAX_TURNS // 2 :]], len(turns) - _MAX_TURNS
 
 
-def _turn(turn: Turn, room: int, tokens: bool, full: bool, *, opened: bool) -> str:
-    heard = (
-        f'<div class="tg-text tg-heard"><b>{_said(str(message.get("role", "")))}</b> {_said(_cut(_words(message), full))}</div>'
+def _render_turn(turn: Turn, max_tokens: int, tokens: bool, full: bool, *, is_open: bool) -> str:
+    messages = (
+        f'<div class="tg-text tg-heard"><b>{_escape(str(message.get("role", "")))}</b> '
+        f"{_escape(_shorten(_message_text(message), full))}</div>"
         for message in turn.heard
     )
-    said = (
-        _coloured(turn, room)
+    sampled = (
+        _color_tokens(turn, max_tokens)
         if tokens and len(turn.ids)
-        else f'<div class="tg-text">{_said(_cut(_spoken(turn), full))}</div>'
+        else f'<div class="tg-text">{_escape(_shorten(_sampled_text(turn), full))}</div>'
     )
     return (
-        f'<details class="tg-turn"{" open" if opened else ""}><summary>{_said(_headline(turn))}</summary>'
-        f"{''.join(heard)}{said}</details>"
+        f'<details class="tg-turn"{" open" if is_open else ""}><summary>{_escape(_headline(turn))}</summary>'
+        f"{''.join(messages)}{sampled}</details>"
     )
 
 
@@ -223,29 +224,29 @@ def _headline(turn: Turn) -> str:
     if (mean := turn.mean_logprob) is not None:
         facts.append(f"mean log-probability {mean:.2f}")
     if turn.version_end:
-        moved = f"–{turn.version_end}" if turn.version_end != turn.version_start else ""
-        facts.append(f"policy {turn.version_start}{moved}")
+        end = f"–{turn.version_end}" if turn.version_end != turn.version_start else ""
+        facts.append(f"policy {turn.version_start}{end}")
     facts += [turn.cause] if turn.cause else []
     facts += [f"not trained: {turn.untrained}"] if turn.untrained else []
     return sanitize_line(" · ".join(fact for fact in facts if fact))
 
 
-def _coloured(turn: Turn, room: int) -> str:
+def _color_tokens(turn: Turn, limit: int) -> str:
     pieces = []
-    for token, piece, logprob in islice(_tokens(turn), room):
+    for token, piece, logprob in islice(_iter_tokens(turn), limit):
         shade = "tg-u" if logprob is None else f"tg-p{_shade(logprob)}"
-        chance = "log-probability not known" if logprob is None else f"{logprob:.3f}, p {math.exp(logprob):.3f}"
-        pieces.append(f'<i class="{shade}" title="{token}: {chance}">{_said(piece)}</i>')
-    left = len(turn.ids) - room
-    more = f'<div class="tg-dim">{left:,} tokens are not shown: result.show(turns=[{turn.number}], full=True)</div>'
-    return f'<div class="tg-text">{"".join(pieces)}</div>{more if left > 0 else ""}'
+        chance = "log-probability unknown" if logprob is None else f"{logprob:.3f}, p {math.exp(logprob):.3f}"
+        pieces.append(f'<i class="{shade}" title="{token}: {chance}">{_escape(piece)}</i>')
+    hidden = len(turn.ids) - limit
+    more = f'<div class="tg-dim">{hidden:,} tokens are not shown: result.show(turns=[{turn.number}], full=True)</div>'
+    return f'<div class="tg-text">{"".join(pieces)}</div>{more if hidden > 0 else ""}'
 
 
-def _tokens(turn: Turn) -> Iterator[tuple[int, str, float | None]]:
-    """Id, text, log-probability. A token that completes no character shows its id."""
-    for place, token in enumerate(turn.ids.tolist()):
-        piece = turn.pieces[place] if turn.pieces else ""
-        logprob = None if turn.logprobs is None else float(turn.logprobs[place])
+def _iter_tokens(turn: Turn) -> Iterator[tuple[int, str, float | None]]:
+    """Id, text and log-probability of each token. A token that completes no character is shown as its id."""
+    for index, token in enumerate(turn.ids.tolist()):
+        piece = turn.pieces[index] if turn.pieces else ""
+        logprob = None if turn.logprobs is None else float(turn.logprobs[index])
         yield token, piece or f"⟨{token}⟩", None if logprob is None or math.isnan(logprob) else logprob
 
 
@@ -253,56 +254,56 @@ def _shade(logprob: float) -> int:
     return min(_SHADES - 1, int(math.exp(max(-50.0, min(0.0, logprob))) * _SHADES))
 
 
-def _words(message: Json) -> str:
-    """The text of a message in OpenAI's form."""
+def _message_text(message: Json) -> str:
+    """The text of a message in OpenAI's format."""
     content = message.get("content") or ""
     if isinstance(content, list):
         content = "\n".join(str(part.get("text", part.get("type", ""))) for part in content if isinstance(part, dict))
-    called = (call.get("function", {}) for call in message.get("tool_calls") or ())
-    return "\n".join([str(content), *(f"→ {call.get('name')} {call.get('arguments')}" for call in called)]).strip()
+    calls = (call.get("function", {}) for call in message.get("tool_calls") or ())
+    return "\n".join([str(content), *(f"→ {call.get('name')} {call.get('arguments')}" for call in calls)]).strip()
 
 
-def _spoken(turn: Turn) -> str:
+def _sampled_text(turn: Turn) -> str:
     calls = (f"→ {call.name} {call.arguments}" for call in turn.tool_calls)
     return "\n".join(part for part in (turn.reasoning, turn.text, *calls) if part)
 
 
-def _rows(rows: Sequence[Sample]) -> str:
+def _render_rows(rows: Sequence[Sample]) -> str:
     if not rows:
-        return '<div class="tg-dim">no row: nothing of it may be trained</div>'
+        return '<div class="tg-dim">no rows: there is nothing to train on</div>'
     lines = "".join(
-        f"<tr><td>{place}</td><td>{len(row.ids):,}</td><td>{row.trained_tokens:,}</td><td>{len(row.spans)}</td></tr>"
-        for place, row in enumerate(islice(rows, _LINES))
+        f"<tr><td>{index}</td><td>{len(row.ids):,}</td><td>{row.trained_tokens:,}</td><td>{len(row.spans)}</td></tr>"
+        for index, row in enumerate(islice(rows, _MAX_LINES))
     )
     count = "1 row" if len(rows) == 1 else f"{len(rows)} rows"
     heads = "".join(f"<th>{name}</th>" for name in ("row", "tokens", "trained", "turns"))
     return f"<details><summary>{count} for training</summary><table><tr>{heads}</tr>{lines}</table></details>"
 
 
-def _texts(title: str, texts: Mapping[str, str], full: bool) -> str:
+def _render_texts(title: str, texts: Mapping[str, str], full: bool) -> str:
     if not texts:
         return ""
-    most = None if full else _FILES
+    limit = None if full else _MAX_FILES
     parts = [
-        f'<details class="tg-turn"><summary>{_said(sanitize_line(name))}</summary>'
-        f'<div class="tg-text">{_said(_cut(text, full))}</div></details>'
-        for name, text in islice(texts.items(), most)
+        f'<details class="tg-turn"><summary>{_escape(sanitize_line(name))}</summary>'
+        f'<div class="tg-text">{_escape(_shorten(text, full))}</div></details>'
+        for name, text in islice(texts.items(), limit)
     ]
-    left = len(texts) - len(parts)
-    more = f'<div class="tg-dim">{left:,} more are not shown</div>' if left else ""
+    hidden = len(texts) - len(parts)
+    more = f'<div class="tg-dim">{hidden:,} more are not shown</div>' if hidden else ""
     return f"<details><summary>{title}: {len(texts):,}</summary>{''.join(parts)}{more}</details>"
 
 
 # ── in a terminal ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def text(
-    result: Result, *, turns: Sequence[int] | None = (), tokens: bool = False, full: bool = False
+def render_text(
+    result: ResultData, *, turns: Sequence[int] | None = (), tokens: bool = False, full: bool = False
 ) -> RenderableType:
-    """One result for a terminal: how it ended, and those turns that are asked for."""
-    chosen = _chosen(result, turns)
+    """Render one result for a terminal: how it ended, and the chosen turns."""
+    chosen = _select_turns(result, turns)
     style = {"finished": "green", "error": "red"}.get(result.status, "yellow")
-    reward = "reward not known" if result.reward is None else f"reward {result.reward:g}"
+    reward = "reward unknown" if result.reward is None else f"reward {result.reward:g}"
     lines = [
         Text.assemble(
             (sanitize_line(result.task_id), "bold"),
@@ -310,8 +311,10 @@ def text(
             (sanitize_line(result.status), f"bold {style}"),
             f"  {reward}  {result.wall_s:.1f} s",
         ),
-        _line("ran", sanitize_line(" · ".join(word for word in (result.agent, result.model, result.mode) if word))),
-        _line(
+        _labelled_line(
+            "ran", sanitize_line(" · ".join(word for word in (result.agent, result.model, result.mode) if word))
+        ),
+        _labelled_line(
             "turns",
             f"{len(result.turns)}, {result.sampled_tokens:,} sampled tokens, "
             + ("1 row" if len(result.rows) == 1 else f"{len(result.rows)} rows"),
@@ -319,75 +322,83 @@ def text(
     ]
     if result.error is not None:
         where = f"{result.error.boundary}, in stage {result.error.stage}: " if result.error.stage else ""
-        lines.append(_line("error", sanitize(where + _cut(result.error.message, False)), "red"))
+        lines.append(_labelled_line("error", sanitize(where + _shorten(result.error.message, False)), "red"))
     if result.files:
         names = [sanitize_line(name) for name in islice(result.files, 8)]
-        left = len(result.files) - len(names)
-        lines.append(_line("files", ", ".join(names) + (f" and {left} more" if left else "")))
+        hidden = len(result.files) - len(names)
+        lines.append(_labelled_line("files", ", ".join(names) + (f" and {hidden} more" if hidden else "")))
     if result.session:
-        lines.append(_line("session", sanitize_line(result.session), "dim"))
-    lines += [_line("note", sanitize_line(note), "yellow") for note in result.notes]
-    shown, left = _fitting(chosen, full)
-    for place, turn in enumerate(shown):
-        if left and place == len(shown) // 2:
-            lines.append(Text(f"… {left} turns are not shown …", style="dim"))
-        lines += _spelled(turn, tokens, full)
+        lines.append(_labelled_line("session", sanitize_line(result.session), "dim"))
+    lines += [_labelled_line("note", sanitize_line(note), "yellow") for note in result.notes]
+    shown, hidden_turns = _fit_turns(chosen, full)
+    for index, turn in enumerate(shown):
+        if hidden_turns and index == len(shown) // 2:
+            lines.append(Text(f"… {hidden_turns} turns are not shown …", style="dim"))
+        lines += _render_turn_text(turn, tokens, full)
     return Group(*lines)
 
 
-def _spelled(turn: Turn, tokens: bool, full: bool) -> list[Text]:
+def _render_turn_text(turn: Turn, tokens: bool, full: bool) -> list[Text]:
     lines = [
         Text.assemble(
-            (sanitize_line(str(message.get("role", ""))), "bold blue"), f" {sanitize(_cut(_words(message), full))}"
+            (sanitize_line(str(message.get("role", ""))), "bold blue"),
+            f" {sanitize(_shorten(_message_text(message), full))}",
         )
         for message in turn.heard
     ]
     lines.append(Text(_headline(turn), style="bold green"))
     if not tokens or not len(turn.ids):
-        return [*lines, Text(sanitize(_cut(_spoken(turn), full)))]
-    said = Text()
-    most = None if full else _TOKENS
-    for _, piece, logprob in islice(_tokens(turn), most):
-        said.append(sanitize(piece), style="underline" if logprob is None else _ink(logprob))
-    return [*lines, said]
+        return [*lines, Text(sanitize(_shorten(_sampled_text(turn), full)))]
+    sampled = Text()
+    limit = None if full else _MAX_TOKENS
+    for _, piece, logprob in islice(_iter_tokens(turn), limit):
+        sampled.append(sanitize(piece), style="underline" if logprob is None else _terminal_style(logprob))
+    return [*lines, sampled]
 
 
-def _ink(logprob: float) -> str:
+def _terminal_style(logprob: float) -> str:
     likely = _shade(logprob) / (_SHADES - 1)
     return f"white on rgb({int(220 * (1 - likely) + 20)},{int(160 * likely + 20)},30)"
 
 
-def _line(name: str, told: str, style: str = "") -> Text:
-    return Text.assemble((f"  {name:8}", "dim"), (told, style))
+def _labelled_line(label: str, text: str, style: str = "") -> Text:
+    return Text.assemble((f"  {label:8}", "dim"), (text, style))
 
 
-def text_table(results: Results) -> RenderableType:
-    """Several for a terminal."""
-    shown = Table(title=repr(results), title_justify="left")
-    for head in _HEADS:
-        shown.add_column(head, overflow="fold")
-    for place, one in enumerate(islice(results, _LINES)):
+def render_text_table(results: Sequence[ResultData], title: str) -> RenderableType:
+    """Render a list of results for a terminal."""
+    table = Table(title=title, title_justify="left")
+    for name in _COLUMNS:
+        table.add_column(name, overflow="fold")
+    for index, one in enumerate(islice(results, _MAX_LINES)):
         reward = "?" if one.reward is None else f"{one.reward:g}"
         counts = (f"{len(one.turns)}", f"{one.sampled_tokens:,}", f"{one.wall_s:.1f}")
-        cells = (str(place), sanitize_line(one.task_id), reward, sanitize_line(one.status), *counts, _why(one)[:200])
-        shown.add_row(*map(Text, cells))
-    return shown
+        cells = (
+            str(index),
+            sanitize_line(one.task_id),
+            reward,
+            sanitize_line(one.status),
+            *counts,
+            _failure_reason(one)[:200],
+        )
+        table.add_row(*map(Text, cells))
+    return table
 
 
-def plain(what: RenderableType) -> str:
-    """As it would be in a terminal without colours."""
-    written = io.StringIO()
+def to_plain_text(what: RenderableType) -> str:
+    """Render as a terminal without colours would show it."""
+    output = io.StringIO()
     Console(
-        file=written, width=120, highlight=False, markup=False, emoji=False, color_system=None, force_jupyter=False
+        file=output, width=120, highlight=False, markup=False, emoji=False, color_system=None, force_jupyter=False
     ).print(what, soft_wrap=True)
-    return written.getvalue().rstrip("\n")
+    return output.getvalue().rstrip("\n")
 
 
-# ── here ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── output ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def in_notebook() -> bool:
-    """Whether this runs in the kernel of a notebook. Nothing is imported to find out."""
+    """Whether this process is a notebook's kernel. Does not import IPython."""
     if "IPython" not in sys.modules:
         return False
     from IPython import get_ipython
@@ -396,26 +407,26 @@ def in_notebook() -> bool:
     return shell is not None and "IPKernelApp" in shell.config
 
 
-def show(result: Result, *, turns: Sequence[int] | None, tokens: bool, full: bool) -> None:
+def show(result: ResultData, *, turns: Sequence[int] | None, tokens: bool, full: bool) -> None:
     if in_notebook():
-        _display(page(result, turns=turns, tokens=tokens, full=full))
+        _display(render_html(result, turns=turns, tokens=tokens, full=full))
     else:
-        _print(text(result, turns=turns, tokens=tokens, full=full))
+        _print(render_text(result, turns=turns, tokens=tokens, full=full))
 
 
-def show_all(results: Results) -> None:
+def show_table(results: Sequence[ResultData], *, title: str, facts: Sequence[str]) -> None:
     if in_notebook():
-        _display(table(results))
+        _display(render_html_table(results, facts))
     else:
-        _print(text_table(results))
+        _print(render_text_table(results, title))
 
 
-def changing(lines: Iterable[str]) -> Callable[[Iterable[str]], None]:
-    """Plain lines in the output of a notebook's cell, and what puts others in their place."""
+def open_live_lines(lines: Iterable[str]) -> Callable[[Iterable[str]], None]:
+    """Show lines in the output of a notebook's cell. Returns a function that replaces them."""
     from IPython.display import HTML, display
 
-    handle = display(HTML(_plain_lines(lines)), display_id=True)
-    return lambda others: handle.update(HTML(_plain_lines(others)))
+    handle = display(HTML(_render_lines(lines)), display_id=True)
+    return lambda new_lines: handle.update(HTML(_render_lines(new_lines)))
 
 
 def _display(page: str) -> None:

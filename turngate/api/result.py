@@ -1,241 +1,157 @@
-"""What a rollout gives back in Python: how it ended, its turns token by token, its training rows, what the agent left.
-
-`client.py` makes these; `notebook.py` shows them. They are plain values: they outlive the gateway, and can be pickled.
-"""
+"""`Result`, what a rollout returns in Python, and `Results`, a list of them with what trainers and evaluations compute."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import msgspec
 import numpy as np
+from rich.console import RenderableType
 
+from turngate.api import display
+from turngate.api.result_data import ResultData, Turn
 from turngate.client.feed import Row
 from turngate.common.safe_text import sanitize_line
 from turngate.errors import BadRequest
 from turngate.rollout.summary import pass_at_k
-from turngate.service.result import ErrorInfo
 from turngate.trace.advantage import Choice, compute_advantages, row_weight
-from turngate.trace.roles import TurnRole
 from turngate.trace.sample import Sample
-from turngate.types import ID_DTYPE, Ids, Json, Logprobs, ToolCall
+from turngate.types import ID_DTYPE, Ids, Json
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-
-class Turn(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """One model call: what was new for the model, and what it sampled, token by token."""
-
-    number: int  # from 1, in the order in which they were recorded
-    node: int  # its id in the trace
-    after: int | None  # the turn that it goes on from; None: it begins a conversation
-    role: TurnRole
-    heard: tuple[Json, ...]  # the messages that were new, in OpenAI's form
-    heard_ids: Ids  # and their tokens
-    ids: Ids  # what was sampled; empty where the endpoint told no ids
-    logprobs: Logprobs | None  # one for each of them; None: not known. Never filled in
-    pieces: tuple[str, ...]  # the text that each id adds; empty: no tokenizer was at hand
-    message: Json  # what the model said, in OpenAI's form
-    text: str  # and apart
-    reasoning: str
-    tool_calls: tuple[ToolCall, ...]
-    finish: str
-    untrained: str  # why it may not be trained; empty if it may
-    version_start: int  # of the policy, at its first and last token
-    version_end: int
-    capture: str
-    cause: str | None  # why it does not go on from the last turn
-    seconds: float
-
-    @property
-    def mean_logprob(self) -> float | None:
-        """None: not known."""
-        if self.logprobs is None or not len(self.logprobs) or bool(np.isnan(self.logprobs).any()):
-            return None
-        return float(self.logprobs.mean())
-
-    def __repr__(self) -> str:
-        return sanitize_line(f"Turn({self.number}, {self.role}, {len(self.ids)} tokens, {self.finish})")
+__all__ = ["Result", "Results", "Turn"]
 
 
-class Result(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """How one rollout ended. In a notebook it shows itself; `show()` shows more of it, in a terminal too."""
-
-    rollout_id: str
-    session: str  # at the gateway; empty: it never had one
-    task_id: str
-    group: str
-    agent: str
-    model: str
-    mode: str
-    status: str  # finished, failed, timed out, limit, cancelled, error, lost
-    kind: str | None  # graded, agent failed, invalid task, infrastructure fault; None: nobody was asked for a grade
-    reward: float | None  # None: not known, which is not 0
-    resolved: bool | None
-    exit_code: int | None  # of the agent; None: it did not end by itself
-    stop: str  # the limit that was met, or who ended it
-    wall_s: float
-    seconds: Mapping[str, float]  # by stage
-    turns: tuple[Turn, ...]  # oldest first
-    rows: tuple[Sample, ...]  # of what may be trained: ids, mask, log-probabilities, as numpy arrays
-    files: Mapping[str, str]  # what the agent left in its working folder, by path; text, and cut where it is long
-    work: Path | None  # the folder where all of it lies
-    logs: Mapping[str, str]  # the ends of what the agent printed and of its own logs
-    verifier: str  # what the grading printed
-    error: ErrorInfo | None
-    notes: tuple[str, ...]  # what else is worth knowing
-    clamped: tuple[str, ...]  # what was cut, each with how much
-
-    @property
-    def passed(self) -> bool | None:
-        """None: nobody knows."""
-        if self.reward is None:
-            return None
-        return self.resolved if self.resolved is not None else self.reward >= 1.0
-
-    @property
-    def sampled_tokens(self) -> int:
-        return sum(len(turn.ids) for turn in self.turns)
+class Result(ResultData, frozen=True, eq=False, kw_only=True):
+    """How one rollout ended. A notebook displays it; `show()` displays more of it, also in a terminal."""
 
     @property
     def messages(self) -> list[Json]:
-        """The conversation of the main line to its end, in OpenAI's form."""
-        mine = [turn for turn in self.turns if turn.role == "main"]
-        found: list[Json] = []
-        for turn in self.path(mine[-1]) if mine else ():
-            found += [*turn.heard, turn.message]
-        return found
+        """The main conversation, up to its last turn, in OpenAI's format."""
+        main = [turn for turn in self.turns if turn.role == "main"]
+        messages: list[Json] = []
+        for turn in self.path(main[-1]) if main else ():
+            messages += [*turn.heard, turn.message]
+        return messages
 
     def path(self, turn: Turn) -> list[Turn]:
-        """The turns of one conversation, up to and with this one."""
-        by_number = {known.number: known for known in self.turns}
-        found = [turn]
-        while (before := found[-1].after) is not None:
-            found.append(by_number[before])
-        return found[::-1]
+        """The turns of one conversation, up to and including this one."""
+        by_number = {one.number: one for one in self.turns}
+        path = [turn]
+        while (before := path[-1].after) is not None:
+            path.append(by_number[before])
+        return path[::-1]
 
     def prompt_ids(self, turn: Turn) -> Ids:
-        """The ids that were sent to the engine for a turn, all of them."""
+        """All ids that were sent to the engine for a turn."""
         *before, last = self.path(turn)
-        parts = [ids for known in before for ids in (known.heard_ids, known.ids)]
+        parts = [ids for one in before for ids in (one.heard_ids, one.ids)]
         return np.concatenate([*parts, last.heard_ids]).astype(ID_DTYPE, copy=False)
 
     def show(self, *, turns: Sequence[int] | None = None, tokens: bool = True, full: bool = False) -> None:
-        """Show it, here: in a notebook as a page, elsewhere in the terminal.
+        """Display the result: as a page in a notebook, as text in a terminal.
 
-        `turns`: the numbers of those to show; None: all, as far as there is room. `tokens`: each coloured by its log-probability, instead
-        of the text. `full`: nothing is cut.
+        `turns`: the numbers of the turns to show; None: all that fit. `tokens`: show tokens, coloured by their log-probability, instead of
+        the text. `full`: truncate nothing.
         """
-        from turngate.api import display
-
         display.show(self, turns=turns, tokens=tokens, full=full)
 
     def __repr__(self) -> str:
-        reward = "reward not known" if self.reward is None else f"reward {self.reward:g}"
+        reward = "reward unknown" if self.reward is None else f"reward {self.reward:g}"
         turns = "1 turn" if len(self.turns) == 1 else f"{len(self.turns)} turns"
         return sanitize_line(f"Result({self.task_id}: {self.status}, {reward}, {turns}, {self.wall_s:.1f} s)")
 
     def _repr_html_(self) -> str:
-        from turngate.api import display
-
-        return display.page(self)
+        return display.render_html(self)
 
     def __rich__(self) -> RenderableType:
-        from turngate.api import display
-
-        return display.text(self)
+        return display.render_text(self)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """For IPython in a terminal."""
-        from turngate.api import display
-
-        printer.text(display.plain(self.__rich__()))
+        printer.text(display.to_plain_text(self.__rich__()))
 
 
 class Results(list[Result]):
-    """Several of them: of one group, or of many. A list, with what a trainer or an evaluation asks of it."""
+    """A list of results, of one group or of many, with rewards, pass@k, advantages and training rows."""
 
     @property
     def rewards(self) -> list[float | None]:
-        """None where one is not known: that is not 0."""
+        """None: unknown, which is not 0."""
         return [one.reward for one in self]
 
     @property
     def mean_reward(self) -> float | None:
-        """Of those that are known."""
+        """The mean of the known rewards."""
         known = [one.reward for one in self if one.reward is not None]
         return fmean(known) if known else None
 
     @property
     def groups(self) -> dict[str, Results]:
-        """By group, in the order in which they came."""
-        found: dict[str, Results] = {}
+        """Results by group, in the order of the list."""
+        groups: dict[str, Results] = {}
         for one in self:
-            found.setdefault(one.group, Results()).append(one)
-        return found
+            groups.setdefault(one.group, Results()).append(one)
+        return groups
 
     def pass_at(self, k: int) -> float | None:
-        """The chance that at least one of k rollouts of a task passes: the unbiased estimate, and the mean over the tasks that have k
-        known rewards. None where no task has."""
+        """The unbiased estimate of pass@k: the chance that at least one of k rollouts of a task passes, as the mean over the tasks with
+        at least k known rewards. None: no task has that many."""
         if k < 1:
-            raise BadRequest(f"k: {k} is not 1 or more", param="k")
+            raise BadRequest(f"k: {k} has to be at least 1", param="k")
         by_task: dict[str, list[bool]] = {}
         for one in self:
             if one.passed is not None:
                 by_task.setdefault(one.task_id, []).append(one.passed)
-        found = [pass_at_k(len(known), sum(known), k) for known in by_task.values() if len(known) >= k]
-        return fmean(found) if found else None
+        estimates = [pass_at_k(len(passed), sum(passed), k) for passed in by_task.values() if len(passed) >= k]
+        return fmean(estimates) if estimates else None
 
     def advantages(self, choice: Choice = "normalised") -> list[float | None]:
-        """One per result, each within its own group. None: it has no reward, or nothing that may be trained."""
+        """One advantage per result, computed within its group. None: the result has no reward, or no trainable tokens."""
         by_group: dict[str, list[int]] = {}
-        for place, one in enumerate(self):
-            by_group.setdefault(one.group, []).append(place)
-        found: list[float | None] = [None] * len(self)
-        for places in by_group.values():
-            rewards = [self[place].reward if self[place].rows else None for place in places]
-            for place, advantage in zip(places, compute_advantages(rewards, choice), strict=True):
-                found[place] = advantage
-        return found
+        for index, one in enumerate(self):
+            by_group.setdefault(one.group, []).append(index)
+        advantages: list[float | None] = [None] * len(self)
+        for indexes in by_group.values():
+            rewards = [self[index].reward if self[index].rows else None for index in indexes]
+            for index, advantage in zip(indexes, compute_advantages(rewards, choice), strict=True):
+                advantages[index] = advantage
+        return advantages
 
     def rows(self, choice: Choice = "normalised") -> list[Row]:
-        """Training rows with their advantages and weights: of every result that has a reward, as a feed hands them out."""
-        found = []
+        """Training rows with advantages and weights, of every result that has a reward: the rows that a feed would deliver."""
+        rows = []
         for one, advantage in zip(self, self.advantages(choice), strict=True):
-            found += [] if advantage is None else [_row(row, advantage, len(one.rows)) for row in one.rows]
-        return found
+            rows += [] if advantage is None else [_build_row(row, advantage, len(one.rows)) for row in one.rows]
+        return rows
 
     def show(self) -> None:
-        """Show them as a table, here."""
-        from turngate.api import display
+        """Display the results as a table."""
+        display.show_table(self, title=repr(self), facts=self._facts)
 
-        display.show_all(self)
+    @property
+    def _facts(self) -> list[str]:
+        mean, pass_at_1 = self.mean_reward, self.pass_at(1)
+        facts = [f"{len(self)} results"]
+        facts += [] if mean is None else [f"mean reward {mean:.3g}"]
+        facts += [] if pass_at_1 is None else [f"pass@1 {pass_at_1:.3g}"]
+        return facts
 
     def __repr__(self) -> str:
-        return f"Results({_counted(self)})"
+        return f"Results({_summarize(self)})"
 
     def _repr_html_(self) -> str:
-        from turngate.api import display
-
-        return display.table(self)
+        return display.render_html_table(self, self._facts)
 
     def __rich__(self) -> RenderableType:
-        from turngate.api import display
-
-        return display.text_table(self)
+        return display.render_text_table(self, repr(self))
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """For IPython in a terminal."""
-        from turngate.api import display
-
-        printer.text(display.plain(self.__rich__()))
+        printer.text(display.to_plain_text(self.__rich__()))
 
 
-def _row(row: Sample, advantage: float, rows: int) -> Row:
+def _build_row(row: Sample, advantage: float, rows: int) -> Row:
     return Row(
         ids=row.ids,
         mask=row.mask,
@@ -247,9 +163,9 @@ def _row(row: Sample, advantage: float, rows: int) -> Row:
     )
 
 
-def _counted(results: Iterable[Result]) -> str:
-    every = list(results)
-    known = [one.reward for one in every if one.reward is not None]
-    mean = f", mean reward {sum(one / len(known) for one in known):.3g}" if known else ""
-    unknown = len(every) - len(known)
-    return f"{len(every)}{mean}" + (f", {unknown} without a reward" if unknown else "")
+def _summarize(results: Iterable[Result]) -> str:
+    rewards = [one.reward for one in results]
+    known = [reward for reward in rewards if reward is not None]
+    mean = f", mean reward {sum(reward / len(known) for reward in known):.3g}" if known else ""
+    unknown = len(rewards) - len(known)
+    return f"{len(rewards)}{mean}" + (f", {unknown} without a reward" if unknown else "")

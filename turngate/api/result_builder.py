@@ -1,4 +1,4 @@
-"""From what the service and the gateway tell of a rollout to a `Result`. `client.py` calls it, in a thread: a long trace takes a while."""
+"""Builds a `Result` from the service's result and the gateway's trace and rows. Blocks: a long trace takes a while."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from turngate.api.result import Result, Turn
+from turngate.api.result import Result
+from turngate.api.result_data import Turn
 from turngate.errors import ConfigError
 from turngate.render import BUILTIN_TOKENIZER, Tokenizer, find_tokenizer
 from turngate.service.catalog import Endpoint
@@ -19,8 +20,8 @@ from turngate.types import ID_DTYPE, LOGPROB_DTYPE, Json, Message
 from turngate.views.trace import TraceView, TurnView, parse_trace
 
 
-class Reader:
-    """Reads ids as text, where the tokenizer that they were recorded with is at hand. It is loaded when it is first needed."""
+class TokenReader:
+    """Decodes token ids, if the tokenizer that recorded them is available. Loads the tokenizer on first use."""
 
     def __init__(self, endpoint: Endpoint, tokenizer: str) -> None:
         self._name = tokenizer or endpoint.tokenizer or endpoint.model_folder
@@ -30,7 +31,7 @@ class Reader:
         self._missing = not (self._name or self._builtin)
 
     def pieces(self, ids: Sequence[int], vocabulary: str) -> tuple[str, ...]:
-        """The text that each adds; a character that several make up is at the last of them. None at all with another vocabulary."""
+        """The text that each id adds; a character of several ids belongs to the last. Empty if the vocabulary differs."""
         tokenizer = self._tokenizer()
         if tokenizer is None or tokenizer.digest != vocabulary:
             return ()
@@ -42,7 +43,7 @@ class Reader:
             if self._loaded is None and not self._missing:
                 try:
                     self._loaded = Tokenizer(find_tokenizer(self._name) if self._name else BUILTIN_TOKENIZER)
-                except ConfigError:  # a gateway elsewhere has it, and this machine has not
+                except ConfigError:  # only the remote gateway has it
                     self._missing = True
             return self._loaded
 
@@ -57,56 +58,57 @@ class _Row(msgspec.Struct):
     spans: tuple[Span, ...]
 
 
-def made(
-    ended: RolloutResult,
+def build_result(
+    result: RolloutResult,
     group: str,
     trace: Json,
     rows: list[Json],
-    reader: Reader,
+    reader: TokenReader,
     work: Path | None,
     notes: Sequence[str],
 ) -> Result:
-    """`trace` and `rows`: as the gateway tells them; None where nothing was recorded."""
+    """Build a result. `trace` is None if nothing was recorded."""
     return Result(
-        rollout_id=ended.rollout_id,
-        session=ended.session,
-        task_id=ended.task_id,
-        group=group or ended.task_id,
-        agent=ended.agent,
-        model=ended.model,
-        mode=ended.mode,
-        status=ended.status,
-        kind=ended.kind,
-        reward=ended.reward,
-        resolved=ended.resolved,
-        exit_code=ended.exit_code,
-        stop=ended.stop,
-        wall_s=ended.wall_s,
-        seconds=ended.seconds,
+        rollout_id=result.rollout_id,
+        session=result.session,
+        task_id=result.task_id,
+        group=group or result.task_id,
+        agent=result.agent,
+        model=result.model,
+        mode=result.mode,
+        status=result.status,
+        kind=result.kind,
+        reward=result.reward,
+        resolved=result.resolved,
+        exit_code=result.exit_code,
+        stop=result.stop,
+        wall_s=result.wall_s,
+        seconds=result.seconds,
         turns=_turns(trace, reader) if trace is not None else (),
         rows=tuple(_sample(msgspec.convert(row, _Row)) for row in rows),
-        files=ended.workdir_files,
+        files=result.workdir_files,
         work=work if work is not None and work.is_dir() else None,
-        logs=ended.log_tails,
-        verifier=ended.verifier_output,
-        error=ended.error,
-        notes=(*ended.notes, *notes),
-        clamped=tuple(ended.clamped),
+        logs=result.log_tails,
+        verifier=result.verifier_output,
+        error=result.error,
+        notes=(*result.notes, *notes),
+        clamped=tuple(result.clamped),
     )
 
 
-def _turns(trace: Json, reader: Reader) -> tuple[Turn, ...]:
+def _turns(trace: Json, reader: TokenReader) -> tuple[Turn, ...]:
     view = parse_trace(trace)
     numbers = {turn.id: number for number, turn in enumerate(view.turns, 1)}
-    said = {
+    messages = {
         node["id"]: msgspec.convert(node["message"], Message) for node in trace["nodes"] if node["kind"] == "sampled"
     }
     return tuple(
-        _turn(view, turn, numbers, said[turn.id], reader.pieces(turn.ids, trace["vocabulary"])) for turn in view.turns
+        _turn(view, turn, numbers, messages[turn.id], reader.pieces(turn.ids, trace["vocabulary"]))
+        for turn in view.turns
     )
 
 
-def _turn(view: TraceView, turn: TurnView, numbers: dict[int, int], said: Message, pieces: tuple[str, ...]) -> Turn:
+def _turn(view: TraceView, turn: TurnView, numbers: dict[int, int], message: Message, pieces: tuple[str, ...]) -> Turn:
     context = view.contexts[turn.parent]
     return Turn(
         number=numbers[turn.id],
@@ -119,9 +121,9 @@ def _turn(view: TraceView, turn: TurnView, numbers: dict[int, int], said: Messag
         logprobs=None if turn.logprobs is None else np.array(turn.logprobs, LOGPROB_DTYPE),
         pieces=pieces,
         message=turn.message,
-        text=said.content,
-        reasoning=said.reasoning,
-        tool_calls=said.tool_calls,
+        text=message.content,
+        reasoning=message.reasoning,
+        tool_calls=message.tool_calls,
         finish=turn.finish,
         untrained=turn.untrained,
         version_start=turn.version_start,

@@ -1,4 +1,4 @@
-"""A task from whatever people have at hand: a `Task`, a path, a row, or plain words. `client.py` calls it; errors name the argument."""
+"""Loads a task from a `Task`, a path, a row, or an instruction. Errors name the argument."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from turngate.tasks.task import Task
 from turngate.types import Json
 
 AnyTask: TypeAlias = Task | str | Path | Mapping[str, Json]
-# No whitespace, and a slash or an ending that tasks have: meant as a path, even where there is none.
+# No whitespace, and a slash or a task file's suffix: a path, even if it does not exist.
 _PATH = re.compile(r"\S*/\S*|\S+\.(jsonl?|ndjson|parquet|md|txt|toml)")
 _ROW = re.compile(r"(?P<file>.+\.(?:jsonl?|ndjson|parquet))#(?P<row>.+)", re.S)
 
 
-def one(
+def load_task(
     task: AnyTask,
     *,
     test_script: str,
@@ -32,39 +32,40 @@ def one(
     config: ServiceConfig,
     inputs: Path,
 ) -> Task:
-    """The one task that is meant. What goes with words alone is refused with anything else. `inputs`: a folder for what is given."""
-    if isinstance(task, str) and not _is_place(task):
-        return _said(task, test_script, setup, files, task_id, config, inputs)
+    """Load one task. The keyword arguments apply only to an instruction. `inputs` is a folder for the files of an instruction."""
+    if isinstance(task, str) and not _is_path(task):
+        return _task_from_instruction(task, test_script, setup, files, task_id, config, inputs)
     given = {"test_script": test_script, "setup": setup, "files": files, "task_id": task_id}
     for name in (name for name, value in given.items() if value):
-        raise BadRequest(f"{name}: goes with an instruction in words; this task has its own: leave it out", param=name)
+        raise BadRequest(f"{name}: applies only to an instruction, and this task has its own; leave it out", param=name)
     if isinstance(task, Task):
         return task
     if isinstance(task, Mapping):
         return task_from_row(task, "the row")
     if not isinstance(task, str | Path):
         raise BadRequest(
-            f"task: {type(task).__name__} is no task; give a Task, a path, a row (a dict), or words", param="task"
+            f"task: {type(task).__name__} is not a task; give a Task, a path, a row (a dict), or an instruction",
+            param="task",
         )
-    return _at(str(task))
+    return _load_path(str(task))
 
 
-def many(tasks: Iterable[AnyTask] | str | Path) -> Iterator[AnyTask]:
-    """Every task of a place, or what was given one by one."""
+def iter_tasks(tasks: Iterable[AnyTask] | str | Path) -> Iterator[AnyTask]:
+    """Iterate over the tasks of a source (a path or hf://…), or over the given tasks."""
     if isinstance(tasks, str | Path):
-        if isinstance(tasks, str) and not _is_place(tasks):
-            raise BadRequest(f"tasks: {tasks[:80]!r} is no place; for one instruction use run or group", param="tasks")
+        if isinstance(tasks, str) and not _is_path(tasks):
+            raise BadRequest(
+                f"tasks: {tasks[:80]!r} is not a path; for one instruction use run or group", param="tasks"
+            )
         yield from read_tasks(str(tasks))
     elif isinstance(tasks, Mapping | Task) or not isinstance(tasks, Iterable):
-        raise BadRequest(
-            f"tasks: is one {type(tasks).__name__}; give a list of tasks, or the place where they lie", param="tasks"
-        )
+        raise BadRequest(f"tasks: is a single {type(tasks).__name__}; give a list of tasks, or a path", param="tasks")
     else:
         yield from tasks
 
 
-def _is_place(text: str) -> bool:
-    """Whether a string is meant as a path: there is something, or it looks like one."""
+def _is_path(text: str) -> bool:
+    """Whether a string is a path: it exists, or looks like one."""
     if not text.strip() or "\n" in text or "\0" in text or len(text) > 1000:
         return False
     if text.startswith(HUB) or _ROW.fullmatch(text) or Path(text).expanduser().exists():
@@ -72,7 +73,7 @@ def _is_place(text: str) -> bool:
     return _PATH.fullmatch(text.strip()) is not None
 
 
-def _said(
+def _task_from_instruction(
     instruction: str,
     test_script: str,
     setup: str,
@@ -81,54 +82,52 @@ def _said(
     config: ServiceConfig,
     inputs: Path,
 ) -> Task:
-    """Words become a task the way those of a service's callers do."""
-    asked = RolloutRequest(
+    """Build a task from an instruction, as the service does."""
+    request = RolloutRequest(
         model_key="any",
         instruction=instruction,
         test_script=test_script,
         setup_shell=setup,
         task_id=task_id,
-        upload_files={name: _file(data) for name, data in files.items()},
+        upload_files={name: _encode_file(data) for name, data in files.items()},
     )
     try:
-        asked.check()
-        write_inputs(asked, inputs)
-        return build_task(asked, config, inputs)
+        request.check()
+        write_inputs(request, inputs)
+        return build_task(request, config, inputs)
     except BadRequest as error:
-        # In the names that things have here.
+        # Name the arguments of this API.
         for theirs, ours in (("upload_files", "files"), ("setup_shell", "setup"), ("instruction", "task")):
             if error.param == theirs:
                 raise BadRequest(error.message.replace(theirs, ours), param=ours) from None
         raise
 
 
-def _file(data: str | bytes) -> str | Base64File:
+def _encode_file(data: str | bytes) -> str | Base64File:
     return data if isinstance(data, str) else Base64File(base64=base64.b64encode(data).decode())
 
 
-def _at(where: str) -> Task:
-    """`rows.jsonl#3` is the third row, `rows.jsonl#fix-add` the one of that id; any other place has to hold one task."""
+def _load_path(where: str) -> Task:
+    """`rows.jsonl#3` is the third row, `rows.jsonl#fix-add` the row with that id; any other path has to hold one task."""
     row = _ROW.fullmatch(where)
     if row is not None and not Path(where).exists():
-        return _row(row["file"], row["row"])
+        return _load_row(row["file"], row["row"])
     found = [*read_tasks(where, limit=2)]
     if len(found) > 1:
         raise TaskError(
-            f"task: {where} holds several tasks; name one (rows.jsonl#ID, or its own folder), or use batch for all of them",
+            f"task: {where} has several tasks; name one (rows.jsonl#ID, or its own folder), or use batch for all of them",
             param="task",
         )
     return found[0]
 
 
-def _row(file: str, row: str) -> Task:
+def _load_row(file: str, row: str) -> Task:
     if not row.isdigit():
         return next(iter(read_tasks(file, only=[row])))
     number = int(row)
     found = [*scan_tasks(file, limit=number)] if number else []
     if len(found) < number or not found:
-        raise TaskError(
-            f"task: {file} has no row {row}; the first is 1, the last {len(found) or 'not there'}", param="task"
-        )
+        raise TaskError(f"task: {file} has no row {row}; it has {len(found)} rows, and the first is 1", param="task")
     last = found[-1]
     if last.error is not None:
         raise last.error

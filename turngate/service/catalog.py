@@ -103,6 +103,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             return self.model
         return self.key.partition("://")[2]
 
+    @property
     def supported_modes(self) -> tuple[Mode, ...]:
         """The modes that its kind and settings allow; the first is the default."""
         kind, found = self.kind, list[Mode]()
@@ -122,7 +123,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def allowed(self) -> tuple[Mode, ...]:
         """The modes that callers may use."""
-        return tuple(self.modes) or self.supported_modes()
+        return tuple(self.modes) or self.supported_modes
 
     @property
     def default(self) -> Mode:
@@ -145,13 +146,13 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise ConfigError(f"{where}.url: give the one URL of the gateway", param="url")
             if "direct" in self.modes:
                 raise ConfigError(f"{where}.modes: a gateway always records; remove direct", param="modes")
-        elif not self.supported_modes():
+        elif not self.supported_modes:
             missing = "tokenizer" if self.kind.exact else "url"
             raise ConfigError(f"{where}.{missing}: is missing; {self.scheme} endpoints need it", param=missing)
         for mode in self.modes:
-            if mode not in self.supported_modes():
+            if mode not in self.supported_modes:
                 raise ConfigError(
-                    f"{where}.modes: {mode} is not supported (only {', '.join(self.supported_modes())}): {self.why_not(mode)}",
+                    f"{where}.modes: {mode} is not supported (only {', '.join(self.supported_modes)}): {self.why_not(mode)}",
                     param="modes",
                 )
         if self.mode is not None and self.mode not in self.allowed:
@@ -258,9 +259,7 @@ class Catalog:
             raise BadRequest(f"model_key: there is no {model_key[:80]!r}{near}", param="model_key")
         chosen = parse_mode(mode) or endpoint.default
         if chosen not in endpoint.allowed:
-            why = (
-                endpoint.why_not(chosen) if chosen not in endpoint.supported_modes() else "the server does not allow it"
-            )
+            why = endpoint.why_not(chosen) if chosen not in endpoint.supported_modes else "the server does not allow it"
             raise BadRequest(
                 f"mode: {endpoint.key} supports {', '.join(endpoint.allowed)}, not {chosen}: {why}", param="mode"
             )

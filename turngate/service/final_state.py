@@ -24,9 +24,9 @@ UNREPORTED = "the service stopped before it wrote the result: the grade is known
 
 def from_work(active: ActiveRollout, work: asyncio.Task[Outcome], failed_stage: str) -> RolloutState:
     """The final state of a rollout whose task has ended. `failed_stage`: where the task was when it ended."""
-    state = _done(active.state, status="cancelled")
+    state = _mark_done(active.state, status="cancelled")
     if not work.cancelled() and (error := work.exception()) is not None:
-        return _failed(active, state, error, failed_stage)
+        return _apply_error(active, state, error, failed_stage)
     outcome = active.outcome
     if outcome is None:
         return state
@@ -51,8 +51,8 @@ def from_work(active: ActiveRollout, work: asyncio.Task[Outcome], failed_stage: 
 def from_broken_report(active: ActiveRollout, error: BaseException) -> RolloutState:
     """The final state when building the result failed. A grade stands; only a rollout without one ends with this error."""
     outcome = active.outcome
-    state = _done(active.state)
-    failed = _failed(active, state, error, "result")
+    state = _mark_done(active.state)
+    failed = _apply_error(active, state, error, "result")
     if outcome is None or (outcome.status == "error" and outcome.kind is None):
         return failed
     assert failed.error is not None
@@ -66,7 +66,7 @@ def from_events(state: RolloutState, events: list[Event]) -> RolloutState:
     stages = [event.data.get("stage", "") for event in events if event.kind == "stage"]
     is_opened = any(event.kind == "opened" for event in events)
     stage = stages[-1] if stages else state.stage
-    state = _apply_grade(_done(state, status="error", kind="infrastructure fault", reward=None), events)
+    state = _apply_grade(_mark_done(state, status="error", kind="infrastructure fault", reward=None), events)
     return msgspec.structs.replace(
         state,
         turns=len(turns),
@@ -79,7 +79,7 @@ def from_events(state: RolloutState, events: list[Event]) -> RolloutState:
 
 def from_result(result: RolloutResult, state: RolloutState) -> RolloutState:
     """The final state of a rollout whose result was written, from its last stored state."""
-    return _done(
+    return _mark_done(
         state,
         status=result.status,
         kind=result.kind,
@@ -93,16 +93,16 @@ def from_result(result: RolloutResult, state: RolloutState) -> RolloutState:
     )
 
 
-def ended_event_data(state: RolloutState) -> dict[str, Json]:
+def build_end_event_data(state: RolloutState) -> dict[str, Json]:
     """The data of a rollout's last event, `ended`."""
     return {"status": state.status, "class": state.kind, "reward": state.reward, "wall_s": state.wall_s}
 
 
-def _done(state: RolloutState, **changes: object) -> RolloutState:
+def _mark_done(state: RolloutState, **changes: object) -> RolloutState:
     return msgspec.structs.replace(state, done=True, stage="done", gateway="", **changes)
 
 
-def _failed(active: ActiveRollout, state: RolloutState, error: BaseException, stage: str) -> RolloutState:
+def _apply_error(active: ActiveRollout, state: RolloutState, error: BaseException, stage: str) -> RolloutState:
     """An error before the rollout itself, or a bug in Turngate."""
     if isinstance(error, TurngateError):
         info = ErrorInfo(boundary=error.boundary, stage=stage, message=make_encodable(error.message))

@@ -139,7 +139,9 @@ class RolloutHistory:
             await asyncio.to_thread(storage.write_result, result, ())
         if not events or events[-1].kind != "ended":
             events.append(
-                Event(cursor=len(events) + 1, time=time.time(), kind="ended", data=final_state.ended_event_data(state))
+                Event(
+                    cursor=len(events) + 1, time=time.time(), kind="ended", data=final_state.build_end_event_data(state)
+                )
             )
             storage.add_event(rollout, events[-1])
         state = msgspec.structs.replace(state, cursor=len(events))

@@ -341,7 +341,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         else:
             state, ended_at = await finalizer.finish_after_error(active, error)
         try:
-            self._parts.events.append(active, "ended", final_state.ended_event_data(state), at=ended_at)
+            self._parts.events.append(active, "ended", final_state.build_end_event_data(state), at=ended_at)
         finally:
             state = msgspec.structs.replace(state, cursor=active.cursor)
             self._parts.history.add(state, active.choice.gateway_name)

@@ -1,0 +1,92 @@
+"""The data of a result: how a rollout ended, and its turns token by token. Plain values that outlive the gateway and can be pickled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from turngate.common.safe_text import sanitize_line
+from turngate.service.result import ErrorInfo
+from turngate.trace.roles import TurnRole
+from turngate.trace.sample import Sample
+from turngate.types import Ids, Json, Logprobs, ToolCall
+
+
+class Turn(msgspec.Struct, frozen=True, eq=False, kw_only=True):
+    """One model call: the new messages, and what the model sampled, token by token."""
+
+    number: int  # from 1, in the order of recording
+    node: int  # its id in the trace
+    after: int | None  # the number of the turn that it continues; None: it starts a conversation
+    role: TurnRole
+    heard: tuple[Json, ...]  # the new messages, in OpenAI's format
+    heard_ids: Ids  # their token ids
+    ids: Ids  # the sampled ids; empty if the endpoint does not return ids
+    logprobs: Logprobs | None  # one per sampled id; None: unknown. Never padded
+    pieces: tuple[str, ...]  # the text that each sampled id adds; empty: the tokenizer is not available
+    message: Json  # the model's message, in OpenAI's format; its parts follow
+    text: str
+    reasoning: str
+    tool_calls: tuple[ToolCall, ...]
+    finish: str
+    untrained: str  # why it must not be trained; empty if it may be
+    version_start: int  # of the policy, at its first and last token
+    version_end: int
+    capture: str
+    cause: str | None  # why it does not continue the turn before
+    seconds: float
+
+    @property
+    def mean_logprob(self) -> float | None:
+        """None: unknown."""
+        if self.logprobs is None or not len(self.logprobs) or bool(np.isnan(self.logprobs).any()):
+            return None
+        return float(self.logprobs.mean())
+
+    def __repr__(self) -> str:
+        return sanitize_line(f"Turn({self.number}, {self.role}, {len(self.ids)} tokens, {self.finish})")
+
+
+class ResultData(msgspec.Struct, frozen=True, eq=False, kw_only=True):
+    """The fields of a `Result`."""
+
+    rollout_id: str
+    session: str  # at the gateway; empty: it has none
+    task_id: str
+    group: str
+    agent: str
+    model: str
+    mode: str
+    status: str  # finished, failed, timed out, limit, cancelled, error, lost
+    kind: (
+        str | None
+    )  # graded, agent failed, invalid task, infrastructure fault; None: cancelled, or the task has no grader
+    reward: float | None  # None: unknown, which is not 0
+    resolved: bool | None
+    exit_code: int | None  # of the agent; None: it did not exit by itself
+    stop: str  # the limit that was reached, or why it was ended
+    wall_s: float
+    seconds: Mapping[str, float]  # by stage
+    turns: tuple[Turn, ...]  # oldest first
+    rows: tuple[Sample, ...]  # training rows: ids, mask and log-probabilities as numpy arrays
+    files: Mapping[str, str]  # the agent's working folder, path → text; long files are truncated
+    work: Path | None  # the folder with all files; None: `data` was not set
+    logs: Mapping[str, str]  # the ends of the agent's output and of its own logs
+    verifier: str  # the grader's output
+    error: ErrorInfo | None
+    notes: tuple[str, ...]
+    clamped: tuple[str, ...]  # the truncated fields, each with how much is missing
+
+    @property
+    def passed(self) -> bool | None:
+        """None: unknown."""
+        if self.reward is None:
+            return None
+        return self.resolved if self.resolved is not None else self.reward >= 1.0
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(len(turn.ids) for turn in self.turns)
