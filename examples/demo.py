@@ -28,8 +28,8 @@ from turngate.agents.install import ensure_installed
 from turngate.cli.terminal import console as new_console
 from turngate.cli.terminal import sanitize_line, say
 from turngate.cli.train import (
-    Place,
     TrainingDisplay,
+    TrainingEnvironment,
     TrainingResult,
     TrainingRun,
     print_result,
@@ -43,8 +43,8 @@ from turngate.rollout.concurrency import Bounds
 from turngate.rollout.plan import BatchPlan
 from turngate.sandboxes import get_backend
 from turngate.sandboxes.base import Backend
-from turngate.trainers.local.grpo import Settings
-from turngate.trainers.local.training import Goal
+from turngate.trainers.local.grpo import GrpoSettings
+from turngate.trainers.local.training import TrainingGoal
 
 HERE = Path(__file__).parent
 ERRANDS = HERE / "train" / "errands.py"
@@ -70,10 +70,10 @@ def plan_run(given: argparse.Namespace, sandbox: Backend, out: Path) -> Training
         bounds=Bounds(running=4),
         seed=given.seed,
     )
-    settings = Settings(groups=1 if given.fast else GROUPS, learning_rate=LEARNING_RATE)
+    settings = GrpoSettings(groups=1 if given.fast else GROUPS, learning_rate=LEARNING_RATE)
     steps = given.steps or (3 if given.fast else STEPS)
     return TrainingRun(
-        goal=Goal(batch=batch, steps=steps, settings=settings, every=steps),
+        goal=TrainingGoal(batch=batch, steps=steps, settings=settings, every=steps),
         folder=out,
         model_folder=model,
         tokenizer=tokenizer(model, out / "tokenizer"),
@@ -98,7 +98,7 @@ async def find_sandbox(wanted: str) -> Backend:
     )
 
 
-async def print_transcripts(place: Place, result: TrainingResult, console: Console) -> None:
+async def print_transcripts(place: TrainingEnvironment, result: TrainingResult, console: Console) -> None:
     """Print held-out tasks that failed before and pass now, side by side."""
     if result.before is None or result.after is None:
         return
@@ -110,7 +110,7 @@ async def print_transcripts(place: Place, result: TrainingResult, console: Conso
         console.print(side_by_side("before", "after", [(sides[0], sides[1])]))
 
 
-async def _load_transcript(place: Place, session: str, reward: float | None) -> str:
+async def _load_transcript(place: TrainingEnvironment, session: str, reward: float | None) -> str:
     """Load the instruction and the model's answers as text."""
     trace = await place.gateway.trace(session)
     words = []

@@ -47,7 +47,7 @@ from turngate.rollout.plan import BatchPlan  # noqa: E402
 from turngate.sandboxes import get_backend  # noqa: E402
 from turngate.tasks.task import Function, Task  # noqa: E402
 from turngate.trainers.trl.trainer import CheckpointedTrainer  # noqa: E402
-from turngate.trainers.trl.weights import fenced  # noqa: E402
+from turngate.trainers.trl.weights import fence_weight_sync  # noqa: E402
 from turngate.trainers.trl.worker import TurngateWorker, WorkerConfig  # noqa: E402
 
 DRY: dict[str, Any] = {  # what a dry run has in place of what is not given
@@ -146,7 +146,7 @@ def train(
         weight_transfer=transfer,  # None: TRL's own, over NCCL into vLLM
         peft_config=LoraConfig(r=given.lora, target_modules="all-linear") if given.lora else None,
     )
-    fenced(trainer, url, admin_key=key)
+    fence_weight_sync(trainer, url, admin_key=key)
     trainer.train(resume_from_checkpoint=given.resume and str(given.resume))
     return trainer
 

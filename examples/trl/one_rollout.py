@@ -33,7 +33,7 @@ from turngate.rollout.outcome import Outcome  # noqa: E402
 from turngate.rollout.rollout import Rollout  # noqa: E402
 from turngate.rollout.spec import RolloutSpec  # noqa: E402
 from turngate.sandboxes import get_backend  # noqa: E402
-from turngate.trainers.trl.rows import items  # noqa: E402
+from turngate.trainers.trl.rows import build_items  # noqa: E402
 
 FEED = "one-rollout"
 
@@ -67,7 +67,7 @@ async def rolled_out(given: argparse.Namespace, gateway: GatewayClient, folder: 
 def shown(outcome: Outcome, delivery: Delivery) -> None:
     print(f"{outcome.agent} on {outcome.task}: {outcome.status}, {outcome.turns} turns, reward {outcome.reward:g}")
     print(f"look at it: turngate show {outcome.session}")
-    for item in items(delivery, base=0).items:
+    for item in build_items(delivery, base=0).items:
         row = item.sample
         mask = row.completion_mask.astype(bool)
         print(

@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli.kit import process, ran, refused
 from tests.kit import gateway, say
-from turngate.engines.scripted import MADE_UP
+from turngate.engines.scripted import SYNTHETIC_NOTE
 
 
 async def test_a_folder_that_is_served_is_exported_and_what_is_lost_is_told(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ async def test_a_folder_that_is_served_is_exported_and_what_is_lost_is_told(tmp_
         (["--advantage", "best"], "advantage: 'best' is none of normalised, leave_one_out, none"),
         (["--keep", "some"], "keep: 'some' is none of all, best"),
         (["--min-reward", "nan"], "min_reward: nan is not a finite number"),
-        (["--as", "tokens"], "as: means nothing for rows; leave out --as"),
+        (["--as", "tokens"], "as: does not apply to rows; leave out --as"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_the_name_of_its_flag(more: list[str], line: str, tmp_path: Path) -> None:
@@ -65,9 +65,9 @@ async def test_log_probabilities_that_are_made_up_are_noted(tmp_path: Path) -> N
     await _recorded(tmp_path / "data", 2)
     words = ["--data", tmp_path / "data", "--out", tmp_path / "out.jsonl"]
     for format in ("rows", "verl", "slime"):
-        assert f"note      2 rollouts: {MADE_UP}" in ran("export", format, *words).stdout
-    assert json.loads(ran("export", "rows", *words, "--json").stdout)["notes"] == [f"2 rollouts: {MADE_UP}"]
-    assert MADE_UP not in ran("export", "sft", *words).stdout
+        assert f"note      2 rollouts: {SYNTHETIC_NOTE}" in ran("export", format, *words).stdout
+    assert json.loads(ran("export", "rows", *words, "--json").stdout)["notes"] == [f"2 rollouts: {SYNTHETIC_NOTE}"]
+    assert SYNTHETIC_NOTE not in ran("export", "sft", *words).stdout
 
 
 async def test_what_was_in_a_folder_is_told(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ async def test_a_slash_at_the_end_is_a_folder_and_replaces_no_file(tmp_path: Pat
     with process("export", "rows", "--data", tmp_path / "data", *words) as one:
         one.until(lambda: "leave out the / at its end" in one.output)
     with process("export", "atif", "--data", tmp_path / "data", *words) as one:
-        one.until(lambda: "is a file, and a folder is asked for" in one.output)
+        one.until(lambda: "is a file, but a folder is needed" in one.output)
     assert out.read_text() == "before"
 
 
@@ -97,6 +97,8 @@ async def test_filters_that_leave_nothing_are_named(tmp_path: Path) -> None:
     await _recorded(tmp_path / "data", 1)
     words = ["export", "rows", "--data", tmp_path / "data", "--out", tmp_path / "out.jsonl"]
     for more in (["--min-reward", "5"], ["--resolved"], ["--session", "nope"], ["--unscored", "drop"]):
-        assert refused(*words, *more).startswith(f"data: none of 1 rollout there fits {' '.join(more)}; ask for others")
-    assert "so nothing is written; left out: 1 × it is of no group" in refused(words[0], "dpo", *words[2:])
+        assert refused(*words, *more).startswith(
+            f"data: none of 1 rollout there matches {' '.join(more)}; choose other filters"
+        )
+    assert "so nothing is written; left out: 1 × it has no group" in refused(words[0], "dpo", *words[2:])
     assert not (tmp_path / "out.jsonl").exists()

@@ -21,8 +21,8 @@ from turngate.cli.train import TrainingResult, print_result, write_files
 from turngate.engines.local.weights import save
 from turngate.render import BUILTIN_TOKENIZER
 from turngate.trainers.local import report
-from turngate.trainers.local.grpo import Measured, Step
-from turngate.trainers.local.training import Shares
+from turngate.trainers.local.grpo import Step, UpdateMetrics
+from turngate.trainers.local.training import StepTime
 
 TASKS = f"{Path(__file__).parents[2] / 'examples' / 'train' / 'errands.py'}:training"
 GUESSES = "from tests.batch.kit import task\n\n\ndef some():\n    return [task('well-0')]\n"
@@ -114,7 +114,7 @@ def test_an_option_that_makes_no_sense_is_named(words: list[str | Path], given: 
 
 
 def step(number: int, tokens: int) -> Step:
-    measured = Measured(
+    measured = UpdateMetrics(
         rows=1, tokens=1, loss=0.0, entropy=0.0, divergence=0.0, clipped=0.0, compared=0, difference=None, largest=None,
         refused=(), signal=True,
     )  # fmt: skip
@@ -125,7 +125,7 @@ def step(number: int, tokens: int) -> Step:
 
 
 def test_a_run_that_goes_on_counts_its_own_tokens_and_minutes(tmp_path: Path) -> None:
-    share = Shares(whole=10.0, training=1.0, sampling=1.0, turngate=1.0)
+    share = StepTime(whole=10.0, training=1.0, sampling=1.0, turngate=1.0)
     result = TrainingResult(steps=(step(1, 9000), step(2, 50)), shares=(share,), before=None, after=None, seconds=60.0)
     printed = io.StringIO()
     print_result(result, Console(file=printed, width=200))
@@ -141,18 +141,18 @@ def test_a_folder_without_a_model_is_told(tmp_path: Path) -> None:
 
 
 def test_a_curve_compares_its_ends() -> None:
-    found = report.gain([0.1, 0.2, 0.3, 0.4, 0.8, 0.9, 1.0])
+    found = report.compare_ends([0.1, 0.2, 0.3, 0.4, 0.8, 0.9, 1.0])
     assert found is not None and (round(found.before, 6), round(found.after, 6)) == (0.2, 0.9)
-    assert report.gain([0.5]) is None and report.gain([None, 0.5]) is None
-    short = report.gain([0.25, 0.75])
+    assert report.compare_ends([0.5]) is None and report.compare_ends([None, 0.5]) is None
+    short = report.compare_ends([0.25, 0.75])
     assert short is not None and (short.before, short.after) == (0.25, 0.75)
 
 
 def test_a_reward_that_is_not_known_is_not_drawn_as_none_at_all() -> None:
-    assert report.curve([None, 0.5])[1].endswith("not known") and "0.00" not in report.curve([None, 0.5])[1]
-    assert report.svg("t", [0.5, None, 1.0], []).count("<circle") == 2
+    assert report.draw_curve([None, 0.5])[1].endswith("not known") and "0.00" not in report.draw_curve([None, 0.5])[1]
+    assert report.draw_svg("t", [0.5, None, 1.0], []).count("<circle") == 2
 
 
 def test_a_picture_is_a_picture() -> None:
-    drawn = report.svg("a < b", [0.0, 0.5, 1.0], [report.Compared("held-out", 0.1, 0.9)], "note")
+    drawn = report.draw_svg("a < b", [0.0, 0.5, 1.0], [report.Comparison("held-out", 0.1, 0.9)], "note")
     assert drawn.startswith("<svg") and "a &lt; b" in drawn and drawn.count("<circle") == 3 and "0.90 after" in drawn

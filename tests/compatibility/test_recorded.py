@@ -21,7 +21,7 @@ from turngate import config
 from turngate.rollout import ledger
 from turngate.service import config as service_config
 from turngate.trainers.export import export
-from turngate.trainers.export.base import Choices
+from turngate.trainers.export.base import ExportChoices
 from turngate.verify import Renderers, StoreReader, VerifyOptions, verify
 from turngate.views.verdict import open_row_source
 
@@ -76,7 +76,7 @@ async def test_an_open_session_continues_its_branch(data: Path) -> None:
 @pytest.mark.parametrize("name", EXPORTS)
 def test_exports_are_the_same(name: str, data: Path) -> None:
     file = data / f"{name}.jsonl"
-    export(data, file, Choices(format=name))
+    export(data, file, ExportChoices(format=name))
     assert file.read_text() == (RECORDED / "exports" / f"{name}.jsonl").read_text()
 
 

@@ -28,7 +28,7 @@ import httpx
 import numpy as np
 
 from tests.speed import scaled
-from turngate.engines.scripted import derived_logprobs
+from turngate.engines.scripted import derive_logprobs
 
 ADMIN = "storm-admin-key-0123456789"
 REPLIES = [
@@ -173,7 +173,7 @@ def check(agent: Agent, trace: dict[str, Any]) -> int:
         paths[node["id"]] = [*before, *node["ids"]]
         texts[node["id"]] = texts[node["parent"]]
         if node["kind"] == "sampled":
-            expected = derived_logprobs(np.array(before, np.int32), node["ids"])
+            expected = derive_logprobs(np.array(before, np.int32), node["ids"])
             assert node["logprobs"] == expected, f"{agent.session}: node {node['id']} was sampled after other ids"
             message = node["message"]
             texts[node["id"]] += ((message.get("content", ""), len(message.get("tool_calls", []))),)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.engines.local_kit import model, torch
-from turngate.engines.local import load, named, save
+from turngate.engines.local import list_weights, load, save
 from turngate.engines.local.shape import Rope, read_shape
 from turngate.engines.local.weights import load_into
 from turngate.errors import ConfigError
@@ -64,7 +64,9 @@ def test_scores_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
         expected, found = theirs(ids).logits, ours(ids)
     assert torch.allclose(found, expected, atol=2e-4, rtol=1e-4), (found - expected).abs().max()
     kept = dict(theirs.named_parameters())
-    assert all(torch.equal(kept[name], tensor) for name, tensor in named(ours)) and len(kept) == len(dict(named(ours)))
+    assert all(torch.equal(kept[name], tensor) for name, tensor in list_weights(ours)) and len(kept) == len(
+        dict(list_weights(ours))
+    )
 
 
 def test_a_folder_of_several_files(tmp_path: Path) -> None:

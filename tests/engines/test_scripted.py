@@ -11,7 +11,7 @@ import pytest
 
 from tests.speed import scaled
 from turngate.engines.base import Engine, Generate
-from turngate.engines.scripted import Scripted, Turn, derived_logprobs
+from turngate.engines.scripted import Scripted, Turn, derive_logprobs
 from turngate.errors import ContextOverflow, EngineBusy, EngineError, EngineTimeout, EngineUnavailable, TurngateError
 from turngate.types import Sampling
 
@@ -39,13 +39,13 @@ async def test_exact_ids_in_chunks_with_an_end() -> None:
 
 async def test_log_probabilities_follow_from_everything_before_them() -> None:
     prompt = np.array([1, 2, 3], np.int32)
-    values = derived_logprobs(prompt, [5, 6, 7])
-    assert values == derived_logprobs(prompt, [5, 6, 7])
-    assert values[:2] == derived_logprobs(prompt, [5, 6])
-    assert all(-5 < value < 0 for value in derived_logprobs(prompt, range(10_000)))
+    values = derive_logprobs(prompt, [5, 6, 7])
+    assert values == derive_logprobs(prompt, [5, 6, 7])
+    assert values[:2] == derive_logprobs(prompt, [5, 6])
+    assert all(-5 < value < 0 for value in derive_logprobs(prompt, range(10_000)))
     assert np.array(values, np.float32).tolist() == values  # exact in storage
-    assert values[2] != derived_logprobs(prompt, [5, 8, 7])[2]
-    assert values[0] != derived_logprobs(np.array([1, 2, 4], np.int32), [5])[0]
+    assert values[2] != derive_logprobs(prompt, [5, 8, 7])[2]
+    assert values[0] != derive_logprobs(np.array([1, 2, 4], np.int32), [5])[0]
     async with Scripted([Turn([5, 6, 7])]).generate(ask(prompt)) as chunks:
         assert (await collected(chunks)).logprobs == values
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 
-from turngate.engines.scripted import derived_logprobs
+from turngate.engines.scripted import derive_logprobs
 from turngate.trace.roles import assign_roles
 from turngate.trace.sample import build_samples
 from turngate.trace.session import Session
@@ -22,7 +22,7 @@ def check(session: Session, received: list[np.ndarray]) -> None:
     for turn in trace.turns():
         assert turn.logprobs is not None
         assert len(turn.logprobs) == len(turn.ids)
-        assert turn.logprobs.tolist() == derived_logprobs(path_ids(turn.parent), turn.ids.tolist())
+        assert turn.logprobs.tolist() == derive_logprobs(path_ids(turn.parent), turn.ids.tolist())
     rows = build_samples(trace, keep_empty=True)
     trained: Counter[int] = Counter()
     for row in rows:

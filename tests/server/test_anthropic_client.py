@@ -17,7 +17,7 @@ import pytest
 from tests.kit import Gated, Json, Running, calls, gateway, real_tokenizer, renderer, say, spelled, tokenizer, until
 from tests.speed import scaled
 from turngate.dialects import decode_stored_messages
-from turngate.engines.scripted import Scripted, Turn, derived_logprobs
+from turngate.engines.scripted import Scripted, Turn, derive_logprobs
 from turngate.render import BUILTIN_TOKENIZER
 
 WAYS = ("async", "async stream", "sync", "sync stream", "beta", "beta stream")
@@ -110,7 +110,7 @@ async def check_one_row(g: Running, session_id: str, script: list[Turn] | None =
     for request, span in zip(g.engine.received, row["spans"], strict=True):
         assert request.prompt.tolist() == row["ids"][: span["start"]]
         sampled = row["ids"][span["start"] : span["end"]]
-        assert row["logprobs"][span["start"] : span["end"]] == derived_logprobs(request.prompt, sampled)
+        assert row["logprobs"][span["start"] : span["end"]] == derive_logprobs(request.prompt, sampled)
     if script is not None:
         said = [i for turn in script for i in turn.ids]
         assert [i for i, trained in zip(row["ids"], row["mask"], strict=True) if trained] == said

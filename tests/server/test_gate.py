@@ -26,7 +26,7 @@ from turngate.client.gateway import GatewayClient
 from turngate.client.protocol import MAX_WAIT_S, CallAnswer, LeasedCalls, TakeCalls
 from turngate.config import ServeConfig
 from turngate.engines.gate import Gate, GateCall
-from turngate.engines.scripted import Turn, derived_logprobs
+from turngate.engines.scripted import Turn, derive_logprobs
 from turngate.errors import ConfigError, Conflict, Gone, NotFound, Unauthorized
 from turngate.render import BUILTIN_TOKENIZER
 from turngate.server import run
@@ -39,7 +39,7 @@ def words(text: str) -> list[int]:
 
 async def answer(call: GateCall, text: str = "Hello there.") -> None:
     ids = words(text)
-    await call.answer(ids, derived_logprobs(call.prompt, ids))
+    await call.answer(ids, derive_logprobs(call.prompt, ids))
 
 
 @asynccontextmanager
@@ -79,7 +79,7 @@ async def test_an_agent_works_and_what_the_trainer_gave_is_the_trace(dialect: st
     async def trainer() -> None:
         async for call in gate:
             ids = words(texts[len(given)])
-            given.append((call.prompt.tolist(), ids, derived_logprobs(call.prompt, ids)))
+            given.append((call.prompt.tolist(), ids, derive_logprobs(call.prompt, ids)))
             await call.answer(*given[-1][1:])
 
     async with gated() as (g, gate):
@@ -264,7 +264,7 @@ async def test_two_remote_trainers_answer_many_agents() -> None:
         assert sum(by) == total and all(by), by
         [row] = await g.samples(sessions[0].id)
         start = row["mask"].index(1)
-        assert row["logprobs"][start:] == derived_logprobs(np.array(row["ids"][:start], np.int32), row["ids"][start:])
+        assert row["logprobs"][start:] == derive_logprobs(np.array(row["ids"][:start], np.int32), row["ids"][start:])
         assert (await g.admin.get("/admin/gate")).json()["waiting"] == 0
         for trainer in trainers:
             trainer.cancel()

@@ -14,7 +14,7 @@ import pytest
 from tests.kit import Gated, Json, Opened, Running, calls, gateway, say, tool, until, user, whole
 from turngate.client.keys import read_admin_key
 from turngate.config import ServeConfig
-from turngate.engines.scripted import Scripted, derived_logprobs
+from turngate.engines.scripted import Scripted, derive_logprobs
 from turngate.errors import ConfigError
 from turngate.server.app import Gateway
 
@@ -310,7 +310,7 @@ async def test_no_token_log_probability_or_secret_is_in_anything_that_an_agent_g
                 " ".join(map(str, turn["ids"])),
             ]
         prompt = g.engine.received[0].prompt
-        numbers += [repr(p) for p in derived_logprobs(prompt, list(say("Fine.").ids))]
+        numbers += [repr(p) for p in derive_logprobs(prompt, list(say("Fine.").ids))]
         assert numbers and ids and wire.find(*numbers, *ids, json.dumps(prompt.tolist())[1:60]) == []
         assert wire.find("token_ids", "prompt_ids", "version_start", "turngate.db", str(g.app.config.data)) == []
 

@@ -20,7 +20,7 @@ from turngate.render import Tokenizer
 from turngate.server.web.view_cache import load_decoder
 from turngate.store.outcomes import RecordedOutcome
 from turngate.trace.pass_at_k import pass_at_k
-from turngate.trainers.export import Choices, Wanted, export
+from turngate.trainers.export import ExportChoices, RolloutFilter, export
 from turngate.types import ID_DTYPE
 from turngate.views.tokens import decode_tokens
 
@@ -280,7 +280,7 @@ async def test_rows_are_saved_as_the_exporter_writes_them(tmp_path: Path) -> Non
         rows = await client.get("/page/api/export", params={"group": "g/1 <x>", "format": "rows"})
         told_here = [json.loads(line) for line in rows.text.splitlines()]
         out = tmp_path / "rows.jsonl"
-        export(data, out, Choices(format="rows", wanted=Wanted(groups=("g/1 <x>",))))
+        export(data, out, ExportChoices(format="rows", wanted=RolloutFilter(groups=("g/1 <x>",))))
         assert told_here == [json.loads(line) for line in out.read_text().splitlines()]
         alone = await client.get("/page/api/rollouts/s1/export")
         assert [json.loads(line) for line in alone.text.splitlines()] == [r for r in told_here if r["session"] == "s1"]

@@ -16,7 +16,7 @@ from tests.trainers.test_grpo import VOCABULARY, Lived, N, even, lived
 from turngate.client.feed import Feed
 from turngate.client.protocol import FeedConfig
 from turngate.engines.local import LocalEngine
-from turngate.trainers.local.grpo import Settings, Step, Trainer
+from turngate.trainers.local.grpo import GrpoSettings, Step, Trainer
 
 AHEAD = 3  # groups that rollouts are ahead of the trainer, so that some are older than the weights
 
@@ -36,7 +36,7 @@ async def main(folder: Path, steps: int, every: int) -> None:
     engine = LocalEngine(model(vocabulary=VOCABULARY), slots=8, flush_s=0.0)
     async with lived(folder / "data", engine) as here:
         trainer = Trainer(
-            engine, here.client, Settings(groups=2), folder=folder / "checkpoints", every=every, watch=told
+            engine, here.client, GrpoSettings(groups=2), folder=folder / "checkpoints", every=every, watch=told
         )
         await trainer.restore()
         async with await Feed.open(here.client, "f", FeedConfig(n=N), after=trainer.state.number) as feed:

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 from tests.kit import Heard, Opened, Running, calls, gateway, result, say, tokenizer, tool, user
-from turngate.engines.scripted import MADE_UP
+from turngate.engines.scripted import SYNTHETIC_NOTE
 from turngate.errors import ConfigError
 from turngate.store.outcomes import RecordedOutcome
 from turngate.store.sqlite import Store
 from turngate.trace.session import Session
-from turngate.trainers.export import Choices, Exported, Wanted, export
-from turngate.trainers.export.files import Unwritable, as_json
+from turngate.trainers.export import ExportChoices, ExportResult, RolloutFilter, export
+from turngate.trainers.export.files import UnwritableRecord, encode_json
 from turngate.views.session import encode_array
 from turngate.views.verdict import open_row_source
 
@@ -64,10 +64,10 @@ class Recording:
         outcome = {"kind": kind, "reward": reward, "group": "run.t", "task": "t", **fields}
         self.g.app.outcomes.record(session.id, msgspec.convert(outcome, RecordedOutcome))
 
-    def export(self, format: str, suffix: str = ".jsonl", **choices: Any) -> tuple[list[Any], Exported]:
-        wanted = {name: choices.pop(name) for name in list(choices) if name in Wanted.__struct_fields__}
+    def export(self, format: str, suffix: str = ".jsonl", **choices: Any) -> tuple[list[Any], ExportResult]:
+        wanted = {name: choices.pop(name) for name in list(choices) if name in RolloutFilter.__struct_fields__}
         out = self.out / f"out{suffix}"
-        done = export(self.data, out, Choices(format=format, wanted=Wanted(**wanted), **choices))
+        done = export(self.data, out, ExportChoices(format=format, wanted=RolloutFilter(**wanted), **choices))
         assert [path.name for path in self.out.iterdir() if path.name.startswith(".")] == []
         if suffix == ".parquet":
             from pyarrow import parquet
@@ -219,7 +219,7 @@ def test_in_no_form_is_a_turn_learned_twice_or_one_that_may_not_be(made: Recordi
         assert not any(row["mask"][size:]), "nothing that is learned is cut off"
     messages, done = made.export("sft", **only)
     assert len(messages) == 2, "in the third, a turn that the second has would be learned again"
-    assert [count for why, count in done.left_out.items() if "a row in which" in why] == [1]
+    assert [count for why, count in done.left_out.items() if "a row with an assistant message" in why] == [1]
 
 
 async def test_what_may_not_be_reinforced_may_be_imitated_if_that_is_asked_for(made: Recording) -> None:
@@ -228,7 +228,7 @@ async def test_what_may_not_be_reinforced_may_be_imitated_if_that_is_asked_for(m
         await made.ended(session, 1.0)
     only = {"sessions": (session.id,)}
     for format in ("rows", "sft", "verl", "slime"):
-        with pytest.raises(ConfigError, match=r"no record comes of 1 rollout, .*1 × nothing of it may be trained"):
+        with pytest.raises(ConfigError, match=r"1 rollout gave no record, .*1 × it has nothing to train on"):
             made.export(format, **only)  # its distribution was not the policy's own
     for form in ("messages", "completions", "tokens"):
         [record] = made.export("sft", form=form, imitate=True, **only)[0]
@@ -241,7 +241,7 @@ async def test_a_turn_that_was_cut_short_is_not_imitated(made: Recording) -> Non
         session = await made.rollout("short")
         await made.ask(session, [*ASKED], "Once upon", close=False)
         await made.ended(session, 1.0)
-    with pytest.raises(ConfigError, match="no record comes of 1 rollout"):
+    with pytest.raises(ConfigError, match="1 rollout gave no record"):
         made.export("sft", imitate=True, sessions=(session.id,))
 
 
@@ -290,15 +290,13 @@ async def test_rollouts_whose_prompts_differ_make_no_pair(made: Recording) -> No
 
 @pytest.mark.promise(9)
 def test_where_there_are_no_pairs_it_is_said_why_and_nothing_is_replaced(made: Recording) -> None:
-    with pytest.raises(
-        ConfigError, match=r"no record comes of 5 rollouts, .*1 × pairs .* less than 5 \(--margin\) apart"
-    ):
+    with pytest.raises(ConfigError, match=r"5 rollouts gave no record, .*1 × pairs .* less than 5 \(--margin\)"):
         made.export("dpo", margin=5.0)
     assert list(made.out.iterdir()) == []
     (made.out / "out.jsonl").write_text("before")
     with pytest.raises(ConfigError, match="1 × groups without two different rewards"):
         made.export("dpo", sessions=(made.ids["good"],))
-    with pytest.raises(ConfigError, match="left out: 1 × its reward is not known"):
+    with pytest.raises(ConfigError, match="left out: 1 × its reward is unknown"):
         made.export("dpo", sessions=(made.ids["unscored"],), groups=("run.t",))
     assert (made.out / "out.jsonl").read_text() == "before"
 
@@ -484,8 +482,8 @@ async def test_what_no_reader_can_follow_costs_no_other_record(made: Recording) 
         "function"
     ]["arguments"]
     assert isinstance(arguments, str) and json.loads(arguments) == deep, "left as the model wrote it"
-    with pytest.raises(Unwritable):
-        as_json({"tools": _nested(3000)})
+    with pytest.raises(UnwritableRecord):
+        encode_json({"tools": _nested(3000)})
 
 
 def _nested(levels: int) -> Any:
@@ -502,13 +500,23 @@ def _nested(levels: int) -> Any:
         ("rows", ".csv", {}, "out: .* has to end in .jsonl or .parquet"),
         ("sft", ".parquet", {}, "out: conversations do not fit into columns"),
         ("sft", ".jsonl", {"form": "rows"}, "as: 'rows' is none of messages, completions, tokens for sft"),
-        ("rows", ".jsonl", {"form": "tokens"}, "as: means nothing for rows; leave out --as"),
-        ("verl", ".jsonl", {"prompt_ids": True}, "prompt_ids: means nothing for verl; leave out --prompt-ids"),
+        ("rows", ".jsonl", {"form": "tokens"}, "as: does not apply to rows; leave out --as"),
+        ("verl", ".jsonl", {"prompt_ids": True}, "prompt_ids: does not apply to verl; leave out --prompt-ids"),
         ("dpo", ".jsonl", {"pairs": 0}, "pairs: 0 must be at least 1"),
-        ("rows", ".jsonl", {"groups": ("nobody",)}, "data: none of 7 rollouts there fits --group nobody; ask for"),
-        ("rows", ".jsonl", {"min_reward": 5.0, "resolved": True}, "none of 7 .* fits --min-reward 5 --resolved; ask"),
-        ("rows", ".jsonl", {"sessions": ("a", "z*")}, r"none of 7 .* fits --session a --session z\*; ask for others"),
-        ("atif", "", {"tasks": ("u",), "unscored": "drop"}, "none of 7 .* fits --task u --unscored drop; ask for"),
+        ("rows", ".jsonl", {"groups": ("nobody",)}, "data: none of 7 rollouts there matches --group nobody; choose"),
+        (
+            "rows",
+            ".jsonl",
+            {"min_reward": 5.0, "resolved": True},
+            "none of 7 .* matches --min-reward 5 --resolved; choose",
+        ),
+        (
+            "rows",
+            ".jsonl",
+            {"sessions": ("a", "z*")},
+            r"none of 7 .* matches --session a --session z\*; choose other filters",
+        ),
+        ("atif", "", {"tasks": ("u",), "unscored": "drop"}, "none of 7 .* matches --task u --unscored drop; choose"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(
@@ -533,10 +541,10 @@ async def test_a_reward_that_nobody_can_reckon_with_is_left_out_and_costs_no_oth
     for choice in ("normalised", "leave_one_out", "none"):
         records, done = made.export("rows", advantage=choice)
         assert {made.name(one["session"]) for one in records} == {"good", "bad", "forked", "unscored", "fault"}
-        assert done.left_out["its reward is too large to reckon with"] == 3
+        assert done.left_out["its reward is too large to compute with"] == 3
         assert all(abs(one["advantage"]) < 2 for one in records if one["advantage"] is not None)
     for format in ("verl", "slime", "dpo"):
-        assert made.export(format)[1].left_out["its reward is too large to reckon with"] == 3
+        assert made.export(format)[1].left_out["its reward is too large to compute with"] == 3
     assert any("huge" in made.name(one["session"]) for one in made.export("sft")[0])
 
 
@@ -589,26 +597,28 @@ def test_all_that_is_there_may_be_left_out(made: Recording) -> None:
     with sqlite3.connect(made.data / "turngate.db") as db:
         db.execute("UPDATE sessions SET config='{'")
     db.close()
-    with pytest.raises(ConfigError, match="none of 7 rollouts there is taken; left out: 7 × its settings are damaged"):
+    with pytest.raises(
+        ConfigError, match="none of 7 rollouts there can be exported; left out: 7 × its settings are damaged"
+    ):
         made.export("rows")
 
 
 @pytest.mark.parametrize("field", ["groups", "tasks", "sessions"])
 def test_one_name_alone_is_not_taken_letter_by_letter(field: str) -> None:
     with pytest.raises(ConfigError, match=rf"{field}: 'zz\*' is one name; give a tuple of them, \('zz\*',\)"):
-        Wanted(**{field: "zz*"})
+        RolloutFilter(**{field: "zz*"})
 
 
 def test_paths_may_be_text_and_a_slash_at_the_end_is_a_folder(made: Recording) -> None:
     out = f"{made.out}/rows.jsonl"
-    assert export(str(made.data), out, Choices(format="rows")).out == Path(out)
+    assert export(str(made.data), out, ExportChoices(format="rows")).out == Path(out)
     before = Path(out).read_bytes()
-    with pytest.raises(ConfigError, match=r"out: .*rows.jsonl/ is the name of a folder, and rows are one file"):
-        export(str(made.data), f"{out}/", Choices(format="rows"))
-    with pytest.raises(ConfigError, match=r"out: .*rows.jsonl is a file, and a folder is asked for"):
-        export(str(made.data), f"{out}/", Choices(format="atif"))
+    with pytest.raises(ConfigError, match=r"out: .*rows.jsonl/ is a folder, but rows are one file"):
+        export(str(made.data), f"{out}/", ExportChoices(format="rows"))
+    with pytest.raises(ConfigError, match=r"out: .*rows.jsonl is a file, but a folder is needed"):
+        export(str(made.data), f"{out}/", ExportChoices(format="atif"))
     assert Path(out).read_bytes() == before
-    assert export(str(made.data), f"{made.out}/v1.0/", Choices(format="atif")).records == 5
+    assert export(str(made.data), f"{made.out}/v1.0/", ExportChoices(format="atif")).records == 5
     assert len(list((made.out / "v1.0").iterdir())) == 5
 
 
@@ -624,8 +634,8 @@ def test_trajectories_that_were_there_before_are_counted(made: Recording) -> Non
 async def test_log_probabilities_that_the_scripted_engine_made_up_are_noted(made: Recording) -> None:
     for format in ("rows", "verl", "slime", "atif"):
         [note] = made.export(format, sessions=(made.ids["good"], made.ids["forked"]))[1].notes
-        assert note == f"2 rollouts: {MADE_UP}"
-    assert made.export("verl")[1].notes == (f"4 rollouts: {MADE_UP}",)  # and not the one that is left out
+        assert note == f"2 rollouts: {SYNTHETIC_NOTE}"
+    assert made.export("verl")[1].notes == (f"4 rollouts: {SYNTHETIC_NOTE}",)  # and not the one that is left out
     assert made.export("sft")[1].notes == ()  # it has none
     async with made.serving() as g:
         session = await g.open()

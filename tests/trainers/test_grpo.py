@@ -26,17 +26,23 @@ from turngate.errors import ConfigError
 from turngate.store.outcomes import RecordedOutcome
 from turngate.trainers.local import checkpoint
 from turngate.trainers.local.grpo import (
+    GrpoSettings,
     Learner,
-    NotFinite,
-    NotTheSame,
-    Settings,
+    LogprobMismatch,
+    NonFiniteGradient,
     Step,
     Trainer,
-    batches,
-    of_version,
-    packed,
+    is_of_version,
+    pack_rows,
+    split_batches,
 )
-from turngate.trainers.local.loss import Terms, clipped_share, divergence, divisor, loss
+from turngate.trainers.local.loss import (
+    LossTerms,
+    compute_clipped_share,
+    compute_divergence,
+    compute_divisor,
+    compute_loss,
+)
 from turngate.types import Json
 
 pytestmark = pytest.mark.needs("torch")
@@ -51,10 +57,10 @@ N = 4
 # Row 1: weight 1/2 (one of two rows of its rollout), advantage -2, one token whose ratio is 0.5 (clipped to 0.8).
 
 
-def by_hand() -> tuple[Terms, torch.Tensor]:
+def by_hand() -> tuple[LossTerms, torch.Tensor]:
     then = torch.tensor([-1.0, -2.0, -0.5])
     now = (then + torch.tensor([math.log(1.5), 0.0, math.log(0.5)])).requires_grad_()
-    terms = Terms(
+    terms = LossTerms(
         now=now,
         then=then,
         advantage=torch.tensor([1.0, 1.0, -2.0]),
@@ -66,32 +72,32 @@ def by_hand() -> tuple[Terms, torch.Tensor]:
 
 def test_each_token_weighs_the_same() -> None:
     terms, tokens = by_hand()
-    by = divisor([1.0, 0.5], [2, 1], "token")
+    by = compute_divisor([1.0, 0.5], [2, 1], "token")
     assert by == 2.5  # 1 + 1 + 1/2
-    value = loss(terms, tokens, by=by, low=0.2, high=0.28, normalise="token")
+    value = compute_loss(terms, tokens, by=by, low=0.2, high=0.28, normalise="token")
     # gains: 1.28, 1, and 1/2 · min(0.5 · -2, 0.8 · -2) = -0.8
     assert value.item() == pytest.approx(-(1.28 + 1.0 - 0.8) / 2.5)
 
 
 def test_each_rollout_weighs_the_same() -> None:
     terms, tokens = by_hand()
-    by = divisor([1.0, 0.5], [2, 1], "sequence")
+    by = compute_divisor([1.0, 0.5], [2, 1], "sequence")
     assert by == 1.5
-    value = loss(terms, tokens, by=by, low=0.2, high=0.28, normalise="sequence")
+    value = compute_loss(terms, tokens, by=by, low=0.2, high=0.28, normalise="sequence")
     assert value.item() == pytest.approx(-((1.28 + 1.0) / 2 - 0.8) / 1.5)
 
 
 def test_only_tokens_within_the_clip_pull() -> None:
     terms, tokens = by_hand()
-    loss(terms, tokens, by=2.5, low=0.2, high=0.28, normalise="token").backward()
+    compute_loss(terms, tokens, by=2.5, low=0.2, high=0.28, normalise="token").backward()
     assert terms.now.grad is not None
     # d(ratio · A)/d(now) = ratio · A: only the middle token is not clipped.
     assert terms.now.grad.tolist() == pytest.approx([0.0, -1.0 / 2.5, 0.0])
-    assert float(clipped_share(terms, low=0.2, high=0.28)) == pytest.approx(2 / 3)
+    assert float(compute_clipped_share(terms, low=0.2, high=0.28)) == pytest.approx(2 / 3)
 
 
 def test_divergence_is_that_of_the_sampling_policy() -> None:
-    found = divergence(torch.tensor([math.log(0.5)]), torch.tensor([math.log(0.25)]))
+    found = compute_divergence(torch.tensor([math.log(0.5)]), torch.tensor([math.log(0.25)]))
     assert found.tolist() == pytest.approx([2 - 1 - math.log(2)])
 
 
@@ -99,18 +105,18 @@ def test_divergence_is_that_of_the_sampling_policy() -> None:
 @pytest.mark.parametrize("advantage", [-1.0, 1.0])
 def test_no_recorded_logprob_makes_the_loss_or_its_gradients_infinite(recorded: float, advantage: float) -> None:
     now = torch.tensor([-1.0], requires_grad=True)
-    terms = Terms(
+    terms = LossTerms(
         now=now,
         then=torch.tensor([recorded]),
         advantage=torch.tensor([advantage]),
         weight=torch.ones(1),
         row=torch.tensor([0]),
     )
-    value = loss(terms, torch.tensor([1]), by=1.0, low=0.2, high=0.28, normalise="token")
+    value = compute_loss(terms, torch.tensor([1]), by=1.0, low=0.2, high=0.28, normalise="token")
     value.backward()
     assert math.isfinite(value.item()) and now.grad is not None and now.grad.tolist() == [0.0]
-    assert math.isfinite(float(divergence(now, terms.then))) and math.isfinite(
-        float(clipped_share(terms, low=0.2, high=0.28))
+    assert math.isfinite(float(compute_divergence(now, terms.then))) and math.isfinite(
+        float(compute_clipped_share(terms, low=0.2, high=0.28))
     )
 
 
@@ -171,7 +177,7 @@ async def sampled() -> AsyncIterator[tuple[Lived, list[Row]]]:
 
 async def test_recomputed_logprobs_are_those_that_were_recorded() -> None:
     async with sampled() as (here, rows):
-        measured = Learner(here.engine.model, Settings()).gradients(rows, version=0)
+        measured = Learner(here.engine.model, GrpoSettings()).gradients(rows, version=0)
     assert measured.compared == len(rows) == N and measured.refused == ()
     assert measured.difference is not None and measured.difference < 1e-5
     assert measured.divergence == pytest.approx(0.0, abs=1e-8) and measured.clipped == 0.0
@@ -185,7 +191,7 @@ async def test_a_corrupted_row_is_refused_and_pulls_at_nothing(field: str) -> No
         spoilt = getattr(rows[1], field).copy()
         spoilt[place] += 1 if field == "ids" else 0.5
         bad = [rows[0], msgspec.structs.replace(rows[1], **{field: spoilt}), *rows[2:]]
-        learner = Learner(here.engine.model, Settings())
+        learner = Learner(here.engine.model, GrpoSettings())
         measured = learner.gradients(bad, version=0)
         found = _gradient(learner)
         # As if that row had no advantage: its tokens stay in what the loss is divided by.
@@ -197,13 +203,13 @@ async def test_a_corrupted_row_is_refused_and_pulls_at_nothing(field: str) -> No
 
 async def test_another_temperature_is_told_as_such() -> None:
     async with sampled() as (here, rows):
-        with pytest.raises(NotTheSame, match="temperature"):
-            Learner(here.engine.model, Settings(temperature=0.5)).gradients(rows, version=0)
+        with pytest.raises(LogprobMismatch, match="temperature"):
+            Learner(here.engine.model, GrpoSettings(temperature=0.5)).gradients(rows, version=0)
 
 
 async def test_rows_of_older_weights_are_not_compared() -> None:
     async with sampled() as (here, rows):
-        measured = Learner(here.engine.model, Settings(temperature=0.5)).gradients(rows, version=1)
+        measured = Learner(here.engine.model, GrpoSettings(temperature=0.5)).gradients(rows, version=1)
     assert measured.compared == 0 and measured.difference is None and measured.divergence > 0
 
 
@@ -214,7 +220,7 @@ async def test_a_corrupted_row_of_older_weights_is_refused_and_pulls_at_nothing(
         spoilt = rows[1].logprobs.copy()
         spoilt[place] = recorded
         bad = msgspec.structs.replace(rows[1], logprobs=spoilt, advantage=-1.0)
-        learner = Learner(here.engine.model, Settings())
+        learner = Learner(here.engine.model, GrpoSettings())
         measured = learner.gradients([rows[0], bad, *rows[2:]], version=1)
         found = _gradient(learner)
         learner.gradients([rows[0], msgspec.structs.replace(rows[1], advantage=0.0), *rows[2:]], version=1)
@@ -231,14 +237,14 @@ async def test_corrupted_rows_of_older_weights_do_not_blame_those_that_are_compa
         for row in rows[:2]:
             spans = tuple(msgspec.structs.replace(span, version_start=-1, version_end=-1) for span in row.spans)
             bad.append(msgspec.structs.replace(row, spans=spans, logprobs=row.logprobs - 200))
-        measured = Learner(here.engine.model, Settings()).gradients([*bad, *rows[2:]], version=0)
+        measured = Learner(here.engine.model, GrpoSettings()).gradients([*bad, *rows[2:]], version=0)
     assert len(measured.refused) == measured.compared == 2
     assert measured.largest is not None and measured.largest < 1e-3
 
 
 async def test_how_many_rows_are_computed_at_once_changes_nothing() -> None:
     async with sampled() as (here, rows):
-        one, all_of_them = (Learner(here.engine.model, Settings(batch_tokens=tokens)) for tokens in (1, 100_000))
+        one, all_of_them = (Learner(here.engine.model, GrpoSettings(batch_tokens=tokens)) for tokens in (1, 100_000))
         one.gradients(rows, version=0)
         apart = _gradient(one)
         all_of_them.gradients(rows, version=0)
@@ -247,7 +253,7 @@ async def test_how_many_rows_are_computed_at_once_changes_nothing() -> None:
 
 def test_what_rows_begin_with_is_computed_once() -> None:
     rows = [_row(10, ids=[1, 2, 3, 4, 5, 6, 7, 8, 9, 9]), _row(9, ids=[1, 2, 3, 9, 5, 6, 7, 8, 8])]
-    pack = packed(rows)
+    pack = pack_rows(rows)
     assert pack.ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 5, 6, 7, 8, 8]
     assert pack.positions.tolist() == [*range(10), *range(3, 9)]
     assert pack.at.tolist() == [7, 8, 13, 14]
@@ -257,17 +263,17 @@ def test_what_rows_begin_with_is_computed_once() -> None:
 def test_batches_are_full() -> None:
     rows = [_row(size) for size in (40, 50, 60, 400, 30)]
     # All begin with the same ids: 37 of the first, and so on.
-    assert [[row.ids.size for row in batch] for batch in batches(rows, 80)] == [[40, 50, 60], [400], [30]]
+    assert [[row.ids.size for row in batch] for batch in split_batches(rows, 80)] == [[40, 50, 60], [400], [30]]
 
 
 def test_a_row_of_two_versions_is_of_none() -> None:
-    assert of_version(_row(8, (3, 3)), 3)
-    assert not of_version(_row(8, (3, 4)), 4) and not of_version(_row(8, (3, 4)), 3)
+    assert is_of_version(_row(8, (3, 3)), 3)
+    assert not is_of_version(_row(8, (3, 4)), 4) and not is_of_version(_row(8, (3, 4)), 3)
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigError, match="learning_rate"):
-        Settings(learning_rate=0.0)
+        GrpoSettings(learning_rate=0.0)
 
 
 # ── the loop ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -275,7 +281,7 @@ def test_settings_that_make_no_sense_are_refused() -> None:
 
 async def test_a_model_learns_what_is_rewarded() -> None:
     async with lived() as here:
-        steps = await _trained(here, 10, settings=Settings(groups=2, learning_rate=2e-2))
+        steps = await _trained(here, 10, settings=GrpoSettings(groups=2, learning_rate=2e-2))
     first, last = ([step.reward or 0.0 for step in part] for part in (steps[:3], steps[-3:]))
     assert sum(last) / 3 > sum(first) / 3 + 0.2, [step.reward for step in steps]
     learnt = [step.measured.signal for step in steps]  # once all are rewarded alike there is nothing left to learn
@@ -311,7 +317,7 @@ async def test_a_call_under_way_during_an_update_is_recorded_as_of_both_versions
 async def test_a_group_without_a_signal_changes_nothing() -> None:
     async with lived() as here:
         before = [parameter.detach().clone() for parameter in here.engine.model.parameters()]
-        [step] = await _trained(here, 1, settings=Settings(groups=1), reward=lambda ids: 1.0)
+        [step] = await _trained(here, 1, settings=GrpoSettings(groups=1), reward=lambda ids: 1.0)
         assert not step.measured.signal and step.version == 0 and step.reward == step.passed == 1.0
         assert all(torch.equal(a, b) for a, b in zip(before, here.engine.model.parameters(), strict=True))
 
@@ -322,14 +328,14 @@ async def test_gradients_that_are_not_finite_are_not_followed(tmp_path: Path) ->
         await _trained(here, 1, folder=tmp_path / "checkpoints")
         before = [parameter.detach().clone() for parameter in here.engine.model.parameters()]
         spoilt = here.engine.model.embedding.weight.register_hook(lambda gradient: gradient * math.nan)
-        with pytest.raises(NotFinite, match=r"step 2 was not made: .* nan; .* step 1, and deliveries 2 to 2 "):
+        with pytest.raises(NonFiniteGradient, match=r"step 2 was not made: .* nan; .* step 1, and deliveries 2 to 2 "):
             await _trained(here, 2, folder=tmp_path / "checkpoints")
         spoilt.remove()
         assert all(torch.equal(a, b) for a, b in zip(before, here.engine.model.parameters(), strict=True))
         fence = await here.client.fence()
         assert fence["version"] == 1 and not fence["paused"]
         assert (await here.client.show_feed("f")).committed == 1
-        found = checkpoint.newest(tmp_path / "checkpoints")
+        found = checkpoint.find_newest(tmp_path / "checkpoints")
         assert found is not None and (found.state.step, found.state.number) == (1, 1)
         steps = await _trained(here, 2, folder=tmp_path / "checkpoints")  # the same delivery
     assert [(step.first, step.last, step.version) for step in steps] == [(1, 1, 1), (2, 2, 2)]
@@ -337,7 +343,7 @@ async def test_gradients_that_are_not_finite_are_not_followed(tmp_path: Path) ->
 
 async def test_a_step_without_finite_gradients_changes_no_weights() -> None:
     async with sampled() as (here, rows):
-        learner = Learner(here.engine.model, Settings())
+        learner = Learner(here.engine.model, GrpoSettings())
         before = [parameter.detach().clone() for parameter in here.engine.model.parameters()]
         learner.gradients(rows, version=0)
         gradient = here.engine.model.embedding.weight.grad
@@ -353,7 +359,7 @@ async def test_training_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
     async with lived(tmp_path / "data") as here:
         steps = await _trained(here, 3, folder=tmp_path / "checkpoints")
         weights = [parameter.detach().clone() for parameter in here.engine.model.parameters()]
-    found = checkpoint.newest(tmp_path / "checkpoints")
+    found = checkpoint.find_newest(tmp_path / "checkpoints")
     assert found is not None and (found.state.step, found.state.number, found.state.version) == (3, 3, 3)
     assert [one.name for one in (tmp_path / "checkpoints").iterdir()] == ["step-00003"]
     async with lived(tmp_path / "data") as here:
@@ -368,9 +374,9 @@ async def test_training_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
 
 async def test_whoever_goes_on_may_choose_other_settings(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    chosen = Settings(groups=1, learning_rate=1e-3, betas=(0.8, 0.9), weight_decay=0.1)
+    chosen = GrpoSettings(groups=1, learning_rate=1e-3, betas=(0.8, 0.9), weight_decay=0.1)
     async with lived(tmp_path / "data") as here:
-        await _trained(here, 2, folder=folder, settings=Settings(groups=1, learning_rate=1e-5))
+        await _trained(here, 2, folder=folder, settings=GrpoSettings(groups=1, learning_rate=1e-5))
     async with lived(tmp_path / "data") as here:
         trainer = _trainer(here, folder, chosen)
         await trainer.restore()
@@ -380,23 +386,23 @@ async def test_whoever_goes_on_may_choose_other_settings(tmp_path: Path) -> None
         memory = trainer.learner.optimizer.state[group["params"][0]]
         assert float(memory["step"]) == 2 and float(memory["exp_avg_sq"].abs().sum()) > 0
         await _trained(here, 3, folder=folder, settings=chosen)
-    found = checkpoint.newest(folder)
+    found = checkpoint.find_newest(folder)
     assert found is not None
-    assert found.restore(model(vocabulary=VOCABULARY), Learner(_model(), Settings()).optimizer) == 1e-3
+    assert found.restore(model(vocabulary=VOCABULARY), Learner(_model(), GrpoSettings()).optimizer) == 1e-3
 
 
 @pytest.mark.parametrize("change", [{"hidden": 16}, {"layers": 1}, {"layers": 3}])
 async def test_a_checkpoint_of_another_model_is_told_as_such(tmp_path: Path, change: dict[str, int]) -> None:
     async with lived() as here:
         await _trained(here, 1, folder=tmp_path)
-    found = checkpoint.newest(tmp_path)
+    found = checkpoint.find_newest(tmp_path)
     other = model(vocabulary=VOCABULARY, **change)
     before = [parameter.detach().clone() for parameter in other.parameters()]
     with pytest.raises(
         ConfigError, match=r"model_folder: .* of another shape .*--model-folder .*, or choose another --out"
     ):
         assert found is not None
-        found.restore(other, Learner(other, Settings()).optimizer)
+        found.restore(other, Learner(other, GrpoSettings()).optimizer)
     assert all(torch.equal(a, b) for a, b in zip(before, other.parameters(), strict=True))
 
 
@@ -404,7 +410,7 @@ async def test_a_checkpoint_of_another_model_is_told_as_such(tmp_path: Path, cha
 async def test_a_kill_around_the_checkpoint_trains_nothing_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    written = checkpoint.write
+    written = checkpoint.write_checkpoint
 
     def killed(*given: object) -> None:
         if moment == "after the checkpoint":
@@ -413,10 +419,10 @@ async def test_a_kill_around_the_checkpoint_trains_nothing_twice(
 
     async with lived(tmp_path / "data") as here:
         await _trained(here, 1, folder=tmp_path / "checkpoints")
-        monkeypatch.setattr(checkpoint, "write", killed)
+        monkeypatch.setattr(checkpoint, "write_checkpoint", killed)
         with pytest.raises(RuntimeError, match="killed"):
             await _trained(here, 2, folder=tmp_path / "checkpoints")
-        monkeypatch.setattr(checkpoint, "write", written)
+        monkeypatch.setattr(checkpoint, "write_checkpoint", written)
         assert (await here.client.fence())["version"] == 2
     async with lived(tmp_path / "data") as here:
         steps = await _trained(here, 4, folder=tmp_path / "checkpoints")
@@ -432,22 +438,22 @@ async def test_checkpoints_may_be_rare(tmp_path: Path) -> None:
     async with lived(tmp_path / "data") as here:
         await _trained(here, 5, folder=tmp_path / "checkpoints", every=2)
         assert (await here.client.show_feed("f")).committed == 5
-    found = checkpoint.newest(tmp_path / "checkpoints")
+    found = checkpoint.find_newest(tmp_path / "checkpoints")
     assert found is not None and found.state.step == 5
 
 
 # ── helpers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _trainer(here: Lived, folder: Path | None, settings: Settings | None = None, every: int = 1) -> Trainer:
-    return Trainer(here.engine, here.client, settings or Settings(groups=1), folder=folder, every=every)
+def _trainer(here: Lived, folder: Path | None, settings: GrpoSettings | None = None, every: int = 1) -> Trainer:
+    return Trainer(here.engine, here.client, settings or GrpoSettings(groups=1), folder=folder, every=every)
 
 
 async def _trained(
     here: Lived,
     steps: int,
     *,
-    settings: Settings | None = None,
+    settings: GrpoSettings | None = None,
     reward: Callable[[list[int]], float] = even,
     folder: Path | None = None,
     every: int = 1,

@@ -29,7 +29,7 @@ def test_killed_at_any_moment_nothing_is_lost_and_nothing_trained_twice(tmp_path
     for _ in range(KILLS):
         _run(tmp_path, kill_after=chosen.uniform(0.0, 0.15))
     said = _run(tmp_path)
-    found = checkpoint.newest(tmp_path / "checkpoints")
+    found = checkpoint.find_newest(tmp_path / "checkpoints")
     assert found is not None and [one.name for one in (tmp_path / "checkpoints").glob("step-*")] == [
         f"step-{STEPS:05d}"
     ]

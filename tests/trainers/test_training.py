@@ -22,21 +22,28 @@ from turngate.client.gateway import GatewayClient
 from turngate.errors import ConfigError, TurngateError
 from turngate.rollout.connection import GatewayConnector
 from turngate.trainers.local import checkpoint
-from turngate.trainers.local.grpo import Settings, Step
-from turngate.trainers.local.training import Clocked, Goal, Place, Shares, TrainingCallbacks, train
+from turngate.trainers.local.grpo import GrpoSettings, Step
+from turngate.trainers.local.training import (
+    StepTime,
+    TimedEngine,
+    TrainingCallbacks,
+    TrainingEnvironment,
+    TrainingGoal,
+    train,
+)
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
 
 
 @asynccontextmanager
-async def placed(data: Path) -> AsyncIterator[Place]:
-    engine = Clocked(model(vocabulary=kit.tokenizer().vocab_size), slots=8, flush_s=0.0)
+async def placed(data: Path) -> AsyncIterator[TrainingEnvironment]:
+    engine = TimedEngine(model(vocabulary=kit.tokenizer().vocab_size), slots=8, flush_s=0.0)
     async with (
         kit.gateway(engine=engine, data=data, model="m") as gateway,
         GatewayClient(gateway.root, gateway.app.admin_key) as client,
         GatewayConnector(gateway.root) as connector,
     ):
-        yield Place(engine, client, connector)
+        yield TrainingEnvironment(engine, client, connector)
 
 
 @pytest.fixture
@@ -46,10 +53,10 @@ def root() -> Any:
     shutil.rmtree(folder)
 
 
-def goal(root: Path, steps: int, *names: str, every: int = 10, **fields: Any) -> Goal:
+def goal(root: Path, steps: int, *names: str, every: int = 10, **fields: Any) -> TrainingGoal:
     session = {"limits": {"sampled_tokens": 4}}
     batch = plan(root / "out" / "rollouts", root / "s", names, **{"n": 2, "session": session, "retries": 0, **fields})
-    return Goal(batch=batch, steps=steps, settings=Settings(groups=1), every=every)
+    return TrainingGoal(batch=batch, steps=steps, settings=GrpoSettings(groups=1), every=every)
 
 
 def numbers(steps: list[Step]) -> list[tuple[int, int]]:
@@ -69,17 +76,17 @@ async def test_a_finished_run_goes_on_when_more_steps_are_asked_for(root: Path) 
 async def test_a_data_folder_of_another_run_is_told_as_such(root: Path) -> None:
     async with placed(root / "data") as place:
         await train(place, goal(root, 1, "well-0"), root / "out", "")
-        with pytest.raises(ConfigError, match=r"^n: was 2, is now 4; .*: go on as it was, or choose another --out"):
+        with pytest.raises(ConfigError, match=r"^n: was 2, is now 4; .*: use its settings, or choose another --out"):
             await train(place, goal(root, 1, "well-0", n=4), root / "new", "")
     async with placed(root / "empty") as place:
-        with pytest.raises(ConfigError, match=r"^data: .* the 1 steps of the checkpoint; give the --data that"):
+        with pytest.raises(ConfigError, match=r"^data: .* the 1 steps of the checkpoint; give the --data folder"):
             await train(place, goal(root, 2, "well-0"), root / "out", "")
 
 
 async def test_what_was_learnt_is_kept_when_it_is_stopped(root: Path) -> None:
     made = asyncio.Event()
 
-    def stepped(step: Step, shares: Shares) -> None:
+    def stepped(step: Step, shares: StepTime) -> None:
         made.set()
 
     async with placed(root / "data") as place:
@@ -90,7 +97,7 @@ async def test_what_was_learnt_is_kept_when_it_is_stopped(root: Path) -> None:
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        found = checkpoint.newest(root / "out" / "checkpoints")
+        found = checkpoint.find_newest(root / "out" / "checkpoints")
         assert found is not None and found.state.step >= 1
         fence = await place.gateway.fence()
         assert (fence["paused"], fence["version"]) == (False, found.state.version)
@@ -99,19 +106,19 @@ async def test_what_was_learnt_is_kept_when_it_is_stopped(root: Path) -> None:
 
 async def test_agents_that_come_to_nothing_keep_no_trainer_waiting(root: Path) -> None:
     async with placed(root / "data") as place:
-        with pytest.raises(TurngateError, match="ended after 1 of 2 steps: 1 groups had no rollout that was graded"):
+        with pytest.raises(TurngateError, match="ended after 1 of 2 steps: 1 groups had no graded rollout"):
             await asyncio.wait_for(train(place, goal(root, 2, "well-0", "sandbox-0"), root / "out", ""), scaled(60))
 
 
 def test_what_nothing_could_be_learnt_from_is_refused_at_once(root: Path) -> None:
-    with pytest.raises(ConfigError, match="n: a group of one has nobody to be compared with"):
+    with pytest.raises(ConfigError, match="n: a group of one cannot be compared"):
         goal(root, 1, "well-0", n=1)
     with pytest.raises(ConfigError, match="every: 0 must be at least 1"):
         goal(root, 1, "well-0", every=0)
     fine = goal(root, 1, "well-0").batch
     ungraded = msgspec.structs.replace(fine.tasks[0], grader=None)
     with pytest.raises(ConfigError, match="tasks: 'well-0' has no grader"):
-        Goal(batch=msgspec.structs.replace(fine, tasks=(ungraded,)), steps=1)
+        TrainingGoal(batch=msgspec.structs.replace(fine, tasks=(ungraded,)), steps=1)
 
 
 def test_the_fast_demo_promises_what_the_whole_one_does(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,7 @@ from turngate.cli import verify as command
 from turngate.cli.options import VerifyCommandOptions
 from turngate.cli.terminal import console
 from turngate.cli.verify import verify_sessions
-from turngate.engines.scripted import derived_logprobs
+from turngate.engines.scripted import derive_logprobs
 from turngate.errors import ConfigError, EngineError, EngineUnavailable, NotFound
 from turngate.verify import (
     Renderers,
@@ -302,7 +302,7 @@ class _Scoring(BaseHTTPRequestHandler):
         ids = body["prompt"]
         scored: list[Any] = [None]
         for n in range(1, len(ids)):
-            [score] = derived_logprobs(np.array(ids[:n], np.int32), [ids[n]])
+            [score] = derive_logprobs(np.array(ids[:n], np.int32), [ids[n]])
             scored.append({str(ids[n]): {"logprob": score + self.off, "rank": 1}})
         said = json.dumps({"choices": [{"prompt_logprobs": scored}]}).encode()
         self.send_response(500 if self.fails else 200)

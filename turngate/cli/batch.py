@@ -32,7 +32,7 @@ from turngate.cli.terminal import LiveDisplay, sanitize_line, say
 from turngate.cli.terminal import console as new_console
 from turngate.common.aio import run_to_completion
 from turngate.config import ServeConfig
-from turngate.engines.scripted import MADE_UP
+from turngate.engines.scripted import SYNTHETIC_NOTE
 from turngate.errors import ConfigError
 from turngate.rollout import plot
 from turngate.rollout.batch import Batch, BatchResult
@@ -171,7 +171,7 @@ async def _run(
             times = f" × {plan.rounds} rounds" if plan.rounds > 1 else ""
             say(console, f"{plan.total} rollouts ({len(plan.tasks)} tasks × {plan.n}{times}) in {plan.folder}", "dim")
             if own and config.engine == "scripted":
-                say(console, f"note: {MADE_UP}", "dim")
+                say(console, f"note: {SYNTHETIC_NOTE}", "dim")
             with BatchDisplay(console, plan.total) as display:
                 batch = Batch(plan, client, connector, display.update)
                 return await _run_interruptible(batch)

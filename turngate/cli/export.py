@@ -13,7 +13,7 @@ from turngate.cli.terminal import console as new_console
 from turngate.cli.terminal import sanitize_line, say
 from turngate.errors import ConfigError
 from turngate.trace.advantage import Choice
-from turngate.trainers.export import Choices, Exported, Wanted, export
+from turngate.trainers.export import ExportChoices, ExportResult, RolloutFilter, export
 
 _LITERALS: Mapping[str, tuple[str, ...]] = {
     "unscored": ("keep", "drop"),
@@ -31,9 +31,9 @@ def export_rollouts(options: ExportOptions) -> None:
     for name, number in (("min_reward", options.min_reward), ("margin", options.margin)):
         if number is not None and not math.isfinite(number):
             raise ConfigError(f"{name}: {number} is not a finite number", param=name)
-    request = Choices(
+    request = ExportChoices(
         format=options.format,
-        wanted=Wanted(
+        wanted=RolloutFilter(
             groups=tuple(options.group or ()),
             tasks=tuple(options.task or ()),
             sessions=tuple(options.session or ()),
@@ -57,7 +57,7 @@ def export_rollouts(options: ExportOptions) -> None:
         print_summary(done)
 
 
-def print_summary(done: Exported) -> None:
+def print_summary(done: ExportResult) -> None:
     console = new_console()
     of = f"{_count(done.rollouts, 'rollout')} in {_count(done.groups, 'group')}"
     say(console, f"{_count(done.records, 'record')} of {of} → {done.out}{_describe_replaced(done)}")
@@ -69,7 +69,7 @@ def print_summary(done: Exported) -> None:
         say(console, f"  lost      {what}", "dim")
 
 
-def _describe_replaced(done: Exported) -> str:
+def _describe_replaced(done: ExportResult) -> str:
     """Describe the files that were there before."""
     if not done.out.is_dir():
         return " (replaced the existing file)" if done.replaced else ""

@@ -30,7 +30,7 @@ from turngate.cli.signals import INTERRUPTED, absorb_cancellation, cancel_on_sig
 from turngate.cli.terminal import LiveDisplay, sanitize, sanitize_line, say
 from turngate.cli.terminal import console as new_console
 from turngate.config import ServeConfig
-from turngate.engines.scripted import MADE_UP
+from turngate.engines.scripted import SYNTHETIC_NOTE
 from turngate.errors import ConfigError
 from turngate.rollout.connection import GatewayConnector
 from turngate.rollout.outcome import Outcome, RolloutProgress
@@ -151,7 +151,7 @@ async def _run(
                     absorb_cancellation()
                     outcome = rollout.outcome
             if own and config.engine == "scripted" and outcome.turns:
-                outcome.notes = (*outcome.notes, MADE_UP)
+                outcome.notes = (*outcome.notes, SYNTHETIC_NOTE)
     except asyncio.CancelledError:
         absorb_cancellation()
     return outcome

@@ -36,15 +36,15 @@ from turngate.tasks.task import Task
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: its threads would spin while agents need the cores
 try:
     from turngate.trainers.local import checkpoint, report
-    from turngate.trainers.local.grpo import Settings, Step
+    from turngate.trainers.local.grpo import GrpoSettings, Step
     from turngate.trainers.local.training import (
-        Clocked,
-        Goal,
-        Place,
-        Shares,
+        StepTime,
+        TimedEngine,
         TrainingCallbacks,
+        TrainingEnvironment,
+        TrainingGoal,
         evaluate,
-        opened,
+        open_environment,
         train,
     )
 except ModuleNotFoundError as error:
@@ -60,7 +60,7 @@ _NOTHING_GRADED = 3  # exit code
 class TrainingRun(msgspec.Struct, frozen=True, kw_only=True):
     """A training run, with an evaluation before and after it if there are held-out tasks."""
 
-    goal: Goal
+    goal: TrainingGoal
     folder: Path
     model_folder: Path
     tokenizer: Path
@@ -91,7 +91,7 @@ class TrainingResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a training run achieved."""
 
     steps: tuple[Step, ...]
-    shares: tuple[Shares, ...]  # only of the steps of this process
+    shares: tuple[StepTime, ...]  # only of the steps of this process
     before: BatchResult | None
     after: BatchResult | None
     seconds: float
@@ -105,27 +105,27 @@ class TrainingResult(msgspec.Struct, frozen=True, kw_only=True):
         """The steps of this process, without those of the checkpoint."""
         return self.steps[len(self.steps) - len(self.shares) :]
 
-    def compare(self) -> list[report.Compared]:
+    def compare(self) -> list[report.Comparison]:
         """Compare rewards at the beginning and the end of training, and of the two evaluations."""
-        found = [report.gain(self.rewards)]
+        found = [report.compare_ends(self.rewards)]
         if self.before is not None and self.after is not None:
             first, last = self.before.summary.overall, self.after.summary.overall
             if first.mean_reward is not None and last.mean_reward is not None:
-                found.append(report.Compared("reward, held-out tasks", first.mean_reward, last.mean_reward))
+                found.append(report.Comparison("reward, held-out tasks", first.mean_reward, last.mean_reward))
                 found.append(
-                    report.Compared("passed, held-out tasks", first.passed / first.graded, last.passed / last.graded)
+                    report.Comparison("passed, held-out tasks", first.passed / first.graded, last.passed / last.graded)
                 )
         return [one for one in found if one is not None]
 
 
-async def train_and_evaluate(run: TrainingRun, place: Place, display: TrainingDisplay) -> TrainingResult:
+async def train_and_evaluate(run: TrainingRun, place: TrainingEnvironment, display: TrainingDisplay) -> TrainingResult:
     """Train, with an evaluation before and after if there are held-out tasks."""
     began = time.monotonic()
     before = after = None
-    shares: list[Shares] = []
+    shares: list[StepTime] = []
     held_out = run.evaluation_plan()
 
-    def on_step(step: Step, share: Shares) -> None:
+    def on_step(step: Step, share: StepTime) -> None:
         shares.append(share)
         display.print_step(step, share)
 
@@ -181,7 +181,7 @@ class TrainingDisplay(LiveDisplay):
     def say(self, text: str, style: str = "") -> None:
         say(self._console, text, style)
 
-    def print_step(self, step: Step, share: Shares) -> None:
+    def print_step(self, step: Step, share: StepTime) -> None:
         self._done = step.step
         self._printed = time.monotonic()
         self.say(describe_step(step, share))
@@ -208,7 +208,7 @@ def _describe_stages(tally: BatchProgress) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
 
 
-def describe_step(step: Step, share: Shares) -> str:
+def describe_step(step: Step, share: StepTime) -> str:
     """Describe a step in one line."""
     measured = step.measured
     note = "not compared" if measured.difference is None else f"log-probabilities within {measured.difference:.0e}"
@@ -229,7 +229,7 @@ def describe_step(step: Step, share: Shares) -> str:
 def print_result(result: TrainingResult, console: Console) -> None:
     """Print the reward curve, the comparisons, and where the time went."""
     console.print()
-    head, *bars = report.curve(result.rewards)
+    head, *bars = report.draw_curve(result.rewards)
     say(console, head, "bold")
     for line in bars:
         say(console, line)
@@ -269,7 +269,7 @@ def write_files(result: TrainingResult, folder: Path, title: str) -> Path:
         since = "" if result.new_steps == result.steps else f" from step {result.new_steps[0].step} on"
         note += f", {result.seconds / 60:.1f} minutes{since}"
     curve = folder / "reward.svg"
-    curve.write_text(report.svg(title, result.rewards, result.compare(), note))
+    curve.write_text(report.draw_svg(title, result.rewards, result.compare(), note))
     (folder / "steps.json").write_bytes(msgspec.json.format(msgspec.json.encode(result.steps)))
     return curve
 
@@ -325,13 +325,13 @@ def _build_run(options: TrainOptions) -> TrainingRun:
         model_limits=agent.limits,
         options=agent.options,
     )
-    settings = Settings(
+    settings = GrpoSettings(
         groups=options.groups,
         learning_rate=require_positive("learning_rate", options.learning_rate),
         temperature=temperature,
     )
     return TrainingRun(
-        goal=Goal(batch=plan, steps=options.steps, settings=settings, every=options.every),
+        goal=TrainingGoal(batch=plan, steps=options.steps, settings=settings, every=options.every),
         folder=folder,
         model_folder=model_folder,
         tokenizer=Path(options.tokenizer or model_folder),
@@ -364,7 +364,7 @@ def _check_resumable(run: TrainingRun) -> None:
     if evaluation is not None:
         for folder in (run.before, run.after):
             _count_rounds(msgspec.structs.replace(evaluation, folder=folder), _HELD_OUT, run.folder)
-    goal, found = run.goal, checkpoint.newest(run.folder / "checkpoints")
+    goal, found = run.goal, checkpoint.find_newest(run.folder / "checkpoints")
     trained = 0 if found is None else found.state.step
     if trained >= goal.steps:  # nothing to train
         return
@@ -410,7 +410,7 @@ async def _train(run: TrainingRun, console: Console, data: str) -> TrainingResul
         return None
 
 
-def start_training(run: TrainingRun, data: str | Path = "") -> AbstractAsyncContextManager[Place]:
+def start_training(run: TrainingRun, data: str | Path = "") -> AbstractAsyncContextManager[TrainingEnvironment]:
     """Start the gateway and the engine of a run in this process."""
     config = ServeConfig(
         host="127.0.0.1",
@@ -422,8 +422,8 @@ def start_training(run: TrainingRun, data: str | Path = "") -> AbstractAsyncCont
         model=run.goal.batch.model,
         max_context=run.max_context,
     ).check()
-    engine = Clocked(run.model_folder, max_context=run.max_context, served=run.goal.batch.model)
-    return opened(config, engine)
+    engine = TimedEngine(run.model_folder, max_context=run.max_context, served=run.goal.batch.model)
+    return open_environment(config, engine)
 
 
 def side_by_side(left: str, right: str, rows: Sequence[tuple[str, str]]) -> Table:

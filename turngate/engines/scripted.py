@@ -23,7 +23,7 @@ from turngate.errors import ContextOverflow, EngineBusy, EngineError, EngineTime
 from turngate.types import Ids, PromptIds
 
 # Multiples of 2^-18 are exact in float32, so what is stored equals what was sent.
-MADE_UP = "the scripted engine answered: nothing was sampled, and its log-probabilities are made up"
+SYNTHETIC_NOTE = "the scripted engine answered: nothing was sampled, and its log-probabilities are made up"
 _STEPS = 2**18
 _REMEMBERED = 10_000  # sessions and prompts that are counted, before the oldest is forgotten
 
@@ -51,7 +51,7 @@ class Turn(msgspec.Struct, frozen=True):
 Script = Callable[[Generate, int], Turn]
 
 
-def derived_logprobs(prompt: Ids | PromptIds, ids: Sequence[int]) -> list[float]:
+def derive_logprobs(prompt: Ids | PromptIds, ids: Sequence[int]) -> list[float]:
     """A log-probability per id in (-5, 0) that depends on every id before it. Exact in float32."""
     state = _hash(prompt)
     values = []
@@ -206,7 +206,7 @@ class _Call:
         turn = self._turn
         if turn.null_logprobs:
             return [None] * len(ids)
-        given = derived_logprobs(self._request.prompt, ids) if turn.logprobs is None else turn.logprobs[: len(ids)]
+        given = derive_logprobs(self._request.prompt, ids) if turn.logprobs is None else turn.logprobs[: len(ids)]
         return paired(self._name, ids, given[:-1] if turn.short_logprobs else given)
 
     async def _wait(self, seconds: float) -> None:

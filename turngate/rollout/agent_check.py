@@ -19,7 +19,7 @@ from turngate.agents.launch import ModelLimits
 from turngate.agents.spec import AgentSpec, CheckStep
 from turngate.client.gateway import GatewayClient
 from turngate.config import ServeConfig
-from turngate.engines.scripted import Scripted, derived_logprobs
+from turngate.engines.scripted import Scripted, derive_logprobs
 from turngate.errors import AgentError
 from turngate.render import BUILTIN_TOKENIZER, load_renderer
 from turngate.rollout.connection import GatewayConnector
@@ -223,7 +223,7 @@ def _check_exactness(trace: Json, turns: list[Json], engine: Scripted) -> CheckR
             at = nodes.get(at["parent"])
         ids = np.array(prompt, np.int32)
         kept.append(ids.tobytes())
-        scored = scored and turn["logprobs"] == derived_logprobs(ids, turn["ids"])
+        scored = scored and turn["logprobs"] == derive_logprobs(ids, turn["ids"])
     ok = sorted(kept) == sent and scored
     return CheckResult("every recorded id is what the engine saw or sampled", ok, f"{len(turns)} turns")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 
 from turngate.agents.spec import AgentSpec
-from turngate.engines.scripted import MADE_UP
+from turngate.engines.scripted import SYNTHETIC_NOTE
 from turngate.rollout.outcome import Outcome, RolloutProgress
 from turngate.rollout.rollout import Rollout
 from turngate.service.catalog import EndpointChoice
@@ -44,7 +44,7 @@ class ActiveRollout:
         self.cursor = 0  # of its newest event
         self.seq = 0  # of the newest event that came from the gateway
         self.abort_reason: str | None = None  # None: it was not aborted
-        self.notes = [MADE_UP] if choice.endpoint.scheme == "scripted" else list[str]()
+        self.notes = [SYNTHETIC_NOTE] if choice.endpoint.scheme == "scripted" else list[str]()
         self.messages: tuple[int, list[ConversationMessage]] = (0, [])  # cached, with the `seq` that they belong to
         self.announced = asyncio.Event()  # its gateway knows it
         self.changed = asyncio.Event()  # set, and replaced, by every new event

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import orjson
 
-from turngate.engines.scripted import derived_logprobs
+from turngate.engines.scripted import derive_logprobs
 from turngate.errors import EngineError, EngineUnavailable
 from turngate.types import Ids, Json, Logprobs
 from turngate.verify.findings import CheckResults, Replay
@@ -44,7 +44,7 @@ class ScriptedScorer:
     tempered = True
 
     def score(self, ids: Ids, spans: Sequence[tuple[int, int]]) -> list[Logprobs]:
-        return [np.array(derived_logprobs(ids[:start], ids[start:end].tolist()), np.float32) for start, end in spans]
+        return [np.array(derive_logprobs(ids[:start], ids[start:end].tolist()), np.float32) for start, end in spans]
 
 
 class VLLMScorer:

@@ -45,8 +45,8 @@ from turngate.engines.local import LocalEngine, Model, load, save
 from turngate.engines.scripted import Scripted, Turn
 from turngate.render import load_renderer as load_renderer
 from turngate.server.run import GatewayAddress, run_embedded
-from turngate.trainers.export import Choices, Wanted, export
-from turngate.trainers.local.grpo import Settings, Step, Trainer
+from turngate.trainers.export import ExportChoices, RolloutFilter, export
+from turngate.trainers.local.grpo import GrpoSettings, Step, Trainer
 
 HERE = Path(__file__).parent
 NAME = "smollm2"
@@ -146,7 +146,7 @@ async def traces(given: argparse.Namespace, model: Path, out: Path) -> Path:
     data, rows = out / "expert", out / "sft.jsonl"
     with Gateway(model, data, expert(model)) as address:
         came = await rolled(_orders(given, address, "expert", given.traces, 1, out / "expert-batch"))
-    choices = Choices(format="sft", form="tokens", imitate=True, wanted=Wanted(min_reward=1.0))
+    choices = ExportChoices(format="sft", form="tokens", imitate=True, wanted=RolloutFilter(min_reward=1.0))
     told = export(data, rows, choices)
     note(out, expert=msgspec.to_builtins(came), exported={"records": told.records, "left_out": dict(told.left_out)})
     return rows
@@ -246,7 +246,7 @@ async def learn(given: argparse.Namespace, address: GatewayAddress, engine: Loca
             flush=True,
         )
 
-    settings = Settings(
+    settings = GrpoSettings(
         groups=given.groups, learning_rate=given.rate, batch_tokens=given.batch_tokens, tolerance=given.tolerance
     )
     async with GatewayClient(address.url, address.admin_key) as gateway:

@@ -115,7 +115,7 @@ async def test_a_session_by_hand_and_what_is_left_of_it(key: Any, tmp_path: Path
         assert shown["outcome"]["group"] == "trl.fix-add@3"
         await apart(session.close)
         await apart(session.close)
-        with pytest.raises(ConfigError, match="make the dataset with `prompts`"):
+        with pytest.raises(ConfigError, match="build the dataset with `prompts`"):
             factory.create("Something else")
 
 

@@ -25,9 +25,9 @@ from turngate.client.gateway import GatewayClient
 from turngate.client.protocol import FeedConfig
 from turngate.errors import ConfigError
 from turngate.tasks.task import Function, Task
-from turngate.trainers.trl.rows import Buffer
+from turngate.trainers.trl.rows import RowBuffer
 from turngate.trainers.trl.trainer import CheckpointedTrainer
-from turngate.trainers.trl.worker import LAST, STATE, State, TurngateWorker, WorkerConfig
+from turngate.trainers.trl.worker import LAST, STATE, FeedState, TurngateWorker, WorkerConfig
 
 pytestmark = pytest.mark.process
 
@@ -50,14 +50,14 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace
 def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RolloutSample]]:
     """Every row that the trainer took, in order."""
     taken: list[RolloutSample] = []
-    get = Buffer.get
+    get = RowBuffer.get
 
-    def noted(self: Buffer, *how: Any, **more: Any) -> RolloutSample:
+    def noted(self: RowBuffer, *how: Any, **more: Any) -> RolloutSample:
         sample = get(self, *how, **more)
         taken.append(sample)
         return sample
 
-    monkeypatch.setattr(Buffer, "get", noted)
+    monkeypatch.setattr(RowBuffer, "get", noted)
     cpu.patch_trl()
     yield taken
 
@@ -101,7 +101,7 @@ def test_five_steps_and_then_one_more_after_a_crash(given: argparse.Namespace, s
         assert asyncio.run(left_open(stage)) == []
 
         # As if it had been killed after its fourth step: what the fifth trained is not in that checkpoint.
-        state = msgspec.json.decode((output / "checkpoint-4" / STATE).read_bytes(), type=State)
+        state = msgspec.json.decode((output / "checkpoint-4" / STATE).read_bytes(), type=FeedState)
         assert state.delivery * 6 + sum(map(len, state.rows.values())) == 8  # of 6 rows each, 2 a step
         first = list(seen)
         seen.clear()
@@ -139,7 +139,7 @@ def test_a_kill_in_the_middle_of_a_checkpoint_leaves_none_that_is_resumed_in_sil
     monkeypatch.setattr(AsyncGRPOTrainer, "_save_checkpoint", killed)
     with pytest.raises(SystemExit):
         bare._save_checkpoint(None, None)
-    with pytest.raises(ConfigError, match="was ended before it was written whole"):
+    with pytest.raises(ConfigError, match="was stopped before it was complete"):
         TurngateWorker(config, admin_key="k", checkpoint=folder)
 
     def killed_late(self: object, model: object, trial: object) -> None:
@@ -160,10 +160,10 @@ def test_weights_and_rows_go_on_from_one_checkpoint(
     monkeypatch.setattr(AsyncGRPOTrainer, "_inner_training_loop", lambda self, **given: "trained")
     (tmp_path / STATE).write_text('{"feed":"f","delivery":9}')
     (tmp_path / LAST).write_text("{}")
-    with pytest.raises(ConfigError, match=r"its worker from what the feed has as committed; give both the same"):
+    with pytest.raises(ConfigError, match=r"its worker from the committed deliveries; give both the same"):
         bare._inner_training_loop(resume_from_checkpoint=str(tmp_path))
     worker = TurngateWorker(bare.rollout_worker.config, admin_key="k", checkpoint=tmp_path)
     trainer, bare.rollout_worker = bare, worker
-    with pytest.raises(ConfigError, match=r"but the trainer begins anew; train\(resume_from_checkpoint="):
+    with pytest.raises(ConfigError, match=r"but the trainer does not; call train\(resume_from_checkpoint="):
         trainer._inner_training_loop(resume_from_checkpoint=None)
     assert trainer._inner_training_loop(resume_from_checkpoint=f"{tmp_path}/") == "trained"

@@ -13,7 +13,7 @@ import pytest
 from tests.kit import gateway, say
 from tests.trainers.inside_trl.kit import apart, following, rolled
 from turngate.client.gateway import GatewayClient
-from turngate.trainers.trl.weights import FencedTransfer, NoTransfer, fenced
+from turngate.trainers.trl.weights import FencedTransfer, NoTransfer, fence_weight_sync
 
 pytestmark = pytest.mark.process
 
@@ -43,7 +43,7 @@ class Sent(NoTransfer):
 async def test_calls_wait_while_weights_go_over_and_are_of_the_next_version_then() -> None:
     async with gateway([say("Yes.")] * 3) as g:
         trainer = SimpleNamespace(weight_transfer=(sent := Sent()))
-        fenced(trainer, g.root, admin_key=g.app.admin_key)
+        fence_weight_sync(trainer, g.root, admin_key=g.app.admin_key)
         transfer = trainer.weight_transfer
         assert isinstance(transfer, FencedTransfer)
         await apart(transfer.init_weight_transfer)
@@ -128,5 +128,5 @@ async def test_a_trainer_that_dies_before_the_first_weight_keeps_nobody_waiting(
 
 def test_ranks_that_send_nothing_have_no_fence() -> None:
     trainer = SimpleNamespace(weight_transfer=None)
-    fenced(trainer, "http://127.0.0.1:1", admin_key="k")
+    fence_weight_sync(trainer, "http://127.0.0.1:1", admin_key="k")
     assert trainer.weight_transfer is None

@@ -97,7 +97,7 @@ async def test_a_row_that_became_stale_in_the_queue_is_dropped_and_counted() -> 
         [sample] = await taken(worker, 1)
         assert sample.model_version == 4
         assert told(worker)["sample/dropped_stale_total"] == [1.0]
-        worker.rollout_buffer.trained(1)
+        worker.rollout_buffer.mark_trained(1)
         assert worker.state().delivery == 2  # of both nothing is left to train
 
 
@@ -144,7 +144,7 @@ async def test_a_checkpoint_says_which_rows_are_trained_and_no_other_is_trained_
                 await rolled(g, group, 1.0)
                 await rolled(g, group, 0.0)
             given = await taken(worker, 4)
-            worker.rollout_buffer.trained(3)  # the fourth was read ahead
+            worker.rollout_buffer.mark_trained(3)  # the fourth was read ahead
             (tmp_path / STATE).write_bytes(msgspec.json.encode(worker.state()))
             (tmp_path / LAST).write_text("{}")
             assert worker.state().delivery == 1
@@ -155,7 +155,7 @@ async def test_a_checkpoint_says_which_rows_are_trained_and_no_other_is_trained_
             again = await taken(worker, 3)
             assert again[0].input_ids.tolist() == given[3].input_ids.tolist()
             assert [sample.group_id for sample in again] == [2, 3, 3]
-            worker.rollout_buffer.trained(1)
+            worker.rollout_buffer.mark_trained(1)
             assert worker.state().delivery == 2
         async with following(g) as worker:  # without the checkpoint: past what was committed
             assert [sample.group_id for sample in await taken(worker, 4)] == [2, 2, 3, 3]
@@ -169,7 +169,7 @@ def test_a_checkpoint_that_does_not_say_what_it_was_trained_on_is_not_gone_on_fr
     with pytest.raises(ConfigError, match=r"has no turngate\.json.* leave `checkpoint` out"):
         TurngateWorker(config, admin_key="k", checkpoint=tmp_path)
     (tmp_path / STATE).write_text('{"feed":"f","delivery":3}')
-    with pytest.raises(ConfigError, match=r"has no trainer_state\.json.* resume the one before it"):
+    with pytest.raises(ConfigError, match=r"has no trainer_state\.json.* resume from the one before it"):
         TurngateWorker(config, admin_key="k", checkpoint=tmp_path)
     (tmp_path / LAST).write_text("{}")
     TurngateWorker(config, admin_key="k", checkpoint=tmp_path)
@@ -181,7 +181,7 @@ async def test_a_checkpoint_is_of_one_feed_and_not_of_another_that_has_its_name_
             for reward in (0.0, 1.0):
                 await rolled(g, "a", reward)
             await taken(worker, 2)
-            worker.rollout_buffer.trained(2)
+            worker.rollout_buffer.mark_trained(2)
             (tmp_path / STATE).write_bytes(msgspec.json.encode(worker.state()))
             (tmp_path / LAST).write_text("{}")
         async with GatewayClient(g.root, g.app.admin_key) as client:
@@ -201,16 +201,16 @@ async def test_a_worker_that_was_stopped_says_so_and_hands_nothing_out_again() -
             await rolled(g, group, 1.0)
             await rolled(g, group, 0.0)
         await taken(worker, 2)
-        worker.rollout_buffer.trained(2)
+        worker.rollout_buffer.mark_trained(2)
         await until(lambda: worker.rollout_buffer.qsize() == 2)
         await apart(worker.stop)
         assert worker.state().delivery == 1
         assert await none_left(worker, 0.1)  # a second `train()` of the same trainer would go on with them, unseen
-        with pytest.raises(RuntimeError, match="not running: it was stopped, and is for one run"):
+        with pytest.raises(RuntimeError, match="not running: it was stopped, and serves one run"):
             worker.check_health(scaled(5))
-        with pytest.raises(ConfigError, match="make a worker and a trainer anew, with its `checkpoint`"):
+        with pytest.raises(ConfigError, match="create a new worker and trainer with its `checkpoint`"):
             await apart(worker.update_model_version, 2)
-        with pytest.raises(ConfigError, match="make a worker and a trainer anew"):
+        with pytest.raises(ConfigError, match="create a new worker and trainer"):
             await apart(worker.start)
         await apart(worker.stop)
 
@@ -323,10 +323,10 @@ def test_the_plan_and_the_feed_and_the_trainer_have_to_agree(tmp_path: Path) -> 
     )
     with pytest.raises(ConfigError, match="runs 4 rollouts of each task, but a group of the feed has 8"):
         WorkerConfig(gateway="http://x", feed="f", choices=FeedConfig(n=8), plan=plan)
-    with pytest.raises(ConfigError, match=r"takes only those that begin with 'train\.'; leave `groups` empty, or give"):
+    with pytest.raises(ConfigError, match=r"takes only those that start with 'train\.'; leave `groups` empty, or give"):
         WorkerConfig(gateway="http://x", feed="f", choices=FeedConfig(n=4, groups="train."), plan=plan)
     other = msgspec.structs.replace(plan, name="test")
-    with pytest.raises(ConfigError, match=r"its groups begin with 'test\.', but the feed takes only"):
+    with pytest.raises(ConfigError, match=r"its groups start with 'test\.', but the feed takes only"):
         WorkerConfig(gateway="http://x", feed="f", choices=FeedConfig(n=4, groups="train."), plan=other)
     warm = msgspec.structs.replace(plan, session={"sampling": {"temperature": 0.7}})
     with pytest.raises(ConfigError, match=r"the plan's sessions have 0\.7, the trainer 1"):

@@ -17,7 +17,7 @@ from tests.kit import Gated, Running, gateway, say, until
 from tests.speed import scaled
 from turngate.engines.scripted import Turn
 from turngate.trainers.verifiers import gateway as mixin
-from turngate.trainers.verifiers.gateway import GatewayConfig, Rollouts, turns_of
+from turngate.trainers.verifiers.gateway import GatewayConfig, RolloutApi, turns_from_trajectory
 from turngate.trainers.verifiers.graft import graft
 
 pytestmark = pytest.mark.process
@@ -29,13 +29,13 @@ TWO = 'first = ask("Hi"); print(ask("Hi", first, "More"))'
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the mixin asked of the gateway, in order, and what answered."""
     order: list[str] = []
-    answer = Rollouts._answer
+    answer = RolloutApi._send
 
-    async def noted(self: Rollouts, method: str, url: str, body: Any, gone: bool) -> bytes:
+    async def noted(self: RolloutApi, method: str, url: str, body: Any, gone: bool) -> bytes:
         order.append(url.rpartition("/")[2])
         return await answer(self, method, url, body, gone)
 
-    monkeypatch.setattr(Rollouts, "_answer", noted)
+    monkeypatch.setattr(RolloutApi, "_send", noted)
     return order
 
 
@@ -170,14 +170,14 @@ async def test_a_hook_that_fails_hides_no_error() -> None:
 
 @pytest.mark.parametrize("without", ["trajectory", "num_turns", "status", "model"])
 async def test_a_reply_that_lacks_something_changes_nothing(without: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = Rollouts._answer
+    answer = RolloutApi._send
 
-    async def cut(self: Rollouts, method: str, url: str, body: Any, gone: bool) -> bytes:
+    async def cut(self: RolloutApi, method: str, url: str, body: Any, gone: bool) -> bytes:
         told = await answer(self, method, url, body, gone)
         return told.replace(f'"{without}":'.encode(), b'"other":') if url.endswith("/trajectory") else told
 
     async with gateway([say("Hello.")]) as g:
-        monkeypatch.setattr(Rollouts, "_answer", cut)
+        monkeypatch.setattr(RolloutApi, "_send", cut)
         trace = await rolled(g, 'ask("Hi")')
         assert not trace.ok and trace.stop_condition == "interception_error" and without in trace.last_error.message
         assert trace.nodes == [] and trace.task.data.prompt == "Do it" and trace.info["after"] == [0]
@@ -187,8 +187,8 @@ async def test_a_trace_that_is_there_is_not_written_over() -> None:
     async with gateway([say("Hello.")]) as g:
         trace = await rolled(g, 'ask("Hi")')
         before = trace.model_dump_json()
-        async with Rollouts(g.root, g.app.admin_key) as rollouts:
-            turns = turns_of(await rollouts.trajectory(trace.id))
+        async with RolloutApi(g.root, g.app.admin_key) as rollouts:
+            turns = turns_from_trajectory(await rollouts.trajectory(trace.id))
         with pytest.raises(ValueError, match="already"):
             graft(trace, turns)
         assert trace.model_dump_json() == before
@@ -260,7 +260,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def test_unregistering_twice_is_fine() -> None:
-    async with gateway() as g, Rollouts(g.root, g.app.admin_key) as rollouts:
+    async with gateway() as g, RolloutApi(g.root, g.app.admin_key) as rollouts:
         await rollouts.register("r1", {"model": "m"})
         for _ in range(2):
             await rollouts.unregister("r1")

@@ -20,6 +20,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from turngate.engines.local.engine import LocalEngine
 from turngate.engines.local.model import Model
-from turngate.engines.local.weights import load, named, save
+from turngate.engines.local.weights import list_weights, load, save
 
-__all__ = ["LocalEngine", "Model", "load", "named", "save"]
+__all__ = ["LocalEngine", "Model", "list_weights", "load", "save"]

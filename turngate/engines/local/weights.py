@@ -81,7 +81,7 @@ def fresh(shape: Shape, device: str = "cpu", dtype: torch.dtype = torch.float32,
     return model
 
 
-def named(model: Model) -> Iterator[tuple[str, Tensor]]:
+def list_weights(model: Model) -> Iterator[tuple[str, Tensor]]:
     """The parameters under the names of a Hugging Face folder. Views: they change with the model."""
     parameters = dict(model.named_parameters())
     for ours, theirs in _names(model):
@@ -98,7 +98,7 @@ def save(model: Model, folder: str | Path, source: str | Path | None = None) -> 
         if (found := Path(source or "") / name).is_file() and found.resolve() != (folder / name).resolve():
             shutil.copyfile(found, folder / name)
     new = folder / (_WEIGHTS + ".new")
-    save_file({name: tensor.contiguous().cpu() for name, tensor in named(model)}, new, metadata={"format": "pt"})
+    save_file({name: tensor.contiguous().cpu() for name, tensor in list_weights(model)}, new, metadata={"format": "pt"})
     new.replace(folder / _WEIGHTS)  # whoever looks meanwhile sees the old file or the new one
 
 

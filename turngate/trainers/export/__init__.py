@@ -14,13 +14,13 @@ from pathlib import Path
 
 import msgspec
 
-from turngate.engines.scripted import MADE_UP
+from turngate.engines.scripted import SYNTHETIC_NOTE
 from turngate.errors import ConfigError
 from turngate.trainers.export import atif, dpo, rejection, rows, sft, slime, verl
-from turngate.trainers.export.base import Choices, Format
-from turngate.trainers.export.files import Unwritable, written
-from turngate.trainers.export.source import Left, Source, Wanted, counted
-from turngate.trainers.export.synthetic import is_made_up
+from turngate.trainers.export.base import ExportChoices, Format
+from turngate.trainers.export.files import UnwritableRecord, open_output
+from turngate.trainers.export.source import Exclusions, RolloutFilter, RolloutSource, count_rollouts
+from turngate.trainers.export.synthetic import is_synthetic
 
 FORMATS: Mapping[str, Format] = {
     format.name: format
@@ -36,51 +36,52 @@ FORMATS: Mapping[str, Format] = {
 }
 
 
-class Exported(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it."""
+class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What an export wrote and left out."""
 
     out: Path
-    replaced: bool  # something of that name was there before
-    replaced_files: int  # how many; more than one where each record is a file
-    other_files: int  # of other records, that were there before and stay
+    replaced: bool  # a file of that name existed
+    replaced_files: int  # more than one only where each record is a file
+    other_files: int  # existing files of other records, which are kept
     records: int
-    rollouts: int  # that were looked at
+    rollouts: int  # that were read
     groups: int
-    lost: tuple[str, ...]  # what the format has no place for
-    left_out: Mapping[str, int]  # why, and how often
+    lost: tuple[str, ...]  # information that the format cannot hold
+    left_out: Mapping[str, int]  # counts by reason
     notes: tuple[str, ...]  # what to know before training on it
 
 
-def export(data: Path | str, out: Path | str, choices: Choices) -> Exported:
-    """Write a file, whole or not at all. An `out` that ends in / is a folder. Where no record comes of it, nothing is written."""
+def export(data: Path | str, out: Path | str, choices: ExportChoices) -> ExportResult:
+    """Write a file completely or not at all. An `out` that ends in / is a folder. Fails if there are no records."""
     format = FORMATS.get(choices.format)
     if format is None:
         raise ConfigError(f"format: {choices.format!r} is none of {', '.join(FORMATS)}", param="format")
-    choices = format.checked(choices)
+    choices = format.check(choices)
     folder = isinstance(out, str) and out.endswith("/")
     data, out = Path(data), Path(out)
-    left = Left()
-    rollouts = groups = made_up = 0
+    exclusions = Exclusions()
+    rollouts = groups = synthetic = 0
     with (
-        Source(data, choices.wanted, left, whole=format.whole_groups) as source,
-        written(out, format.layout(choices), folder=folder) as file,
+        RolloutSource(data, choices.wanted, exclusions, whole_groups=format.whole_groups) as source,
+        open_output(out, format.layout(choices), folder=folder) as file,
     ):
         for group in source.groups():
             groups += 1
-            rollouts += len(group.wanted)
+            rollouts += len(group.selected)
             scored = set()
-            for record in format.records(group, choices, left):
+            for record in format.records(group, choices, exclusions):
                 try:
                     file.add(record)
-                    scored.add(format.scored(record))
-                except Unwritable as error:
-                    left.out(str(error))
-            made_up += sum(is_made_up(one) for one in group.wanted if one.id in scored)
+                    scored.add(format.find_scored_session(record))
+                except UnwritableRecord as error:
+                    exclusions.add(str(error))
+            synthetic += sum(is_synthetic(one) for one in group.selected if one.id in scored)
         if not file.records:
             raise ConfigError(
-                f"data: no record comes of {counted(rollouts)}, so nothing is written; left out: {left}", param="data"
+                f"data: {count_rollouts(rollouts)} gave no record, so nothing is written; left out: {exclusions}",
+                param="data",
             )
-    return Exported(
+    return ExportResult(
         out=out,
         replaced=file.replaced > 0,
         replaced_files=file.replaced,
@@ -88,10 +89,10 @@ def export(data: Path | str, out: Path | str, choices: Choices) -> Exported:
         records=file.records,
         rollouts=rollouts,
         groups=groups,
-        lost=format.lost(choices),
-        left_out=left.counts,
-        notes=(f"{counted(made_up)}: {MADE_UP}",) if made_up else (),
+        lost=format.list_losses(choices),
+        left_out=exclusions.counts,
+        notes=(f"{count_rollouts(synthetic)}: {SYNTHETIC_NOTE}",) if synthetic else (),
     )
 
 
-__all__ = ["FORMATS", "Choices", "Exported", "Wanted", "export"]
+__all__ = ["FORMATS", "ExportChoices", "ExportResult", "RolloutFilter", "export"]

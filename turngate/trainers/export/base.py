@@ -1,4 +1,4 @@
-"""What a format is, and what can be chosen."""
+"""The `Format` protocol, and the choices that formats share."""
 
 from __future__ import annotations
 
@@ -9,66 +9,66 @@ import msgspec
 
 from turngate.errors import ConfigError
 from turngate.trace.advantage import Choice
-from turngate.trainers.export.files import Layout
-from turngate.trainers.export.source import Group, Left, Wanted
+from turngate.trainers.export.files import RecordLayout
+from turngate.trainers.export.source import Exclusions, RecordedGroup, RolloutFilter
 from turngate.types import Json
 
 Form = Literal["", "messages", "completions", "tokens"]
 Record = Mapping[str, Json]
 
 
-class Choices(msgspec.Struct, frozen=True, kw_only=True):
-    """What to write of what. Each format knows some of these, and refuses others that are set."""
+class ExportChoices(msgspec.Struct, frozen=True, kw_only=True):
+    """What to export, and how. A format rejects choices that do not apply to it."""
 
     format: str
-    wanted: Wanted = Wanted()
-    form: Form = ""  # empty: the format's first
+    wanted: RolloutFilter = RolloutFilter()
+    form: Form = ""  # empty: the format's default
     advantage: Choice = "normalised"
     imitate: bool = (
-        False  # also turns without log-probabilities, or sampled with a bias: good to imitate, not to reinforce
+        False  # also turns without log-probabilities or with biased sampling: fit to imitate, not to reinforce
     )
-    keep: Literal["all", "best"] = "all"  # of a group, when rejecting
-    margin: float = 0.0  # by which the rewards of a pair differ, and more
-    pairs: int = 4  # of a group at most
-    prompt_ids: bool = False  # of every step, whole
+    keep: Literal["all", "best"] = "all"  # rejection: per group
+    margin: float = 0.0  # dpo: least difference between the rewards of a pair
+    pairs: int = 4  # dpo: maximum per group
+    prompt_ids: bool = False  # atif: the full prompt of every step
 
 
 class Format(Protocol):
-    """One file format. It has no state."""
+    """A file format. Stateless."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def whole_groups(self) -> bool:
-        """Whether it looks at rollouts of a group that are not wanted themselves."""
+        """Whether it needs all rollouts of a group, also those that are not selected."""
 
-    def checked(self, choices: Choices) -> Choices:
-        """With what is not given filled in. What does not go with the format is refused by the name of its flag."""
+    def check(self, choices: ExportChoices) -> ExportChoices:
+        """Fill in defaults, and reject choices that do not apply, by the name of their flag."""
 
-    def layout(self, choices: Choices) -> Layout: ...
+    def layout(self, choices: ExportChoices) -> RecordLayout: ...
 
-    def records(self, group: Group, choices: Choices, left: Left) -> Iterator[Record]: ...
+    def records(self, group: RecordedGroup, choices: ExportChoices, exclusions: Exclusions) -> Iterator[Record]: ...
 
-    def scored(self, record: Record) -> str:
-        """The session whose log-probabilities a record has; empty: it has none."""
+    def find_scored_session(self, record: Record) -> str:
+        """Return the session whose log-probabilities a record holds; empty if it holds none."""
 
-    def lost(self, choices: Choices) -> tuple[str, ...]:
-        """What the format has no place for."""
+    def list_losses(self, choices: ExportChoices) -> tuple[str, ...]:
+        """List the information that the format cannot hold."""
 
 
-_DEFAULTS = Choices(format="")
+_DEFAULTS = ExportChoices(format="")
 _FLAGS = ("form", "advantage", "imitate", "keep", "margin", "pairs", "prompt_ids")
-_SHOWN = {"form": "as"}
+_FLAG_NAMES = {"form": "as"}
 
 
-def only(choices: Choices, *known: str, forms: tuple[Form, ...] = ()) -> Choices:
-    """Refuse what is chosen and has no meaning here; the first of the forms is the default."""
+def reject_unused(choices: ExportChoices, *known: str, forms: tuple[Form, ...] = ()) -> ExportChoices:
+    """Reject choices that do not apply to a format. The first of `forms` is the default."""
     for name in _FLAGS:
         if name not in known and getattr(choices, name) != getattr(_DEFAULTS, name):
-            flag = _SHOWN.get(name, name)
+            flag = _FLAG_NAMES.get(name, name)
             raise ConfigError(
-                f"{flag}: means nothing for {choices.format}; leave out --{flag.replace('_', '-')}", param=flag
+                f"{flag}: does not apply to {choices.format}; leave out --{flag.replace('_', '-')}", param=flag
             )
     if choices.form and choices.form not in forms:
         raise ConfigError(f"as: {choices.form!r} is none of {', '.join(forms)} for {choices.format}", param="as")

@@ -1,11 +1,11 @@
-"""Preference pairs within a group: a better and a worse answer to the very same prompt.
+"""Preference pairs within a group: a better and a worse answer to the same prompt.
 
-    messages  {"prompt": […], "chosen": [one turn], "rejected": [one turn], "tools"}: the first turn at which the two rollouts differ. What
-              came after is answers to different prompts, and results of tools that nobody may be taught
-    tokens    {"prompt_ids", "chosen_ids", "chosen_mask", "rejected_ids", "rejected_mask"}: from there to the end, masked where it is not
-              the model's
+    messages  {"prompt": […], "chosen": [one turn], "rejected": [one turn], "tools"}: the first turn at which the two rollouts differ.
+              Later turns answer different prompts
+    tokens    {"prompt_ids", "chosen_ids", "chosen_mask", "rejected_ids", "rejected_mask"}: from that turn to the end, with a mask of
+              the model's tokens
 
-The prompt is the same where the same ids were sent. Rollouts whose prompts differ (a date, a path) make no pair.
+Prompts are the same if their ids are. Rollouts whose prompts differ (by a date, a path) make no pair.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import numpy as np
 from turngate.errors import ConfigError
 from turngate.trace.sample import Sample
 from turngate.trace.tree import Sampled, path_to
-from turngate.trainers.export.base import Choices, Record, only
-from turngate.trainers.export.files import Layout
-from turngate.trainers.export.filters import usable
-from turngate.trainers.export.messages import conversation, spoken, tools
-from turngate.trainers.export.source import Group, Left, Rollout
+from turngate.trainers.export.base import ExportChoices, Record, reject_unused
+from turngate.trainers.export.files import RecordLayout
+from turngate.trainers.export.filters import select_trainable
+from turngate.trainers.export.messages import read_conversation, read_tools, to_template_message
+from turngate.trainers.export.source import Exclusions, RecordedGroup, RecordedRollout
 from turngate.types import Json
 
 _COLUMNS = {
@@ -41,8 +41,8 @@ _COLUMNS = {
 }
 
 
-class _Parting(msgspec.Struct, frozen=True):
-    """Where two rollouts part: the turns that do, and how many tokens they have in common."""
+class _Divergence(msgspec.Struct, frozen=True):
+    """Where two rollouts diverge: their first different turns, and how many tokens precede them."""
 
     better: Sampled
     worse: Sampled
@@ -53,70 +53,70 @@ class Dpo:
     name = "dpo"
     whole_groups = False
 
-    def checked(self, choices: Choices) -> Choices:
+    def check(self, choices: ExportChoices) -> ExportChoices:
         for name, least in (("margin", 0.0), ("pairs", 1)):
             if not getattr(choices, name) >= least:
                 raise ConfigError(f"{name}: {getattr(choices, name)} must be at least {least:g}", param=name)
-        return only(choices, "form", "margin", "pairs", forms=("messages", "tokens"))
+        return reject_unused(choices, "form", "margin", "pairs", forms=("messages", "tokens"))
 
-    def layout(self, choices: Choices) -> Layout:
-        return Layout(what="pairs of conversations", columns=_COLUMNS if choices.form == "tokens" else {})
+    def layout(self, choices: ExportChoices) -> RecordLayout:
+        return RecordLayout(what="pairs of conversations", columns=_COLUMNS if choices.form == "tokens" else {})
 
-    def lost(self, choices: Choices) -> tuple[str, ...]:
-        gone = "branches other than the main one, log-probabilities and policy versions"
+    def list_losses(self, choices: ExportChoices) -> tuple[str, ...]:
+        dropped = "branches other than the main one, log-probabilities and policy versions"
         if choices.form == "tokens":
-            return (gone,)
+            return (dropped,)
         return (
-            "all that follows the first turn at which two rollouts differ",
-            "the exact ids (--as tokens has them)",
-            gone,
+            "everything after the first turn at which two rollouts differ",
+            "the exact ids (--as tokens keeps them)",
+            dropped,
         )
 
-    def scored(self, record: Record) -> str:
+    def find_scored_session(self, record: Record) -> str:
         return ""
 
-    def records(self, group: Group, choices: Choices, left: Left) -> Iterator[Record]:
+    def records(self, group: RecordedGroup, choices: ExportChoices, exclusions: Exclusions) -> Iterator[Record]:
         if not group.name:
-            left.out("it is of no group, so there is none to compare it with", len(group.wanted))
+            exclusions.add("it has no group, so there is nothing to compare it with", len(group.selected))
             return
-        rollouts = list(usable(group, left))
+        rollouts = list(select_trainable(group, exclusions))
         scored = [one for one in rollouts if one.reward is not None]
-        left.out("its reward is not known, so it is neither better nor worse", len(rollouts) - len(scored))
+        exclusions.add("its reward is unknown, so it is neither better nor worse", len(rollouts) - len(scored))
         if len({one.reward for one in scored}) < 2:
-            left.out("groups without two different rewards: nothing is better than something else", bool(scored))
+            exclusions.add("groups without two different rewards", bool(scored))
             return
         found = 0
         for better, worse in sorted(product(scored, scored), key=_by_margin):
             margin = _margin(better, worse)
             if found == choices.pairs or margin <= 0 or margin < choices.margin:
                 if margin > 0 and found == 0 and margin < choices.margin:
-                    left.out(f"pairs whose rewards are less than {choices.margin:g} (--margin) apart")
+                    exclusions.add(f"pairs whose rewards differ by less than {choices.margin:g} (--margin)")
                 break
-            parting = _parting(better, worse)
-            if parting is None:
-                left.out("pairs whose prompts differ, or that part at something else than a trained turn")
+            divergence = _find_divergence(better, worse)
+            if divergence is None:
+                exclusions.add("pairs whose prompts differ, or that do not diverge at a trained turn")
                 continue
             found += 1
-            made = _tokens if choices.form == "tokens" else _messages
-            yield {**made(better, worse, parting), **_about(better, worse)}
+            build = _tokens if choices.form == "tokens" else _messages
+            yield {**build(better, worse, divergence), **_describe_pair(better, worse)}
 
 
-def _margin(better: Rollout, worse: Rollout) -> float:
+def _margin(better: RecordedRollout, worse: RecordedRollout) -> float:
     assert better.reward is not None and worse.reward is not None
     return better.reward - worse.reward
 
 
-def _by_margin(pair: tuple[Rollout, Rollout]) -> tuple[float, int, int]:
-    """The widest first; then the oldest."""
+def _by_margin(pair: tuple[RecordedRollout, RecordedRollout]) -> tuple[float, int, int]:
+    """Sort by the widest margin, then by age."""
     better, worse = pair
     return -_margin(better, worse), better.row.key, worse.row.key
 
 
-def _main(rollout: Rollout) -> Sample:
+def _main(rollout: RecordedRollout) -> Sample:
     return rollout.rows[0]
 
 
-def _parting(better: Rollout, worse: Rollout) -> _Parting | None:
+def _find_divergence(better: RecordedRollout, worse: RecordedRollout) -> _Divergence | None:
     trained = [{span.node for span in _main(one).spans if span.trained} for one in (better, worse)]
     start = 0
     for one, other in zip(
@@ -125,34 +125,34 @@ def _parting(better: Rollout, worse: Rollout) -> _Parting | None:
         if np.array_equal(one.ids, other.ids):
             start += one.size
         elif isinstance(one, Sampled) and isinstance(other, Sampled):
-            return _Parting(one, other, start) if one.id in trained[0] and other.id in trained[1] else None
+            return _Divergence(one, other, start) if one.id in trained[0] and other.id in trained[1] else None
         else:
             return None
     return None
 
 
-def _messages(better: Rollout, worse: Rollout, parting: _Parting) -> dict[str, Json]:
+def _messages(better: RecordedRollout, worse: RecordedRollout, divergence: _Divergence) -> dict[str, Json]:
     row = _main(better)
-    said = conversation(better, row)
-    at = next(n for n, one in enumerate(said) if one.node == parting.better.id)
-    other = next(one for one in conversation(worse, _main(worse)) if one.node == parting.worse.id)
+    messages = read_conversation(better, row)
+    at = next(n for n, one in enumerate(messages) if one.node == divergence.better.id)
+    other = next(one for one in read_conversation(worse, _main(worse)) if one.node == divergence.worse.id)
     return {
-        "prompt": [spoken(one.message) for one in said[:at]],
-        "chosen": [spoken(said[at].message)],
-        "rejected": [spoken(other.message)],
-        "tools": tools(better, row),
+        "prompt": [to_template_message(one.message) for one in messages[:at]],
+        "chosen": [to_template_message(messages[at].message)],
+        "rejected": [to_template_message(other.message)],
+        "tools": read_tools(better, row),
     }
 
 
-def _tokens(better: Rollout, worse: Rollout, parting: _Parting) -> dict[str, Json]:
-    def rest(rollout: Rollout) -> tuple[np.ndarray, np.ndarray]:
+def _tokens(better: RecordedRollout, worse: RecordedRollout, divergence: _Divergence) -> dict[str, Json]:
+    def rest(rollout: RecordedRollout) -> tuple[np.ndarray, np.ndarray]:
         row = _main(rollout)
         end = int(np.nonzero(row.mask)[0][-1]) + 1
-        return row.ids[parting.start : end], row.mask[parting.start : end].astype(np.int8)
+        return row.ids[divergence.start : end], row.mask[divergence.start : end].astype(np.int8)
 
     chosen, rejected = rest(better), rest(worse)
     return {
-        "prompt_ids": _main(better).ids[: parting.start],
+        "prompt_ids": _main(better).ids[: divergence.start],
         "chosen_ids": chosen[0],
         "chosen_mask": chosen[1],
         "rejected_ids": rejected[0],
@@ -160,7 +160,7 @@ def _tokens(better: Rollout, worse: Rollout, parting: _Parting) -> dict[str, Jso
     }
 
 
-def _about(better: Rollout, worse: Rollout) -> dict[str, Json]:
+def _describe_pair(better: RecordedRollout, worse: RecordedRollout) -> dict[str, Json]:
     return {
         "group": better.group,
         "task": better.task,

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all: JSON lines, Parquet, or a folder with one JSON file per record. Written record by record."""
+"""Write output files atomically, record by record: JSON lines, Parquet, or a folder with one JSON file per record."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ import orjson
 from turngate.errors import ConfigError
 from turngate.types import Json
 
-_BATCH = 2_000_000  # tokens that are kept for a row group of a Parquet file
+_BATCH = 2_000_000  # tokens in a row group of a Parquet file
 
 
-class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """Of what a record is made. `columns`: by name, the kind of each; none: it does not fit into columns."""
+class RecordLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """The shape of a format's records. `columns`: the kind of each column; empty if records do not fit into columns."""
 
-    what: str  # for messages
+    what: str  # the records' name in messages
     columns: Mapping[str, str] = {}
-    folder: str = ""  # the field that a file of its own is named after, where the format is one file per record
+    folder: str = ""  # the field that names the file, for formats with one file per record
 
 
-class Unwritable(Exception):
-    """One record, because of what an agent has put into it. It costs no other."""
+class UnwritableRecord(Exception):
+    """A record that cannot be written because of its content. Other records are not affected."""
 
 
-class File(ABC):
+class OutputFile(ABC):
     records = 0
-    replaced = 0  # files that were there before under the same name
-    others = 0  # files of other records that were there before, and stay
+    replaced = 0  # existing files of the same name
+    others = 0  # existing files of other records, which are kept
 
     @abstractmethod
     def add(self, record: Mapping[str, Json]) -> None: ...
@@ -48,29 +48,29 @@ class File(ABC):
 
 
 @contextmanager
-def written(out: Path, layout: Layout, *, folder: bool = False) -> Iterator[File]:
-    """A file under its name when the block ends well, and nothing otherwise. `folder`: a folder was asked for."""
+def open_output(out: Path, layout: RecordLayout, *, folder: bool = False) -> Iterator[OutputFile]:
+    """Open an output, which gets its name only when the block succeeds. `folder`: the caller asked for a folder."""
     if folder and not layout.folder:
         raise ConfigError(
-            f"out: {out}/ is the name of a folder, and {layout.what} are one file; leave out the / at its end",
+            f"out: {out}/ is a folder, but {layout.what} are one file; leave out the / at its end",
             param="out",
         )
     if layout.folder and (folder or not out.suffix or out.is_dir()):
-        yield _Folder(out, layout.folder)
+        yield _FolderOutput(out, layout.folder)
         return
     if out.suffix not in (".jsonl", ".parquet"):
         more = ", or a folder's name" if layout.folder else ""
         raise ConfigError(f"out: {out} has to end in .jsonl or .parquet{more}", param="out")
     if out.suffix == ".parquet" and not layout.columns:
         raise ConfigError(f"out: {layout.what} do not fit into columns; write a .jsonl file", param="out")
-    _made(out.absolute().parent)
+    _create_folder(out.absolute().parent)
     if out.is_dir():
         raise ConfigError(f"out: {out} is a folder", param="out")
     unfinished = out.with_name(f".{out.name}.{os.getpid()}.unfinished")
-    was_there = out.is_file()
+    existed = out.is_file()
     try:
-        with _opened(unfinished) as raw:
-            file = _Parquet(raw, layout.columns) if out.suffix == ".parquet" else _Lines(raw)
+        with _open_private(unfinished) as raw:
+            file = _ParquetFile(raw, layout.columns) if out.suffix == ".parquet" else _JsonLinesFile(raw)
             try:
                 yield file
             finally:
@@ -78,89 +78,89 @@ def written(out: Path, layout: Layout, *, folder: bool = False) -> Iterator[File
             raw.flush()
             os.fsync(raw.fileno())
         unfinished.replace(out)
-        file.replaced = int(was_there)
+        file.replaced = int(existed)
     except OSError as error:
         raise ConfigError(f"out: {out} cannot be written ({error.strerror or error})", param="out") from None
     finally:
         unfinished.unlink(missing_ok=True)
 
 
-def _made(folder: Path) -> Path:
+def _create_folder(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"out: {folder} cannot be made ({error.strerror})", param="out") from None
+        raise ConfigError(f"out: {folder} cannot be created ({error.strerror})", param="out") from None
     return folder
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
-    # What agents said and did is nobody else's business until its owner says so.
+def _open_private(path: Path) -> Iterator[IO[bytes]]:
+    # Readable by the owner only: recordings may be confidential.
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
         yield file
 
 
-def named(session: str) -> str:
-    """The name of a file for a session: its id, with `~` where that has a colon, which some systems do not allow. No two have the same."""
+def to_file_name(session: str) -> str:
+    """Return a unique file name for a session: its id, with `~` for a colon, which some systems do not allow."""
     return quote(session, safe="").replace("~", "%7E").replace("%3A", "~")
 
 
-def as_json(record: object) -> bytes:
-    """Arrays become lists, with null where there is no number."""
+def encode_json(record: object) -> bytes:
+    """Encode a record. Arrays become lists, with null for NaN."""
     try:
-        return orjson.dumps(record, default=_plain)
-    except TypeError:  # half characters, which some agents make of text that they cut
+        return orjson.dumps(record, default=_to_fragment)
+    except TypeError:  # lone surrogates, from agents that cut text in the middle of a character
         try:
-            return json.dumps(record, default=_listed).encode()
+            return json.dumps(record, default=_to_list).encode()
         except RecursionError:
-            raise Unwritable("it is nested more deeply than readers of JSON can follow") from None
+            raise UnwritableRecord("it is nested too deeply for JSON readers") from None
 
 
-def _plain(value: object) -> Json:
+def _to_fragment(value: object) -> Json:
     return orjson.Fragment(_array(value)) if isinstance(value, np.ndarray) else msgspec.to_builtins(value)
 
 
-def _listed(value: object) -> Json:
+def _to_list(value: object) -> Json:
     return orjson.loads(_array(value)) if isinstance(value, np.ndarray) else msgspec.to_builtins(value)
 
 
 def _array(value: np.ndarray) -> bytes:
-    # As 64-bit numbers: the shortest spelling of a 32-bit one would read back as another 64-bit one.
+    # As 64-bit floats: the shortest form of a 32-bit float reads back as a different 64-bit one.
     wide = value.astype(np.float64) if value.dtype.kind == "f" else value
     return orjson.dumps(np.ascontiguousarray(wide), option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-class _Lines(File):
+class _JsonLinesFile(OutputFile):
     def __init__(self, raw: IO[bytes]) -> None:
         self._raw = raw
 
     def add(self, record: Mapping[str, Json]) -> None:
-        self._raw.write(as_json(record) + b"\n")
+        self._raw.write(encode_json(record) + b"\n")
         self.records += 1
 
     def close(self) -> None:
         pass
 
 
-class _Folder(File):
-    """Each file is whole or not there; those of records that came before a failure stay. The folder is made for the first of them."""
+class _FolderOutput(OutputFile):
+    """One file per record, each written atomically. Files written before a failure are kept."""
 
     def __init__(self, folder: Path, named_after: str) -> None:
         if folder.exists() and not folder.is_dir():
-            raise ConfigError(f"out: {folder} is a file, and a folder is asked for; choose another name", param="out")
+            raise ConfigError(f"out: {folder} is a file, but a folder is needed; choose another name", param="out")
         self._folder = folder
         self._named_after = named_after
         self._before = {path.name for path in folder.glob("*.json")}
         self.others = len(self._before)
 
     def add(self, record: Mapping[str, Json]) -> None:
-        name = named(str(record[self._named_after]))
+        name = to_file_name(str(record[self._named_after]))
         if not self.records:
-            _made(self._folder)
+            _create_folder(self._folder)
         unfinished = self._folder / f".{name}.{os.getpid()}.unfinished"
         try:
-            with _opened(unfinished) as file:
-                file.write(as_json(record) + b"\n")
+            with _open_private(unfinished) as file:
+                file.write(encode_json(record) + b"\n")
             unfinished.replace(self._folder / f"{name}.json")
         except OSError as error:
             raise ConfigError(f"out: {self._folder} cannot be written ({error.strerror})", param="out") from None
@@ -175,7 +175,7 @@ class _Folder(File):
         pass
 
 
-class _Parquet(File):
+class _ParquetFile(OutputFile):
     def __init__(self, raw: IO[bytes], columns: Mapping[str, str]) -> None:
         if find_spec("pyarrow") is None:
             raise ConfigError(
@@ -222,10 +222,10 @@ class _Parquet(File):
         self._waiting, self._tokens = [], 0
 
     def _array(self, values: list[Json], kind: Any) -> Any:
-        if self._arrow.types.is_string(kind):  # also what is no text: as JSON
-            values = [v if v is None or isinstance(v, str) else as_json(v).decode() for v in values]
+        if self._arrow.types.is_string(kind):  # other values are stored as JSON
+            values = [v if v is None or isinstance(v, str) else encode_json(v).decode() for v in values]
             values = [v if v is None else v.encode("utf-8", "backslashreplace").decode() for v in values]
         elif self._arrow.types.is_list(kind) and any(isinstance(v, np.ndarray) and v.dtype.kind == "f" for v in values):
-            # Where there is no number there is null, not one that some programs would go on with.
+            # NaN becomes null, so that no program computes with it.
             values = [self._arrow.array(v, type=kind.value_type, from_pandas=True) for v in values]
         return self._arrow.array(values, type=kind)

@@ -1,23 +1,28 @@
-"""Which rollouts a training format takes: those in which nothing but the agent decided how it went, and something may be trained."""
+"""Select the rollouts that can be trained on: only the agent decided their outcome, and some row is trainable."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from turngate.trace.advantage import is_too_large
-from turngate.trainers.export.source import Group, Left, Rollout
+from turngate.trainers.export.source import Exclusions, RecordedGroup, RecordedRollout
 
-TOO_LARGE = "its reward is too large to reckon with"
+TOO_LARGE = "its reward is too large to compute with"
 
 
-def usable(group: Group, left: Left, *, untrained: bool = False, reckoned: bool = True) -> Iterator[Rollout]:
-    """`untrained`: whether something may be trained is the caller's to say. `reckoned`: something is reckoned from its reward."""
-    for rollout in group.wanted:
-        if not rollout.agents_fault_at_most:
-            left.out(f"{rollout.kind}: not the agent's doing")
-        elif not untrained and not rollout.rows:
-            left.out("nothing of it may be trained")
-        elif reckoned and rollout.reward is not None and is_too_large(rollout.reward):
-            left.out(TOO_LARGE)
+def select_trainable(
+    group: RecordedGroup, exclusions: Exclusions, *, allow_untrained: bool = False, uses_reward: bool = True
+) -> Iterator[RecordedRollout]:
+    """Yield the usable rollouts.
+
+    `allow_untrained`: also those without trainable rows. `uses_reward`: skip those whose reward is too large.
+    """
+    for rollout in group.selected:
+        if not rollout.has_valid_outcome:
+            exclusions.add(f"{rollout.kind}: not the agent's fault")
+        elif not allow_untrained and not rollout.rows:
+            exclusions.add("it has nothing to train on")
+        elif uses_reward and rollout.reward is not None and is_too_large(rollout.reward):
+            exclusions.add(TOO_LARGE)
         else:
             yield rollout

@@ -1,4 +1,4 @@
-"""Rejection sampling: what `sft` writes, of the rollouts that earned it. `--keep best` takes one of each group."""
+"""Rejection sampling: the `sft` format, only for rollouts with a high enough reward. `--keep best` takes one per group."""
 
 from __future__ import annotations
 
@@ -6,43 +6,44 @@ from collections.abc import Iterator
 
 import msgspec
 
-from turngate.trainers.export.base import Choices, Record, only
-from turngate.trainers.export.files import Layout
-from turngate.trainers.export.filters import usable
-from turngate.trainers.export.sft import Sft, examples
-from turngate.trainers.export.source import Group, Left, Rollout
+from turngate.trainers.export.base import ExportChoices, Record, reject_unused
+from turngate.trainers.export.files import RecordLayout
+from turngate.trainers.export.filters import select_trainable
+from turngate.trainers.export.sft import Sft, build_examples
+from turngate.trainers.export.source import Exclusions, RecordedGroup, RecordedRollout
 
-LEAST = 1.0  # the reward, where none is given
+DEFAULT_MIN_REWARD = 1.0
 
 
 class Rejection:
     name = "rejection"
     whole_groups = False
 
-    def checked(self, choices: Choices) -> Choices:
-        choices = only(choices, "form", "imitate", "keep", forms=("messages", "completions", "tokens"))
-        wanted = choices.wanted
-        least = LEAST if wanted.min_reward is None else wanted.min_reward
-        return msgspec.structs.replace(choices, wanted=msgspec.structs.replace(wanted, min_reward=least))
+    def check(self, choices: ExportChoices) -> ExportChoices:
+        choices = reject_unused(choices, "form", "imitate", "keep", forms=("messages", "completions", "tokens"))
+        filter = choices.wanted
+        if filter.min_reward is None:
+            filter = msgspec.structs.replace(filter, min_reward=DEFAULT_MIN_REWARD)
+        return msgspec.structs.replace(choices, wanted=filter)
 
-    def layout(self, choices: Choices) -> Layout:
+    def layout(self, choices: ExportChoices) -> RecordLayout:
         return Sft().layout(choices)
 
-    def lost(self, choices: Choices) -> tuple[str, ...]:
-        return Sft().lost(choices)
+    def list_losses(self, choices: ExportChoices) -> tuple[str, ...]:
+        return Sft().list_losses(choices)
 
-    def scored(self, record: Record) -> str:
+    def find_scored_session(self, record: Record) -> str:
         return ""
 
-    def records(self, group: Group, choices: Choices, left: Left) -> Iterator[Record]:
-        found = list(usable(group, left, untrained=choices.imitate, reckoned=False))
+    def records(self, group: RecordedGroup, choices: ExportChoices, exclusions: Exclusions) -> Iterator[Record]:
+        found = list(select_trainable(group, exclusions, allow_untrained=choices.imitate, uses_reward=False))
         if choices.keep == "best" and group.name:
             found = sorted(found, key=_best)[:1]
         for rollout in found:
-            yield from examples(rollout, choices, left)
+            yield from build_examples(rollout, choices, exclusions)
 
 
-def _best(rollout: Rollout) -> tuple[float, int, int]:
-    """The highest reward; of equals the one that came to it with the fewest tokens, and then the oldest."""
-    assert rollout.reward is not None, "others are not wanted"
+def _best(rollout: RecordedRollout) -> tuple[float, int, int]:
+    """Rank by reward, then by the fewest sampled tokens, then by age."""
+    assert rollout.reward is not None, "the filter has a minimum reward"
     return -rollout.reward, rollout.session.sampled_tokens, rollout.row.key

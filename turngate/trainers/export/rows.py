@@ -1,4 +1,4 @@
-"""Our own training rows, whole: ids, mask, log-probabilities, spans with roles and policy versions, reward, advantage, weight."""
+"""Complete training rows: ids, mask, log-probabilities, spans with roles and policy versions, reward, advantage, weight."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import msgspec
 
 from turngate.trace.advantage import compute_advantages, is_too_large, row_weight
 from turngate.trace.sample import Sample
-from turngate.trainers.export.base import Choices, Record, only
-from turngate.trainers.export.files import Layout
+from turngate.trainers.export.base import ExportChoices, Record, reject_unused
+from turngate.trainers.export.files import RecordLayout
 from turngate.trainers.export.filters import TOO_LARGE
-from turngate.trainers.export.source import Group, Left, Rollout
+from turngate.trainers.export.source import Exclusions, RecordedGroup, RecordedRollout
 from turngate.types import Json
 
 _COLUMNS = {
@@ -44,38 +44,38 @@ _COLUMNS = {
 
 class Rows:
     name = "rows"
-    whole_groups = True  # the baseline is over all of a group, whichever of them are asked for
+    whole_groups = True  # the baseline covers the whole group, also rollouts that are not selected
 
-    def checked(self, choices: Choices) -> Choices:
-        return only(choices, "advantage")
+    def check(self, choices: ExportChoices) -> ExportChoices:
+        return reject_unused(choices, "advantage")
 
-    def layout(self, choices: Choices) -> Layout:
-        return Layout(what="rows", columns=_COLUMNS)
+    def layout(self, choices: ExportChoices) -> RecordLayout:
+        return RecordLayout(what="rows", columns=_COLUMNS)
 
-    def lost(self, choices: Choices) -> tuple[str, ...]:
-        return ("branches in which nothing may be trained, and the words behind the ids",)
+    def list_losses(self, choices: ExportChoices) -> tuple[str, ...]:
+        return ("branches with nothing to train on, and the text behind the ids",)
 
-    def scored(self, record: Record) -> str:
+    def find_scored_session(self, record: Record) -> str:
         return str(record["session"])
 
-    def records(self, group: Group, choices: Choices, left: Left) -> Iterator[Record]:
-        every = [*group.wanted, *group.others]
-        # As a feed counts: a rollout of which nothing can be trained has no say.
-        found = compute_advantages([one.reward if one.rows else None for one in every], choices.advantage)
-        for rollout, advantage in zip(group.wanted, found, strict=False):
+    def records(self, group: RecordedGroup, choices: ExportChoices, exclusions: Exclusions) -> Iterator[Record]:
+        rollouts = [*group.selected, *group.others]
+        # As in a feed: a rollout with nothing to train on does not count.
+        computed = compute_advantages([one.reward if one.rows else None for one in rollouts], choices.advantage)
+        for rollout, advantage in zip(group.selected, computed, strict=False):
             if not rollout.rows:
-                left.out("nothing of it may be trained")
+                exclusions.add("it has nothing to train on")
             elif rollout.reward is not None and is_too_large(rollout.reward):
-                left.out(TOO_LARGE)
+                exclusions.add(TOO_LARGE)
                 continue
             for row in rollout.rows:
-                yield _record(rollout, row, advantage)
+                yield _build_record(rollout, row, advantage)
 
 
-def _record(rollout: Rollout, row: Sample, advantage: float | None) -> Record:
+def _build_record(rollout: RecordedRollout, row: Sample, advantage: float | None) -> Record:
     stored, outcome = rollout.row, rollout.outcome
     return {
-        **about(rollout),
+        **describe_rollout(rollout),
         "advantage": advantage,
         "weight": row_weight(len(rollout.rows)),
         "truncated": rollout.truncated,
@@ -86,7 +86,7 @@ def _record(rollout: Rollout, row: Sample, advantage: float | None) -> Record:
         "ids": row.ids,
         "mask": row.mask,
         "logprobs": row.logprobs,
-        **versions(row),
+        **version_range(row),
         "spans": msgspec.to_builtins(row.spans),
         "outcome": None if outcome is None else outcome.data,
         "vocabulary": stored.vocabulary,
@@ -95,8 +95,8 @@ def _record(rollout: Rollout, row: Sample, advantage: float | None) -> Record:
     }
 
 
-def about(rollout: Rollout) -> dict[str, Json]:
-    """By what a record is known again. A reward that is not known is null."""
+def describe_rollout(rollout: RecordedRollout) -> dict[str, Json]:
+    """Return the fields that identify a rollout. An unknown reward is null."""
     return {
         "session": rollout.id,
         "group": rollout.group,
@@ -108,8 +108,8 @@ def about(rollout: Rollout) -> dict[str, Json]:
     }
 
 
-def versions(row: Sample) -> dict[str, int]:
-    """Of the policy, at the first and the last of the trained tokens."""
+def version_range(row: Sample) -> dict[str, int]:
+    """Return the policy versions of the first and the last trained token."""
     trained = [span for span in row.spans if span.trained]
     return {
         "version_start": min(span.version_start for span in trained),

@@ -1,9 +1,9 @@
 """Supervised fine-tuning, in three forms that TRL and other Hugging Face trainers read.
 
-messages     {"messages": […], "tools": […]}: one conversation per row. All that its assistant says is learned, so a row in which something
-             else than trained turns was said by it is left out; what follows the last trained turn is cut off
+messages     {"messages": […], "tools": […]}: one conversation per row, cut after the last trained turn. Every assistant message is
+             learned, so a row with an untrained one is left out
 completions  {"prompt": […], "completion": [one turn], "tools": […]}: one per trained turn; nothing is left out
-tokens       {"input_ids", "labels", "assistant_masks"}: the ids that were sampled, which no template has to make again
+tokens       {"input_ids", "labels", "assistant_masks"}: the sampled ids themselves, without another rendering
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from turngate.trace.sample import Sample, Span
-from turngate.trainers.export.base import Choices, Record, only
-from turngate.trainers.export.files import Layout
-from turngate.trainers.export.filters import usable
-from turngate.trainers.export.messages import conversation, spoken, tools
-from turngate.trainers.export.rows import about
-from turngate.trainers.export.source import Group, Left, Rollout
+from turngate.trainers.export.base import ExportChoices, Record, reject_unused
+from turngate.trainers.export.files import RecordLayout
+from turngate.trainers.export.filters import select_trainable
+from turngate.trainers.export.messages import read_conversation, read_tools, to_template_message
+from turngate.trainers.export.rows import describe_rollout
+from turngate.trainers.export.source import Exclusions, RecordedGroup, RecordedRollout
 from turngate.types import Json
 
-IGNORED = -100  # the label of what is not learned
+IGNORED = -100  # label of tokens that are not learned
 _COLUMNS = {
     "input_ids": "id[]",
     "labels": "id[]",
@@ -36,70 +36,72 @@ _COLUMNS = {
     "branch": "int",
 }
 _ENDED = ("stop", "tool_calls")
-_OTHERS = "a row in which the assistant said something that may not be trained (--as completions or tokens takes the rest of it)"
+_MIXED_ROW = (
+    "a row with an assistant message that is not trained on (use --as completions or tokens for the rest of it)"
+)
 
 
 class Sft:
     name = "sft"
     whole_groups = False
 
-    def checked(self, choices: Choices) -> Choices:
-        return only(choices, "form", "imitate", forms=("messages", "completions", "tokens"))
+    def check(self, choices: ExportChoices) -> ExportChoices:
+        return reject_unused(choices, "form", "imitate", forms=("messages", "completions", "tokens"))
 
-    def layout(self, choices: Choices) -> Layout:
+    def layout(self, choices: ExportChoices) -> RecordLayout:
         tokens = choices.form == "tokens"
-        return Layout(what="conversations", columns=_COLUMNS if tokens else {})
+        return RecordLayout(what="conversations", columns=_COLUMNS if tokens else {})
 
-    def lost(self, choices: Choices) -> tuple[str, ...]:
+    def list_losses(self, choices: ExportChoices) -> tuple[str, ...]:
         if choices.form == "tokens":
             return ("log-probabilities and policy versions",)
         return (
-            "the exact ids: a template has to make them again, and may make others (--as tokens has them)",
+            "the exact ids: the trainer renders them again, perhaps differently (--as tokens keeps them)",
             "log-probabilities and policy versions",
         )
 
-    def scored(self, record: Record) -> str:
+    def find_scored_session(self, record: Record) -> str:
         return ""
 
-    def records(self, group: Group, choices: Choices, left: Left) -> Iterator[Record]:
-        for rollout in usable(group, left, untrained=choices.imitate, reckoned=False):
-            yield from examples(rollout, choices, left)
+    def records(self, group: RecordedGroup, choices: ExportChoices, exclusions: Exclusions) -> Iterator[Record]:
+        for rollout in select_trainable(group, exclusions, allow_untrained=choices.imitate, uses_reward=False):
+            yield from build_examples(rollout, choices, exclusions)
 
 
-def examples(rollout: Rollout, choices: Choices, left: Left) -> Iterator[Record]:
-    """Of one rollout, in the form that was chosen."""
-    made = 0
-    for row, learned in _imitable(rollout, choices) if choices.imitate else _trained(rollout):
-        made += 1
-        known = {**about(rollout), "branch": row.branch}
+def build_examples(rollout: RecordedRollout, choices: ExportChoices, exclusions: Exclusions) -> Iterator[Record]:
+    """Build the examples of a rollout, in the chosen form."""
+    count = 0
+    for row, learned in _select_imitable(rollout, choices) if choices.imitate else _select_trained(rollout):
+        count += 1
+        fields = {**describe_rollout(rollout), "branch": row.branch}
         if choices.form == "tokens":
-            yield {**_tokens(row, learned), **known}
+            yield {**_tokens(row, learned), **fields}
         elif choices.form == "completions":
-            yield from ({**one, **known} for one in _completions(rollout, row, learned))
+            yield from ({**one, **fields} for one in _completions(rollout, row, learned))
         elif (whole := _messages(rollout, row, learned)) is not None:
-            yield {**whole, **known}
+            yield {**whole, **fields}
         else:
-            left.out(_OTHERS)
-    if not made:
-        left.out("nothing of it may be trained")
+            exclusions.add(_MIXED_ROW)
+    if not count:
+        exclusions.add("it has nothing to train on")
 
 
-def _trained(rollout: Rollout) -> Iterator[tuple[Sample, set[int]]]:
+def _select_trained(rollout: RecordedRollout) -> Iterator[tuple[Sample, set[int]]]:
     for row in rollout.rows:
         yield row, {span.node for span in row.spans if span.trained}
 
 
-def _imitable(rollout: Rollout, choices: Choices) -> Iterator[tuple[Sample, set[int]]]:
-    """To imitate a turn neither its log-probabilities nor the distribution that it came from are needed, but it has to be whole."""
-    taken: set[int] = set()
+def _select_imitable(rollout: RecordedRollout, choices: ExportChoices) -> Iterator[tuple[Sample, set[int]]]:
+    """Select turns to imitate. They need no log-probabilities and may be sampled with a bias, but have to be complete."""
+    used: set[int] = set()
     for row in rollout.branches:
-        found = {span.node for span in row.spans if span.node not in taken and _whole(rollout, span, choices)}
-        taken |= found
+        found = {span.node for span in row.spans if span.node not in used and _is_complete(rollout, span, choices)}
+        used |= found
         if found:
             yield row, found
 
 
-def _whole(rollout: Rollout, span: Span, choices: Choices) -> bool:
+def _is_complete(rollout: RecordedRollout, span: Span, choices: ExportChoices) -> bool:
     info = rollout.turn(span.node).info
     known = info.capture == "tokens" or choices.form != "tokens"
     return known and not info.fault and info.finish in _ENDED and span.role in rollout.session.config.policy.roles
@@ -118,19 +120,24 @@ def _tokens(row: Sample, learned: set[int]) -> dict[str, Json]:
     }
 
 
-def _messages(rollout: Rollout, row: Sample, learned: set[int]) -> dict[str, Json] | None:
-    said = conversation(rollout, row)
-    last = max(n for n, one in enumerate(said) if one.sampled and one.node in learned)
-    said = said[: last + 1]
-    if any(one.message.role == "assistant" and not (one.sampled and one.node in learned) for one in said):
+def _messages(rollout: RecordedRollout, row: Sample, learned: set[int]) -> dict[str, Json] | None:
+    messages = read_conversation(rollout, row)
+    last = max(n for n, one in enumerate(messages) if one.sampled and one.node in learned)
+    messages = messages[: last + 1]
+    if any(one.message.role == "assistant" and not (one.sampled and one.node in learned) for one in messages):
         return None
-    return {"messages": [spoken(one.message) for one in said], "tools": tools(rollout, row)}
+    return {"messages": [to_template_message(one.message) for one in messages], "tools": read_tools(rollout, row)}
 
 
-def _completions(rollout: Rollout, row: Sample, learned: set[int]) -> Iterator[dict[str, Json]]:
-    said = conversation(rollout, row)
-    offered = tools(rollout, row)
-    for n, one in enumerate(said):
+def _completions(rollout: RecordedRollout, row: Sample, learned: set[int]) -> Iterator[dict[str, Json]]:
+    messages = read_conversation(rollout, row)
+    offered = read_tools(rollout, row)
+    for n, one in enumerate(messages):
         if one.sampled and one.node in learned:
-            prompt = [spoken(before.message) for before in said[:n]]
-            yield {"prompt": prompt, "completion": [spoken(one.message)], "tools": offered, "turn": one.node}
+            prompt = [to_template_message(before.message) for before in messages[:n]]
+            yield {
+                "prompt": prompt,
+                "completion": [to_template_message(one.message)],
+                "tools": offered,
+                "turn": one.node,
+            }

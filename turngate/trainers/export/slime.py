@@ -1,5 +1,7 @@
-"""slime and miles: what their `Sample.from_dict` reads. `tokens` is prompt and response; `loss_mask` and `rollout_log_probs` are of the
-last `response_length` of them."""
+"""slime and miles: the input of their `Sample.from_dict`.
+
+`tokens` is prompt and response; `loss_mask` and `rollout_log_probs` cover the last `response_length` tokens.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from turngate.trace.advantage import row_weight
-from turngate.trainers.export.base import Choices, Record, only
-from turngate.trainers.export.files import Layout
-from turngate.trainers.export.filters import usable
-from turngate.trainers.export.rows import about, versions
-from turngate.trainers.export.source import Group, Left, Rollout
-from turngate.trainers.export.split import FILLED, UNEQUAL, cut
+from turngate.trainers.export.base import ExportChoices, Record, reject_unused
+from turngate.trainers.export.files import RecordLayout
+from turngate.trainers.export.filters import select_trainable
+from turngate.trainers.export.rows import describe_rollout, version_range
+from turngate.trainers.export.source import Exclusions, RecordedGroup, RecordedRollout
+from turngate.trainers.export.split import FILLED_LOGPROBS, ROW_WEIGHTS, split_row
 
 _COLUMNS = {
     "group_index": "int",
@@ -31,38 +33,37 @@ _COLUMNS = {
     "status": "text",
     "metadata": "json",
 }
-_NODES = 2**24  # of a session: more than any has
+_NODES = 2**24  # more than any session has
 
 
 class Slime:
     name = "slime"
     whole_groups = False
 
-    def checked(self, choices: Choices) -> Choices:
-        return only(choices)
+    def check(self, choices: ExportChoices) -> ExportChoices:
+        return reject_unused(choices)
 
-    def layout(self, choices: Choices) -> Layout:
-        return Layout(what="samples of slime", columns=_COLUMNS)
+    def layout(self, choices: ExportChoices) -> RecordLayout:
+        return RecordLayout(what="samples of slime", columns=_COLUMNS)
 
-    def lost(self, choices: Choices) -> tuple[str, ...]:
+    def list_losses(self, choices: ExportChoices) -> tuple[str, ...]:
         return (
-            FILLED,
-            UNEQUAL,
-            "prompt and response in words: the tokens are the truth, and both are empty",
-            "what was sampled after the last trained token",
+            FILLED_LOGPROBS,
+            ROW_WEIGHTS,
+            "the text of prompt and response: both are empty, only tokens are exported",
+            "tokens sampled after the last trained one",
         )
 
-    def scored(self, record: Record) -> str:
+    def find_scored_session(self, record: Record) -> str:
         return str(record["metadata"]["session"])
 
-    def records(self, group: Group, choices: Choices, left: Left) -> Iterator[Record]:
-        for rollout in usable(group, left):
+    def records(self, group: RecordedGroup, choices: ExportChoices, exclusions: Exclusions) -> Iterator[Record]:
+        for rollout in select_trainable(group, exclusions):
             for row in rollout.rows:
-                parts = cut(row)
+                parts = split_row(row)
                 yield {
-                    # The store's numbers: the same for all of a group, and another one for each row, which is that of its last node,
-                    # however often it is exported.
-                    "group_index": group.wanted[0].row.key,
+                    # From the store's keys: stable across exports, equal within a group, and unique per row.
+                    "group_index": group.selected[0].row.key,
                     "index": rollout.row.key * _NODES + row.branch,
                     "prompt": "",
                     "tokens": np.concatenate([parts.prompt, parts.response]),
@@ -76,15 +77,15 @@ class Slime:
                     "remove_sample": False,
                     "status": _status(rollout),
                     "metadata": {
-                        **about(rollout),
+                        **describe_rollout(rollout),
                         "branch": row.branch,
                         "weight": row_weight(len(rollout.rows)),
-                        **versions(row),
+                        **version_range(row),
                     },
                 }
 
 
-def _status(rollout: Rollout) -> str:
+def _status(rollout: RecordedRollout) -> str:
     if rollout.row.status == "cancelled":
         return "aborted"
     return "truncated" if rollout.truncated else "completed"

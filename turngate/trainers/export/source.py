@@ -1,7 +1,7 @@
-"""Rollouts of a data folder, group by group, the oldest group first; of those that are wanted.
+"""Read the rollouts of a data folder group by group, the oldest group first.
 
-The folder is read as `turngate show` does, so a gateway may serve it meanwhile. What is known of every session at once is its key, its
-group and whether it is wanted; traces are read one group at a time.
+A gateway may serve the folder at the same time. Only keys, groups and matches are held in memory for all sessions; traces are read one
+group at a time.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from turngate.trace.tree import Context, Node, Sampled
 _PAGE = 500
 
 
-class Left:
-    """What was left out, and why."""
+class Exclusions:
+    """Counts of what was left out, by reason."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
 
-    def out(self, why: str, count: int = 1) -> None:
+    def add(self, reason: str, count: int = 1) -> None:
         if count:
-            self._counts[why] += count
+            self._counts[reason] += count
 
     @property
     def counts(self) -> dict[str, int]:
         return dict(self._counts.most_common())
 
     def __str__(self) -> str:
-        return ", ".join(f"{count} × {why}" for why, count in self.counts.items())
+        return ", ".join(f"{count} × {reason}" for reason, count in self.counts.items())
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """Which rollouts. Names may have * and ? in them; several are any of them; nothing given is all."""
+class RolloutFilter(msgspec.Struct, frozen=True, kw_only=True):
+    """Selects rollouts. Names may contain * and ?; several names match any of them; an empty filter matches all."""
 
     groups: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
     sessions: tuple[str, ...] = ()
     min_reward: float | None = None
-    resolved: bool = False  # only those
-    unscored: Literal["keep", "drop"] = "keep"  # those whose reward is not known
+    resolved: bool = False  # only resolved ones
+    unscored: Literal["keep", "drop"] = "keep"  # those without a known reward
     unfinished: bool = False  # also sessions that are open, or were cancelled
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def filters(self) -> list[str]:
-        """Those that are given, as flags."""
+        """The filters that are set, as flags of `turngate export`."""
         names = (("group", self.groups), ("task", self.tasks), ("session", self.sessions))
         return [
             *(f"--{flag} {pattern}" for flag, patterns in names for pattern in patterns),
@@ -72,25 +72,25 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
             *(["--unscored drop"] if self.unscored == "drop" else []),
         ]
 
-    def may_fit(self, row: SessionRow, outcome: RecordedOutcome | None) -> bool:
-        """One that is damaged: as far as it is known."""
-        named = ((group_of(row, outcome), self.groups), (task_of(row, outcome), self.tasks))
-        return _like(row.id, self.sessions) and all(not name or _like(name, patterns) for name, patterns in named)
+    def may_match(self, row: SessionRow, outcome: RecordedOutcome | None) -> bool:
+        """Match a damaged session by what is still known of it."""
+        names = ((find_group(row, outcome), self.groups), (find_task(row, outcome), self.tasks))
+        return _matches(row.id, self.sessions) and all(not name or _matches(name, patterns) for name, patterns in names)
 
-    def fits(self, row: SessionRow, outcome: RecordedOutcome | None) -> bool:
+    def matches(self, row: SessionRow, outcome: RecordedOutcome | None) -> bool:
         reward = None if outcome is None else outcome.reward
         return (
-            _like(row.id, self.sessions)
-            and _like(group_of(row, outcome), self.groups)
-            and _like(task_of(row, outcome), self.tasks)
+            _matches(row.id, self.sessions)
+            and _matches(find_group(row, outcome), self.groups)
+            and _matches(find_task(row, outcome), self.tasks)
             and (reward is not None or (self.unscored == "keep" and self.min_reward is None))
             and (self.min_reward is None or (reward is not None and reward >= self.min_reward))
             and (not self.resolved or (outcome is not None and outcome.resolved is True))
         )
 
 
-class Rollout:
-    """One session with its trace and its outcome."""
+class RecordedRollout:
+    """A session with its trace and its outcome."""
 
     def __init__(self, store: Store, row: SessionRow, session: Session, outcome: RecordedOutcome | None) -> None:
         self._store = store
@@ -101,17 +101,17 @@ class Rollout:
         self.reward = None if outcome is None else outcome.reward
         self.resolved = None if outcome is None else outcome.resolved
         self.kind = "" if outcome is None else outcome.kind
-        self.group = group_of(row, outcome)
-        self.task = task_of(row, outcome)
+        self.group = find_group(row, outcome)
+        self.task = find_task(row, outcome)
 
     @cached_property
     def rows(self) -> list[Sample]:
-        """What a trainer is handed: each with something to train."""
+        """The rows for a trainer: those with something to train on."""
         return build_samples(self.session.trace, self.session.config.policy)
 
     @cached_property
     def branches(self) -> list[Sample]:
-        """Every one, also those in which nothing may be trained."""
+        """All branches, also those without anything to train on."""
         return build_samples(self.session.trace, self.session.config.policy, keep_empty=True)
 
     @cached_property
@@ -132,12 +132,12 @@ class Rollout:
         return self._store.preambles(self.row.key)
 
     def tools(self, context: Context) -> bytes:
-        """JSON, as the agent sent them."""
+        """Return the tools as JSON, as the agent sent them."""
         return self._preambles.get(context.info.preamble, (b"[]", b""))[0]
 
     @property
-    def agents_fault_at_most(self) -> bool:
-        """Nothing but the agent decided how it went, as far as anybody said."""
+    def has_valid_outcome(self) -> bool:
+        """Whether only the agent decided the outcome: no invalid task, no infrastructure fault."""
         return self.kind not in NO_REWARD
 
     def metadata(self, name: str) -> str:
@@ -145,26 +145,28 @@ class Rollout:
 
     @property
     def truncated(self) -> bool:
-        """A limit ended it, or its time, or a turn was cut short."""
+        """Whether a limit or a timeout ended it, or a turn was cut short."""
         status = self.outcome.data.get("status") if self.outcome and isinstance(self.outcome.data, dict) else None
         return self.session.truncated or status in ("limit", "timed out")
 
 
-class Group:
-    """The rollouts of one group. `wanted` is what to write; `others` are there where a format looks at whole groups."""
+class RecordedGroup:
+    """The rollouts of a group. `selected` ones are written; `others` are loaded for formats that need whole groups."""
 
-    def __init__(self, name: str, wanted: list[Rollout], others: list[Rollout]) -> None:
-        self.name = name  # empty: a rollout that is of none
-        self.wanted = wanted
+    def __init__(self, name: str, selected: list[RecordedRollout], others: list[RecordedRollout]) -> None:
+        self.name = name  # empty: a rollout without a group
+        self.selected = selected
         self.others = others
 
 
-class Source(AbstractContextManager["Source"]):
-    def __init__(self, data: Path, wanted: Wanted, left: Left, *, whole: bool = False) -> None:
-        self._wanted = wanted
-        self._left = left
-        self._whole = whole
-        self._seen = 0  # sessions that are there, wanted or not
+class RolloutSource(AbstractContextManager["RolloutSource"]):
+    def __init__(
+        self, data: Path, filter: RolloutFilter, exclusions: Exclusions, *, whole_groups: bool = False
+    ) -> None:
+        self._filter = filter
+        self._exclusions = exclusions
+        self._whole_groups = whole_groups
+        self._seen = 0  # sessions in the folder
         self._store = Store.reading(data)
 
     def __exit__(
@@ -172,19 +174,23 @@ class Source(AbstractContextManager["Source"]):
     ) -> None:
         self._store.close()
 
-    def groups(self) -> Iterator[Group]:
+    def groups(self) -> Iterator[RecordedGroup]:
         found = self._index()
-        if not any(fits for members in found.values() for _, fits in members):
-            raise ConfigError(f"data: {self._nothing()}", param="data")
+        if not any(matches for members in found.values() for _, matches in members):
+            raise ConfigError(f"data: {self._explain_empty()}", param="data")
         for (name, _), members in found.items():
-            if not any(fits for _, fits in members):
+            if not any(matches for _, matches in members):
                 continue
-            wanted = [one for key, fits in members if fits and (one := self._load(key)) is not None]
-            others = [one for key, fits in members if self._whole and not fits and (one := self._load(key)) is not None]
-            yield Group(name, wanted, others)
+            selected = [one for key, matches in members if matches and (one := self._load(key)) is not None]
+            others = [
+                one
+                for key, matches in members
+                if self._whole_groups and not matches and (one := self._load(key)) is not None
+            ]
+            yield RecordedGroup(name, selected, others)
 
     def _index(self) -> dict[tuple[str, int], list[tuple[int, bool]]]:
-        """By group the keys of its sessions, and whether each is wanted. A session that is of no group has one of its own."""
+        """Map each group to the keys of its sessions, and whether each matches. A session without a group is its own group."""
         found: dict[tuple[str, int], list[tuple[int, bool]]] = {}
         before: int | None = None
         newest_first = []
@@ -195,63 +201,63 @@ class Source(AbstractContextManager["Source"]):
             for row in page:
                 outcome = outcomes.get(row.key)
                 if row.damaged:
-                    if self._wanted.may_fit(row, outcome):
-                        self._left.out(row.damaged)
+                    if self._filter.may_match(row, outcome):
+                        self._exclusions.add(row.damaged)
                     continue
-                fits = self._wanted.fits(row, outcome)
-                if row.status != "sealed" and not self._wanted.unfinished:
-                    if fits:
-                        self._left.out(f"its session is {row.status} (--unfinished takes it)")
+                matches = self._filter.matches(row, outcome)
+                if row.status != "sealed" and not self._filter.unfinished:
+                    if matches:
+                        self._exclusions.add(f"its session is {row.status} (--unfinished takes it)")
                     continue
-                newest_first.append((group_of(row, outcome), row.key, fits))
-        for name, key, fits in reversed(newest_first):
-            found.setdefault((name, 0 if name else key), []).append((key, fits))
+                newest_first.append((find_group(row, outcome), row.key, matches))
+        for name, key, matches in reversed(newest_first):
+            found.setdefault((name, 0 if name else key), []).append((key, matches))
         return found
 
-    def _load(self, key: int) -> Rollout | None:
+    def _load(self, key: int) -> RecordedRollout | None:
         row = self._store.find_key(key)
-        if row is None:  # it was deleted meanwhile
-            self._left.out("its session was deleted meanwhile")
+        if row is None:
+            self._exclusions.add("its session was deleted in the meantime")
             return None
         outcomes = self._store.outcomes.read(key, key)
         outcome = outcomes.get(key)
-        if outcome is None and outcomes:  # since it was looked at first
-            self._left.out(DAMAGED_OUTCOME)
+        if outcome is None and outcomes:  # damaged since the index was built
+            self._exclusions.add(DAMAGED_OUTCOME)
             return None
         try:
             session = self._store.load(row)
         except StoreError:
-            self._left.out("its trace is damaged on disk")
+            self._exclusions.add("its trace is damaged on disk")
             return None
-        return Rollout(self._store, row, session, outcome)
+        return RecordedRollout(self._store, row, session, outcome)
 
-    def _nothing(self) -> str:
-        """Why nothing is left to write."""
+    def _explain_empty(self) -> str:
+        """Explain why there is nothing to write."""
         if not self._seen:
-            return "no rollout was recorded there; give the --data folder of a gateway that served some"
-        filters, left = self._wanted.filters, str(self._left)
+            return "no rollout is recorded there; give the --data folder of a gateway that served some"
+        filters, left = self._filter.filters, str(self._exclusions)
         if not filters:
-            return f"none of {counted(self._seen)} there is taken; left out: {left}"
-        hint = f"left out: {left}" if left else "ask for others, or look with `turngate show`"
-        return f"none of {counted(self._seen)} there fits {' '.join(filters)}; {hint}"
+            return f"none of {count_rollouts(self._seen)} there can be exported; left out: {left}"
+        hint = f"left out: {left}" if left else "choose other filters, or look with `turngate show`"
+        return f"none of {count_rollouts(self._seen)} there matches {' '.join(filters)}; {hint}"
 
 
-def counted(rollouts: int) -> str:
+def count_rollouts(rollouts: int) -> str:
     return f"{rollouts:,} rollout{'' if rollouts == 1 else 's'}"
 
 
-def group_of(row: SessionRow, outcome: RecordedOutcome | None) -> str:
+def find_group(row: SessionRow, outcome: RecordedOutcome | None) -> str:
     return outcome.group if outcome is not None else _text(row.config.metadata.get("group"))
 
 
-def task_of(row: SessionRow, outcome: RecordedOutcome | None) -> str:
-    told = "" if outcome is None else outcome.task
-    return told or _text(row.config.metadata.get("task"))
+def find_task(row: SessionRow, outcome: RecordedOutcome | None) -> str:
+    recorded = "" if outcome is None else outcome.task
+    return recorded or _text(row.config.metadata.get("task"))
 
 
 def _text(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _like(name: str, patterns: tuple[str, ...]) -> bool:
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)

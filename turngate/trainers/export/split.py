@@ -1,4 +1,4 @@
-"""A row in two: what is given and what is learned. For formats that have a prompt and a response."""
+"""Split a row into prompt and response, for formats that have both."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from turngate.trace.sample import Sample
 from turngate.types import Ids, Logprobs
 
 
-class Cut(msgspec.Struct, frozen=True):
-    """`prompt` ends before the first trained token; what comes after the last one is of no use to anybody, and gone."""
+class SplitRow(msgspec.Struct, frozen=True):
+    """`prompt` ends before the first trained token. Tokens after the last trained one are dropped."""
 
     prompt: Ids
     response: Ids
     mask: np.ndarray  # int8, of the response
-    logprobs: Logprobs  # of the response; 0 where nothing was sampled, as the formats have it, and always masked there
+    logprobs: Logprobs  # of the response; 0 for tokens that were not sampled, which are masked
     turns: int  # trained ones
 
 
-def cut(row: Sample) -> Cut:
+def split_row(row: Sample) -> SplitRow:
     [trained] = np.nonzero(row.mask)
     first, end = int(trained[0]), int(trained[-1]) + 1
     mask = row.mask[first:end]
     logprobs = row.logprobs[first:end]
     assert not np.isnan(logprobs[mask]).any(), "a trained token has its log-probability"
-    return Cut(
+    return SplitRow(
         row.ids[:first],
         row.ids[first:end],
         mask.astype(np.int8),
@@ -34,5 +34,7 @@ def cut(row: Sample) -> Cut:
     )
 
 
-FILLED = "log-probabilities of tokens that nobody sampled: the format asks for a number there, so they have 0.0, and are masked"
-UNEQUAL = "that a rollout with several rows weighs as one: its rows say their weight, and the trainer has to heed it"
+FILLED_LOGPROBS = (
+    "missing log-probabilities of tokens that were not sampled: the format needs a number, so they are 0.0 and masked"
+)
+ROW_WEIGHTS = "equal weight of rollouts with several rows: each row has a `weight`, which the trainer has to apply"

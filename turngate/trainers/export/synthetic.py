@@ -1,21 +1,21 @@
-"""Whether log-probabilities are the scripted engine's. No store says which engine answered, but those follow from the ids."""
+"""Detect log-probabilities of the scripted engine. The store does not record the engine, but its values follow from the ids."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from turngate.engines.scripted import derived_logprobs
-from turngate.trainers.export.source import Rollout
+from turngate.engines.scripted import derive_logprobs
+from turngate.trainers.export.source import RecordedRollout
 
-_ENOUGH = 16  # tokens: no model comes upon so many by chance
+_ENOUGH = 16  # tokens: more than match by chance
 
 
-def is_made_up(rollout: Rollout) -> bool:
-    """By the first trained turn of a rollout."""
+def is_synthetic(rollout: RecordedRollout) -> bool:
+    """Check the first trained turn of a rollout."""
     for row in rollout.rows:
         for span in row.spans:
             if span.trained:
                 end = min(span.end, span.start + _ENOUGH)
-                derived = derived_logprobs(row.ids[: span.start], row.ids[span.start : end].tolist())
+                derived = derive_logprobs(row.ids[: span.start], row.ids[span.start : end].tolist())
                 return np.array_equal(row.logprobs[span.start : end], np.array(derived, np.float32))
     return False

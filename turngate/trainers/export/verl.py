@@ -1,17 +1,16 @@
-"""verl: the fields of its `AgentLoopOutput` (prompt_ids, response_ids, response_mask, response_logprobs, reward_score, num_turns,
-extra_fields), and `uid`, by which its group-relative advantages find the rollouts of a prompt."""
+"""verl: the fields of its `AgentLoopOutput`, and `uid`, by which verl groups the rollouts of a prompt for advantages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from turngate.trace.advantage import row_weight
-from turngate.trainers.export.base import Choices, Record, only
-from turngate.trainers.export.files import Layout
-from turngate.trainers.export.filters import usable
-from turngate.trainers.export.rows import about, versions
-from turngate.trainers.export.source import Group, Left
-from turngate.trainers.export.split import FILLED, UNEQUAL, cut
+from turngate.trainers.export.base import ExportChoices, Record, reject_unused
+from turngate.trainers.export.files import RecordLayout
+from turngate.trainers.export.filters import select_trainable
+from turngate.trainers.export.rows import describe_rollout, version_range
+from turngate.trainers.export.source import Exclusions, RecordedGroup
+from turngate.trainers.export.split import FILLED_LOGPROBS, ROW_WEIGHTS, split_row
 
 _COLUMNS = {
     "uid": "text",
@@ -29,22 +28,22 @@ class Verl:
     name = "verl"
     whole_groups = False
 
-    def checked(self, choices: Choices) -> Choices:
-        return only(choices)
+    def check(self, choices: ExportChoices) -> ExportChoices:
+        return reject_unused(choices)
 
-    def layout(self, choices: Choices) -> Layout:
-        return Layout(what="rows of verl", columns=_COLUMNS)
+    def layout(self, choices: ExportChoices) -> RecordLayout:
+        return RecordLayout(what="rows of verl", columns=_COLUMNS)
 
-    def lost(self, choices: Choices) -> tuple[str, ...]:
-        return (FILLED, UNEQUAL, "what was sampled after the last trained token")
+    def list_losses(self, choices: ExportChoices) -> tuple[str, ...]:
+        return (FILLED_LOGPROBS, ROW_WEIGHTS, "tokens sampled after the last trained one")
 
-    def scored(self, record: Record) -> str:
+    def find_scored_session(self, record: Record) -> str:
         return str(record["extra_fields"]["session"])
 
-    def records(self, group: Group, choices: Choices, left: Left) -> Iterator[Record]:
-        for rollout in usable(group, left):
+    def records(self, group: RecordedGroup, choices: ExportChoices, exclusions: Exclusions) -> Iterator[Record]:
+        for rollout in select_trainable(group, exclusions):
             for row in rollout.rows:
-                parts = cut(row)
+                parts = split_row(row)
                 yield {
                     "uid": rollout.group or rollout.id,
                     "prompt_ids": parts.prompt,
@@ -54,10 +53,10 @@ class Verl:
                     "reward_score": rollout.reward,
                     "num_turns": parts.turns,
                     "extra_fields": {
-                        **about(rollout),
+                        **describe_rollout(rollout),
                         "branch": row.branch,
                         "weight": row_weight(len(rollout.rows)),
                         "truncated": rollout.truncated,
-                        **versions(row),
+                        **version_range(row),
                     },
                 }

@@ -1,12 +1,12 @@
 """The reference trainer (extra `local`): GRPO over a feed, with the weights that the in-process engine samples from.
 
-    loss        rows → one number to descend: importance ratios, clipping, who weighs how much
-    grpo        one update: rows compared with what was recorded, gradients, a step behind the fence
-    checkpoint  what a killed trainer goes on from: weights, optimizer, the number of the last delivery
+    loss        the loss: importance ratios, clipping, weights
+    grpo        one update: check the recorded log-probabilities, compute gradients, step behind the fence
+    checkpoint  weights, optimizer state, and the number of the last delivery
     training    the whole loop: gateway, engine, agents and trainer in one process
-    report      the reward curve, as a picture and in a terminal
+    report      the reward curve, as an image and for a terminal
 
-Imports torch; nothing outside of this folder does so unless it was asked for the local trainer.
+Imports torch.
 """
 
-import turngate.engines.local  # noqa: F401  # before torch: it says how torch's threads wait
+import turngate.engines.local  # noqa: F401  # before torch: it configures how torch's threads wait

@@ -1,14 +1,14 @@
-"""GRPO over a feed, with the weights that the in-process engine samples from. Small on purpose: the reference for trainer authors.
+"""GRPO over a feed, with the weights that the in-process engine samples from. Small on purpose: a reference for trainer authors.
 
-    deliveries of the feed → rows → log-probabilities again, compared with the recorded ones → loss (`loss.py`) → gradients
+    deliveries of the feed → rows → recompute log-probabilities and compare them with the recorded ones → loss (`loss.py`) → gradients
     → fence up → one step of the optimizer → fence down at version n + 1 → checkpoint → commit
 
-`Learner` computes and knows nothing of gateways. `Trainer` is the loop around it. Called by `training.py`, and by whoever has a gateway,
-a `LocalEngine` behind it, and a feed.
+`Learner` computes and knows nothing of gateways. `Trainer` is the loop around it. It needs a gateway, the `LocalEngine` behind it, and a
+feed.
 
-Whatever is killed when: the weights of a checkpoint and the number in it belong together, and a trainer goes on past that number. What was
-trained after the checkpoint is lost with the weights it was in, and its deliveries are read again. A version of the policy never
-stands for two sets of weights: a trainer that comes back with older ones than the gateway has seen takes a new number.
+After a crash, the trainer resumes from the checkpoint's weights, after the delivery number in it. Updates since then are lost with their
+weights, and their deliveries are read again. A policy version never stands for two sets of weights: a trainer that resumes with older
+weights than the gateway has seen takes a new version number.
 """
 
 from __future__ import annotations
@@ -32,31 +32,38 @@ from turngate.engines.local import LocalEngine, Model
 from turngate.engines.local.model import Attend
 from turngate.errors import ConfigError, TurngateError
 from turngate.trainers.local import checkpoint
-from turngate.trainers.local.checkpoint import State
-from turngate.trainers.local.loss import Normalise, Terms, clipped_share, divergence, divisor, loss
+from turngate.trainers.local.checkpoint import TrainerState
+from turngate.trainers.local.loss import (
+    LossTerms,
+    Normalise,
+    compute_clipped_share,
+    compute_divergence,
+    compute_divisor,
+    compute_loss,
+)
 
-_MANY = 0.5  # share of compared rows that differ, from which on it is not the rows
-# How far, in nats, a token of other weights may be from what it was recorded with. A few versions of clipped updates move one by a few
-# nats. Beyond 20, either it was next to impossible when it was drawn (one in 5·10⁸): the record is damaged. Or it has become so since:
-# its ratio is as good as 0, and nothing would be learnt from it.
-_FURTHEST = 20.0
+_MISMATCH_SHARE = 0.5  # if more of the compared rows differ, the setup is wrong, not the rows
+# Largest difference, in nats, between the recorded log-probability of a token and the one under later weights. A few clipped updates move
+# it by a few nats. Beyond 20, either the token was next to impossible when it was sampled (one in 5·10⁸) and the record is damaged, or its
+# ratio is practically 0 by now, and nothing would be learned from it.
+_MAX_DRIFT = 20.0
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """How is learnt."""
+class GrpoSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Hyperparameters."""
 
-    groups: int = 2  # deliveries that make one update
+    groups: int = 2  # deliveries per update
     learning_rate: float = 3e-5
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     clip_low: float = 0.2  # a ratio is clipped below 1 - this where the advantage is negative
     clip_high: float = 0.28  # and above 1 + this where it is positive
-    largest_gradient: float = 1.0  # norm of all gradients; more is scaled down to it
+    largest_gradient: float = 1.0  # gradients are scaled down to this norm
     normalise: Normalise = "token"
-    temperature: float = 1.0  # with which the sessions sample: log-probabilities are those of what was really drawn
-    batch_tokens: int = 2048  # computed at once; what rows begin with alike counts once
+    temperature: float = 1.0  # of the sessions: recorded log-probabilities are those of the sampled distribution
+    batch_tokens: int = 2048  # per forward pass; a shared prefix counts once
     tolerance: float = (
-        0.05  # of a token's log-probability, recomputed beside recorded; a row with a token beyond it is refused
+        0.05  # between recomputed and recorded log-probabilities; a row with a larger difference is rejected
     )
 
     def __post_init__(self) -> None:
@@ -68,59 +75,59 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{name}: {getattr(self, name)} must be more than 0", param=name)
 
 
-class NotTheSame(TurngateError):
-    """What is recomputed is not what was recorded, and not for single rows: something is set up wrongly."""
+class LogprobMismatch(TurngateError):
+    """Recomputed and recorded log-probabilities differ for many rows: the setup is wrong."""
 
     kind = "logprobs_differ"
 
 
-class NotFinite(TurngateError):
-    """The gradients have no finite norm: a step along them would leave no weights. None was made."""
+class NonFiniteGradient(TurngateError):
+    """The norm of the gradients is not finite. No step was made."""
 
     kind = "gradient_not_finite"
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """One pass over the rows of an update."""
+class UpdateMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """Metrics of the rows of an update."""
 
     rows: int
     tokens: int  # trained ones
     loss: float
-    entropy: float  # of the policy at the sampled places, in nats
-    divergence: float  # of the present policy from the one that sampled, per token
+    entropy: float  # of the policy at the sampled tokens, in nats
+    divergence: float  # from the sampling policy, per token
     clipped: float  # share of tokens
-    compared: int  # rows that were sampled with exactly these weights
+    compared: int  # rows sampled with exactly these weights
     difference: (
         float | None
-    )  # mean absolute difference of their log-probabilities, recomputed and recorded; None: none was compared
+    )  # mean absolute difference between their recomputed and recorded log-probabilities; None: none was compared
     largest: float | None
-    refused: tuple[str, ...]  # rows that were left out since they differ, of these weights or of others, in words
-    signal: bool  # some advantage is not 0
+    refused: tuple[str, ...]  # rows that were left out because they differ, with the reason
+    signal: bool  # whether some advantage is not 0
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """One update, or what would have been one had there been anything to learn from."""
+    """One update. Without a signal, the weights stay as they are."""
 
     step: int
-    version: int  # that came of it
+    version: int  # of the policy after it
     first: int  # numbers of its deliveries
     last: int
-    reward: float | None  # mean over its rollouts that have one
+    reward: float | None  # mean over its graded rollouts
     rewards: tuple[float, ...]
-    passed: float | None  # share of them that resolved their task
+    passed: float | None  # share of graded rollouts that resolved their task
     excluded: int
-    why: tuple[str, ...] = ()  # the reasons, each once
-    stale: int  # versions that the oldest row is behind
-    measured: Measured
-    gradient: float  # norm, before it is scaled
+    why: tuple[str, ...] = ()  # reasons for exclusion, without duplicates
+    stale: int  # policy versions between the oldest row and the weights
+    measured: UpdateMetrics
+    gradient: float  # norm, before scaling
     seconds: dict[str, float]  # wait: for deliveries; train: rows to new weights; save
     sampled_tokens: int
 
 
 class Learner:
-    """A model and its optimizer. Plain, blocking computation."""
+    """A model and its optimizer. Blocking."""
 
-    def __init__(self, model: Model, settings: Settings) -> None:
+    def __init__(self, model: Model, settings: GrpoSettings) -> None:
         self.model = model
         self.settings = settings
         self.optimizer = torch.optim.AdamW(
@@ -131,29 +138,30 @@ class Learner:
             foreach=True,
         )
 
-    def gradients(self, rows: Sequence[Row], version: int) -> Measured:
-        """Leaves the gradients of the loss over these rows in the parameters. `version`: of the weights as they are now.
+    def gradients(self, rows: Sequence[Row], version: int) -> UpdateMetrics:
+        """Compute the gradients of the loss over these rows. `version`: of the present weights.
 
-        Where they are not finite it leaves none: `NotFinite`."""
-        settings, tally = self.settings, _Tally()
+        Raises `NonFiniteGradient`, and clears the gradients, if they are not finite.
+        """
+        settings, totals = self.settings, _UpdateTotals()
         self.optimizer.zero_grad(set_to_none=True)
         weights, tokens = [row.weight for row in rows], [int(row.mask.sum()) for row in rows]
-        by = divisor(weights, tokens, settings.normalise)
-        # Rows without an advantage are compared, but there is nothing to go back through.
+        by = compute_divisor(weights, tokens, settings.normalise)
+        # Rows without an advantage are compared, but need no backward pass.
         for silent in (False, True):
             chosen = [row for row in rows if (row.advantage == 0) == silent]
-            for batch in batches(chosen, settings.batch_tokens):
+            for batch in split_batches(chosen, settings.batch_tokens):
                 with torch.set_grad_enabled(not silent):
-                    self._pass(batch, version, by, tally)
-        measured = tally.measured(rows, sum(tokens))
+                    self._pass(batch, version, by, totals)
+        measured = totals.summarize(rows, sum(tokens))
         norm = float(torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
         if not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
-            raise NotFinite(f"the norm of the gradients is {norm}")
+            raise NonFiniteGradient(f"the norm of the gradients is {norm}")
         return measured
 
     def step(self) -> float:
-        """One step along the gradients. Their norm."""
+        """Make one optimizer step. Returns the norm of the gradients."""
         norm = torch.nn.utils.clip_grad_norm_(
             self.model.parameters(), self.settings.largest_gradient, error_if_nonfinite=True
         )
@@ -162,10 +170,10 @@ class Learner:
         return float(norm)
 
     def logprobs(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-        """Of the trained tokens of all rows, one after the other: log-probabilities under the present weights, and entropies."""
-        device, pack = self.model.device, packed(rows)
+        """Compute log-probabilities and entropies of the trained tokens of all rows under the present weights."""
+        device, pack = self.model.device, pack_rows(rows)
         ids, positions, at = (torch.from_numpy(x).to(device) for x in (pack.ids, pack.positions, pack.at))
-        hidden = self.model.run(ids[None], positions, _seeing(torch.from_numpy(pack.sees).to(device)))
+        hidden = self.model.run(ids[None], positions, _mask_attention(torch.from_numpy(pack.sees).to(device)))
         scores = self.model.scores(hidden[0, at]).float() / self.settings.temperature
         likely = torch.log_softmax(scores, dim=-1)
         drawn = torch.from_numpy(np.concatenate([row.ids[row.mask] for row in rows]).astype(np.int64)).to(device)
@@ -173,28 +181,28 @@ class Learner:
             entropy = -(likely.exp() * likely).sum(dim=-1)
         return likely.gather(-1, drawn[:, None])[:, 0], entropy
 
-    def _pass(self, rows: Sequence[Row], version: int, by: float, tally: _Tally) -> None:
+    def _pass(self, rows: Sequence[Row], version: int, by: float, totals: _UpdateTotals) -> None:
         settings, device = self.settings, self.model.device
         now, entropy = self.logprobs(rows)
         counts = np.array([int(row.mask.sum()) for row in rows])
         place = np.repeat(np.arange(len(rows)), counts)
         then = torch.from_numpy(np.concatenate([row.logprobs[row.mask] for row in rows])).to(device)
-        apart = (now.detach() - then).abs().cpu().numpy()
+        differences = (now.detach() - then).abs().cpu().numpy()
         kept = np.ones(len(rows), np.bool_)
         for n, row in enumerate(rows):
-            own, same = apart[place == n], of_version(row, version)
+            own, same = differences[place == n], is_of_version(row, version)
             if same:
-                tally.compared.append(own)
-            if not own.max() <= (settings.tolerance if same else _FURTHEST):  # also where it is not a number
+                totals.compared.append(own)
+            if not own.max() <= (settings.tolerance if same else _MAX_DRIFT):  # also if it is NaN
                 kept[n] = False
-                why = _refused(row, own)
+                why = _describe_mismatch(row, own)
                 if same:
-                    tally.differ.append(why)
+                    totals.differ.append(why)
                 else:
-                    why += ", more than the age of its weights explains"
-                tally.refused.append(why)
+                    why += ", which the age of its weights does not explain"
+                totals.refused.append(why)
         use = torch.from_numpy(kept[place]).to(device)
-        terms = Terms(
+        terms = LossTerms(
             now=now[use],
             then=then[use],
             advantage=_spread([row.advantage for row in rows], place, device)[use],
@@ -202,7 +210,7 @@ class Learner:
             row=torch.from_numpy(place).to(device)[use],
         )
         low, high = settings.clip_low, settings.clip_high
-        value = loss(
+        value = compute_loss(
             terms,
             torch.from_numpy(counts).to(device),
             by=by,
@@ -212,37 +220,37 @@ class Learner:
         )
         if value.requires_grad and bool(use.any()):
             value.backward()
-            tally.signal = True
+            totals.signal = True
         size = int(use.sum())
         if size:
-            tally.loss += float(value.detach())
-            tally.tokens += size
-            tally.entropy += float(entropy[use].sum())
-            tally.divergence += float(divergence(terms.now, terms.then).sum())
-            tally.clipped += size * float(clipped_share(terms, low=low, high=high))
+            totals.loss += float(value.detach())
+            totals.tokens += size
+            totals.entropy += float(entropy[use].sum())
+            totals.divergence += float(compute_divergence(terms.now, terms.then).sum())
+            totals.clipped += size * float(compute_clipped_share(terms, low=low, high=high))
 
 
-class _Tally:
-    """What the passes over an update's rows add up to."""
+class _UpdateTotals:
+    """Sums over the batches of an update."""
 
     def __init__(self) -> None:
         self.loss = self.entropy = self.divergence = self.clipped = 0.0
         self.tokens = 0
         self.signal = False
         self.compared: list[np.ndarray] = []
-        self.differ: list[str] = []  # the refused ones of those that were compared
+        self.differ: list[str] = []  # rejected rows among the compared ones
         self.refused: list[str] = []
 
-    def measured(self, rows: Sequence[Row], tokens: int) -> Measured:
-        if len(self.compared) > 1 and len(self.differ) > _MANY * len(self.compared):
-            raise NotTheSame(
-                f"{len(self.differ)} of {len(self.compared)} rows have other log-probabilities than were recorded when they were sampled, "
-                f"with the same weights ({self.differ[0]}); does the trainer's temperature equal the sessions', and does the engine "
-                "behind the gateway sample from this model?"
+    def summarize(self, rows: Sequence[Row], tokens: int) -> UpdateMetrics:
+        if len(self.compared) > 1 and len(self.differ) > _MISMATCH_SHARE * len(self.compared):
+            raise LogprobMismatch(
+                f"{len(self.differ)} of {len(self.compared)} rows have other log-probabilities than recorded, although the weights are the "
+                f"same ({self.differ[0]}); check that the trainer's temperature equals the sessions', and that the engine behind the "
+                "gateway samples from this model"
             )
-        apart = np.concatenate(self.compared) if self.compared else None
+        differences = np.concatenate(self.compared) if self.compared else None
         count = max(1, self.tokens)
-        return Measured(
+        return UpdateMetrics(
             rows=len(rows),
             tokens=tokens,
             loss=self.loss,
@@ -250,35 +258,35 @@ class _Tally:
             divergence=self.divergence / count,
             clipped=self.clipped / count,
             compared=len(self.compared),
-            difference=None if apart is None else float(apart.mean()),
-            largest=None if apart is None else float(apart.max()),
+            difference=None if differences is None else float(differences.mean()),
+            largest=None if differences is None else float(differences.max()),
             refused=tuple(self.refused),
             signal=self.signal,
         )
 
 
-def of_version(row: Row, version: int) -> bool:
-    """Whether all that is trained of it was sampled with these weights."""
+def is_of_version(row: Row, version: int) -> bool:
+    """Check that all its trained tokens were sampled with these weights."""
     return all(span.version_start == span.version_end == version for span in row.spans if span.trained)
 
 
-class Packed(msgspec.Struct, frozen=True):
-    """Rows in one line of tokens: what all of them begin with, once, then what is left of each. Rollouts of one task begin alike."""
+class PackedRows(msgspec.Struct, frozen=True):
+    """Rows packed into one sequence: their shared prefix once, then the rest of each. Rollouts of a task share a prefix."""
 
     ids: np.ndarray
     positions: np.ndarray
-    sees: np.ndarray  # (token, token), bool: who sees whom
-    at: np.ndarray  # where the scores of the trained tokens are: at the place before each
+    sees: np.ndarray  # (token, token), bool: the attention mask
+    at: np.ndarray  # positions whose scores predict the trained tokens
 
 
-def packed(rows: Sequence[Row]) -> Packed:
-    shared = beginning(rows)
-    rests = [row.ids.size - shared for row in rows]
-    owner = np.repeat(np.arange(len(rows) + 1), [shared, *rests])  # 0: what is shared
-    starts = shared + np.cumsum([0, *rests[:-1]])
+def pack_rows(rows: Sequence[Row]) -> PackedRows:
+    shared = count_shared_prefix(rows)
+    lengths = [row.ids.size - shared for row in rows]
+    owner = np.repeat(np.arange(len(rows) + 1), [shared, *lengths])  # 0: the shared prefix
+    starts = shared + np.cumsum([0, *lengths[:-1]])
     place = np.arange(owner.size)
     same = (owner[:, None] == owner[None, :]) | (owner == 0)[None, :]
-    return Packed(
+    return PackedRows(
         ids=np.concatenate([rows[0].ids[:shared], *(row.ids[shared:] for row in rows)]).astype(np.int64),
         positions=np.concatenate([place[:shared], *(np.arange(shared, row.ids.size) for row in rows)]),
         sees=same & (place[:, None] >= place[None, :]),
@@ -288,21 +296,21 @@ def packed(rows: Sequence[Row]) -> Packed:
     )
 
 
-def beginning(rows: Sequence[Row]) -> int:
-    """How many tokens all of these rows begin with. The place before a row's first trained token is always its own."""
+def count_shared_prefix(rows: Sequence[Row]) -> int:
+    """Count the tokens that all rows start with. The position before a row's first trained token is never shared."""
     most = min(int(row.mask.argmax()) for row in rows) - 1
-    apart = np.zeros(max(0, most), np.bool_)
+    differs = np.zeros(max(0, most), np.bool_)
     for row in rows[1:]:
-        apart |= row.ids[: apart.size] != rows[0].ids[: apart.size]
-    return int(apart.argmax()) if apart.any() else apart.size
+        differs |= row.ids[: differs.size] != rows[0].ids[: differs.size]
+    return int(differs.argmax()) if differs.any() else differs.size
 
 
-def batches(rows: Sequence[Row], tokens: int) -> Iterator[list[Row]]:
-    """Rows that follow each other, each batch with at most so many tokens once packed; a longer row is alone."""
+def split_batches(rows: Sequence[Row], tokens: int) -> Iterator[list[Row]]:
+    """Split rows into batches of at most `tokens` packed tokens; a longer row gets its own batch."""
     batch: list[Row] = []
     for row in rows:
         more = [*batch, row]
-        shared = beginning(more)
+        shared = count_shared_prefix(more)
         if batch and shared + sum(one.ids.size - shared for one in more) > tokens:
             yield batch
             more = [row]
@@ -311,7 +319,7 @@ def batches(rows: Sequence[Row], tokens: int) -> Iterator[list[Row]]:
         yield batch
 
 
-def _seeing(sees: Tensor) -> Attend:
+def _mask_attention(sees: Tensor) -> Attend:
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=sees, enable_gqa=True).transpose(1, 2)
@@ -323,27 +331,27 @@ def _spread(values: list[float], place: np.ndarray, device: torch.device) -> Ten
     return torch.from_numpy(np.array(values, np.float32)[place]).to(device)
 
 
-def _refused(row: Row, apart: np.ndarray) -> str:
-    worst = int(apart.argmax())  # what is not a number counts as the largest
+def _describe_mismatch(row: Row, differences: np.ndarray) -> str:
+    worst = int(differences.argmax())  # NaN counts as the largest
     place = int(np.flatnonzero(row.mask)[worst])
-    return f"branch {row.branch}: token {place} differs by {apart[worst]:.3g}"
+    return f"branch {row.branch}: token {place} differs by {differences[worst]:.3g}"
 
 
 class Trainer:
-    """The loop. `engine` is the one behind the gateway, and its model is what is trained.
+    """The training loop. `engine` is the one behind the gateway; its model is trained.
 
         async with await Feed.open(gateway, "name", FeedConfig(n=8), after=trainer.state.number, mark=trainer.state.mark) as feed:
             await trainer.run(feed, steps=20)
 
-    `folder` is where its checkpoints are; the newest one there is gone on from, weights included, but with these settings. None: it keeps
-    none, and commits after every step. `every`: steps between checkpoints; the last step always has one.
+    `folder` holds the checkpoints; the newest one is resumed, with its weights but with these settings. None: no checkpoints, and a commit
+    after every step. `every`: steps between checkpoints; the last step always writes one.
     """
 
     def __init__(
         self,
         engine: LocalEngine,
         gateway: GatewayClient,
-        settings: Settings,
+        settings: GrpoSettings,
         *,
         folder: Path | None = None,
         source: str | Path | None = None,
@@ -352,9 +360,9 @@ class Trainer:
     ) -> None:
         self.engine = engine
         self.learner = Learner(engine.model, settings)
-        self.state = State()
+        self.state = TrainerState()
         self.steps: list[Step] = []
-        self.earlier_rate: float | None = None  # the learning rate that the checkpoint it goes on from was made with
+        self.earlier_rate: float | None = None  # learning rate of the resumed checkpoint
         self._gateway = gateway
         self._settings = settings
         self._folder = folder
@@ -364,12 +372,12 @@ class Trainer:
         self._saved = 0  # the step of the newest checkpoint
 
     async def restore(self) -> None:
-        """Go on from the newest checkpoint, if there is one, and let the gateway know which version these weights are."""
-        found = None if self._folder is None else await asyncio.to_thread(checkpoint.newest, self._folder)
+        """Resume from the newest checkpoint, if there is one, and set the gateway's policy version."""
+        found = None if self._folder is None else await asyncio.to_thread(checkpoint.find_newest, self._folder)
         state = self.state if found is None else found.state
         present = (await self._gateway.fence())["version"]
         version = state.version
-        if present > version:  # what was sampled since came from weights that are lost, unless nobody keeps any
+        if present > version:  # later rows came from weights that are lost, if there are checkpoints at all
             version = present if self._folder is None else present + 1
         if found is not None:
             async with self.engine.updating(version):
@@ -380,12 +388,12 @@ class Trainer:
         await self._gateway.resume(version)
 
     async def run(self, feed: Feed, steps: int) -> list[Step]:
-        """Until so many steps are done in all."""
+        """Train until `steps` steps are done in total."""
         while self.state.step < steps:
             began = time.monotonic()
-            deliveries = [await _next(feed) for _ in range(self._settings.groups)]
+            deliveries = [await _next_delivery(feed) for _ in range(self._settings.groups)]
             waited = time.monotonic() - began
-            # Not half of it: new weights without their number would be trained on the same rows again.
+            # Not to be interrupted: new weights without their delivery number would be trained on the same rows again.
             await run_to_completion(self._update(deliveries, waited, feed, last=self.state.step + 1 >= steps))
         return self.steps
 
@@ -398,15 +406,15 @@ class Trainer:
         step = self.state.step + 1
         try:
             measured = await asyncio.to_thread(self.learner.gradients, rows, version)
-        except NotFinite as error:  # before the fence is up: nothing waits, and nothing is committed
-            raise NotFinite(
+        except NonFiniteGradient as error:  # the fence is still open: no call waits, and nothing is committed
+            raise NonFiniteGradient(
                 f"step {step} was not made: {error.message}; the weights are those of step {self.state.step}, and deliveries "
-                f"{deliveries[0].number} to {number} of feed {feed.name} are not trained: whoever goes on reads them again"
+                f"{deliveries[0].number} to {number} of feed {feed.name} are not trained on: they are delivered again after a restart"
             ) from None
         if measured.signal:
             version += 1
             await self._gateway.pause("hold")
-            # The engine says which tokens the new weights drew: a call in flight goes on before the fence is down.
+            # The engine records the version per token: calls in flight continue before the fence is open.
             async with self.engine.updating(version):
                 gradient = await asyncio.to_thread(self.learner.step)
             await self._gateway.resume(version)
@@ -432,7 +440,7 @@ class Trainer:
             seconds={"wait": waited, "train": trained},
             sampled_tokens=sum(one.sampled_tokens for one in rolled),
         )
-        self.state = State(
+        self.state = TrainerState(
             step=step,
             number=number,
             mark=feed.mark,
@@ -447,17 +455,22 @@ class Trainer:
             await self.save(feed)
 
     async def save(self, feed: Feed) -> None:
-        """A checkpoint of what there is, unless there is one already. Not while a step is being made."""
+        """Write a checkpoint unless it exists already. Must not run during a step."""
         if self._folder is None or self.state.step == self._saved:
             return
         await asyncio.to_thread(
-            checkpoint.write, self._folder, self.state, self.engine.model, self.learner.optimizer, self._source
+            checkpoint.write_checkpoint,
+            self._folder,
+            self.state,
+            self.engine.model,
+            self.learner.optimizer,
+            self._source,
         )
         self._saved = self.state.step
         await feed.commit(self.state.number)
 
 
-async def _next(feed: Feed) -> Delivery:
+async def _next_delivery(feed: Feed) -> Delivery:
     async for delivery in feed:
         return delivery
-    raise TurngateError(f"feed {feed.name} was closed while its trainer waits for more")
+    raise TurngateError(f"feed {feed.name} was closed while its trainer was waiting for more")

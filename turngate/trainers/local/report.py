@@ -1,7 +1,4 @@
-"""What came of a training run: a reward curve as a picture (SVG) and as lines for a terminal. Called by `turngate train` and the demo.
-
-Pure: numbers in, text out.
-"""
+"""The reward curve of a training run, as an SVG image and as lines for a terminal. Pure: numbers in, text out."""
 
 from __future__ import annotations
 
@@ -15,10 +12,10 @@ from turngate.rollout.plot import Bar, Panel, render_lines
 _WIDTH, _HEIGHT = 900, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 620, 70, 360
 _INK, _SOFT, _LINE, _SECOND = "#1c2430", "#6b7686", "#2f6fde", "#e08a1e"
-_ENDS = 3  # steps at either end that are compared
+_ENDS = 3  # steps at either end to compare
 
 
-class Compared(msgspec.Struct, frozen=True):
+class Comparison(msgspec.Struct, frozen=True):
     """One measure, before training and after."""
 
     name: str
@@ -26,21 +23,21 @@ class Compared(msgspec.Struct, frozen=True):
     after: float
 
 
-def gain(rewards: Sequence[float | None]) -> Compared | None:
-    """The mean of the first steps and of the last whose reward is known; None where those would be the same ones."""
+def compare_ends(rewards: Sequence[float | None]) -> Comparison | None:
+    """Compare the mean reward of the first and the last steps; None if those would overlap."""
     known = [reward for reward in rewards if reward is not None]
     ends = min(_ENDS, len(known) // 2)
     if not ends:
         return None
-    return Compared(
+    return Comparison(
         f"reward, first and last {ends} steps" if ends > 1 else "reward, first and last step",
         sum(known[:ends]) / ends,
         sum(known[-ends:]) / ends,
     )
 
 
-def curve(rewards: Sequence[float | None]) -> list[str]:
-    """One bar per step. A reward that is not known has no bar."""
+def draw_curve(rewards: Sequence[float | None]) -> list[str]:
+    """Draw one bar per step. An unknown reward has no bar."""
     bars = tuple(
         Bar(f"step {n}", reward or 0.0, "not known" if reward is None else f"{reward:.2f}")
         for n, reward in enumerate(rewards, 1)
@@ -48,8 +45,8 @@ def curve(rewards: Sequence[float | None]) -> list[str]:
     return render_lines(Panel("mean reward of each step's rollouts", bars, whole=1.0))
 
 
-def svg(title: str, rewards: Sequence[float | None], compared: Sequence[Compared], note: str = "") -> str:
-    """The curve, and beside it what was compared. Rewards are between 0 and 1; the curve passes over those that are not known."""
+def draw_svg(title: str, rewards: Sequence[float | None], compared: Sequence[Comparison], note: str = "") -> str:
+    """Draw the curve, with the comparisons beside it. Rewards are between 0 and 1; the curve skips unknown ones."""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
         'font-family="system-ui, sans-serif">',
@@ -81,7 +78,7 @@ def svg(title: str, rewards: Sequence[float | None], compared: Sequence[Compared
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _bars(compared: Sequence[Compared]) -> list[str]:
+def _bars(compared: Sequence[Comparison]) -> list[str]:
     x, width, parts = _RIGHT + 40, _WIDTH - _RIGHT - 110, []
     for n, one in enumerate(compared):
         y = _TOP + 90 * n

@@ -1,12 +1,11 @@
-"""A whole training run in one process: gateway, in-process engine, agents in their sandboxes, trainer. Called by `turngate train` and by
-the demo.
+"""A whole training run in one process: gateway, in-process engine, agents in their sandboxes, trainer.
 
-    runner (a batch whose tasks come round) → agents → gateway → engine
-          ▲ pace                                  └→ feed → trainer → new weights for the engine
+    runner (a batch that repeats its tasks) → agents → gateway → engine
+          ▲ throttle                              └→ feed → trainer → new weights for the engine
           └─────────────────────────────────────────────────┘
 
-The runner is never further ahead of the trainer than `ahead` groups, so with as many as make an update every rollout is sampled with
-the newest weights. Everything is durable: killed at any moment, the same call on the same folder goes on.
+The runner is at most `ahead` groups ahead of the trainer. With as many as an update has, every rollout is sampled with the newest weights.
+Everything is durable: after a crash, the same call on the same folder resumes.
 """
 
 from __future__ import annotations
@@ -32,24 +31,24 @@ from turngate.rollout.plan import BatchPlan
 from turngate.rollout.progress import BatchProgress
 from turngate.rollout.throttle import TrainerThrottle
 from turngate.server.run import run_embedded
-from turngate.trainers.local.checkpoint import State
-from turngate.trainers.local.grpo import Settings, Step, Trainer
+from turngate.trainers.local.checkpoint import TrainerState
+from turngate.trainers.local.grpo import GrpoSettings, Step, Trainer
 
 FEED = "grpo"
-_LOOK_S = 0.5
-NAME = "train"  # of a batch that has none: the feed takes its groups and no others
+_POLL_S = 0.5
+DEFAULT_NAME = "train"  # of a batch that has none: the feed takes its groups and no others
 
 
-class Goal(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of what. Where it lies and who runs is the batch's."""
+class TrainingGoal(msgspec.Struct, frozen=True, kw_only=True):
+    """What to train, and for how long."""
 
     batch: BatchPlan  # tasks, agent, n; its `rounds` follow from the steps
     steps: int
-    settings: Settings = Settings()
+    settings: GrpoSettings = GrpoSettings()
     feed: FeedConfig | None = (
-        None  # None: groups of the batch's n, normalised; those of the batch, where `groups` says nothing
+        None  # None: groups of the batch's n, normalised. Without `groups`, it takes those of the batch
     )
-    ahead: int | None = None  # groups that agents may be ahead of the trainer; None: those of one update
+    ahead: int | None = None  # groups that agents may run ahead of the trainer; None: as many as an update has
     every: int = 1  # steps between checkpoints
 
     def __post_init__(self) -> None:
@@ -57,13 +56,13 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: {getattr(self, name)} must be at least 1", param=name)
         if self.batch.n == 1 and self.feed_config().advantage != "none":
-            raise ConfigError("n: a group of one has nobody to be compared with; give at least 2", param="n")
+            raise ConfigError("n: a group of one cannot be compared; give at least 2", param="n")
         for task in self.batch.tasks:
             if task.grader is None:
-                raise ConfigError(f"tasks: {task.id!r} has no grader, so nothing can be learnt from it", param="tasks")
+                raise ConfigError(f"tasks: {task.id!r} has no grader, so nothing can be learned from it", param="tasks")
 
     def plan(self) -> BatchPlan:
-        """Tasks come round until there are groups enough."""
+        """Repeat the tasks until there are enough groups."""
         groups = self.steps * self.settings.groups
         return msgspec.structs.replace(self.batch, rounds=-(-groups // len(self.batch.tasks)), name=self._name)
 
@@ -73,19 +72,19 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _name(self) -> str:
-        return self.batch.name or NAME
+        return self.batch.name or DEFAULT_NAME
 
 
 class TrainingCallbacks(msgspec.Struct, frozen=True, kw_only=True):
-    """Whom to tell what while it goes on."""
+    """Functions to call as training proceeds."""
 
-    rollouts: Callable[[BatchProgress], None] = lambda tally: None
-    step: Callable[[Step, Shares], None] = lambda step, shares: None
+    rollouts: Callable[[BatchProgress], None] = lambda progress: None
+    step: Callable[[Step, StepTime], None] = lambda step, shares: None
     note: Callable[[str], None] = lambda text: None
 
 
-class Shares(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the seconds of a step went. Agents are what is left: their processes, sandboxes and graders, and waiting for a core."""
+class StepTime(msgspec.Struct, frozen=True, kw_only=True):
+    """How the seconds of a step were spent. `agents` is the remainder: processes, sandboxes, graders, and waiting for a core."""
 
     whole: float
     training: float
@@ -97,15 +96,15 @@ class Shares(msgspec.Struct, frozen=True, kw_only=True):
         return max(0.0, self.whole - self.training - self.sampling - self.turngate)
 
 
-class Clocked(LocalEngine):
-    """The in-process engine, and for how long somebody waited for it."""
+class TimedEngine(LocalEngine):
+    """The in-process engine, which measures for how long it had calls to answer."""
 
     busy_s = 0.0
     _calls = 0
     _since = 0.0
 
     @asynccontextmanager
-    async def _timed(self, request: Generate) -> AsyncIterator[AsyncIterator[Chunk]]:
+    async def _time_call(self, request: Generate) -> AsyncIterator[AsyncIterator[Chunk]]:
         if not self._calls:
             self._since = time.monotonic()
         self._calls += 1
@@ -118,32 +117,32 @@ class Clocked(LocalEngine):
                 self.busy_s += time.monotonic() - self._since
 
     def generate(self, request: Generate) -> AbstractAsyncContextManager[AsyncIterator[Chunk]]:  # type: ignore[override]
-        return self._timed(request)
+        return self._time_call(request)
 
 
-class Place(msgspec.Struct, frozen=True):
-    """Everything that a run of agents needs, for as long as it is open."""
+class TrainingEnvironment(msgspec.Struct, frozen=True):
+    """The running parts that rollouts need."""
 
-    engine: Clocked
+    engine: TimedEngine
     gateway: GatewayClient
     connector: GatewayConnector
 
 
 @asynccontextmanager
-async def opened(config: ServeConfig, engine: Clocked) -> AsyncIterator[Place]:
-    """A gateway of our own around the engine."""
+async def open_environment(config: ServeConfig, engine: TimedEngine) -> AsyncIterator[TrainingEnvironment]:
+    """Start a gateway with this engine."""
     async with (
         run_embedded(config, engine=engine) as address,
         GatewayClient(address.url, address.admin_key) as gateway,
         GatewayConnector(gateway.url) as connector,
     ):
-        yield Place(engine, gateway, connector)
+        yield TrainingEnvironment(engine, gateway, connector)
 
 
 async def evaluate(
-    place: Place, plan: BatchPlan, watch: Callable[[BatchProgress], None] = lambda tally: None
+    place: TrainingEnvironment, plan: BatchPlan, watch: Callable[[BatchProgress], None] = lambda progress: None
 ) -> BatchResult:
-    """Rollouts that nobody is trained on: the plan has another name than that of the training, so no feed takes their groups."""
+    """Run rollouts that are not trained on: the plan's name differs from the training's, so the feed ignores their groups."""
     result = await run_batch(plan, place.gateway, place.connector, watch)
     if result.stopped:
         raise TurngateError(f"the evaluation stopped: {result.stopped}")
@@ -151,16 +150,20 @@ async def evaluate(
 
 
 async def train(
-    place: Place, goal: Goal, folder: Path, source: str | Path, told: TrainingCallbacks = TrainingCallbacks()
+    place: TrainingEnvironment,
+    goal: TrainingGoal,
+    folder: Path,
+    source: str | Path,
+    callbacks: TrainingCallbacks = TrainingCallbacks(),
 ) -> list[Step]:
-    """To the last step. The feed stays, so that more steps may be asked for later."""
-    clock = _Clock(place.engine)
-    pace: TrainerThrottle | None = None
+    """Train to the last step. The feed is kept, so that a later call can add steps."""
+    clock = _StepClock(place.engine)
+    throttle: TrainerThrottle | None = None
 
-    def watched(step: Step) -> None:
-        if pace is not None and step.step < goal.steps:  # after the last one nobody needs more
-            pace.mark_trained(step.last)
-        told.step(step, clock.lap(step))
+    def on_step(step: Step) -> None:
+        if throttle is not None and step.step < goal.steps:  # after the last step no more groups are needed
+            throttle.mark_trained(step.last)
+        callbacks.step(step, clock.lap(step))
 
     trainer = Trainer(
         place.engine,
@@ -169,20 +172,20 @@ async def train(
         folder=folder / "checkpoints",
         source=source,
         every=goal.every,
-        watch=watched,
+        watch=on_step,
     )
     await trainer.restore()
     if trainer.state.step >= goal.steps:
         return trainer.steps
-    pace = TrainerThrottle(goal.ahead or goal.settings.groups, trained=trainer.state.number)
+    throttle = TrainerThrottle(goal.ahead or goal.settings.groups, trained=trainer.state.number)
     rate = goal.settings.learning_rate
     if trainer.earlier_rate not in (None, rate):
-        told.note(
+        callbacks.note(
             f"learning rate {rate:g} from step {trainer.state.step + 1} on; the checkpoint was made with {trainer.earlier_rate:g}"
         )
-    async with await _feed(place.gateway, goal.feed_config(), trainer.state) as feed:
+    async with await _open_feed(place.gateway, goal.feed_config(), trainer.state) as feed:
         running = asyncio.create_task(
-            run_batch(goal.plan(), place.gateway, place.connector, told.rollouts, throttle=pace), name="agents"
+            run_batch(goal.plan(), place.gateway, place.connector, callbacks.rollouts, throttle=throttle), name="agents"
         )
         training = asyncio.create_task(trainer.run(feed, goal.steps), name="trainer")
         try:
@@ -191,21 +194,21 @@ async def train(
                 result = running.result()
                 if result.stopped:
                     raise TurngateError(f"the agents' batch stopped: {result.stopped}")
-                await _enough(place.gateway, trainer, training, goal)
+                await _wait_for_groups(place.gateway, trainer, training, goal)
             await training
         finally:
             for task in (running, training):
                 task.cancel()
-            await run_to_completion(_ended(running, training, trainer, feed))
+            await run_to_completion(_finish(running, training, trainer, feed))
     return trainer.steps
 
 
-async def _feed(gateway: GatewayClient, config: FeedConfig, state: State) -> Feed:
+async def _open_feed(gateway: GatewayClient, config: FeedConfig, state: TrainerState) -> Feed:
     try:
         return await Feed.open(gateway, FEED, config, after=state.number, mark=state.mark)
     except OtherFeed:
         raise ConfigError(
-            f"data: this data folder has not recorded the {state.step} steps of the checkpoint; give the --data that they were made with, "
+            f"data: this data folder does not have the {state.step} steps of the checkpoint; give the --data folder they were recorded in, "
             "or choose another --out folder",
             param="data",
         ) from None
@@ -218,44 +221,46 @@ async def _feed(gateway: GatewayClient, config: FeedConfig, state: State) -> Fee
             f"{name}: was {known[name]}, is now {asked[name]}" for name in asked if known[name] != asked[name]
         )
         raise ConfigError(
-            f"{changed}; the data folder has recorded another training run: go on as it was, or choose another --out folder (and --data)",
+            f"{changed}; the data folder holds another training run: use its settings, or choose another --out folder (and --data)",
             param="data",
         ) from None
 
 
-async def _ended(
+async def _finish(
     running: asyncio.Task[BatchResult], training: asyncio.Task[list[Step]], trainer: Trainer, feed: Feed
 ) -> None:
-    """Whatever ended it: what was learnt is kept."""
+    """Wait for both tasks, and save what was learned, however training ended."""
     await asyncio.gather(running, training, return_exceptions=True)
-    with suppress(TurngateError):  # then the one before is gone on from
+    with suppress(TurngateError):  # the checkpoint before it is kept
         await trainer.save(feed)
 
 
-async def _enough(gateway: GatewayClient, trainer: Trainer, training: asyncio.Task[list[Step]], goal: Goal) -> None:
-    """All agents have ended. Where too few groups came of them, whoever trains would wait for more for ever."""
+async def _wait_for_groups(
+    gateway: GatewayClient, trainer: Trainer, training: asyncio.Task[list[Step]], goal: TrainingGoal
+) -> None:
+    """Wait for training after all agents have ended. Fails if there are too few groups, which it would wait for forever."""
     newest = (await gateway.show_feed(FEED)).newest
     per_step = goal.settings.groups
     missing = (goal.steps - trainer.state.step) * per_step - (newest - trainer.state.number)
     while missing > 0 and not training.done():
-        if newest - trainer.state.number < per_step:  # it has trained all that there is
+        if newest - trainer.state.number < per_step:  # it has trained on all groups there are
             raise TurngateError(
-                f"the agents' rollouts have ended after {trainer.state.step} of {goal.steps} steps: {missing} groups had no rollout "
-                "that was graded; their outcomes are in the folder of the run"
+                f"the agents' rollouts ended after {trainer.state.step} of {goal.steps} steps: {missing} groups had no graded "
+                "rollout; their outcomes are in the folder of the run"
             )
-        await asyncio.wait({training}, timeout=_LOOK_S)
+        await asyncio.wait({training}, timeout=_POLL_S)
 
 
-class _Clock:
-    """What each step took of the time."""
+class _StepClock:
+    """Measures how the time of each step was spent."""
 
-    def __init__(self, engine: Clocked) -> None:
+    def __init__(self, engine: TimedEngine) -> None:
         self._engine = engine
         self._at, self._busy, self._own = time.monotonic(), engine.busy_s, time.thread_time()
 
-    def lap(self, step: Step) -> Shares:
+    def lap(self, step: Step) -> StepTime:
         at, busy, own = time.monotonic(), self._engine.busy_s, time.thread_time()
-        shares = Shares(
+        shares = StepTime(
             whole=at - self._at,
             training=step.seconds["train"],
             sampling=busy - self._busy,

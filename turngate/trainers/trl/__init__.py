@@ -1,12 +1,12 @@
 """TRL's asynchronous GRPO on rollouts of real agents. Needs `trl` (extra `trl`), which nothing outside of this folder imports.
 
-    worker     `TurngateWorker`, a rollout worker for `AsyncGRPOTrainer`: a feed's deliveries become TRL's rows
-    rows       one delivery → `RolloutSample`s, and what the trainer's queue holds
-    weights    `fenced`: TRL's weight sync inside the gateway's fence
-    trainer    `CheckpointedTrainer`: which deliveries are trained is in its checkpoints, so that none is trained twice
-    pace       how far the worker's plan may run ahead of the trainer
-    sessions   the other way in: OpenEnv sessions for TRL's own `HarnessRolloutWorker`
+    worker     `TurngateWorker`, a rollout worker for `AsyncGRPOTrainer`: turns a feed's deliveries into TRL's rows
+    rows       one delivery → `RolloutSample`s, and the trainer's queue
+    weights    `fence_weight_sync`: TRL's weight sync inside the gateway's fence
+    trainer    `CheckpointedTrainer`: records trained deliveries in its checkpoints, so that none is trained twice
+    throttle   how far the worker's plan may run ahead of the trainer
+    sessions   the alternative: OpenEnv sessions for TRL's own `HarnessRolloutWorker`
     retry      wait for a gateway that restarts
 
-docs/trl.md says which one to take; examples/trl/ runs them.
+docs/trl.md compares them; examples/trl/ runs them.
 """

@@ -1,10 +1,10 @@
-"""TRL's trainer, with the feed's numbers in its checkpoints: a run that is killed and resumed trains no row twice and leaves none out.
+"""TRL's trainer, with the feed's position in its checkpoints: a killed and resumed run trains every row once.
 
     worker = TurngateWorker(config, checkpoint=last)
     trainer = CheckpointedTrainer(model, …, rollout_worker=worker)
     trainer.train(resume_from_checkpoint=last)
 
-TRL's trainer reads ahead, so what it took from its queue says little about what it trained: the rows of each step are counted here.
+TRL's trainer reads ahead of its training, so the rows of each step are counted here.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from turngate.trainers.trl.worker import LAST, STATE, TurngateWorker
 
 
 class CheckpointedTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
-    """Used with a `TurngateWorker`; with any other worker it is TRL's own."""
+    """For a `TurngateWorker`. With any other worker, it behaves like TRL's trainer."""
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        # How many rows, on all ranks together: TRL gives tokens and their mean per row. Read before the step, which may empty `inputs`.
+        # Rows of all ranks: TRL gives the tokens and their mean per row. Read before the step, which may clear `inputs`.
         rows = round(float(inputs["global_n_forward_tokens"][0]) / float(inputs["mean_seq_len"][0]))
         loss = super().training_step(model, inputs, num_items_in_batch)
         if isinstance(self.rollout_worker, TurngateWorker):
-            self.rollout_worker.rollout_buffer.trained(rows)
+            self.rollout_worker.rollout_buffer.mark_trained(rows)
         return loss
 
     def get_train_dataloader(self) -> Any:
@@ -37,7 +37,7 @@ class CheckpointedTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
         worker = self.rollout_worker
         if isinstance(
             worker, TurngateWorker
-        ):  # the same bounds for both: TRL must not drop a row that we count as given
+        ):  # the same bounds for both: TRL must not drop a row that is counted as handed out
             if self.args.temperature != worker.config.temperature:
                 raise ConfigError(
                     f"temperature: the trainer has {self.args.temperature:g}, its worker {worker.config.temperature:g}; make them equal",
@@ -51,7 +51,7 @@ class CheckpointedTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         worker = self.rollout_worker
         if isinstance(worker, TurngateWorker):
-            _check_same(worker.checkpoint, kwargs.get("resume_from_checkpoint"))
+            _check_same_checkpoint(worker.checkpoint, kwargs.get("resume_from_checkpoint"))
         return super()._inner_training_loop(*args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -61,40 +61,40 @@ class CheckpointedTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
             return
         folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         state = worker.state()
-        # A run that is killed in here leaves a checkpoint that says either what it was trained on, or that it is not whole. In this
-        # order, since TRL deletes older checkpoints as soon as it has written this one.
+        # A run killed here leaves a checkpoint that either states what it was trained on or is marked incomplete. The sequence
+        # matters: TRL deletes older checkpoints as soon as it has written this one.
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / LAST).unlink(missing_ok=True)  # of a run that was resumed from before this step
-        _write(folder / STATE, msgspec.json.format(msgspec.json.encode(state)))
+        (folder / LAST).unlink(missing_ok=True)  # from a run that was resumed before this step
+        _write_durably(folder / STATE, msgspec.json.format(msgspec.json.encode(state)))
         super()._save_checkpoint(model, trial)
         worker.commit(state.delivery)
 
 
-def _check_same(worker: Path | None, trainer: str | None) -> None:
-    """That rows go on where weights do."""
+def _check_same_checkpoint(worker: Path | None, trainer: str | None) -> None:
+    """Check that worker and trainer resume from the same checkpoint."""
     if trainer is None and worker is not None:
         raise ConfigError(
-            f"checkpoint: the worker goes on from {worker}, but the trainer begins anew; train(resume_from_checkpoint={str(worker)!r})",
+            f"checkpoint: the worker resumes from {worker}, but the trainer does not; call train(resume_from_checkpoint={str(worker)!r})",
             param="checkpoint",
         )
-    # Without one, the worker was told that what is committed counts: right for weights that have never seen this feed.
+    # Without one, the worker starts after the committed deliveries: right for weights that have never seen this feed.
     given = worker is not None or (trainer is not None and Path(trainer, STATE).is_file())
     if trainer is not None and given and (worker is None or worker.resolve() != Path(trainer).resolve()):
         raise ConfigError(
-            f"checkpoint: the trainer goes on from {trainer}, but its worker from "
-            f"{worker or 'what the feed has as committed'}; give both the same",
+            f"checkpoint: the trainer resumes from {trainer}, but its worker from "
+            f"{worker or 'the committed deliveries'}; give both the same checkpoint",
             param="checkpoint",
         )
 
 
-def _write(file: Path, data: bytes) -> None:
-    """All of it or nothing, and on the disk before anything that relies on it."""
-    beside = file.with_name(f".{file.name}")
-    with beside.open("wb") as out:
+def _write_durably(file: Path, data: bytes) -> None:
+    """Write a file atomically and sync it to disk."""
+    temporary = file.with_name(f".{file.name}")
+    with temporary.open("wb") as out:
         out.write(data)
         out.flush()
         os.fsync(out.fileno())
-    beside.replace(file)
+    temporary.replace(file)
     folder = os.open(file.parent, os.O_RDONLY)
     try:
         os.fsync(folder)

@@ -1,14 +1,14 @@
-"""TRL's weight sync inside the gateway's fence: new calls wait, the weights go over, and what follows is of the next version.
+"""TRL's weight sync inside the gateway's fence: new calls wait, weights are sent, and later calls are of the next version.
 
     trainer = AsyncGRPOTrainer(…, rollout_worker=worker)
-    fenced(trainer, "http://127.0.0.1:8080")
+    fence_weight_sync(trainer, "http://127.0.0.1:8080")
 
-How the weights go over stays TRL's business (NCCL into vLLM), or that of whatever was given to the trainer as `weight_transfer`.
+TRL sends the weights (NCCL into vLLM), or the trainer's own `weight_transfer` does.
 
-A trainer may die in the middle of it. Until the first weight is sent the engine has the old ones, so the pause has a limit, after which
-calls go on at the old version. From then on it has none: what the engine holds is neither version, and nothing that it samples could be
-told apart from good rows. Calls wait, also in a gateway that is started again, until a trainer has sent all of its weights (TRL does that
-first of all when it is started), or until somebody resumes by hand an engine that was started anew.
+A trainer may die during the transfer. Until the first weight is sent, the engine has the old ones, so the pause has a limit, after which
+calls continue at the old version. From then on there is no limit: the engine holds a mix of two versions, and its samples could not be
+distinguished from good rows. Calls wait, also after a restart of the gateway, until a trainer has sent all weights (TRL does so when it
+starts), or until an operator restarts the engine and resumes the fence.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger("turngate")
 LIMIT_S = 900.0
 
 
-class Transfer(Protocol):
+class WeightTransfer(Protocol):
     """TRL's `WeightTransferProtocol`."""
 
     def init_weight_transfer(self) -> None: ...
@@ -44,17 +44,19 @@ class Transfer(Protocol):
     def destroy(self) -> None: ...
 
 
-class NotHeld(TurngateError):
-    """The fence was open again before the weights could be sent."""
+class FenceReopened(TurngateError):
+    """The fence reopened before the weights could be sent."""
 
     kind = "fence_open"
 
 
-def fenced(
+def fence_weight_sync(
     trainer: Any, gateway: str, *, admin_key: str = "", pause: PauseMode = "hold", limit_s: float = LIMIT_S
 ) -> None:
-    """Put a trainer's weight sync inside the fence. On ranks that send none, and where TRL publishes adapters under new names (calls in
-    flight keep theirs, and need no fence), nothing changes."""
+    """Put a trainer's weight sync inside the fence.
+
+    Nothing changes on ranks that send no weights, or if TRL publishes adapters under new names: calls in flight keep theirs.
+    """
     if trainer.weight_transfer is not None:
         trainer.weight_transfer = FencedTransfer(
             trainer.weight_transfer, gateway, admin_key=admin_key, pause=pause, limit_s=limit_s
@@ -62,12 +64,15 @@ def fenced(
 
 
 class FencedTransfer:
-    """`pause`: "hold" lets calls in flight go on, at the new weights as soon as they are there (their turns tell both versions);
-    "drain" waits for their end first. `limit_s`: from the pause to the first weight; more than the longest call takes, for a drain."""
+    """A weight transfer inside the fence.
+
+    `pause`: "hold" lets calls in flight continue with the new weights (their turns record both versions); "drain" waits for them to end.
+    `limit_s`: from the pause to the first weight; for a drain, more than the longest call takes.
+    """
 
     def __init__(
         self,
-        inner: Transfer,
+        inner: WeightTransfer,
         gateway: str,
         *,
         admin_key: str = "",
@@ -79,8 +84,8 @@ class FencedTransfer:
         self._mode: PauseMode = pause
         self._limit_s = limit_s
         self._thread = LoopThread("turngate-fence")
-        self._version: int | None = None  # at which the fence was closed; None: it is open
-        self._sending = False  # the engine's weights may be neither the old nor the new ones
+        self._version: int | None = None  # when the fence was closed; None: it is open
+        self._sending = False  # the engine may hold a mix of old and new weights
 
     def init_weight_transfer(self) -> None:
         self._thread.start()
@@ -88,16 +93,16 @@ class FencedTransfer:
         self._inner.init_weight_transfer()
 
     def pause(self) -> None:
-        told = self._thread.run(patiently(lambda: self._gateway.pause(self._mode, self._limit_s)))
-        if not told["paused"]:
-            raise NotHeld(
-                f"limit_s: calls in flight did not end within {self._limit_s:g} s, and calls go on; raise it, or pause with hold"
+        fence = self._thread.run(patiently(lambda: self._gateway.pause(self._mode, self._limit_s)))
+        if not fence["paused"]:
+            raise FenceReopened(
+                f"limit_s: calls in flight did not end within {self._limit_s:g} s, so calls continue; raise it, or pause with hold"
             )
-        self._version = int(told["version"])
+        self._version = int(fence["version"])
         self._inner.pause()
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        # Without a limit from here on. Not a drain: the engine is paused by now, and calls in it would not end.
+        # No limit from here on. Not a drain: the engine is paused, so that its calls would not end.
         self._thread.run(patiently(lambda: self._gateway.pause("hold")))
         self._sending = True
         self._inner.send_weights(iterator)
@@ -105,7 +110,7 @@ class FencedTransfer:
     def resume(self) -> None:
         assert self._version is not None, "TRL pauses before it resumes"
         next_version = self._version + 1
-        # The gateway first: what calls in flight sample from here on is of the new version.
+        # The gateway first: from here on, calls in flight sample from the new version.
         self._thread.run(patiently(lambda: self._gateway.resume(next_version)))
         self._version, self._sending = None, False
         self._inner.resume()
@@ -116,19 +121,19 @@ class FencedTransfer:
         finally:
             if self._thread.is_running:
                 try:
-                    self._left()
+                    self._release_fence()
                 finally:
                     self._thread.run(self._gateway.__aexit__(None, None, None))
                     self._thread.stop()
 
-    def _left(self) -> None:
-        """What becomes of a fence that TRL did not open."""
+    def _release_fence(self) -> None:
+        """Open the fence if TRL did not, unless the weights are incomplete."""
         if self._version is None:
             return
         if self._sending:
             log.warning(
-                "the weights did not all go over: %s stays paused, since nobody knows what would be sampled; it goes on when a trainer "
-                "has sent all of them, or, with an engine that was started anew, after POST /admin/fence/resume",
+                "not all weights were sent: %s stays paused, because the engine holds a mix of two versions. It continues when a trainer "
+                "has sent all of them, or after a restart of the engine and POST /admin/fence/resume",
                 self._gateway.url,
             )
             return
@@ -139,7 +144,7 @@ class FencedTransfer:
 
 
 class NoTransfer:
-    """For an engine that shares its weights with the trainer, or whose weights stay as they are."""
+    """For an engine that shares its weights with the trainer, or whose weights never change."""
 
     def init_weight_transfer(self) -> None:
         pass
@@ -148,7 +153,7 @@ class NoTransfer:
         pass
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        for _ in iterator:  # sharded parameters are gathered by it, on all ranks at once
+        for _ in iterator:  # iterating gathers sharded parameters, on all ranks at once
             pass
 
     def resume(self) -> None:

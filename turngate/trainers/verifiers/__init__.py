@@ -1,10 +1,10 @@
 """verifiers (0.4, whose one API is `verifiers.v1`) and, through it, prime-rl.
 
-    environment   any of our tasks, done by any agent of the catalogue in any of our sandboxes, as an environment of verifiers'
-    gateway       a mixin for verifiers' own harnesses: their model calls go to this gateway, by prime-rl's rollout API
-    graft         what the gateway recorded, as a trace of verifiers': its message graph, with ids, masks and log-probabilities
+    environment   Turngate's tasks, agents and sandboxes as a verifiers environment
+    gateway       a mixin for verifiers' own harnesses: their model calls go to this gateway, through prime-rl's rollout API
+    graft         recorded turns as a verifiers trace: its message graph, with ids, masks and log-probabilities
 
-Needs `pip install 'turngate[verifiers]'`; nothing else of Turngate imports this.
+Needs `pip install 'turngate[verifiers]'`.
 """
 
 from importlib.util import find_spec

@@ -1,13 +1,12 @@
-"""Any of our tasks, done by any agent of the catalogue in any of our sandboxes, as an environment of verifiers'.
+"""Turngate's tasks, agents and sandboxes as a verifiers environment.
 
-    taskset   what `tasks/read.py` reads: Harbor folders, SWE rows, JSONL, a function …
-    harness   one rollout of ours (`rollout/one.py`), with the gateway that is named; its turns become the trace's message graph
-    env       both together, and one way to the gateway for all rollouts
+    taskset   tasks in any form that `turngate batch` reads: Harbor folders, SWE rows, JSONL, a function …
+    harness   one Turngate rollout with a running gateway; its turns become the trace's message graph
+    env       both, with one connection to the gateway for all rollouts
 
-verifiers' own runtime holds nothing but an empty folder: the agent runs in our sandbox, and its model calls come to our gateway
-rather than to verifiers' server. The reward is the host's grade. Where there is none (an invalid task, a fault of the
-infrastructure), there is none there either: the trace has an error, which says whose fault it was, and `rewards["grade"]` is null.
-`examples/verifiers` is such an environment as a package.
+verifiers' own runtime is an empty folder: the agent runs in Turngate's sandbox, and its model calls go to the gateway instead of verifiers'
+server. The reward is the host's grade. Without one (an invalid task, an infrastructure fault), the trace has an error that names the
+boundary, and `rewards["grade"]` is null. `examples/verifiers` packages such an environment.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import verifiers.v1 as vf
 from pydantic import Field, model_validator
 
 from turngate.agents.install import ensure_installed
-from turngate.agents.launch import ModelLimits as Told
+from turngate.agents.launch import ModelLimits
 from turngate.agents.spec import find_agent
 from turngate.client.gateway import GatewayClient
 from turngate.client.keys import read_admin_key
@@ -39,20 +38,20 @@ from turngate.sandboxes import get_backend
 from turngate.sandboxes.base import Network
 from turngate.tasks import Task, read_tasks
 from turngate.trainers.verifiers.gateway import gateway_url
-from turngate.trainers.verifiers.graft import graft, turns_of
+from turngate.trainers.verifiers.graft import graft, turns_from_view
 from turngate.types import Json, Sampling
 from turngate.views.trace import parse_trace as read_view
 
 GRADE = "grade"  # the name of the one reward
 _FETCH_S = 60.0
-# Whose fault it was, in verifiers' words.
+# verifiers' error for each boundary.
 _FAULTS: Mapping[Boundary, type[Exception]] = {
     "engine": vf.ProviderError,
     "sandbox": vf.SandboxError,
     "agent": vf.HarnessError,
     "task": vf.TaskError,
 }
-# What a session's limit is called there: these count as truncated.
+# verifiers' names of a session's limits: these count as truncated.
 _LIMITS = {"turns": "max_turns", "sampled_tokens": "max_output_tokens", "context_tokens": "max_total_tokens"}
 
 
@@ -60,7 +59,7 @@ _LIMITS = {"turns": "max_turns", "sampled_tokens": "max_output_tokens", "context
 
 
 class TurngateData(vf.TaskData):
-    """Enough to find the task again wherever the rollout is run."""
+    """Identifies a task, on any machine that runs the rollout."""
 
     tasks: str
     task: str
@@ -72,7 +71,7 @@ class TurngateTask(vf.Task[TurngateData]):
         return str(self.data.task)
 
     async def score(self, trace: vf.Trace, runtime: vf.Runtime | None = None) -> None:
-        """The host's grade, which is known by now. None stays None."""
+        """Record the host's grade. None stays None."""
         await super().score(trace, runtime)
         if self.scoring_deferred:
             return
@@ -90,20 +89,20 @@ class TurngateTasksetConfig(vf.TasksetConfig):
 class TurngateTaskset(vf.Taskset[TurngateTask, TurngateTasksetConfig]):
     def load(self) -> Iterator[TurngateTask]:
         if not self.config.tasks:
-            raise ValueError("taskset.tasks: is not set; it has to say where the tasks are")
-        where = _whole(self.config.tasks)
+            raise ValueError("taskset.tasks: is not set; give the location of the tasks")
+        where = _absolute(self.config.tasks)
         for task in read_tasks(where):
             data = TurngateData(id=task.id, name=task.id, prompt=task.instruction, tasks=where, task=task.id)
             yield TurngateTask(data, self.config.task)
 
 
-def _whole(where: str) -> str:
-    """A path that is also one for a worker that was started elsewhere."""
+def _absolute(where: str) -> str:
+    """Make a path absolute, for workers with another working directory."""
     return str(Path(where).absolute()) if Path(where).exists() else where
 
 
 @lru_cache(maxsize=1024)
-def asked(where: str, task: str) -> Task:
+def find_task(where: str, task: str) -> Task:
     return next(iter(read_tasks(where, only=[task])))
 
 
@@ -120,48 +119,48 @@ class TurngateHarnessConfig(vf.HarnessConfig):
     image: str = ""
     network: Network = "none"
     timeout_s: float | None = Field(None, gt=0)
-    """The agent's time; else the task's own, else half an hour."""
+    """Time limit of the agent; by default the task's, or half an hour."""
     options: dict[str, str] = Field(default_factory=dict)
-    """The agent's own, as `turngate run --set`."""
+    """Options of the agent, as for `turngate run --set`."""
     context_tokens: int | None = Field(None, gt=0)
     on_timeout: EndAction = "grade"
     on_failure: EndAction = "grade"
     on_limit: EndAction = "grade"
     on_lost: Literal["exclude", "zero"] = "zero"
     out: Path = Path("turngate-rollouts")
-    """Where what agents leave is kept."""
+    """Folder for the agents' files."""
     keep_work: bool = False
     public_url: str = ""
-    """Where a remote sandbox reaches the gateway …"""
+    """URL at which remote sandboxes reach the gateway …"""
     tunnel: str = ""
-    """… or the command that makes such a way, and prints its URL. It is made once for all rollouts of the environment."""
+    """… or a command that opens a tunnel and prints its URL. It runs once for all rollouts of the environment."""
 
 
-class Ground(msgspec.Struct, frozen=True):
-    """What all rollouts of an environment share."""
+class SharedConnections(msgspec.Struct, frozen=True):
+    """Connections that all rollouts of an environment share."""
 
     gateway: GatewayClient
     connector: GatewayConnector
 
 
-_ground: ContextVar[Ground | None] = ContextVar("turngate_ground", default=None)
+_shared_connections: ContextVar[SharedConnections | None] = ContextVar("turngate_ground", default=None)
 
 
 @asynccontextmanager
-async def _grounds(config: TurngateHarnessConfig) -> AsyncIterator[Ground]:
+async def _connect(config: TurngateHarnessConfig) -> AsyncIterator[SharedConnections]:
     try:
         async with (
             GatewayClient(gateway_url(config), read_admin_key()) as gateway,
             GatewayConnector(gateway.url, config.public_url, config.tunnel) as connector,
         ):
             await gateway.check()
-            yield Ground(gateway, connector)
+            yield SharedConnections(gateway, connector)
     except TurngateError as error:
         raise vf.InterceptionError(error.message) from error
 
 
 class TurngateHarness(vf.Harness[TurngateHarnessConfig]):
-    """One rollout of ours, from sandbox to grade."""
+    """One Turngate rollout, from sandbox to grade."""
 
     EXECUTES_CODE: ClassVar[bool] = False  # not in verifiers' runtime
     NEEDS_CONTAINER: ClassVar[bool] = False
@@ -177,36 +176,36 @@ class TurngateHarness(vf.Harness[TurngateHarnessConfig]):
         data: vf.TaskData,
     ) -> vf.ProgramResult:
         if not isinstance(trace.task.data, TurngateData):
-            raise vf.TaskError("the turngate harness does turngate tasks; use them with --env.taskset.id turngate-env")
-        trace.rewards.setdefault(GRADE, None)  # not known, whatever happens before it is
+            raise vf.TaskError("the turngate harness only runs turngate tasks; use --env.taskset.id turngate-env")
+        trace.rewards.setdefault(GRADE, None)  # unknown until it is graded
         async with AsyncExitStack() as stack:
-            ground = _ground.get()
-            if ground is None:
-                ground = await stack.enter_async_context(_grounds(self.config))
-            _, prompt = self.resolve_text_prompt(data)  # which the run may have changed, or put something before
-            return await self._rolled(ground, ctx, trace, trace.task.data, prompt or "")
+            connections = _shared_connections.get()
+            if connections is None:
+                connections = await stack.enter_async_context(_connect(self.config))
+            _, prompt = self.resolve_text_prompt(data)  # the run may have changed it
+            return await self._run_rollout(connections, ctx, trace, trace.task.data, prompt or "")
 
-    async def _rolled(
-        self, ground: Ground, ctx: vf.ModelContext, trace: vf.Trace, data: TurngateData, prompt: str
+    async def _run_rollout(
+        self, connections: SharedConnections, ctx: vf.ModelContext, trace: vf.Trace, data: TurngateData, prompt: str
     ) -> vf.ProgramResult:
         try:
-            order = await asyncio.to_thread(self._order, ctx, trace, data, prompt)
-            await order.backend.check()
+            spec = await asyncio.to_thread(self._build_spec, ctx, trace, data, prompt)
+            await spec.backend.check()
         except TurngateError as error:
             raise _fault(error.boundary, error.message) from error
-        rollout = Rollout(order, ground.gateway, ground.connector, session=trace.id)
+        rollout = Rollout(spec, connections.gateway, connections.connector, session=trace.id)
         try:
             outcome = await rollout.run()
-        except asyncio.CancelledError:  # the run's deadline, or its end: what was recorded stays
-            await run_to_completion(_grafted(ground.gateway, trace, rollout.outcome))
+        except asyncio.CancelledError:  # the run ends: record the turns so far
+            await run_to_completion(_record_turns(connections.gateway, trace, rollout.outcome))
             raise
-        await _grafted(ground.gateway, trace, outcome)
+        await _record_turns(connections.gateway, trace, outcome)
         _conclude(trace, outcome)
         return vf.ProgramResult(exit_code=0, stdout=outcome.collected.stdout, stderr=outcome.collected.stderr)
 
-    def _order(self, ctx: vf.ModelContext, trace: vf.Trace, data: TurngateData, prompt: str) -> RolloutSpec:
+    def _build_spec(self, ctx: vf.ModelContext, trace: vf.Trace, data: TurngateData, prompt: str) -> RolloutSpec:
         config = self.config
-        task = msgspec.structs.replace(asked(data.tasks, data.task), instruction=prompt)
+        task = msgspec.structs.replace(find_task(data.tasks, data.task), instruction=prompt)
         spec = find_agent(config.agent).spec
         return RolloutSpec(
             task=task,
@@ -218,8 +217,10 @@ class TurngateHarness(vf.Harness[TurngateHarnessConfig]):
             image=config.image,
             network=config.network,
             env=config.resolved_env,
-            session=_session(ctx, trace),
-            model_limits=Told() if config.context_tokens is None else Told(context_tokens=config.context_tokens),
+            session=_build_session(ctx, trace),
+            model_limits=ModelLimits()
+            if config.context_tokens is None
+            else ModelLimits(context_tokens=config.context_tokens),
             options=config.options,
             folder=config.out,
             keep_work=config.keep_work,
@@ -229,8 +230,8 @@ class TurngateHarness(vf.Harness[TurngateHarnessConfig]):
         )
 
 
-def _session(ctx: vf.ModelContext, trace: vf.Trace) -> dict[str, Json]:
-    """The run's sampling and limits, which here the gateway sees to."""
+def _build_session(ctx: vf.ModelContext, trace: vf.Trace) -> dict[str, Json]:
+    """Build the session's settings from the run's sampling and limits."""
     given = ctx.sampling.model_dump(exclude_none=True)
     known = {field.name for field in msgspec.structs.fields(Sampling)}
     agent = trace.agent.config
@@ -247,8 +248,8 @@ def _session(ctx: vf.ModelContext, trace: vf.Trace) -> dict[str, Json]:
     }
 
 
-async def _grafted(gateway: GatewayClient, trace: vf.Trace, outcome: Outcome) -> None:
-    """The turns that were recorded, and what is known about the rollout."""
+async def _record_turns(gateway: GatewayClient, trace: vf.Trace, outcome: Outcome) -> None:
+    """Put the recorded turns and facts about the rollout into the trace."""
     trace.info["turngate"] = {
         "session": outcome.session,
         "gateway": gateway.url,
@@ -269,14 +270,16 @@ async def _grafted(gateway: GatewayClient, trace: vf.Trace, outcome: Outcome) ->
         async with asyncio.timeout(_FETCH_S):
             view = await gateway.trace(outcome.session)
     except TurngateError as error:
-        raise vf.InterceptionError(f"the trace of session {outcome.session} cannot be had: {error.message}") from error
+        raise vf.InterceptionError(
+            f"the trace of session {outcome.session} cannot be fetched: {error.message}"
+        ) from error
     viewed = read_view(view)
     trace.info["turngate"]["untrained"] = {str(turn.id): turn.untrained for turn in viewed.turns if turn.untrained}
-    graft(trace, turns_of(viewed))
+    graft(trace, turns_from_view(viewed))
 
 
 def _conclude(trace: vf.Trace, outcome: Outcome) -> None:
-    """How it ended, in verifiers' words. What has no reward that could be trained on is an error, never a 0."""
+    """Record how the rollout ended, in verifiers' terms. A rollout without a reward is an error, never a 0."""
     if outcome.fault is not None:
         raise _fault(outcome.fault.boundary, f"{outcome.fault.stage}: {outcome.fault.message}")
     if outcome.kind in ("invalid task", "infrastructure fault"):
@@ -285,7 +288,7 @@ def _conclude(trace: vf.Trace, outcome: Outcome) -> None:
     if outcome.status == "cancelled":
         raise vf.HarnessError(f"the rollout was cancelled: {outcome.stop}")
     if outcome.kind is not None and outcome.reward is None:
-        raise vf.HarnessError(f"{outcome.status}, and so excluded (on_timeout, on_failure, on_limit, on_lost)")
+        raise vf.HarnessError(f"{outcome.status}, which is excluded (see on_timeout, on_failure, on_limit, on_lost)")
     if outcome.status == "timed out" or outcome.stop == "seconds":
         trace.record_timeout("agent")
     elif outcome.status == "limit":
@@ -303,12 +306,12 @@ def _fault(boundary: Boundary, message: str) -> Exception:
 
 class TurngateEnvConfig(vf.EnvConfig):
     agent: vf.AgentConfig = vf.AgentConfig(runtime=vf.SubprocessConfig())
-    """The one seat. Its harness says which agent, which sandbox and which gateway."""
+    """The single agent. Its harness chooses agent, sandbox and gateway."""
 
     @model_validator(mode="before")
     @classmethod
     def _own_harness(cls, data: Any) -> Any:
-        """The harness is the one that comes with the taskset, unless another is named: its settings can be given without its name."""
+        """Default to the taskset's harness, so that its settings can be given without its name."""
         if not isinstance(data, dict) or not isinstance(data.get("taskset"), dict) or not data["taskset"].get("id"):
             return data
         agent = data.get("agent") or {}
@@ -319,25 +322,25 @@ class TurngateEnvConfig(vf.EnvConfig):
 
 
 class TurngateEnv(vf.Env[TurngateEnvConfig]):
-    """One agent per task, with one way to the gateway for all of them."""
+    """One agent per task, with one connection to the gateway for all of them."""
 
     def __init__(self, config: TurngateEnvConfig) -> None:
         super().__init__(config)
         self._stack = AsyncExitStack()
-        self._shared: Ground | None = None
+        self._shared: SharedConnections | None = None
 
     async def start(self) -> None:
         harness: Any = self._agent_harness(self.config.agent)
         if isinstance(harness, TurngateHarnessConfig):
-            self._shared = await self._stack.enter_async_context(_grounds(harness))
+            self._shared = await self._stack.enter_async_context(_connect(harness))
 
     async def stop(self) -> None:
         self._shared = None
         await self._stack.aclose()
 
     async def run(self, task: vf.Task, agents: vf.Agents) -> None:
-        token = _ground.set(self._shared)
+        token = _shared_connections.set(self._shared)
         try:
             await agents.agent.run(task)
         finally:
-            _ground.reset(token)
+            _shared_connections.reset(token)

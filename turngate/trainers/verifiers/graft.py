@@ -1,9 +1,9 @@
-"""What the gateway recorded, as a trace of verifiers': its message graph, with ids, masks and log-probabilities.
+"""Recorded turns as a verifiers trace: its message graph, with ids, masks and log-probabilities.
 
-verifiers trains every root-to-leaf branch of the graph, with all that the masks of its nodes say. A turn that two branches share would
-be trained twice. So each branch gets nodes of its own here, and a turn is trained in the first one that has it: the branches of the
-trace are then the rows that `trace/sample.py` makes, token for token. A turn that may not be trained is context, without
-log-probabilities. A node is a message; the tokens that messages add stand, as in verifiers, before the answer to them.
+verifiers trains every root-to-leaf branch of the graph by the masks of its nodes, so that a turn shared by two branches would be trained
+twice. Here each branch gets its own nodes, and a turn is trained in the first branch that has it: the branches equal the rows of
+`trace/sample.py`, token for token. A turn that is not trained is context, without log-probabilities. A node is a message; as in
+verifiers, the tokens of new messages precede the answer to them.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from turngate.views.trace import TraceView
 _FINISH = ("stop", "length", "tool_calls")
 
 
-class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """One model call, and what it added to the conversation before it."""
+class GraftTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """A model call, and what it adds to the conversation."""
 
     id: int
-    parent: int | None  # the turn that it goes on from
-    first: bool  # of the agent's own work, rather than of a helper's
-    messages: Sequence[Json]  # that are new since then, in OpenAI's form
+    parent: int | None  # the turn that it continues
+    first: bool  # of the main agent, not of a sub-agent
+    messages: Sequence[Json]  # new since the parent, in OpenAI's form
     tools: Sequence[Json]
-    context: Sequence[int]  # the ids of those
+    context: Sequence[int]  # ids of the new messages
     ids: Sequence[int]
     logprobs: Sequence[float] | None
-    untrained: str  # why it may not be trained; empty if it may
+    untrained: str  # why it is not trained; empty if it is
     message: Json
     finish: str
     model: str
@@ -41,13 +41,13 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     fault: str = ""
 
 
-def turns_of(viewed: TraceView) -> list[Turn]:
-    """The turns of a trace as the gateway tells it."""
+def turns_from_view(viewed: TraceView) -> list[GraftTurn]:
+    """Convert a trace of the gateway to turns."""
     found = []
     for turn in viewed.turns:
         context = viewed.contexts[turn.parent]
         found.append(
-            Turn(
+            GraftTurn(
                 id=turn.id,
                 parent=context.parent,
                 first=turn.role == "main",
@@ -69,23 +69,23 @@ def turns_of(viewed: TraceView) -> list[Turn]:
     return found
 
 
-def graft(trace: vf.Trace, turns: Sequence[Turn]) -> None:
-    """Put the turns into a trace that has none yet. Whole or not at all: it is built first, and then put in."""
+def graft(trace: vf.Trace, turns: Sequence[GraftTurn]) -> None:
+    """Put the turns into an empty trace, all or none."""
     if trace.nodes:
         raise ValueError(f"trace {trace.id} has a message graph already")
     by_id = {turn.id: turn for turn in turns}
     nodes: list[vf.MessageNode] = []
-    places: dict[int, int] = {}  # of each turn, the node that it is
+    places: dict[int, int] = {}  # node of each turn
     for chain in _chains(turns, by_id):
-        _lay(chain, nodes, places)
-    calls = [_call(turn, places.get(turn.id), _prompt_size(turn, by_id)) for turn in turns]
+        _append_chain(chain, nodes, places)
+    calls = [_build_call(turn, places.get(turn.id), _prompt_size(turn, by_id)) for turn in turns]
     trace.nodes, trace.calls = nodes, calls
     trace.tools = list({tool.name: tool for node in nodes for tool in node.tools}.values())
     trace.notify()
 
 
-def _chains(turns: Sequence[Turn], by_id: Mapping[int, Turn]) -> list[list[Turn]]:
-    """The branches with something to train; all of them where there is nothing, so that what was said can be read."""
+def _chains(turns: Sequence[GraftTurn], by_id: Mapping[int, GraftTurn]) -> list[list[GraftTurn]]:
+    """Return the branches with something to train, or all of them if there is none, so that they can be read."""
     parents = {turn.parent for turn in turns}
     leaves = [turn for turn in turns if turn.id not in parents]
     chains = [_path(leaf, by_id) for leaf in leaves]
@@ -100,36 +100,37 @@ def _chains(turns: Sequence[Turn], by_id: Mapping[int, Turn]) -> list[list[Turn]
     return trained or chains
 
 
-def _path(leaf: Turn, by_id: Mapping[int, Turn]) -> list[Turn]:
+def _path(leaf: GraftTurn, by_id: Mapping[int, GraftTurn]) -> list[GraftTurn]:
     found = [leaf]
     while found[-1].parent is not None:
         found.append(by_id[found[-1].parent])
     return found[::-1]
 
 
-def _size(chain: Sequence[Turn]) -> int:
+def _size(chain: Sequence[GraftTurn]) -> int:
     return sum(len(turn.context) + len(turn.ids) for turn in chain)
 
 
-def _prompt_size(turn: Turn, by_id: Mapping[int, Turn]) -> int:
+def _prompt_size(turn: GraftTurn, by_id: Mapping[int, GraftTurn]) -> int:
     return _size(_path(turn, by_id)) - len(turn.ids)
 
 
-def _lay(chain: Sequence[Turn], nodes: list[vf.MessageNode], places: dict[int, int]) -> None:
+def _append_chain(chain: Sequence[GraftTurn], nodes: list[vf.MessageNode], places: dict[int, int]) -> None:
     parent: int | None = None
     for turn in chain:
         for wire in turn.messages:
             tools = _tools(turn.tools) if parent is None else []
-            nodes.append(vf.MessageNode(parent=parent, message=message(wire), tools=tools, timestamp=turn.started))
+            nodes.append(
+                vf.MessageNode(parent=parent, message=to_vf_message(wire), tools=tools, timestamp=turn.started)
+            )
             parent = len(nodes) - 1
-        own = turn.id not in places  # else it is what another branch begins with too
+        own = turn.id not in places  # else an earlier branch has it
         trained = own and not turn.untrained and turn.logprobs is not None
         nodes.append(
             vf.MessageNode(
                 parent=parent,
-                message=message(turn.message),
-                sampled=own
-                and (bool(turn.ids) or turn.finish != "abort"),  # nothing came of a call that was cut short at once
+                message=to_vf_message(turn.message),
+                sampled=own and (bool(turn.ids) or turn.finish != "abort"),  # not a call that was aborted at once
                 timestamp=turn.ended,
                 token_ids=[*turn.context, *turn.ids],
                 mask=[False] * len(turn.context) + [trained] * len(turn.ids),
@@ -141,7 +142,7 @@ def _lay(chain: Sequence[Turn], nodes: list[vf.MessageNode], places: dict[int, i
             places[turn.id] = parent
 
 
-def _call(turn: Turn, node: int | None, prompt: int) -> vf.ModelCall:
+def _build_call(turn: GraftTurn, node: int | None, prompt: int) -> vf.ModelCall:
     return vf.ModelCall(
         node=node,
         model=turn.model or None,
@@ -154,8 +155,8 @@ def _call(turn: Turn, node: int | None, prompt: int) -> vf.ModelCall:
     )
 
 
-def message(wire: Mapping[str, Any]) -> vf.Message:
-    """A message in OpenAI's form as verifiers has it."""
+def to_vf_message(wire: Mapping[str, Any]) -> vf.Message:
+    """Convert a message in OpenAI's form."""
     content = wire.get("content")
     match wire["role"]:
         case "assistant":
@@ -179,14 +180,14 @@ def message(wire: Mapping[str, Any]) -> vf.Message:
 
 
 def _text(content: Json) -> str:
-    """Of a string or of parts. What is no text is not for a trace that trains tokens."""
+    """Join the text of a string or of parts. Other parts are dropped: the trace trains tokens."""
     if isinstance(content, list):
         return "".join(part.get("text") or "" if isinstance(part, dict) else str(part) for part in content)
     return content or ""
 
 
 def _tools(given: Sequence[Json]) -> list[vf.Tool]:
-    """Tools as agents declare them, in any of the dialects."""
+    """Convert tools of any dialect."""
     declared = [one for tool in given for one in tool.get("functionDeclarations") or [tool]]
     functions = [tool.get("function") or tool for tool in declared]
     return [
