@@ -18,7 +18,7 @@ from tests.speed import scaled
 from turngate.engines.base import RelayChunk
 from turngate.engines.scripted import Turn
 from turngate.errors import StoreError
-from turngate.gateway.prompt import observed_prompt
+from turngate.gateway.prompt import build_observed_prompt
 from turngate.render import LastTurn, load_renderer
 from turngate.render.parse import DEEPSEEK, HERMES, Parser
 from turngate.trace.roles import assign_roles
@@ -104,7 +104,7 @@ async def test_an_observed_prompt_is_the_one_the_endpoint_saw_even_where_the_mea
     body = b'{"messages": [{"role": "system", "content": "You are a coding agent."}, {"role": "user", "content": "hi "}], "tools": []}'
     agent.tools = None
     location, preamble = PromptBuilder().locate(agent.session, Chat().decode(WireRequest(body)))
-    prompt = observed_prompt(location, np.array([1, 2, 99, 3], np.int32), preamble)
+    prompt = build_observed_prompt(location, np.array([1, 2, 99, 3], np.int32), preamble)
     assert prompt.ids.tolist() == [1, 2, 99, 3]
     assert prompt.added.tolist() == [1, 2, 99, 3]
     assert prompt.context is None

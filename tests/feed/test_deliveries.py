@@ -12,7 +12,7 @@ from tests.speed import scaled
 from turngate.client.feed import DamagedDelivery, Delivery, Feed, _decode_delivery
 from turngate.client.protocol import FeedConfig, WireDelivery, WireRollout, WireRow
 from turngate.trace.advantage import EPSILON
-from turngate.trace.sample import Span
+from turngate.trace.sample import RowSpan
 
 
 async def delivered(t: Trained, config: FeedConfig, name: str = "f") -> Delivery:
@@ -199,7 +199,7 @@ def wire(**change: Any) -> WireDelivery:
         "ids": np.arange(4, dtype="<i4").tobytes(),
         "mask": np.packbits([0, 0, 1, 1]).tobytes(),
         "logprobs": np.array([-1.0, -2.0], "<f4").tobytes(),
-        "spans": (Span(2, 2, 4, "main", True, "", 0, 0),),
+        "spans": (RowSpan(2, 2, 4, "main", True, "", 0, 0),),
         "weight": 1.0,
     }
     rolled: dict[str, Any] = {"advantage": 1.0}

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+import turngate.gateway.deliveries
 import turngate.gateway.feeds
 from tests.feed.kit import Trained, poll_without_end, reader_waits, training
 from tests.kit import gateway, say, until
@@ -359,13 +360,13 @@ async def test_many_deliveries_in_one_answer_within_bounds(monkeypatch: pytest.M
 
 async def test_the_loop_goes_on_while_rows_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are made in a thread, so that no turn waits for a trainer's group."""
-    made, threads = turngate.gateway.feeds._delivery, set[int]()
+    made, threads = turngate.gateway.feeds.build_delivery, set[int]()
 
     def noted(*what: Any, **how: Any) -> Any:
         threads.add(threading.get_ident())
         return made(*what, **how)
 
-    monkeypatch.setattr(turngate.gateway.feeds, "_delivery", noted)
+    monkeypatch.setattr(turngate.gateway.feeds, "build_delivery", noted)
     long = say("word " * 4000)
     async with gateway(lambda request, index: long) as g, GatewayClient(g.root, g.app.admin_key) as client:
         t = Trained(g, client)
@@ -393,14 +394,14 @@ async def test_the_loop_goes_on_while_rows_are_made(monkeypatch: pytest.MonkeyPa
 
 async def test_turns_do_not_wait_for_groups_that_trainers_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many readers of groups that take long: the threads in which turns are rendered and written stay free."""
-    made, began, going = turngate.gateway.feeds._rolled, threading.Event(), threading.Event()
+    made, began, going = turngate.gateway.deliveries._build_rollout, threading.Event(), threading.Event()
 
     def slow(*what: Any) -> Any:
         began.set()
         going.wait(scaled(60))
         return made(*what)
 
-    monkeypatch.setattr(turngate.gateway.feeds, "_rolled", slow)
+    monkeypatch.setattr(turngate.gateway.deliveries, "_build_rollout", slow)
     config = FeedConfig(n=1, advantage="none")
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
     async with training(durability="disk") as t:  # turns are written in a thread

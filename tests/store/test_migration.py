@@ -102,7 +102,7 @@ def test_it_is_looked_at_without_being_touched(data: Path) -> None:
     assert view.summary["turns"] == 2 and view.summary["outcome"] is None
     store = Store.reading(data)
     directory = SessionDirectory(store, Sessions(store, Events(store)), SessionViews(store))
-    assert [row["id"] for row in directory.list()] == ["ended", "still-open"]
+    assert [row["id"] for row in directory.list_sessions()] == ["ended", "still-open"]
     store.close()
     with StoreReader(data) as folder:
         assert folder.sessions() == ["ended", "still-open"]
@@ -135,7 +135,7 @@ def test_a_folder_without_feeds_is_looked_at_without_being_touched(before_feeds:
     events = Events(store)
     feeds, sessions, looks = Feeds(store, events, Fence(0)), Sessions(store, events), SessionViews(store)
     directory = SessionDirectory(store, sessions, looks)
-    assert feeds.listing() == [] and directory.list()[0]["id"] == "still-open"
+    assert feeds.list_feeds() == [] and directory.list_sessions()[0]["id"] == "still-open"
     assert directory.describe(sessions.find("ended-1"))["outcome"] is not None
     with pytest.raises(NotFound):
         feeds.show("f")

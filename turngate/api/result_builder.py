@@ -15,7 +15,7 @@ from turngate.errors import ConfigError
 from turngate.render import BUILTIN_TOKENIZER, Tokenizer, find_tokenizer
 from turngate.service.catalog import Endpoint
 from turngate.service.result import RolloutResult
-from turngate.trace.sample import Sample, Span
+from turngate.trace.sample import RowSpan, Sample
 from turngate.types import ID_DTYPE, LOGPROB_DTYPE, Json, Message
 from turngate.views.trace import TraceView, TurnView, parse_trace
 
@@ -55,7 +55,7 @@ class _Row(msgspec.Struct):
     ids: list[int]
     mask: list[bool | int]
     logprobs: list[float | None]
-    spans: tuple[Span, ...]
+    spans: tuple[RowSpan, ...]
 
 
 def build_result(

@@ -34,7 +34,7 @@ from turngate.client.gateway import GatewayClient, GatewayUnreachable, RequestRe
 from turngate.client.protocol import MAX_WAIT_S, FeedConfig, WireDelivery, WireRollout, WireRow, check_feed_name
 from turngate.errors import TurngateError
 from turngate.store.outcomes import OutcomeClass
-from turngate.trace.sample import Span as RowSpan
+from turngate.trace.sample import RowSpan
 from turngate.types import ID_DTYPE, LOGPROB_DTYPE, Ids, Json, Logprobs
 
 __all__ = [

@@ -15,7 +15,7 @@ from turngate.errors import BadRequest
 from turngate.store.feeds import IncompleteGroup
 from turngate.store.outcomes import OutcomeClass
 from turngate.trace.advantage import Choice
-from turngate.trace.sample import Span
+from turngate.trace.sample import RowSpan
 from turngate.types import Constraint, Sampling
 
 PauseMode = Literal[
@@ -62,7 +62,7 @@ class WireRow(msgspec.Struct, frozen=True):
     ids: bytes  # int32
     mask: bytes  # bits, the first token in the highest bit
     logprobs: bytes  # float32, one for each token of each span; the other tokens have none
-    spans: tuple[Span, ...]
+    spans: tuple[RowSpan, ...]
     weight: float
 
 

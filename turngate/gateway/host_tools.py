@@ -1,7 +1,7 @@
-"""Calls of host tools: checked, recorded, answered. Part of `control.py`'s verbs; `server/tools.py` is the agent's way in.
+"""Calls of host tools: check, record and answer them.
 
-A call is in the store before it is answered. With `wait_s` its answer is the host's, as long as that comes in time; an agent
-is never left hanging: at the end of the time, of the session or of the gateway it is told something.
+A call is recorded before it is answered. A tool with `wait_s` waits for the host's answer. The agent always gets a reply: at the latest
+when that time is over, or when the session or the gateway ends.
 """
 
 from __future__ import annotations
@@ -20,95 +20,95 @@ from turngate.trace.host_tools import MAX_CALLS, ArgumentChecker, HostTool, buil
 from turngate.trace.session import Session
 from turngate.types import Json
 
-MARK_LIMIT = 256  # characters of a caller's own mark
-_CHECK_S = 3.0
+MAX_KEY = 256  # characters of an idempotency key that count
+_CHECK_S = 3.0  # for which arguments may be checked
 
 
 class HostTools:
     def __init__(self, store: Store, events: Events) -> None:
         self._calls = store.tool_calls
         self._events = events
-        self._waiting: dict[asyncio.Future[bytes], int] = {}  # how many wait for the same answer
+        self._waiting: dict[asyncio.Future[bytes], int] = {}  # callers that wait for the same answer
 
     def find(self, session: Session, name: str) -> HostTool:
         for tool in session.config.tools:
             if tool.name == name:
                 return tool
-        there = ", ".join(tool.name for tool in session.config.tools)
-        raise NotFound(f"there is no tool {name!r} here; {f'there are {there}' if there else 'this session has none'}")
+        names = ", ".join(tool.name for tool in session.config.tools)
+        raise NotFound(f"there is no tool {name!r} here; this session has {names or 'none'}")
 
-    async def call(self, session: Session, name: str, body: bytes, repeat: str = "") -> bytes:
-        """The answer, as JSON. `repeat`: the caller's own mark; the same again is the same call, and gets the same answer."""
+    async def call(self, session: Session, name: str, body: bytes, idempotency_key: str = "") -> bytes:
+        """Call a tool and return its reply, as JSON. The same idempotency key again is the same call, with the same reply."""
         session.require_open()
         tool = self.find(session, name)
         arguments = await _check_arguments(tool, body)
-        session.require_open()  # that may have taken a while
+        session.require_open()  # checking may have taken a while
         session.last_used = time.time()
-        mark = repeat[:MARK_LIMIT]
-        known = self._calls.find_repeat(session.key, mark) if mark else None
+        key = idempotency_key[:MAX_KEY]
+        known = self._calls.find_repeat(session.key, key) if key else None
         if known is not None and (known.tool, bytes(known.arguments)) != (tool.name, arguments):
-            raise Conflict("Idempotency-Key: was used for another call; make up a new one", param="Idempotency-Key")
-        call = known or self._recorded(session, tool, arguments, mark)
+            raise Conflict("Idempotency-Key: was used for another call; use a new one", param="Idempotency-Key")
+        call = known or self._record(session, tool, arguments, key)
         if call.reply is not None:
             return bytes(call.reply)
-        return await self._answered(session, tool, call)
+        return await self._wait_for_host(session, tool, call)
 
-    def _recorded(self, session: Session, tool: HostTool, arguments: bytes, mark: str) -> HostToolCall:
+    def _record(self, session: Session, tool: HostTool, arguments: bytes, key: str) -> HostToolCall:
         reply = msgspec.json.encode(tool.immediate_reply()) if tool.wait_s is None else None
-        call = self._calls.add(session.key, session.id, tool.name, arguments, mark, reply, MAX_CALLS)
+        call = self._calls.add(session.key, session.id, tool.name, arguments, key, reply, MAX_CALLS)
         if call is None:
-            raise Conflict(f"this session has made {MAX_CALLS} tool calls, which is the most; no more are taken")
+            raise Conflict(f"this session has reached its limit of {MAX_CALLS} tool calls")
         self._events.wake(session.id)
         return call
 
-    async def _answered(self, session: Session, tool: HostTool, call: HostToolCall) -> bytes:
-        """What the host says, or nobody. A call that came again waits beside its first."""
-        asked = session.pending_tool_calls.get(call.call)
-        if asked is None:
-            asked = session.pending_tool_calls[call.call] = asyncio.get_running_loop().create_future()
-        self._waiting[asked] = self._waiting.get(asked, 0) + 1
+    async def _wait_for_host(self, session: Session, tool: HostTool, call: HostToolCall) -> bytes:
+        """Wait for the host's reply, and use the default one if there is none in time. A repeated call waits with the first."""
+        pending = session.pending_tool_calls.get(call.call)
+        if pending is None:
+            pending = session.pending_tool_calls[call.call] = asyncio.get_running_loop().create_future()
+        self._waiting[pending] = self._waiting.get(pending, 0) + 1
         end = call.called + (tool.wait_s or 0)
         deadline = session.deadline()
         left = (end if deadline is None else min(end, deadline)) - time.time()
         try:
-            await asyncio.wait([asked], timeout=max(0.0, left))
+            await asyncio.wait([pending], timeout=max(0.0, left))
         finally:
-            self._waiting[asked] -= 1
-            if not self._waiting[asked]:  # from now on a host's answer comes too late
-                del self._waiting[asked]
+            self._waiting[pending] -= 1
+            if not self._waiting[pending]:  # from now on the host is too late
+                del self._waiting[pending]
                 session.pending_tool_calls.pop(call.call, None)
-        if asked.done() and not asked.cancelled():
-            return asked.result()
-        if asked.cancelled():
-            session.require_open()  # says why
+        if pending.done() and not pending.cancelled():
+            return pending.result()
+        if pending.cancelled():
+            session.require_open()  # raises the reason
         reply = msgspec.json.encode(tool.default_reply())
         self._calls.answer(session.key, session.id, call, reply, "time")
-        if not asked.done():
-            asked.set_result(reply)
+        if not pending.done():
+            pending.set_result(reply)
         self._events.wake(session.id)
         return reply
 
     def answer(self, session: Session, number: int, reply: Json) -> HostToolCall:
-        """The host's answer to a call that waits for it. Recorded before it is delivered."""
+        """Record the host's reply to a waiting call, and then deliver it."""
         call = self._calls.find(session.key, number)
         if call is None:
             raise NotFound(f"session {session.id} has made no tool call {number}")
         if call.reply is not None:
-            told = {"tool": "at once", "time": "when its time was up"}.get(call.answered_by, "already")
-            raise Conflict(f"tool call {number} was answered {told}")
-        asked = session.pending_tool_calls.get(number)
-        if asked is None or asked.done():
-            raise Conflict(f"nobody waits for an answer to tool call {number} any more")
+            how = {"tool": "at once", "time": "when its time was up"}.get(call.answered_by, "already")
+            raise Conflict(f"tool call {number} was answered {how}")
+        pending = session.pending_tool_calls.get(number)
+        if pending is None or pending.done():
+            raise Conflict(f"tool call {number} no longer waits for an answer")
         written = msgspec.json.encode(reply)
         self._calls.answer(session.key, session.id, call, written, "host")
-        asked.set_result(written)
+        pending.set_result(written)
         self._events.wake(session.id)
         found = self._calls.find(session.key, number)
         assert found is not None
         return found
 
-    def listing(self, session: Session, after: int = 0, limit: int = 100) -> list[dict[str, Json]]:
-        """Oldest first."""
+    def list_calls(self, session: Session, after: int = 0, limit: int = 100) -> list[dict[str, Json]]:
+        """Describe the calls of a session, oldest first."""
         return [describe_call(session, call) for call in self._calls.page(session.key, after, limit)]
 
 
@@ -126,7 +126,7 @@ def describe_call(session: Session, call: HostToolCall) -> dict[str, Json]:
 
 
 async def _check_arguments(tool: HostTool, body: bytes) -> bytes:
-    """The arguments of a call, in one spelling. Checked in a thread: what a schema asks for may take long, and others are waiting."""
+    """Check the arguments of a call and normalize their JSON. In a thread: a schema may be slow to check."""
     try:
         arguments = msgspec.json.decode(body or b"{}")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -135,13 +135,13 @@ async def _check_arguments(tool: HostTool, body: bytes) -> bytes:
         raise BadRequest("the body must be a JSON object: the arguments of the tool")
     try:
         async with asyncio.timeout(_CHECK_S):
-            await asyncio.to_thread(_cached_checker(msgspec.json.encode(tool.schema)), arguments)
+            await asyncio.to_thread(_find_checker(msgspec.json.encode(tool.schema)), arguments)
     except TimeoutError:
         raise BadRequest(f"the arguments take longer than {_CHECK_S:.0f} s to check; send fewer") from None
     return msgspec.json.encode(arguments)
 
 
 @lru_cache(maxsize=64)
-def _cached_checker(schema: bytes) -> ArgumentChecker:
-    """Rollouts of one task have the same tools."""
+def _find_checker(schema: bytes) -> ArgumentChecker:
+    """Build a checker once: rollouts of one task have the same tools."""
     return build_checker(msgspec.json.decode(schema))

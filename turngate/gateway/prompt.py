@@ -141,7 +141,7 @@ class _reject_deep_nesting:  # used like a function
             raise BadRequest(f"{field}: something in it is nested too deep", param=field) from None
 
 
-def observed_prompt(location: Location, ids: Ids | None, preamble: Preamble) -> Prompt:
+def build_observed_prompt(location: Location, ids: Ids | None, preamble: Preamble) -> Prompt:
     """Where a relayed call hangs: by its prompt ids if the endpoint gave them, else by meaning alone."""
     node, context = location.node, location.context
     if ids is None:

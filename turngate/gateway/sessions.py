@@ -153,7 +153,7 @@ class Sessions:
         if session_id is not None:
             return self.find(session_id)
         row = self._store.find_secret(digest)
-        return None if row is None else _closed_session(row)
+        return None if row is None else _load_closed_session(row)
 
     def find_id_by_secret(self, secret: str) -> str | None:
         """The id of the session with this secret, in any worker."""
@@ -213,7 +213,7 @@ class Sessions:
         except StoreError:
             if session_id in self._live:
                 raise
-            session = _closed_session(self.find_row(session_id))  # a damaged trace must not prevent its deletion
+            session = _load_closed_session(self.find_row(session_id))  # a damaged trace must not prevent its deletion
         async with session.ending_lock:
             self._store.delete_session(session.key, new_event(session_id, "deleted", {}))
             self._forget(session)
@@ -259,7 +259,7 @@ def _digest(secret: str) -> bytes:
     return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
 
 
-def _closed_session(row: SessionRow) -> Session:
+def _load_closed_session(row: SessionRow) -> Session:
     """A closed session without its trace: enough to answer that it is over, rather than that its key is wrong."""
     session = Session(row.id, row.key, row.config, row.opened)
     session.status, session.stop, session.vocabulary = row.status, row.stop, row.vocabulary

@@ -29,7 +29,7 @@ from turngate.engines.base import Chunk, Engine, Generate, Relay, RelayChunk, Re
 from turngate.errors import Conflict, ContextOverflow, EngineError, EngineUnavailable, NotFound, TurngateError
 from turngate.gateway.draft import Emit, ObservedReply, TurnDraft
 from turngate.gateway.fence import Fence
-from turngate.gateway.prompt import Prompt, PromptBuilder, observed_prompt
+from turngate.gateway.prompt import Prompt, PromptBuilder, build_observed_prompt
 from turngate.gateway.recording import TurnRecorder
 from turngate.gateway.sampling import context_overflow, count_room, resolve_sampling
 from turngate.render import Renderer, ReplyReader
@@ -315,7 +315,7 @@ class TurnPipeline:
         sampling = resolve_sampling(session, call, neutral=False)
         pinned = sampling if session.config.sampling else None
         request = self._build_relay_request(session, call, pinned, _find_verbatim(location.node, relay.name))
-        prompt = observed_prompt(location, None, preamble)  # its ids are known only from the reply
+        prompt = build_observed_prompt(location, None, preamble)  # its ids are known only from the reply
         draft = TurnDraft(session, call, prompt, sampling, self._fence.version, emit, timing)
         draft.capture = "text"
         draft.engine = relay.name
@@ -356,7 +356,7 @@ class TurnPipeline:
             usage = reply.usage or Usage(0, len(draft.ids))
             timer.finish(finish, usage.prompt_tokens, usage.completion_tokens)
             message = reply.build_message()
-            draft.prompt = observed_prompt(prompt.location, reply.prompt, prompt.preamble)
+            draft.prompt = build_observed_prompt(prompt.location, reply.prompt, prompt.preamble)
             if draft.capture == "tokens" and not reply.is_complete(draft.ids):
                 draft.capture = "logprobs"  # ids without a prompt, or not all of them: evidence, but no training row
             if not is_complete and (not reply.is_empty or not fault):

@@ -111,7 +111,7 @@ class AdminRoutes:
         limit = int_param(request, "limit", 100)
         before = int_param(request, "before")
         return json_response(
-            {"sessions": self._directory.list(status=status, before=before, limit=min(limit or 100, 1000))}
+            {"sessions": self._directory.list_sessions(status=status, before=before, limit=min(limit or 100, 1000))}
         )
 
     async def show(self, request: Request) -> Response:
@@ -148,7 +148,7 @@ class AdminRoutes:
     async def tool_calls(self, request: Request) -> Response:
         session = self._sessions.find(request.path_params["id"])
         limit = int_param(request, "limit", 100) or 100
-        calls = self._host_tools.listing(session, int_param(request, "after", 0) or 0, min(limit, 1000))
+        calls = self._host_tools.list_calls(session, int_param(request, "after", 0) or 0, min(limit, 1000))
         return json_response({"session": session.id, "calls": calls})
 
     async def answer_tool(self, request: Request) -> Response:

@@ -46,7 +46,7 @@ class FeedRoutes:
         return [route(path, method, endpoint, self._auth) for path, method, endpoint in table]  # type: ignore[arg-type]
 
     async def listing(self, request: Request) -> Response:
-        return json_response({"feeds": self._feeds.listing()})
+        return json_response({"feeds": self._feeds.list_feeds()})
 
     async def open(self, request: Request) -> Response:
         return json_response(

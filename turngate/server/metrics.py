@@ -116,7 +116,7 @@ class MetricsEndpoint:
     def _feed_gauges(self) -> Gauges:
         feeds = self._feeds
         try:
-            listed, waiting = feeds.listing()[-_MAX_FEEDS:], feeds.waiting()
+            listed, waiting = feeds.list_feeds()[-_MAX_FEEDS:], feeds.count_incomplete()
         except StoreError:
             return {}  # the other metrics are still served
         none = (0, 0)

@@ -1,7 +1,4 @@
-"""From the rewards of a group's rollouts to their advantages. Over rollouts, never over rows: one that made many rows is still one.
-
-Pure arithmetic, no I/O; called by `feed.py` when a group is handed to a trainer, and where rows are exported.
-"""
+"""Advantages of a group's rollouts from their rewards. Over rollouts, never over rows: a rollout with many rows counts once."""
 
 from __future__ import annotations
 
@@ -10,17 +7,18 @@ from collections.abc import Sequence
 from typing import Literal
 
 Choice = Literal["normalised", "leave_one_out", "none"]
-EPSILON = 1e-6  # added to the standard deviation, so that a group that hardly differs is not blown up
-MAX_REWARD = 1e30  # of a reward: what is reckoned from larger ones is no number in a trainer's 32 bits, or in ours
+EPSILON = 1e-6  # added to the standard deviation, so that tiny differences are not blown up
+MAX_REWARD = 1e30  # advantages of larger rewards overflow 32 bits
 
 
 def compute_advantages(rewards: Sequence[float | None], choice: Choice) -> list[float | None]:
-    """One per rollout, in the same order. A reward of None is not known or does not count: no advantage, and no say in those of others.
-    Nor has one that is too large to reckon with.
+    """Compute one advantage per rollout, at the same index.
+
+    A reward of None is unknown or does not count: it has no advantage and no effect on others. So does one above `MAX_REWARD`.
 
     `normalised`     (reward - mean) / (standard deviation + EPSILON), of the whole population (divided by n, not n - 1).
-                     Where all rewards are the same, and so in a group of one, nothing can be learned: exactly 0.
-    `leave_one_out`  reward - mean of the others' rewards. A group of one has no others: None, rather than a baseline that nobody measured.
+                     Where all rewards are equal, and so in a group of one, nothing can be learned: exactly 0.
+    `leave_one_out`  reward - mean of the other rewards. A group of one has no others: None, rather than an invented baseline.
     `none`           the reward itself.
     """
     rewards = [None if reward is None or is_too_large(reward) else reward for reward in rewards]
@@ -28,14 +26,14 @@ def compute_advantages(rewards: Sequence[float | None], choice: Choice) -> list[
     if choice == "none" or not known:
         return rewards
     total = math.fsum(known)
-    # Asked of the rewards themselves: the mean of equal numbers may differ from them in its last digit.
-    alike = min(known) == max(known)
+    # Compare the rewards themselves: the mean of equal numbers may differ from them in the last digit.
+    are_equal = min(known) == max(known)
     if choice == "leave_one_out":
         others = len(known) - 1
-        return [None if r is None or not others else 0.0 if alike else r - (total - r) / others for r in rewards]
+        return [None if r is None or not others else 0.0 if are_equal else r - (total - r) / others for r in rewards]
     mean = total / len(known)
     deviation = math.sqrt(math.fsum((r - mean) ** 2 for r in known) / len(known))
-    return [None if r is None else 0.0 if alike else (r - mean) / (deviation + EPSILON) for r in rewards]
+    return [None if r is None else 0.0 if are_equal else (r - mean) / (deviation + EPSILON) for r in rewards]
 
 
 def is_too_large(reward: float) -> bool:
@@ -43,5 +41,5 @@ def is_too_large(reward: float) -> bool:
 
 
 def row_weight(rows: int) -> float:
-    """Of each of a rollout's rows, so that together they weigh as much as the one row of another rollout."""
+    """The weight of each of a rollout's rows, so that together they weigh as much as a single row."""
     return 1.0 / rows

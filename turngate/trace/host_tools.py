@@ -1,7 +1,4 @@
-"""Tools of a session that the host handles: what they are called, what they take, and what an agent is answered.
-
-Chosen when a session is opened (`SessionConfig.tools`); `hosttools.py` records and answers the calls.
-"""
+"""Host tools: tools of a session that the host answers. Their names, argument schemas and replies; set in `SessionConfig.tools`."""
 
 from __future__ import annotations
 
@@ -13,45 +10,47 @@ from turngate.errors import BadRequest
 from turngate.types import Json
 
 MAX_TOOLS = 64
-MAX_CALLS = 1000  # of one session
+MAX_CALLS = 1000  # in one session
 MAX_WAIT_S = 600.0
-_MAX_MESSAGE = 300  # characters of a complaint about arguments, which quotes them
+_MAX_MESSAGE = 300  # characters of a schema error, which quotes the arguments
 
 OK: Json = {"ok": True}
-UNANSWERED: Json = {"ok": True, "answered": False}  # the host had nothing to say in time
+UNANSWERED: Json = {"ok": True, "answered": False}  # the host did not answer in time
 
 
 class HostTool(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One tool. Its answers are read by the agent: nothing of a grade belongs into them."""
+    """One tool. The agent reads its replies: they must reveal nothing about the grade."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_]{0,63}\Z")]
     description: str
-    schema: dict[str, Json]  # of its arguments, which are an object
-    reply: Json = None  # what every call is answered; None: that it was taken down
-    wait_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_WAIT_S)] | None = None  # for an answer of the host's own
+    schema: dict[str, Json]  # JSON schema of its arguments, an object
+    reply: Json = None  # to every call; None: `OK`
+    wait_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_WAIT_S)] | None = (
+        None  # how long a call waits for the host's own reply
+    )
 
     def immediate_reply(self) -> Json:
         return OK if self.reply is None else self.reply
 
     def default_reply(self) -> Json:
-        """Where the host was waited for in vain."""
+        """The reply to a call that the host did not answer in time."""
         return UNANSWERED if self.reply is None else self.reply
 
 
 class ArgumentChecker(Protocol):
-    """Of arguments, by a schema."""
+    """Checks arguments against a schema; raises `BadRequest`."""
 
     def __call__(self, arguments: Json) -> None: ...
 
 
 def check_tools(tools: tuple[HostTool, ...]) -> None:
-    """What types cannot say. Raises `BadRequest` that names the field."""
+    """Validate constraints across fields. Raises `BadRequest` with the field."""
     if len(tools) > MAX_TOOLS:
         raise BadRequest(f"tools: {len(tools)} are too many; a session has at most {MAX_TOOLS}", param="tools")
     names = [tool.name for tool in tools]
     for n, tool in enumerate(tools):
         if tool.name in names[:n]:
-            raise BadRequest(f"tools[{n}].name: there are two tools {tool.name!r}", param=f"tools[{n}].name")
+            raise BadRequest(f"tools[{n}].name: two tools have the name {tool.name!r}", param=f"tools[{n}].name")
         if tool.schema.get("type") != "object":
             raise BadRequest(
                 f"tools[{n}].schema: must be a JSON schema of type 'object', whose properties are the arguments",
@@ -71,14 +70,14 @@ def _check_schema(schema: dict[str, Json], field: str) -> None:
 
 
 def build_checker(schema: dict[str, Json]) -> ArgumentChecker:
-    """Raises `BadRequest` that names the argument. Nothing is fetched, wherever a `$ref` points to."""
+    """Build a checker whose `BadRequest` names the argument. A `$ref` is never fetched."""
     import jsonschema
     from jsonschema.exceptions import best_match
     from referencing import Registry
     from referencing.exceptions import Unresolvable
 
-    nowhere: Registry[Json] = Registry()
-    validator = jsonschema.Draft202012Validator(schema, registry=nowhere)
+    empty: Registry[Json] = Registry()
+    validator = jsonschema.Draft202012Validator(schema, registry=empty)
 
     def check(arguments: Json) -> None:
         try:
@@ -96,7 +95,7 @@ def build_checker(schema: dict[str, Json]) -> ArgumentChecker:
 
 
 def _argument_path(path: str, rule: object, message: str) -> str:
-    """The argument that is wrong, `a.b[0]`; one that is missing is named by the complaint alone."""
+    """The path of an invalid argument, such as `a.b[0]`. Only the message names a missing one."""
     inside = path.removeprefix("$").removeprefix(".")
     if rule == "required" and message.startswith("'"):
         missing = message[1:].partition("' is a required")[0]

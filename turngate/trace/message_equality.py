@@ -1,8 +1,8 @@
-"""When are two messages the same? By meaning, not by bytes.
+"""Compare messages by meaning, not by bytes.
 
-Agents spell their history anew: arguments with other white space or key order, `null` for "", trimmed text, parts for strings,
-renamed call ids, reasoning left out. None of that changes what was said. `Reading` gives, for one request, a digest of each
-message's meaning, decoded only when asked for.
+Agents rewrite their history: arguments with other white space or key order, `null` for "", trimmed text, parts for strings, renamed call
+ids, dropped reasoning. None of that changes its meaning. `RequestMessages` decodes the messages of one request, and computes the digests of
+their meaning, only as far as they are needed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import orjson
 from turngate.types import History, Json, Message
 
 DIGEST_SIZE = 16
-_FRACTION = re.compile(r"[0-9][.eE]")  # is in every JSON text with a number that is written as no whole one
+_FRACTION = re.compile(r"[0-9][.eE]")  # matches every JSON text with a number that is not written as an integer
 
 
 class RequestMessages:
-    """One request's messages, as far as they had to be looked at."""
+    """The messages of one request, decoded on demand."""
 
     def __init__(self, history: History, preamble: bytes) -> None:
         self.history = history
@@ -29,7 +29,7 @@ class RequestMessages:
         self.raws = history.raws
         self._messages: dict[int, tuple[Message, ...]] = {}
         self._meanings: dict[int, bytes] = {}
-        self._orders: dict[int, dict[str, int]] = {}  # before each message, the calls of the last assistant's turn
+        self._orders: dict[int, dict[str, int]] = {}  # by message: the call ids of the assistant's message before it
 
     def __len__(self) -> int:
         return len(self.raws)
@@ -40,11 +40,11 @@ class RequestMessages:
         return self._messages[index]
 
     def peek(self, index: int) -> tuple[Message, ...] | None:
-        """The same, if it was looked at already."""
+        """The messages at `index`, if they are decoded already."""
         return self._messages.get(index)
 
     def put(self, index: int, messages: tuple[Message, ...]) -> None:
-        """Somebody has read this one before."""
+        """Take over messages that were decoded before."""
         self._messages.setdefault(index, messages)
 
     def messages_from(self, start: int = 0) -> list[Message]:
@@ -52,18 +52,18 @@ class RequestMessages:
 
     def meaning(self, index: int) -> bytes:
         if index not in self._meanings:
-            said = meaning_digest(self.messages(index), self._call_order(index))
+            digest = meaning_digest(self.messages(index), self._call_order(index))
             if any(message.unsupported for message in self.messages(index)):
-                # What cannot be read (an image) can still be told apart.
-                said = blake2b(said + self.raws[index], digest_size=DIGEST_SIZE).digest()
-            self._meanings[index] = said
+                # Content that we cannot decode (an image) still differs by its bytes.
+                digest = blake2b(digest + self.raws[index], digest_size=DIGEST_SIZE).digest()
+            self._meanings[index] = digest
         return self._meanings[index]
 
     def meanings(self, start: int, stop: int) -> bytes:
         return b"".join(self.meaning(i) for i in range(start, stop))
 
     def assistant(self, index: int) -> Message | None:
-        """The message at `index`, if it is one assistant's message and nothing else."""
+        """The message at `index`, if that is a single assistant message."""
         match self.messages(index):
             case (Message(role="assistant") as message,):
                 return message
@@ -71,17 +71,17 @@ class RequestMessages:
                 return None
 
     def _call_order(self, index: int) -> dict[str, int]:
-        """Call ids of the assistant's turn that this message answers, by position: ids may be renamed, positions not."""
+        """The positions of the call ids that this message answers. Agents may rename ids, but keep their positions."""
         if not any(m.role == "tool" for m in self.messages(index)):
             return {}
         start = index
         while start > 0 and start not in self._orders:
-            answered = [m for m in self.messages(start - 1) if m.role == "assistant"]
-            if answered:
-                self._orders[start] = {call.id: n for n, call in enumerate(answered[-1].tool_calls)}
+            answers = [m for m in self.messages(start - 1) if m.role == "assistant"]
+            if answers:
+                self._orders[start] = {call.id: n for n, call in enumerate(answers[-1].tool_calls)}
             else:
                 start -= 1
-        for at in range(start, index):  # results in a row answer the same turn; each is looked at once
+        for at in range(start, index):  # consecutive results answer the same turn
             self._orders[at + 1] = self._orders.get(start, {})
         return self._orders.get(index, {})
 
@@ -99,20 +99,20 @@ def reasoning_digest(reasoning: str) -> bytes:
 
 
 def exact_digest(message: Message) -> bytes:
-    """Of the very words, call ids and tools, to tell answers apart that mean the same."""
-    # Wire formats dress one id differently.
+    """Digest the exact text, call ids and tool names, to tell answers with the same meaning apart."""
+    # Dialects add different prefixes to the same id.
     calls = [[call.id.removeprefix("call_").removeprefix("toolu_"), call.name] for call in message.tool_calls]
-    said = [_escape_surrogates(message.content), calls]
-    return blake2b(orjson.dumps(said), digest_size=8).digest()
+    content = [_escape_surrogates(message.content), calls]
+    return blake2b(orjson.dumps(content), digest_size=8).digest()
 
 
 def argument_sizes(message: Message) -> tuple[int, ...]:
-    """Of each call, how long its arguments are in one spelling."""
+    """The length of each call's arguments, normalized."""
     return tuple(len(normalize_arguments(call.arguments)) for call in message.tool_calls)
 
 
 def tools_digest(wire: Json) -> bytes:
-    # The standard library's encoder, since schemas may hold numbers that no 64 bits can.
+    # The standard library's encoder: schemas may have numbers that do not fit into 64 bits.
     return blake2b(json.dumps(wire, sort_keys=True).encode(), digest_size=DIGEST_SIZE).digest()
 
 
@@ -120,7 +120,7 @@ def _normalize(message: Message, call_order: dict[str, int]) -> list[Json]:
     if message.role == "assistant":
         text = _escape_surrogates(message.content.strip())
         return ["assistant", text, [[call.name, normalize_arguments(call.arguments)] for call in message.tool_calls]]
-    # Of what others say, the beginning of a line may be indentation: only the end may have been trimmed.
+    # The first line of other messages may be indented: only the end may have been trimmed.
     text = _escape_surrogates(message.content.rstrip())
     if message.role == "tool":
         return ["tool", text, call_order.get(message.tool_call_id, message.tool_call_id)]
@@ -128,13 +128,13 @@ def _normalize(message: Message, call_order: dict[str, int]) -> list[Json]:
 
 
 def normalize_arguments(text: str) -> str:
-    """Arguments in one spelling; what is not JSON stands for itself."""
+    """Rewrite JSON arguments in one canonical form; other text is only trimmed."""
     try:
         value = orjson.loads(text or "{}")
-        # 1.0 and 1 are the same number to an agent written in JavaScript.
+        # An agent written in JavaScript writes 1.0 as 1.
         value = _floats_to_ints(value) if _FRACTION.search(text) else value
         return orjson.dumps(value, option=orjson.OPT_SORT_KEYS).decode()
-    except (orjson.JSONDecodeError, TypeError, RecursionError):  # not JSON, or nested past reason
+    except (orjson.JSONDecodeError, TypeError, RecursionError):  # not JSON, or nested too deep
         return _escape_surrogates(text.strip())
 
 
@@ -149,5 +149,5 @@ def _floats_to_ints(value: Json) -> Json:
 
 
 def _escape_surrogates(text: str) -> str:
-    """Lone surrogates cannot be encoded; they only have to compare equal to themselves."""
+    """Escape lone surrogates, which cannot be encoded; they only have to equal themselves."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()

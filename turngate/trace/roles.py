@@ -1,7 +1,10 @@
-"""What part did each turn play in the rollout? Read off the tree, whenever it is asked for.
+"""The role of each turn in its rollout, computed from the trace.
 
-`main` is the agent's own line of work; `subagent` a helper with its own conversation; `side` titles, summaries and probes;
-`superseded` what was sampled but then retried or abandoned; `aborted` what the agent hung up on.
+main        the agent's own conversation
+subagent    a helper with its own conversation
+side        titles, summaries and probes
+superseded  sampled, but then retried or abandoned
+aborted     cut short, as when the agent hung up
 """
 
 from __future__ import annotations
@@ -15,75 +18,72 @@ ROLES: tuple[TurnRole, ...] = ("main", "subagent", "side", "superseded", "aborte
 
 
 def assign_roles(trace: Trace) -> dict[int, TurnRole]:
-    """Role of each sampled node, by node id."""
-    lines = _assign_root_roles(trace)
+    """The role of each sampled node, by node id."""
+    root_roles = _assign_root_roles(trace)
     superseded = _find_superseded(trace)
-    found: dict[int, TurnRole] = {}
+    assigned: dict[int, TurnRole] = {}
     for turn in trace.turns():
         if turn.info.finish == "abort":
-            found[turn.id] = "aborted"
+            assigned[turn.id] = "aborted"
         elif turn.id in superseded or (not turn.delivered and not turn.children):
-            found[turn.id] = "superseded"
+            assigned[turn.id] = "superseded"
         else:
-            found[turn.id] = _signalled_role(turn, trace) or lines[turn.root.id]
-    return found
+            assigned[turn.id] = _role_from_signals(turn) or root_roles[turn.root.id]
+    return assigned
 
 
-def _signalled_role(turn: Sampled, trace: Trace) -> TurnRole | None:
-    """What the agent's program said about this very call. A helper may go on from its parent's history, in the same tree."""
-    told = turn.parent.info.signals
-    if told.role:
-        return told.role
-    if told.parent and told.parent != told.thread:
+def _role_from_signals(turn: Sampled) -> TurnRole | None:
+    """The role that the agent's signals give to this call. A helper may continue its parent's history, in the same tree."""
+    signals = turn.parent.info.signals
+    if signals.role:
+        return signals.role
+    if signals.parent and signals.parent != signals.thread:
         return "subagent"
-    begun = turn.root.info.signals.thread
-    return "subagent" if told.thread and begun and told.thread != begun and turn.parent.info.has_tools else None
+    root_thread = turn.root.info.signals.thread
+    is_other_thread = bool(signals.thread and root_thread and signals.thread != root_thread)
+    return "subagent" if is_other_thread and turn.parent.info.has_tools else None
 
 
 def _assign_root_roles(trace: Trace) -> dict[int, TurnRole]:
-    """The role of each root's whole conversation."""
-    # An agent may ask for a title before it begins: the main line is the first one that has tools, or else the longest.
+    """The role of each root's conversation, by node id."""
+    # An agent may ask for a title before it begins: the main conversation is the first one with tools, or else the longest.
     sizes: dict[int, int] = {}
     for turn in trace.turns():
         sizes[turn.root.id] = sizes.get(turn.root.id, 0) + 1
     longest = max(trace.roots, key=lambda root: sizes.get(root.id, 0), default=None)
     own = [root for root in trace.roots if not _is_not_main(root)]
     main = next((root for root in own if root.info.has_tools), longest)
-    found: dict[int, TurnRole] = {}
+    assigned: dict[int, TurnRole] = {}
     for root in trace.roots:
-        goes_on = root.info.cause in ("compaction", "system", "tools", "template", "edited")
-        # A second title, with another system prompt, may look like a later form of the first one, until it is known what the work is.
-        title = root.info.cause == "system" and not root.info.has_tools and main is not None and main.info.has_tools
-        if root is main or (goes_on and not title):
-            found[root.id] = "main"
+        continues = root.info.cause in ("compaction", "system", "tools", "template", "edited")
+        # A second title, with another system prompt, may look like a later form of the first one until the work begins.
+        is_title = root.info.cause == "system" and not root.info.has_tools and main is not None and main.info.has_tools
+        if root is main or (continues and not is_title):
+            assigned[root.id] = "main"
         elif root.info.cause == "subagent":
-            found[root.id] = "subagent"
+            assigned[root.id] = "subagent"
         else:
-            found[root.id] = "side"
-    return found
+            assigned[root.id] = "side"
+    return assigned
 
 
 def _is_not_main(root: Context) -> bool:
-    """The program says that this is not its main conversation."""
-    told = root.info.signals
-    return told.role in ("side", "subagent") or bool(told.parent and told.parent != told.thread)
+    """Whether the agent's signals say that this is not its main conversation."""
+    signals = root.info.signals
+    return signals.role in ("side", "subagent") or bool(signals.parent and signals.parent != signals.thread)
 
 
 def _find_superseded(trace: Trace) -> set[int]:
-    """Turns that the agent did not go on from, though it did from another answer to the same question."""
-    out: set[int] = set()
+    """The turns that the agent did not continue, though it continued or retried another answer to the same request."""
+    superseded: set[int] = set()
     for context in (node for node in trace.nodes if isinstance(node, Context)):
         answers = context.children
         if len(answers) < 2:
             continue
-        kept = [s for s in answers if s.children]
-        retried = False
+        has_continued = any(s.children for s in answers)
+        is_retried = False
         for answer in reversed(answers):
-            if not answer.children and (kept or retried):
-                out.add(answer.id)
-            retried = retried or _repeats(answer)
-    return out
-
-
-def _repeats(turn: Sampled) -> bool:
-    return turn.info.cause == "retry"
+            if not answer.children and (has_continued or is_retried):
+                superseded.add(answer.id)
+            is_retried = is_retried or answer.info.cause == "retry"
+    return superseded

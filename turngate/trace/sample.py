@@ -11,13 +11,13 @@ from turngate.types import LOGPROB_DTYPE, Ids, Logprobs
 
 
 class TrainingPolicy(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What of a trace is trained."""
+    """Which turns of a trace are trained."""
 
     roles: tuple[TurnRole, ...] = ("main", "subagent")
     biased: bool = False  # train turns whose sampling was not neutral (top-p, grammars, forced tools …)
 
 
-class Span(msgspec.Struct, frozen=True):
+class RowSpan(msgspec.Struct, frozen=True):
     """One turn inside a row."""
 
     node: int
@@ -31,13 +31,13 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One row. `logprobs` is NaN wherever nothing was sampled or the engine gave none; `mask` is never set there."""
+    """One row. `logprobs` is NaN where nothing was sampled or the engine gave none; `mask` is never set there."""
 
     branch: int  # id of the leaf
     ids: Ids
     mask: np.ndarray
     logprobs: Logprobs
-    spans: tuple[Span, ...]
+    spans: tuple[RowSpan, ...]
 
     @property
     def trained_tokens(self) -> int:
@@ -45,7 +45,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 def build_samples(trace: Trace, policy: TrainingPolicy | None = None, *, keep_empty: bool = False) -> list[Sample]:
-    """The rows. Branches with nothing left to train are left out unless `keep_empty`."""
+    """Build one row per branch. Branches with nothing to train are left out unless `keep_empty`."""
     policy = policy or TrainingPolicy()
     role_of = assign_roles(trace)
     claimed: set[int] = set()
@@ -61,12 +61,12 @@ def _find_leaves(trace: Trace) -> list[Sampled]:
 
 
 def _claim_order(leaf: Sampled, role_of: dict[int, TurnRole]) -> tuple[bool, int, int]:
-    """The main line claims shared turns first, then the longest."""
+    """The main conversation claims shared turns first, then the longest branch."""
     return role_of[leaf.id] != "main", -leaf.length, leaf.id
 
 
 def untrainable_reason(turn: Sampled, role: TurnRole, policy: TrainingPolicy) -> str:
-    """Why a turn may not be trained; empty if it may."""
+    """Why a turn is not trained; empty if it is."""
     if turn.info.fault:
         return turn.info.fault
     if turn.info.capture != "tokens":
@@ -102,7 +102,7 @@ def _build_row(leaf: Sampled, role_of: dict[int, TurnRole], policy: TrainingPoli
             mask[start:end] = not reason
             claimed.add(node.id)
             spans.append(
-                Span(
+                RowSpan(
                     node.id,
                     start,
                     end,

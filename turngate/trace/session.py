@@ -22,7 +22,7 @@ SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 
 
 class LimitReached(Exception):
-    """The session has used up what it may: no error, but the end of its work."""
+    """The session has reached a limit: no error, but the end of its work."""
 
     def __init__(self, limit: str) -> None:
         super().__init__(limit)
@@ -30,7 +30,7 @@ class LimitReached(Exception):
 
 
 class CallError(msgspec.Struct, frozen=True):
-    """A call that the agent could not be answered, through nobody's fault or the engine's."""
+    """A failed call that was not the agent's fault."""
 
     boundary: str
     kind: str
@@ -38,8 +38,10 @@ class CallError(msgspec.Struct, frozen=True):
 
 
 class EngineSilence:
-    """How long calls have waited since the engine last said anything to them, a first byte or a refusal. Time in which no call
-    waits does not count; a call that was given up unanswered does, whoever made it again."""
+    """How long calls have waited since the engine last answered, with a first byte or an error.
+
+    Time without a waiting call does not count. A call that its caller gave up counts.
+    """
 
     def __init__(self) -> None:
         self._waited = 0.0
@@ -65,32 +67,31 @@ class EngineSilence:
 
 
 def limit_message(limit: str) -> str:
-    """What an agent is told in place of an answer when a limit is met. Nobody sampled it, so no trace has it."""
+    """The answer to a call past a limit. It was not sampled, so it is in no trace."""
     return f"This session has reached its limit ({limit.replace('_', ' ')}). No further work is possible; stop here."
 
 
 class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What is chosen when a session is opened."""
+    """The settings of a session, fixed when it is opened."""
 
     model: str = ""  # the name the agent will send; empty: any
     mode: Mode = "exact"
     limits: Limits = Limits()
-    sampling: dict[str, Json] = {}  # Sampling fields that override the agent's
+    sampling: dict[str, Json] = {}  # fields of `Sampling` that override the agent's
     bias: Literal["neutral", "record"] = "neutral"  # neutral: the agent's top-p, penalties … are not applied
-    thinking: Literal["keep", "drop"] = (
-        "keep"  # what past turns' thinking becomes; drop: as the template has it, with forks
-    )
+    # The thinking of past turns. keep: it stays in the context; drop: as the template has it, with forks.
+    thinking: Literal["keep", "drop"] = "keep"
     policy: TrainingPolicy = TrainingPolicy()
     template_kwargs: dict[str, Json] = {}
     metadata: dict[str, Json] = {}
     max_tokens: int | None = None  # per turn; overrides the agent's
-    at_limit: Literal["final_message", "conflict"] = "final_message"  # how a call past a limit is answered
-    signals: Signals = Signals()  # where the agent's program tells what a call is for
-    tools: tuple[HostTool, ...] = ()  # that the agent may call at the gateway, and the host handles
+    at_limit: Literal["final_message", "conflict"] = "final_message"  # the answer to a call past a limit
+    signals: Signals = Signals()  # where the agent says what a call is for
+    tools: tuple[HostTool, ...] = ()  # host tools that the agent may call
 
 
 class Session:
-    """A live session. Counters follow from the trace, so that a reloaded session has the same ones.
+    """A session in memory. Its counters follow from the trace, so that a reloaded session has the same ones.
 
     Between two calls its trace may be evicted from memory, until it is needed.
     """
@@ -102,28 +103,24 @@ class Session:
         self.opened = opened
         self.last_used = opened
         self.status: Status = "open"
-        self.stop = ""  # why it ended, or which limit was met
+        self.stop = ""  # why it ended, or which limit it reached
         self._trace: Trace | None = Trace()
         self._load_trace: Callable[[], Trace] = Trace
         self.turns = 0
-        self.aborted = 0  # calls that were cut short after something was sampled: it may have been read
+        self.aborted = 0  # turns that were cut short after some tokens: the agent may have read them
         self.sampled_tokens = 0
         self.truncated = False
-        self.last_error: CallError | None = (
-            None  # how the newest call failed, if it did: who runs the agent has to know why it ended
-        )
+        self.last_error: CallError | None = None  # of the newest call, if it failed: it may explain why the agent ended
         self.engine_silence = EngineSilence()
         self.in_flight = 0
         self.idle = asyncio.Event()
         self.idle.set()
         self.calls: set[asyncio.Task[object]] = set()  # the tasks that serve the calls in flight
-        self.ending = ""  # why those were aborted, if they were; no more are let in
+        self.ending = ""  # why calls were aborted, if they were; new ones are refused
         self.ending_lock = asyncio.Lock()
-        self.pending_tool_calls: dict[
-            int, asyncio.Future[bytes]
-        ] = {}  # calls of host tools that wait for the host, by number
-        self.limits_announced: set[str] = set()  # that a call has met
-        self.live_tokens = 0  # sampled by calls in flight, not stored yet
+        self.pending_tool_calls: dict[int, asyncio.Future[bytes]] = {}  # that wait for the host, by number
+        self.limits_announced: set[str] = set()  # with an event
+        self.live_tokens = 0  # sampled by calls in flight and not stored yet; changed by `TurnDraft` alone
         self.vocabulary = ""  # digest of the tokenizer it is recorded with
 
     @property
@@ -138,18 +135,18 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        """Whether a call is under way, to the model or to a tool of the host."""
+        """Whether a model call or a host tool call is in flight."""
         return bool(self.in_flight or self.pending_tool_calls)
 
     def evict(self, load_trace: Callable[[], Trace]) -> None:
         """Drop the trace from memory. All of it is in the store, where `load_trace` finds it."""
         assert not self.busy
         if self._trace is not None:
-            self._trace.cut()
+            self._trace.free()
         self._trace, self._load_trace = None, load_trace
 
     def count_turn(self, turn: Sampled) -> None:
-        """Take a stored turn into account."""
+        """Add a stored turn to the counters."""
         if turn.info.finish != "abort":
             self.turns += 1
         elif turn.size:
@@ -181,12 +178,12 @@ class Session:
 
     @property
     def tokens_left(self) -> int | None:
-        """How many more tokens may be sampled, by all calls together; None: no limit."""
+        """The number of tokens that all calls together may still sample; None: no limit."""
         limit = self.config.limits.sampled_tokens
         return None if limit is None else max(0, limit - self.sampled_tokens - self.live_tokens)
 
     def require_within_limits(self, now: float, others: int) -> None:
-        """Raises if there may not be another turn, beside `others` that are in flight."""
+        """Raise `LimitReached` if there may not be another turn besides `others` in flight."""
         limits = self.config.limits
         if limits.turns is not None and self.turns + self.aborted + others >= limits.turns:
             raise LimitReached("turns")
@@ -200,10 +197,10 @@ class Session:
         return None if seconds is None else self.opened + seconds
 
     async def abort_calls(self, reason: str) -> None:
-        """End every call in flight; returns when each has recorded what it had."""
+        """Abort every call in flight and wait until each has recorded what it had."""
         self.ending = reason
         for task in list(self.calls):
             task.cancel()
-        for asked in self.pending_tool_calls.values():
-            asked.cancel()
+        for pending in self.pending_tool_calls.values():
+            pending.cancel()
         await self.idle.wait()

@@ -1,7 +1,7 @@
-"""What an agent's program tells of a call by itself: which conversation it belongs to, and what it is for.
+"""What an agent says about its own calls: which conversation a call belongs to, and what it is for.
 
-Where to look is the agent's affair (`agents/catalog/*.toml`); a session carries it in its settings. Read once per call by the server;
-`roles` and `fork` listen to it before they look at the structure of the tree. A source is one of
+Each agent's description (`agents/catalog/*.toml`) says where to look, and a session has it in its settings. Roles and fork causes follow
+these signals before the structure of the trace. A source is one of
 
     header:NAME            a header's value
     header:NAME.PATH       a value inside a header that holds JSON
@@ -9,7 +9,7 @@ Where to look is the agent's affair (`agents/catalog/*.toml`); a session carries
     tool:NAME              NAME, where the request offers a tool of that name
     model                  the model's name
     system                 the system prompt, where the conversation begins with one
-    last                   what the user's side says last: not what a tool printed, which the model could have arranged
+    last                   the last message, if it is the user's: not a tool's output, which the model could have arranged
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from turngate.types import Call, CallSignals, Json
 _SOURCE = re.compile(r"header:[A-Za-z0-9-]+(\.[\w-]+)*|body:[\w-]+(\.[\w-]+)*|tool:[\w.-]+|model|system|last")
 SignalRole = Literal["main", "subagent", "side"]
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_MAX_LENGTH = 200  # of a name that is kept
+_MAX_LENGTH = 200  # characters of a stored name
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A call whose `source` has a value that `match` fits plays `role`."""
+    """A call has `role` if the value of `source` matches `match`."""
 
     role: SignalRole
     source: str
@@ -39,7 +39,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Signals(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Where to look. The first source that has a value wins, and so does the first rule that fits."""
+    """Where to look. The first source with a value wins, and so does the first rule that matches."""
 
     thread: tuple[str, ...] = ()  # names the conversation
     parent: tuple[str, ...] = ()  # names the conversation that began it
@@ -51,7 +51,7 @@ class Signals(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
 
 
 def read_signals(signals: Signals, headers: Mapping[str, str], call: Call) -> CallSignals:
-    """What this call tells. A rule beats the model's name."""
+    """Read the signals of a call. A rule beats the model's name."""
 
     def first(sources: Iterable[str]) -> str:
         return next((value for source in sources if (value := _read_source(source, headers, call))), "")[:_MAX_LENGTH]
@@ -70,7 +70,7 @@ def read_signals(signals: Signals, headers: Mapping[str, str], call: Call) -> Ca
 
 
 def find_faults(signals: Signals) -> Iterator[tuple[str, str]]:
-    """The field and what is wrong with it."""
+    """Find invalid fields, each with what is wrong with it."""
     sources = [(f"thread[{n}]", source) for n, source in enumerate(signals.thread)]
     sources += [(f"parent[{n}]", source) for n, source in enumerate(signals.parent)]
     sources += [(f"rules[{n}].source", rule.source) for n, rule in enumerate(signals.rules)]
@@ -83,7 +83,7 @@ def find_faults(signals: Signals) -> Iterator[tuple[str, str]]:
 
 
 def is_model_alias(signals: Signals, model: str) -> bool:
-    """Whether the session knows this name as another one for its model."""
+    """Whether the session accepts this name as another one for its model."""
     return any(fnmatchcase(model, pattern) for pattern in signals.models)
 
 
@@ -108,7 +108,7 @@ def _read_source(source: str, headers: Mapping[str, str], call: Call) -> str:
 
 
 def _offers(call: Call, name: str) -> bool:
-    # The name has to be in the text before it is worth decoding.
+    # Decode only if the name is in the text.
     return (
         call.tools is not None
         and f'"{name}"'.encode() in call.tools.raw
@@ -122,7 +122,7 @@ def _message_text(call: Call, index: int, role: str) -> str:
 
 
 def _body_field(body: bytes, name: str) -> Json:
-    # What an agent says of itself is a hint; one that cannot be read is none.
+    # Signals are hints: one that cannot be decoded is ignored.
     try:
         raw = _fields.decode(body).get(name)
         return None if raw is None else msgspec.json.decode(raw)

@@ -27,7 +27,9 @@ class SessionDirectory:
         self._sessions = sessions
         self._session_views = session_views
 
-    def list(self, *, status: str | None = None, before: int | None = None, limit: int = 100) -> list[dict[str, Json]]:
+    def list_sessions(
+        self, *, status: str | None = None, before: int | None = None, limit: int = 100
+    ) -> list[dict[str, Json]]:
         rows = self._store.sessions(status=status, before=before, limit=limit)
         outcomes = self._store.outcomes.of(rows[-1].key, rows[0].key) if rows else {}
         find_live = self._sessions.find_live

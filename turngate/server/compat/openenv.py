@@ -117,7 +117,7 @@ class OpenEnvRoutes:
     async def listing(self, request: Request) -> Response:
         limit = int_param(request, "limit", 100) or 100
         before = int_param(request, "before")
-        listed = self._directory.list(before=before, limit=min(limit, 1000))
+        listed = self._directory.list_sessions(before=before, limit=min(limit, 1000))
         shapes = await self._session_views.shapes(listed[-1]["key"], listed[0]["key"]) if listed else {}
         opened_here = [row for row in listed if _METADATA_KEY in row["config"].metadata]
         return json_response({"sessions": [self._summary(row, shapes.get(row["key"], (0, 0))) for row in opened_here]})

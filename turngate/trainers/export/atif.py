@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 
 import numpy as np
 
-from turngate.trace.sample import Sample, Span
+from turngate.trace.sample import RowSpan, Sample
 from turngate.trace.tree import Sampled, path_to
 from turngate.trainers.export.base import ExportChoices, Record, reject_unused
 from turngate.trainers.export.files import RecordLayout
@@ -125,7 +125,7 @@ def _attach_observation(steps: list[dict[str, Json]], message: Message) -> None:
     steps.append({"source": "system", "message": "", "observation": {"results": [{"content": message.content}]}})
 
 
-def _turn_step(node: Sampled, entry: BranchMessage, span: Span, choices: ExportChoices) -> dict[str, Json]:
+def _turn_step(node: Sampled, entry: BranchMessage, span: RowSpan, choices: ExportChoices) -> dict[str, Json]:
     return {
         "source": "agent",
         "timestamp": datetime.fromtimestamp(node.info.ended, UTC).isoformat(),
@@ -154,7 +154,7 @@ def _arguments(written: str) -> dict[str, Json]:
     return {"arguments": value} if isinstance(value, dict) else {"arguments": {}, "extra": {"written": written}}
 
 
-def _metrics(node: Sampled, span: Span, choices: ExportChoices) -> dict[str, Json]:
+def _metrics(node: Sampled, span: RowSpan, choices: ExportChoices) -> dict[str, Json]:
     """Return the metrics of a turn. An endpoint that returned no tokens gives no token counts."""
     exact = node.info.capture == "tokens"
     given = [math.nan] if node.logprobs is None else node.logprobs

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from turngate.trace.sample import Sample, Span
+from turngate.trace.sample import RowSpan, Sample
 from turngate.trainers.export.base import ExportChoices, Record, reject_unused
 from turngate.trainers.export.files import RecordLayout
 from turngate.trainers.export.filters import select_trainable
@@ -101,7 +101,7 @@ def _select_imitable(rollout: RecordedRollout, choices: ExportChoices) -> Iterat
             yield row, found
 
 
-def _is_complete(rollout: RecordedRollout, span: Span, choices: ExportChoices) -> bool:
+def _is_complete(rollout: RecordedRollout, span: RowSpan, choices: ExportChoices) -> bool:
     info = rollout.turn(span.node).info
     known = info.capture == "tokens" or choices.form != "tokens"
     return known and not info.fault and info.finish in _ENDED and span.role in rollout.session.config.policy.roles

@@ -1,0 +1,172 @@
+"""Build deliveries: the rows and advantages of one complete group, with the reason for every rollout that is not trained.
+
+A delivery never changes under its number, except that staleness is judged against the policy version of the moment.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+import msgspec
+import numpy as np
+
+from turngate.client.protocol import FeedConfig, WireDelivery, WireRollout, WireRow
+from turngate.errors import NotFound, StoreError
+from turngate.store.feeds import DeliveryMember, FeedRow
+from turngate.store.sqlite import Store
+from turngate.trace.advantage import compute_advantages, is_too_large, row_weight
+from turngate.trace.sample import Sample, build_samples
+from turngate.trace.session import Session
+
+# Values of `Session.stop`
+_LIMIT_STOPS = ("turns", "sampled_tokens", "context_tokens", "context_length_exceeded", "limit")
+_TIME_STOPS = ("seconds", "timed out")
+
+
+class _DeliveredRollout(msgspec.Struct, frozen=True, kw_only=True):
+    """One rollout of a delivery, before it is compared with the others."""
+
+    member: DeliveryMember
+    reward: float | None  # in the baseline; None: it does not count there
+    excluded: str = ""
+    truncated: bool = False
+    timed_out: bool = False
+    turns: int = 0
+    sampled_tokens: int = 0
+    rows: list[Sample] = []
+
+    def to_wire(self, advantage: float | None) -> WireRollout:
+        outcome = self.member.outcome
+        excluded = self.excluded
+        if not excluded and advantage is None:
+            excluded = "there is no other rollout in its group to compare it with"
+        return WireRollout(
+            session=self.member.id,
+            task=outcome.task,
+            attempt=outcome.attempt,
+            kind=outcome.kind,
+            reward=outcome.reward,
+            resolved=outcome.resolved,
+            advantage=None if excluded else advantage,
+            excluded=excluded,
+            truncated=self.truncated,
+            timed_out=self.timed_out,
+            turns=self.turns,
+            sampled_tokens=self.sampled_tokens,
+            data=msgspec.json.encode(outcome.data),
+            rows=() if excluded else tuple(_to_wire_row(row, row_weight(len(self.rows))) for row in self.rows),
+        )
+
+
+def build_delivery(row: FeedRow, number: int, version: int, store: Store) -> bytes:
+    """Build the delivery with a number, as msgpack. Takes long for long traces: run it in a thread."""
+    config = read_config(row)
+    members = store.feeds.members(row.key, number)
+    if not members:
+        raise missing_feed(row.name)  # it was deleted meanwhile
+    rollouts = [_build_rollout(store, member, config, version) for member in members]
+    advantages = compute_advantages([rollout.reward for rollout in rollouts], config.advantage)
+    delivery = WireDelivery(
+        number=number,
+        group=members[0].group,
+        task=members[0].outcome.task,
+        version=version,
+        rollouts=tuple(rollout.to_wire(value) for rollout, value in zip(rollouts, advantages, strict=True)),
+    )
+    return msgspec.msgpack.encode(delivery)
+
+
+def _build_rollout(store: Store, member: DeliveryMember, config: FeedConfig, version: int) -> _DeliveredRollout:
+    try:
+        row = store.find_key(member.session)
+        session = None if row is None else store.load(row)
+    except StoreError as error:
+        if isinstance(error.__cause__, sqlite3.Error):
+            raise  # the disk, or a lock: a later attempt may succeed
+        return _DeliveredRollout(member=member, reward=None, excluded=error.message)  # damaged for good
+    if session is None:
+        return _DeliveredRollout(member=member, reward=None, excluded="its session was deleted")
+    rows = build_samples(session.trace, session.config.policy)
+    timed_out = _is_timed_out(session, member)
+    truncated = not timed_out and _is_truncated(session, member, rows)
+    in_baseline, excluded = _judge(member, rows, config, version, truncated=truncated, timed_out=timed_out)
+    return _DeliveredRollout(
+        member=member,
+        reward=member.outcome.reward if in_baseline else None,
+        excluded=excluded,
+        truncated=truncated or timed_out,
+        timed_out=timed_out,
+        turns=session.turns,
+        sampled_tokens=session.sampled_tokens,
+        rows=rows,
+    )
+
+
+def _judge(
+    member: DeliveryMember, rows: list[Sample], config: FeedConfig, version: int, *, truncated: bool, timed_out: bool
+) -> tuple[bool, str]:
+    """Decide whether a rollout counts in its group's baseline, and why it is not trained; empty: it is."""
+    outcome = member.outcome
+    if outcome.reward is None:
+        return False, f"no reward: {outcome.kind}" + (f" ({outcome.message})" if outcome.message else "")
+    if is_too_large(outcome.reward):
+        return False, f"its reward of {outcome.reward:g} is too large to reckon with"
+    if not rows:
+        return False, "nothing of it can be trained"
+    oldest = min(span.version_start for row in rows for span in row.spans if span.trained)
+    if config.max_staleness is not None and version - oldest > config.max_staleness:
+        return (
+            False,
+            f"stale: sampled at version {oldest}, which is more than {config.max_staleness} before the present {version}",
+        )
+    cut = config.on_timeout if timed_out else config.on_truncated if truncated else "train"
+    how = "timed out" if timed_out else "truncated"
+    match cut:
+        case "exclude":
+            return False, f"{how}: left out by the feed's policy"
+        case "mask":
+            return True, f"{how}: masked by the feed's policy; its reward counts in the baseline"
+        case _:
+            return True, ""
+
+
+def _is_timed_out(session: Session, member: DeliveryMember) -> bool:
+    return session.stop in _TIME_STOPS or _agent_status(member) == "timed out"
+
+
+def _is_truncated(session: Session, member: DeliveryMember, rows: list[Sample]) -> bool:
+    """Whether a limit ended the rollout, or cut a trained turn short."""
+    if session.stop in _LIMIT_STOPS or _agent_status(member) == "limit":
+        return True
+    trained = {span.node for row in rows for span in row.spans if span.trained}
+    return any(turn.id in trained and turn.info.finish == "length" for turn in session.trace.turns())
+
+
+def _agent_status(member: DeliveryMember) -> str:
+    """How the agent ended, as our own runner records it; empty if unknown."""
+    data = member.outcome.data
+    status = data.get("status") if isinstance(data, dict) else None
+    return status if isinstance(status, str) else ""
+
+
+def _to_wire_row(row: Sample, weight: float) -> WireRow:
+    sampled = [row.logprobs[span.start : span.end] for span in row.spans]
+    return WireRow(
+        branch=row.branch,
+        ids=row.ids.astype("<i4", copy=False).tobytes(),
+        mask=np.packbits(row.mask).tobytes(),
+        logprobs=np.concatenate(sampled).astype("<f4", copy=False).tobytes(),
+        spans=row.spans,
+        weight=weight,
+    )
+
+
+def read_config(row: FeedRow) -> FeedConfig:
+    try:
+        return msgspec.json.decode(row.config, type=FeedConfig)
+    except msgspec.DecodeError as error:
+        raise StoreError(f"feed {row.name}: its settings are damaged on disk ({error})") from None
+
+
+def missing_feed(name: str) -> NotFound:
+    return NotFound(f"there is no feed {name!r}; open it with PUT /admin/feeds/{name}")
