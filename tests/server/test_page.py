@@ -460,7 +460,7 @@ async def test_cancel_ends_what_is_being_sampled() -> None:
         with pytest.raises(Exception, match="cancelled"):
             await asking
         again = await client.post(f"/page/api/rollouts/{session.id}/cancel", headers=OWN)
-        assert again.status_code == 409 and "cancelled already" in again.json()["error"]["message"]
+        assert again.status_code == 409 and "already cancelled" in again.json()["error"]["message"]
         assert (await client.post("/page/api/rollouts/nobody/seal", headers=OWN)).status_code == 404
         retry = await client.post(f"/page/api/rollouts/{session.id}/retry", headers=OWN)
         assert retry.status_code == 409 and "of no batch" in retry.json()["error"]["message"]

@@ -324,7 +324,7 @@ def test_a_connection_to_a_worker_that_is_being_started_again_waits(data: Path) 
         for owner, opened in enumerate(sessions):
             before = s.workers
             os.kill(before[owner], signal.SIGKILL)
-            wait_for(lambda owner=owner: s.log.read_text().count("is started again") == owner + 1)  # the front knows
+            wait_for(lambda owner=owner: s.log.read_text().count("; restarting") == owner + 1)  # the front knows
             how: Any = {"max_retries": 0, "timeout": scaled(30)}
             with openai.OpenAI(base_url=f"{s.url}/v1", api_key=opened["api_key"], **how) as client:
                 reply = client.chat.completions.create(model="m", messages=HI)  # type: ignore[arg-type]
@@ -334,7 +334,7 @@ def test_a_connection_to_a_worker_that_is_being_started_again_waits(data: Path) 
             with httpx.Client(base_url=s.url, headers=s.admin, trust_env=False, timeout=scaled(30)) as http:
                 for other in sessions:
                     assert http.get(f"/admin/sessions/{other['id']}").status_code == 200
-        assert s.log.read_text().count("is started again") == 2
+        assert s.log.read_text().count("; restarting") == 2
 
 
 def test_a_worker_that_dies_in_a_pause_comes_back_paused_and_at_the_right_version(data: Path) -> None:

@@ -138,7 +138,7 @@ async def prepare_check(
         files = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="turngate-check-")))
         (files / "notes.txt").write_text(BEFORE)
         address = await stack.enter_async_context(
-            run_embedded(config, engine=engine, renderer=(renderer, certificate), around=staging.around)
+            run_embedded(config, engine=engine, renderer=(renderer, certificate), wrap=staging.around)
         )
         gateway = await stack.enter_async_context(GatewayClient(address.url, address.admin_key))
         connector = await stack.enter_async_context(GatewayConnector(address.url))

@@ -1,5 +1,4 @@
-"""The native API, under `/admin`: sessions, their traces, samples, outcomes and tool calls, events. Everything here needs
-the admin key."""
+"""The native API, under `/admin`: sessions with their traces, samples, outcomes and tool calls, and events. Needs the admin key."""
 
 from __future__ import annotations
 
@@ -26,14 +25,14 @@ from turngate.types import Json, Mode
 from turngate.views.session import SessionView, SessionViews, encode_json, encode_piece
 from turngate.views.session_directory import SessionDirectory
 
-RunnerEventKind = Literal["stage", "rollout", "graded", "note"]  # kinds of events that whoever runs rollouts may tell
+RunnerEventKind = Literal["stage", "rollout", "graded", "note"]  # kinds of events that a runner may add
 
 
 class OpenSessionBody(SessionConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of `POST /admin/sessions`: a session's settings, and optionally its id."""
 
     id: str | None = None
-    mode: Mode | None = None  # type: ignore[assignment]  # None: what this gateway serves
+    mode: Mode | None = None  # type: ignore[assignment]  # None: the gateway's default mode
 
     def config(self, default_mode: Mode) -> SessionConfig:
         values = {name: getattr(self, name) for name in SessionConfig.__struct_fields__}
@@ -45,7 +44,7 @@ class SealBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EventBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of `POST /admin/events`. `session`: its id, whether it is open yet or not; empty: it is about none."""
+    """The body of `POST /admin/events`. The session may not be open yet; empty: the event is about no session."""
 
     kind: RunnerEventKind
     session: str = ""
@@ -76,32 +75,32 @@ class AdminRoutes:
         self._auth = auth
 
     def routes(self) -> list[Route]:
-        one = "/admin/sessions/{id}"
+        session = "/admin/sessions/{id}"
         table: list[tuple[str, Literal["GET", "POST", "PUT", "DELETE"], object]] = [
             ("/admin/sessions", "POST", self.open),
             ("/admin/sessions", "GET", self.listing),
-            (one, "GET", self.show),
-            (one, "DELETE", self.delete),
-            (f"{one}/trace", "GET", self.trace),
-            (f"{one}/samples", "GET", self.samples),
-            (f"{one}/events", "GET", self.events),
-            (f"{one}/seal", "POST", self.seal),
-            (f"{one}/cancel", "POST", self.cancel),
-            (f"{one}/outcome", "PUT", self.record),
-            (f"{one}/tools", "GET", self.tool_calls),
-            (f"{one}/tools/{{call:int}}/answer", "POST", self.answer_tool),
+            (session, "GET", self.show),
+            (session, "DELETE", self.delete),
+            (f"{session}/trace", "GET", self.trace),
+            (f"{session}/samples", "GET", self.samples),
+            (f"{session}/events", "GET", self.events),
+            (f"{session}/seal", "POST", self.seal),
+            (f"{session}/cancel", "POST", self.cancel),
+            (f"{session}/outcome", "PUT", self.record),
+            (f"{session}/tools", "GET", self.tool_calls),
+            (f"{session}/tools/{{call:int}}/answer", "POST", self.answer_tool),
             ("/admin/events", "GET", self.events),
             ("/admin/events", "POST", self.announce),
         ]
         return [route(path, method, endpoint, self._auth) for path, method, endpoint in table]  # type: ignore[arg-type]
 
     async def open(self, request: Request) -> Response:
-        wanted = await decode_body(request, OpenSessionBody)
-        config = wanted.config(self._sessions.default_mode)
+        body = await decode_body(request, OpenSessionBody)
+        config = body.config(self._sessions.default_mode)
         if current_tracer() is not None and (parent := parse_traceparent(request.headers.get(TRACEPARENT, ""))):
-            # Kept with the session: its turns hang there after a restart as well.
+            # Stored with the session, so that spans of its turns have this parent after a restart too.
             config = msgspec.structs.replace(config, metadata={**config.metadata, TRACEPARENT: parent})
-        session, secret = self._sessions.open(config, wanted.id)
+        session, secret = self._sessions.open(config, body.id)
         return json_response({**self._directory.describe(session), "api_key": secret}, 201)
 
     async def listing(self, request: Request) -> Response:
@@ -121,14 +120,14 @@ class AdminRoutes:
         return encoded_response(await self._session_views.build(request.path_params["id"], _encode_trace))
 
     async def samples(self, request: Request) -> Response:
-        keep = request.query_params.get("all", "") in ("1", "true")
+        keep_empty = request.query_params.get("all", "") in ("1", "true")
         return encoded_response(
-            await self._session_views.build(request.path_params["id"], lambda shown: _encode_samples(shown, keep))
+            await self._session_views.build(request.path_params["id"], lambda view: _encode_samples(view, keep_empty))
         )
 
     async def seal(self, request: Request) -> Response:
-        wanted = await decode_body(request, SealBody)
-        session = await self._sessions.seal(request.path_params["id"], wanted.stop)
+        body = await decode_body(request, SealBody)
+        session = await self._sessions.seal(request.path_params["id"], body.stop)
         return json_response(self._directory.describe(session))
 
     async def cancel(self, request: Request) -> Response:
@@ -152,18 +151,18 @@ class AdminRoutes:
         return json_response({"session": session.id, "calls": calls})
 
     async def answer_tool(self, request: Request) -> Response:
-        wanted = await decode_body(request, AnswerBody)
+        body = await decode_body(request, AnswerBody)
         session = self._sessions.find(request.path_params["id"])
-        return json_response(self._host_tools.answer(session, request.path_params["call"], wanted.reply))
+        return json_response(self._host_tools.answer(session, request.path_params["call"], body.reply))
 
     async def announce(self, request: Request) -> Response:
-        wanted = await decode_body(request, EventBody)
-        return json_response({"seq": self._events.announce(wanted.session, wanted.kind, wanted.data)}, 201)
+        body = await decode_body(request, EventBody)
+        return json_response({"seq": self._events.announce(body.session, body.kind, body.data)}, 201)
 
     async def events(self, request: Request) -> Response:
         session_id = request.path_params.get("id", "")
         if session_id and not self._sessions.knows(session_id):
-            raise NotFound(f"there is no session {session_id!r}, and nothing was told of one")
+            raise NotFound(f"there is no session {session_id!r}, and there are no events of one")
         wait = request.query_params.get("wait", "1") not in ("0", "false")
         return StreamingResponse(
             self._stream_events(session_id, read_cursor(request), wait),
@@ -178,15 +177,15 @@ class AdminRoutes:
                 if event is None:
                     yield b": alive\n\n"
                 else:
-                    told = msgspec.json.encode(event)
-                    yield b"id: %d\nevent: %s\ndata: %s\n\n" % (event.seq, event.kind.encode(), told)
+                    data = msgspec.json.encode(event)
+                    yield b"id: %d\nevent: %s\ndata: %s\n\n" % (event.seq, event.kind.encode(), data)
 
 
-def _encode_trace(shown: SessionView) -> bytes:
-    view = shown.trace()
-    return encode_json({**view, "nodes": [encode_piece(node) for node in view["nodes"]]})
+def _encode_trace(view: SessionView) -> bytes:
+    trace = view.trace()
+    return encode_json({**trace, "nodes": [encode_piece(node) for node in trace["nodes"]]})
 
 
-def _encode_samples(shown: SessionView, keep_empty: bool) -> bytes:
-    rows = [encode_piece(row) for row in shown.samples(keep_empty=keep_empty)]
-    return encode_json({"session": shown.session.id, "samples": rows})
+def _encode_samples(view: SessionView, keep_empty: bool) -> bytes:
+    rows = [encode_piece(row) for row in view.samples(keep_empty=keep_empty)]
+    return encode_json({"session": view.session.id, "samples": rows})

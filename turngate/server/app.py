@@ -137,8 +137,8 @@ class Gateway:
         self.feeds = Feeds(self.store, self.events, self.fence)
         self.host_tools = HostTools(self.store, self.events)
         self.outcomes = OutcomeRecorder(self.store, self.sessions, self.events, self.feeds, self.metrics)
-        self.looks = SessionViews(self.store)
-        self.directory = SessionDirectory(self.store, self.sessions, self.looks)
+        self.session_views = SessionViews(self.store)
+        self.directory = SessionDirectory(self.store, self.sessions, self.session_views)
         self.evictor = Evictor(self.store, self.sessions, config.rest_s)
         event_days = config.event_days if self.shard.number == 0 else 0.0  # one worker prunes for all
         self._housekeeper = Housekeeper(
@@ -221,13 +221,19 @@ class Gateway:
             self.metrics_endpoint.route(),
             *self._host_tool_routes.routes(),
             *AdminRoutes(
-                self.sessions, self.directory, self.looks, self.events, self.outcomes, self.host_tools, self.auth
+                self.sessions,
+                self.directory,
+                self.session_views,
+                self.events,
+                self.outcomes,
+                self.host_tools,
+                self.auth,
             ).routes(),
             *FenceRoutes(self.updates, self.auth).routes(),
             *(GateRoutes(self.engine, self.auth).routes() if isinstance(self.engine, Gate) else ()),
             *FeedRoutes(self.feeds, self.auth).routes(),
-            *PrimeRoutes(self.sessions, self.looks, self.auth).routes(),
-            *OpenEnvRoutes(self.sessions, self.directory, self.looks, self.auth).routes(),
+            *PrimeRoutes(self.sessions, self.session_views, self.auth).routes(),
+            *OpenEnvRoutes(self.sessions, self.directory, self.session_views, self.auth).routes(),
             *self.page.routes(),
         ]
         return Starlette(routes=routes, exception_handlers={404: not_found, 405: not_found})
@@ -291,7 +297,7 @@ class Gateway:
             if part is not None:
                 await part.close()
         await self.stale.close()
-        for reader in (self.feeds, self.looks, self.page):
+        for reader in (self.feeds, self.session_views, self.page):
             await asyncio.to_thread(reader.close)
         self.store.close()
 

@@ -1,6 +1,6 @@
-"""The few ASGI pieces that model calls need: read a body within a limit, answer, stream, notice that the caller hung up.
+"""The ASGI pieces that model calls need: read a body within a limit, respond, stream, and notice a disconnect.
 
-Plain ASGI, since this is the hot path: a framework's request and response objects cost more than the turn's own bookkeeping.
+Plain ASGI, because this is the hot path: a framework's request and response objects cost more than recording the turn.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Coroutine[Any, Any, None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-STALL_S = 60.0  # a caller that takes nothing for this long counts as gone
+STALL_S = 60.0  # a client that reads nothing for this long counts as disconnected
 JSON = (b"content-type", b"application/json")
-# On every reply: the relay in a sandbox knows by it that the gateway has answered, and not a dead tunnel in between.
+# On every response. It tells the relay in a sandbox that the gateway answered, and not a broken tunnel in between.
 GATEWAY_HEADER = (b"x-turngate", b"1")
 
 
 class ClientDisconnected(Exception):
-    """The caller is gone; nobody is left to answer."""
+    """The client has closed the connection, so there is no one to respond to."""
 
 
 def parse_headers(scope: Scope) -> dict[str, str]:
@@ -39,20 +39,20 @@ def parse_query(scope: Scope) -> dict[str, str]:
 
 
 def add_gateway_header(send: Send) -> Send:
-    """The same, with our header on it: for replies that others write."""
+    """Wrap `send` to add the gateway's header to responses that Starlette writes."""
 
-    async def wrapped(message: MutableMapping[str, Any]) -> None:
+    async def send_with_header(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
             message["headers"] = [*message.get("headers", ()), GATEWAY_HEADER]
         await send(message)
 
-    return wrapped
+    return send_with_header
 
 
 async def read_body(receive: Receive, headers: dict[str, str], limit: int) -> bytes:
     declared = headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
-        raise TooLarge(f"the request has {declared} bytes, the limit is {limit} (setting max_body_mb)")
+        raise TooLarge(f"the request has {declared} bytes; the limit is {limit} (setting max_body_mb)")
     parts: list[bytes] = []
     size = 0
     while True:
@@ -62,7 +62,7 @@ async def read_body(receive: Receive, headers: dict[str, str], limit: int) -> by
         part = message.get("body", b"")
         size += len(part)
         if size > limit:
-            raise TooLarge(f"the request has more than {limit} bytes, which is the limit (setting max_body_mb)")
+            raise TooLarge(f"the request has more than {limit} bytes, the limit (setting max_body_mb)")
         parts.append(part)
         if not message.get("more_body", False):
             return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -75,10 +75,10 @@ async def respond(send: Send, status: int, body: bytes, headers: Sequence[tuple[
 
 
 async def send_or_give_up(send: Send, message: MutableMapping[str, Any]) -> None:
-    """Send, but do not wait for ever: a frozen sandbox must not hold an engine, a fence or a session."""
+    """Send a message, but not for longer than `STALL_S`: a frozen sandbox must not block an engine, a fence or a session."""
     sending = send(message)
     try:
-        waiting = sending.send(None)  # most often it is done at once, and needs no clock
+        waiting = sending.send(None)  # it usually completes at once and needs no timeout
     except StopIteration:
         return
     try:
@@ -90,7 +90,7 @@ async def send_or_give_up(send: Send, message: MutableMapping[str, Any]) -> None
 
 @coroutine
 def _resume(sending: Coroutine[Any, Any, None], waiting: Any) -> Generator[Any, Any, None]:
-    """On with a coroutine that was begun by hand and waits for `waiting`."""
+    """Continue a coroutine that was started by hand and now awaits `waiting`."""
     while True:
         try:
             try:
@@ -104,11 +104,11 @@ def _resume(sending: Coroutine[Any, Any, None], waiting: Any) -> Generator[Any, 
 
 
 class DisconnectWatch:
-    """Cancels the task that serves a call when its caller hangs up. `gone` says that it did."""
+    """Cancels the task that serves a request when its client disconnects."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self.gone = False
+        self.disconnected = False
         self._serving = asyncio.current_task()
         self._task: asyncio.Task[None] | None = None
 
@@ -123,13 +123,18 @@ class DisconnectWatch:
     async def _wait(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self.gone = True
+        self.disconnected = True
         if self._serving is not None:
             self._serving.cancel()
 
+    def uncancel(self) -> None:
+        """Undo the cancellation, so that the serving task can clean up and return."""
+        if self._serving is not None:
+            self._serving.uncancel()
+
 
 class EventStream:
-    """A server-sent-event response that begins when there is something to send, and shows signs of life in between."""
+    """A server-sent-event response. It starts with the first data, and sends a keep-alive after `alive_s` of silence."""
 
     def __init__(
         self,
@@ -181,14 +186,14 @@ class EventStream:
             return
         silent = self._loop.time() - self._last
         if silent >= self._alive_s * 0.95 and not self._beats:
-            beat = self._loop.create_task(self._sign())
+            beat = self._loop.create_task(self._send_keep_alive())
             self._beats.add(beat)
             beat.add_done_callback(self._beats.discard)
             silent = 0.0
         self._beat = self._loop.call_later(self._alive_s - silent, self._on_beat)
 
-    async def _sign(self) -> None:
-        # The reply may have ended between the timer and this task; nothing may follow its last event.
+    async def _send_keep_alive(self) -> None:
+        # The reply may have ended between the timer and this task. Nothing may follow its last event.
         if not self._over:
-            with suppress(ClientDisconnected):  # the turn's own writing will find out
+            with suppress(ClientDisconnected):  # the turn's next write notices it too
                 await self.write(self._alive() if self.started else b"")

@@ -1,4 +1,4 @@
-"""Who may call what. An admin key guards everything but model calls; a session's secret opens that session's model calls."""
+"""Authorization. The admin key opens everything; a session's secret opens that session's model calls only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from turngate.client.keys import ADMIN_KEY, ADMIN_KEY_FILE, read_key, read_key_f
 from turngate.errors import ConfigError, Unauthorized
 from turngate.telemetry.logs import register_secrets
 
-if TYPE_CHECKING:  # the front of several workers needs the key, and nothing of this
+if TYPE_CHECKING:  # the front process imports this module and must stay light
     from turngate.gateway.sessions import Sessions
     from turngate.trace.session import Session
 
@@ -19,12 +19,12 @@ METRICS_KEY = "TURNGATE_METRICS_KEY"
 
 
 def admin_key(data: Path) -> str:
-    """The gateway's."""
+    """Return the gateway's admin key, and create it on first start."""
     return own_key(data, ADMIN_KEY, ADMIN_KEY_FILE)
 
 
 def metrics_key() -> str:
-    """A key that reads the metrics and nothing else, where one is given; empty: there is none, and the admin key reads them."""
+    """Return the key that opens only the metrics; empty if there is none and the admin key has to be used."""
     key = read_key(METRICS_KEY)
     if key and len(key) < 16:
         raise ConfigError(f"{METRICS_KEY}: must have at least 16 characters", param=METRICS_KEY)
@@ -32,14 +32,14 @@ def metrics_key() -> str:
 
 
 def own_key(data: Path, variable: str, name: str) -> str:
-    """From the environment, else from a file in the data folder that only its owner can read, made on first start."""
-    if given := read_key(variable):
-        if len(given) < 16:
+    """Return a key from the environment, or from a file in the data folder. The file is created on first start, readable by its owner."""
+    if key := read_key(variable):
+        if len(key) < 16:
             raise ConfigError(f"{variable}: must have at least 16 characters", param=variable)
-        return given
+        return key
     path = data / name
-    if (known := read_key_file(path)) is not None:
-        return known
+    if (stored := read_key_file(path)) is not None:
+        return stored
     key = "tga-" + secrets.token_urlsafe(32)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -63,15 +63,15 @@ class Auth:
             raise Unauthorized("the admin key is missing or wrong; send it as 'Authorization: Bearer …'")
 
     def require_metrics(self, key: str) -> None:
-        """The admin key, or the one that opens only this."""
-        given = key.encode("utf-8", "surrogatepass")
-        if not (self.is_admin(key) or (self._metrics and secrets.compare_digest(given, self._metrics))):
+        """Require the admin key or the metrics key."""
+        raw = key.encode("utf-8", "surrogatepass")
+        if not (self.is_admin(key) or (self._metrics and secrets.compare_digest(raw, self._metrics))):
             raise Unauthorized(
-                f"the key is missing or wrong; send the admin key or that of {METRICS_KEY} as 'Authorization: Bearer …'"
+                f"the key is missing or wrong; send the admin key or the key in {METRICS_KEY} as 'Authorization: Bearer …'"
             )
 
     def session(self, key: str, session_id: str | None) -> Session:
-        """The session of a model call. Named by its path: its secret or the admin key opens it. Otherwise its secret finds it."""
+        """Return the session of a model call. A session in the path needs its secret or the admin key; else the secret names it."""
         if session_id is None:
             if not key:
                 raise Unauthorized("No API key provided. Send a session's secret as 'Authorization: Bearer …'.")
@@ -86,5 +86,5 @@ class Auth:
         return self._sessions.find(session_id)
 
     def trusts(self, key: str, client: str) -> bool:
-        """Loopback clients of the prime-rl API that send no key, where that was switched on."""
+        """Return whether a prime-rl client may omit the key: a loopback client, with the setting `open_loopback`."""
         return self._open_loopback and not key and client in ("127.0.0.1", "::1")

@@ -1,4 +1,7 @@
-"""Where a gateway listens, and the note in the data folder by which others on the machine find it. Light: the front needs it."""
+"""Listen for connections, and publish the gateway's address in the data folder.
+
+The front process imports this module, so it must stay light.
+"""
 
 from __future__ import annotations
 
@@ -18,30 +21,30 @@ _NOTE = "gateway.json"
 
 
 class RunningGateway(msgspec.Struct, frozen=True):
-    """Left in the data folder by a gateway that serves it, for others on the machine to find it."""
+    """The note that a gateway leaves in its data folder, for other processes on the machine."""
 
     url: str
     pid: int
 
 
 def find_running_gateway(data: Path) -> RunningGateway | None:
-    """The gateway that serves this data folder at present, as far as it can be told."""
+    """Return the gateway that serves this data folder, or None if none is running."""
     try:
-        found = msgspec.json.decode((data / _NOTE).read_bytes(), type=RunningGateway)
-        os.kill(found.pid, 0)
+        gateway = msgspec.json.decode((data / _NOTE).read_bytes(), type=RunningGateway)
+        os.kill(gateway.pid, 0)
     except (OSError, msgspec.DecodeError):
         return None
-    return found
+    return gateway
 
 
 def has_stale_note(data: Path) -> bool:
-    """Whether the note is of a gateway that is no more."""
+    """Return whether the note was left by a gateway that no longer runs."""
     return (data / _NOTE).exists() and find_running_gateway(data) is None
 
 
 @contextmanager
 def publish_address(data: Path, listener: socket.socket) -> Iterator[None]:
-    """Leaves the note for as long as the block runs."""
+    """Keep the note in the data folder within the block."""
     note = data / _NOTE
     note.write_bytes(msgspec.json.encode(RunningGateway(local_url(listener), os.getpid())))
     try:
@@ -52,7 +55,7 @@ def publish_address(data: Path, listener: socket.socket) -> Iterator[None]:
 
 
 def local_url(listener: socket.socket) -> str:
-    """As seen from this machine."""
+    """Return the URL at which this machine reaches the listener."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -84,7 +87,7 @@ def startup_message(config: ServeConfig, listener: socket.socket) -> str:
 
 
 def raise_file_limit() -> None:
-    """As many open files as the system lets us have: a session takes two. Whatever we start inherits it."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """Allow as many open files as the system permits: a session takes two. Child processes inherit the limit."""
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))

@@ -1,7 +1,7 @@
-"""The API of feeds, under `/admin/feeds` and `/admin/groups`: how trainers are handed what they train on. Needs the admin key.
+"""The feed API for trainers, under `/admin/feeds` and `/admin/groups`. Needs the admin key.
 
-Deliveries are sent as msgpack with raw little-endian arrays (`feed.py` says what is in it); everything else is JSON, errors too. Any worker
-serves it, since all of it is in the store.
+Deliveries are msgpack with raw little-endian arrays; everything else is JSON, including errors. Any worker can serve it, because feeds live
+in the store.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class FeedRoutes:
         self._auth = auth
 
     def routes(self) -> list[Route]:
-        one = "/admin/feeds/{name}"
+        feed = "/admin/feeds/{name}"
         table: list[tuple[str, Literal["GET", "POST", "PUT", "DELETE"], object]] = [
             ("/admin/feeds", "GET", self.listing),
-            (one, "PUT", self.open),
-            (one, "GET", self.show),
-            (one, "DELETE", self.delete),
-            (f"{one}/reader", "POST", self.take_over),
-            (f"{one}/deliveries", "GET", self.deliveries),
-            (f"{one}/commit", "POST", self.commit),
+            (feed, "PUT", self.open),
+            (feed, "GET", self.show),
+            (feed, "DELETE", self.delete),
+            (f"{feed}/reader", "POST", self.take_over),
+            (f"{feed}/deliveries", "GET", self.deliveries),
+            (f"{feed}/commit", "POST", self.commit),
             ("/admin/groups/{group:path}/close", "POST", self.close_group),
         ]
         return [route(path, method, endpoint, self._auth) for path, method, endpoint in table]  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ class FeedRoutes:
         name = request.path_params["name"]
         reader = request.query_params.get("reader", "")
         if not reader:
-            raise BadRequest(f"reader: is missing; POST /admin/feeds/{name}/reader gives one", param="reader")
+            raise BadRequest(f"reader: is missing; POST /admin/feeds/{name}/reader returns one", param="reader")
         page = await self._feeds.page(
             name,
             reader,
@@ -80,8 +80,8 @@ class FeedRoutes:
         return Response(page, media_type="application/msgpack")
 
     async def commit(self, request: Request) -> Response:
-        wanted = await decode_body(request, CommitBody)
-        return json_response(self._feeds.commit(request.path_params["name"], wanted.reader, wanted.number))
+        commit = await decode_body(request, CommitBody)
+        return json_response(self._feeds.commit(request.path_params["name"], commit.reader, commit.number))
 
     async def close_group(self, request: Request) -> Response:
         group = request.path_params["group"]

@@ -1,7 +1,7 @@
-"""The gate for a trainer in another process: take calls, answer, fail, give back, keep. Under `/admin/gate`, behind the admin key.
+"""The gate for a trainer in another process, under `/admin/gate`: take calls, answer, fail, give back, renew. Needs the admin key.
 
-Only where the gateway's engine is a gate (`--engine gate`). Bodies and replies are msgpack; token ids are raw 32-bit integers and
-log-probabilities raw 32-bit floats (not a number: not known), both little-endian. `client/gate.py` is the other end.
+Served only if the gateway's engine is a gate (`--engine gate`). Bodies and replies are msgpack. Token ids are raw 32-bit integers and
+log-probabilities raw 32-bit floats (NaN: unknown), both little-endian.
 """
 
 from __future__ import annotations
@@ -46,62 +46,61 @@ class GateRoutes:
         self._auth = auth
 
     def routes(self) -> list[Route]:
-        one = "/admin/gate/calls/{call}"
+        call = "/admin/gate/calls/{call}"
         return [
             route("/admin/gate", "GET", self.show, self._auth),
             route("/admin/gate/take", "POST", self.take, self._auth),
             route("/admin/gate/renew", "POST", self.renew, self._auth),
-            route(f"{one}/answer", "POST", self.answer, self._auth),
-            route(f"{one}/fail", "POST", self.fail, self._auth),
-            route(f"{one}/give_back", "POST", self.give_back, self._auth),
+            route(f"{call}/answer", "POST", self.answer, self._auth),
+            route(f"{call}/fail", "POST", self.fail, self._auth),
+            route(f"{call}/give_back", "POST", self.give_back, self._auth),
         ]
 
     async def show(self, request: Request) -> Response:
         return json_response(self._gate.waiting())
 
     async def take(self, request: Request) -> Response:
-        wanted = await packed(request, TakeCalls)
+        body = await decode_msgpack(request, TakeCalls)
         calls: list[GateCall] = []
         if self._gate.closed:
-            raise Stopping("the gateway is being stopped; come back in a moment")
+            raise Stopping("the gateway is being stopped; try again in a moment")
         with DisconnectWatch(request.receive) as watch:
             try:
-                calls = await self._gate.take(wanted.limit, wait_s=wanted.wait_s, lease_s=wanted.lease_s)
+                calls = await self._gate.take(body.limit, wait_s=body.wait_s, lease_s=body.lease_s)
             except asyncio.CancelledError:
-                if not watch.gone:
+                if not watch.disconnected:
                     raise
-        if watch.gone:  # whoever asked will not get them
-            if (task := asyncio.current_task()) is not None:
-                task.uncancel()
+        if watch.disconnected:  # the trainer will not receive the calls
+            watch.uncancel()
             for call in calls:
-                with suppress(TurngateError):  # it is over meanwhile, which must not cost the others their turn
+                with suppress(TurngateError):  # the call has ended meanwhile; the others must still be given back
                     self._gate.give_back_of(call.id, call.lease)
             return Response(status_code=499)
-        return _pack(LeasedCalls([_handed(call) for call in calls]))
+        return _pack(LeasedCalls([_to_leased_call(call) for call in calls]))
 
     async def answer(self, request: Request) -> Response:
-        given = await packed(request, CallAnswer)
-        ids = _array(given.ids, ID_DTYPE, "ids")
-        logprobs = None if given.logprobs is None else _array(given.logprobs, LOGPROB_DTYPE, "logprobs")
+        body = await decode_msgpack(request, CallAnswer)
+        ids = _parse_array(body.ids, ID_DTYPE, "ids")
+        logprobs = None if body.logprobs is None else _parse_array(body.logprobs, LOGPROB_DTYPE, "logprobs")
         call = request.path_params["call"]
-        self._gate.piece_of(call, given.lease, given.at, ids, logprobs, given.finish, given.version)
+        self._gate.piece_of(call, body.lease, body.at, ids, logprobs, body.finish, body.version)
         return _pack({})
 
     async def fail(self, request: Request) -> Response:
-        given = await packed(request, CallFailure)
-        self._gate.fail_of(request.path_params["call"], given.lease, given.message, given.fault)
+        body = await decode_msgpack(request, CallFailure)
+        self._gate.fail_of(request.path_params["call"], body.lease, body.message, body.fault)
         return _pack({})
 
     async def give_back(self, request: Request) -> Response:
-        given = await packed(request, CallRelease)
-        self._gate.give_back_of(request.path_params["call"], given.lease)
+        body = await decode_msgpack(request, CallRelease)
+        self._gate.give_back_of(request.path_params["call"], body.lease)
         return _pack({})
 
     async def renew(self, request: Request) -> Response:
-        """Says for each call whether it is still worth working on."""
-        given = await packed(request, RenewLeases)
+        """Renew the leases, and return the calls that have ended, with the reason."""
+        body = await decode_msgpack(request, RenewLeases)
         over: dict[str, str] = {}
-        for call, lease in given.leases.items():
+        for call, lease in body.leases.items():
             try:
                 self._gate.renew_of(call, lease)
             except (Gone, Conflict, NotFound) as error:
@@ -109,13 +108,13 @@ class GateRoutes:
         return _pack(RenewedLeases(over))
 
 
-async def packed(request: Request, kind: type[T]) -> T:
-    """The body as `kind`; an empty one has only defaults."""
+async def decode_msgpack(request: Request, kind: type[T]) -> T:
+    """Decode a request's body as `kind`. An empty body stands for all defaults."""
     raw = b""
     async for part in request.stream():
         raw += part
         if len(raw) > MAX_BODY:
-            raise TooLarge(f"the request has more than {MAX_BODY} bytes, which is the limit here")
+            raise TooLarge(f"the request has more than {MAX_BODY} bytes, the limit")
     try:
         return msgspec.msgpack.decode(raw or b"\x80", type=kind)
     except msgspec.ValidationError as error:
@@ -124,13 +123,13 @@ async def packed(request: Request, kind: type[T]) -> T:
     except msgspec.DecodeError as error:
         raise BadRequest(f"the body is not valid msgpack: {error}") from None
     except (UnicodeDecodeError, RecursionError) as error:
-        field = _unreadable(raw, kind)
-        wrong = "is nested too deep" if isinstance(error, RecursionError) else "has text that is not UTF-8"
-        raise BadRequest(f"{field or 'the body'}: {wrong}", param=field) from None
+        field = _find_undecodable(raw, kind)
+        reason = "is nested too deep" if isinstance(error, RecursionError) else "has text that is not UTF-8"
+        raise BadRequest(f"{field or 'the body'}: {reason}", param=field) from None
 
 
-def _unreadable(raw: bytes, kind: type) -> str | None:
-    """The field that a decoder could not read, where it does not say so itself; None: the names of the fields are what it could not."""
+def _find_undecodable(raw: bytes, kind: type) -> str | None:
+    """Return the field that the decoder failed on, or None if it failed on the field names."""
     try:
         parts = msgspec.msgpack.decode(raw, type=dict[str, msgspec.Raw])
         known = {field.name: field.type for field in msgspec.structs.fields(kind)}
@@ -150,14 +149,17 @@ def _pack(value: object) -> Response:
     return Response(msgspec.msgpack.encode(value), media_type=MSGPACK)
 
 
-def _array(raw: bytes, kind: type[np.generic], field: str) -> np.ndarray:
-    little = np.dtype(kind).newbyteorder("<")
-    if len(raw) % little.itemsize:
-        raise BadRequest(f"{field}: {len(raw)} bytes are no whole number of {little.itemsize}-byte ones", param=field)
-    return np.frombuffer(raw, little).astype(kind)
+def _parse_array(raw: bytes, kind: type[np.generic], field: str) -> np.ndarray:
+    little_endian = np.dtype(kind).newbyteorder("<")
+    if len(raw) % little_endian.itemsize:
+        raise BadRequest(
+            f"{field}: {len(raw)} bytes is not a multiple of {little_endian.itemsize}, the size of an element",
+            param=field,
+        )
+    return np.frombuffer(raw, little_endian).astype(kind)
 
 
-def _handed(call: GateCall) -> LeasedCall:
+def _to_leased_call(call: GateCall) -> LeasedCall:
     return LeasedCall(
         id=call.id,
         lease=call.lease,

@@ -1,6 +1,6 @@
-"""Host tools over HTTP, for the agent: `GET /v1/tools` lists those of its session, `POST /v1/tools/{name}` calls one.
+"""Host tools for agents: `GET /v1/tools` lists the session's tools, `POST /v1/tools/{name}` calls one.
 
-The session's secret opens them, as it opens model calls; a path may name the session too. Errors are in OpenAI's words.
+They need the session's secret, as model calls do. The path may also name the session. Errors have OpenAI's format.
 """
 
 from __future__ import annotations
@@ -52,21 +52,19 @@ class HostToolRoutes:
         )
 
     async def serve(self, scope: Scope, receive: Receive, send: Send, name: str, session_id: str | None) -> None:
-        """One call. It may wait for the host, and stops waiting when its caller hangs up."""
+        """Serve one tool call. It waits for the host's answer until the client disconnects."""
         try:
             headers = parse_headers(scope)
             session = self._auth.session(_chat.read_key(headers, {}), session_id)
-            body = await _read(receive, headers)
+            body = await _read_arguments(receive, headers)
             with DisconnectWatch(receive) as watch:
                 try:
-                    mark = headers.get("idempotency-key", "")
-                    answer = await self._host_tools.call(session, name, body, mark)
+                    repeat_key = headers.get("idempotency-key", "")
+                    answer = await self._host_tools.call(session, name, body, repeat_key)
                 except asyncio.CancelledError:
-                    if not watch.gone:
+                    if not watch.disconnected:
                         raise
-                    task = asyncio.current_task()
-                    assert task is not None
-                    task.uncancel()
+                    watch.uncancel()
                     return
             await respond(send, 200, answer)
         except TurngateError as error:
@@ -75,10 +73,8 @@ class HostToolRoutes:
             return
 
 
-async def _read(receive: Receive, headers: dict[str, str]) -> bytes:
+async def _read_arguments(receive: Receive, headers: dict[str, str]) -> bytes:
     try:
         return await read_body(receive, headers, MAX_ARGUMENTS)
     except TooLarge:
-        raise TooLarge(
-            f"the arguments have more than {MAX_ARGUMENTS} bytes, which is the limit of a tool call"
-        ) from None
+        raise TooLarge(f"the arguments have more than {MAX_ARGUMENTS} bytes, the limit of a tool call") from None

@@ -1,4 +1,4 @@
-"""What the admin and compatibility routes share: typed bodies, JSON replies, errors, the admin check. On Starlette."""
+"""Helpers of the Starlette routes: typed bodies, JSON responses, errors, parameters and the admin check."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from turngate.views.session import encode_json
 T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]
 MAX_BODY = 1_000_000
-_CHUNK_BYTES = 256 * 1024  # bytes that are sent at once
-MAX_DEPTH = 200  # lists and objects inside each other, in a body
+_CHUNK_BYTES = 256 * 1024
+MAX_DEPTH = 200  # nested lists and objects in a body
 _JSON_TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 _NAME_END = re.compile(rb"\s*:")
 _chat = Chat()
@@ -33,7 +33,7 @@ def json_response(value: object, status: int = 200) -> Response:
 
 
 def encoded_response(answer: bytes, status: int = 200) -> Response:
-    """One that was written down already. What is large goes out in parts, since others are served in between."""
+    """Return a response with JSON that is already encoded. Large ones are sent in chunks, so that other requests run in between."""
     if len(answer) <= _CHUNK_BYTES:
         return Response(answer, status_code=status, media_type="application/json")
     headers = {"content-length": str(len(answer))}
@@ -51,14 +51,14 @@ def error_response(error: TurngateError) -> Response:
 
 
 async def decode_body(request: Request, kind: type[T], *, wrong: type[TurngateError] = BadRequest) -> T:
-    """The body as `kind`; an empty one counts as `{}`."""
+    """Decode a request's JSON body as `kind`. An empty body counts as `{}`."""
     raw = b""
     async for part in request.stream():
         raw += part
         if len(raw) > MAX_BODY:
-            raise TooLarge(f"the request has more than {MAX_BODY} bytes, which is the limit here")
+            raise TooLarge(f"the request has more than {MAX_BODY} bytes, the limit")
     if (field := find_too_deep(raw)) is not None:
-        raise wrong(f"{field or 'the body'}: something in it is nested more than {MAX_DEPTH} deep", param=field or None)
+        raise wrong(f"{field or 'the body'}: is nested more than {MAX_DEPTH} deep", param=field or None)
     try:
         return msgspec.json.decode(raw or b"{}", type=kind)
     except msgspec.ValidationError as error:
@@ -69,8 +69,10 @@ async def decode_body(request: Request, kind: type[T], *, wrong: type[TurngateEr
 
 
 def find_too_deep(raw: bytes) -> str | None:
-    """The field of a JSON object in which something is nested so deep that whoever reads it later may not follow (empty: it is no
-    field's); None: there is none. How deep a decoder can go depends on who calls it, so that what comes in is bounded here."""
+    """Return the top-level field of a JSON body that is nested deeper than `MAX_DEPTH`; empty if it has no name, None if none is.
+
+    The depth that decoders can handle depends on the call stack, so it is bounded at the door.
+    """
     if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
         return None
     depth, name = 0, b""
@@ -88,7 +90,7 @@ def find_too_deep(raw: bytes) -> str | None:
 
 
 def bearer_key(request: Request) -> str:
-    """The key that a request carries."""
+    """Return the key in the request's headers."""
     return _chat.read_key(request.headers, {})
 
 
@@ -97,14 +99,14 @@ def int_param(request: Request, name: str, default: int | None = None) -> int | 
     if text is None:
         return default
     if not (text.isascii() and text.isdigit() and len(text) < 19):
-        raise BadRequest(f"{name}: {text!r} is not a whole number from 0 on", param=name)
+        raise BadRequest(f"{name}: {text!r} is not a whole number of 0 or more", param=name)
     return int(text)
 
 
 def route(path: str, method: str, endpoint: Endpoint, auth: Auth | None) -> Route:
-    """A route whose errors are rendered, behind the admin key unless `auth` is None."""
+    """Return a route that renders errors. It requires the admin key unless `auth` is None."""
 
-    async def guarded(request: Request) -> Response:
+    async def serve(request: Request) -> Response:
         try:
             if auth is not None:
                 auth.require_admin(bearer_key(request))
@@ -112,12 +114,11 @@ def route(path: str, method: str, endpoint: Endpoint, auth: Auth | None) -> Rout
         except TurngateError as error:
             return error_response(error)
 
-    return Route(path, guarded, methods=[method])
+    return Route(path, serve, methods=[method])
 
 
 def read_cursor(request: Request) -> int:
-    """How far a reader of events has come. `12.7`, a place in each of several workers, is from before events were stored, and is
-    behind all that are."""
+    """Return the sequence number of the last event that a reader has seen. Older clients may send a number per worker, such as `12.7`."""
     text = request.headers.get("last-event-id", "") or request.query_params.get("after", "")
     if not text:
         return 0

@@ -1,6 +1,6 @@
 """Model calls over HTTP, for every dialect: find the session, run the turn, stream or collect the reply.
 
-Errors become the dialect's own bodies here and nowhere else. A reply that is not streamed is a streamed one, collected.
+Errors are rendered in the dialect's format here and nowhere else. A non-streaming reply collects a streamed one.
 """
 
 from __future__ import annotations
@@ -65,20 +65,20 @@ class ModelCalls:
         self._max_body = max_body
         self._alive_s = alive_s
         self._frames = FrameCache()
-        self._known: WeakKeyDictionary[Trace, dict[str, PrefixCache]] = WeakKeyDictionary()  # by dialect
+        self._prefix_caches: WeakKeyDictionary[Trace, dict[str, PrefixCache]] = WeakKeyDictionary()  # by dialect name
 
     async def serve(
         self,
         scope: Scope,
         receive: Receive,
         send: Send,
-        found: RouteMatch,
+        match: RouteMatch,
         session_id: str | None = None,
         *,
         prime: bool = False,
     ) -> None:
-        """One call. `session_id`: the session that the path names, if it names one."""
-        dialect = found.dialect
+        """Serve one call. `session_id` is the session that the path names, if any."""
+        dialect = match.dialect
         try:
             headers, query = parse_headers(scope), parse_query(scope)
             key = dialect.read_key(headers, query)
@@ -86,16 +86,16 @@ class ModelCalls:
                 session = self._sessions.find(session_id)
             else:
                 session = self._auth.session(key, session_id)
-            set_log_context(session.id, session.config.metadata)  # this task is of one call, and ends with it
+            set_log_context(session.id, session.config.metadata)  # the task serves only this call
             body = await read_body(receive, headers, self._max_body)
             timing = CallTiming(time.perf_counter())
-            wire = WireRequest(body, headers, query, found.verb, found.model)
-            call = self._known_to(session, dialect).decode(wire)
+            wire = WireRequest(body, headers, query, match.verb, match.model)
+            call = self._prefix_cache(session, dialect).decode(wire)
             if session.config.signals:
-                told = read_signals(session.config.signals, headers, call)
-                call = msgspec.structs.replace(call, signals=told)
-            with DisconnectWatch(receive) as watch, _InternalErrors():
-                if found.verb == "count":
+                signals = read_signals(session.config.signals, headers, call)
+                call = msgspec.structs.replace(call, signals=signals)
+            with DisconnectWatch(receive) as watch, _RenderInternalErrors():
+                if match.verb == "count":
                     await self._count(session, call, dialect, send, watch)
                 else:
                     await self._turn(session, call, dialect, send, watch, timing)
@@ -108,9 +108,9 @@ class ModelCalls:
     async def _turn(
         self, session: Session, call: Call, dialect: Dialect, send: Send, watch: DisconnectWatch, timing: CallTiming
     ) -> None:
-        if (spans := current_tracer()) is not None:
+        if (tracer := current_tracer()) is not None:
             model = self._pipeline.model_name(session, call)
-            timing.span = spans.start_turn(session.id, session.config.metadata, dialect.name, model)
+            timing.span = tracer.start_turn(session.id, session.config.metadata, dialect.name, model)
         try:
             await (self._stream if call.stream else self._collect)(session, call, dialect, send, watch, timing)
         except TurngateError as error:
@@ -122,19 +122,19 @@ class ModelCalls:
             if timing.span is not None:
                 timing.span.end()
 
-    def _known_to(self, session: Session, dialect: Dialect) -> PrefixCache:
-        """What the session has sent before in this dialect, so that only what is new has to be read. It leaves memory with the trace."""
+    def _prefix_cache(self, session: Session, dialect: Dialect) -> PrefixCache:
+        """Return the cache of what the session has sent in this dialect. It is dropped when the trace is evicted."""
         if session.status != "open":
-            # It ended while this call was sent. The call will be refused, and nobody needs the trace for that.
+            # The session ended while the call was being sent. The call will be refused, without loading the trace.
             return PrefixCache(dialect, self._frames)
         try:
-            known = self._known.setdefault(session.trace, {})
-        except StoreError as error:  # who runs the agent has to know that it was not at fault
+            caches = self._prefix_caches.setdefault(session.trace, {})
+        except StoreError as error:  # recorded, so that the agent is not blamed
             session.last_error = CallError(error.boundary, error.kind, error.message)
             raise
-        if dialect.name not in known:
-            known[dialect.name] = PrefixCache(dialect, self._frames)
-        return known[dialect.name]
+        if dialect.name not in caches:
+            caches[dialect.name] = PrefixCache(dialect, self._frames)
+        return caches[dialect.name]
 
     async def _collect(
         self, session: Session, call: Call, dialect: Dialect, send: Send, watch: DisconnectWatch, timing: CallTiming
@@ -145,14 +145,14 @@ class ModelCalls:
             nonlocal done
             done = events[-1]
 
-        with _CancellationReason(session, watch):
+        with _ExplainCancellation(session, watch):
             await self._pipeline.run(session, call, keep, timing)
             assert isinstance(done, Done), "a turn ends with Done or an error"
-            with self._delivering(session, done):
+            with self._mark_undelivered(session, done):
                 await respond(send, 200, dialect.encode_reply(call, done), _request_id_header(dialect))
 
     async def _count(self, session: Session, call: Call, dialect: Dialect, send: Send, watch: DisconnectWatch) -> None:
-        with _CancellationReason(session, watch):
+        with _ExplainCancellation(session, watch):
             await respond(
                 send, 200, dialect.encode_count(await self._pipeline.count(session, call)), _request_id_header(dialect)
             )
@@ -166,14 +166,14 @@ class ModelCalls:
         async def tell(events: Sequence[ReplyEvent]) -> None:
             data = b"".join([encoder.event(event) for event in events])
             if isinstance(events[-1], Done):
-                with self._delivering(session, events[-1]):
+                with self._mark_undelivered(session, events[-1]):
                     await stream.write(data, last=True)
-            elif data:  # nothing to show is no sign of life
+            elif data:  # an empty write would count as a keep-alive
                 await stream.write(data)
 
         with EventStream(send, encoder.begin, lambda: encoder.event(KeepAlive()), self._alive_s, headers) as stream:
             try:
-                with _CancellationReason(session, watch), _InternalErrors():
+                with _ExplainCancellation(session, watch), _RenderInternalErrors():
                     await self._pipeline.run(session, call, tell, timing)
             except TurngateError as error:
                 if not stream.started and not dialect.sends_in_stream(error):
@@ -183,15 +183,15 @@ class ModelCalls:
                     timing.span.set_error(error.kind)
                 await stream.write(encoder.error(error), last=True)
 
-    def _delivering(self, session: Session, done: Done) -> _UndeliveredMark:
-        return _UndeliveredMark(self._recorder, session, done)
+    def _mark_undelivered(self, session: Session, done: Done) -> _MarkUndelivered:
+        return _MarkUndelivered(self._recorder, session, done)
 
 
-# Three classes, since every call enters them and generators take several times as long.
+# Classes instead of generator functions, because every call enters these contexts and generators are several times slower.
 
 
-class _UndeliveredMark:
-    """The turn is stored. If its end does not go out, that is noted: the agent never saw it."""
+class _MarkUndelivered:
+    """Marks a stored turn as undelivered if its end cannot be sent to the agent."""
 
     def __init__(self, recorder: TurnRecorder, session: Session, done: Done) -> None:
         self._recorder, self._session, self._done = recorder, session, done
@@ -204,8 +204,8 @@ class _UndeliveredMark:
             self._recorder.mark_undelivered(self._session, self._done.node)
 
 
-class _InternalErrors:  # used like a function
-    """The last line of defence: a fault of ours must still read as an error in the caller's own format."""
+class _RenderInternalErrors:
+    """Turns an unexpected exception into an error that can be rendered in the dialect's format."""
 
     def __enter__(self) -> None:
         pass
@@ -216,8 +216,8 @@ class _InternalErrors:  # used like a function
             raise TurngateError("internal error; the gateway's log has the details") from error
 
 
-class _CancellationReason:  # used like a function
-    """Why this task was cancelled: its caller hung up, or its session was ended, which the caller is told."""
+class _ExplainCancellation:
+    """Turns a cancellation into its reason: the client disconnected, or the session ended."""
 
     def __init__(self, session: Session, watch: DisconnectWatch) -> None:
         self._session, self._watch = session, watch
@@ -226,12 +226,12 @@ class _CancellationReason:  # used like a function
         pass
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if not isinstance(error, asyncio.CancelledError) or not (self._watch.gone or self._session.ending):
+        if not isinstance(error, asyncio.CancelledError) or not (self._watch.disconnected or self._session.ending):
             return
         task = asyncio.current_task()
         assert task is not None
         task.uncancel()
-        if self._watch.gone:
+        if self._watch.disconnected:
             raise ClientDisconnected from None
         if self._session.ending == "stopping":
             raise Stopping("the gateway is being stopped; repeat this call in a moment") from None
@@ -250,7 +250,7 @@ async def respond_error(send: Send, dialect: Dialect, error: TurngateError) -> N
 
 
 def _request_id_header(dialect: Dialect) -> list[tuple[bytes, bytes]]:
-    """The header by which the provider's SDK knows the request."""
+    """Return the header with the request id, as the provider's SDK expects it."""
     return (
         [(dialect.request_id_header.encode(), f"req_{os.urandom(12).hex()}".encode())]
         if dialect.request_id_header

@@ -1,4 +1,4 @@
-"""Runs a gateway under uvicorn until it is told to stop."""
+"""Run a gateway under uvicorn: as a process of its own, or embedded in another program."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _run(config: ServeConfig) -> None:
 
 @contextmanager
 def trace_spans(config: ServeConfig) -> Iterator[None]:
-    """Spans, where they are wanted, for as long as the block runs."""
+    """Record spans within the block, if they are enabled."""
     if not is_enabled(config.spans):
         yield
         return
@@ -62,7 +62,7 @@ def trace_spans(config: ServeConfig) -> Iterator[None]:
 
 
 class GatewayAddress(msgspec.Struct, frozen=True):
-    """Where a running gateway is reached, and who may command it."""
+    """The URL and the admin key of a running gateway."""
 
     url: str
     admin_key: str
@@ -74,16 +74,16 @@ async def run_embedded(
     *,
     engine: Engine | None = None,
     renderer: tuple[Renderer, Certificate] | None = None,
-    around: Callable[[App], App] = lambda app: app,
+    wrap: Callable[[App], App] = lambda app: app,
 ) -> AsyncIterator[GatewayAddress]:
-    """A gateway that lives in this process, beside whatever else it does: for `turngate run`. `around` may listen to what passes."""
+    """Run a gateway in this process within the block. `wrap` may wrap the application, to observe requests."""
     gateway = Gateway(config, engine=engine, renderer=renderer)
     try:
         listener = open_listener(config)
     except ConfigError:
         gateway.store.close()
         raise
-    server = _EmbeddedServer(uvicorn_config(around(gateway)), gateway)
+    server = _EmbeddedServer(uvicorn_config(wrap(gateway)), gateway)
     serving = asyncio.create_task(_serve(gateway, server, listener, announce=False))
     try:
         while not server.started:
@@ -102,36 +102,35 @@ def uvicorn_config(app: App) -> uvicorn.Config:
         http="httptools",
         lifespan="off",
         access_log=False,
-        log_config=None,  # its lines go where ours go, in our format
+        log_config=None,  # uvicorn logs through our handler
         log_level="warning",
         timeout_keep_alive=75,
         timeout_graceful_shutdown=5,
         server_header=False,
-        proxy_headers=False,  # nobody in front is trusted to say who calls
+        proxy_headers=False,  # proxies are not trusted to name the client
     )
 
 
 def answer_when_stopping(app: App) -> App:
-    """The same, but whoever is still served when the time to stop is up is told so in the caller's own format. uvicorn's own reply
-    to that is a bare 500, which looks as if no gateway were here at all."""
+    """Wrap an application to answer requests that shutdown cancels, in the client's dialect. uvicorn would answer with a bare 500."""
 
-    async def served(scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await app(scope, receive, send)
         except asyncio.CancelledError:
             if scope["type"] != "http":
                 raise
             try:
-                wrong = Stopping("the gateway is being stopped; repeat this call in a moment")
-                await respond_error(send, dialect_of(Request(scope)), wrong)
-            except RuntimeError:  # a reply has begun, and is broken off: that is how its caller learns of it
+                error = Stopping("the gateway is being stopped; repeat this call in a moment")
+                await respond_error(send, dialect_of(Request(scope)), error)
+            except RuntimeError:  # a response has started; breaking it off tells the client
                 raise asyncio.CancelledError from None
 
-    return served
+    return serve
 
 
 class GatewayServer(uvicorn.Server):
-    """Ends calls in flight itself when told to stop, so that what they sampled is recorded and their agents are told."""
+    """On shutdown, ends calls in flight itself, so that what they sampled is recorded and their agents get an answer."""
 
     def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
         super().__init__(config)
@@ -139,7 +138,7 @@ class GatewayServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # uvicorn's own raises the signal again once it has stopped serving, before the store and the engine are closed.
+        # uvicorn's version raises the signal again after serving, before the store and the engine are closed.
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.handle_exit, number, None)
@@ -153,7 +152,7 @@ class GatewayServer(uvicorn.Server):
 
 
 class _EmbeddedServer(GatewayServer):
-    """Leaves signals to its host."""
+    """Leaves signals to the host program."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -174,7 +173,7 @@ async def _serve(gateway: Gateway, server: uvicorn.Server, listener: socket.sock
 
 
 def tune_garbage_collector() -> None:
-    """Take the vocabulary out of the garbage collector's sight: half a million objects that never die, walked again and again."""
+    """Exclude the vocabulary from garbage collection: half a million permanent objects would be scanned again and again."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
@@ -184,6 +183,8 @@ def log_renderer(gateway: Gateway) -> None:
     renderer = gateway.renderer
     if renderer is not None and gateway.certificate is not None:
         verdict = (
-            "certified" if gateway.certificate.passed else "NOT certified: every turn is rendered whole and may fork"
+            "certified"
+            if gateway.certificate.passed
+            else "NOT certified: every turn is rendered from scratch and may fork"
         )
         log.info("renderer %s, %s, %s encoder", renderer.name, verdict, "fast" if renderer.tokenizer.fast else "plain")

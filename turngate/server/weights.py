@@ -1,4 +1,4 @@
-"""The fence and the weights behind it, under `/admin/fence` and `/admin/weights`, behind the admin key."""
+"""Pause and resume calls, and update weights, under `/admin/fence` and `/admin/weights`. Needs the admin key."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ Limit = Annotated[float, msgspec.Meta(gt=0, le=7 * 86400)]
 
 
 class PauseBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`limit_s`: after so long without a resume, calls go on at the old version: whoever paused is gone."""
+    """After `limit_s` without a resume, calls continue at the old version: the trainer that paused them is gone."""
 
     mode: PauseMode = "hold"
     limit_s: Limit | None = None
 
 
 class ResumeBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`model`: the name under which the engine has this version; None: its weights were replaced."""
+    """`model` is the name under which the engine serves this version; None: its weights were replaced in place."""
 
     version: Version | None = None
     model: str | None = None
 
 
 class WeightsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One of `path` and `lora_path`, as the engines see them. `name`: what an adapter is called there; `{version}` is filled in."""
+    """Either `path` or `lora_path`, as the engines see it. `name` is the adapter's name, in which `{version}` is replaced."""
 
     version: Version
     path: str = ""
     lora_path: str = ""
     name: str = "policy-v{version}"
     mode: PauseMode | None = None  # None: drain for a model, hold for an adapter
-    limit_s: Limit = 600.0  # for which calls in flight are waited for
+    limit_s: Limit = 600.0  # how long to wait for calls in flight
 
-    def load(self) -> Load:
+    def to_load(self) -> Load:
         if bool(self.path) == bool(self.lora_path):
             raise BadRequest("path: give either the path of a model or the lora_path of an adapter", param="path")
         if self.path and self.mode == "hold":
             raise BadRequest(
-                "mode: calls in flight would go on while their weights change; drain lets them end, keep freezes them",
+                "mode: calls in flight would continue while their weights change; use drain to let them end, or keep to freeze them",
                 param="mode",
             )
         name = self.name.replace("{version}", str(self.version)) if self.lora_path else ""
@@ -77,16 +77,16 @@ class FenceRoutes:
         return json_response(await self._updates.describe_fence())
 
     async def pause(self, request: Request) -> Response:
-        wanted = await decode_body(request, PauseBody)
-        return json_response(await self._updates.pause(wanted.mode, wanted.limit_s))
+        body = await decode_body(request, PauseBody)
+        return json_response(await self._updates.pause(body.mode, body.limit_s))
 
     async def resume(self, request: Request) -> Response:
-        wanted = await decode_body(request, ResumeBody)
-        return json_response(await self._updates.resume(wanted.version, wanted.model))
+        body = await decode_body(request, ResumeBody)
+        return json_response(await self._updates.resume(body.version, body.model))
 
     async def show(self, request: Request) -> Response:
         return json_response(await self._updates.describe())
 
     async def load(self, request: Request) -> Response:
-        wanted = await decode_body(request, WeightsBody)
-        return json_response(await self._updates.load(wanted.load(), wanted.mode, wanted.limit_s))
+        body = await decode_body(request, WeightsBody)
+        return json_response(await self._updates.load(body.to_load(), body.mode, body.limit_s))

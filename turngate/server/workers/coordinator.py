@@ -1,9 +1,7 @@
-"""What concerns all workers: the fence, which worker 0 puts up and takes down for everyone, and the metrics of all.
+"""Coordination of the workers: worker 0 pauses and resumes calls for all of them, and any worker collects the metrics of all.
 
-A worker that is started again in the middle of a pause, alone or with all the others, comes up paused and at the right version,
-because the fence is written to the store before anybody is told. Whoever is not there when it changes is waited for. `routes` is what
-the world asks for, `worker_routes` what the workers ask of each other over their private sockets. The events of all need nothing of the
-kind: they are one sequence in the store, which every worker can tell.
+The fence's state is written to the store before the workers are notified. A worker that restarts during a pause therefore comes up paused
+and at the right version. A worker that is down during a change is waited for.
 """
 
 from __future__ import annotations
@@ -25,11 +23,11 @@ from turngate.server.workers.forwarding import RESTART_WAIT_S, PeerWorkers
 from turngate.telemetry.metrics import MetricsSnapshot
 from turngate.types import Json
 
-_METRICS_S = 2.0  # for another worker to tell its numbers; Prometheus itself waits ten
+_METRICS_S = 2.0  # to wait for another worker's metrics; Prometheus itself waits ten seconds
 
 
 class WorkerFence(msgspec.Struct, frozen=True):
-    """One worker's fence."""
+    """The state of one worker's fence."""
 
     version: int
     paused: bool
@@ -37,41 +35,45 @@ class WorkerFence(msgspec.Struct, frozen=True):
 
 
 class WorkerResume(msgspec.Struct, frozen=True):
-    """What the others are told. `look`: at the replicas first."""
+    """The request to resume. With `check`, the worker checks its replicas first."""
 
     version: int
     model: str | None
-    look: bool
+    check: bool
 
 
 class Coordinator:
-    def __init__(self, gateway: Gateway, siblings: PeerWorkers) -> None:
+    """The part of a worker that acts for all workers. It is the `Barrier` of weight updates."""
+
+    def __init__(self, gateway: Gateway, peers: PeerWorkers) -> None:
         self._gateway = gateway
-        self._siblings = siblings
+        self._peers = peers
         self.updates = WeightUpdates(gateway.fence, gateway.fence_state, gateway.events, gateway.replicas, self)
 
     def routes(self) -> list[Route]:
+        """Return the public routes that concern all workers."""
         return [
             *FenceRoutes(self.updates, self._gateway.auth).routes(),
-            self._gateway.metrics_endpoint.route(self._metrics),
+            self._gateway.metrics_endpoint.route(self._collect_metrics),
         ]
 
     def worker_routes(self) -> list[Route]:
+        """Return the routes that workers call on each other's private sockets."""
         return [
             route("/worker/fence", "GET", self.worker_fence, None),
             route("/worker/fence/pause", "POST", self.worker_pause, None),
-            route("/worker/fence/drained", "GET", self.worker_drained, None),
+            route("/worker/fence/drained", "GET", self.worker_drain, None),
             route("/worker/fence/resume", "POST", self.worker_resume, None),
             route("/worker/metrics", "GET", self.worker_metrics, None),
         ]
 
-    async def take_up(self) -> None:
-        """Before serving: where the fence stands, as the store has it. Worker 0 goes on with what it had begun for all."""
+    async def restore_fence(self) -> None:
+        """Restore the fence from the store before serving. Worker 0 continues an update that it had started."""
         fence = self._gateway.fence
         version, model = self._gateway.fence_state.read_policy()
         fence.resume(version, model)
         await self._gateway.replicas.prepare(version, check=False)
-        if self._siblings.shard.number == 0:
+        if self._peers.shard.number == 0:
             await self.updates.start()
         elif self._gateway.fence_state.read_hold() is not None:
             await fence.pause("hold")
@@ -79,20 +81,20 @@ class Coordinator:
     async def close(self) -> None:
         await self.updates.close()
 
-    # ── the fence of all: a `Barrier` ────────────────────────────────────────────────────────────────────────────
+    # ── the barrier across all workers ──────────────────────────────────────────────────────────────────────────
 
     async def describe(self) -> dict[str, Json]:
-        others = await self._each("GET", "/worker/fence")
+        others = await self._ask_all("GET", "/worker/fence")
         fence = self._gateway.fence
         return {**fence.describe(), "in_flight": fence.in_flight + sum(state.in_flight for state in others)}
 
     async def hold(self, until: float | None) -> None:
         self._gateway.fence_state.write_hold(until)
         await self._gateway.fence.pause("hold")
-        await self._each("POST", "/worker/fence/pause")
+        await self._ask_all("POST", "/worker/fence/pause")
 
     async def drain(self) -> None:
-        await asyncio.gather(self._each("GET", "/worker/fence/drained"), self._gateway.fence.drain())
+        await asyncio.gather(self._ask_all("GET", "/worker/fence/drained"), self._gateway.fence.drain())
 
     async def open(self, version: int | None, model: str | None, *, expired: bool = False, check: bool = False) -> None:
         fence = self._gateway.fence
@@ -100,30 +102,30 @@ class Coordinator:
         new = fence.version if version is None else version
         await self._gateway.replicas.prepare(new, check=check)
         self._gateway.fence_state.write_open(new)
-        fence.set(version, model)  # if somebody cannot be told, there is no way back behind it
-        await self._each("POST", "/worker/fence/resume", WorkerResume(new, model, check))
+        fence.set(version, model)  # if a worker cannot be reached, the version stays in force anyway
+        await self._ask_all("POST", "/worker/fence/resume", WorkerResume(new, model, check))
         self._gateway.barrier.resume(new, model, expired=expired)
 
-    async def _each(self, method: str, target: str, sent: object = None) -> list[WorkerFence]:
-        """What every other worker answers; all of them, or it fails."""
+    async def _ask_all(self, method: str, target: str, body: object = None) -> list[WorkerFence]:
+        """Return the answers of all other workers. Fail if one of them does not answer."""
 
-        content = None if sent is None else msgspec.json.encode(sent)
+        content = None if body is None else msgspec.json.encode(body)
 
-        async def one(number: int) -> WorkerFence:
+        async def ask_twice(number: int) -> WorkerFence:
             try:
                 return await self._ask(number, method, target, content)
-            except Stopping:  # it died in between: its next life may be asked the same
+            except Stopping:  # the worker died in between; its successor answers
                 return await self._ask(number, method, target, content)
 
-        return list(await asyncio.gather(*map(one, self._siblings.others)))
+        return list(await asyncio.gather(*map(ask_twice, self._peers.others)))
 
     async def _ask(self, number: int, method: str, target: str, content: bytes | None) -> WorkerFence:
-        # Draining takes as long as the longest answer; everything else is done at once, by a worker that is not stuck.
+        # Draining takes as long as the longest model call. All else is quick, unless the worker hangs.
         limit = None if target.endswith("/drained") else RESTART_WAIT_S
         try:
             async with (
                 asyncio.timeout(limit),
-                self._siblings.ask(number, method, target, self._siblings.own, content) as response,
+                self._peers.request(number, method, target, self._peers.own_header, content) as response,
             ):
                 answer = await response.read()
         except TimeoutError:
@@ -131,50 +133,50 @@ class Coordinator:
         except (aiohttp.ClientError, OSError):
             raise Stopping("a worker was stopped meanwhile; repeat the call in a moment") from None
         if response.status != 200:
-            raise Stopping(f"worker {number} could not do it ({response.status}); repeat the call in a moment")
+            raise Stopping(f"worker {number} failed with status {response.status}; repeat the call in a moment")
         return msgspec.json.decode(answer, type=WorkerFence)
 
-    async def _metrics(self) -> dict[int, MetricsSnapshot | None]:
-        """The numbers of the other workers; None for one that does not answer, which is no reason to tell nothing."""
+    async def _collect_metrics(self) -> dict[int, MetricsSnapshot | None]:
+        """Return the metrics of the other workers, with None for one that does not answer."""
 
-        async def one(number: int) -> MetricsSnapshot | None:
+        async def ask(number: int) -> MetricsSnapshot | None:
             try:
                 async with (
                     asyncio.timeout(_METRICS_S),
-                    self._siblings.ask(number, "GET", "/worker/metrics", self._siblings.own) as response,
+                    self._peers.request(number, "GET", "/worker/metrics", self._peers.own_header) as response,
                 ):
                     answer = await response.read()
             except (TimeoutError, Stopping, aiohttp.ClientError, OSError):
                 return None
             return msgspec.json.decode(answer, type=MetricsSnapshot) if response.status == 200 else None
 
-        others = self._siblings.others
-        return dict(zip(others, await asyncio.gather(*map(one, others)), strict=True))
+        others = self._peers.others
+        return dict(zip(others, await asyncio.gather(*map(ask, others)), strict=True))
 
-    # ── this worker's own, asked for by worker 0 ────────────────────────────────────────────────────────────────
+    # ── this worker's part, requested by its peers ──────────────────────────────────────────────────────────────
 
     async def worker_fence(self, request: Request) -> Response:
-        return self._state()
+        return self._fence_response()
 
     async def worker_pause(self, request: Request) -> Response:
         await self._gateway.fence.pause("hold")
-        return self._state()
+        return self._fence_response()
 
-    async def worker_drained(self, request: Request) -> Response:
+    async def worker_drain(self, request: Request) -> Response:
         await self._gateway.fence.drain()
-        return self._state()
+        return self._fence_response()
 
     async def worker_resume(self, request: Request) -> Response:
-        told = await decode_body(request, WorkerResume)
-        self._gateway.fence.check(told.version, told.model)
-        await self._gateway.replicas.prepare(told.version, check=told.look)
-        self._gateway.fence.resume(told.version, told.model)
+        body = await decode_body(request, WorkerResume)
+        self._gateway.fence.check(body.version, body.model)
+        await self._gateway.replicas.prepare(body.version, check=body.check)
+        self._gateway.fence.resume(body.version, body.model)
         self._gateway.stale.cancel_in_background()
-        return self._state()
+        return self._fence_response()
 
     async def worker_metrics(self, request: Request) -> Response:
         return json_response(await self._gateway.metrics_endpoint.snapshot())
 
-    def _state(self) -> Response:
+    def _fence_response(self) -> Response:
         fence = self._gateway.fence
         return json_response(WorkerFence(fence.version, fence.paused, fence.in_flight))

@@ -1,9 +1,9 @@
-"""The way in of one of several workers: a request for a session that another worker has is passed on to that one.
+"""Forward requests to the worker that owns the session.
 
-Most connections arrive where they belong, since the front looks at their first request. What is left are connections that speak
-for several sessions, secrets without a slot, and whoever opens sessions. Such a request goes, as it came, over the owner's
-private Unix socket; the reply streams back as it comes, and a caller that hangs up is gone for the owner too. What arrived
-over a private socket is never passed on again.
+The front sends most connections to the right worker, by their first request. The exceptions are connections that serve several sessions,
+secrets without a slot, and requests that open sessions. These are forwarded unchanged over the owner's private Unix socket, and the reply
+is streamed back. If the client disconnects, so does the forwarded request. A request that arrived over a private socket is not forwarded
+again.
 """
 
 from __future__ import annotations
@@ -43,15 +43,13 @@ from turngate.server.web.files import add_security_headers, is_page_path
 from turngate.server.web.login import COOKIE
 
 log = logging.getLogger("turngate")
-RESTART_WAIT_S = 30.0  # how long a worker that is being started again is waited for
-CLIENT_HEADER = b"x-turngate-client"  # who calls, told to the owner; means nothing outside a private socket
-RUN_HEADER = (
-    b"x-turngate-run"  # a number that only the workers of this run know: by it they know each other's own requests
-)
-INTERNAL_PREFIX = "/worker/"  # what workers ask of each other; nobody else's request is ever served there, or passed on
+RESTART_WAIT_S = 30.0  # how long to wait for a worker that is restarting
+CLIENT_HEADER = b"x-turngate-client"  # the client's address, for the owner; ignored outside private sockets
+RUN_HEADER = b"x-turngate-run"  # a secret of this run's workers, which marks their own requests
+INTERNAL_PREFIX = "/worker/"  # requests between workers; others are neither served nor forwarded
 _CONNECTION_HEADERS = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"expect", b"date"}
 _AUTO_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
-# That name a session in their body, or none.
+# Requests that name a session in their body, or none.
 _ROUTED_BY_BODY = {("POST", "/admin/sessions"), ("POST", "/admin/events"), ("POST", "/sessions")}
 FENCE_ROUTES = {
     ("GET", "/admin/fence"),
@@ -68,7 +66,7 @@ class PeerWorkers:
 
     def __init__(self, shard: Shard, folder: Path, run: str) -> None:
         self.shard = shard
-        self.own = ((RUN_HEADER.decode(), run),)  # the header of our own requests
+        self.own_header = ((RUN_HEADER.decode(), run),)  # marks requests of the worker itself
         self.others = [n for n in range(shard.workers) if n != shard.number]
         self._clients = {n: _unix_client(socket_path(folder, n)) for n in self.others}
 
@@ -77,11 +75,11 @@ class PeerWorkers:
             await client.close()
 
     @asynccontextmanager
-    async def ask(
+    async def request(
         self, number: int, method: str, target: str, headers: Sequence[tuple[str, str]] = (), body: bytes | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Another worker's reply. One that is just being started again is waited for."""
-        response = await self._begun(number, method, URL(f"http://worker{target}", encoded=True), headers, body)
+        """Send a request to another worker and yield its response. Waits for a worker that is restarting."""
+        response = await self._connect(number, method, URL(f"http://worker{target}", encoded=True), headers, body)
         try:
             yield response
         finally:
@@ -89,7 +87,7 @@ class PeerWorkers:
                 response.close()
             response.release()
 
-    async def _begun(
+    async def _connect(
         self, number: int, method: str, url: URL, headers: Sequence[tuple[str, str]], body: bytes | None
     ) -> aiohttp.ClientResponse:
         loop = asyncio.get_running_loop()
@@ -101,21 +99,23 @@ class PeerWorkers:
                 )
             except aiohttp.ClientConnectorError:
                 if loop.time() > end:
-                    raise Stopping("the worker that has this is not there; repeat the call in a moment") from None
+                    raise Stopping(
+                        "the worker that owns this session is not running; repeat the call in a moment"
+                    ) from None
                 await asyncio.sleep(0.05)
             except (aiohttp.ClientError, OSError):
-                raise Stopping("the worker that has this was stopped; repeat the call in a moment") from None
+                raise Stopping("the worker that owns this session was stopped; repeat the call in a moment") from None
 
 
 class ForwardingApp:
-    """What a worker serves to the world. `together`: what concerns all workers, and is served by this one."""
+    """The public application of a worker. It serves its own sessions, forwards the rest, and serves `shared` for all workers."""
 
-    def __init__(self, gateway: Gateway, siblings: PeerWorkers, together: App) -> None:
+    def __init__(self, gateway: Gateway, peers: PeerWorkers, shared: App) -> None:
         self._gateway = gateway
-        self._siblings = siblings
-        self._together = together
-        self._shard = siblings.shard
-        self._paths = DialectRoutes(DIALECTS)
+        self._peers = peers
+        self._shared = shared
+        self._shard = peers.shard
+        self._dialect_routes = DialectRoutes(DIALECTS)
         self._next = itertools.count(self._shard.number)
         self._max_body = int(gateway.config.max_body_mb * 1e6)
 
@@ -123,84 +123,83 @@ class ForwardingApp:
         if scope["type"] != "http":
             await self._gateway(scope, receive, send)
             return
-        asked = (scope["method"], scope["path"])
+        route = (scope["method"], scope["path"])
         if is_page_path(scope["path"]):
             send = add_security_headers(send)
         if scope["path"].startswith(INTERNAL_PREFIX):
-            await self._gateway(scope, receive, send)  # which has nothing of the kind
-        elif asked in FENCE_ROUTES:
-            await self._at(0, scope, receive, send, here=self._together)
-        elif asked == METRICS_ROUTE:  # whoever is asked asks the others
-            await self._together(scope, receive, send)
-        elif asked in _ROUTED_BY_BODY:
-            await self._by_body(scope, receive, send)
+            await self._gateway(scope, receive, send)  # which responds with 404
+        elif route in FENCE_ROUTES:
+            await self._serve_at(0, scope, receive, send, local=self._shared)
+        elif route == METRICS_ROUTE:
+            await self._shared(scope, receive, send)
+        elif route in _ROUTED_BY_BODY:
+            await self._serve_by_body(scope, receive, send)
         else:
-            await self._at(self._owner(scope), scope, receive, send, here=self._gateway)
+            await self._serve_at(self._owner(scope), scope, receive, send, local=self._gateway)
 
     def _owner(self, scope: Scope) -> int:
-        """By the path, else by the key. Whoever speaks for no session is served here."""
+        """Return the worker that owns the request's session, found by its path or key. Without a session, it is this worker."""
         if named := SESSION_PATH.match(scope["path"].encode("utf-8", "surrogatepass")):
             return self._shard.owner(named[1].decode("utf-8", "surrogatepass"))
-        found = self._paths.match(scope["path"])
-        dialect = found.dialect if found is not None else dialect_of(Request(scope))
+        match = self._dialect_routes.match(scope["path"])
+        dialect = match.dialect if match is not None else dialect_of(Request(scope))
         key = dialect.read_key(parse_headers(scope), parse_query(scope))
         session_id = self._gateway.sessions.find_id_by_secret(key) if key else None
         return self._shard.number if session_id is None else self._shard.owner(session_id)
 
-    def _may(self, scope: Scope) -> bool:
-        """Whether somebody with this key may ask for anything at all, or with this cookie for what the page asks."""
+    def _is_authorized(self, scope: Scope) -> bool:
+        """Return whether the request's key, or for the page its cookie, opens anything at all."""
         if is_page_path(scope["path"]):
             return self._gateway.page.login.expiry_of(Request(scope).cookies.get(COOKIE, "")) is not None
-        found = self._paths.match(SESSION_PREFIX.sub("", scope["path"]))
-        dialect = found.dialect if found is not None else dialect_of(Request(scope))
+        match = self._dialect_routes.match(SESSION_PREFIX.sub("", scope["path"]))
+        dialect = match.dialect if match is not None else dialect_of(Request(scope))
         key = dialect.read_key(parse_headers(scope), parse_query(scope))
         auth = self._gateway.auth
         if auth.is_admin(key) or auth.trusts(key, client_host(scope)):
             return True
         return bool(key) and self._gateway.sessions.find_id_by_secret(key) is not None
 
-    async def _by_body(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A session that is given no id goes to each worker in turn; one with an id to whom it belongs, so that none has it twice."""
+    async def _serve_by_body(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request whose body may name a session. A new session without an id goes to the workers in turn."""
         try:
             body = await read_body(receive, parse_headers(scope), MAX_BODY)
         except TooLarge:
-            wrong = TooLarge(f"the request has more than {MAX_BODY} bytes, which is the limit here")
-            await respond_error(send, dialect_of(Request(scope)), wrong)
+            error = TooLarge(f"the request has more than {MAX_BODY} bytes, the limit")
+            await respond_error(send, dialect_of(Request(scope)), error)
             return
         except ClientDisconnected:
             return
         try:
-            named = msgspec.json.decode(body or b"{}", type=_SessionIds)
-            wanted = named.id or named.session or named.session_id
+            ids = msgspec.json.decode(body or b"{}", type=_SessionIds)
+            session_id = ids.id or ids.session or ids.session_id
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            wanted = None  # whoever serves it says what is wrong
-        number = self._shard.owner(wanted) if wanted is not None else next(self._next) % self._shard.workers
-        await self._at(number, scope, _replay_body(body, receive), send, here=self._gateway)
+            session_id = None  # the gateway responds with the error
+        number = self._shard.owner(session_id) if session_id is not None else next(self._next) % self._shard.workers
+        await self._serve_at(number, scope, _replay_body(body, receive), send, local=self._gateway)
 
-    async def _at(self, number: int, scope: Scope, receive: Receive, send: Send, *, here: App) -> None:
+    async def _serve_at(self, number: int, scope: Scope, receive: Receive, send: Send, *, local: App) -> None:
+        """Serve a request with `local` if `number` is this worker, else forward it."""
         if number == self._shard.number:
-            await here(scope, receive, send)
+            await local(scope, receive, send)
             return
-        if not self._may(scope):  # is told so here, before a long body is read for nothing
+        if not self._is_authorized(scope):  # rejected here, before a long body is read
             await self._gateway(scope, receive, send)
             return
         try:
             body = await read_body(receive, parse_headers(scope), self._max_body)
             with DisconnectWatch(receive) as watch:
                 try:
-                    await self._relay(number, scope, body, send)
+                    await self._forward(number, scope, body, send)
                 except asyncio.CancelledError:
-                    if not watch.gone:
+                    if not watch.disconnected:
                         raise
-                    task = asyncio.current_task()
-                    assert task is not None
-                    task.uncancel()
+                    watch.uncancel()
         except TurngateError as error:
             await respond_error(send, dialect_of(Request(scope)), error)
         except ClientDisconnected:
             return
 
-    async def _relay(self, number: int, scope: Scope, body: bytes, send: Send) -> None:
+    async def _forward(self, number: int, scope: Scope, body: bytes, send: Send) -> None:
         query = scope["query_string"]
         target = (scope["raw_path"] + (b"?" + query if query else b"")).decode("latin-1")
         headers = [
@@ -209,16 +208,16 @@ class ForwardingApp:
             if name not in _CONNECTION_HEADERS and name not in (b"content-length", CLIENT_HEADER, RUN_HEADER)
         ]
         headers.append((CLIENT_HEADER.decode(), client_host(scope)))
-        sent = body if body or scope["method"] == "POST" else None
-        async with self._siblings.ask(number, scope["method"], target, headers, sent) as response:
-            kept = [(n.lower(), v) for n, v in response.raw_headers if n.lower() not in _CONNECTION_HEADERS]
-            await send({"type": "http.response.start", "status": response.status, "headers": kept})
+        content = body if body or scope["method"] == "POST" else None
+        async with self._peers.request(number, scope["method"], target, headers, content) as response:
+            fields = [(n.lower(), v) for n, v in response.raw_headers if n.lower() not in _CONNECTION_HEADERS]
+            await send({"type": "http.response.start", "status": response.status, "headers": fields})
             try:
                 async for part in response.content.iter_any():
                     await send_or_give_up(send, {"type": "http.response.body", "body": part, "more_body": True})
             except (aiohttp.ClientError, OSError):
-                log.warning("worker %d ended in the middle of a reply, which is broken off", number)
-                return  # an unfinished reply is how the caller learns of it
+                log.warning("worker %d ended in the middle of a reply", number)
+                return  # the unfinished reply tells the client
             await send_or_give_up(send, {"type": "http.response.body", "body": b""})
 
 
@@ -229,16 +228,16 @@ class _SessionIds(msgspec.Struct):
 
 
 def restore_client(app: App) -> App:
-    """What a worker serves to its siblings: as if the caller had come here."""
+    """Wrap the application on the private socket: set the client's address from the forwarded header."""
 
-    async def told(scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         for name, value in scope.get("headers", ()):
             if name == CLIENT_HEADER:
                 scope["client"] = (value.decode("latin-1"), 0)
         scope["headers"] = [(name, value) for name, value in scope.get("headers", ()) if name != CLIENT_HEADER]
         await app(scope, receive, send)
 
-    return told
+    return serve
 
 
 def socket_path(folder: Path, number: int) -> str:
@@ -258,19 +257,19 @@ def _unix_client(path: str) -> aiohttp.ClientSession:
 
 
 def _replay_body(body: bytes, receive: Receive) -> Receive:
-    """For a request whose body was read already."""
-    first: list[bytes] = [body]
+    """Return a `receive` that replays a body which was already read."""
+    pending: list[bytes] = [body]
 
-    async def replayed() -> dict[str, object]:
-        if first:
-            return {"type": "http.request", "body": first.pop(), "more_body": False}
+    async def replay() -> dict[str, object]:
+        if pending:
+            return {"type": "http.request", "body": pending.pop(), "more_body": False}
         return dict(await receive())
 
-    return replayed
+    return replay
 
 
 def _decode_header(value: bytes) -> str:
-    """As aiohttp will encode it again."""
+    """Decode a header value so that aiohttp encodes it to the same bytes."""
     try:
         return value.decode("utf-8")
     except UnicodeDecodeError:

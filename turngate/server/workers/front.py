@@ -1,11 +1,10 @@
-"""The parent of several workers: `turngate serve --workers N`. It listens, and hands every connection to the worker whose
-sessions it speaks for.
+"""The parent process of several workers (`turngate serve --workers N`). It accepts connections and hands each to a worker.
 
-    accept → read the head of the first request → whose is it? → pass the connection itself, with what was read
+    accept → read the head of the first request → find the session's worker → pass it the connection, with what was read
 
-After that the connection is the worker's; the front sees no byte of it, so it costs per connection and not per call. It holds
-the data folder's lock, starts its workers, starts one again that died, and ends them all when it is told to stop. It knows
-nothing of sessions but their slots, and imports nothing heavy.
+From then on the connection belongs to the worker, so the front costs per connection and not per call. It holds the data folder's lock,
+starts the workers, restarts one that dies, and stops them all on a signal. It knows nothing of sessions but their slots, and imports
+nothing heavy.
 """
 
 from __future__ import annotations
@@ -39,44 +38,46 @@ from turngate.store.lock import lock_folder
 
 log = logging.getLogger("turngate")
 HEAD_BYTES = 32 * 1024
-HEAD_S = 5.0  # a caller whose head takes longer is handed over as far as it came
-WAIT_S = 30.0  # how long a connection waits for its worker to be started again
+HEAD_S = 5.0  # after this long, the connection is handed over with a partial head
+WAIT_S = 30.0  # how long a connection waits for its worker to restart
 STOP_S = 12.0  # how long a worker may take to stop
-LOCK_WAIT_S = 10.0  # how long the workers of a front that was killed may take to be gone
-BACK_OFF_S = (0.0, 0.2, 1.0, 5.0)  # before each start again of a worker that does not stay up
+LOCK_WAIT_S = 10.0  # how long to wait for the workers of a killed front to exit
+BACK_OFF_S = (0.0, 0.2, 1.0, 5.0)  # delays before restarting a worker that keeps dying
 STABLE_S = 10.0
-PATH_BYTES = 100  # of a Unix socket; the system takes 107
+PATH_BYTES = 100  # of a Unix socket's path; the system allows 107
 
 
 class WorkerStart(msgspec.Struct, frozen=True):
-    """What a worker is told on its standard input."""
+    """What a worker reads on its standard input."""
 
     number: int
     workers: int
-    run: str  # another one each time that the gateway is started
+    run: str  # a secret, new each time the gateway starts
     pair: int  # descriptor of its end of the socket pair
-    lock: int  # descriptor of the data folder's lock, kept for as long as it lives
-    sockets: str  # folder of the workers' own sockets
+    lock: int  # descriptor of the data folder's lock, which the worker keeps open
+    sockets: str  # folder of the workers' private sockets
     config: ServeConfig
 
 
 class WorkerReport(msgspec.Struct, frozen=True):
-    """What a worker tells: that it serves, or why it cannot."""
+    """A worker's message that it is ready, or the error that keeps it from starting."""
 
-    wrong: str = ""
+    error: str = ""
 
 
 def run(config: ServeConfig) -> None:
     data = Path(config.data)
     raise_file_limit()
     with _lock_data(data) as held:
-        admin_key(data)  # made here, once, for all of them
+        admin_key(data)  # created once, for all workers
         listener = open_listener(config)
         with listener, _socket_folder(data) as sockets, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(Front(config, listener, held, sockets).serve())
 
 
 class Front:
+    """Accepts connections, and runs the workers that serve them."""
+
     def __init__(self, config: ServeConfig, listener: socket.socket, held: IO[bytes], sockets: Path) -> None:
         self._config = config
         self._listener = listener
@@ -84,15 +85,15 @@ class Front:
         run = secrets.token_hex(8)
         self._workers = [WorkerProcess(n, config, held, sockets, run) for n in range(config.workers)]
         self._next = itertools.cycle(self._workers)
-        self._arriving: set[PendingConnection] = set()
+        self._pending: set[PendingConnection] = set()
 
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._told_to_stop)
-        lives = [asyncio.create_task(worker.live(self.stopping)) for worker in self._workers]
+            loop.add_signal_handler(number, self._stop)
+        runs = [asyncio.create_task(worker.run(self.stopping)) for worker in self._workers]
         try:
-            await self._all_ready(lives)
+            await self._wait_until_ready(runs)
             if self.stopping.is_set():
                 return
             log.info("%s", startup_message(self._config, self._listener))
@@ -102,35 +103,35 @@ class Front:
                 await self.stopping.wait()
                 loop.remove_reader(self._listener)
                 self._listener.close()
-                for arriving in list(self._arriving):
-                    arriving.drop()
-                await asyncio.gather(*lives)
+                for pending in list(self._pending):
+                    pending.drop()
+                await asyncio.gather(*runs)
         finally:
             self.stopping.set()
-            await asyncio.gather(*lives, return_exceptions=True)
+            await asyncio.gather(*runs, return_exceptions=True)
 
-    def _told_to_stop(self) -> None:
-        if self.stopping.is_set():  # told twice: at once
+    def _stop(self) -> None:
+        if self.stopping.is_set():  # the second signal stops at once
             for worker in self._workers:
                 worker.kill()
         self.stopping.set()
 
-    async def _all_ready(self, lives: list[asyncio.Task[None]]) -> None:
-        """Raises what the first worker says that cannot start."""
-        everyone = asyncio.create_task(self._each_ready())
+    async def _wait_until_ready(self, runs: list[asyncio.Task[None]]) -> None:
+        """Wait for all workers. Raise the error of the first that cannot start."""
+        ready = asyncio.create_task(self._wait_for_workers())
         stopped = asyncio.create_task(self.stopping.wait())
-        ends: list[asyncio.Task[Any]] = [everyone, stopped, *lives]
+        tasks: list[asyncio.Task[Any]] = [ready, stopped, *runs]
         try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            for life in lives:
-                if life.done():
-                    life.result()
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for run in runs:
+                if run.done():
+                    run.result()
         finally:
-            everyone.cancel()
+            ready.cancel()
             stopped.cancel()
-            await asyncio.gather(everyone, stopped, return_exceptions=True)
+            await asyncio.gather(ready, stopped, return_exceptions=True)
 
-    async def _each_ready(self) -> None:
+    async def _wait_for_workers(self) -> None:
         for worker in self._workers:
             await worker.ready.wait()
 
@@ -146,28 +147,28 @@ class Front:
                 connection, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:  # out of descriptors: wait for some to come back, rather than try in a circle
-                log.warning("no connection can be taken at present: %s", error.strerror)
+            except OSError as error:  # out of descriptors: pause, rather than spin
+                log.warning("cannot accept connections at present: %s", error.strerror)
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(self._listener)
                 loop.call_later(0.2, self._accept_more)
                 return
-            self._arriving.add(PendingConnection(connection, self))
+            self._pending.add(PendingConnection(connection, self))
 
-    def assign(self, arriving: PendingConnection, head: bytes) -> None:
-        """Give a connection to the worker that has its session, or to the next one if it does not say."""
-        self._arriving.discard(arriving)
+    def assign(self, pending: PendingConnection, head: bytes) -> None:
+        """Give a connection to the worker that owns its session, or to the next worker if it names none."""
+        self._pending.discard(pending)
         slot = slot_from_head(head)
         worker = next(self._next) if slot is None else self._workers[slot % len(self._workers)]
-        worker.give(arriving.connection, head)
+        worker.give(pending.connection, head)
 
-    def gone(self, arriving: PendingConnection) -> None:
-        self._arriving.discard(arriving)
-        arriving.connection.close()
+    def discard(self, pending: PendingConnection) -> None:
+        self._pending.discard(pending)
+        pending.connection.close()
 
 
 class PendingConnection:
-    """A connection until its first request's head is there, or has taken too long."""
+    """A connection whose first request's head is not complete yet."""
 
     def __init__(self, connection: socket.socket, front: Front) -> None:
         self.connection = connection
@@ -176,7 +177,7 @@ class PendingConnection:
         connection.setblocking(False)
         loop = asyncio.get_running_loop()
         loop.add_reader(connection, self._read)
-        self._late = loop.call_later(HEAD_S, self._enough)
+        self._timer = loop.call_later(HEAD_S, self._hand_over)
 
     def _read(self) -> None:
         try:
@@ -190,23 +191,23 @@ class PendingConnection:
             return
         self._head += data
         if b"\r\n\r\n" in self._head or b"\n\n" in self._head or len(self._head) >= HEAD_BYTES:
-            self._enough()
+            self._hand_over()
 
-    def _enough(self) -> None:
-        self._leave()
+    def _hand_over(self) -> None:
+        self._stop_reading()
         self._front.assign(self, bytes(self._head))
 
     def drop(self) -> None:
-        self._leave()
-        self._front.gone(self)
+        self._stop_reading()
+        self._front.discard(self)
 
-    def _leave(self) -> None:
-        self._late.cancel()
+    def _stop_reading(self) -> None:
+        self._timer.cancel()
         asyncio.get_running_loop().remove_reader(self.connection)
 
 
 class WorkerProcess:
-    """One worker process, as the front sees it, through all its lives."""
+    """One worker as the front sees it, across restarts of its process."""
 
     def __init__(self, number: int, config: ServeConfig, held: IO[bytes], sockets: Path, run: str) -> None:
         self._number = number
@@ -217,40 +218,38 @@ class WorkerProcess:
         self.ready = asyncio.Event()
         self._pair: socket.socket | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._waiting: deque[tuple[socket.socket, bytes, float]] = deque()  # connections that it has not been given
-        self._wrong = ""
+        self._waiting: deque[tuple[socket.socket, bytes, float]] = deque()  # connections that were not passed on yet
+        self._error = ""
 
-    async def live(self, stopping: asyncio.Event) -> None:
-        """Start it, and again whenever it dies, until the front stops. Raises if it cannot be started the first time."""
-        short = 0  # lives in a row that were
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Start the process, and restart it whenever it dies, until the front stops. Raise if the first start fails."""
+        short_runs = 0  # in a row
         first = True
         while not stopping.is_set():
             began = time.monotonic()
             try:
-                code = await self._once(stopping)
+                code = await self._run_process(stopping)
             except OSError as error:
-                code, self._wrong = 1, f"it cannot be started: {error.strerror}"
+                code, self._error = 1, f"it cannot be started: {error.strerror}"
             if stopping.is_set():
                 return
             if first and not self.ready.is_set():
-                raise ConfigError(self._wrong or f"worker {self._number} ended with {code} before it was ready")
+                raise ConfigError(self._error or f"worker {self._number} ended with {code} before it was ready")
             first = False
             self.ready.clear()
-            short = 0 if time.monotonic() - began > STABLE_S else short + 1
-            pause = BACK_OFF_S[min(short, len(BACK_OFF_S) - 1)]
-            why = self._wrong or (f"signal {-code}" if code < 0 else f"exit code {code}")
-            log.warning(
-                "worker %d ended (%s); it is started again%s", self._number, why, f" in {pause} s" * bool(pause)
-            )
+            short_runs = 0 if time.monotonic() - began > STABLE_S else short_runs + 1
+            pause = BACK_OFF_S[min(short_runs, len(BACK_OFF_S) - 1)]
+            why = self._error or (f"signal {-code}" if code < 0 else f"exit code {code}")
+            log.warning("worker %d ended (%s); restarting%s", self._number, why, f" in {pause} s" * bool(pause))
             with suppress(TimeoutError):
                 await asyncio.wait_for(stopping.wait(), pause)
 
-    async def _once(self, stopping: asyncio.Event) -> int:
-        """One life: its exit code."""
+    async def _run_process(self, stopping: asyncio.Event) -> int:
+        """Run the process until it ends, and return its exit code."""
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
-        self._wrong = ""
+        self._error = ""
         with theirs:
             start = WorkerStart(
                 number=self._number,
@@ -263,10 +262,10 @@ class WorkerProcess:
             )
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                "-P",  # nothing is imported from the current folder, where an agent may be able to write
+                "-P",  # no imports from the current folder, where an agent may be able to write
                 "-m",
                 "turngate.server.workers.worker",
-                str(self._number),  # for whoever reads a list of processes
+                str(self._number),  # shown in process lists
                 stdin=asyncio.subprocess.PIPE,
                 pass_fds=(start.pair, start.lock),
             )
@@ -274,7 +273,7 @@ class WorkerProcess:
         ended = asyncio.create_task(process.wait())
         stopped = asyncio.create_task(stopping.wait())
         try:
-            loop.add_reader(ours, self._hear, ours)
+            loop.add_reader(ours, self._read_report, ours)
             assert process.stdin is not None
             with suppress(OSError):
                 process.stdin.write(msgspec.json.encode(start))
@@ -282,7 +281,7 @@ class WorkerProcess:
             process.stdin.close()
             await asyncio.wait([ended, stopped], return_when=asyncio.FIRST_COMPLETED)
             if not ended.done():
-                await self._end(process, ended)
+                await self._terminate(process, ended)
             return await ended
         finally:
             self._pair = None
@@ -292,7 +291,7 @@ class WorkerProcess:
             ours.close()
             stopped.cancel()
 
-    async def _end(self, process: asyncio.subprocess.Process, ended: asyncio.Task[int]) -> None:
+    async def _terminate(self, process: asyncio.subprocess.Process, ended: asyncio.Task[int]) -> None:
         with suppress(ProcessLookupError):
             process.terminate()
         await asyncio.wait([ended], timeout=STOP_S)
@@ -305,19 +304,19 @@ class WorkerProcess:
             with suppress(ProcessLookupError):
                 self._process.kill()
 
-    def _hear(self, ours: socket.socket) -> None:
+    def _read_report(self, ours: socket.socket) -> None:
         try:
-            said = ours.recv(64 * 1024)
+            message = ours.recv(64 * 1024)
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
-            said = b""
-        if not said:  # its process ends, or has ended
+            message = b""
+        if not message:  # the process is ending
             asyncio.get_running_loop().remove_reader(ours)
             self._pair = None
             return
-        self._wrong = msgspec.json.decode(said, type=WorkerReport).wrong
-        if not self._wrong:
+        self._error = msgspec.json.decode(message, type=WorkerReport).error
+        if not self._error:
             self._pair = ours
             self.ready.set()
             self._pass_on()
@@ -332,7 +331,7 @@ class WorkerProcess:
             asyncio.get_running_loop().call_later(WAIT_S, self._give_up)
 
     def _pass_on(self) -> None:
-        """As many as it takes at present. The rest follows when it has taken those."""
+        """Pass on as many connections as the socket takes now, and the rest when it is writable again."""
         loop, pair = asyncio.get_running_loop(), self._pair
         while self._waiting and pair is not None:
             connection, head, _ = self._waiting[0]
@@ -341,12 +340,15 @@ class WorkerProcess:
             except (BlockingIOError, InterruptedError):
                 loop.add_writer(pair, self._pass_on)
                 return
-            except (BrokenPipeError, ConnectionResetError):  # it just died; they wait for its next life
+            except (
+                BrokenPipeError,
+                ConnectionResetError,
+            ):  # the process just died; the connections wait for its successor
                 self._pair = None
                 loop.call_later(WAIT_S, self._give_up)
                 return
-            except OSError as error:  # too many connections are on their way at present
-                log.warning("a connection cannot be handed over at present: %s", error.strerror)
+            except OSError as error:  # too many connections are in transit
+                log.warning("cannot hand over a connection at present: %s", error.strerror)
                 loop.call_later(0.1, self._pass_on)
                 return
             self._waiting.popleft()
@@ -362,7 +364,7 @@ class WorkerProcess:
 
 @contextmanager
 def _lock_data(data: Path) -> Iterator[IO[bytes]]:
-    """The data folder, for this front alone. Workers of one that was killed hold it until they are gone: they are waited for."""
+    """Lock the data folder. The workers of a killed front hold the lock until they exit, so wait for them."""
     end = time.monotonic() + LOCK_WAIT_S
     while True:
         try:
@@ -378,7 +380,7 @@ def _lock_data(data: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def _socket_folder(data: Path) -> Iterator[Path]:
-    """A folder for the workers' own sockets that only this user can enter."""
+    """Create a folder for the workers' private sockets that only this user can enter."""
     folder = (data / "sockets").absolute()
     if len(os.fsencode(folder)) > PATH_BYTES - 5:
         folder = Path(tempfile.mkdtemp(prefix="turngate-"))

@@ -1,5 +1,7 @@
-"""One of several workers: a whole gateway that is handed its connections by the front. Started by `front.py`, as
-`python -m turngate.server.workers.worker`, with what it has to know on its standard input."""
+"""One of several workers: a complete gateway that gets its connections from the front.
+
+The front starts it as `python -m turngate.server.workers.worker` and writes a `WorkerStart` to its standard input.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def main() -> None:
 
 
 def _run(start: WorkerStart) -> None:
-    for descriptor in (start.lock, start.pair):  # ours, and of no process that we may start
+    for descriptor in (start.lock, start.pair):  # not inherited by processes that the worker starts
         os.set_inheritable(descriptor, False)
     with socket.socket(fileno=start.pair) as pair:
         try:
@@ -60,7 +62,7 @@ def _run(start: WorkerStart) -> None:
                 runner.run(_serve(start, pair, gateway))
         except TurngateError as error:
             with suppress(OSError):
-                pair.send(msgspec.json.encode(WorkerReport(wrong=error.message)))
+                pair.send(msgspec.json.encode(WorkerReport(error=error.message)))
             sys.exit(2)
 
 
@@ -78,60 +80,60 @@ async def _serve(start: WorkerStart, pair: socket.socket, gateway: Gateway) -> N
 
 
 class WorkerGateway:
-    """A gateway with its siblings: what it serves to them (`inside`) and to the world (`outside`)."""
+    """A gateway among its peers: the application for the private socket (`inside`) and the public one (`outside`)."""
 
     def __init__(self, gateway: Gateway, shard: Shard, folder: Path, run: str) -> None:
         self.gateway = gateway
         self._number = shard.number
-        self._siblings = PeerWorkers(shard, folder, run)
+        self._peers = PeerWorkers(shard, folder, run)
         self._run = run.encode()
-        self._together = Coordinator(gateway, self._siblings)
-        self._of_all = _starlette(self._together.routes())
-        self._own = _starlette(self._together.worker_routes())
-        self.inside = restore_client(self._inside)
-        self.outside = ForwardingApp(gateway, self._siblings, self._of_all)
+        self._coordinator = Coordinator(gateway, self._peers)
+        self._shared = _starlette(self._coordinator.routes())
+        self._internal = _starlette(self._coordinator.worker_routes())
+        self.inside = restore_client(self._serve_inside)
+        self.outside = ForwardingApp(gateway, self._peers, self._shared)
 
     async def start(self) -> None:
         await self.gateway.start()
-        await self._together.take_up()
+        await self._coordinator.restore_fence()
 
     async def stop(self) -> None:
-        await self._together.close()
-        await self._siblings.close()
+        await self._coordinator.close()
+        await self._peers.close()
         await self.gateway.stop()
 
-    async def _inside(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Workers' own affairs, the fence of all at worker 0, and requests that were passed on."""
-        if scope["path"].startswith(INTERNAL_PREFIX) and self._is_own(scope):
-            await self._own(scope, receive, send)
+    async def _serve_inside(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve requests of other workers, the shared fence at worker 0, and forwarded requests."""
+        if scope["path"].startswith(INTERNAL_PREFIX) and self._is_from_peer(scope):
+            await self._internal(scope, receive, send)
         elif self._number == 0 and (scope["method"], scope["path"]) in FENCE_ROUTES:
-            await self._of_all(scope, receive, send)
+            await self._shared(scope, receive, send)
         else:
             await self.gateway(scope, receive, send)
 
-    def _is_own(self, scope: Scope) -> bool:
-        """Of another worker of this run, and not passed on for somebody."""
-        told = [value for name, value in scope["headers"] if name == RUN_HEADER]
-        return len(told) == 1 and secrets.compare_digest(told[0], self._run)
+    def _is_from_peer(self, scope: Scope) -> bool:
+        """Return whether another worker of this run sent the request itself, rather than forwarding it."""
+        values = [value for name, value in scope["headers"] if name == RUN_HEADER]
+        return len(values) == 1 and secrets.compare_digest(values[0], self._run)
 
 
 def _starlette(routes: list[Route]) -> App:
     app = Starlette(routes=routes)
 
-    async def served(scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         await app(scope, receive, add_gateway_header(send))
 
-    return served
+    return serve
 
 
 class WorkerServer(GatewayServer):
-    """Serves the private socket, and the connections that the front hands over."""
+    """Serves the private socket and the connections that the front hands over."""
 
     def __init__(self, inside: uvicorn.Config, outside: uvicorn.Config, gateway: Gateway, pair: socket.socket) -> None:
         super().__init__(inside, gateway)
         self._outside = outside
         self._pair = pair
-        self._taking: set[asyncio.Task[None]] = set()
+        self._accepting: set[asyncio.Task[None]] = set()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -142,33 +144,33 @@ class WorkerServer(GatewayServer):
         await super().startup(sockets)
         self._outside.load()
         self._pair.setblocking(False)
-        asyncio.get_running_loop().add_reader(self._pair, self._take)
+        asyncio.get_running_loop().add_reader(self._pair, self._receive_connections)
         self._pair.send(msgspec.json.encode(WorkerReport()))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().remove_reader(self._pair)
         await super().shutdown(sockets)
 
-    def _take(self) -> None:
+    def _receive_connections(self) -> None:
         for _ in range(64):
             try:
-                said, received, _, _ = socket.recv_fds(self._pair, HEAD_BYTES + 1, 1, socket.MSG_CMSG_CLOEXEC)
+                message, descriptors, _, _ = socket.recv_fds(self._pair, HEAD_BYTES + 1, 1, socket.MSG_CMSG_CLOEXEC)
             except (BlockingIOError, InterruptedError):
                 return
             except OSError:
-                said, received = b"", []
-            if not said:  # the front is no more
-                log.warning("the front is gone; stopping")
+                message, descriptors = b"", []
+            if not message:
+                log.warning("the front process has ended; stopping")
                 asyncio.get_running_loop().remove_reader(self._pair)
                 self.should_exit = True
                 return
-            for descriptor in received:
-                task = asyncio.create_task(self._serve_connection(socket.socket(fileno=descriptor), said[1:]))
-                self._taking.add(task)
-                task.add_done_callback(self._taking.discard)
+            for descriptor in descriptors:
+                task = asyncio.create_task(self._serve_connection(socket.socket(fileno=descriptor), message[1:]))
+                self._accepting.add(task)
+                task.add_done_callback(self._accepting.discard)
 
     async def _serve_connection(self, connection: socket.socket, head: bytes) -> None:
-        with suppress(OSError):  # its caller is gone already
+        with suppress(OSError):  # the client has already disconnected
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             loop = asyncio.get_running_loop()
@@ -180,13 +182,13 @@ class WorkerServer(GatewayServer):
 
 
 class HandedOverConnection(HttpToolsProtocol):
-    """A connection of which the front has read the beginning."""
+    """A connection whose first bytes the front has read."""
 
     def __init__(self, head: bytes, config: uvicorn.Config, state: uvicorn.server.ServerState) -> None:
         super().__init__(config, state, {})
         self._head_read = head
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
         if self._head_read:
             self.data_received(self._head_read)
