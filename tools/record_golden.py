@@ -292,7 +292,7 @@ def facts(installed: Installation, root: Path, days: Iterable[datetime]) -> Iter
         return re.compile(rf"(?<![0-9A-Za-z.]){re.escape(text)}(?![0-9A-Za-z])"), stand_in
 
     yield re.compile(re.escape(str(root)) + r"/local-[0-9a-f]{12}"), "/sandbox"
-    moved, _ = installed.seen_at("/opt/turngate")
+    moved, _ = installed.relocate("/opt/turngate")
     yield exactly(installed.folder, moved.folder)
     if installed.node:
         yield exactly(str(Path(installed.node).parent), str(Path(moved.node).parent))

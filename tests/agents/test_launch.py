@@ -132,9 +132,9 @@ def test_other_peoples_braces_are_left_alone() -> None:
 def test_a_prompt_that_an_argument_cannot_carry_is_refused() -> None:
     by_argument = agent('command = ["mine", "--", "{prompt}"]')
     assert planned(by_argument, PROMPTS["quotes"]).command == ("mine", "--", PROMPTS["quotes"])
-    with pytest.raises(AgentError, match=r"command\[2\]: is 200000 bytes long; .* stdin or \{prompt_file\}"):
+    with pytest.raises(AgentError, match=r"command\[2\]: it is 200000 bytes long, .* stdin or in \{prompt_file\}"):
         planned(by_argument, PROMPTS["long"])
-    with pytest.raises(AgentError, match="holds a NUL character"):
+    with pytest.raises(AgentError, match="contains a NUL character"):
         planned(by_argument, "a\0b")
 
 
@@ -151,7 +151,9 @@ def test_options_are_asked_for_and_checked() -> None:
         plan_launch(shell, Installation(), **values, options={"command": "echo 'hi' \"$X\""}).command[-1]
         == "echo 'hi' \"$X\""
     )
-    with pytest.raises(AgentError, match=r"options\.command: shell needs it: the command line to run"):
+    with pytest.raises(
+        AgentError, match=r"options\.command: shell requires it; give --set command=… \(the command line to run"
+    ):
         plan_launch(shell, Installation(), **values)
     with pytest.raises(AgentError, match=r"options\.comand: shell has no such option; did you mean command\?"):
         plan_launch(shell, Installation(), **values, options={"comand": "x"})

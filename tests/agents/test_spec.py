@@ -52,37 +52,40 @@ def test_what_the_agent_starts_does_not_inherit_a_key_that_sdks_read(name: str) 
     [
         ("nmae = 1", "nmae: there is no such field; did you mean name?"),
         ('dialect = "chat', "is not valid TOML"),
-        ('command = ["mine", "{modle}"]', "command[1]: {modle} there is no such placeholder; did you mean model?"),
-        ('command = ["mine", "{api_key}"]', "command[1]: {api_key} may only be in env, or in a file of mode 0600"),
-        ('stdin = "{api_key}"', "stdin: {api_key} may only be in env"),
-        ('command = ["x", "{model*2}"]', "command[1]: {model} is a text; only numbers can be calculated with"),
+        ('command = ["mine", "{modle}"]', "command[1]: {modle} is not a placeholder; did you mean model?"),
+        ('command = ["mine", "{api_key}"]', "command[1]: {api_key} may only be used in env, or in a file of mode 0600"),
+        ('stdin = "{api_key}"', "stdin: {api_key} may only be used in env"),
+        ('command = ["x", "{model*2}"]', "command[1]: {model} is text, and only numbers can be calculated with"),
         ('command = ["x", "{context_tokens//0}"]', "command[1]: {context_tokens} is divided by 0"),
         ('command = ["{program}"]', "install: {program} is used, but [install] has no program"),
         ("command = []", "command: is empty"),
-        ('name = "Mine!"', "name: 'Mine!' may only hold a-z, 0-9 and -"),
+        ('name = "Mine!"', "name: 'Mine!' may only contain a-z, 0-9 and -"),
         ('dialect = "smoke"', "dialect: 'smoke' is not one of chat, responses, messages, gemini, any"),
         (
             '[[files]]\npath = "a"\ncontent = "{api_key}"',
-            'files[0].mode: is 0644, but the file holds {api_key}; write mode = "0600"',
+            'files[0].mode: is 0644, but the file contains {api_key}; write mode = "0600"',
         ),
         ('[[files]]\npath = "a"\ncontent = ""\nmode = "rw"', "files[0].mode: 'rw' is not a mode like 0644"),
-        ('[env]\nA = "{nothing}"', "env.A: {nothing} there is no such placeholder"),
+        ('[env]\nA = "{nothing}"', "env.A: {nothing} is not a placeholder"),
         ('[install]\nnpm = "x"\npip = "y"', "install: give npm or pip, not both"),
         ('[install]\nnpm = "x"\nversion = "latest"', "install.version: 'latest' is not an exact version; pin one"),
         ('[install]\nnpm = "x"\nversion = "1.0"', "install.program: is missing"),
         ('[install]\nnpm = "x"\nversion = "1.0"\nprogram = "../x"', "install.program: '../x' is not a path inside"),
         ('[install]\npip = "x"\nversion = "1.0"', "install.python: '' is not a version of Python like 3.11"),
         ('[install]\npip = "x"\nversion = "1.0"\npython = "3.11"\nalso = ["y"]', "install.also[0]: 'y' is not pinned"),
-        ('[install]\nversion = "1"', "install: version and program belong to a package"),
-        ('[options.model]\nabout = "x"', "options.model: is a placeholder of Turngate's own"),
+        ('[install]\nversion = "1"', "install: version and program describe a package"),
+        ('[options.model]\nabout = "x"', "options.model: is one of Turngate's own placeholders"),
         ('[signals]\nthread = ["cookie:x"]', "signals.thread[0]: 'cookie:x' is not a source; there are header:NAME"),
         ('[signals]\nmodels = { "{home}" = "side" }', "signals.models.{home}: only {model} and {small_model}"),
         ('[signals]\nmodels = { "x" = "aside" }', "signals.models[...]: Invalid enum value 'aside'"),
-        ('[transcript]\nturn = "a"', "transcript: give path or stdout = true, one of them"),
+        ('[transcript]\nturn = "a"', "transcript: give either path or stdout = true"),
         ('[transcript]\nturn = "a ||"\nstdout = true', "transcript.turn: is not valid JMESPath"),
         ('[transcript]\nturn = "a"\npath = "/etc/passwd"', "transcript.path: '/etc/passwd' is not a path below HOME"),
-        ('[transcript]\nturn = "a"\nstdout = true\nmerge = "end"', 'transcript.end: belongs to merge = "end"'),
-        ('[transcript]\nturn = "a"\nstdout = true\nformat = "json"', "transcript.records: belongs to format json"),
+        ('[transcript]\nturn = "a"\nstdout = true\nmerge = "end"', 'transcript.end: is required for merge = "end"'),
+        (
+            '[transcript]\nturn = "a"\nstdout = true\nformat = "json"',
+            'transcript.records: is required for format = "json"',
+        ),
         ("[transcript]\nstdout = true", "transcript.turn: is missing"),
     ],
 )
@@ -123,7 +126,7 @@ def test_two_files_of_one_name_in_one_folder_are_a_mistake(tmp_path: Path, monke
     for file in ("a.toml", "b.toml"):
         (tmp_path / file).write_text(GOOD)
     monkeypatch.setenv("TURNGATE_AGENTS", str(tmp_path))
-    with pytest.raises(AgentError, match=r"b\.toml: name: 'mine' is also the name in .*a\.toml"):
+    with pytest.raises(AgentError, match=r"b\.toml: name: 'mine' is already used in .*a\.toml"):
         spec.load_catalog()
 
 

@@ -122,7 +122,7 @@ async def test_the_key_is_in_no_command_line_and_no_environment(tmp_path: Path, 
 async def test_through_the_door_of_a_sandbox(tmp_path: Path) -> None:
     async with gateway() as g, door.open_door(g.root) as way:
         session = await opened(g, tmp_path, "python3")
-        assert await run(tmp_path, '{"text": "x"}', GATE_URL=way.target) == Said(0, '{"ok":true}\n', "")
+        assert await run(tmp_path, '{"text": "x"}', GATE_URL=way.address) == Said(0, '{"ok":true}\n', "")
         [call] = (await g.admin.get(f"/admin/sessions/{session}/tools")).json()["calls"]
         assert call["arguments"] == {"text": "x"}
         connection = Connection("", 0)

@@ -88,7 +88,7 @@ def sessions(data: Path) -> list[tuple[str, str]]:
         (["--prompt", " "], "task: prompt is empty; it has to say what is asked"),
         (["--prompt", "x", "--network", "some"], "network: 'some' is neither none nor open"),
         (["--prompt", "x", "--sandbox", "vm"], "there is no backend 'vm'; choose one of: local, bubblewrap, docker"),
-        (["--prompt", "x"], "options.command: shell needs it: the command line to run"),
+        (["--prompt", "x"], "options.command: shell requires it; give --set command=… (the command line to run"),
         (["--prompt", "x", "--set", "command"], "set: 'command' is not NAME=VALUE"),
         (["--prompt", "x", "--set", "comand=x"], "options.comand: shell has no such option; did you mean command?"),
         (["--prompt", "x", "--timeout", "0"], "timeout: 0.0 must be more than 0"),

@@ -1,8 +1,8 @@
-"""Host tools as commands in a sandbox: for agents, and programs of theirs, that know a shell and nothing of HTTP.
+"""Host tools as shell commands in a sandbox, for agents and programs that know a shell but not HTTP.
 
-The rollout writes one script per tool into a folder of the PATH. It takes the arguments as a JSON object, as its one argument or on
-standard input, and prints the answer. It runs on whatever is there: Python, Node or curl. The key is read from a file by the
-script itself, so it is in no command line.
+The rollout writes one script per tool into a folder on the PATH. A script takes the arguments as a JSON object, as its one argument or on
+standard input, and prints the answer. It runs on Python, Node or curl, whichever exists. The script reads the key from a file, so the key
+is in no command line.
 """
 
 from __future__ import annotations
@@ -17,23 +17,21 @@ from turngate.agents.launch import OWN_FOLDER, Launch, LaunchFile
 from turngate.errors import AgentError
 from turngate.trace.host_tools import HostTool
 
-TOOLS_URL_ENV = (
-    "TURNGATE_TOOLS_URL"  # a name that no SDK reads: programs that the agent starts do not take it for their provider
-)
+TOOLS_URL_ENV = "TURNGATE_TOOLS_URL"  # a name that no SDK reads, so that programs do not use it as their model provider
 _WITH_PATH = 'PATH="$0:$PATH"; export PATH; exec "$@"'
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
-# -I: nothing of the folder that the agent works in is imported. No proxy: the relay is on this machine.
+# -I: nothing is imported from the agent's working folder. No proxy: the relay is on this machine.
 _PYTHON = r"""
 import sys, urllib.error, urllib.request
 url, path = sys.argv[1:3]
 with open(path) as file:
     key = file.read().strip()
 headers = {"content-type": "application/json", "authorization": "Bearer " + key}
-asked = urllib.request.Request(url, sys.stdin.buffer.read(), headers, method="POST")
+request = urllib.request.Request(url, sys.stdin.buffer.read(), headers, method="POST")
 try:
-    answer = urllib.request.build_opener(urllib.request.ProxyHandler({})).open(asked)
+    answer = urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request)
 except urllib.error.HTTPError as error:
     sys.stderr.buffer.write(error.read() + b"\n")
     sys.exit(1)
@@ -62,7 +60,7 @@ const sent = require(url.startsWith("https:") ? "https" : "http").request(url, {
 sent.on("error", (error) => { console.error("the gateway cannot be reached: " + error.message); process.exitCode = 1; });
 sent.end(body);
 """
-# The header comes to curl on its standard input, from a builtin of the shell.
+# curl gets the header on its standard input, from a shell builtin.
 _CURL = r"""
   folder=$(mktemp -d) && trap 'rm -rf "$folder"' EXIT || exit 1
   printf '%s' "$body" > "$folder/body"
@@ -77,10 +75,13 @@ _CURL = r"""
 
 
 def build_shim(tool: HostTool, base_url_var: str, key_file: str) -> str:
-    """A POSIX shell script that calls `tool`. `base_url_var`: the variable that names the gateway as the sandbox sees it;
-    `key_file`: a file of mode 0600 with the session's secret."""
+    """Build a POSIX shell script that calls `tool`.
+
+    `base_url_var`: the variable that holds the gateway's URL as the sandbox sees it. `key_file`: a file of mode 0600 with the
+    session's secret.
+    """
     if not _VARIABLE.fullmatch(base_url_var):
-        raise AgentError(f"{base_url_var!r} cannot be the name of an environment variable")
+        raise AgentError(f"{base_url_var!r} is not a valid name of an environment variable")
     schema = msgspec.json.format(msgspec.json.encode(tool.schema), indent=2).decode()
     usage = f"usage: {tool.name} '{{…}}'\n{tool.description}\n\nThe arguments, a JSON object:\n{schema}"
     return f"""#!/bin/sh
@@ -104,7 +105,7 @@ fi
 
 
 def add_tool_commands(launch: Launch, tools: Sequence[HostTool], *, base_url: str, api_key: str, home: str) -> Launch:
-    """The same run, with a command for each tool in its PATH."""
+    """Return the same launch with a command for each tool on its PATH."""
     if not tools:
         return launch
     key_file, folder = f"{home}/{OWN_FOLDER}/key", f"{home}/{OWN_FOLDER}/bin"
@@ -120,16 +121,14 @@ def add_tool_commands(launch: Launch, tools: Sequence[HostTool], *, base_url: st
 
 
 def describe_tools(instruction: str, tools: Sequence[HostTool]) -> str:
-    """What is asked, and the commands that there are for it."""
+    """Append a description of the tool commands to an instruction."""
     if not tools:
         return instruction
     lines = [
-        f"- `{tool.name} '{{…}}'`: {tool.description} Its one argument is a JSON object of this schema: "
+        f"- `{tool.name} '{{…}}'`: {tool.description} Its one argument is a JSON object with this schema: "
         + msgspec.json.encode(tool.schema).decode()
         for tool in tools
     ]
     return (
-        f"{instruction.rstrip()}\n\nBeside the usual ones there are these commands in your shell:\n"
-        + "\n".join(lines)
-        + "\n"
+        f"{instruction.rstrip()}\n\nBesides the usual ones, your shell has these commands:\n" + "\n".join(lines) + "\n"
     )

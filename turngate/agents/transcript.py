@@ -1,7 +1,7 @@
-"""Reads what an agent wrote down about its own run, and holds it against the trace.
+"""Read an agent's own record of its run, and compare it with the trace.
 
-The agent wrote these files, so they are not trusted: no links are followed, sizes are bounded, and nothing in them is more than a
-claim to compare. The expressions that take them apart are part of the agent's description.
+The agent wrote these files, so they are not trusted: links are not followed, sizes are limited, and the content is only compared. The
+expressions that parse them are part of the agent's description.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import msgspec
 from turngate.agents.spec import Transcript
 from turngate.errors import AgentError
 
-# The agent wrote it, and may have written anything: reading it must end soon.
+# The agent may have written anything, and reading it must end soon.
 MAX_FILE_BYTES = 64_000_000
 MAX_LINE_BYTES = 16_000_000
 MAX_RECORDS = 100_000  # of one file
 
 
 class TranscriptCall(msgspec.Struct, frozen=True):
-    """A tool call. `arguments` are the parsed JSON, or the text where it is none."""
+    """A tool call. `arguments` are parsed JSON, or the text if it is not JSON."""
 
     name: str
     arguments: Any = None
 
 
 class TranscriptTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """One reply of the model, as somebody recorded it."""
+    """One reply of the model, as a transcript or the trace recorded it."""
 
     text: str = ""
     reasoning: str = ""
@@ -41,14 +41,14 @@ class TranscriptTurn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Transcripts(msgspec.Struct, frozen=True):
-    """What was found: the main conversation, and one list per sub-agent."""
+    """The turns that were found: the main conversation, and one list per sub-agent."""
 
     main: tuple[TranscriptTurn, ...] = ()
     subagents: tuple[tuple[TranscriptTurn, ...], ...] = ()
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """Where the transcript and the trace disagree. Positions count from 0; None: there is no such turn on that side."""
+    """A difference between transcript and trace. Positions count from 0; None: that side has no such turn."""
 
     what: Literal["missing in trace", "missing in transcript", "text", "reasoning", "calls"]
     transcript: int | None
@@ -57,7 +57,7 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 def read_transcripts(spec: Transcript, home: Path, stdout: bytes = b"") -> Transcripts:
-    """The turns below a copy of the agent's HOME, or in its output. None at all where there is no transcript."""
+    """Read the turns from a copy of the agent's HOME, or from its output. Returns none if there is no transcript."""
     if spec.stdout:
         return Transcripts(tuple(_turns(spec, _records(spec, stdout))))
     main: list[TranscriptTurn] = []
@@ -81,12 +81,11 @@ def compare_turns(
     side: Sequence[TranscriptTurn] = (),
     fills_in: bool = False,
 ) -> list[Difference]:
-    """Every difference between what the agent wrote down and what was recorded; none: they agree.
+    """Return the differences between what the agent recorded and the trace; an empty list means that they agree.
 
-    `trace` is what has to be in the transcript; `side` what may be: some agents write their own summaries down as turns, others not.
-
-    Text counts without blanks at its ends, arguments as parsed JSON, the calls of one turn in any order (agents write them down as
-    they end), reasoning only where the transcript has any. `fills_in`: the agent adds arguments that the model left out.
+    `trace` must be in the transcript; `side` may be: some agents record their own summaries as turns, others do not. Text is compared
+    without surrounding whitespace, arguments as parsed JSON, the calls of one turn in any order (agents record them as they end), and
+    reasoning only if the transcript has any. `fills_in`: the agent adds arguments that the model left out.
     """
     theirs = [_shape(turn) for turn in trace]
     aside = {_shape(turn) for turn in side} - set(theirs)
@@ -106,18 +105,20 @@ def compare_turns(
 
 
 def _files(home: Path, pattern: str) -> Iterator[Path]:
-    """The files that fit, oldest name first. A link could lead to a file of the host."""
+    """Yield the matching files, sorted by name. Links are skipped: they could lead to a file of the host."""
     for file in sorted(home.glob(pattern)):
         inside = file.relative_to(home)
         linked = any((home / part).is_symlink() for part in (inside, *inside.parents) if part != Path())
         if not linked and file.is_file():
             if file.stat().st_size > MAX_FILE_BYTES:
-                raise AgentError(f"transcript: {inside} is larger than {MAX_FILE_BYTES} bytes", param="transcript")
+                raise AgentError(
+                    f"transcript: {inside} is larger than the limit of {MAX_FILE_BYTES} bytes", param="transcript"
+                )
             yield file
 
 
 def _records(spec: Transcript, data: bytes) -> list[Any]:
-    """What the file holds; lines that are no JSON are somebody's output in between, or were cut off."""
+    """Parse a file's records. Lines that are not JSON are other output, or were cut off."""
     if spec.format == "json":
         try:
             found = _search(spec.records, json.loads(data)) if len(data) <= MAX_LINE_BYTES else None
@@ -126,7 +127,10 @@ def _records(spec: Transcript, data: bytes) -> list[Any]:
         return found[:MAX_RECORDS] if isinstance(found, list) else []
     lines = data.splitlines()
     if len(lines) > MAX_RECORDS or any(len(line) > MAX_LINE_BYTES for line in lines):
-        raise AgentError("transcript: it is too long to be read", param="transcript")
+        raise AgentError(
+            f"transcript: it has more than {MAX_RECORDS} lines, or one longer than {MAX_LINE_BYTES} bytes",
+            param="transcript",
+        )
     records = []
     for line in lines:
         try:
@@ -137,8 +141,8 @@ def _records(spec: Transcript, data: bytes) -> list[Any]:
 
 
 def _turns(spec: Transcript, records: Iterable[Any]) -> Iterator[TranscriptTurn]:
-    """Turns, put together from their parts."""
-    parts: dict[str, TranscriptTurn] = {}  # in order of first appearance, which is the order of the turns
+    """Yield turns, assembled from their parts."""
+    parts: dict[str, TranscriptTurn] = {}  # by first appearance, which is the turns' order
     open_turn: TranscriptTurn | None = None
     key = ""
     for n, record in enumerate(records):
@@ -156,14 +160,14 @@ def _turns(spec: Transcript, records: Iterable[Any]) -> Iterator[TranscriptTurn]
                 key = part.id if spec.merge != "none" and part.id else f"\0{n}"
             parts[key] = _join_parts(parts.get(key), part) if spec.merge == "id" else part
     yield from parts.values()
-    if open_turn:  # it was never finished
+    if open_turn:  # it has no end
         yield open_turn
 
 
 def _search(expression: str, record: Any) -> Any:
     try:
         return jmespath.search(expression, record)
-    except jmespath.exceptions.JMESPathError:  # a record of another kind: a function met a type that it does not take
+    except jmespath.exceptions.JMESPathError:  # a record of another kind, whose types a function does not accept
         return None
 
 
@@ -184,7 +188,7 @@ def _call(found: Mapping[str, Any]) -> TranscriptCall:
 
 
 def parse_arguments(arguments: Any) -> Any:
-    """Arguments as values, whether they were written as text or not."""
+    """Return arguments as values, parsed if they are JSON text."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -212,7 +216,7 @@ def _join_parts(before: TranscriptTurn | None, part: TranscriptTurn) -> Transcri
 
 
 def _shape(turn: TranscriptTurn) -> tuple[str, tuple[str, ...]]:
-    """What two records of one turn have in common even where they differ in detail; the calls sorted."""
+    """Return what two records of one turn share even if they differ in detail; the calls sorted."""
     return turn.text.strip(), tuple(sorted(call.name for call in turn.calls))
 
 

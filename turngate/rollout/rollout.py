@@ -107,7 +107,7 @@ class Rollout:
         self._stages = Stages(self.outcome, self.progress, watch, self._events)
         # The installation as the sandbox sees it.
         self._installed, self._mounts = (
-            spec.installed.seen_at(INSTALL_FOLDER)
+            spec.installed.relocate(INSTALL_FOLDER)
             if spec.backend.relocates
             else (spec.installed, tuple((folder, folder) for folder in spec.installed.mounts))
         )

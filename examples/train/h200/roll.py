@@ -73,7 +73,7 @@ async def rolled(orders: Orders) -> BatchResult:
     with tempfile.TemporaryDirectory(prefix="warm-") as place:
         socket = f"{place}/socket" if orders.warm else ""
         spec = described(orders.python, socket)
-        installed = ensure_installed(spec, say=lambda text: None)
+        installed = ensure_installed(spec, report=lambda text: None)
         plan = BatchPlan(
             tasks=tuple(tasks.read_tasks(f"{HERE / 'tasks.py'}:{orders.tasks}", limit=orders.count)),
             agent=spec,
