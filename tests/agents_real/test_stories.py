@@ -253,6 +253,6 @@ async def test_a_rollout_that_is_cancelled_in_mid_turn(stage: Staged) -> None:
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        report = await ready.report()
+        report = await ready.build_report()
     assert report.outcome.status == "cancelled", findings(report)
     broken_off(report)

@@ -100,13 +100,13 @@ async def test_a_line_that_nobody_of_us_wrote_is_told_by_its_number(line: bytes,
     await wrote(tmp_path, HEAD, begun(0))
     with open(tmp_path / LEDGER_NAME, "ab") as file:
         file.write(line)
-    with pytest.raises(LedgerError, match="line 3 is no line of a ledger"):
+    with pytest.raises(LedgerError, match="line 3 is not a line of a ledger"):
         Ledger.open(tmp_path)
 
 
 async def test_lines_without_a_first_are_not_a_batch(tmp_path: Path) -> None:
     await wrote(tmp_path, begun(0))
-    with pytest.raises(LedgerError, match="does not say which batch it is of"):
+    with pytest.raises(LedgerError, match="has no line that says which batch it is"):
         read_ledger(tmp_path)
 
 
@@ -217,7 +217,7 @@ async def test_a_full_disk_loses_nothing(small_disk: Path) -> None:
 async def test_a_disk_that_is_full_from_the_start_is_refused(small_disk: Path) -> None:
     (small_disk / "out").mkdir()
     fill(small_disk)
-    with pytest.raises(ConfigError, match=r"has no room \(No space left on device\)"):
+    with pytest.raises(ConfigError, match=r"has no space \(No space left on device\)"):
         Ledger.open(small_disk / "out")
 
 

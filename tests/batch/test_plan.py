@@ -125,8 +125,8 @@ def test_a_task_is_what_lies_in_its_folders_wherever_those_are(tmp_path: Path) -
         ({"rounds": 0}, "rounds: 0 must be at least 1"),
         ({"retries": -1}, "retries: -1 must be at least 0"),
         ({"stale_retries": -1}, "stale_retries: -1 must be at least 0"),
-        ({"tasks": ()}, "tasks: there are none to run"),
-        ({"tasks": (Task(id="t", instruction="x"),) * 2}, "tasks: 't' is there more than once"),
+        ({"tasks": ()}, "tasks: there is none to run"),
+        ({"tasks": (Task(id="t", instruction="x"),) * 2}, "tasks: 't' appears more than once"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(fields: dict[str, Any], line: str, tmp_path: Path) -> None:

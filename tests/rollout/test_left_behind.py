@@ -119,18 +119,18 @@ async def test_names_of_any_bytes_are_kept(stage: Stage) -> None:
 async def test_too_many_and_too_large_files_are_left_out_and_named(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collecting, "_MOST_FILES", 3)
-    monkeypatch.setattr(collecting, "_LARGEST", 1000)
+    monkeypatch.setattr(collecting, "_MAX_FILES", 3)
+    monkeypatch.setattr(collecting, "_MAX_FILE_BYTES", 1000)
     program = 'ask("Hi")\nos.makedirs(os.environ["HOME"] + "/logs"); os.chdir(os.environ["HOME"] + "/logs")\n'
     outcome = await written_by(stage, program + 'for n in range(5): open(f"{n}.log", "w").write("x" * 2000)')
     assert outcome.collected.files == 0
     assert len(outcome.collected.missing) == 4
-    assert outcome.collected.missing[0] == "home: 2 of 5 transcript and log files are left out"
+    assert outcome.collected.missing[0] == "home: 2 of 5 transcript and log files were not copied"
     assert "is larger than 1000 bytes" in outcome.collected.missing[1]
 
 
 async def test_all_files_together_have_a_limit(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collecting, "_MOST", 5000)
+    monkeypatch.setattr(collecting, "_MAX_BYTES", 5000)
     program = 'ask("Hi")\nos.makedirs(os.environ["HOME"] + "/logs"); os.chdir(os.environ["HOME"] + "/logs")\n'
     outcome = await written_by(stage, program + 'for n in range(5): open(f"{n}.log", "w").write("x" * 2000)')
     assert (outcome.collected.files, len(outcome.collected.missing)) == (2, 3)
@@ -140,12 +140,12 @@ async def test_all_files_together_have_a_limit(stage: Stage, monkeypatch: pytest
 
 
 async def test_of_too_much_output_the_end_is_kept(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collecting, "_LARGEST", 10_000)
+    monkeypatch.setattr(collecting, "_MAX_FILE_BYTES", 10_000)
     outcome = await stage.run('print("x" * 100_000)\nprint("the end")')
     assert outcome.status == "finished" and outcome.collected.stdout.endswith("the end\n")
     assert (stage.folder / outcome.session / "stdout").stat().st_size == 10_000
     [missing] = outcome.collected.missing
-    assert missing.startswith("stdout: ") and missing.endswith("; its end is kept")
+    assert missing.startswith("stdout: ") and missing.endswith("; only its end was copied")
 
 
 async def test_output_is_kept_as_it_is_and_told_as_text(stage: Stage) -> None:

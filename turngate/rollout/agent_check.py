@@ -1,7 +1,6 @@
-"""Does the gateway capture this agent whole? A small task, the scripted engine, and every promise looked at afterwards.
+"""Check that the gateway captures an agent completely: run it on a small task with the scripted engine, and compare everything.
 
-The engine plays the agent's own `[[check]]` steps (read, edit, run, finish), so that the outcome is known beforehand. Called by
-`turngate agents check` and by the tests with real agents.
+The engine replies with the agent's own `[[check]]` steps (read, edit, run, finish), so the expected result is known.
 """
 
 from __future__ import annotations
@@ -40,12 +39,16 @@ AFTER = "alpha\ncolor\nomega\n"
 
 
 class CheckResult(msgspec.Struct, frozen=True):
+    """Whether one promise held."""
+
     name: str
     ok: bool
     detail: str = ""
 
 
 class CheckReport(msgspec.Struct, frozen=True):
+    """The results of a check, and what they are based on."""
+
     outcome: Outcome
     results: tuple[CheckResult, ...]
     trace: Json
@@ -54,11 +57,11 @@ class CheckReport(msgspec.Struct, frozen=True):
 
     @property
     def passed(self) -> bool:
-        return all(finding.ok for finding in self.results)
+        return all(result.ok for result in self.results)
 
 
 class CheckOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a check may vary."""
+    """What can be varied in a check."""
 
     image: str = ""
     network: Network = "none"
@@ -66,33 +69,33 @@ class CheckOptions(msgspec.Struct, frozen=True, kw_only=True):
     instruction: str = INSTRUCTION
     model: str = MODEL
     model_limits: ModelLimits = ModelLimits()
-    max_context: int | None = None  # of the model; None: what the agent is told
+    max_context: int | None = None  # of the model; None: as in `model_limits`
     session: Mapping[str, Json] = {}  # further settings of the session
     timeout_s: float = 240.0
-    around: Callable[[App], App] = lambda app: app  # may listen to what passes between agent and gateway
+    around: Callable[[App], App] = lambda app: app  # middleware between agent and gateway
 
 
 class AgentCheck(msgspec.Struct, frozen=True):
-    """A check that is ready to run, with everything that it runs on: for tests that look at it, or meddle, meanwhile."""
+    """A check that is ready to run, and its parts, so that tests can observe and disturb it."""
 
     engine: Scripted
     gateway: GatewayClient
     rollout: Rollout
     folder: Path
-    usual: bool  # the agent's own steps are played
+    usual: bool  # the engine replies with the agent's own steps
 
     async def run(self) -> CheckReport:
         await self.rollout.run()
-        return await self.report()
+        return await self.build_report()
 
-    async def report(self) -> CheckReport:
-        """What is to be said of it by now."""
+    async def build_report(self) -> CheckReport:
+        """Evaluate what has been recorded so far."""
         outcome = self.rollout.outcome
         trace = await self.gateway.trace(outcome.session) if outcome.session else {"nodes": []}
         samples = await self.gateway.samples(outcome.session, everything=True) if outcome.session else []
-        left = self.folder / "rollouts" / outcome.session
-        findings = tuple(_evaluate(outcome, trace, samples, self.engine, left, usual=self.usual))
-        return CheckReport(outcome, findings, trace, samples, left)
+        folder = self.folder / "rollouts" / outcome.session
+        results = tuple(_evaluate(outcome, trace, samples, self.engine, folder, usual=self.usual))
+        return CheckReport(outcome, results, trace, samples, folder)
 
 
 async def check_agent(
@@ -100,12 +103,12 @@ async def check_agent(
     installed: Installation,
     backend: Backend,
     folder: Path,
-    staging: CheckOptions = CheckOptions(),
+    options: CheckOptions = CheckOptions(),
     watch: ProgressCallback = lambda progress: None,
 ) -> CheckReport:
-    """Run it in `folder`, where the recording and what the agent left behind stay."""
-    async with prepare_check(agent, installed, backend, folder, staging, watch) as stage:
-        return await stage.run()
+    """Run a check. The recording and what the agent left stay in `folder`."""
+    async with prepare_check(agent, installed, backend, folder, options, watch) as prepared:
+        return await prepared.run()
 
 
 @asynccontextmanager
@@ -114,63 +117,65 @@ async def prepare_check(
     installed: Installation,
     backend: Backend,
     folder: Path,
-    staging: CheckOptions = CheckOptions(),
+    options: CheckOptions = CheckOptions(),
     watch: ProgressCallback = lambda progress: None,
 ) -> AsyncIterator[AgentCheck]:
-    """A gateway on the scripted engine and a rollout on it, which the block runs."""
-    if not agent.check and staging.scenes is None:
+    """Start a gateway with the scripted engine, and prepare a rollout on it that the block may run."""
+    if not agent.check and options.scenes is None:
         raise AgentError(f"{agent.name}: check: the description has no [[check]] steps to play", param="check")
     renderer, certificate = load_renderer(BUILTIN_TOKENIZER, model="", family="auto")
     scenes: list[Scene] = []
     engine = Scripted(
         Playbook(renderer, scenes),
-        model=staging.model,
-        max_context=staging.max_context or staging.model_limits.context_tokens,
+        model=options.model,
+        max_context=options.max_context or options.model_limits.context_tokens,
         keep=100_000,
     )
-    config = ServeConfig(data=str(folder / "data"), model=staging.model, port=0, alive_s=2.0)
+    config = ServeConfig(data=str(folder / "data"), model=options.model, port=0, alive_s=2.0)
 
     def set_up(workdir: str) -> None:
-        played = staging.scenes or (lambda at: (Scene(INSTRUCTION[:40], fill_steps(agent.check, {"workdir": at})),))
-        scenes[:] = played(workdir)
+        if options.scenes is not None:
+            scenes[:] = options.scenes(workdir)
+        else:
+            scenes[:] = [Scene(INSTRUCTION[:40], fill_steps(agent.check, {"workdir": workdir}))]
 
     async with AsyncExitStack() as stack:
         files = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="turngate-check-")))
         (files / "notes.txt").write_text(BEFORE)
         address = await stack.enter_async_context(
-            run_embedded(config, engine=engine, renderer=(renderer, certificate), wrap=staging.around)
+            run_embedded(config, engine=engine, renderer=(renderer, certificate), wrap=options.around)
         )
         gateway = await stack.enter_async_context(GatewayClient(address.url, address.admin_key))
         connector = await stack.enter_async_context(GatewayConnector(address.url))
-        order = RolloutSpec(
-            task=Task(id="check", instruction=staging.instruction, files=files),
+        spec = RolloutSpec(
+            task=Task(id="check", instruction=options.instruction, files=files),
             agent=agent,
             installed=installed,
             backend=backend,
-            model=staging.model,
-            timeout_s=staging.timeout_s,
-            image=staging.image,
-            network=staging.network,
-            session=staging.session,
-            model_limits=staging.model_limits,
+            model=options.model,
+            timeout_s=options.timeout_s,
+            image=options.image,
+            network=options.network,
+            session=options.session,
+            model_limits=options.model_limits,
             folder=folder / "rollouts",
         )
-        rollout = Rollout(order, gateway, connector, watch, on_sandbox_ready=set_up)
-        yield AgentCheck(engine, gateway, rollout, folder, staging.scenes is None)
+        rollout = Rollout(spec, gateway, connector, watch, on_sandbox_ready=set_up)
+        yield AgentCheck(engine, gateway, rollout, folder, options.scenes is None)
 
 
 def _evaluate(
-    outcome: Outcome, trace: Json, samples: list[Json], engine: Scripted, left: Path, *, usual: bool
+    outcome: Outcome, trace: Json, samples: list[Json], engine: Scripted, folder: Path, *, usual: bool
 ) -> list[CheckResult]:
     turns = [node for node in trace["nodes"] if node["kind"] == "sampled"]
     fault = f"{outcome.fault.stage}: {outcome.fault.message}" if outcome.fault else _describe_end(outcome)
-    found = [
+    results = [
         CheckResult("the agent ran and ended by itself", outcome.status == "finished", outcome.status + ": " + fault)
     ]
     if usual:
-        found.append(_check_work(left))
-        found.append(_check_rows(samples))
-    found += [
+        results.append(_check_work(folder))
+        results.append(_check_rows(samples))
+    results += [
         CheckResult(
             "every model call it made is in the trace",
             bool(turns) and len(engine.received) == len(turns) and outcome.calls in (None, len(turns)),
@@ -182,18 +187,18 @@ def _evaluate(
     collected = outcome.collected
     if collected.transcript_turns is not None:
         agrees = not collected.differences and collected.transcript_turns > 0
-        found.append(
+        results.append(
             CheckResult(
                 "its own transcript agrees, turn by turn",
                 agrees,
                 "; ".join(collected.differences) or f"{collected.transcript_turns} turns",
             )
         )
-    return found
+    return results
 
 
-def _check_work(left: Path) -> CheckResult:
-    notes, done = left / "work" / "notes.txt", left / "work" / "done.txt"
+def _check_work(folder: Path) -> CheckResult:
+    notes, done = folder / "work" / "notes.txt", folder / "work" / "done.txt"
     written = notes.read_text() if notes.is_file() else "missing"
     ok = written == AFTER and done.is_file() and done.read_text().strip() == "done"
     return CheckResult(
@@ -211,10 +216,10 @@ def _check_rows(samples: list[Json]) -> CheckResult:
 
 
 def _check_exactness(trace: Json, turns: list[Json], engine: Scripted) -> CheckResult:
-    """The ids that are recorded before each turn are those that the engine saw, and its log-probabilities follow from them."""
+    """Compare the recorded prompts with those that the engine received, and the log-probabilities with those that follow from them."""
     nodes = {node["id"]: node for node in trace["nodes"]}
     sent = sorted(request.prompt.tobytes() for request in engine.received)
-    kept, scored = [], True
+    recorded, scored = [], True
     for turn in turns:
         prompt: list[int] = []
         at = nodes[turn["parent"]]
@@ -222,9 +227,9 @@ def _check_exactness(trace: Json, turns: list[Json], engine: Scripted) -> CheckR
             prompt[:0] = at["ids"]
             at = nodes.get(at["parent"])
         ids = np.array(prompt, np.int32)
-        kept.append(ids.tobytes())
+        recorded.append(ids.tobytes())
         scored = scored and turn["logprobs"] == derive_logprobs(ids, turn["ids"])
-    ok = sorted(kept) == sent and scored
+    ok = sorted(recorded) == sent and scored
     return CheckResult("every recorded id is what the engine saw or sampled", ok, f"{len(turns)} turns")
 
 
@@ -240,8 +245,8 @@ def _check_side_calls(samples: list[Json]) -> CheckResult:
 
 
 def _describe_end(outcome: Outcome) -> str:
-    said = outcome.collected.stderr.strip() or outcome.collected.stdout.strip()
-    return said[-300:] if outcome.status != "finished" else f"exit code {outcome.exit_code}"
+    printed = outcome.collected.stderr.strip() or outcome.collected.stdout.strip()
+    return printed[-300:] if outcome.status != "finished" else f"exit code {outcome.exit_code}"
 
 
 __all__ = ["AgentCheck", "CheckOptions", "CheckReport", "CheckResult", "CheckStep", "check_agent", "prepare_check"]

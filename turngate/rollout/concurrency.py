@@ -1,9 +1,9 @@
-"""How many rollouts of a batch are in which phase at once. Each rollout has a `Ticket`, which is the `gates` of `one.py`.
+"""Limit how many rollouts of a batch are in each phase at once. Each rollout has a `Slot`.
 
     waiting → start → ready → run → done → grade
 
-A sandbox exists from `start` until the agent is done. At most `running + warm` of them do, so `warm` are prepared ahead of a free
-place to run in; rollouts whose sandboxes are gone wait for the graders without holding anybody up.
+A sandbox exists from `start` until the agent is done. There are at most `running + warm`, so `warm` sandboxes are prepared before their
+agents can run. Rollouts that wait for a grader have no sandbox, and hold nothing up.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _count_cores() -> int:
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
-    """The most at a time. None: by the number of cores."""
+    """The most rollouts in each phase at once. None: derived from the number of cores."""
 
     running: int = 8
     starting: int | None = None  # twice the cores
@@ -43,37 +43,37 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{shown}: {value} must be at least {least}", param=shown)
 
     @property
-    def most_starting(self) -> int:
+    def max_starting(self) -> int:
         return 2 * _count_cores() if self.starting is None else self.starting
 
     @property
-    def most_grading(self) -> int:
+    def max_grading(self) -> int:
         return _count_cores() if self.grading is None else self.grading
 
     @property
-    def most_warm(self) -> int:
+    def max_warm(self) -> int:
         return _count_cores() if self.warm is None else self.warm
 
     @property
     def sandboxes(self) -> int:
-        return self.running + self.most_warm
+        return self.running + self.max_warm
 
     @property
     def rollouts(self) -> int:
-        """That are looked after at all: those with sandboxes, and those that are being graded."""
-        return self.sandboxes + self.most_grading
+        """All at once: those with sandboxes, and those that are being graded."""
+        return self.sandboxes + self.max_grading
 
 
 class Concurrency:
-    """Of one batch. `places`: how many rollouts are where."""
+    """The semaphores of one batch. `states` counts the rollouts in each state."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.states: Counter[SlotState] = Counter()
         self.sandboxes = asyncio.Semaphore(bounds.sandboxes)
         self.phases: dict[Phase, asyncio.Semaphore] = {
-            "start": asyncio.Semaphore(bounds.most_starting),
+            "start": asyncio.Semaphore(bounds.max_starting),
             "run": asyncio.Semaphore(bounds.running),
-            "grade": asyncio.Semaphore(bounds.most_grading),
+            "grade": asyncio.Semaphore(bounds.max_grading),
         }
 
     def new_slot(self) -> Slot:
@@ -81,49 +81,49 @@ class Concurrency:
 
 
 class Slot:
-    """One rollout's way through the gates. Call `leave` when it is over, whichever way that came."""
+    """One rollout's way through the phases. Call `leave` when it is over, however it ended."""
 
-    def __init__(self, gates: Concurrency) -> None:
-        self._gates = gates
-        self._at: SlotState | None = None
+    def __init__(self, concurrency: Concurrency) -> None:
+        self._concurrency = concurrency
+        self._state: SlotState | None = None
         self._has_sandbox = False
-        self._move("waiting")
+        self._set_state("waiting")
 
     def __call__(self, phase: Phase) -> AbstractAsyncContextManager[None]:
-        return self._through(phase)
+        return self._enter(phase)
 
     @asynccontextmanager
-    async def _through(self, phase: Phase) -> AsyncIterator[None]:
+    async def _enter(self, phase: Phase) -> AsyncIterator[None]:
         if phase == "start":
-            await self._gates.sandboxes.acquire()
+            await self._concurrency.sandboxes.acquire()
             self._has_sandbox = True
         elif phase == "grade":
-            self._give_sandbox_back()
-        async with self._gates.phases[phase]:
-            self._move(phase)
+            self._release_sandbox()
+        async with self._concurrency.phases[phase]:
+            self._set_state(phase)
             try:
                 yield
             finally:
-                self._move("ready" if phase == "start" else "done")
+                self._set_state("ready" if phase == "start" else "done")
 
     @property
     def agent_is_done(self) -> bool:
-        """What it left is graded, or about to be."""
-        return self._at in ("done", "grade")
+        """Whether its work is being graded or about to be."""
+        return self._state in ("done", "grade")
 
     def leave(self) -> None:
-        self._give_sandbox_back()
-        self._move(None)
+        self._release_sandbox()
+        self._set_state(None)
 
-    def _give_sandbox_back(self) -> None:
-        """What ran in it is gone by now."""
+    def _release_sandbox(self) -> None:
+        """The sandbox itself is gone by now."""
         if self._has_sandbox:
             self._has_sandbox = False
-            self._gates.sandboxes.release()
+            self._concurrency.sandboxes.release()
 
-    def _move(self, to: SlotState | None) -> None:
-        if self._at is not None:
-            self._gates.states[self._at] -= 1
-        if to is not None:
-            self._gates.states[to] += 1
-        self._at = to
+    def _set_state(self, state: SlotState | None) -> None:
+        if self._state is not None:
+            self._concurrency.states[self._state] -= 1
+        if state is not None:
+            self._concurrency.states[state] += 1
+        self._state = state

@@ -1,4 +1,4 @@
-"""How a rollout's sandbox gets to the gateway: through a door of its own, or by a public address where nothing is shared."""
+"""Connect a rollout's sandbox to the gateway: through a door of its own, or by a public address if it shares nothing with this host."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from turngate.sandboxes import door, egress, tunnel
 from turngate.sandboxes.base import Sandbox
 from turngate.sandboxes.tunnel import Tunnel
 
-_COUNTS = ("/count_tokens", ":countTokens")  # calls that sample nothing
+_TOKEN_COUNTS = ("/count_tokens", ":countTokens")  # calls that sample nothing
 _TOOLS = "/v1/tools/"  # nor do those
 
 
 class Connection(msgspec.Struct):
-    """What an agent takes for its provider's address, and how many generations it asked for there, where we can see that."""
+    """The base URL that the agent uses, and how many generations it requested there; None: they do not pass through a door of ours."""
 
     base_url: str
     generations: int | None = None
 
     def count_call(self, method: str, path: str) -> None:
-        """The door let a call through."""
-        samples = method == "POST" and not path.endswith(_COUNTS) and not path.startswith(_TOOLS)
+        """Count a call that passed through the door."""
+        samples = method == "POST" and not path.endswith(_TOKEN_COUNTS) and not path.startswith(_TOOLS)
         if samples and self.generations is not None:
             self.generations += 1
 
 
 class GatewayConnector:
-    """For all rollouts of one gateway. `tunnel`: a command that prints a URL; `public_url`: an address that leads there already."""
+    """Connects the sandboxes of all rollouts to one gateway. Remote ones use `public_url`, or `tunnel`: a command that prints a URL."""
 
     def __init__(self, gateway: str, public_url: str = "", tunnel: str = "") -> None:
         reject_credentials(
@@ -54,7 +54,7 @@ class GatewayConnector:
         await self._stack.__aenter__()
         if self._command:
             try:
-                # The tunnel leads to a door, so that nothing but model calls is to be had by its address.
+                # The tunnel leads to a door, so that its address serves nothing but model calls.
                 outside = await self._stack.enter_async_context(door.open_door(self._gateway))
                 self._tunnel = await self._stack.enter_async_context(tunnel.open_tunnel(self._command, outside.address))
             except BaseException:
@@ -69,16 +69,18 @@ class GatewayConnector:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Where a remote sandbox has to get to."""
+        """The hosts that a remote sandbox has to reach."""
         host = urlsplit(self._tunnel.url if self._tunnel is not None else self._public_url).hostname
         return (host,) if host else ()
 
     @asynccontextmanager
     async def connect(self, sandbox: Sandbox, *, python: str = "", node: str = "") -> AsyncIterator[Connection]:
-        """A relay in the sandbox, for as long as the block runs."""
-        python = python or sys.executable  # where the sandbox sees it too, nothing has to be looked for
+        """Run a relay in the sandbox while the block runs."""
+        python = python or sys.executable  # if the sandbox sees this one, nothing has to be searched for
         if sandbox.shared is None:
-            async with egress.connect_sandbox(sandbox, self._outside(), python=python, node=node) as base_url:
+            async with egress.connect_sandbox(
+                sandbox, self._find_remote_target(), python=python, node=node
+            ) as base_url:
                 yield Connection(base_url)
             return
         connection = Connection("", 0)
@@ -88,11 +90,11 @@ class GatewayConnector:
         ):
             yield connection
 
-    def _outside(self) -> Tunnel | str:
-        way = self._tunnel or self._public_url
-        if not way:
+    def _find_remote_target(self) -> Tunnel | str:
+        target = self._tunnel or self._public_url
+        if not target:
             raise ConfigError(
                 "public_url: a remote sandbox cannot reach 127.0.0.1; give --public-url URL, or --tunnel COMMAND",
                 param="public_url",
             )
-        return way
+        return target

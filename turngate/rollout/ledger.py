@@ -1,16 +1,15 @@
-"""What a batch has done, durably: `ledger.jsonl` in its folder. Written and read by `batch.py`, and read by whoever wants to know.
+"""The durable record of a batch: `ledger.jsonl` in its folder.
 
     {"type":"batch", …}      what the batch is; the first line
-    {"type":"begun", …}      an attempt, with its session's id: written before that session is opened
-    {"type":"ended", …}      an attempt that decided nothing: something else than the agent failed, it was cancelled, its runner died,
-                             or the policy had moved on
-    {"type":"unrecorded", …} a rollout that is done, but the gateway could not be told what came of it: that is still to be done
-    {"type":"finished", …}   a rollout, for good
-    {"type":"reopened", …}   but somebody asked for one that nobody had judged to be tried again
+    {"type":"begun", …}      an attempt, with the id of its session: written before that session is opened
+    {"type":"ended", …}      an attempt that decided nothing: an infrastructure fault, it was cancelled, its runner died, or it was stale
+    {"type":"unrecorded", …} a rollout that is done, but the gateway has not recorded its outcome yet
+    {"type":"finished", …}   a rollout that is done
+    {"type":"reopened", …}   a finished rollout that was not judged runs again, because somebody asked
 
-Lines are only ever added, each with the disk's own word that it is there. JSON lines, not a database: it is read once at the start, a
-torn last line is known by its missing end, and people and programs can look at it while the batch runs. Two runners cannot have one
-folder. A reserve is set aside, so that a full disk stops the batch and not the keeping of what it has done.
+Lines are only appended, and each is synced to the disk. They are JSON lines and not a database: they are read once at the start, a torn
+last line is recognised by its missing end, and people and programs can read them while the batch runs. The file is locked, so that two
+runners cannot use one folder. Some disk space is reserved, so that what is done can be written even if the disk is full.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ from turngate.trace.pass_at_k import has_passed
 
 LEDGER_NAME = "ledger.jsonl"
 RESERVE_NAME = "ledger.reserve"
-_RESERVED = 1_000_000  # bytes: room for the last lines of some thousand rollouts
+_RESERVED_BYTES = 1_000_000  # room for the last lines of some thousand rollouts
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class LedgerHeader(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
-    """What the batch is. The same folder is never used for another one."""
+    """Identifies the batch. Its folder is never used for another one."""
 
     batch: str
-    terms: Mapping[str, str]  # by name, what must not change between two runs of it
-    tasks: Mapping[str, str]  # by id, a digest of all that a task is
+    terms: Mapping[str, str]  # by name: what must not change between two runs of it
+    tasks: Mapping[str, str]  # by id: a digest of the task
     made: float
 
 
@@ -56,7 +55,7 @@ class AttemptStarted(msgspec.Struct, frozen=True, kw_only=True, tag="begun", omi
 
 
 class AttemptEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended", omit_defaults=True):
-    """An attempt after which the rollout is still to be done."""
+    """An attempt after which the rollout still has to be done."""
 
     rollout: str
     attempt: int
@@ -67,46 +66,46 @@ class AttemptEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended", omit_
 
 
 class FinishedRollout(msgspec.Struct, frozen=True, kw_only=True, tag="finished", omit_defaults=True):
-    """A rollout that is done: it is in exactly one class, and has a reward only where a grader gave one."""
+    """A rollout that is done. It is in exactly one class, and has a reward only if a grader or the policy gave one."""
 
     rollout: str
     task: str
     round: int = 0
     index: int  # in its group
     kind: RolloutClass
-    reward: float | None = None  # None: not known, which is not 0
+    reward: float | None = None  # None: unknown, which is not 0
     resolved: bool | None = None
-    attempt: int = 0  # 0: it was not run at all
+    attempt: int = 0  # 0: it was not run
     session: str = ""
     status: Status | None = None  # how the agent ended
     turns: int = 0
     sampled_tokens: int = 0
     rows: int | None = None
     seconds: Mapping[str, float] = {}  # per stage
-    stage: str = ""  # where it went wrong, and on whose side
+    stage: str = ""  # which stage failed, and who is to blame
     boundary: Boundary | Literal[""] = ""
     message: str = ""
     at: float
 
     @property
     def passed(self) -> bool | None:
-        """None: nobody knows."""
+        """None: unknown."""
         return has_passed(self.reward, self.resolved)
 
 
 class ReopenedRollout(msgspec.Struct, frozen=True, kw_only=True, tag="reopened"):
-    """A rollout that was finished without having been judged, and is to be done after all."""
+    """A rollout that was finished without having been judged, and runs again."""
 
     rollout: str
-    attempt: int  # the one that was its last
+    attempt: int  # its last one
     at: float
 
 
 class UnrecordedRollout(msgspec.Struct, frozen=True, kw_only=True, tag="unrecorded"):
-    """A rollout that is done, and will be finished when the gateway has its outcome too. Its agent is not run again."""
+    """A rollout that is done, but not finished until the gateway has recorded its outcome. Its agent does not run again."""
 
     finished: FinishedRollout
-    recorded: RecordedOutcome  # to the letter: the gateway may have it after all, and takes no other one then
+    recorded: RecordedOutcome  # exactly: the gateway may have it after all, and then rejects one that differs
     why: str
 
 
@@ -114,22 +113,22 @@ LedgerEntry = LedgerHeader | AttemptStarted | AttemptEnded | UnrecordedRollout |
 
 
 class LedgerError(TurngateError):
-    """The ledger cannot be written or read. What it says is still true; the batch can be taken up again when that is mended."""
+    """The ledger cannot be written or read. Its lines are still valid; the batch can be resumed when that is fixed."""
 
     boundary = "store"
     kind = "ledger_error"
 
 
 class LedgerState(msgspec.Struct):
-    """What the lines come to."""
+    """What the lines add up to."""
 
     head: LedgerHeader | None = None
     finished: dict[str, FinishedRollout] = {}  # by rollout
-    open: dict[str, AttemptStarted] = {}  # attempts that have begun, and of whose end nothing is written
+    open: dict[str, AttemptStarted] = {}  # attempts without an end
     unrecorded: dict[str, UnrecordedRollout] = {}
-    attempts: dict[str, int] = {}  # the last one's number
-    faults: dict[str, int] = {}  # attempts that failed by no fault of the agent's
-    stale: dict[str, int] = {}  # attempts that the gateway cancelled because the policy moved on
+    attempts: dict[str, int] = {}  # the number of the last one
+    faults: dict[str, int] = {}  # infrastructure faults
+    stale: dict[str, int] = {}  # stale attempts
 
     def apply(self, entry: LedgerEntry) -> None:
         match entry:
@@ -157,12 +156,12 @@ class LedgerState(msgspec.Struct):
 
 
 class Ledger:
-    """Made by `opened`. `known` is what is surely on the disk."""
+    """Create it with `open`. `state` is what is on the disk."""
 
     def __init__(self, folder: Path, fd: int, state: LedgerState, size: int) -> None:
         self.folder = folder
         self.state = state
-        self.full = False  # the disk was: the reserve is in use
+        self.full = False  # the disk is, and the reserve is in use
         self._fd = fd
         self._size = size
         self._waiting: list[tuple[LedgerEntry, asyncio.Future[None]]] = []
@@ -171,7 +170,7 @@ class Ledger:
 
     @classmethod
     def open(cls, folder: Path) -> Ledger:
-        """The ledger of a folder, which is made if need be. Nobody else has it until it is closed."""
+        """Open and lock the ledger of a folder, which is created if necessary."""
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             fd = os.open(folder / LEDGER_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_APPEND, 0o600)
@@ -189,7 +188,7 @@ class Ledger:
             raise
 
     async def add(self, entry: LedgerEntry) -> None:
-        """It is on the disk when this returns. Being cancelled meanwhile does not take it back."""
+        """Write an entry. It is on the disk when this returns; a cancellation does not undo it."""
         if self._broken is not None:
             raise self._broken
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -208,7 +207,7 @@ class Ledger:
             self._fd = -1
 
     async def _write(self) -> None:
-        """All that wait, together: the disk is asked once for as many lines as came while it was busy."""
+        """Write all waiting entries together: one sync for all lines that arrived during the last one."""
         while self._waiting:
             batch, self._waiting = self._waiting, []
             data = b"".join(msgspec.json.encode(entry) + b"\n" for entry, _ in batch)
@@ -221,7 +220,7 @@ class Ledger:
                 for _, done in batch:
                     if not done.done():
                         done.set_exception(error)
-                        done.exception()  # whoever was cancelled while he waited does not ask
+                        done.exception()  # mark it as retrieved: its writer may have been cancelled
                 continue
             for entry, done in batch:
                 self.state.apply(entry)
@@ -229,20 +228,20 @@ class Ledger:
                     done.set_result(None)
 
     def _append(self, data: bytes) -> None:
-        """Whole lines or nothing: what a failed write has left is cut off again."""
+        """Write whole lines or nothing: a failed write is truncated."""
         try:
             try:
-                self._put(data)
+                self._write_and_sync(data)
             except OSError as error:
                 if error.errno not in _FULL:
                     raise
                 self.full = True
                 (self.folder / RESERVE_NAME).unlink(missing_ok=True)
-                self._put(data)
+                self._write_and_sync(data)
         except OSError as error:
             raise LedgerError(f"{self.folder / LEDGER_NAME} cannot be written: {error.strerror}", param="out") from None
 
-    def _put(self, data: bytes) -> None:
+    def _write_and_sync(self, data: bytes) -> None:
         try:
             rest = memoryview(data)
             while rest:
@@ -265,18 +264,18 @@ def _lock(fd: int, folder: Path) -> None:
 
 
 def _reserve(folder: Path) -> None:
-    """Real room on the disk, given back when there is no other."""
+    """Reserve disk space, which is freed when the disk is full."""
     try:
         fd = os.open(folder / RESERVE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(fd, 0, _RESERVED)
+            os.posix_fallocate(fd, 0, _RESERVED_BYTES)
         finally:
             os.close(fd)
         _sync_folder(folder)
     except OSError as error:
         (folder / RESERVE_NAME).unlink(missing_ok=True)
         raise ConfigError(
-            f"out: {folder} has no room ({error.strerror}); make some, or choose another --out folder", param="out"
+            f"out: {folder} has no space ({error.strerror}); free some, or choose another --out folder", param="out"
         ) from None
 
 
@@ -289,7 +288,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _read_complete_lines(fd: int) -> bytes:
-    """The lines that have an end. What comes after them is a line that its writer was killed over: it never was."""
+    """Read all complete lines, and cut off a last one that was not written to its end."""
     with os.fdopen(os.dup(fd), "rb") as file:
         file.seek(0)
         data = file.read()
@@ -306,14 +305,14 @@ def _parse_ledger(data: bytes, path: Path) -> LedgerState:
         try:
             known.apply(decode(line))
         except msgspec.MsgspecError as error:
-            raise LedgerError(f"{path}: line {number} is no line of a ledger: {error}", param="out") from None
+            raise LedgerError(f"{path}: line {number} is not a line of a ledger: {error}", param="out") from None
     if data and known.head is None:
-        raise LedgerError(f"{path}: does not say which batch it is of", param="out")
+        raise LedgerError(f"{path}: has no line that says which batch it is", param="out")
     return known
 
 
 def read_ledger(folder: Path) -> LedgerState:
-    """What a batch has done so far, also while it runs."""
+    """Read what a batch has done so far, also while it runs."""
     path = folder / LEDGER_NAME
     try:
         data = path.read_bytes()

@@ -1,4 +1,4 @@
-"""What a batch is: tasks, how often, by which agent, where, within which bounds. And how it is known again when it is taken up later."""
+"""The plan of a batch: its tasks, agent, sandbox and limits, and how the batch is recognised when it is resumed."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from turngate.tasks.task import Task
 from turngate.types import BATCH_STREAM, Json
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-DEFAULT_TIMEOUT_S = 1800.0  # for an agent whose task says nothing
+DEFAULT_TIMEOUT_S = 1800.0  # if neither the plan nor the task says
 
 
 class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run how often, where, within which bounds."""
+    """What to run, how often, where, and within which limits."""
 
     tasks: tuple[Task, ...]
     agent: AgentSpec
     installed: Installation
     backend: Backend
     model: str
-    folder: Path  # of the batch: its ledger, and what agents leave
-    name: str = ""  # with which the names of its groups begin: a feed that wants only those has it as its prefix, `groups="NAME."`
+    folder: Path  # for the ledger, and what agents leave
+    name: str = ""  # prefix of its group names: a feed with `groups="NAME."` takes only these groups
     n: int = 1  # rollouts of each task, each round
-    rounds: int = 1  # how often the tasks come round; more may be asked for when it is taken up again
+    rounds: int = 1  # how often all tasks are run; may be raised when the batch is resumed
     bounds: Bounds = Bounds()
-    retries: int = 2  # after faults that are not the agent's
-    stale_retries: int = 2  # of a rollout that the gateway cancelled because the policy moved on; 0: it is left out
+    retries: int = 2  # after infrastructure faults
+    stale_retries: int = 2  # of a rollout that became stale; 0: it is excluded
     back_off_s: float = 2.0  # before the first retry; twice as long before each further one
-    seed: int | None = None  # the order of the tasks, and each rollout's own sampling, follow from it
+    seed: int | None = None  # determines the order of the tasks and the sampling seed of each rollout
     timeout_s: float | None = None  # None: the task's
     image: str = ""
     network: Network = "none"
@@ -55,9 +55,9 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     options: Mapping[str, str] = {}
     policy: EndPolicy = EndPolicy()
     grade: bool = True
-    keep_work: bool = False  # agents' working folders, after they are graded
-    invalid_after: int = 3  # rollouts that found a task invalid, before the rest of its group is not tried
-    min_free_bytes: int = 64_000_000  # bytes of the disk, with fewer of which no rollout is begun
+    keep_work: bool = False  # the agents' working folders, after grading
+    invalid_after: int = 3  # rollouts that found a task invalid, before the others are skipped
+    min_free_bytes: int = 64_000_000  # with less disk space, no rollout begins
 
     def __post_init__(self) -> None:
         for name, least in (("n", 1), ("rounds", 1), ("retries", 0), ("stale_retries", 0), ("invalid_after", 1)):
@@ -69,21 +69,21 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
                 param="name",
             )
         if not self.tasks:
-            raise ConfigError("tasks: there are none to run", param="tasks")
-        twice = [task for task, count in Counter(task.id for task in self.tasks).items() if count > 1]
-        if twice:
-            raise ConfigError(f"tasks: {twice[0]!r} is there more than once; ids have to be unique", param="tasks")
+            raise ConfigError("tasks: there is none to run", param="tasks")
+        duplicates = [task for task, count in Counter(task.id for task in self.tasks).items() if count > 1]
+        if duplicates:
+            raise ConfigError(
+                f"tasks: {duplicates[0]!r} appears more than once; task ids must be unique", param="tasks"
+            )
         for task in self.tasks:
-            staging.build_sandbox_spec(
-                task, self.backend, image=self.image
-            )  # so that one that cannot be laid out is told before any is run
+            staging.build_sandbox_spec(task, self.backend, image=self.image)  # fail before anything runs
 
     @property
     def total(self) -> int:
         return len(self.tasks) * self.n * self.rounds
 
     def terms(self) -> dict[str, str]:
-        """What makes it this batch and no other, by the names of the flags. How fast it runs, and how long, is not among it."""
+        """What identifies the batch, by the names of the flags. How fast and how long it runs does not."""
         return {
             "agent": f"{self.agent.name} {self.agent.install.version}".strip(),
             "agent's description": _digest(self.agent),
@@ -108,19 +108,19 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def new_id(self) -> str:
-        """Of a batch that begins now. Another one of the same name has another."""
+        """Create an id for a batch that begins now. It is unique even among batches of the same name."""
         return f"{self.name}.{uuid.uuid4().hex[:8]}" if self.name else uuid.uuid4().hex[:8]
 
     def digests(self) -> dict[str, str]:
-        """Of each task, by its id."""
+        """Compute a digest of each task, by its id."""
         return {task.id: _digest(_without_source(task)) for task in self.tasks}
 
     def fingerprint(self) -> str:
-        """The same for the same batch: a folder's name, where nobody chose another."""
+        """A name that is the same for the same batch: its default folder."""
         return _digest([self.terms(), self.digests()])[:12]
 
     def order_tasks(self, round: int = 0) -> tuple[Task, ...]:
-        """Group after group, so that the first are complete early. With a seed in an order of its own, each round another."""
+        """The tasks in the order in which their groups run: shuffled if there is a seed, and differently in each round."""
         if self.seed is None:
             return self.tasks
         own = random.Random(f"{self.seed} {round}" if round else self.seed)
@@ -139,7 +139,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
             network=self.network,
             resources=self.resources,
             env=self.env,
-            session=_with_batch_id(batch, self._session(task, index, round)),
+            session=_with_batch_id(batch, self._build_session(task, index, round)),
             model_limits=self.model_limits,
             options=self.options,
             folder=self.folder / "rollouts",
@@ -151,8 +151,8 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
             attempt=attempt,
         )
 
-    def _session(self, task: Task, index: int, round: int) -> Mapping[str, Json]:
-        """With a seed, each rollout samples by one of its own: the same for all would make the whole group alike."""
+    def _build_session(self, task: Task, index: int, round: int) -> Mapping[str, Json]:
+        """Add a sampling seed. Each rollout has its own: with the same for all, a whole group would be alike."""
         if self.seed is None:
             return self.session
         which = f"{self.seed} {task.id} {index}" + (f" {round}" if round else "")
@@ -161,27 +161,27 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _with_batch_id(batch: str, session: Mapping[str, Json]) -> Mapping[str, Json]:
-    """With the batch that it is of, so that whoever looks at the session knows whom to ask for another attempt."""
+    """Add the batch to the session's metadata, so that the page can send retry requests to it."""
     return {**session, "metadata": {"batch": batch, **session.get("metadata", {})}}
 
 
 def batch_stream(batch: str) -> str:
-    """Under which the gateway keeps what is asked of a batch, and what it says to that."""
+    """The name of the event stream that holds retry requests to a batch, and its replies."""
     return f"{BATCH_STREAM}{batch}"
 
 
 def group_name(batch: str, task: str, round: int) -> str:
-    """By what a trainer and the gateway know a group. No id of a task has an @ in it."""
+    """The name of a group for trainers and the gateway. Task ids do not contain @."""
     return f"{batch}.{task}" + (f"@{round}" if round else "")
 
 
 def _without_source(task: Task) -> Task:
-    """Without the place where it was read: a folder that was moved holds the same tasks."""
+    """Drop where the task was read from: a folder that was moved holds the same tasks."""
     return msgspec.structs.replace(task, source="")
 
 
 def _digest(value: object) -> str:
-    """Of all that it says. A path stands for what lies there."""
+    """Hash a value. A path counts as the content of its files."""
     data = msgspec.json.encode(msgspec.to_builtins(value, enc_hook=_hash_path), order="deterministic")
     return hashlib.sha256(data).hexdigest()[:16]
 
@@ -189,14 +189,14 @@ def _digest(value: object) -> str:
 def _hash_path(value: object) -> str:
     if not isinstance(value, Path):
         raise NotImplementedError(type(value))
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     files = sorted(value.rglob("*")) if value.is_dir() else [value]
     for file in files:
         if file.is_file() or file.is_symlink():
             inside = str(file.readlink()).encode() if file.is_symlink() else file.read_bytes()
             name = str(file.relative_to(value))
-            found.update(f"{name}\0{len(inside)}\0".encode("utf-8", "surrogateescape") + inside)
-    return found.hexdigest()
+            digest.update(f"{name}\0{len(inside)}\0".encode("utf-8", "surrogateescape") + inside)
+    return digest.hexdigest()
 
 
 def _to_json(value: object) -> str:
@@ -204,7 +204,7 @@ def _to_json(value: object) -> str:
 
 
 def describe_changes(before: LedgerHeader, terms: Mapping[str, str], tasks: Mapping[str, str]) -> list[str]:
-    """In which a plan is not the batch that a folder holds."""
+    """Say how a plan differs from the batch that a folder holds."""
     return [*_describe_changed_terms(before.terms, terms), *_describe_changed_tasks(before.tasks, tasks)]
 
 
@@ -218,13 +218,13 @@ def _describe_changed_terms(before: Mapping[str, str], after: Mapping[str, str])
 
 def _describe_changed_tasks(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
     changed = [task for task, digest in before.items() if after.get(task, digest) != digest]
-    told = {
+    changes = {
         "is gone": [task for task in before if task not in after],
         "is new": [task for task in after if task not in before],
         "has changed": changed,
     }
     return [
         f"tasks: {tasks[0]} {what}" + (f", and so are {len(tasks) - 1} more" if len(tasks) > 1 else "")
-        for what, tasks in told.items()
+        for what, tasks in changes.items()
         if tasks
     ]

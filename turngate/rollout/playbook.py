@@ -1,7 +1,7 @@
-"""What the scripted engine says to an agent: scene by scene, by what the prompt is about and how far the conversation has come.
+"""A script for the scripted engine that replies to an agent by what its prompt contains.
 
-An agent owns its loop, so a fixed list of replies will not do: titles, sub-agents and retries come in between. A scene is known by
-words in the prompt; its reply is the one after the turns that the prompt shows already.
+An agent owns its loop, so a fixed list of replies is not enough: titles, sub-agents and retries come in between. A scene is recognised
+by words in the prompt, and the number of turns in the prompt says which of its steps comes next.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ _TOOLS = "<tools>"
 
 
 class Scene(msgspec.Struct, frozen=True):
-    """A conversation, and what is said in it, turn by turn; then the last again."""
+    """A conversation, and the model's reply to each of its turns. The last one is repeated."""
 
-    words: str  # in the prompt
+    words: str  # that its prompts contain
     steps: tuple[CheckStep, ...]
-    tools: bool = True  # only where tools are offered
-    begins: int = 0  # turns that the prompt shows before this scene's first: of a parent, or of a summary
-    pace_s: float = 0.0  # before every chunk that is sampled
-    finds: Mapping[str, str] = {}  # patterns; what each finds last in the prompt is a placeholder of the steps
+    tools: bool = True  # only for prompts that offer tools
+    begins: int = 0  # turns in the prompt before the first one of this scene: of a parent, or of a summary
+    pace_s: float = 0.0  # before every sampled chunk
+    finds: Mapping[
+        str, str
+    ] = {}  # patterns by placeholder: the last match in the prompt fills the placeholder in the steps
 
 
 class Playbook:
-    """A script for the scripted engine. The first scene that fits is played; where none does, `otherwise` is said."""
+    """Replies with the first scene that matches, or with `otherwise`."""
 
     def __init__(self, renderer: Renderer, scenes: Sequence[Scene], otherwise: str = "All right.") -> None:
         self._renderer = renderer
@@ -43,10 +45,10 @@ class Playbook:
 
     def __call__(self, request: Generate, index: int) -> Turn:
         text = self._renderer.tokenizer.decode(request.prompt.tolist())
-        said = text.count(_TURN) - 1  # the prompt ends with the beginning of this one
+        turns = text.count(_TURN) - 1  # the prompt ends with the beginning of this one
         for scene in self._scenes:
             if scene.words in text and (_TOOLS in text or not scene.tools):
-                step = scene.steps[max(0, min(said - scene.begins, len(scene.steps) - 1))]
+                step = scene.steps[max(0, min(turns - scene.begins, len(scene.steps) - 1))]
                 return self._turn(format_step(_fill_from_prompt(step, scene.finds, text)), scene.pace_s)
         return self._turn(self._otherwise)
 
@@ -61,12 +63,12 @@ def _fill_from_prompt(step: CheckStep, patterns: Mapping[str, str], text: str) -
 
 
 def fill_steps(steps: Sequence[CheckStep], values: Mapping[str, placeholders.Value]) -> tuple[CheckStep, ...]:
-    """The steps with placeholders replaced in all their texts."""
+    """Replace the placeholders in all texts of the steps."""
     return tuple(msgspec.convert(_fill_value(msgspec.to_builtins(step), values), CheckStep) for step in steps)
 
 
 def format_step(step: CheckStep) -> str:
-    """A step as the model writes it."""
+    """Write a step as the model would."""
     thought = f"<think>\n{step.think}\n</think>\n\n" if step.think else ""
     calls = "\n".join(
         f'<tool_call>\n{{"name": {json.dumps(call.tool)}, "arguments": {json.dumps(call.arguments)}}}\n</tool_call>'

@@ -1,7 +1,4 @@
-"""A batch in pictures: rewards, pass@k, turns and tokens, time per stage. Bars for a terminal, and an SVG file.
-
-Called at the end of `turngate batch`, and by whoever has a `Summary` and its rollouts.
-"""
+"""Plots of a batch: rewards, pass@k, turns, tokens and time per stage, as bars for a terminal and as an SVG file."""
 
 from __future__ import annotations
 
@@ -15,8 +12,8 @@ from turngate.rollout.summary import PHASES, Summary
 
 _WIDTH, _HEIGHT = 900, 640
 _PANEL_W, _PANEL_H = 430, 290
-_COLOURS = {"start": "#8a94a6", "run": "#2f6fde", "grade": "#e08a1e"}
-_INK, _SOFT, _BAR, _SECOND = "#1c2430", "#6b7686", "#2f6fde", "#e08a1e"
+_PHASE_COLOURS = {"start": "#8a94a6", "run": "#2f6fde", "grade": "#e08a1e"}
+_INK, _MUTED, _BAR, _SECOND = "#1c2430", "#6b7686", "#2f6fde", "#e08a1e"
 _BLOCKS = "▏▎▍▌▋▊▉█"
 _BINS = 12
 
@@ -24,24 +21,25 @@ _BINS = 12
 class Bar(msgspec.Struct, frozen=True):
     label: str
     value: float
-    shown: str
+    text: str
     colour: str = _BAR
 
 
 class Panel(msgspec.Struct, frozen=True):
     title: str
     bars: tuple[Bar, ...]
-    note: str = ""  # what is said where there is nothing to show, or below it
-    whole: float | None = None  # what a full bar stands for; None: the largest
+    note: str = ""  # below the title
+    full: float | None = None  # the value of a full bar; None: the largest value
 
 
 def build_panels(summary: Summary, finished: Iterable[FinishedRollout]) -> tuple[Panel, ...]:
-    ran = [one for one in finished if "agent" in one.seconds]
+    """Build the panels from the numbers."""
+    ran = [rollout for rollout in finished if "agent" in rollout.seconds]
     return (
         _build_rewards(summary),
         _build_pass_at(summary),
-        _build_histogram("turns per rollout", [one.turns for one in ran], _BAR),
-        _build_histogram("sampled tokens per rollout", [one.sampled_tokens for one in ran], _SECOND),
+        _build_histogram("turns per rollout", [rollout.turns for rollout in ran], _BAR),
+        _build_histogram("sampled tokens per rollout", [rollout.sampled_tokens for rollout in ran], _SECOND),
         _build_stages(summary),
     )
 
@@ -50,7 +48,7 @@ def _build_rewards(summary: Summary) -> Panel:
     unknown = summary.overall.finished - summary.overall.graded
     note = f"{unknown} without a reward are not shown" if unknown else ""
     bars = (
-        Bar(f"{b.low:.2g} to {b.high:.2g}", b.count, str(b.count), _BAR if b.count else _SOFT)
+        Bar(f"{b.low:.2g} to {b.high:.2g}", b.count, str(b.count), _BAR if b.count else _MUTED)
         for b in summary.histogram
     )
     return Panel("rewards", tuple(bars), note)
@@ -61,11 +59,11 @@ def _build_pass_at(summary: Summary) -> Panel:
     fewer = [p.k for p in summary.overall.pass_at if p.tasks < tasks]
     note = f"from k = {fewer[0]} on not over all {tasks} tasks" if fewer else ""
     bars = tuple(Bar(f"k = {p.k}", p.estimate, f"{p.estimate:.1%}") for p in summary.overall.pass_at)
-    return Panel("pass@k", bars, note, whole=1.0)
+    return Panel("pass@k", bars, note, full=1.0)
 
 
 def _build_histogram(title: str, values: Sequence[int], colour: str) -> Panel:
-    """How many rollouts have how much of something."""
+    """Count the rollouts by a value."""
     if not values:
         return Panel(title, ())
     low, high = min(values), max(values)
@@ -81,8 +79,8 @@ def _build_histogram(title: str, values: Sequence[int], colour: str) -> Panel:
 
 
 def _build_stages(summary: Summary) -> Panel:
-    spent = summary.overall.stages
-    bars = tuple(Bar(stage, s, f"{s:.2f} s", _COLOURS[PHASES[stage]]) for stage, s in spent.items())
+    seconds = summary.overall.stages
+    bars = tuple(Bar(stage, s, f"{s:.2f} s", _PHASE_COLOURS[PHASES[stage]]) for stage, s in seconds.items())
     return Panel("mean seconds per stage", bars)
 
 
@@ -90,13 +88,13 @@ def _build_stages(summary: Summary) -> Panel:
 
 
 def render_lines(panel: Panel, width: int = 40) -> list[str]:
-    """One line per bar, in eighths of a character."""
+    """Draw one line per bar, exact to an eighth of a character."""
     if not panel.bars:
         return [f"{panel.title}: nothing to show"]
     label = max(len(bar.label) for bar in panel.bars)
-    most = panel.whole or max(bar.value for bar in panel.bars) or 1.0
+    largest = panel.full or max(bar.value for bar in panel.bars) or 1.0
     head = panel.title + (f"  ({panel.note})" if panel.note else "")
-    return [head, *(f"  {b.label:>{label}}  {_render_bar(b.value / most, width)} {b.shown}" for b in panel.bars)]
+    return [head, *(f"  {b.label:>{label}}  {_render_bar(b.value / largest, width)} {b.text}" for b in panel.bars)]
 
 
 def _render_bar(share: float, width: int) -> str:
@@ -109,7 +107,7 @@ def _render_bar(share: float, width: int) -> str:
 
 
 def render_svg(summary: Summary, finished: Iterable[FinishedRollout]) -> str:
-    """One picture of all. Text is text, so that it can be read and searched; names that others chose are escaped."""
+    """Draw all panels into one SVG. Text stays text, so that it can be searched; names are escaped."""
     rewards, passes, turns, tokens, stages = build_panels(summary, finished)
     overall = summary.overall
     mean = "no rewards" if overall.mean_reward is None else f"mean reward {overall.mean_reward:.3f}"
@@ -130,10 +128,10 @@ def render_svg(summary: Summary, finished: Iterable[FinishedRollout]) -> str:
 
 
 def _render_bars(panel: Panel, x: float, y: float, width: float, height: float) -> str:
-    """Horizontal bars."""
+    """Draw horizontal bars."""
     parts = [_render_text(x, y + 14, panel.title, weight="bold")]
     if panel.note or not panel.bars:
-        parts.append(_render_text(x, y + 30, panel.note or "nothing to show", colour=_SOFT, size=11))
+        parts.append(_render_text(x, y + 30, panel.note or "nothing to show", colour=_MUTED, size=11))
     if not panel.bars:
         return "\n".join(parts)
     top = y + 40
@@ -141,43 +139,43 @@ def _render_bars(panel: Panel, x: float, y: float, width: float, height: float) 
     longest = max(len(bar.label) for bar in panel.bars)
     left = x + min(width * 0.45, longest * 6.2 + 8)
     room = x + width - left - 50
-    most = max(bar.value for bar in panel.bars) or 1.0
+    largest = max(bar.value for bar in panel.bars) or 1.0
     for n, bar in enumerate(panel.bars):
-        at = top + n * step
-        long = max(0.0, room * bar.value / most)
-        parts.append(_render_text(left - 6, at + step * 0.7, bar.label, size=10, anchor="end", colour=_SOFT))
+        y_bar = top + n * step
+        length = max(0.0, room * bar.value / largest)
+        parts.append(_render_text(left - 6, y_bar + step * 0.7, bar.label, size=10, anchor="end", colour=_MUTED))
         parts.append(
-            f'<rect x="{left:.1f}" y="{at + 1:.1f}" width="{long:.1f}" height="{step - 3:.1f}" fill="{bar.colour}"/>'
+            f'<rect x="{left:.1f}" y="{y_bar + 1:.1f}" width="{length:.1f}" height="{step - 3:.1f}" fill="{bar.colour}"/>'
         )
-        parts.append(_render_text(left + long + 5, at + step * 0.7, bar.shown, size=10))
+        parts.append(_render_text(left + length + 5, y_bar + step * 0.7, bar.text, size=10))
     return "\n".join(parts)
 
 
 def _render_curve(panel: Panel, x: float, y: float, width: float, height: float) -> str:
-    """A line from 0 to 1 over k."""
+    """Draw a line from 0 to 1 over k."""
     parts = [_render_text(x, y + 14, panel.title, weight="bold")]
     if panel.note or not panel.bars:
-        parts.append(_render_text(x, y + 30, panel.note or "nothing to show", colour=_SOFT, size=11))
+        parts.append(_render_text(x, y + 30, panel.note or "nothing to show", colour=_MUTED, size=11))
     if not panel.bars:
         return "\n".join(parts)
     left, top, right, bottom = x + 40, y + 44, x + width - 20, y + height - 24
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         at = bottom - share * (bottom - top)
         parts.append(f'<path d="M{left:.1f} {at:.1f}H{right:.1f}" stroke="#e3e7ee"/>')
-        parts.append(_render_text(left - 6, at + 4, f"{share:.0%}", size=10, anchor="end", colour=_SOFT))
+        parts.append(_render_text(left - 6, at + 4, f"{share:.0%}", size=10, anchor="end", colour=_MUTED))
     count = len(panel.bars)
-    places = [
+    points = [
         (left + (right - left) * (n / (count - 1) if count > 1 else 0.5), bottom - bar.value * (bottom - top))
         for n, bar in enumerate(panel.bars)
     ]
-    line = " ".join(f"{px:.1f},{py:.1f}" for px, py in places)
+    line = " ".join(f"{px:.1f},{py:.1f}" for px, py in points)
     parts.append(f'<polyline points="{line}" fill="none" stroke="{_BAR}" stroke-width="2"/>')
     every = max(1, -(-count // 12))
-    for n, ((px, py), bar) in enumerate(zip(places, panel.bars, strict=True)):
+    for n, ((px, py), bar) in enumerate(zip(points, panel.bars, strict=True)):
         parts.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3" fill="{_BAR}"/>')
         if n % every == 0 or n == count - 1:
-            parts.append(_render_text(px, bottom + 16, bar.label, size=10, anchor="middle", colour=_SOFT))
-            parts.append(_render_text(px, py - 8, bar.shown, size=10, anchor="middle"))
+            parts.append(_render_text(px, bottom + 16, bar.label, size=10, anchor="middle", colour=_MUTED))
+            parts.append(_render_text(px, py - 8, bar.text, size=10, anchor="middle"))
     return "\n".join(parts)
 
 

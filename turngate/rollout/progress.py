@@ -1,4 +1,4 @@
-"""How far a batch has come, for whoever watches it while it runs."""
+"""The progress of a batch while it runs."""
 
 from __future__ import annotations
 
@@ -16,38 +16,40 @@ _WINDOW_S = 30.0  # over which tokens per second are counted
 
 
 class BatchProgress(msgspec.Struct, kw_only=True):
+    """Counters that the batch keeps up to date. A progress callback gets the same object each time."""
+
     total: int
     before: int = 0  # finished in an earlier run of the same batch
-    done: int = 0  # all that are finished, those included
+    done: int = 0  # finished, those of earlier runs included
     kinds: Counter[RolloutClass] = msgspec.field(default_factory=Counter)
     graded: int = 0
     passed: int = 0
-    reward: float = 0.0  # the sum of those that are known
+    reward: float = 0.0  # the sum of the known rewards
     states: Counter[SlotState] = msgspec.field(default_factory=Counter)
-    retrying: int = 0  # wait for their next attempt
-    round: int = 0  # of the group that was begun last
-    held: bool = False  # the next group may not begin yet
-    sampled_tokens: int = 0  # by agents of this run
+    retrying: int = 0  # rollouts that wait for their next attempt
+    round: int = 0  # of the group that began last
+    held: bool = False  # the throttle holds the next group back
+    sampled_tokens: int = 0  # in this run
     started: float = msgspec.field(default_factory=time.monotonic)
-    notes: list[str] = []  # what happened to the batch as a whole, oldest first
+    notes: list[str] = []  # what happened to the whole batch, oldest first
     recent: deque[tuple[float, int]] = msgspec.field(default_factory=deque)
 
-    def add(self, one: FinishedRollout) -> None:
+    def add(self, finished: FinishedRollout) -> None:
         self.done += 1
-        self.kinds[one.kind] += 1
-        if one.reward is not None:
+        self.kinds[finished.kind] += 1
+        if finished.reward is not None:
             self.graded += 1
-            self.reward += one.reward
-            self.passed += bool(one.passed)
+            self.reward += finished.reward
+            self.passed += bool(finished.passed)
 
-    def remove(self, one: FinishedRollout) -> None:
-        """It is to be done again."""
+    def remove(self, finished: FinishedRollout) -> None:
+        """Take back a rollout that runs again."""
         self.done -= 1
-        self.kinds[one.kind] -= 1
-        if one.reward is not None:
+        self.kinds[finished.kind] -= 1
+        if finished.reward is not None:
             self.graded -= 1
-            self.reward -= one.reward
-            self.passed -= bool(one.passed)
+            self.reward -= finished.reward
+            self.passed -= bool(finished.passed)
 
     def add_tokens(self, tokens: int) -> None:
         self.sampled_tokens += tokens
@@ -72,9 +74,10 @@ class BatchProgress(msgspec.Struct, kw_only=True):
 
     @property
     def remaining_s(self) -> float | None:
-        """By the pace of this run so far; None: it cannot be told yet."""
+        """Seconds that are left at the speed of this run; None: not known yet."""
         new = self.done - self.before
-        return (self.total - self.done) * (time.monotonic() - self.started) / new if new > 0 else None
+        elapsed = time.monotonic() - self.started
+        return (self.total - self.done) * elapsed / new if new > 0 else None
 
 
 BatchProgressCallback = Callable[[BatchProgress], None]

@@ -1,8 +1,8 @@
-"""How far a runner may be ahead of a trainer: what `batch.py` asks before it begins a group.
+"""How far a batch may be ahead of a trainer: a throttle is awaited before each group begins.
 
-The number that is asked with counts the groups before it that a trainer has heard of, or may yet. Groups that nothing came of (every
-rollout lost to faults) reach no trainer and are not counted, so `number < trained + ahead` is the whole rule. A group that turns out to be
-such a one while the next is waiting makes the runner ask again with a lower number: a pace may be cancelled.
+Its argument is the number of earlier groups that a trainer has seen or may still see. Groups without a recorded rollout (all were lost
+to faults) reach no trainer and do not count, so `number < trained + max_ahead` is the whole rule. If an earlier group turns out to be
+empty while the next one waits, the throttle is cancelled and awaited again with a lower number.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ Throttle = Callable[[int], Awaitable[None]]  # returns when the group may begin
 
 
 async def no_throttle(number: int) -> None:
-    """The pace of a batch that nobody has to keep up with."""
+    """Let every group begin at once."""
 
 
 class TrainerThrottle:
-    """At most so many groups have begun that a trainer is not done with. Of one event loop."""
+    """Keeps a batch at most `max_ahead` groups ahead of a trainer. Belongs to one event loop."""
 
-    def __init__(self, most: int, trained: int = 0) -> None:
-        """`trained`: with how many it is done already, such as the committed number of its feed."""
-        if most < 1:
-            raise ConfigError(f"ahead: {most} must be at least 1", param="ahead")
-        self._most = most
+    def __init__(self, max_ahead: int, trained: int = 0) -> None:
+        """`trained`: how many groups are trained already, such as the committed number of a feed."""
+        if max_ahead < 1:
+            raise ConfigError(f"ahead: {max_ahead} must be at least 1", param="ahead")
+        self._max_ahead = max_ahead
         self._trained = trained
         self._more = asyncio.Event()
 
     def mark_trained(self, groups: int) -> None:
-        """So many by now, in all."""
+        """Set how many groups are trained by now, in total."""
         self._trained = max(self._trained, groups)
         self._more.set()
 
     async def __call__(self, number: int) -> None:
-        while number >= self._trained + self._most:
+        while number >= self._trained + self._max_ahead:
             self._more.clear()
             await self._more.wait()

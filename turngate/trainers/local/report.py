@@ -42,7 +42,7 @@ def draw_curve(rewards: Sequence[float | None]) -> list[str]:
         Bar(f"step {n}", reward or 0.0, "not known" if reward is None else f"{reward:.2f}")
         for n, reward in enumerate(rewards, 1)
     )
-    return render_lines(Panel("mean reward of each step's rollouts", bars, whole=1.0))
+    return render_lines(Panel("mean reward of each step's rollouts", bars, full=1.0))
 
 
 def draw_svg(title: str, rewards: Sequence[float | None], compared: Sequence[Comparison], note: str = "") -> str:
