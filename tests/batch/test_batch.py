@@ -169,7 +169,7 @@ async def test_sessions_of_a_killed_runner_are_ended() -> None:
         await ledger.close()
         again = await run_batch(wanted, stage.client, stage.connector)
         assert [(one.attempt, one.kind) for one in again.finished] == [(2, "graded")] * 2
-        assert (await stage.client.show(opened.id))["status"] == "cancelled"
+        assert (await stage.client.show(opened.id)).status == "cancelled"
 
 
 async def test_a_task_that_is_known_to_be_invalid_is_not_tried_any_more() -> None:

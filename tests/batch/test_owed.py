@@ -145,7 +145,8 @@ async def test_an_agent_that_failed_early_is_recorded_though_its_session_could_n
         Failing(monkeypatch, stage.gateway.app.sessions, "seal", 2, FULL)
         [one] = (await ran(stage)).finished
         assert one.kind == "agent failed"
-        assert (await stage.client.show(one.session))["outcome"]["kind"] == "agent failed"
+        shown = await stage.client.show(one.session)
+        assert shown.outcome is not None and shown.outcome.kind == "agent failed"
 
 
 async def test_a_group_that_the_gateway_refuses_to_close_stops_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:

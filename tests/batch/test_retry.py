@@ -126,8 +126,8 @@ async def answers(stage: Stage, seq: int | None = None) -> list[bool | None]:
     head = read_ledger(stage.out).head
     assert head is not None
     async for event in stage.client.events(batch_stream(head.batch), wait=False):
-        if event["kind"] == "note" and seq in (None, event["data"].get("retry")) and "retry" in event["data"]:
-            told.append(event["data"]["taken"])
+        if event.kind == "note" and seq in (None, event.data.get("retry")) and "retry" in event.data:
+            told.append(event.data["taken"])
     return told
 
 

@@ -170,7 +170,7 @@ async def test_a_stale_rollout_is_run_again_though_it_had_met_a_limit(monkeypatc
             running = asyncio.create_task(run_batch(wanted, stage.client, stage.connector))
             async with asyncio.timeout(scaled(60)):
                 async for event in stage.client.events():
-                    if event["kind"] == "limit":
+                    if event.kind == "limit":
                         break
             await stage.gateway.resume(1)
             [one] = (await asyncio.wait_for(running, scaled(60))).finished
@@ -204,7 +204,7 @@ async def stale_once_it_hangs(stage: Stage, times: int) -> None:
     while len(done) < times:
         await asyncio.sleep(0.02)
         for session_id, shown in (await every_session(stage.gateway)).items():
-            turned = shown["status"] == "open" and (await stage.client.show(session_id))["turns"]
+            turned = shown["status"] == "open" and (await stage.client.show(session_id)).turns
             if turned and session_id not in done:
                 done.add(session_id)
                 await stage.gateway.app.sessions.end(session_id, "cancelled", "stale")

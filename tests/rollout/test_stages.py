@@ -396,10 +396,10 @@ async def test_a_gateway_that_goes_away_for_good(stage: Stage, tmp_path: Path, m
     monkeypatch.setattr("turngate.rollout.session.RESTART_S", 0.5)
 
     class Leaving(GatewayClient):
-        async def _ask(self, method: str, path: str, body: Any = None, **how: Any) -> Any:
+        async def _request(self, method: str, path: str, *arguments: Any, **how: Any) -> Any:
             if path.endswith("/seal"):
                 self.url = "http://127.0.0.1:9"
-            return await super()._ask(method, path, body, **how)
+            return await super()._request(method, path, *arguments, **how)
 
     async with Leaving(stage.gateway.root, stage.gateway.app.admin_key) as leaving:
         program = TOLD_TURNS.replace("FOLDER", str(tmp_path))

@@ -30,7 +30,8 @@ from tests.kit import say
 from tests.rollout.kit import Stage, staged
 from tests.sandboxes import kit
 from tests.speed import scaled
-from turngate.client.gateway import GatewayClient, OpenedSession
+from turngate.client.gateway import GatewayClient
+from turngate.client.protocol import OpenedSession
 from turngate.rollout.outcome import Outcome
 from turngate.sandboxes.base import SandboxSpec
 from turngate.tasks.task import Task

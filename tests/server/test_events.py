@@ -18,6 +18,7 @@ from turngate.client.gateway import GatewayClient, GatewayUnreachable, RequestRe
 from turngate.config import ServeConfig
 from turngate.errors import ConfigError, Unauthorized
 from turngate.gateway.events import LARGEST, PAGE, Events
+from turngate.store.events import Event
 from turngate.store.sqlite import Store
 
 HELLO = lambda request, index: say("Hello.")  # noqa: E731
@@ -31,7 +32,7 @@ async def told(g: Running, path: str = "/admin/events", **query: Any) -> list[An
 
 
 def kinds(events: list[Any]) -> list[str]:
-    return [event["kind"] for event in events]
+    return [event.kind if isinstance(event, Event) else event["kind"] for event in events]
 
 
 @asynccontextmanager
@@ -101,15 +102,15 @@ async def test_a_follower_loses_nothing_and_hears_nothing_twice_through_restarts
                 await until(lambda: len(seen) > 11 * life + 3, 10)  # noqa: B023
                 made.append((await g.open()).id)  # perhaps nobody has read it when the gateway goes
             else:
-                await until(lambda: {e["session"] for e in seen} == set(made) and len(seen) == 32, 10)
+                await until(lambda: {e.session for e in seen} == set(made) and len(seen) == 32, 10)
             g.app.events.close()
             at.clear()
     assert following is not None
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
     server.close()
-    assert [e["seq"] for e in seen] == sorted({e["seq"] for e in seen})
-    assert [e["session"] for e in seen if e["kind"] == "opened"] == made
+    assert [e.seq for e in seen] == sorted({e.seq for e in seen})
+    assert [e.session for e in seen if e.kind == "opened"] == made
     assert kinds(seen).count("turn") == 15
 
 
@@ -262,7 +263,7 @@ async def test_a_runner_s_stages_stand_in_the_stream_before_and_beside_the_turns
         await connected.announce("", "note", {"batch": "b"})
         events = [e async for e in connected.events("r-1", wait=False)]
         assert kinds(events) == ["stage", "opened", "turn", "graded"]
-        assert events[0]["data"] == {"stage": "sandbox"} and events[0]["seq"] == first
+        assert events[0].data == {"stage": "sandbox"} and events[0].seq == first
         every = [e async for e in connected.events(after=first, wait=False)]
         assert kinds(every) == ["opened", "turn", "graded", "note"]
         assert [e async for e in connected.events("never", wait=False)] == []

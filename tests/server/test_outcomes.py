@@ -140,13 +140,15 @@ async def test_by_python() -> None:
         await client.seal(session.id)
         await client.record(session.id, recorded)
         await client.record(session.id, recorded)
-        shown = (await client.show(session.id))["outcome"]
-        assert (shown["kind"], shown["reward"], shown["message"]) == ("infrastructure fault", None, "the disk was full")
+        shown = (await client.show(session.id)).outcome
+        assert shown is not None
+        assert (shown.kind, shown.reward, shown.message) == ("infrastructure fault", None, "the disk was full")
         with pytest.raises(RequestRejected, match="another outcome") as refused:
             await client.record(session.id, RecordedOutcome(kind="graded", reward=0.0))
         assert refused.value.answered == 409
         await client.record(session.id, RecordedOutcome(kind="graded", reward=0.0), replace=True)
-        assert (await client.show(session.id))["outcome"]["reward"] == 0.0
+        shown = (await client.show(session.id)).outcome
+        assert shown is not None and shown.reward == 0.0
         with pytest.raises(BadRequest, match="reward"):
             await client.record(session.id, RecordedOutcome(kind="graded", reward=float("nan")), replace=True)
 

@@ -298,7 +298,7 @@ async def test_what_a_look_meets_meanwhile(monkeypatch: pytest.MonkeyPatch) -> N
 
         monkeypatch.setattr(g.app.session_views, "build", goes_on)
         shown = await g.app.directory.show(session.id)
-        assert (shown["turns"], shown["roles"]) == (2, {"main": 2}), "of one moment"
+        assert (shown.turns, shown.roles) == (2, {"main": 2}), "of one moment"
         await rest(g)
 
         async def another(*asked: Any) -> Any:

@@ -229,11 +229,11 @@ async def test_the_host_answers_a_call_that_waits() -> None:
         waiting = [g.start(call(g, session, {"n": n}, "ask")) for n in range(2)]
         await until(lambda: len(asking(g, session)) == 2)
         for seen in await host.tool_calls(session.id):
-            assert seen["waiting"] and seen["reply"] is None
-            done = await host.answer_tool(session.id, seen["call"], {"you asked": seen["arguments"]["n"]})
-            assert done["answered_by"] == "host"
+            assert seen.waiting and seen.reply is None
+            done = await host.answer_tool(session.id, seen.call, {"you asked": seen.arguments["n"]})
+            assert done.answered_by == "host"
         assert [(await w).json() for w in waiting] == [{"you asked": 0}, {"you asked": 1}]
-        assert not any(seen["waiting"] for seen in await host.tool_calls(session.id))
+        assert not any(seen.waiting for seen in await host.tool_calls(session.id))
         assert kinds(g) == ["opened", "tool", "tool", "answered", "answered"]
         with pytest.raises(RequestRejected, match="answered") as late:
             await host.answer_tool(session.id, 1, {})
@@ -248,7 +248,7 @@ async def test_many_calls_are_listed_whole() -> None:
         session = await g.open(tools=[ANSWER])
         for n in range(203):
             await g.app.host_tools.call(g.app.sessions.find(session.id), "answer", b'{"text": "%d"}' % n)
-        assert [c["arguments"]["text"] for c in await host.tool_calls(session.id)] == [str(n) for n in range(203)]
+        assert [c.arguments["text"] for c in await host.tool_calls(session.id)] == [str(n) for n in range(203)]
         assert len(await calls(g, session)) == 100
 
 

@@ -62,7 +62,11 @@ async def test_a_call_that_failed_is_no_turn_and_told(status: int, body: str, ki
         reply = await agent.post(CHAT, json={})
         shown = await client.show("s")
     assert reply.status == (502 if status == 307 else status)
-    assert shown["turns"] == 0 and (shown["last_error"]["kind"], shown["last_error"]["boundary"]) == (kind, boundary)
+    assert (
+        shown.turns == 0
+        and shown.last_error is not None
+        and (shown.last_error.kind, shown.last_error.boundary) == (kind, boundary)
+    )
 
 
 async def test_an_answer_makes_up_for_a_failure_and_other_calls_do_not() -> None:
@@ -75,11 +79,11 @@ async def test_an_answer_makes_up_for_a_failure_and_other_calls_do_not() -> None
         await agent.post(CHAT, json={})
         await agent.get("/v1/models")
         shown = await client.show("s")
-        assert shown["turns"] == 0 and shown["last_error"] is not None
+        assert shown.turns == 0 and shown.last_error is not None
         await agent.post(CHAT, json={})
         for path in ("/v1/messages/count_tokens", "/v1/telemetry"):
             shown = await client.show("s")
-            assert (shown["turns"], shown["last_error"]) == (1, None)
+            assert (shown.turns, shown.last_error) == (1, None)
             assert (await agent.post(path, json={})).status >= 400
         assert await client.show("s") == shown
 
@@ -119,7 +123,7 @@ async def test_an_agent_that_hangs_up_says_nothing_about_the_endpoint() -> None:
         await asyncio.wait([call])
         await until(lambda: not forwarder.engine_silence._calls)
         shown = await client.show("s")
-    assert (shown["turns"], shown["last_error"]) == (0, None) and shown["unheard_s"] > 0
+    assert (shown.turns, shown.last_error) == (0, None) and shown.unheard_s > 0
 
 
 async def test_path_and_query_go_on_as_they_came() -> None:

@@ -42,15 +42,17 @@ async def test_a_damaged_outcome_is_told_of_its_session_alone_until_it_is_record
         bad, good = await t.rollout(1.0), await t.rollout(0.5)
         damage(t, "outcomes", "outcome", bad, written)
         shown = await t.client.show(bad)
-        assert (shown["outcome"], shown["damaged"]) == (None, "its outcome is damaged on disk") and shown["turns"] == 1
-        assert (await t.client.show(good))["outcome"]["reward"] == 0.5
+        assert (shown.outcome, shown.damaged) == (None, "its outcome is damaged on disk") and shown.turns == 1
+        shown = await t.client.show(good)
+        assert shown.outcome is not None and shown.outcome.reward == 0.5
         assert (await t.g.admin.get(f"/admin/sessions/{bad}/trace")).status_code == 200
         found = await listed(t, 2)
         assert list(found) == [good, bad]
         assert (found[bad]["outcome"], found[bad]["damaged"]) == (None, "its outcome is damaged on disk")
         assert found[good]["outcome"]["reward"] == 0.5 and "damaged" not in found[good]
         await t.client.record(bad, RecordedOutcome(kind="graded", reward=0.25), replace=True)
-        assert (await t.client.show(bad))["outcome"]["reward"] == 0.25
+        shown = await t.client.show(bad)
+        assert shown.outcome is not None and shown.outcome.reward == 0.25
 
 
 @pytest.mark.parametrize("written", ["'{'", NO_TEXT])

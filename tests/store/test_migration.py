@@ -99,10 +99,10 @@ def test_opening_it_twice_and_an_interrupted_start(data: Path) -> None:
 def test_it_is_looked_at_without_being_touched(data: Path) -> None:
     before = (data / "turngate.db").read_bytes()
     view, _ = load_from_folder(data, "ended")
-    assert view.summary["turns"] == 2 and view.summary["outcome"] is None
+    assert view.summary.turns == 2 and view.summary.outcome is None
     store = Store.reading(data)
     directory = SessionDirectory(store, Sessions(store, Events(store)), SessionViews(store))
-    assert [row["id"] for row in directory.list_sessions()] == ["ended", "still-open"]
+    assert [row.id for row in directory.list_sessions()] == ["ended", "still-open"]
     store.close()
     with StoreReader(data) as folder:
         assert folder.sessions() == ["ended", "still-open"]
@@ -135,8 +135,8 @@ def test_a_folder_without_feeds_is_looked_at_without_being_touched(before_feeds:
     events = Events(store)
     feeds, sessions, looks = Feeds(store, events, Fence(0)), Sessions(store, events), SessionViews(store)
     directory = SessionDirectory(store, sessions, looks)
-    assert feeds.list_feeds() == [] and directory.list_sessions()[0]["id"] == "still-open"
-    assert directory.describe(sessions.find("ended-1"))["outcome"] is not None
+    assert feeds.list_feeds() == [] and directory.list_sessions()[0].id == "still-open"
+    assert directory.describe(sessions.find("ended-1")).outcome is not None
     with pytest.raises(NotFound):
         feeds.show("f")
     store.close()

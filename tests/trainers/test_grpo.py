@@ -333,7 +333,7 @@ async def test_gradients_that_are_not_finite_are_not_followed(tmp_path: Path) ->
         spoilt.remove()
         assert all(torch.equal(a, b) for a, b in zip(before, here.engine.model.parameters(), strict=True))
         fence = await here.client.fence()
-        assert fence["version"] == 1 and not fence["paused"]
+        assert fence.version == 1 and not fence.paused
         assert (await here.client.show_feed("f")).committed == 1
         found = checkpoint.find_newest(tmp_path / "checkpoints")
         assert found is not None and (found.state.step, found.state.number) == (1, 1)
@@ -423,7 +423,7 @@ async def test_a_kill_around_the_checkpoint_trains_nothing_twice(
         with pytest.raises(RuntimeError, match="killed"):
             await _trained(here, 2, folder=tmp_path / "checkpoints")
         monkeypatch.setattr(checkpoint, "write_checkpoint", written)
-        assert (await here.client.fence())["version"] == 2
+        assert (await here.client.fence()).version == 2
     async with lived(tmp_path / "data") as here:
         steps = await _trained(here, 4, folder=tmp_path / "checkpoints")
         view = await here.client.show_feed("f")

@@ -100,7 +100,7 @@ async def test_what_was_learnt_is_kept_when_it_is_stopped(root: Path) -> None:
         found = checkpoint.find_newest(root / "out" / "checkpoints")
         assert found is not None and found.state.step >= 1
         fence = await place.gateway.fence()
-        assert (fence["paused"], fence["version"]) == (False, found.state.version)
+        assert (fence.paused, fence.version) == (False, found.state.version)
         assert (await place.gateway.show_feed("grpo")).committed == found.state.number
 
 

@@ -18,9 +18,11 @@ from turngate.cli.terminal import console as new_console
 from turngate.cli.terminal import sanitize, sanitize_line, say
 from turngate.client.gateway import GatewayClient, RequestRejected
 from turngate.client.keys import read_admin_key
+from turngate.client.protocol import SessionInfo
 from turngate.dialects import decode_stored_messages
 from turngate.errors import ConfigError, NotFound
 from turngate.render import Tokenizer, find_tokenizer
+from turngate.store.outcomes import RecordedOutcome
 from turngate.store.sqlite import Store
 from turngate.types import Json, Message
 from turngate.views.session import encode_array, load_session_view
@@ -73,7 +75,7 @@ class RowView(msgspec.Struct):
 class ShownSession(msgspec.Struct):
     """The parts of a session that `show` prints."""
 
-    summary: Json
+    summary: SessionInfo
     nodes: list[NodeView]
     rows: list[RowView]
 
@@ -176,16 +178,15 @@ def load_tokenizer(tokenizer: str, recorded_with: str | None) -> Tokenizer:
 
 def _print_head(view: ShownSession, console: Console) -> None:
     summary = view.summary
-    config = summary["config"]
-    metadata = config.get("metadata", {})
-    status = summary["status"] + (f" ({summary['stop']})" if summary["stop"] else "")
-    lasted = (summary["closed"] or time.time()) - summary["opened"]
-    roles = ", ".join(f"{count} {role}" for role, count in summary["roles"].items())
+    metadata = summary.config.metadata
+    status = summary.status + (f" ({summary.stop})" if summary.stop else "")
+    lasted = (summary.closed or time.time()) - summary.opened
+    roles = ", ".join(f"{count} {role}" for role, count in (summary.roles or {}).items())
     lines = [
-        ("session", summary["id"]),
+        ("session", summary.id),
         (
             "status",
-            f"{status}, opened {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(summary['opened']))}, {lasted:.0f} s",
+            f"{status}, opened {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(summary.opened))}, {lasted:.0f} s",
         ),
         (
             "ran",
@@ -195,23 +196,23 @@ def _print_head(view: ShownSession, console: Console) -> None:
                 if metadata.get(name)
             ),
         ),
-        ("model", config.get("model", "") or "any"),
-        ("turns", f"{summary['turns']} ({roles})" if roles else "0"),
-        ("tokens", f"{summary['tokens']} stored, {summary['sampled_tokens']} sampled"),
-        ("outcome", summary.get("damaged") or _describe_outcome(summary.get("outcome"))),
+        ("model", summary.config.model or "any"),
+        ("turns", f"{summary.turns} ({roles})" if roles else "0"),
+        ("tokens", f"{summary.tokens} stored, {summary.sampled_tokens} sampled"),
+        ("outcome", summary.damaged or _describe_outcome(summary.outcome)),
     ]
     for name, value in lines:
         if value:
             say(console, Text.assemble((f"{name:8}", "dim"), sanitize_line(str(value))))
 
 
-def _describe_outcome(outcome: Json) -> str:
+def _describe_outcome(outcome: RecordedOutcome | None) -> str:
     """Describe how the rollout ended; empty if no outcome is recorded. An unknown reward is not 0."""
-    if not outcome:
+    if outcome is None:
         return ""
-    reward = "no reward" if outcome["reward"] is None else f"reward {outcome['reward']:g}"
-    resolved = {True: "resolved", False: "not resolved", None: ""}[outcome["resolved"]]
-    return " · ".join(fact for fact in (outcome["kind"], reward, resolved, outcome["message"]) if fact)
+    reward = "no reward" if outcome.reward is None else f"reward {outcome.reward:g}"
+    resolved = {True: "resolved", False: "not resolved", None: ""}[outcome.resolved]
+    return " · ".join(fact for fact in (outcome.kind, reward, resolved, outcome.message) if fact)
 
 
 class _TreePrinter:

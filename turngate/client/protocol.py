@@ -6,24 +6,176 @@ JSON, unless a comment says msgpack. A client ignores fields that it does not kn
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Generic, Literal, TypeVar
 
 import msgspec
 
 from turngate.engines.gate_call import End, Fault
 from turngate.errors import BadRequest
 from turngate.store.feeds import IncompleteGroup
-from turngate.store.outcomes import OutcomeClass
+from turngate.store.outcomes import OutcomeClass, RecordedOutcome
+from turngate.store.tool_calls import AnsweredBy
 from turngate.trace.advantage import Choice
 from turngate.trace.sample import RowSpan
-from turngate.types import Constraint, Sampling
+from turngate.trace.session import CallError, Status
+from turngate.types import Constraint, Json, Mode, Sampling
 
 PauseMode = Literal[
     "hold", "drain", "keep"
 ]  # hold new calls; also wait for calls in flight; also freeze them in the engine
 CutPolicy = Literal["train", "mask", "exclude"]
 MAX_WAIT_S = 60.0  # the longest that the gateway holds one request for deliveries or gate calls
+ConfigT = TypeVar("ConfigT")
+OutcomeT = TypeVar("OutcomeT")
 _FEED_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    message: str
+    param: str | None = None
+
+
+class ErrorReply(msgspec.Struct, frozen=True):
+    error: ErrorDetail
+
+
+# ── sessions ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class SessionSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The settings of a session as clients read them: a `SessionConfig`, lenient towards what a newer gateway adds."""
+
+    model: str = ""
+    mode: Mode = "exact"
+    limits: dict[str, Json] = {}
+    sampling: dict[str, Json] = {}
+    bias: str = "neutral"
+    thinking: str = "keep"
+    policy: dict[str, Json] = {}
+    template_kwargs: dict[str, Json] = {}
+    metadata: dict[str, Json] = {}
+    max_tokens: int | None = None
+    at_limit: str = "final_message"
+    signals: dict[str, Json] = {}
+    tools: list[dict[str, Json]] = []
+
+
+class SessionOutcome(RecordedOutcome, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """The outcome of a session as clients read it."""
+
+
+class Fork(msgspec.Struct, frozen=True):
+    node: int
+    cause: str
+
+
+class SessionSummary(msgspec.Struct, Generic[ConfigT, OutcomeT], frozen=True, kw_only=True, omit_defaults=True):
+    """A session in a list. The gateway encodes its own types for settings and outcome; clients decode lenient ones."""
+
+    id: str
+    key: int
+    status: Status
+    stop: str
+    opened: float
+    closed: float | None
+    config: ConfigT
+    outcome: OutcomeT | None
+    damaged: str = ""  # what of it cannot be read
+
+
+class SessionDescription(
+    SessionSummary[ConfigT, OutcomeT], Generic[ConfigT, OutcomeT], frozen=True, kw_only=True, omit_defaults=True
+):
+    """A session with its counters. `tokens`, `roles` and `forks` are None where its trace cannot be read."""
+
+    turns: int
+    sampled_tokens: int
+    in_flight: int
+    last_error: CallError | None
+    # For how long calls have waited for the engine. An older gateway does not send it.
+    unheard_s: float = msgspec.field(default_factory=float)
+    last_used: float
+    tokens: int | None
+    roles: dict[str, int] | None
+    forks: list[Fork] | None
+    unreadable: str = ""  # why not
+
+
+class NewSession(
+    SessionDescription[ConfigT, OutcomeT], Generic[ConfigT, OutcomeT], frozen=True, kw_only=True, omit_defaults=True
+):
+    """The reply to opening a session."""
+
+    api_key: str
+
+
+SessionInfo = SessionDescription[SessionSettings, SessionOutcome]  # as clients decode it
+
+
+class OpenedSession(msgspec.Struct, frozen=True):
+    """What a client needs of a new session."""
+
+    id: str
+    key: str = msgspec.field(name="api_key")  # the secret
+
+
+class SessionId(msgspec.Struct, frozen=True):
+    id: str
+
+
+class SessionList(msgspec.Struct, frozen=True):
+    sessions: list[SessionId]
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    data: list[SessionId]
+
+
+class ToolCallView(msgspec.Struct, frozen=True, kw_only=True):
+    """One call of a host tool."""
+
+    call: int
+    tool: str
+    arguments: Json
+    time: float
+    reply: Json
+    answered: float | None
+    answered_by: AnsweredBy
+    waiting: bool  # for the host's reply
+
+
+class ToolCallPage(msgspec.Struct, frozen=True):
+    session: str
+    calls: list[ToolCallView]
+
+
+class AnsweredToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """The reply to answering a call of a host tool."""
+
+    call: int
+    tool: str
+    arguments: Json
+    called: float
+    repeat: str
+    reply: Json
+    answered: float
+    answered_by: AnsweredBy
+
+
+class EventReceipt(msgspec.Struct, frozen=True):
+    seq: int
+
+
+# ── the fence ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class FenceView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The policy version, and whether calls are held for an update."""
+
+    version: int
+    paused: bool
+    in_flight: int
+    model: str = ""  # the name under which the engine has this version; empty: the engine's own
 
 
 # ── feeds ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -103,6 +255,16 @@ class DeliveryPage(msgspec.Struct, frozen=True, kw_only=True):
     committed: int
     version: int
     deliveries: tuple[msgspec.Raw, ...]  # each a WireDelivery
+
+
+class FeedList(msgspec.Struct, frozen=True):
+    feeds: list[FeedView]
+
+
+class FeedReader(msgspec.Struct, frozen=True):
+    """The reply to taking over a feed: the token that reads and commits."""
+
+    reader: str
 
 
 def check_feed_name(name: str) -> None:

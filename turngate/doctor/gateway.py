@@ -9,7 +9,8 @@ import time
 import aiohttp
 import msgspec
 
-from turngate.client.gateway import GatewayClient, GatewayUnreachable, OpenedSession
+from turngate.client.gateway import GatewayClient, GatewayUnreachable
+from turngate.client.protocol import OpenedSession
 from turngate.doctor.context import Subject
 from turngate.doctor.engine import skew
 from turngate.doctor.finding import Seen, failure, ok, unchecked, warning
@@ -35,8 +36,8 @@ async def reachable(subject: Subject) -> list[Seen]:
     except TurngateError as error:
         return [failure(error.message, "start it (turngate serve), or correct --gateway")]
     took = (time.perf_counter() - began) * 1000
-    found = [ok(f"{subject.gateway}: answers in {took:.0f} ms, policy version {fence['version']}")]
-    if fence["paused"]:
+    found = [ok(f"{subject.gateway}: answers in {took:.0f} ms, policy version {fence.version}")]
+    if fence.paused:
         found.append(
             warning(
                 "it holds all calls for new weights",
@@ -67,7 +68,7 @@ async def call(subject: Subject) -> list[Seen]:
     """One small model call in a session of its own, which is deleted again."""
     try:
         async with _client(subject) as client:
-            if (await client.fence())["paused"]:
+            if (await client.fence()).paused:
                 return [unchecked("it holds all calls for new weights")]
             opened = await client.open({"metadata": {"doctor": True}, "limits": {"turns": 1}})
             try:
@@ -83,7 +84,7 @@ async def call(subject: Subject) -> list[Seen]:
 
 
 async def _called(subject: Subject, client: GatewayClient, opened: OpenedSession) -> Seen:
-    mode = (await client.show(opened.id))["config"].get("mode", "exact")
+    mode = (await client.show(opened.id)).config.mode
     if mode != "exact":
         return unchecked(f"its sessions have mode {mode!r}: a call would cost money, or wait for a trainer")
     names = await client.models()

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 
-from turngate.client.protocol import PauseMode
+from turngate.client.protocol import FenceView, PauseMode
 from turngate.errors import Conflict
-from turngate.types import Json
 
 
 class Fence:
@@ -33,9 +32,8 @@ class Fence:
     def in_flight(self) -> int:
         return self._in_flight
 
-    def describe(self) -> dict[str, Json]:
-        state = {"version": self.version, "paused": self.paused, "in_flight": self._in_flight}
-        return {**state, "model": self.model} if self.model else state
+    def describe(self) -> FenceView:
+        return FenceView(version=self.version, paused=self.paused, in_flight=self._in_flight, model=self.model)
 
     def version_now(self, begun_at: int) -> int:
         """The version that samples now for a call that began at another version."""

@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import msgspec
 
+from turngate.client.protocol import ToolCallView
 from turngate.errors import BadRequest, Conflict, NotFound
 from turngate.gateway.events import Events
 from turngate.store.sqlite import Store
@@ -107,22 +108,22 @@ class HostTools:
         assert found is not None
         return found
 
-    def list_calls(self, session: Session, after: int = 0, limit: int = 100) -> list[dict[str, Json]]:
+    def list_calls(self, session: Session, after: int = 0, limit: int = 100) -> list[ToolCallView]:
         """Describe the calls of a session, oldest first."""
         return [describe_call(session, call) for call in self._calls.page(session.key, after, limit)]
 
 
-def describe_call(session: Session, call: HostToolCall) -> dict[str, Json]:
-    return {
-        "call": call.call,
-        "tool": call.tool,
-        "arguments": call.arguments,
-        "time": call.called,
-        "reply": call.reply,
-        "answered": call.answered,
-        "answered_by": call.answered_by,
-        "waiting": call.call in session.pending_tool_calls,
-    }
+def describe_call(session: Session, call: HostToolCall) -> ToolCallView:
+    return ToolCallView(
+        call=call.call,
+        tool=call.tool,
+        arguments=call.arguments,
+        time=call.called,
+        reply=call.reply,
+        answered=call.answered,
+        answered_by=call.answered_by,
+        waiting=call.call in session.pending_tool_calls,
+    )
 
 
 async def _check_arguments(tool: HostTool, body: bytes) -> bytes:

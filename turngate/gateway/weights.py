@@ -17,19 +17,33 @@ from typing import Protocol
 
 import msgspec
 
-from turngate.client.protocol import PauseMode
+from turngate.client.protocol import FenceView, PauseMode
+from turngate.engines.base import Health
 from turngate.engines.weights import Load
 from turngate.errors import Conflict, EngineTimeout, StoreError, TurngateError
 from turngate.gateway.events import Events
 from turngate.gateway.fence import Fence
 from turngate.gateway.fence_state import FenceState
-from turngate.gateway.replicas import KEEP_CALLS, ReplicaSet, load_error
+from turngate.gateway.replicas import KEEP_CALLS, ReplicaResult, ReplicaSet, load_error
 from turngate.gateway.staleness import StaleSessions
 from turngate.store.events import new_event
 from turngate.types import Json
 
 log = logging.getLogger("turngate")
 _RETRY_S = 2.0  # between attempts to resume engines or calls
+
+
+class LoadReply(FenceView, frozen=True, kw_only=True, omit_defaults=True):
+    """The fence after weights were loaded, and what each replica did."""
+
+    replicas: list[ReplicaResult]
+
+
+class WeightsView(FenceView, frozen=True, kw_only=True, omit_defaults=True):
+    """The fence, the weights in force, and the health of the replicas."""
+
+    weights: Load | None
+    replicas: list[Health]
 
 
 class Barrier(Protocol):
@@ -44,7 +58,7 @@ class Barrier(Protocol):
     async def open(self, version: int | None, model: str | None, *, expired: bool = False, check: bool = False) -> None:
         """Let calls go on, at a version. `expired`: because a pause timed out. `check`: ask every replica first what it has."""
 
-    async def describe(self) -> dict[str, Json]:
+    async def describe(self) -> FenceView:
         """The state of the fence as the API shows it."""
 
 
@@ -84,7 +98,7 @@ class LocalBarrier:
         self._events.wake("")
         self._stale.cancel_in_background()
 
-    async def describe(self) -> dict[str, Json]:
+    async def describe(self) -> FenceView:
         return self._fence.describe()
 
 
@@ -132,7 +146,7 @@ class WeightUpdates:
 
     # ── pause and resume, for a trainer that updates the engines itself ─────────────────────────────────────────
 
-    async def pause(self, mode: PauseMode, limit_s: float | None) -> dict[str, Json]:
+    async def pause(self, mode: PauseMode, limit_s: float | None) -> FenceView:
         async with self._lock:
             await self._hold(mode, limit_s)
         if mode == "drain":
@@ -140,7 +154,7 @@ class WeightUpdates:
         self._announce_pause(mode)
         return await self._barrier.describe()
 
-    async def resume(self, version: int | None, model: str | None) -> dict[str, Json]:
+    async def resume(self, version: int | None, model: str | None) -> FenceView:
         async with self._lock:
             self._fence.check(version, model)
             if version is not None and version > self._fence.version:
@@ -244,7 +258,7 @@ class WeightUpdates:
 
     # ── weights that the gateway loads ──────────────────────────────────────────────────────────────────────────
 
-    async def load(self, load: Load, mode: PauseMode | None, limit_s: float) -> dict[str, Json]:
+    async def load(self, load: Load, mode: PauseMode | None, limit_s: float) -> LoadReply:
         """Load weights into every replica and let calls go on at their version.
 
         `mode` None: drain for a model, hold for an adapter. `limit_s`: how long calls in flight may take to end.
@@ -276,16 +290,20 @@ class WeightUpdates:
             seconds = round(time.monotonic() - began, 3)
             facts = {"version": load.version, "mode": mode, "seconds": seconds, "replicas": results}
             self._announce("weights", facts)
-        return {**await self._barrier.describe(), "replicas": results}
+        fence = await self._barrier.describe()
+        return LoadReply(**msgspec.structs.asdict(fence), replicas=results)
 
-    async def describe_fence(self) -> dict[str, Json]:
+    async def describe_fence(self) -> FenceView:
         return await self._barrier.describe()
 
-    async def describe(self) -> dict[str, Json]:
+    async def describe(self) -> WeightsView:
         """The fence, the weights in force and the health of the replicas."""
-        state = await self._barrier.describe()
-        weights = self._state.read_weights(state["version"])
-        return {**state, "weights": weights, "replicas": await self._replicas.health()}
+        fence = await self._barrier.describe()
+        return WeightsView(
+            **msgspec.structs.asdict(fence),
+            weights=self._state.read_weights(fence.version),
+            replicas=await self._replicas.health(),
+        )
 
     def _check_load(self, load: Load, mode: PauseMode) -> Load:
         """Raise if the weights may not be loaded; return those in force. Loading the version in force again repairs replicas."""

@@ -15,7 +15,7 @@ import msgspec
 from turngate.client.gateway import GatewayClient
 from turngate.errors import TurngateError
 from turngate.rollout.plan import batch_stream
-from turngate.types import Json
+from turngate.store.events import Event
 
 
 class RetryReply(NamedTuple):
@@ -33,12 +33,12 @@ class RetryRequest(msgspec.Struct, frozen=True):
         return RetryReply(True, f"it is tried again, as attempt {self.attempt + 1}")
 
 
-def parse_request(event: Json) -> RetryRequest | None:
+def parse_request(event: Event) -> RetryRequest | None:
     """Read the request in an event, if it is one."""
-    if event["kind"] != "retry":
+    if event.kind != "retry":
         return None
     try:
-        return msgspec.convert(event["data"], RetryRequest)
+        return msgspec.convert(event.data, RetryRequest)
     except msgspec.ValidationError:  # not one of ours
         return None
 
@@ -50,7 +50,7 @@ async def read_pending(gateway: GatewayClient, batch: str) -> tuple[dict[int, Re
     pending: dict[int, RetryRequest] = {}
     last = 0
     async for event in gateway.events(batch_stream(batch), wait=False):
-        last = event["seq"]
+        last = event.seq
         if (request := parse_request(event)) is not None:
             pending[last] = request
         elif (answered := _parse_reply(event)) is not None:
@@ -65,8 +65,8 @@ async def send_reply(gateway: GatewayClient, batch: str, seq: int, reply: RetryR
         await gateway.announce(batch_stream(batch), "note", data)
 
 
-def _parse_reply(event: Json) -> int | None:
+def _parse_reply(event: Event) -> int | None:
     """Return the position of the request that an event accepts or rejects. A postponed request is still open."""
-    data = event["data"] if event["kind"] == "note" else {}
+    data = event.data if event.kind == "note" else {}
     seq = data.get("retry")
     return seq if isinstance(seq, int) and isinstance(data.get("taken"), bool) else None

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from turngate.client.protocol import NewSession
 from turngate.errors import BadRequest, NotFound
 from turngate.gateway.events import Events
 from turngate.gateway.host_tools import HostTools
@@ -101,7 +102,9 @@ class AdminRoutes:
             # Stored with the session, so that spans of its turns have this parent after a restart too.
             config = msgspec.structs.replace(config, metadata={**config.metadata, TRACEPARENT: parent})
         session, secret = self._sessions.open(config, body.id)
-        return json_response({**self._directory.describe(session), "api_key": secret}, 201)
+        return json_response(
+            NewSession(**msgspec.structs.asdict(self._directory.describe(session)), api_key=secret), 201
+        )
 
     async def listing(self, request: Request) -> Response:
         status = request.query_params.get("status")

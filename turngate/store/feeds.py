@@ -15,7 +15,7 @@ import msgspec
 
 from turngate.store.connection import Connect
 from turngate.store.events import insert_event, new_event
-from turngate.store.outcomes import DAMAGED_OUTCOME, RecordedOutcome, decode_outcome
+from turngate.store.outcomes import DAMAGED_OUTCOME, DamagedOutcome, RecordedOutcome, decode_outcome
 from turngate.types import Json
 
 FEED_TABLES = """
@@ -222,8 +222,7 @@ class FeedLog:
         with self._reading() as db:
             rows = db.execute(query, (feed, number)).fetchall()
         return [
-            DeliveryMember(key, name, group, decode_outcome(outcome) or _stand_in_outcome(group))
-            for key, name, group, outcome in rows
+            DeliveryMember(key, name, group, _decode_or_stand_in(outcome, group)) for key, name, group, outcome in rows
         ]
 
     def take_over(self, name: str) -> FeedRow | None:
@@ -259,8 +258,9 @@ def _add_rollout(
     """One rollout into one feed, and a number for its group if that is complete now."""
     key, name, n, prefix = feed
     recorded = decode_outcome(outcome)
-    faulty = recorded is not None and recorded.kind == "infrastructure fault"
-    if recorded is None:  # its group would wait for it for ever: it is entered without a reward, and so never trained
+    faulty = isinstance(recorded, RecordedOutcome) and recorded.kind == "infrastructure fault"
+    # Without a damaged one its group would wait forever: it is entered without a reward, and so never trained.
+    if isinstance(recorded, DamagedOutcome):
         recorded = _stand_in_outcome(*_read_metadata(db, session))
         outcome = msgspec.json.encode(recorded, order="sorted")
     # One that is there already either waits, and is replaced, or has a number, after which nothing about it changes.
@@ -296,6 +296,11 @@ def _assign_number(db: sqlite3.Connection, feed: int, name: str, group: str) -> 
     count = db.execute(query, (number, feed, group)).rowcount
     insert_event(db, new_event("", "delivery", {"feed": name, "number": number, "group": group, "rollouts": count}))
     return int(number)
+
+
+def _decode_or_stand_in(stored: bytes, group: str) -> RecordedOutcome:
+    outcome = decode_outcome(stored)
+    return _stand_in_outcome(group) if isinstance(outcome, DamagedOutcome) else outcome
 
 
 def _stand_in_outcome(group: str, task: str = "") -> RecordedOutcome:

@@ -68,22 +68,24 @@ class RecordedOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return written
 
 
+class DamagedOutcome(msgspec.Struct, frozen=True):
+    """Stands for an outcome that cannot be read from disk."""
+
+    message: str = DAMAGED_OUTCOME
+
+
 _decoder = msgspec.json.Decoder(RecordedOutcome)
 
 
-def decode_outcome(written: bytes) -> RecordedOutcome | None:
-    """As it was recorded. None: it is damaged on disk."""
+def decode_outcome(stored: bytes) -> RecordedOutcome | DamagedOutcome:
     try:
-        return _decoder.decode(written)
+        return _decoder.decode(stored)
     except _UNREADABLE:
-        return None
+        return DamagedOutcome()
 
 
 class Outcomes:
-    """`enter` is told of each that is written, in the same transaction: its session's key and id, and the outcome.
-
-    One that is damaged on disk costs no other: `of` leaves it out, and `read` and `damaged` tell of it.
-    """
+    """The table. Calls `enter` for each outcome in the transaction that writes it, with the session's key and id."""
 
     def __init__(
         self,
@@ -98,26 +100,18 @@ class Outcomes:
         self._enter = enter
         self._there = there  # False: a folder of an older version, looked at and not touched
 
-    def of(self, first: int, last: int) -> dict[int, bytes]:
-        """Those of sessions with keys in a range, as JSON."""
-        return {
-            key: written for key, written in self._stored(first, last).items() if decode_outcome(written) is not None
-        }
+    def find(self, session: int) -> RecordedOutcome | DamagedOutcome | None:
+        """The outcome of a session, by its key."""
+        return self.read(session, session).get(session)
 
-    def read(self, first: int, last: int) -> dict[int, RecordedOutcome | None]:
-        """The same, read. None: it is damaged on disk."""
-        return {key: decode_outcome(written) for key, written in self._stored(first, last).items()}
-
-    def damaged(self, first: int, last: int) -> set[int]:
-        """Keys of sessions whose outcome is damaged on disk."""
-        return {key for key, recorded in self.read(first, last).items() if recorded is None}
-
-    def _stored(self, first: int, last: int) -> dict[int, bytes]:
+    def read(self, first: int, last: int) -> dict[int, RecordedOutcome | DamagedOutcome]:
+        """The outcomes of the sessions with keys in a range. A damaged one does not hide the others."""
         if not self._there:
             return {}
         with self._reading() as db:
             query = "SELECT session, CAST(outcome AS BLOB) FROM outcomes WHERE session BETWEEN ? AND ?"
-            return dict(db.execute(query, (first, last)).fetchall())
+            rows = db.execute(query, (first, last)).fetchall()
+        return {key: decode_outcome(stored) for key, stored in rows}
 
     def put(self, session: int, outcome: bytes, event: NewEvent, *, replace: bool) -> bytes | None:
         """Write it, unless there is one that must not be replaced. What was there before."""

@@ -26,7 +26,7 @@ from turngate.errors import ConfigError, StoreError
 from turngate.store.events import EVENT_TABLES, EventLog, NewEvent, insert_optional_event
 from turngate.store.feeds import FEED_TABLES, FeedLog
 from turngate.store.lock import lock_folder
-from turngate.store.outcomes import DAMAGED_OUTCOME, OUTCOME_TABLES, Outcomes
+from turngate.store.outcomes import DAMAGED_OUTCOME, OUTCOME_TABLES, DamagedOutcome, Outcomes
 from turngate.store.queries import RolloutQueries
 from turngate.store.tool_calls import TOOL_CALL_TABLES, ToolCalls
 from turngate.trace.session import Session, SessionConfig, Status
@@ -277,7 +277,8 @@ class Store:
             parameters.append(status)
         where = f"WHERE {' AND '.join(wheres)} ORDER BY key DESC LIMIT ?"
         rows = list(self._rows(where, (*parameters, limit), marked=True))
-        damaged = self.outcomes.damaged(rows[-1].key, rows[0].key) if rows else set()
+        outcomes = self.outcomes.read(rows[-1].key, rows[0].key) if rows else {}
+        damaged = {key for key, outcome in outcomes.items() if isinstance(outcome, DamagedOutcome)}
         return [
             msgspec.structs.replace(row, damaged=row.damaged or DAMAGED_OUTCOME) if row.key in damaged else row
             for row in rows

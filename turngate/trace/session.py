@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from turngate.errors import Conflict, Stopping
+from turngate.errors import Boundary, Conflict, Stopping
 from turngate.trace.host_tools import HostTool
 from turngate.trace.sample import TrainingPolicy
 from turngate.trace.signals import Signals
@@ -32,7 +32,7 @@ class LimitReached(Exception):
 class CallError(msgspec.Struct, frozen=True):
     """A failed call that was not the agent's fault."""
 
-    boundary: str
+    boundary: Boundary
     kind: str
     message: str
 

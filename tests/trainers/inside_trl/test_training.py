@@ -74,7 +74,7 @@ async def recorded(stage: cpu.Stage) -> list[Any]:
 
 async def left_open(stage: cpu.Stage) -> list[str]:
     async with GatewayClient(stage.url, stage.key) as gateway:
-        return [one for one in await gateway.sessions() if (await gateway.show(one))["status"] == "open"]
+        return [one for one in await gateway.sessions() if (await gateway.show(one)).status == "open"]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

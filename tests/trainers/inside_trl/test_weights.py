@@ -80,7 +80,7 @@ async def test_adapters_are_asked_for_by_the_name_that_trl_gave_them() -> None:
             for version in (1, 2):
                 await apart(worker.update_model_version, version)
                 assert (g.app.fence.version, g.app.fence.model) == (version, f"trl-policy-v{version}")
-        assert (await client.fence())["version"] == 2
+        assert (await client.fence()).version == 2
 
 
 async def test_weights_that_did_not_all_go_over_leave_the_gateway_paused_whatever_the_limit(

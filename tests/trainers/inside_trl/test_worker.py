@@ -263,7 +263,7 @@ async def test_it_runs_the_rollouts_at_the_trainers_pace_and_says_when_there_are
             await asyncio.sleep(1.0)
             assert len(await stage.client.sessions()) == 2  # the next group waits for the trainer
             [session, _] = await stage.client.sessions()
-            assert (await stage.client.show(session))["config"]["sampling"] == {"temperature": 1.0}
+            assert (await stage.client.show(session)).config.sampling == {"temperature": 1.0}
             samples = await taken(worker, 6)
             assert sorted({sample.group_id for sample in samples}) == [1, 2, 3]
             await until(lambda: worker._dry, 30)

@@ -28,7 +28,7 @@ from turngate.trace.sample import Sample
 from turngate.trace.session import Session, SessionConfig
 from turngate.types import Capture, Json, Limits
 from turngate.views.session import SessionView, SessionViews, encode_json, encode_piece
-from turngate.views.session_directory import SessionDirectory
+from turngate.views.session_directory import SessionDirectory, Summary
 from turngate.views.trace import TraceView, TurnView, parse_trace, training_role
 
 Purpose = Literal["auto", "train", "eval"]
@@ -118,9 +118,9 @@ class OpenEnvRoutes:
         limit = int_param(request, "limit", 100) or 100
         before = int_param(request, "before")
         listed = self._directory.list_sessions(before=before, limit=min(limit, 1000))
-        shapes = await self._session_views.shapes(listed[-1]["key"], listed[0]["key"]) if listed else {}
-        opened_here = [row for row in listed if _METADATA_KEY in row["config"].metadata]
-        return json_response({"sessions": [self._summary(row, shapes.get(row["key"], (0, 0))) for row in opened_here]})
+        shapes = await self._session_views.shapes(listed[-1].key, listed[0].key) if listed else {}
+        opened_here = [row for row in listed if _METADATA_KEY in row.config.metadata]
+        return json_response({"sessions": [self._summary(row, shapes.get(row.key, (0, 0))) for row in opened_here]})
 
     async def show(self, request: Request) -> Response:
         name = self._named(request)
@@ -167,14 +167,14 @@ class OpenEnvRoutes:
         name: str = request.path_params["id"]
         return self._sessions.find_id_by_secret(name) or name
 
-    def _summary(self, row: Mapping[str, Json], shape: tuple[int, int]) -> dict[str, Json]:
-        metadata = {name: value for name, value in row["config"].metadata.items() if name != _METADATA_KEY}
+    def _summary(self, row: Summary, shape: tuple[int, int]) -> dict[str, Json]:
+        metadata = {name: value for name, value in row.config.metadata.items() if name != _METADATA_KEY}
         return {
             **metadata,
-            "session_id": row["id"],
+            "session_id": row.id,
             "turns": shape[0],
             "roots": shape[1],
-            **_usage(self._sessions.find_live(row["id"]), row["closed"] or row["opened"]),
+            **_usage(self._sessions.find_live(row.id), row.closed or row.opened),
         }
 
 

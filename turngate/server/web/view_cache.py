@@ -318,12 +318,9 @@ def load_decoder(folder: Path) -> Tokenizer:
 
 
 def _read_outcome(store: Store, key: int) -> RecordedOutcome | None:
-    """None where it is damaged too: the lists say so."""
-    found = store.outcomes.of(key, key).get(key)
-    try:
-        return None if found is None else msgspec.json.decode(found, type=RecordedOutcome)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
+    """None if it is damaged, too: the lists say so."""
+    outcome = store.outcomes.find(key)
+    return outcome if isinstance(outcome, RecordedOutcome) else None
 
 
 def _empty_view(row: RolloutRow) -> RolloutView:

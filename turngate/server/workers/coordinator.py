@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from turngate.client.protocol import FenceView
 from turngate.errors import Stopping
 from turngate.gateway.weights import WeightUpdates
 from turngate.server.app import Gateway
@@ -21,7 +22,6 @@ from turngate.server.http import decode_body, json_response, route
 from turngate.server.weights import FenceRoutes
 from turngate.server.workers.forwarding import RESTART_WAIT_S, PeerWorkers
 from turngate.telemetry.metrics import MetricsSnapshot
-from turngate.types import Json
 
 _METRICS_S = 2.0  # to wait for another worker's metrics; Prometheus itself waits ten seconds
 
@@ -83,10 +83,11 @@ class Coordinator:
 
     # ── the barrier across all workers ──────────────────────────────────────────────────────────────────────────
 
-    async def describe(self) -> dict[str, Json]:
+    async def describe(self) -> FenceView:
         others = await self._ask_all("GET", "/worker/fence")
         fence = self._gateway.fence
-        return {**fence.describe(), "in_flight": fence.in_flight + sum(state.in_flight for state in others)}
+        in_flight = fence.in_flight + sum(state.in_flight for state in others)
+        return msgspec.structs.replace(fence.describe(), in_flight=in_flight)
 
     async def hold(self, until: float | None) -> None:
         self._gateway.fence_state.write_hold(until)

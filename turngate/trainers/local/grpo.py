@@ -375,7 +375,7 @@ class Trainer:
         """Resume from the newest checkpoint, if there is one, and set the gateway's policy version."""
         found = None if self._folder is None else await asyncio.to_thread(checkpoint.find_newest, self._folder)
         state = self.state if found is None else found.state
-        present = (await self._gateway.fence())["version"]
+        present = (await self._gateway.fence()).version
         version = state.version
         if present > version:  # later rows came from weights that are lost, if there are checkpoints at all
             version = present if self._folder is None else present + 1

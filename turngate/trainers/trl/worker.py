@@ -212,7 +212,7 @@ class TurngateWorker:
     async def _raise_version(self, model_version: int) -> None:
         """Raise the gateway's version. It may be ahead of TRL's, which restarts at 0."""
         gateway = await self._client()
-        now = int((await patiently(gateway.fence))["version"])
+        now = (await patiently(gateway.fence)).version
         adapter = f"{self.config.adapter}-v{model_version}" if self.config.adapter else None
         if self._base is None:  # full weights were sent inside a fence, which counted them; an adapter was not
             self._base = max(0, now - model_version + (adapter is not None))

@@ -1,0 +1,135 @@
+"""HTTP to a gateway: one connection pool, the admin key, decoded replies, and errors that say what went wrong."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self, TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from turngate.client.keys import ADMIN_KEY
+from turngate.client.protocol import ErrorDetail, ErrorReply
+from turngate.common.validation import explain_error, reject_credentials
+from turngate.errors import ConfigError, TurngateError, Unauthorized
+from turngate.telemetry.logs import register_secrets
+from turngate.types import Json
+
+T = TypeVar("T")
+_LIMIT = aiohttp.ClientTimeout(total=60)
+_PROXY_STATUSES = (502, 503, 504)  # what a proxy answers while it cannot reach the gateway
+
+
+class GatewayUnreachable(TurngateError):
+    """The gateway cannot be reached, is stopping, or cannot write (503), or a proxy reports so. The request may be repeated."""
+
+    status = 503
+    kind = "gateway_unreachable"
+    retry_safe = True
+
+
+class RequestRejected(TurngateError):
+    """The gateway rejected the request. `answered` is the HTTP status."""
+
+    def __init__(self, message: str, status: int, param: str | None = None) -> None:
+        super().__init__(f"gateway: {message}", param=param)
+        self.answered = status
+
+
+class InvalidReply(TurngateError):
+    """The gateway sent a reply that this client cannot read, for example because it is of another version."""
+
+    status = 502
+    kind = "gateway_reply_invalid"
+
+
+class GatewayTransport:
+    """Sends requests to one gateway. Use it as a context manager."""
+
+    def __init__(self, url: str, admin_key: str) -> None:
+        reject_credentials(url, "gateway", f"the key comes from {ADMIN_KEY}")
+        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
+            raise ConfigError(f"gateway: {url!r} is not an http(s) URL", param="gateway")
+        self.url = url.rstrip("/")
+        self._key = admin_key
+        register_secrets(admin_key)
+        self._http: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        self._http = aiohttp.ClientSession(headers={"authorization": f"Bearer {self._key}"}, timeout=_LIMIT)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._http is not None:
+            await self._http.close()
+
+    async def post_msgpack(self, path: str, message: object, reply: type[T], within_s: float = 60) -> T:
+        """POST msgpack and receive msgpack: what the gate speaks."""
+        limit = aiohttp.ClientTimeout(total=within_s)
+        return await self._request("POST", path, reply, msgspec.msgpack.encode(message), msgpack=True, within=limit)
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        reply: type[T],
+        body: Json = None,
+        *,
+        msgpack: bool = False,
+        within: aiohttp.ClientTimeout = _LIMIT,
+        headers: Mapping[str, str] = {},
+    ) -> T:
+        """`msgpack`: the format of a successful reply. Errors are always JSON."""
+        assert self._http is not None, "use it as a context manager"
+        try:
+            # A gateway never redirects, and no other server may see its key.
+            async with self._http.request(
+                method, self.url + path, **_body_arguments(body), headers=headers, allow_redirects=False, timeout=within
+            ) as response:
+                raw = await response.read()
+        except (aiohttp.ClientError, TimeoutError, ssl.SSLError, OSError) as error:
+            why = str(error) or type(error).__name__
+            raise GatewayUnreachable(f"gateway: {self.url} cannot be reached ({why})", param="gateway") from None
+        is_ours = "x-turngate" in response.headers
+        if response.status < 300 and is_ours:
+            return self._decode_reply(raw, reply, msgpack=msgpack)
+        raise self._to_error(response.status, raw, is_ours=is_ours)
+
+    def _decode_reply(self, raw: bytes, reply: type[T], *, msgpack: bool) -> T:
+        try:
+            return msgspec.msgpack.decode(raw, type=reply) if msgpack else msgspec.json.decode(raw, type=reply)
+        except msgspec.ValidationError as error:
+            message, field = explain_error(error, reply)
+            raise InvalidReply(
+                f"gateway: {self.url} sent a reply that cannot be read ({message})", param=field
+            ) from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise InvalidReply(f"gateway: {self.url} sent a damaged reply ({error})") from None
+
+    def _to_error(self, status: int, raw: bytes, *, is_ours: bool) -> TurngateError:
+        if not is_ours and status in _PROXY_STATUSES:
+            return GatewayUnreachable(
+                f"gateway: {self.url} answers {status}, but not as a turngate gateway: a proxy in front of it cannot reach it, "
+                "or the address is wrong",
+                param="gateway",
+            )
+        if not is_ours:
+            return ConfigError(f"gateway: {self.url} is not a turngate gateway", param="gateway")
+        try:
+            error = msgspec.json.decode(raw, type=ErrorReply).error
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            error = ErrorDetail(message=str(status))
+        if status == 401:
+            return Unauthorized(f"gateway: {error.message} (the key comes from {ADMIN_KEY})", param=ADMIN_KEY)
+        if status == GatewayUnreachable.status:
+            return GatewayUnreachable(f"gateway: {error.message}", param="gateway")
+        return RequestRejected(error.message, status, error.param)
+
+
+def _body_arguments(body: Json) -> dict[str, Any]:
+    return {"data": body} if isinstance(body, bytes) else {"json": body}
