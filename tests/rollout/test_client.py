@@ -57,7 +57,7 @@ async def test_a_proxy_without_its_gateway_is_not_taken_for_a_wrong_address() ->
         for status in (502, 503, 504):
             front.instead = [status]
             with pytest.raises(
-                GatewayUnreachable, match=f"answers {status}, and no turngate gateway does: .* not its address"
+                GatewayUnreachable, match=f"answers {status}, but not as a turngate gateway: .* the address is wrong"
             ):
                 await client.check()
         for status in (200, 404, 500):
