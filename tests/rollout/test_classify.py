@@ -7,19 +7,11 @@ from typing import Any, get_args
 import pytest
 
 from turngate.errors import Boundary, ContextOverflow, EngineRejected
-from turngate.rollout.classify import (
-    PATIENCE_S,
-    SESSION_LIMITS,
-    SILENT_SHARE,
-    CallError,
-    Ending,
-    Verdict,
-    classify,
-    timeout_error,
-)
+from turngate.rollout.classify import PATIENCE_S, SESSION_LIMITS, SILENT_SHARE, Ending, Verdict, classify, timeout_error
 from turngate.rollout.outcome import Fault, Stage, Status
 from turngate.rollout.spec import EndAction, EndPolicy
 from turngate.tasks.grading.types import Grade
+from turngate.trace.session import CallError
 from turngate.types import STALE
 
 BOUNDARIES = {

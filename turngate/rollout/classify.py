@@ -29,6 +29,7 @@ from turngate.rollout.outcome import Fault, RolloutClass, Stage, Status
 from turngate.rollout.spec import EndAction, EndPolicy
 from turngate.store.outcomes import OutcomeClass
 from turngate.tasks.grading.types import Grade
+from turngate.trace.session import CallError
 from turngate.types import STALE, Limits
 
 SILENT_SHARE = 0.5  # of the agent's time: if the engine was silent for longer, the engine is to blame
@@ -44,14 +45,6 @@ _TIMEOUT_ERRORS: Mapping[Stage, type[TurngateError]] = {
 }
 
 Retry = Literal["", "fault", "stale"]
-
-
-class CallError(msgspec.Struct, frozen=True):
-    """Why the last model call of a session failed."""
-
-    boundary: Boundary
-    kind: str
-    message: str
 
 
 class Ending(msgspec.Struct, kw_only=True):

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-import msgspec
-
 from turngate.client.gateway import GatewayClient, RequestRejected
+from turngate.client.protocol import SessionInfo
 from turngate.errors import TurngateError
 from turngate.rollout import health
 from turngate.rollout.ledger import AttemptStarted, FinishedRollout, UnrecordedRollout
 from turngate.rollout.recording import record_outcome
 from turngate.rollout.results import BatchResults, build_adopted, describe_unrecorded
 from turngate.rollout.stop_signal import StopSignal
-from turngate.store.outcomes import RecordedOutcome
-from turngate.types import Json
 
 
 class LostAttempts:
@@ -29,10 +26,8 @@ class LostAttempts:
         """End an attempt whose end the runner did not see. If the gateway has its outcome, it was over and counts: a second run would
         make two of it."""
         shown = await self._cancel_session(started.session)
-        recorded = (
-            None if shown is None or shown["outcome"] is None else msgspec.convert(shown["outcome"], RecordedOutcome)
-        )
-        if recorded is None:
+        recorded = None if shown is None else shown.outcome
+        if shown is None or recorded is None:
             await self._results.end_attempt(started, why, message)
         elif recorded.kind == "infrastructure fault":
             await self._results.end_attempt(started, "fault", recorded.message)
@@ -53,7 +48,7 @@ class LostAttempts:
         except TurngateError as error:
             return self._stop.stop(describe_unrecorded(finished, error.message))
 
-    async def _cancel_session(self, session: str) -> Json:
+    async def _cancel_session(self, session: str) -> SessionInfo | None:
         """Cancel it, and return what the gateway has of it; None: it was never opened."""
         try:
             await self._gateway.cancel(session)

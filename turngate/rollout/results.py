@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from turngate.client.protocol import SessionInfo
 from turngate.common.aio import run_to_completion
 from turngate.rollout.classify import Verdict
 from turngate.rollout.group_closer import GroupCloser
@@ -31,7 +32,6 @@ from turngate.rollout.recording import build_record
 from turngate.rollout.schedule import RolloutItem
 from turngate.store.outcomes import RecordedOutcome
 from turngate.tasks.task import Task
-from turngate.types import Json
 
 _MAX_CHARS = 2000  # of a message
 EndReason = Literal["fault", "cancelled", "lost", "stale"]
@@ -206,7 +206,7 @@ def build_finished(item: RolloutItem, started: AttemptStarted, outcome: Outcome,
     )
 
 
-def build_adopted(started: AttemptStarted, recorded: RecordedOutcome, shown: Json) -> FinishedRollout:
+def build_adopted(started: AttemptStarted, recorded: RecordedOutcome, shown: SessionInfo) -> FinishedRollout:
     """Build the result of a rollout from what the gateway stores. How long its stages took is not known."""
     return FinishedRollout(
         rollout=started.rollout,
@@ -218,8 +218,8 @@ def build_adopted(started: AttemptStarted, recorded: RecordedOutcome, shown: Jso
         resolved=recorded.resolved,
         attempt=started.attempt,
         session=started.session,
-        turns=shown["turns"],
-        sampled_tokens=shown["sampled_tokens"],
+        turns=shown.turns,
+        sampled_tokens=shown.sampled_tokens,
         message=recorded.message[:_MAX_CHARS],
         at=timestamp(),
     )

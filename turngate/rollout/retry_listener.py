@@ -78,9 +78,9 @@ class RetryListener:
                     for seq, request in (await self._read_pending()).items():
                         self._consider(seq, request)
                 async for event in self._gateway.events(batch_stream(batch), self._last or 0):
-                    self._last = event["seq"]
+                    self._last = event.seq
                     if (new := retry_requests.parse_request(event)) is not None:
-                        self._consider(event["seq"], new)
+                        self._consider(event.seq, new)
             except TurngateError as error:
                 log.debug("retry requests cannot be read now: %s", error.message)
             await asyncio.sleep(_RECONNECT_S)

@@ -275,7 +275,7 @@ class Rollout:
         if not self._spec.task.tools:
             return []
         calls = await self._gateway.tool_calls(self._session.id)
-        return [{"tool": call["tool"], "arguments": call["arguments"]} for call in calls]
+        return [{"tool": call.tool, "arguments": call.arguments} for call in calls]
 
     async def _compare_transcript(self) -> None:
         """Compare the agent's own transcript with the trace."""
@@ -357,8 +357,8 @@ class Rollout:
         try:
             async with asyncio.timeout(limit_s):
                 shown = await self._gateway.show(outcome.session)
-                outcome.turns, outcome.sampled_tokens = shown["turns"], shown["sampled_tokens"]
-                outcome.roles, self._ending.stop = shown["roles"] or {}, self.verdict.stop or shown["stop"]
+                outcome.turns, outcome.sampled_tokens = shown.turns, shown.sampled_tokens
+                outcome.roles, self._ending.stop = shown.roles or {}, self.verdict.stop or shown.stop
                 outcome.rows = len(await self._gateway.samples(outcome.session))
         except (TurngateError, TimeoutError) as error:
             self._note(f"the gateway could not be asked what it has recorded: {error}")

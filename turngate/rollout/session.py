@@ -14,7 +14,7 @@ from turngate.agents.launch import resolve_signals
 from turngate.client.gateway import GatewayClient, GatewayUnreachable, RequestRejected
 from turngate.common.aio import run_to_completion
 from turngate.errors import TurngateError
-from turngate.rollout.classify import CallError, Ending
+from turngate.rollout.classify import Ending
 from turngate.rollout.outcome import ProgressCallback, RolloutProgress
 from turngate.rollout.recording import record_outcome
 from turngate.rollout.spec import RolloutSpec
@@ -69,7 +69,7 @@ class AgentSession:
     async def _follow(self) -> None:
         """Count turns, and notice when the session is over."""
         async for event in self._gateway.events(self.id):
-            kind, data = event["kind"], event["data"]
+            kind, data = event.kind, event.data
             if kind == "turn":
                 self._progress.turns += 1
                 self._progress.sampled_tokens += data["sampled_tokens"]
@@ -100,11 +100,11 @@ class AgentSession:
                 await asyncio.sleep(0.5)
         self.is_ended = True
         ending = self._ending
-        ending.sealed_stop = sealed["stop"]
-        ending.turns = max(sealed["turns"], self._progress.turns)
-        ending.silent_s = live.get("unheard_s", 0.0)  # an older gateway does not say
-        if (error := live["last_error"]) is not None:
-            ending.last_error = CallError(error["boundary"], error["kind"], error["message"])
+        ending.sealed_stop = sealed.stop
+        ending.turns = max(sealed.turns, self._progress.turns)
+        ending.silent_s = live.unheard_s
+        if live.last_error is not None:
+            ending.last_error = live.last_error
 
     async def record(self, record: RecordedOutcome) -> None:
         """Record the outcome beside the trace."""
@@ -118,7 +118,7 @@ class AgentSession:
         end = self._gateway.cancel if cancelled else partial(self._gateway.seal, stop="error")
         await run_to_completion(self._end(end))
 
-    async def _end(self, end: Callable[[str], Awaitable[Json]]) -> None:
+    async def _end(self, end: Callable[[str], Awaitable[object]]) -> None:
         try:
             async with asyncio.timeout(END_S):
                 await end(self.id)

@@ -14,15 +14,16 @@ from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
 
 import aiohttp
-import msgspec
 from aiohttp import web
 from yarl import URL
 
-from turngate.client.gateway import GatewayClient, OpenedSession
+from turngate.client.gateway import GatewayClient
+from turngate.client.protocol import OpenedSession, SessionInfo, SessionSettings, ToolCallView
 from turngate.common.aio import run_to_completion
 from turngate.engines.http import boundary, failure, message_of
 from turngate.errors import EngineError, TurngateError
 from turngate.sandboxes.relay import GATEWAY_HEADER
+from turngate.store.events import Event
 from turngate.store.outcomes import RecordedOutcome
 from turngate.trace.session import CallError, EngineSilence
 from turngate.types import Json
@@ -185,28 +186,39 @@ class DirectModeClient(GatewayClient):
     async def open(self, config: dict[str, Json], session: str | None = None, traceparent: str = "") -> OpenedSession:
         return OpenedSession(session or PLACEHOLDER, PLACEHOLDER)
 
-    async def show(self, session: str) -> Json:
+    async def show(self, session: str) -> SessionInfo:
         """Completed generations count as turns: an agent without any has done nothing to grade."""
         forwarder = self._forwarder
-        return {
-            "last_error": msgspec.to_builtins(forwarder.last_error),
-            "unheard_s": forwarder.engine_silence.seconds,
-            "stop": "",
-            "turns": forwarder.answered,
-            "sampled_tokens": 0,
-            "roles": {},
-        }
+        return SessionInfo(
+            id=session,
+            key=0,
+            status="open",
+            stop="",
+            opened=0.0,
+            closed=None,
+            config=SessionSettings(),
+            outcome=None,
+            turns=forwarder.answered,
+            sampled_tokens=0,
+            in_flight=0,
+            last_error=forwarder.last_error,
+            unheard_s=forwarder.engine_silence.seconds,
+            last_used=0.0,
+            tokens=0,
+            roles={},
+            forks=[],
+        )
 
-    async def seal(self, session: str, stop: str = "") -> Json:
+    async def seal(self, session: str, stop: str = "") -> SessionInfo:
         return await self.show(session)
 
-    async def cancel(self, session: str) -> Json:
+    async def cancel(self, session: str) -> SessionInfo:
         return await self.show(session)
 
     async def samples(self, session: str, *, everything: bool = False) -> list[Json]:
         return []
 
-    async def tool_calls(self, session: str) -> list[Json]:
+    async def tool_calls(self, session: str) -> list[ToolCallView]:
         return []
 
     async def announce(self, session: str, kind: str, data: dict[str, Json]) -> int:
@@ -216,10 +228,10 @@ class DirectModeClient(GatewayClient):
     async def record(self, session: str, recorded: RecordedOutcome, *, replace: bool = False) -> None:
         return
 
-    async def events(self, session: str = "", after: int = 0, *, wait: bool = True) -> AsyncGenerator[Json, None]:
+    async def events(self, session: str = "", after: int = 0, *, wait: bool = True) -> AsyncGenerator[Event, None]:
         """No events. With `wait`, never returns."""
         if wait:
             await asyncio.Event().wait()
-        nothing: tuple[Json, ...] = ()
+        nothing: tuple[Event, ...] = ()
         for event in nothing:
             yield event

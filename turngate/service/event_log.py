@@ -12,6 +12,7 @@ from turngate.errors import StoreError
 from turngate.service.active_rollout import ActiveRollout
 from turngate.service.result import Event
 from turngate.service.storage import ServiceStorage
+from turngate.store.events import Event as GatewayEvent
 from turngate.types import Json
 
 log = logging.getLogger("turngate")
@@ -70,8 +71,8 @@ class EventLog:
                         return
             await asyncio.sleep(pause_s)
 
-    def _append_from_gateway(self, active: ActiveRollout, event: Json) -> bool:
+    def _append_from_gateway(self, active: ActiveRollout, event: GatewayEvent) -> bool:
         """Append an event unless it is known. False: it could not be stored, and has to be read again."""
-        if event["seq"] > active.seq:
-            self.append(active, event["kind"], event["data"], seq=event["seq"], at=event["time"])
-        return active.seq >= int(event["seq"])
+        if event.seq > active.seq:
+            self.append(active, event.kind, event.data, seq=event.seq, at=event.time)
+        return active.seq >= event.seq

@@ -18,7 +18,7 @@ from typing import Literal
 import msgspec
 
 from turngate.errors import ConfigError, StoreError
-from turngate.store.outcomes import DAMAGED_OUTCOME, NO_REWARD, RecordedOutcome
+from turngate.store.outcomes import NO_REWARD, DamagedOutcome, RecordedOutcome
 from turngate.store.sqlite import SessionRow, Store
 from turngate.trace.sample import Sample, build_samples
 from turngate.trace.session import Session
@@ -199,7 +199,8 @@ class RolloutSource(AbstractContextManager["RolloutSource"]):
             outcomes = self._store.outcomes.read(page[-1].key, page[0].key)
             self._seen += len(page)
             for row in page:
-                outcome = outcomes.get(row.key)
+                stored = outcomes.get(row.key)
+                outcome = stored if isinstance(stored, RecordedOutcome) else None
                 if row.damaged:
                     if self._filter.may_match(row, outcome):
                         self._exclusions.add(row.damaged)
@@ -219,10 +220,9 @@ class RolloutSource(AbstractContextManager["RolloutSource"]):
         if row is None:
             self._exclusions.add("its session was deleted in the meantime")
             return None
-        outcomes = self._store.outcomes.read(key, key)
-        outcome = outcomes.get(key)
-        if outcome is None and outcomes:  # damaged since the index was built
-            self._exclusions.add(DAMAGED_OUTCOME)
+        outcome = self._store.outcomes.find(key)
+        if isinstance(outcome, DamagedOutcome):  # since the index was built
+            self._exclusions.add(outcome.message)
             return None
         try:
             session = self._store.load(row)

@@ -94,11 +94,11 @@ class FencedTransfer:
 
     def pause(self) -> None:
         fence = self._thread.run(patiently(lambda: self._gateway.pause(self._mode, self._limit_s)))
-        if not fence["paused"]:
+        if not fence.paused:
             raise FenceReopened(
                 f"limit_s: calls in flight did not end within {self._limit_s:g} s, so calls continue; raise it, or pause with hold"
             )
-        self._version = int(fence["version"])
+        self._version = fence.version
         self._inner.pause()
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
