@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from turngate.engines.base import Generate
-from turngate.engines.local.decode import Armed
+from turngate.engines.local.decode import SlotStart
 from turngate.engines.local.engine import LocalEngine
 from turngate.engines.local.model import Model
 from turngate.engines.local.shape import Rope, Shape
@@ -83,7 +83,7 @@ def alone(model: Model, asked: argparse.Namespace) -> None:
     decoder = engine_of(model, asked)._decoder
     slots = np.arange(asked.calls)
     with torch.inference_mode(), decoder.here():
-        decoder.arm([Armed(slot, 1, asked.prompt, slot, 0, 1.0) for slot in slots.tolist()])
+        decoder.arm([SlotStart(slot, 1, asked.prompt, slot, 0, 1.0) for slot in slots.tolist()])
         times, pending = [], []
         for _ in range(asked.tokens):
             begun = time.perf_counter()

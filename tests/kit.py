@@ -34,7 +34,7 @@ from tests.speed import scaled
 from tools import parts
 from turngate.config import ServeConfig
 from turngate.engines.base import Chunk, Engine, Generate
-from turngate.engines.scripted import Script, Scripted, Turn
+from turngate.engines.scripted import Script, Scripted, ScriptedTurn
 from turngate.render import BUILTIN_TOKENIZER, Renderer, Tokenizer, load_renderer
 from turngate.server.app import Gateway
 
@@ -66,17 +66,19 @@ def real_tokenizer(family: str) -> Path:
     return parts.cache() / "tokenizers" / family
 
 
-def say(text: str, *, folder: Path = BUILTIN_TOKENIZER, close: bool = True, **how: Any) -> Turn:
+def say(text: str, *, folder: Path = BUILTIN_TOKENIZER, close: bool = True, **how: Any) -> ScriptedTurn:
     """A turn in which the model says `text`. `close=False`: it is cut short; `how`: the other fields of `Turn`, speed and faults."""
     speaker = renderer(folder)
     ids = speaker.tokenizer.encode(text)
-    return Turn([*ids, speaker.stop_ids[0]] if close else ids, **({"finish": "length"} if not close else {}) | how)
+    return ScriptedTurn(
+        [*ids, speaker.stop_ids[0]] if close else ids, **({"finish": "length"} if not close else {}) | how
+    )
 
 
-def spelled(pieces: Sequence[str], **how: Any) -> Turn:
+def spelled(pieces: Sequence[str], **how: Any) -> ScriptedTurn:
     """The same, from given pieces that are tokenised apart: for what falls on the seams between tokens."""
     ids = [i for piece in pieces for i in tokenizer().encode(piece)]
-    return Turn([*ids, renderer().stop_ids[0]], **how)
+    return ScriptedTurn([*ids, renderer().stop_ids[0]], **how)
 
 
 def calls(*wanted: tuple[str, Json]) -> str:
@@ -90,7 +92,7 @@ def calls(*wanted: tuple[str, Json]) -> str:
 class Gated(Scripted):
     """An engine that stops after some tokens of each turn until `gate` is opened: for what happens in the middle of one."""
 
-    def __init__(self, script: Script | Sequence[Turn], tokens: int = 0, **options: Any) -> None:
+    def __init__(self, script: Script | Sequence[ScriptedTurn], tokens: int = 0, **options: Any) -> None:
         super().__init__(script, **options)
         self.tokens = tokens
         self.gate = asyncio.Event()
@@ -333,7 +335,7 @@ class Running:
 
 @asynccontextmanager
 async def gateway(
-    script: Script | Sequence[Turn] = (),
+    script: Script | Sequence[ScriptedTurn] = (),
     *,
     engine: Engine | None = None,
     observe: str = "",

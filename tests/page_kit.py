@@ -23,7 +23,7 @@ import numpy as np
 
 from tests import kit
 from turngate.engines.base import Engine
-from turngate.engines.scripted import Script, Turn
+from turngate.engines.scripted import Script, ScriptedTurn
 from turngate.store.events import NewEvent, insert_event
 from turngate.store.outcomes import RecordedOutcome
 from turngate.store.sqlite import _INSERT_CONTEXT, _INSERT_SAMPLED, Store, _node_row
@@ -54,7 +54,7 @@ STAGES = (
 
 @asynccontextmanager
 async def served(
-    data: Path, script: Script | Sequence[Turn] = (), *, engine: Engine | None = None, **config: Any
+    data: Path, script: Script | Sequence[ScriptedTurn] = (), *, engine: Engine | None = None, **config: Any
 ) -> AsyncIterator[kit.Running]:
     """A gateway on such a folder. When it stops, the database is put aside: what was written by hand is nobody's to verify."""
     async with kit.gateway(script, engine=engine, data=data, **config) as running:

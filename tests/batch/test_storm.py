@@ -30,7 +30,7 @@ from tests.batch.test_ledger import fill
 from tests.speed import SLOWNESS, scaled, slowness
 from turngate.client.keys import ADMIN_KEY
 from turngate.engines.base import Generate
-from turngate.engines.scripted import Turn
+from turngate.engines.scripted import ScriptedTurn
 from turngate.rollout.ledger import LedgerState, read_ledger
 from turngate.sandboxes import folders
 
@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.needs("root"), pytest.mark.process, pytest.mark.alone,
 ROOT = Path(__file__).parents[2]
 
 
-def engine(request: Generate, n: int) -> Turn:
+def engine(request: Generate, n: int) -> ScriptedTurn:
     """Drop the connection in the middle of an answer if the task says so."""
     dropped = "This is engine" in kit.tokenizer().decode(request.prompt.tolist())
     return kit.say("Heads.", cut_after=1 if dropped else None)

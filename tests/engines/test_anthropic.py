@@ -13,7 +13,7 @@ import pytest
 from tests.speed import scaled
 from turngate.engines.base import RelayRequest
 from turngate.engines.observe.anthropic import FEWER_TOKENS, MAX_TOKENS, AnthropicRelay
-from turngate.engines.observe.translate import kept
+from turngate.engines.observe.translate import encode_verbatim
 from turngate.errors import (
     BadRequest,
     ContextOverflow,
@@ -488,4 +488,4 @@ async def test_health() -> None:
 
 
 def test_a_kept_turn_reads_back() -> None:
-    assert json.loads(kept([{"type": "text"}], ["a"])) == {"ids": ["a"], "turn": [{"type": "text"}]}
+    assert json.loads(encode_verbatim([{"type": "text"}], ["a"])) == {"ids": ["a"], "turn": [{"type": "text"}]}

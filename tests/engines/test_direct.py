@@ -12,7 +12,7 @@ import uvloop
 
 from tests.speed import scaled
 from turngate.engines import http1
-from turngate.engines.http1 import Connections, CutOff, Malformed, Unreached
+from turngate.engines.http1 import ConnectFailed, ConnectionCut, ConnectionPool, MalformedReply
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -49,7 +49,7 @@ async def connected(says: Serve, **settings: Any):
     port = listening.sockets[0].getsockname()[1]
     given = {"connect_s": scaled(5), "silence_s": scaled(5), "keep_s": scaled(5), **settings}
     given.setdefault("headers", {"Authorization": "Bearer k"})
-    connections = Connections(f"http://127.0.0.1:{port}/base/", **given)
+    connections = ConnectionPool(f"http://127.0.0.1:{port}/base/", **given)
     try:
         yield server, connections
     finally:
@@ -123,13 +123,13 @@ def test_a_reply_that_ends_with_its_connection(loop: str) -> None:
 @pytest.mark.parametrize(
     ("pieces", "error", "words"),
     [
-        ((), CutOff, "without an answer"),
-        ((b"HTTP/1.1 200",), CutOff, "without an answer"),
-        ((HELLO[:-2],), CutOff, "cut off"),
-        ((CHUNKED, b"5\r\nhel"), CutOff, "cut off"),
-        ((CHUNKED, b"5\r\nhello\r\n"), CutOff, "cut off"),
-        ((b"SSH-2.0-OpenSSH_9\r\n\r\n",), Malformed, "."),
-        ((b"HTTP/1.1 200 OK\r\nX: " + b"x" * 70_000,), Malformed, "."),
+        ((), ConnectionCut, "without an answer"),
+        ((b"HTTP/1.1 200",), ConnectionCut, "without an answer"),
+        ((HELLO[:-2],), ConnectionCut, "cut off"),
+        ((CHUNKED, b"5\r\nhel"), ConnectionCut, "cut off"),
+        ((CHUNKED, b"5\r\nhello\r\n"), ConnectionCut, "cut off"),
+        ((b"SSH-2.0-OpenSSH_9\r\n\r\n",), MalformedReply, "."),
+        ((b"HTTP/1.1 200 OK\r\nX: " + b"x" * 70_000,), MalformedReply, "."),
     ],
 )
 def test_a_reply_that_is_none(loop: str, pieces: tuple[bytes, ...], error: type[Exception], words: str) -> None:
@@ -246,8 +246,8 @@ def test_where_nobody_listens(loop: str) -> None:
     async def story() -> None:
         given: dict[str, Any] = {"connect_s": 1.0, "silence_s": None, "keep_s": 1.0, "headers": {}}
         for url in ("http://127.0.0.1:1", "http://nowhere.invalid"):
-            with pytest.raises(Unreached):
-                await Connections(url, **given).ask("POST", "/", b"", {})
+            with pytest.raises(ConnectFailed):
+                await ConnectionPool(url, **given).ask("POST", "/", b"", {})
 
     on(loop, story())
 
@@ -255,7 +255,7 @@ def test_where_nobody_listens(loop: str) -> None:
 def test_a_header_cannot_break_out() -> None:
     given: dict[str, Any] = {"connect_s": 1.0, "silence_s": None, "keep_s": 1.0}
     with pytest.raises(ValueError, match="line break"):
-        Connections("http://h", headers={"a": "b\r\nc: d"}, **given)
+        ConnectionPool("http://h", headers={"a": "b\r\nc: d"}, **given)
 
 
 @both

@@ -12,7 +12,7 @@ import pytest
 
 from tests.speed import scaled
 from turngate.engines import http
-from turngate.engines.http import Client, Events, failure, message_of, paired
+from turngate.engines.http import EngineClient, EventParser, align_logprobs, error_from_status, extract_message
 from turngate.errors import (
     ContextOverflow,
     EngineBusy,
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.asyncio
 
 
 @asynccontextmanager
-async def client_of(server: StandIn | str, **settings: Any) -> AsyncIterator[Client]:
-    client = Client("engine", server if isinstance(server, str) else server.url, **settings)
+async def client_of(server: StandIn | str, **settings: Any) -> AsyncIterator[EngineClient]:
+    client = EngineClient("engine", server if isinstance(server, str) else server.url, **settings)
     await client.start()
     try:
         yield client
@@ -38,7 +38,7 @@ async def client_of(server: StandIn | str, **settings: Any) -> AsyncIterator[Cli
         await client.close()
 
 
-async def read_all(client: Client) -> list[bytes]:
+async def read_all(client: EngineClient) -> list[bytes]:
     async with client.post("/", b"{}", {}) as reply:
         return [data async for batch in reply.events() for data in batch]
 
@@ -51,22 +51,22 @@ async def test_events_are_the_same_wherever_the_reads_cut_them() -> None:
     for ending in (b"\n", b"\r\n"):
         stream = wire.replace(b"\n", ending)
         for cut in range(len(stream) + 1):
-            events = Events()
+            events = EventParser()
             found = events.feed(stream[:cut]) + events.feed(stream[cut:])
             assert [json.loads(data) for data in found] == values, cut
-        events = Events()
+        events = EventParser()
         one_by_one = [data for byte in stream for data in events.feed(bytes([byte]))]
         assert [json.loads(data) for data in one_by_one] == values
 
 
 async def test_an_event_of_several_lines_is_one() -> None:
-    assert Events().feed(b"data: a\ndata:b\n\n\n\ndata: c\n") == [b"a\nb"]
+    assert EventParser().feed(b"data: a\ndata:b\n\n\n\ndata: c\n") == [b"a\nb"]
 
 
 async def test_an_endless_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "EVENT_BYTES", 10)
     with pytest.raises(EngineError, match="endless"):
-        Events().feed(b"data: 12345678901")
+        EventParser().feed(b"data: 12345678901")
 
 
 async def test_unicode_cut_in_the_middle_of_a_character_over_the_network() -> None:
@@ -299,28 +299,28 @@ async def test_a_provider_that_quotes_half_the_key() -> None:
 
 async def test_a_client_that_was_not_started_says_so() -> None:
     with pytest.raises(RuntimeError, match="start"):
-        await read_all(Client("engine", "http://127.0.0.1:1"))
+        await read_all(EngineClient("engine", "http://127.0.0.1:1"))
 
 
 async def test_readable_messages() -> None:
-    assert message_of(b'{"error": {"message": "a", "code": 400}}') == "a"
-    assert message_of(b'{"object": "error", "message": "a", "code": 400}') == "a"
-    assert message_of(b'{"error": "a"}') == "a"
-    assert message_of(b'{"detail": "a"}') == "a"
-    assert "return_token_ids" in message_of(b'{"detail": [{"loc": ["body", "return_token_ids"], "msg": "extra"}]}')
-    assert message_of(b"<html>") == "<html>"
-    assert message_of(b"\xff") == "\ufffd"
-    assert message_of(b"") == ""
-    assert str(failure("engine", 500, "")) == "engine answered 500"
+    assert extract_message(b'{"error": {"message": "a", "code": 400}}') == "a"
+    assert extract_message(b'{"object": "error", "message": "a", "code": 400}') == "a"
+    assert extract_message(b'{"error": "a"}') == "a"
+    assert extract_message(b'{"detail": "a"}') == "a"
+    assert "return_token_ids" in extract_message(b'{"detail": [{"loc": ["body", "return_token_ids"], "msg": "extra"}]}')
+    assert extract_message(b"<html>") == "<html>"
+    assert extract_message(b"\xff") == "\ufffd"
+    assert extract_message(b"") == ""
+    assert str(error_from_status("engine", 500, "")) == "engine answered 500"
 
 
 async def test_pairing_never_fills_and_never_cuts() -> None:
-    assert paired("engine", [1, 2], None) == [None, None]
-    assert paired("engine", [1, 2], [-0.5, None]) == [-0.5, None]
-    assert paired("engine", [1, 2], [-9999.0, 0.0]) == [None, 0.0]
+    assert align_logprobs("engine", [1, 2], None) == [None, None]
+    assert align_logprobs("engine", [1, 2], [-0.5, None]) == [-0.5, None]
+    assert align_logprobs("engine", [1, 2], [-9999.0, 0.0]) == [None, 0.0]
     for wrong in ([-0.5], [-0.5, -0.5, -0.5], []):
         with pytest.raises(EngineError, match="log-probabilities for 2 tokens"):
-            paired("engine", [1, 2], wrong)
+            align_logprobs("engine", [1, 2], wrong)
 
 
 @pytest.mark.parametrize(
@@ -353,5 +353,5 @@ async def test_pairing_never_fills_and_never_cuts() -> None:
     ],
 )
 async def test_an_overflow_carries_the_numbers_that_it_tells(words: str, most: int | None, size: int | None) -> None:
-    error = failure("engine", 400, words)
+    error = error_from_status("engine", 400, words)
     assert isinstance(error, ContextOverflow) and (error.limit, error.size) == (most, size)

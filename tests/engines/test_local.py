@@ -21,7 +21,7 @@ from tests.speed import scaled
 from turngate.config import ServeConfig
 from turngate.engines.base import Chunk
 from turngate.engines.local import LocalEngine, save
-from turngate.engines.local.cache import Piece
+from turngate.engines.local.cache import PromptPiece
 from turngate.engines.weights import Load, Updatable
 from turngate.errors import ConfigError, ContextOverflow, EngineError, EngineRejected, EngineUnavailable
 from turngate.types import Constraint
@@ -140,7 +140,7 @@ async def test_a_group_computes_its_prompt_once_and_a_conversation_only_what_is_
         computed: list[int] = []
         fill = engine._decoder.fill
 
-        def counted(pieces: Sequence[Piece]) -> None:
+        def counted(pieces: Sequence[PromptPiece]) -> None:
             computed.append(sum(len(piece.ids) for piece in pieces))
             fill(pieces)
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from tests.engines.local_kit import asked, model, prompts, said, started, torch
-from turngate.engines.local.cache import Piece, Slots
-from turngate.engines.local.decode import Armed, Decoder
+from turngate.engines.local.cache import PromptPiece, Slots
+from turngate.engines.local.decode import Decoder, SlotStart
 from turngate.engines.local.graphs import GraphDecoder
-from turngate.engines.local.sampler import Bent, bend, draw, uniform
+from turngate.engines.local.sampler import Adjustment, adjust_scores, draw, uniform
 from turngate.types import Sampling
 
 pytestmark = pytest.mark.needs("torch")
@@ -100,7 +100,7 @@ def test_bent_draws_are_from_the_bent_distribution(how: dict[str, Any]) -> None:
     sampling = Sampling(**how)
     expected = reference(scores, sampling, prompt, sampled, stop)
     rows = torch.tensor(scores)[None].clone()
-    bend(rows, Bent(0, sampling, np.array(prompt, np.int32), np.array(sampled, np.int32), (stop,)))
+    adjust_scores(rows, Adjustment(0, sampling, np.array(prompt, np.int32), np.array(sampled, np.int32), (stop,)))
     ids, logprobs = drawn(rows[0].tolist(), sampling.temperature)
     counts = np.bincount(ids, minlength=40)
     assert counts[expected == 0].sum() == 0
@@ -160,9 +160,9 @@ def test_a_step_over_all_slots_is_the_step_of_those_that_sample(shape: dict[str,
     rows = np.array([0, 1, 4, 6])
     lengths = {0: 5, 1: 40, 4: 41, 6: 17}
     texts = {slot: draw_ids.integers(0, 300, n).astype(np.int32) for slot, n in lengths.items()}
-    first = [Piece(slot, 0, text[: len(text) // 2]) for slot, text in texts.items()]
-    second = [Piece(slot, len(text) // 2, text[len(text) // 2 :]) for slot, text in texts.items()]
-    armed = [Armed(int(slot), 9, lengths[slot], 100 + slot, 0, 0.0 if slot == 4 else 0.8) for slot in rows.tolist()]
+    first = [PromptPiece(slot, 0, text[: len(text) // 2]) for slot, text in texts.items()]
+    second = [PromptPiece(slot, len(text) // 2, text[len(text) // 2 :]) for slot, text in texts.items()]
+    armed = [SlotStart(int(slot), 9, lengths[slot], 100 + slot, 0, 0.0 if slot == 4 else 0.8) for slot in rows.tolist()]
     with torch.inference_mode():
         for decoder in (plain, graph):
             decoder.fill(first)

@@ -426,7 +426,7 @@ async def test_a_call_of_another_dialect_is_written_anew() -> None:
         stop=("X",),
         sampling={"temperature": 0.3, "top_k": 5},
         parallel_tool_calls=False,
-        passed={"openai-beta": "not for this dialect"},
+        forwarded_headers={"openai-beta": "not for this dialect"},
     )
     async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
         chunks = await heard(relay, call, max_tokens=50, session="s")
@@ -622,7 +622,7 @@ async def test_ends() -> None:
 
 async def test_headers_of_its_own_dialect_go_along_but_never_a_key() -> None:
     passed = {"openai-beta": "b", "authorization": "Bearer tg-agent", "Cookie": "c"}
-    call = Call(model="", history=ChatHistory([]), body=json.dumps(BODY).encode(), passed=passed)
+    call = Call(model="", history=ChatHistory([]), body=json.dumps(BODY).encode(), forwarded_headers=passed)
     async with serving(StandIn(says(message({"content": "x"})))) as server, started(make(server.url)) as relay:
         await heard(relay, call)
     assert server.headers[0].getall("Authorization") == ["Bearer sk-secret"] and "Cookie" not in server.headers[0]

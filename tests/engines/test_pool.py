@@ -15,7 +15,7 @@ from tests.speed import scaled
 from turngate.engines import http
 from turngate.engines.base import Engine, Health
 from turngate.engines.pool import Pool
-from turngate.engines.scripted import Scripted, Turn
+from turngate.engines.scripted import Scripted, ScriptedTurn
 from turngate.engines.vllm import VLLM
 from turngate.errors import (
     ConfigError,
@@ -36,7 +36,7 @@ class Replica(Scripted):
     """A scripted engine whose health can be switched, and which says who it is by the id it samples."""
 
     def __init__(self, number: int, **turn: Any) -> None:
-        super().__init__(lambda request, index: Turn([number, number], **self.turn), name=f"replica {number}")
+        super().__init__(lambda request, index: ScriptedTurn([number, number], **self.turn), name=f"replica {number}")
         self.number = number
         self.turn = turn
         self.ok = True

@@ -11,7 +11,7 @@ import pytest
 
 from tests.speed import scaled
 from turngate.engines.base import Engine, Generate
-from turngate.engines.scripted import Scripted, Turn, derive_logprobs
+from turngate.engines.scripted import Scripted, ScriptedTurn, derive_logprobs
 from turngate.errors import ContextOverflow, EngineBusy, EngineError, EngineTimeout, EngineUnavailable, TurngateError
 from turngate.types import Sampling
 
@@ -26,7 +26,14 @@ async def play(engine: Engine, **fields: Any) -> list[list[int]]:
 
 
 async def test_exact_ids_in_chunks_with_an_end() -> None:
-    engine = Scripted([Turn([5, 6, 7, 8, 9], chunk=2), Turn([1], finish="abort"), Turn([3, 4], chunk=0), Turn([])])
+    engine = Scripted(
+        [
+            ScriptedTurn([5, 6, 7, 8, 9], chunk=2),
+            ScriptedTurn([1], finish="abort"),
+            ScriptedTurn([3, 4], chunk=0),
+            ScriptedTurn([]),
+        ]
+    )
     async with engine.generate(ask()) as chunks:
         seen = [chunk async for chunk in chunks]
     assert [list(chunk.ids) for chunk in seen] == [[5, 6], [7, 8], [9]]
@@ -46,17 +53,17 @@ async def test_log_probabilities_follow_from_everything_before_them() -> None:
     assert np.array(values, np.float32).tolist() == values  # exact in storage
     assert values[2] != derive_logprobs(prompt, [5, 8, 7])[2]
     assert values[0] != derive_logprobs(np.array([1, 2, 4], np.int32), [5])[0]
-    async with Scripted([Turn([5, 6, 7])]).generate(ask(prompt)) as chunks:
+    async with Scripted([ScriptedTurn([5, 6, 7])]).generate(ask(prompt)) as chunks:
         assert (await collected(chunks)).logprobs == values
 
 
 async def test_given_log_probabilities() -> None:
-    async with Scripted([Turn([5, 6], [-1.0, None])]).generate(ask()) as chunks:
+    async with Scripted([ScriptedTurn([5, 6], [-1.0, None])]).generate(ask()) as chunks:
         assert (await collected(chunks)).logprobs == [-1.0, None]
 
 
 async def test_limits() -> None:
-    engine = Scripted([Turn([5, 6, 7])] * 3, max_context=5)
+    engine = Scripted([ScriptedTurn([5, 6, 7])] * 3, max_context=5)
     async with engine.generate(ask(max_tokens=2)) as chunks:
         whole = await collected(chunks)
     assert (whole.ids, whole.finish) == ([5, 6], "length")
@@ -69,7 +76,7 @@ async def test_limits() -> None:
 
 
 async def test_sessions_play_their_own_script() -> None:
-    engine = Scripted([Turn([1]), Turn([2])])
+    engine = Scripted([ScriptedTurn([1]), ScriptedTurn([2])])
     assert await play(engine, session="a") == [[1]]
     assert await play(engine, session="b") == [[1]]
     assert await play(engine, session="a") == [[2]]
@@ -80,8 +87,8 @@ async def test_sessions_play_their_own_script() -> None:
 
 
 async def test_a_function_as_script_sees_the_request() -> None:
-    def script(request: Generate, index: int) -> Turn:
-        return Turn([*request.prompt.tolist(), index])
+    def script(request: Generate, index: int) -> ScriptedTurn:
+        return ScriptedTurn([*request.prompt.tolist(), index])
 
     engine = Scripted(script)
     assert await play(engine, prompt=[9], stream=False) == [[9, 0]]
@@ -89,7 +96,7 @@ async def test_a_function_as_script_sees_the_request() -> None:
 
 
 async def test_what_was_received_is_kept_up_to_a_limit() -> None:
-    engine = Scripted(lambda request, index: Turn([1]), keep=2)
+    engine = Scripted(lambda request, index: ScriptedTurn([1]), keep=2)
     for token in (1, 2, 3):
         await play(engine, prompt=[token])
     assert [request.prompt.tolist() for request in engine.received] == [[2], [3]]
@@ -98,21 +105,21 @@ async def test_what_was_received_is_kept_up_to_a_limit() -> None:
 @pytest.mark.parametrize(
     ("turn", "expected", "delivered"),
     [
-        (Turn([5, 6], fail_before=True), EngineUnavailable, []),
-        (Turn([5, 6], busy=True), EngineBusy, []),
-        (Turn([5, 6], overflow=True), ContextOverflow, []),
-        (Turn([5, 6, 7], cut_after=2), EngineUnavailable, [5, 6]),
-        (Turn([5, 6, 7], cut_after=2, chunk=0), EngineUnavailable, [5, 6]),
-        (Turn([5, 6, 7], cut_after=3), EngineUnavailable, [5, 6, 7]),
-        (Turn([5, 6, 7], cut_after=0), EngineUnavailable, []),
-        (Turn([5, 6], short_logprobs=True), EngineError, []),
-        (Turn([5, 6], logprobs=[-1.0]), EngineError, []),
-        (Turn([5, 6], hang=True), EngineTimeout, []),
-        (Turn([5, 6], silent_for=60), EngineTimeout, [5]),
-        (Turn([5, 6], delay_s=60), EngineTimeout, []),
+        (ScriptedTurn([5, 6], fail_before=True), EngineUnavailable, []),
+        (ScriptedTurn([5, 6], busy=True), EngineBusy, []),
+        (ScriptedTurn([5, 6], overflow=True), ContextOverflow, []),
+        (ScriptedTurn([5, 6, 7], cut_after=2), EngineUnavailable, [5, 6]),
+        (ScriptedTurn([5, 6, 7], cut_after=2, chunk=0), EngineUnavailable, [5, 6]),
+        (ScriptedTurn([5, 6, 7], cut_after=3), EngineUnavailable, [5, 6, 7]),
+        (ScriptedTurn([5, 6, 7], cut_after=0), EngineUnavailable, []),
+        (ScriptedTurn([5, 6], short_logprobs=True), EngineError, []),
+        (ScriptedTurn([5, 6], logprobs=[-1.0]), EngineError, []),
+        (ScriptedTurn([5, 6], hang=True), EngineTimeout, []),
+        (ScriptedTurn([5, 6], silent_for=60), EngineTimeout, [5]),
+        (ScriptedTurn([5, 6], delay_s=60), EngineTimeout, []),
     ],
 )
-async def test_faults(turn: Turn, expected: type[TurngateError], delivered: list[int]) -> None:
+async def test_faults(turn: ScriptedTurn, expected: type[TurngateError], delivered: list[int]) -> None:
     engine = Scripted([turn], silence_s=0.02)
     seen: list[int] = []
     with pytest.raises(TurngateError) as raised:
@@ -125,12 +132,12 @@ async def test_faults(turn: Turn, expected: type[TurngateError], delivered: list
 
 
 async def test_null_log_probabilities() -> None:
-    async with Scripted([Turn([5, 6], null_logprobs=True)]).generate(ask()) as chunks:
+    async with Scripted([ScriptedTurn([5, 6], null_logprobs=True)]).generate(ask()) as chunks:
         assert (await collected(chunks)).logprobs == [None, None]
 
 
 async def test_aborts_are_counted() -> None:
-    engine = Scripted(lambda request, index: Turn([5, 6, 7]))
+    engine = Scripted(lambda request, index: ScriptedTurn([5, 6, 7]))
     async with engine.generate(ask()) as chunks:
         await anext(chunks)
         assert engine.in_flight == 1
@@ -138,7 +145,7 @@ async def test_aborts_are_counted() -> None:
     async with engine.generate(ask(max_tokens=1)) as chunks:
         await anext(chunks)  # the last one: left, but not early
     assert engine.aborted == 1
-    hung = Scripted([Turn(hang=True)])
+    hung = Scripted([ScriptedTurn(hang=True)])
     task = asyncio.create_task(play(hung))
     while not hung.in_flight:
         await asyncio.sleep(0)
@@ -151,12 +158,12 @@ async def test_aborts_are_counted() -> None:
 async def test_pace() -> None:
     started = time.perf_counter()
     async with asyncio.timeout(scaled(5)):
-        await play(Scripted([Turn([1, 2, 3], delay_s=0.03, pace_s=0.02, silent_for=0.02)]))
+        await play(Scripted([ScriptedTurn([1, 2, 3], delay_s=0.03, pace_s=0.02, silent_for=0.02)]))
     assert time.perf_counter() - started >= 0.09
 
 
 async def test_the_prompt_is_echoed_when_asked_for() -> None:
-    engine = Scripted([Turn([1, 2]), Turn([1, 2])])
+    engine = Scripted([ScriptedTurn([1, 2]), ScriptedTurn([1, 2])])
     async with engine.generate(ask([4, 5], echo_prompt=True)) as chunks:
         assert [chunk.prompt async for chunk in chunks] == [[4, 5], None]
     async with engine.generate(ask([4, 5])) as chunks:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from turngate.config import ServeConfig
-from turngate.engines.scripted import Scripted, Turn
+from turngate.engines.scripted import Scripted, ScriptedTurn
 from turngate.render import Renderer
 from turngate.server.app import Gateway
 from turngate.trace.session import SessionConfig
@@ -39,12 +39,12 @@ class World:
 
     gateway: Gateway
     engine: Scripted
-    queue: deque[Turn] = field(default_factory=deque)
+    queue: deque[ScriptedTurn] = field(default_factory=deque)
 
     @classmethod
     @asynccontextmanager
     async def of(cls, folder, renderer: Renderer, certificate=None, **config: Any):
-        queue: deque[Turn] = deque()
+        queue: deque[ScriptedTurn] = deque()
         engine = Scripted(lambda request, index: queue.popleft(), keep=10_000, max_context=1_000_000)
         # The renderer is loaded once per test session: reading a vocabulary takes a second.
         gateway = Gateway(
@@ -83,7 +83,7 @@ class Agent:
 
     async def call(
         self,
-        turn: Turn,
+        turn: ScriptedTurn,
         *,
         stream: bool = False,
         retried: bool = False,

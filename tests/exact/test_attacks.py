@@ -16,7 +16,7 @@ from tests.exact.test_rows import SYSTEM, causes, role_list, say, talk, user
 from tests.render.test_template import CHATML, folder_with
 from tests.speed import scaled
 from turngate.engines.base import RelayChunk
-from turngate.engines.scripted import Turn
+from turngate.engines.scripted import ScriptedTurn
 from turngate.errors import StoreError
 from turngate.gateway.prompt import build_observed_prompt
 from turngate.render import LastTurn, load_renderer
@@ -46,7 +46,7 @@ async def test_cancelling_and_deleting_at_once_leaves_nothing_for_the_next_sessi
         first = world.agent()
         first.messages = [SYSTEM, user("SECRET of the first session")]
         turn = say(world, "one two three four five")
-        call = asyncio.create_task(first.call(Turn(turn.ids, delay_s=3600)))
+        call = asyncio.create_task(first.call(ScriptedTurn(turn.ids, delay_s=3600)))
         await until(lambda: world.engine.in_flight)
         sessions = world.gateway.sessions
         await asyncio.gather(sessions.cancel(first.session_id), sessions.delete(first.session_id))
@@ -206,7 +206,10 @@ async def test_without_tools_the_longest_line_is_the_main_one(world: World) -> N
     agent.tools = None
     title, work = [{"role": "system", "content": "Write a title."}, user("x")], [SYSTEM, user("x")]
     slow = say(world, "a")
-    calls = agent.call(say(world, "Title"), messages=title), agent.call(Turn(slow.ids, delay_s=0.05), messages=work)
+    calls = (
+        agent.call(say(world, "Title"), messages=title),
+        agent.call(ScriptedTurn(slow.ids, delay_s=0.05), messages=work),
+    )
     _, reply = await asyncio.gather(*calls)
     agent.messages = [*work, reply.message, user("go on")]
     await talk(agent, "b", "c")

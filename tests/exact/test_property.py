@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.exact.agent import TOOLS, Agent, Reply, World, respell
 from tests.exact.invariants import check
 from tests.renderer_fixtures import renderer_params
-from turngate.engines.scripted import Turn
+from turngate.engines.scripted import ScriptedTurn
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1, max_size=40)
 REPLIES = st.sampled_from(
@@ -46,7 +46,7 @@ STEPS = st.one_of(
 )
 
 
-def turn_of(renderer: Any, kind: str, text: str, draw: random.Random) -> Turn:
+def turn_of(renderer: Any, kind: str, text: str, draw: random.Random) -> ScriptedTurn:
     """What the model shall sample."""
     encode, stop = renderer.tokenizer.encode, renderer.stop_ids[0]
     call = '<tool_call>\n{"name": "read", "arguments": {"path": "a/é.py", "n": 1.0}}\n</tool_call>'
@@ -59,7 +59,7 @@ def turn_of(renderer: Any, kind: str, text: str, draw: random.Random) -> Turn:
         ids = [
             i for i in (draw.randrange(vocabulary) for _ in range(draw.randrange(1, 60))) if i not in renderer.stop_ids
         ]
-        return Turn(ids or [0, 1, 2], finish="length") if "cut" in kind else Turn([*ids, stop])
+        return ScriptedTurn(ids or [0, 1, 2], finish="length") if "cut" in kind else ScriptedTurn([*ids, stop])
     texts = {
         "text": text,
         "think": f"<think>\n{text}\n</think>\n\nSo: {text}",
@@ -73,7 +73,7 @@ def turn_of(renderer: Any, kind: str, text: str, draw: random.Random) -> Turn:
     }
     ids = encode(texts[kind])
     ids = [i for i in ids if i not in renderer.stop_ids]
-    return Turn(ids, finish="length") if kind == "truncated" else Turn([*ids, stop])
+    return ScriptedTurn(ids, finish="length") if kind == "truncated" else ScriptedTurn([*ids, stop])
 
 
 def follow(agent: Agent, reply: Reply, text: str) -> None:
@@ -111,9 +111,9 @@ async def play(renderer: Any, steps: list[tuple[str, str, str]], seed: int, rest
             check(stored, [g.prompt for g in world.engine.received])
 
 
-async def step(agent: Agent, kind: str, turn: Turn, text: str, draw: random.Random, before: int) -> None:
+async def step(agent: Agent, kind: str, turn: ScriptedTurn, text: str, draw: random.Random, before: int) -> None:
     if kind == "two at once":
-        other = Turn([*turn.ids])
+        other = ScriptedTurn([*turn.ids])
         replies = await asyncio.gather(agent.call(turn), agent.call(other, stream=True))
         assert [r.status for r in replies] == [200, 200]
         follow(agent, replies[draw.randrange(2)], text)
@@ -124,7 +124,7 @@ async def step(agent: Agent, kind: str, turn: Turn, text: str, draw: random.Rand
         case "go on, streamed":
             reply = await agent.call(turn, stream=True)
         case "retry":
-            await agent.call(Turn([*turn.ids]), stream=True)
+            await agent.call(ScriptedTurn([*turn.ids]), stream=True)
             reply = await agent.call(turn, retried=True)
         case "edit":
             at = draw.randrange(1, len(agent.messages))

@@ -12,7 +12,7 @@ from tests.exact.agent import TOOLS, Agent, World
 from tests.exact.invariants import check
 from tests.exact.test_property import follow, turn_of
 from tests.renderer_fixtures import renderer_params
-from turngate.engines.scripted import Turn
+from turngate.engines.scripted import ScriptedTurn
 from turngate.trace.roles import assign_roles
 from turngate.trace.sample import build_samples
 
@@ -29,9 +29,9 @@ async def world(tmp_path: Any, renderers: Any):
         yield world
 
 
-def say(world: World, text: str) -> Turn:
+def say(world: World, text: str) -> ScriptedTurn:
     renderer = world.gateway.renderer
-    return Turn([*renderer.tokenizer.encode(text), renderer.stop_ids[0]])
+    return ScriptedTurn([*renderer.tokenizer.encode(text), renderer.stop_ids[0]])
 
 
 async def talk(agent: Agent, *replies: str) -> None:

@@ -22,7 +22,7 @@ from tests.speed import scaled
 from turngate.agents.install import Installation
 from turngate.agents.spec import AgentSpec, find_agent, parse_spec
 from turngate.client.gateway import GatewayClient
-from turngate.engines.scripted import Script, Turn
+from turngate.engines.scripted import Script, ScriptedTurn
 from turngate.rollout.connection import GatewayConnector
 from turngate.rollout.outcome import Outcome, RolloutProgress
 from turngate.rollout.rollout import Rollout
@@ -131,7 +131,7 @@ class Stage:
 
 
 @asynccontextmanager
-async def staged(script: Script | Sequence[Turn] = (), **config: Any) -> AsyncIterator[Stage]:
+async def staged(script: Script | Sequence[ScriptedTurn] = (), **config: Any) -> AsyncIterator[Stage]:
     """A stage whose engine says what is given, or that it is done. Nothing of any sandbox may be left when it is struck."""
     async with AsyncExitStack() as stack:
         # Short, because a unix socket's path must be.

@@ -16,7 +16,7 @@ from tests.kit import say, until
 from tests.rollout.kit import PRELUDE, Stage, staged
 from tests.sandboxes import kit as sandboxes
 from tests.speed import paced
-from turngate.engines.scripted import Turn
+from turngate.engines.scripted import ScriptedTurn
 from turngate.rollout import grading
 from turngate.rollout.spec import EndPolicy
 from turngate.rollout.work import is_broken
@@ -93,7 +93,7 @@ async def test_what_a_timed_out_agent_did_is_left_out_by_policy(stage: Stage, tm
 
 
 async def test_an_engine_that_fails_is_never_the_agents_zero(tmp_path: Path) -> None:
-    async with staged([Turn(fail_before=True)] * 20) as stage:
+    async with staged([ScriptedTurn(fail_before=True)] * 20) as stage:
         outcome = await stage.run(task=asked(tmp_path, WRITES.format(answer="41")))
     assert (outcome.status, outcome.kind, outcome.reward) == ("error", "infrastructure fault", None)
 
@@ -104,7 +104,7 @@ HANGS_UP = 'ask("Hi")\nif not (child := os.fork()): ask("More")\ntime.sleep(2)\n
 @pytest.mark.parametrize("program", ['ask("Hi")\nask("More")', HANGS_UP])
 async def test_an_engine_that_goes_silent_is_never_the_agents_zero(tmp_path: Path, program: str) -> None:
     """Also where the agent hangs up and tries again."""
-    async with staged([say("Hello."), Turn(hang=True), Turn(hang=True)]) as stage:
+    async with staged([say("Hello."), ScriptedTurn(hang=True), ScriptedTurn(hang=True)]) as stage:
         outcome = await stage.run(task=asked(tmp_path, program), timeout_s=paced(2.5))
     assert (outcome.status, outcome.kind, outcome.reward, outcome.turns) == ("error", "infrastructure fault", None, 1)
     assert outcome.fault is not None and (outcome.fault.boundary, outcome.fault.stage) == ("engine", "agent")
@@ -122,7 +122,7 @@ async def test_a_slow_engine_is_no_excuse(tmp_path: Path) -> None:
 
 
 async def test_a_call_at_the_very_end_is_no_excuse(tmp_path: Path) -> None:
-    async with staged([say("Hello."), Turn(hang=True)]) as stage:
+    async with staged([say("Hello."), ScriptedTurn(hang=True)]) as stage:
         program = f'ask("Hi")\ntime.sleep({paced(1.4)})\nask("More")'
         outcome = await stage.run(task=asked(tmp_path, program), timeout_s=paced(2))
     assert (outcome.status, outcome.kind, outcome.reward, outcome.fault) == ("timed out", "graded", 0.0, None)

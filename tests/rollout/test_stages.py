@@ -20,7 +20,7 @@ from tests.rollout.kit import Stage, own_agent, staged
 from tests.sandboxes.kit import processes
 from tests.speed import paced, scaled
 from turngate.client.gateway import GatewayClient
-from turngate.engines.scripted import Turn
+from turngate.engines.scripted import ScriptedTurn
 from turngate.errors import SandboxError
 from turngate.rollout import stages
 from turngate.rollout.connection import GatewayConnector
@@ -333,7 +333,7 @@ async def test_a_stage_that_takes_too_long(stage: Stage, monkeypatch: pytest.Mon
 
 async def test_an_engine_that_is_down_reads_as_the_providers_error() -> None:
     """And an agent that ends on it is not to blame: such a rollout must never be scored."""
-    async with staged([Turn(fail_before=True)] * 5) as stage:
+    async with staged([ScriptedTurn(fail_before=True)] * 5) as stage:
         outcome = await stage.run(
             'print(*http("POST", "/v1/chat/completions", {"model": "m", "messages": []}))\nask("Hi")'
         )
@@ -344,7 +344,7 @@ async def test_an_engine_that_is_down_reads_as_the_providers_error() -> None:
 
 
 async def test_an_engine_that_came_back_is_not_held_against_anybody() -> None:
-    async with staged([Turn(fail_before=True), say("Hello.")]) as stage:
+    async with staged([ScriptedTurn(fail_before=True), say("Hello.")]) as stage:
         outcome = await stage.run(
             'body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}\n'
             'http("POST", "/v1/chat/completions", body)\nhttp("POST", "/v1/chat/completions", body)\nsys.exit(4)'

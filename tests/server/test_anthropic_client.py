@@ -17,7 +17,7 @@ import pytest
 from tests.kit import Gated, Json, Running, calls, gateway, real_tokenizer, renderer, say, spelled, tokenizer, until
 from tests.speed import scaled
 from turngate.dialects import decode_stored_messages
-from turngate.engines.scripted import Scripted, Turn, derive_logprobs
+from turngate.engines.scripted import Scripted, ScriptedTurn, derive_logprobs
 from turngate.render import BUILTIN_TOKENIZER
 
 WAYS = ("async", "async stream", "sync", "sync stream", "beta", "beta stream")
@@ -103,7 +103,7 @@ def prompts(g: Running) -> list[str]:
     return [tokenizer().decode(request.prompt.tolist()) for request in g.engine.received]
 
 
-async def check_one_row(g: Running, session_id: str, script: list[Turn] | None = None) -> None:
+async def check_one_row(g: Running, session_id: str, script: list[ScriptedTurn] | None = None) -> None:
     """Everything is one row, whose ids are what the engine got and gave."""
     [row] = await g.samples(session_id)
     assert all(span["trained"] for span in row["spans"]) and len(row["spans"]) == len(g.engine.received)
@@ -569,10 +569,10 @@ async def test_a_prompt_that_does_not_fit(way: str) -> None:
         assert caught.value.api_message == f"prompt is too long: {size} tokens > 20 maximum" and size > 100
 
 
-ENGINE_FAULTS: dict[str, tuple[Turn, type[anthropic.APIStatusError], str]] = {
-    "busy": (Turn(busy=True), anthropic.RateLimitError, "rate_limit_error"),
-    "gone": (Turn(fail_before=True), anthropic.OverloadedError, "overloaded_error"),
-    "overflow": (Turn(overflow=True), anthropic.BadRequestError, "invalid_request_error"),
+ENGINE_FAULTS: dict[str, tuple[ScriptedTurn, type[anthropic.APIStatusError], str]] = {
+    "busy": (ScriptedTurn(busy=True), anthropic.RateLimitError, "rate_limit_error"),
+    "gone": (ScriptedTurn(fail_before=True), anthropic.OverloadedError, "overloaded_error"),
+    "overflow": (ScriptedTurn(overflow=True), anthropic.BadRequestError, "invalid_request_error"),
     "silent": (say("Hi.", delay_s=5), anthropic.GatewayTimeoutError, "timeout_error"),
     "nonsense": (say("Hi.", short_logprobs=True), anthropic.InternalServerError, "api_error"),
 }
@@ -592,7 +592,7 @@ async def test_faults_of_the_engine(fault: str, way: str, caplog: pytest.LogCapt
 
 
 async def test_a_client_that_repeats_its_call_gets_through_when_the_engine_is_back() -> None:
-    async with gateway([Turn(fail_before=True), say("Hello.")]) as g:
+    async with gateway([ScriptedTurn(fail_before=True), say("Hello.")]) as g:
         session = await g.open()
         reply = await client(g, session.key, max_retries=2).messages.create(
             model="m", max_tokens=10, messages=[{"role": "user", "content": "Hi"}]
@@ -812,7 +812,7 @@ def respelled(messages: list[Json], how: random.Random) -> list[Json]:
     return out
 
 
-def sampled(kind: str, n: int, folder: Path, draw: random.Random) -> Turn:
+def sampled(kind: str, n: int, folder: Path, draw: random.Random) -> ScriptedTurn:
     call = calls(("read_file", {"path": f"a/é{n}.py", "n": 1.0}))
     texts = {
         "text": f"Step {n}: 汉字\n\n",
@@ -827,7 +827,7 @@ def sampled(kind: str, n: int, folder: Path, draw: random.Random) -> Turn:
     stop = set(renderer(folder).stop_ids)
     if kind == "random":
         ids = [i for i in draw.choices(range(tokenizer(folder).vocab_size), k=30) if i not in stop]
-        return Turn([*ids, renderer(folder).stop_ids[0]])
+        return ScriptedTurn([*ids, renderer(folder).stop_ids[0]])
     return say(texts[kind], folder=folder)
 
 

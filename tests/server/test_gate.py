@@ -26,7 +26,7 @@ from turngate.client.gateway import GatewayClient
 from turngate.client.protocol import MAX_WAIT_S, CallAnswer, LeasedCalls, TakeCalls
 from turngate.config import ServeConfig
 from turngate.engines.gate import Gate, GateCall
-from turngate.engines.scripted import Turn, derive_logprobs
+from turngate.engines.scripted import ScriptedTurn, derive_logprobs
 from turngate.errors import ConfigError, Conflict, Gone, NotFound, Unauthorized
 from turngate.render import BUILTIN_TOKENIZER
 from turngate.server import run
@@ -113,7 +113,7 @@ async def test_a_gate_serves_gate_sessions_only() -> None:
 
 
 async def test_a_session_goes_on_only_with_the_mode_it_began_with(tmp_path: Path) -> None:
-    async with gateway([Turn([1])], data=tmp_path) as g:
+    async with gateway([ScriptedTurn([1])], data=tmp_path) as g:
         session = await g.open()
     gate = Gate()
     async with gateway(engine=gate, data=tmp_path) as g:

@@ -28,7 +28,7 @@ from tests.renderer_fixtures import (
 )
 from tests.speed import scaled
 from turngate.engines.base import Generate
-from turngate.engines.scripted import Turn
+from turngate.engines.scripted import ScriptedTurn
 
 every_way = pytest.mark.parametrize("way", WAYS)
 THOUGHTS = {"include_thoughts": True}
@@ -338,7 +338,7 @@ async def test_forced_calls_and_shapes_are_honoured_and_marked(way: str) -> None
     class Number(pydantic.BaseModel):
         n: int
 
-    def script(request: Generate, index: int) -> Turn:
+    def script(request: Generate, index: int) -> ScriptedTurn:
         assert request.constraint is not None
         forced = '[{"name": "read_file", "arguments": {"path": "a"}}]'
         return say(forced if request.constraint.kind == "tools" else '{"n": 1}')
@@ -518,9 +518,9 @@ async def failed(g: Running, key: str, way: str = "async", contents: Any = "Hi",
 @every_way
 async def test_each_fault_of_the_engine_is_the_providers_own_error(way: str) -> None:
     faults = [
-        (Turn((), busy=True), 429, "RESOURCE_EXHAUSTED"),
-        (Turn((), fail_before=True), 503, "UNAVAILABLE"),
-        (Turn((), overflow=True), 400, "INVALID_ARGUMENT"),
+        (ScriptedTurn((), busy=True), 429, "RESOURCE_EXHAUSTED"),
+        (ScriptedTurn((), fail_before=True), 503, "UNAVAILABLE"),
+        (ScriptedTurn((), overflow=True), 400, "INVALID_ARGUMENT"),
     ]
     async with gateway([turn for turn, _, _ in faults]) as g:
         session = await g.open()
@@ -599,7 +599,7 @@ async def test_a_fault_in_the_middle_of_a_stream(way: str) -> None:
 
 
 async def test_a_client_that_is_told_to_retry_does_so() -> None:
-    async with gateway([Turn((), busy=True), Turn((), fail_before=True), say("At last.")]) as g:
+    async with gateway([ScriptedTurn((), busy=True), ScriptedTurn((), fail_before=True), say("At last.")]) as g:
         session = await g.open()
         retry = types.HttpRetryOptions(attempts=3, initial_delay=0.01, max_delay=0.02, jitter=0.01)
         async with client(g, session.key, retry_options=retry) as c:

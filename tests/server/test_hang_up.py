@@ -15,7 +15,7 @@ import pytest
 from tests.kit import Gated, Opened, Running, gateway, say, tokenizer, until, user
 from tests.speed import scaled
 from turngate.engines.base import Chunk, Generate
-from turngate.engines.scripted import Scripted, Turn
+from turngate.engines.scripted import Scripted, ScriptedTurn
 from turngate.server import asgi
 
 HI = [user("Hi")]
@@ -276,7 +276,7 @@ async def test_ending_a_session_whose_agent_reads_slowly(monkeypatch: pytest.Mon
     """The gateway may be stuck in writing to it. The stream still ends with an error event, not in the middle of nowhere."""
     monkeypatch.setattr(asgi, "STALL_S", 3600.0)
     long = max(range(4096), key=lambda i: len(tokenizer().decode(i)))
-    engine = Counted([Turn([long] * 60_000, chunk=100)])
+    engine = Counted([ScriptedTurn([long] * 60_000, chunk=100)])
     async with gateway(engine=engine) as g:
         session = await g.open()
         body = {"model": "m", "messages": HI, "stream": True, "max_tokens": 10**6}
@@ -297,7 +297,7 @@ async def test_ending_a_session_whose_agent_reads_slowly(monkeypatch: pytest.Mon
 async def test_an_answer_whose_end_never_went_out_is_marked_so() -> None:
     """All of it is sampled and stored, but the agent reads too slowly to get the end of it, and then hangs up."""
     long = max(range(4096), key=lambda i: len(tokenizer().decode(i)))
-    async with gateway([Turn([long] * 50_000, chunk=0), say("Again.")]) as g:
+    async with gateway([ScriptedTurn([long] * 50_000, chunk=0), say("Again.")]) as g:
         session = await g.open()
         body = {"model": "m", "messages": HI, "stream": True, "max_tokens": 10**6}
         async with g.http(session.key).stream("POST", "/v1/chat/completions", json=body):

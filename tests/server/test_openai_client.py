@@ -28,7 +28,7 @@ from tests.kit import (
     user,
 )
 from turngate.engines.base import Generate, Health
-from turngate.engines.scripted import Scripted, Turn
+from turngate.engines.scripted import Scripted, ScriptedTurn
 
 SYSTEM = {"role": "system", "content": "You are a careful engineer."}
 every_way = pytest.mark.parametrize("way", WAYS)
@@ -483,7 +483,7 @@ STOPS: dict[str, tuple[list[str], str | list[str], str, int]] = {
 async def test_a_stop_string_ends_the_answer_and_is_not_shown(way: str) -> None:
     """Wherever it falls: inside a token, across tokens, across the chunks in which the engine sends them."""
 
-    def script(request: Generate, index: int) -> Turn:
+    def script(request: Generate, index: int) -> ScriptedTurn:
         case, chunk = request.session.split(".")
         return spelled(STOPS[case][0], chunk=int(chunk))
 

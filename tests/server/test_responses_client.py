@@ -17,7 +17,7 @@ import pytest
 from tests.exact.invariants import check
 from tests.kit import WAYS, Gated, Json, Opened, Running, calls, gateway, say, tokenizer, until
 from turngate.engines.base import Generate
-from turngate.engines.scripted import Scripted, Turn
+from turngate.engines.scripted import Scripted, ScriptedTurn
 
 every_way = pytest.mark.parametrize("way", [*WAYS, "async stream helper", "sync stream helper"])
 STREAMED = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -761,7 +761,7 @@ def respelled(items: list[Json], how: random.Random) -> list[Json]:
 async def test_long_conversations_are_one_row_whose_ids_are_what_the_engine_saw(seed: int) -> None:
     how = random.Random(seed)
     texts = [spoken(how) for _ in range(25)]
-    script: list[Turn] = [say(text) for text in texts]
+    script: list[ScriptedTurn] = [say(text) for text in texts]
     async with gateway(script) as g:
         session = await g.open()
         history: list[Json] = [user("Begin.")]

@@ -23,7 +23,7 @@ from tests import kit
 from tests.rollout.kit import PRELUDE
 from tests.speed import scaled
 from turngate.engines.base import Engine
-from turngate.engines.scripted import Script, Scripted, Turn
+from turngate.engines.scripted import Script, Scripted, ScriptedTurn
 from turngate.sandboxes import folders
 from turngate.sandboxes.base import Backend
 from turngate.sandboxes.local import LocalBackend
@@ -95,7 +95,7 @@ def config(data: Path, **more: Any) -> ServiceConfig:
 
 @asynccontextmanager
 async def served(
-    script: Script | Sequence[Turn] = (),
+    script: Script | Sequence[ScriptedTurn] = (),
     *,
     data: Path | None = None,
     root: Path | None = None,

@@ -12,7 +12,7 @@ from tests.kit import until
 from tests.service.kit import KEY, Service, served
 from tests.speed import scaled
 from turngate.engines.base import Generate
-from turngate.engines.scripted import Turn
+from turngate.engines.scripted import ScriptedTurn
 from turngate.sandboxes.base import SandboxSpec
 from turngate.sandboxes.local import LocalBackend
 from turngate.sandboxes.supervised import SupervisedSandbox
@@ -55,8 +55,8 @@ async def aborted(service: Service, rollout: str, stage: str) -> None:
     ],
 )
 async def test_while_it_runs(stage: str, how: dict[str, Any]) -> None:
-    def script(request: Generate, n: int) -> Turn:
-        return Turn(hang=True)
+    def script(request: Generate, n: int) -> ScriptedTurn:
+        return ScriptedTurn(hang=True)
 
     async with served(script) as service:
         rollout = service.rollouts.start(service.asked(**how))

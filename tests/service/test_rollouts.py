@@ -21,7 +21,7 @@ from tests.speed import scaled
 from turngate.client.gate import RemoteGate
 from turngate.client.gateway import GatewayClient
 from turngate.engines.base import Generate
-from turngate.engines.scripted import Turn
+from turngate.engines.scripted import ScriptedTurn
 from turngate.errors import BadRequest, Busy, NotFound, Stopping, StoreError
 from turngate.service.catalog import Endpoint
 from turngate.service.config import Clamp
@@ -108,10 +108,10 @@ def wrong() -> list[tuple[str, dict[str, Any], tuple[Any, ...]]]:
 async def test_what_goes_wrong_is_a_result() -> None:
     broken = list(say("Break").ids[:-1])
 
-    def script(request: Generate, n: int) -> Turn:
+    def script(request: Generate, n: int) -> ScriptedTurn:
         asked = request.prompt.tolist()
         breaks = any(asked[at : at + len(broken)] == broken for at in range(len(asked)))
-        return Turn(fail_before=True) if breaks else say("Done.")
+        return ScriptedTurn(fail_before=True) if breaks else say("Done.")
 
     async with served(script) as service:
         results = await asyncio.gather(

@@ -12,7 +12,7 @@ import pytest
 
 from tests.kit import Gated, Json, Running, calls, gateway, result, say, tool, until, user, whole
 from turngate.common.sharding import new_secret, slot_from_head, slot_of
-from turngate.engines.scripted import Turn
+from turngate.engines.scripted import ScriptedTurn
 from turngate.errors import Conflict
 from turngate.views.training_trace import training_trace
 
@@ -221,7 +221,7 @@ def _trained(sequence: Json, view: Json) -> list[tuple[str, int]]:
 
 async def test_no_log_probability_is_made_up() -> None:
     ids = say("Hello.").ids
-    async with gateway([Turn(ids, null_logprobs=True), say("Bye.")]) as g:
+    async with gateway([ScriptedTurn(ids, null_logprobs=True), say("Bye.")]) as g:
         session = await opened(g)
         first = await ask(g, session["session_id"], [user("Hi")])
         await ask(g, session["session_id"], [user("Hi"), first.message(), user("Bye")])

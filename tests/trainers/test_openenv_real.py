@@ -12,7 +12,7 @@ import pytest
 from tests.kit import Json, Running, calls, gateway, result, say, tool, user, whole
 from tests.speed import scaled
 from tools import parts
-from turngate.engines.scripted import Turn
+from turngate.engines.scripted import ScriptedTurn
 from turngate.views.training_trace import training_trace
 
 pytestmark = [pytest.mark.needs("trl"), pytest.mark.full]
@@ -77,7 +77,7 @@ async def test_openenv_takes_our_traces(python: str) -> None:
     script = [
         say("A title"),
         say(calls(("read_file", {"path": "a"}))),
-        Turn(say("First try.").ids, null_logprobs=True),
+        ScriptedTurn(say("First try.").ids, null_logprobs=True),
         say("Second try."),
         say("Cut sho", close=False),
         say('[{"name": "read_file", "parameters": {"path": "a"}}]'),

@@ -10,7 +10,7 @@ from tests.exact.agent import TOOLS, Agent, World
 from tests.exact.test_property import follow
 from tests.exact.test_rows import SYSTEM, say, talk, user
 from tests.kit import calls
-from turngate.engines.scripted import Turn
+from turngate.engines.scripted import ScriptedTurn
 from turngate.trace.signals import Rule, Signals
 
 SIGNALS = Signals(
@@ -47,7 +47,7 @@ async def work(agent: Agent, world: World) -> None:
     follow(agent, await agent.call(say(world, "a long answer that is cut off here"), max_tokens=4), "go on")
     main = list(agent.messages)
     cut = say(world, "a turn that dies in the middle of it")
-    assert (await agent.call(Turn(cut.ids, cut_after=5))).status != 200
+    assert (await agent.call(ScriptedTurn(cut.ids, cut_after=5))).status != 200
     follow(agent, await agent.call(say(world, "Fixed."), retried=True), "and now?")
     await talk(agent, "Nothing.")
     await agent.call(say(world, "We fixed it."), messages=[*agent.messages, user("Summarise it.")])

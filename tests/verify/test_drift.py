@@ -14,7 +14,7 @@ from tests.exact.test_rows import SYSTEM, say, talk, user
 from tests.kit import calls
 from tests.render.test_template import CHATML, folder_with
 from tests.verify.kit import all_fine
-from turngate.engines.scripted import Turn
+from turngate.engines.scripted import ScriptedTurn
 from turngate.render import Renderer, load_renderer
 from turngate.verify import Fork
 
@@ -70,7 +70,7 @@ async def test_thinking_that_the_template_kept_is_not_what_it_changed(
 
     async def story(agent: Agent, world: World) -> None:
         call = renderer.tokenizer.encode("\n" + calls(("read", {"path": "a"})))
-        follow(agent, await agent.call(Turn([*ids, *call, renderer.stop_ids[0]])), "content")
+        follow(agent, await agent.call(ScriptedTurn([*ids, *call, renderer.stop_ids[0]])), "content")
         await talk(agent, "done")
 
     [fork] = await forks(tmp_path, renderer, story, thinking="drop")

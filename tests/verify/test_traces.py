@@ -19,7 +19,7 @@ from tests.golden.replay import play as replayed
 from tests.kit import calls
 from tests.renderer_fixtures import renderer_params
 from tests.verify.kit import all_fine, verdict
-from turngate.engines.scripted import Turn
+from turngate.engines.scripted import ScriptedTurn
 from turngate.store.outcomes import RecordedOutcome
 from turngate.types import Limits
 from turngate.verify import Verdict
@@ -118,7 +118,7 @@ async def test_limits_aborts_and_restarts(tmp_path: Path, renderers: Any) -> Non
         agent = world.agent(limits=Limits(sampled_tokens=12))
         agent.messages = [SYSTEM, user("work")]
         await talk(agent, "one two three")
-        assert (await agent.call(Turn(say(world, "gone").ids, cut_after=1))).status != 200
+        assert (await agent.call(ScriptedTurn(say(world, "gone").ids, cut_after=1))).status != 200
         session = agent.session_id
         key = agent.key
     async with World.of(tmp_path, renderers("builtin")) as world:

@@ -29,7 +29,7 @@ from turngate.client.protocol import (
     RenewLeases,
     TakeCalls,
 )
-from turngate.engines.gate_call import Asked, End, Fault, GateCall
+from turngate.engines.gate_call import GateCall, GateFault, GateFinish, GateRequest
 from turngate.errors import BadRequest, ConfigError, Conflict, Gone, NotFound, TurngateError
 from turngate.types import ID_DTYPE, Ids, Logprobs
 
@@ -104,7 +104,7 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
 
     def _call(self, handed: LeasedCall) -> GateCall:
         prompt = np.frombuffer(handed.prompt, "<i4").astype(ID_DTYPE)
-        asked = Asked(
+        asked = GateRequest(
             session=handed.session,
             prompt=prompt,
             max_tokens=handed.max_tokens,
@@ -121,7 +121,7 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
     # ── a desk: what a call is answered with ────────────────────────────────────────────────────────────────────
 
     async def piece(
-        self, call: GateCall, ids: Ids, logprobs: Logprobs | None, finish: End | None, version: int | None
+        self, call: GateCall, ids: Ids, logprobs: Logprobs | None, finish: GateFinish | None, version: int | None
     ) -> None:
         scores = None if logprobs is None else logprobs.astype("<f4").tobytes()
         given = CallAnswer(
@@ -136,7 +136,7 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
         if finish is not None:
             self._mine.pop(call.id, None)
 
-    async def fail(self, call: GateCall, message: str, fault: Fault) -> None:
+    async def fail(self, call: GateCall, message: str, fault: GateFault) -> None:
         await self._tell(call, "fail", CallFailure(call.lease, message, fault))
         self._mine.pop(call.id, None)
 

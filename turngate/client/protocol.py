@@ -10,7 +10,7 @@ from typing import Annotated, Generic, Literal, TypeVar
 
 import msgspec
 
-from turngate.engines.gate_call import End, Fault
+from turngate.engines.gate_call import GateFault, GateFinish
 from turngate.errors import BadRequest
 from turngate.store.feeds import IncompleteGroup
 from turngate.store.outcomes import OutcomeClass, RecordedOutcome
@@ -313,14 +313,14 @@ class CallAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     ids: bytes
     logprobs: bytes | None
     at: Annotated[int, msgspec.Meta(ge=0)] = 0
-    finish: End | None = None
+    finish: GateFinish | None = None
     version: int | None = None
 
 
 class CallFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lease: str
     message: str
-    fault: Fault = "unavailable"
+    fault: GateFault = "unavailable"
 
 
 class CallRelease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -15,7 +15,7 @@ import msgspec
 from turngate.config import OBSERVED_ENGINES
 from turngate.doctor.context import Subject
 from turngate.doctor.finding import Seen, failure, ok, unchecked, warning
-from turngate.engines.http import Client
+from turngate.engines.http import EngineClient
 from turngate.errors import BadRequest, TurngateError
 from turngate.render import Renderer, TemplateRenderer
 from turngate.render.certify import CASES, ProbeCase
@@ -65,7 +65,7 @@ async def agreement(subject: Subject) -> list[Seen]:
             found.append(unchecked(f"{config.engine} at {url} is not usable"))
             continue
         root = url.rstrip("/").removesuffix("/v1")
-        client = Client(config.engine, root, key=read_engine_key(config), direct=False)
+        client = EngineClient(config.engine, root, key=read_engine_key(config), direct=False)
         await client.start()
         try:
             found += await _compared(
@@ -81,7 +81,7 @@ async def agreement(subject: Subject) -> list[Seen]:
 class _Engine:
     """What an engine answers to questions about its tokenizer."""
 
-    def __init__(self, client: Client, model: str, kind: str) -> None:
+    def __init__(self, client: EngineClient, model: str, kind: str) -> None:
         self._client = client
         self._model = model
         self.kind = kind

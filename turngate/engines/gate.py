@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from turngate.engines.base import Chunk, Generate, Health
-from turngate.engines.gate_call import Asked, End, Fault, GateCall, check
+from turngate.engines.gate_call import GateCall, GateFault, GateFinish, GateRequest, check_piece
 from turngate.errors import (
     BadRequest,
     Conflict,
@@ -39,17 +39,17 @@ from turngate.errors import (
 )
 from turngate.types import ID_DTYPE, Ids, Logprobs
 
-__all__ = ["Gate", "GateCall", "Waiting"]
+__all__ = ["Gate", "GateCall", "QueueStatus"]
 
 _REMEMBERED = 10_000  # calls that are over
-_FAULTS: dict[Fault, type[TurngateError]] = {
+_FAULTS: dict[GateFault, type[TurngateError]] = {
     "unavailable": EngineUnavailable,
     "error": EngineError,
     "overflow": ContextOverflow,
 }
 
 
-class Waiting(msgspec.Struct, frozen=True):
+class QueueStatus(msgspec.Struct, frozen=True):
     """The queue, for whoever looks at it."""
 
     waiting: int
@@ -58,7 +58,7 @@ class Waiting(msgspec.Struct, frozen=True):
     takers: int  # that wait for a call
 
 
-class _Ticket:
+class Ticket:
     """One call from when it came until it is over. Its fields change under the gate's lock."""
 
     def __init__(self, request: Generate, loop: asyncio.AbstractEventLoop) -> None:
@@ -83,7 +83,7 @@ class _Ticket:
             self.loop.call_soon_threadsafe(self.arrived.set)
 
 
-class _Ended(msgspec.Struct, frozen=True):
+class EndedCall(msgspec.Struct, frozen=True):
     reason: str
     answered: bool
     last: bytes
@@ -111,9 +111,9 @@ class Gate:
         self._version: Callable[[], int] | None = None
         # A plain lock: it is held for a few lines without waiting for anything, and guards against other threads too.
         self._lock = threading.Lock()
-        self._live: dict[str, _Ticket] = {}
-        self._queue: OrderedDict[str, _Ticket] = OrderedDict()
-        self._ended: OrderedDict[str, _Ended] = OrderedDict()
+        self._live: dict[str, Ticket] = {}
+        self._queue: OrderedDict[str, Ticket] = OrderedDict()
+        self._ended: OrderedDict[str, EndedCall] = OrderedDict()
         self._takers: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
         self._closed = False
 
@@ -152,14 +152,14 @@ class Gate:
     def generate(self, request: Generate) -> _Generation:
         return _Generation(self, request)
 
-    def waiting(self) -> Waiting:
+    def waiting(self) -> QueueStatus:
         with self._lock:
             oldest = next(iter(self._queue.values()), None)
             age = 0.0 if oldest is None else time.monotonic() - oldest.came
-            return Waiting(len(self._queue), len(self._live) - len(self._queue), age, len(self._takers))
+            return QueueStatus(len(self._queue), len(self._live) - len(self._queue), age, len(self._takers))
 
-    def admit(self, request: Generate) -> _Ticket:
-        ticket = _Ticket(request, asyncio.get_running_loop())
+    def admit(self, request: Generate) -> Ticket:
+        ticket = Ticket(request, asyncio.get_running_loop())
         with self._lock:
             if self._closed:
                 raise EngineUnavailable("the gateway is being stopped; repeat this call in a moment")
@@ -167,7 +167,7 @@ class Gate:
             self._wake()
         return ticket
 
-    def next_news(self, ticket: _Ticket) -> Chunk | TurngateError | float | None:
+    def next_news(self, ticket: Ticket) -> Chunk | TurngateError | float | None:
         """What there is to tell of a call, or the moment until which it may be waited for."""
         with self._lock:
             if ticket.news:
@@ -176,7 +176,7 @@ class Gate:
             silent = None if self._silence_s is None else ticket.heard + self._silence_s
             return min((moment for moment in (silent, ticket.until) if moment is not None), default=None)
 
-    def overdue(self, ticket: _Ticket) -> None:
+    def overdue(self, ticket: Ticket) -> None:
         """Its time may be up: the taker's, and then it waits for another; or its own."""
         now = time.monotonic()
         with self._lock:
@@ -193,7 +193,7 @@ class Gate:
                 ticket.tell(EngineTimeout(f"{who} for {self._silence_s:g} s; try again"))
                 self._end(ticket, f"nothing was heard of it for {self._silence_s:g} s")
 
-    def leave(self, ticket: _Ticket, reason: str) -> None:
+    def leave(self, ticket: Ticket, reason: str) -> None:
         with self._lock:
             if ticket.id in self._live:
                 self._end(ticket, reason)
@@ -239,12 +239,12 @@ class Gate:
         at: int,
         ids: Ids,
         logprobs: Logprobs | None,
-        finish: End | None,
+        finish: GateFinish | None,
         version: int | None = None,
     ) -> None:
         """Take a piece of an answer, past the first `at` tokens; with `finish` it is the last. The same piece again is fine."""
-        check(ids, logprobs)
-        piece = _mark(lease, at, ids, logprobs, finish)
+        check_piece(ids, logprobs)
+        piece = _digest(lease, at, ids, logprobs, finish)
         with self._lock:
             known = self._ended.get(call_id) or self._live.get(call_id)
             if known is not None and known.last == piece:
@@ -263,7 +263,7 @@ class Gate:
             if finish is not None:
                 self._end(ticket, "it was answered", answered=True)
 
-    def fail_of(self, call_id: str, lease: str, message: str, fault: Fault = "unavailable") -> None:
+    def fail_of(self, call_id: str, lease: str, message: str, fault: GateFault = "unavailable") -> None:
         with self._lock:
             ticket = self._held(call_id, lease)
             ticket.tell(_FAULTS[fault](f"the trainer failed: {message[:500]}"))
@@ -281,11 +281,11 @@ class Gate:
             self._renew(self._held(call_id, lease))
 
     async def piece(
-        self, call: GateCall, ids: Ids, logprobs: Logprobs | None, finish: End | None, version: int | None
+        self, call: GateCall, ids: Ids, logprobs: Logprobs | None, finish: GateFinish | None, version: int | None
     ) -> None:
         self.piece_of(call.id, call.lease, call.sent, ids, logprobs, finish, version)
 
-    async def fail(self, call: GateCall, message: str, fault: Fault) -> None:
+    async def fail(self, call: GateCall, message: str, fault: GateFault) -> None:
         self.fail_of(call.id, call.lease, message, fault)
 
     async def give_back(self, call: GateCall) -> None:
@@ -306,7 +306,7 @@ class Gate:
         ticket.lease, ticket.lease_s = os.urandom(8).hex(), lease_s
         ticket.version = request.version if self._version is None else self._version()
         self._renew(ticket)
-        asked = Asked(
+        asked = GateRequest(
             session=request.session,
             prompt=np.asarray(request.prompt, ID_DTYPE),
             max_tokens=request.max_tokens,
@@ -319,27 +319,27 @@ class Gate:
         )
         return GateCall(self, ticket.id, ticket.lease, asked)
 
-    def _renew(self, ticket: _Ticket) -> None:
+    def _renew(self, ticket: Ticket) -> None:
         ticket.until = None if ticket.lease_s is None else time.monotonic() + ticket.lease_s
         # Whoever waits for news has to know of a moment that is earlier than the one it waits for.
         with contextlib.suppress(RuntimeError):
             ticket.loop.call_soon_threadsafe(ticket.arrived.set)
 
-    def _back(self, ticket: _Ticket) -> None:
+    def _back(self, ticket: Ticket) -> None:
         """To the head of the queue: it has waited longest."""
         ticket.lease, ticket.until, ticket.lease_s = "", None, None
         self._queue[ticket.id] = ticket
         self._queue.move_to_end(ticket.id, last=False)
         self._wake()
 
-    def _end(self, ticket: _Ticket, reason: str, *, answered: bool = False) -> None:
+    def _end(self, ticket: Ticket, reason: str, *, answered: bool = False) -> None:
         self._live.pop(ticket.id, None)
         self._queue.pop(ticket.id, None)
-        self._ended[ticket.id] = _Ended(reason, answered, ticket.last)
+        self._ended[ticket.id] = EndedCall(reason, answered, ticket.last)
         if len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
 
-    def _held(self, call_id: str, lease: str) -> _Ticket:
+    def _held(self, call_id: str, lease: str) -> Ticket:
         ticket, ended = self._live.get(call_id), self._ended.get(call_id)
         if ticket is None and ended is None:
             raise NotFound(f"there is no call {call_id!r}; the gateway may have been started again since it was taken")
@@ -352,7 +352,7 @@ class Gate:
             raise Conflict(f"call {call_id} is no longer yours: its lease ran out, and it was given to somebody else")
         return ticket
 
-    def _check_fit(self, ticket: _Ticket, ids: Ids, finish: End | None) -> None:
+    def _check_fit(self, ticket: Ticket, ids: Ids, finish: GateFinish | None) -> None:
         request = ticket.request
         total = ticket.sent + len(ids)
         if total > request.max_tokens:
@@ -377,7 +377,7 @@ class Gate:
                 param="ids",
             )
 
-    def _versions(self, ticket: _Ticket, version: int | None) -> tuple[int, int]:
+    def _versions(self, ticket: Ticket, version: int | None) -> tuple[int, int]:
         present = ticket.version if self._version is None else self._version()
         if version is None:
             return ticket.version, present
@@ -394,7 +394,7 @@ class _Generation:
 
     def __init__(self, gate: Gate, request: Generate) -> None:
         self._gate, self._request = gate, request
-        self._ticket: _Ticket | None = None
+        self._ticket: Ticket | None = None
         self._over = False
 
     async def __aenter__(self) -> AsyncIterator[Chunk]:
@@ -402,7 +402,7 @@ class _Generation:
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._ticket is not None:
-            self._gate.leave(self._ticket, _why(kind))
+            self._gate.leave(self._ticket, _explain_exit(kind))
 
     def __aiter__(self) -> AsyncIterator[Chunk]:
         return self
@@ -428,7 +428,7 @@ class _Generation:
                 self._gate.overdue(self._ticket)
 
 
-def _why(kind: type[BaseException] | None) -> str:
+def _explain_exit(kind: type[BaseException] | None) -> str:
     """What became of a turn that is left before its answer."""
     if kind is None:
         return "the turn was complete before the whole answer came (a stop string, or a limit of its session)"
@@ -439,7 +439,7 @@ def _why(kind: type[BaseException] | None) -> str:
     return "the turn failed"
 
 
-def _mark(lease: str, at: int, ids: Ids, logprobs: Logprobs | None, finish: End | None) -> bytes:
+def _digest(lease: str, at: int, ids: Ids, logprobs: Logprobs | None, finish: GateFinish | None) -> bytes:
     """Of one piece of an answer, by which it is known again when it is sent twice because its receipt was lost."""
     mark = hashlib.blake2b(f"{lease} {at} {finish} {logprobs is None}".encode(), digest_size=16)
     mark.update(ids.tobytes())

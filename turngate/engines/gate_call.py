@@ -16,18 +16,18 @@ import numpy as np
 from turngate.errors import BadRequest, Conflict, Gone, NotFound
 from turngate.types import ID_DTYPE, LOGPROB_DTYPE, LOGPROB_TOLERANCE, Constraint, Ids, Logprobs, Sampling
 
-End = Literal["stop", "length"]
-Fault = Literal["unavailable", "error", "overflow"]
+GateFinish = Literal["stop", "length"]
+GateFault = Literal["unavailable", "error", "overflow"]
 
 
-class Desk(Protocol):
+class GateBackend(Protocol):
     """Where a taken call is answered: the gate itself, or a gateway elsewhere. Raises `Gone`, `Conflict`, `BadRequest`, `NotFound`."""
 
     async def piece(
-        self, call: GateCall, ids: Ids, logprobs: Logprobs | None, finish: End | None, version: int | None
+        self, call: GateCall, ids: Ids, logprobs: Logprobs | None, finish: GateFinish | None, version: int | None
     ) -> None: ...
 
-    async def fail(self, call: GateCall, message: str, fault: Fault) -> None: ...
+    async def fail(self, call: GateCall, message: str, fault: GateFault) -> None: ...
 
     async def give_back(self, call: GateCall) -> None: ...
 
@@ -38,7 +38,7 @@ class GateCall:
     As a context manager it ends with its block: a call that was not answered there is given back, so that somebody else can take it.
     """
 
-    def __init__(self, desk: Desk, call_id: str, lease: str, asked: Asked) -> None:
+    def __init__(self, desk: GateBackend, call_id: str, lease: str, asked: GateRequest) -> None:
         self._desk = desk
         self.id = call_id
         self.lease = lease
@@ -59,7 +59,7 @@ class GateCall:
         self,
         ids: Sequence[int] | np.ndarray,
         logprobs: Sequence[float | None] | np.ndarray | None,
-        finish: End = "stop",
+        finish: GateFinish = "stop",
         *,
         version: int | None = None,
     ) -> None:
@@ -80,10 +80,10 @@ class GateCall:
         """A piece of the answer, which the agent reads at once. `finish` or `answer` ends it."""
         await self._tell(ids, logprobs, None, version)
 
-    async def finish(self, finish: End = "stop") -> None:
+    async def finish(self, finish: GateFinish = "stop") -> None:
         await self._tell((), None, finish, None)
 
-    async def fail(self, message: str, fault: Fault = "unavailable") -> None:
+    async def fail(self, message: str, fault: GateFault = "unavailable") -> None:
         """The agent is told so, in its own dialect: to try again, not to (`error`), or to make its prompt shorter (`overflow`)."""
         self._require_open()
         await self._desk.fail(self, message, fault)
@@ -108,11 +108,11 @@ class GateCall:
         self,
         ids: Sequence[int] | np.ndarray,
         logprobs: Sequence[float | None] | np.ndarray | None,
-        finish: End | None,
+        finish: GateFinish | None,
         version: int | None,
     ) -> None:
         self._require_open()
-        given, scores = arrays(ids, logprobs)
+        given, scores = to_arrays(ids, logprobs)
         try:
             await self._desk.piece(self, given, scores, finish, version)
         except Gone as error:
@@ -128,7 +128,7 @@ class GateCall:
             raise Conflict(f"call {self.id} was answered, failed or given back already")
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class GateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What of a generation request concerns whoever generates."""
 
     session: str
@@ -142,7 +142,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     version: int
 
 
-def arrays(
+def to_arrays(
     ids: Sequence[int] | np.ndarray | Any, logprobs: Sequence[float | None] | np.ndarray | None
 ) -> tuple[Ids, Logprobs | None]:
     """What a trainer gives, as arrays that are checked; not a number where a log-probability is None."""
@@ -179,7 +179,7 @@ def arrays(
     return given.astype(ID_DTYPE), numbers.astype(LOGPROB_DTYPE)
 
 
-def check(ids: Ids, logprobs: Logprobs | None) -> None:
+def check_piece(ids: Ids, logprobs: Logprobs | None) -> None:
     """That they belong together, and can be log-probabilities; not a number stands for one that is not known."""
     if ids.size and int(ids.min()) < 0:
         raise BadRequest("ids: must be 0 or more", param="ids")

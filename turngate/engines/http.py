@@ -19,7 +19,7 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from turngate.engines.http1 import Connections, CutOff, Malformed, Response, Unreached
+from turngate.engines.http1 import ConnectFailed, ConnectionCut, ConnectionPool, MalformedReply, Response
 from turngate.errors import (
     ContextOverflow,
     EngineBusy,
@@ -67,7 +67,7 @@ _SIZES = tuple(
         r"input(?: length)? \((\d+) tokens\)",
     )
 )
-_MOST = re.compile(
+_LIMITS = re.compile(
     r"(?:tokens|\d) > (\d+)|(?:context|model) length (?:is|of) (\d+)|context length \((\d+) tokens\)|tokens allowed \(?(\d+)"
 )
 # Gemini's word for a key that is not valid comes with a 400.
@@ -95,7 +95,7 @@ _BUSY = re.compile(r"currently busy|backlog limit|queue is full|higher priority 
 _DYING = re.compile(r"EngineCore encountered an issue")
 
 
-def failure(engine: str, status: int, message: str, evidence: str = "") -> TurngateError:
+def error_from_status(engine: str, status: int, message: str, evidence: str = "") -> TurngateError:
     """An upstream HTTP status as one of our errors. `message` is the readable part of its body, `evidence` all."""
     said = f"{engine}: {message}" if message else f"{engine} answered {status}"
     words = f"{message} {evidence}"
@@ -112,29 +112,29 @@ def failure(engine: str, status: int, message: str, evidence: str = "") -> Turng
     if status in (408, 504):
         return EngineTimeout(said)
     if 400 <= status < 500:
-        return overflow(said, words) if _OVERFLOW.search(words) else EngineRejected(said)
+        return parse_overflow(said, words) if _OVERFLOW.search(words) else EngineRejected(said)
     if status in (502, 503):
         return EngineBusy(said) if _BUSY.search(words) else EngineUnavailable(said)
     return EngineUnavailable(said) if _DYING.search(words) else EngineError(said)
 
 
-def overflow(said: str, words: str) -> ContextOverflow:
+def parse_overflow(said: str, words: str) -> ContextOverflow:
     """A prompt that does not fit, with the numbers that the words tell."""
     sizes = next((found for pattern in _SIZES if (found := pattern.search(words))), None)
     size = None if sizes is None else sum(int(n) for n in sizes.groups())
-    mosts = _MOST.search(words)
+    mosts = _LIMITS.search(words)
     most = None if mosts is None else next(int(n) for n in mosts.groups() if n)
     if size is not None and most is not None and size <= most:
         size = None  # another number than the one that was too large
     return ContextOverflow(said, limit=most, size=size)
 
 
-def unbegun(engine: str) -> EngineBusy:
+def make_abort_error(engine: str) -> EngineBusy:
     """A call that the engine aborted before its first token, as a pause for new weights does. It can be made again."""
     return EngineBusy(f"{engine} aborted the call before its first token")
 
 
-class boundary:  # used like a function
+class map_errors:  # used like a function
     """The one place where foreign exceptions become ours. Never around a `yield`: it would catch the caller's own.
 
     A class, since it is entered several times a turn and a generator takes ten times as long.
@@ -149,15 +149,15 @@ class boundary:  # used like a function
         pass
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is not None and (ours := _ours(self._engine, error)) is not None:
+        if error is not None and (ours := _map_error(self._engine, error)) is not None:
             raise ours from error
 
 
-def _ours(engine: str, error: BaseException) -> TurngateError | None:
+def _map_error(engine: str, error: BaseException) -> TurngateError | None:
     match error:
         case aiohttp.ConnectionTimeoutError():
             return EngineUnavailable(f"{engine} could not be reached in time")
-        case Malformed():
+        case MalformedReply():
             return EngineError(f"{engine} does not speak HTTP as expected: {error}")
         case TimeoutError():
             return EngineTimeout(f"{engine} was silent for too long")
@@ -177,14 +177,14 @@ def _reason(error: Exception) -> str:
         return "it hung up without an answer"
     if isinstance(error, aiohttp.ClientPayloadError):
         return "the reply was cut off"
-    if isinstance(error, CutOff | Unreached) and not error.errno:
+    if isinstance(error, ConnectionCut | ConnectFailed) and not error.errno:
         return str(error)
     if isinstance(error, OSError) and error.errno and error.errno > 0:
         return os.strerror(error.errno).lower()
     return "it cannot be reached"
 
 
-def message_of(body: bytes) -> str:
+def extract_message(body: bytes) -> str:
     """The readable part of an error body: OpenAI's `error.message`, FastAPI's `detail`, or the text as it is."""
     try:
         return _readable(msgspec.json.decode(body))
@@ -204,21 +204,21 @@ def _readable(value: Json) -> str:
     return msgspec.json.encode(value).decode() if value else ""
 
 
-def paired(engine: str, ids: Sequence[int], logprobs: Sequence[float | None] | None) -> list[float | None]:
+def align_logprobs(engine: str, ids: Sequence[int], logprobs: Sequence[float | None] | None) -> list[float | None]:
     """One entry per id, None where the engine gave none. A list of another length is refused: it cannot be aligned."""
     if logprobs is None:
         return [None] * len(ids)
     if len(logprobs) != len(ids):
         raise EngineError(f"{engine} sent {len(logprobs)} log-probabilities for {len(ids)} tokens")
-    return known(logprobs)
+    return clean_logprobs(logprobs)
 
 
-def known(logprobs: Sequence[float | None]) -> list[float | None]:
+def clean_logprobs(logprobs: Sequence[float | None]) -> list[float | None]:
     """With None for the value by which an engine means that it has none."""
     return [None if value is None or value <= NO_LOGPROB else value for value in logprobs]
 
 
-class Events:
+class EventParser:
     """Splits server-sent events out of a byte stream, wherever the reads happen to cut it. Comments are dropped."""
 
     def __init__(self) -> None:
@@ -262,7 +262,7 @@ class Reply:
     that a stream was closed by the engine, and not cut.
     """
 
-    def __init__(self, client: Client, path: str, body: bytes, headers: Mapping[str, str]) -> None:
+    def __init__(self, client: EngineClient, path: str, body: bytes, headers: Mapping[str, str]) -> None:
         self.finished = False
         self.sent = False
         self.done = False
@@ -270,7 +270,7 @@ class Reply:
         self.body = body
         self._path, self._headers = path, headers
         self._response: aiohttp.ClientResponse | Response | None = None
-        self._events = Events()
+        self._events = EventParser()
         self._left = False
 
     async def __aenter__(self) -> Reply:
@@ -293,14 +293,14 @@ class Reply:
     async def document(self) -> bytes:
         """The whole body."""
         response = await self.open()
-        with boundary(self._client.engine):
+        with map_errors(self._client.engine):
             return await response.read()
 
     async def batch(self) -> list[bytes] | None:
         """The events of the next read that holds any. None: there are no more."""
         response = await self.open()
         while not self.done:
-            with boundary(self._client.engine):
+            with map_errors(self._client.engine):
                 read = await _readany(response)
             if not read:
                 return None
@@ -324,7 +324,7 @@ class Reply:
                 async with asyncio.timeout(DRAIN_S):
                     while await _readany(self._response):
                         pass
-        except (TimeoutError, aiohttp.ClientError, CutOff, Malformed):
+        except (TimeoutError, aiohttp.ClientError, ConnectionCut, MalformedReply):
             pass  # the answer is complete; only its connection is lost
         finally:
             self._response.close()
@@ -340,7 +340,7 @@ class Reply:
             raise EngineUnavailable(f"the call to {self._client.engine} was abandoned")
         if response.status != 200:
             try:
-                with boundary(self._client.engine):
+                with map_errors(self._client.engine):
                     body = await response.read()
             except BaseException:
                 response.close()
@@ -353,14 +353,14 @@ class Reply:
     async def _post(self) -> aiohttp.ClientResponse | Response:
         self.sent = True
         if self._client.direct is not None:
-            with boundary(self._client.engine):
+            with map_errors(self._client.engine):
                 try:
                     return await self._client.direct.ask("POST", self._path, self.body, self._headers)
-                except Unreached:
+                except ConnectFailed:
                     self.sent = False
                     raise
         data = self.body if len(self.body) < 2**20 else io.BytesIO(self.body)  # what aiohttp wants of a large body
-        with boundary(self._client.engine):
+        with map_errors(self._client.engine):
             try:
                 return await self._client.session.post(
                     self._client.url + self._path, data=data, headers=self._headers, allow_redirects=False
@@ -370,7 +370,7 @@ class Reply:
                 raise
 
 
-class Client:
+class EngineClient:
     """One engine's HTTP connections. `silence_s` bounds the time without a single byte; None is no bound.
 
     `headers` go with every request. Left out, they are the key in the `Authorization` header. `direct`: calls go by the short way,
@@ -390,7 +390,7 @@ class Client:
     ) -> None:
         self.engine = engine
         self.url = url.rstrip("/")
-        self.direct: Connections | None = None
+        self.direct: ConnectionPool | None = None
         self.in_flight = 0
         self._key = key
         self._headers = {"Authorization": f"Bearer {key}"} if key and headers is None else dict(headers or {})
@@ -417,7 +417,7 @@ class Client:
             headers={"Content-Type": "application/json", **self._headers},
         )
         if self._is_direct:
-            self.direct = Connections(
+            self.direct = ConnectionPool(
                 self.url,
                 connect_s=self._connect_s,
                 silence_s=self._silence_s,
@@ -455,16 +455,18 @@ class Client:
         return await self._probe("POST", path, msgspec.json.encode(sent), within_s)
 
     def decode(self, decoder: Callable[[bytes], T], data: bytes) -> T:
-        with boundary(self.engine):
+        with map_errors(self.engine):
             return decoder(data)
 
     def decode_all(self, decoder: Callable[[bytes], T], batch: Sequence[bytes]) -> list[T]:
-        with boundary(self.engine):
+        with map_errors(self.engine):
             return list(map(decoder, batch))
 
     def failure(self, status: int, body: bytes) -> TurngateError:
         """What an HTTP error means, in the engine's words, shortened and without our key."""
-        return failure(self.engine, status, self.shown(message_of(body)), body[:4096].decode("utf-8", "replace"))
+        return error_from_status(
+            self.engine, status, self.shown(extract_message(body)), body[:4096].decode("utf-8", "replace")
+        )
 
     def failure_in_stream(self, error: msgspec.Raw, default_status: int) -> TurngateError:
         """The same for an error that came as an event, after the status line had said 200."""
@@ -482,7 +484,7 @@ class Client:
     async def _probe(self, method: str, path: str, body: bytes, within_s: float = PROBE_S) -> bytes:
         if self.direct is not None:
             return await self._probe_directly(self.direct, method, path, body, within_s)
-        with boundary(self.engine):
+        with map_errors(self.engine):
             async with self.session.request(
                 method,
                 self.url + path,
@@ -493,8 +495,10 @@ class Client:
                 answer = await response.read()
         return self._fine(response.status, answer)
 
-    async def _probe_directly(self, direct: Connections, method: str, path: str, body: bytes, within_s: float) -> bytes:
-        with boundary(self.engine):
+    async def _probe_directly(
+        self, direct: ConnectionPool, method: str, path: str, body: bytes, within_s: float
+    ) -> bytes:
+        with map_errors(self.engine):
             async with asyncio.timeout(within_s):
                 response = await direct.ask(method, path, body, {})
                 try:
@@ -513,6 +517,6 @@ async def _readany(response: aiohttp.ClientResponse | Response) -> bytes:
     return await (response.readany() if isinstance(response, Response) else response.content.readany())
 
 
-def happened(error: msgspec.Raw) -> bool:
+def is_error(error: msgspec.Raw) -> bool:
     """Whether an `error` field that was decoded as raw JSON holds one."""
     return bytes(error) not in (b"", b"null")

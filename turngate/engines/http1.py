@@ -16,22 +16,22 @@ from urllib.parse import unquote, urlsplit
 import httptools
 
 _PAUSE_AT = 4 * 2**20  # bytes that were not fetched yet, from which on the engine has to wait
-_LONGEST_HEAD = 2**16
+_MAX_HEAD = 2**16
 
 
-class Unreached(OSError):
+class ConnectFailed(OSError):
     """There is no connection, and nothing was sent."""
 
 
-class CutOff(OSError):
+class ConnectionCut(OSError):
     """The engine hung up: before its answer, or in the middle of it."""
 
 
-class Malformed(Exception):
+class MalformedReply(Exception):
     """What came is no HTTP."""
 
 
-class Connections:
+class ConnectionPool:
     """Kept connections to one origin. The newest is used first, so that a quiet hour leaves few."""
 
     def __init__(
@@ -47,7 +47,7 @@ class Connections:
         if parts.username is not None and "Authorization" not in fields:
             login = f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()
             fields["Authorization"] = f"Basic {base64.b64encode(login).decode()}"
-        self._fields = _fields(fields)
+        self._fields = _encode_headers(fields)
         self._idle: list[tuple[_Connection, float]] = []
         self._all: set[_Connection] = set()
 
@@ -57,7 +57,7 @@ class Connections:
             (
                 f"{method} {self._base}{path} HTTP/1.1\r\n".encode("ascii"),
                 self._fields,
-                _fields(headers),
+                _encode_headers(headers),
                 b"Content-Length: %d\r\n\r\n" % len(body),
             )
         )
@@ -93,13 +93,13 @@ class Connections:
                 await loop.create_connection(lambda: connection, self._host, self._port, ssl=secure)
         except TimeoutError:
             connection.abort()  # it may have been made in the last moment
-            raise Unreached("it could not be reached in time") from None
+            raise ConnectFailed("it could not be reached in time") from None
         except ssl.SSLCertVerificationError as error:
-            raise Unreached("its certificate is not to be trusted") from error
+            raise ConnectFailed("its certificate is not to be trusted") from error
         except ssl.SSLError as error:
-            raise Unreached("it does not speak TLS as expected") from error
+            raise ConnectFailed("it does not speak TLS as expected") from error
         except OSError as error:
-            raise Unreached(error.errno, error.strerror) from error
+            raise ConnectFailed(error.errno, error.strerror) from error
         except BaseException:
             connection.abort()  # likewise
             raise
@@ -228,7 +228,7 @@ class Response:
 class _Connection(asyncio.Protocol):
     """One connection. `response` is the answer that it waits for or receives, None while it is idle."""
 
-    def __init__(self, pool: Connections) -> None:
+    def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
         self._transport: asyncio.Transport
         self.response: Response | None = None
@@ -280,11 +280,11 @@ class _Connection(asyncio.Protocol):
             self._parser.feed_data(data)
             response.came(len(data))
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            response.fail(Malformed(str(error)))
+            response.fail(MalformedReply(str(error)))
             self.abort()
             return
-        if not response.status and self._read > _LONGEST_HEAD:
-            response.fail(Malformed("the head of its answer does not end"))
+        if not response.status and self._read > _MAX_HEAD:
+            response.fail(MalformedReply("the head of its answer does not end"))
             self.abort()
 
     def eof_received(self) -> None:
@@ -299,7 +299,7 @@ class _Connection(asyncio.Protocol):
         if response.status and self._until_end and error is None:
             response.end()
         else:
-            response.fail(CutOff("the reply was cut off" if response.status else "it hung up without an answer"))
+            response.fail(ConnectionCut("the reply was cut off" if response.status else "it hung up without an answer"))
 
     # ── the parser's ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -309,7 +309,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if self.response is None:
-            raise Malformed("it answered twice")
+            raise MalformedReply("it answered twice")
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
@@ -330,7 +330,7 @@ class _Connection(asyncio.Protocol):
             self._transport.close()
 
 
-def _fields(headers: Mapping[str, str]) -> bytes:
+def _encode_headers(headers: Mapping[str, str]) -> bytes:
     lines = [f"{name}: {value}\r\n" for name, value in headers.items()]
     written = "".join(lines).encode("latin-1")
     if written.count(b"\n") != len(lines) or written.count(b"\r") != len(lines):

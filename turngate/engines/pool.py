@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 @runtime_checkable
-class Ranked(Protocol):
+class HasLanes(Protocol):
     """An engine with several data-parallel ranks. Its lanes share its connections; they are not started or closed."""
 
     def lanes(self) -> Sequence[Engine]: ...
@@ -152,7 +152,7 @@ class _Replica:
 
     def __init__(self, engine: Engine, check_s: float, backoff_s: float, backoff_max_s: float, misses: int) -> None:
         self.engine = engine
-        self.lanes = [_Lane(self, lane) for lane in (engine.lanes() if isinstance(engine, Ranked) else [engine])]
+        self.lanes = [_Lane(self, lane) for lane in (engine.lanes() if isinstance(engine, HasLanes) else [engine])]
         self.up = True
         self._known = False  # whether it was ever there
         self._misses = 0

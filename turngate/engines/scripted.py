@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from turngate.engines.base import Chunk, Generate, Health
-from turngate.engines.http import paired
+from turngate.engines.http import align_logprobs
 from turngate.errors import ContextOverflow, EngineBusy, EngineError, EngineTimeout, EngineUnavailable
 from turngate.types import Ids, PromptIds
 
@@ -28,7 +28,7 @@ _STEPS = 2**18
 _REMEMBERED = 10_000  # sessions and prompts that are counted, before the oldest is forgotten
 
 
-class Turn(msgspec.Struct, frozen=True):
+class ScriptedTurn(msgspec.Struct, frozen=True):
     """One generation, as it shall happen: what is sampled, how fast, and what goes wrong."""
 
     ids: Sequence[int] = ()
@@ -48,7 +48,7 @@ class Turn(msgspec.Struct, frozen=True):
     hang: bool = False  # never a first token
 
 
-Script = Callable[[Generate, int], Turn]
+Script = Callable[[Generate, int], ScriptedTurn]
 
 
 def derive_logprobs(prompt: Ids | PromptIds, ids: Sequence[int]) -> list[float]:
@@ -75,7 +75,7 @@ class Scripted:
 
     def __init__(
         self,
-        script: Script | Sequence[Turn],
+        script: Script | Sequence[ScriptedTurn],
         *,
         name: str = "scripted",
         model: str = "scripted",
@@ -112,11 +112,11 @@ class Scripted:
         plain = [token for token in range(vocab_size) if token not in set(stop_ids)]
         seen = _Counter()
 
-        def script(request: Generate, index: int) -> Turn:
+        def script(request: Generate, index: int) -> ScriptedTurn:
             prompt = _hash(request.prompt)
             draw = random.Random(f"{seed} {request.sampling.seed} {prompt} {seen.next(str(prompt))}")
             ids = draw.choices(plain, k=max(0, draw.randint(*lengths) - 1))
-            return Turn([*ids, draw.choice(stop_ids)], chunk=chunk, delay_s=delay_s, pace_s=pace_s)
+            return ScriptedTurn([*ids, draw.choice(stop_ids)], chunk=chunk, delay_s=delay_s, pace_s=pace_s)
 
         return cls(script, name=name, max_context=max_context, keep=keep)
 
@@ -140,7 +140,7 @@ class Scripted:
             self.in_flight -= 1
             self.aborted += not call.over
 
-    def _begin(self, request: Generate) -> Turn:
+    def _begin(self, request: Generate) -> ScriptedTurn:
         self.received.append(request)
         return self._script(request, self._calls.next(request.session))
 
@@ -154,7 +154,7 @@ class Scripted:
 class _Call:
     """One generation under way. `over` once it ended by itself, be it well or badly."""
 
-    def __init__(self, name: str, request: Generate, turn: Turn, room: int, silence_s: float | None) -> None:
+    def __init__(self, name: str, request: Generate, turn: ScriptedTurn, room: int, silence_s: float | None) -> None:
         self.over = False
         self._name = name
         self._request = request
@@ -207,7 +207,7 @@ class _Call:
         if turn.null_logprobs:
             return [None] * len(ids)
         given = derive_logprobs(self._request.prompt, ids) if turn.logprobs is None else turn.logprobs[: len(ids)]
-        return paired(self._name, ids, given[:-1] if turn.short_logprobs else given)
+        return align_logprobs(self._name, ids, given[:-1] if turn.short_logprobs else given)
 
     async def _wait(self, seconds: float) -> None:
         if self._silence_s is not None and seconds > self._silence_s:
@@ -236,8 +236,8 @@ class _Counter:
         self._counts.pop(key, None)
 
 
-def _play(turns: list[Turn], name: str) -> Script:
-    def script(request: Generate, index: int) -> Turn:
+def _play(turns: list[ScriptedTurn], name: str) -> Script:
+    def script(request: Generate, index: int) -> ScriptedTurn:
         if index >= len(turns):
             raise EngineError(f"{name} has a script of {len(turns)} turns, and this is call {index + 1}")
         return turns[index]

@@ -26,7 +26,7 @@ import msgspec
 import orjson
 
 from turngate.engines.base import Chunk, Generate, Health
-from turngate.engines.http import Client, Reply, happened, paired, unbegun
+from turngate.engines.http import EngineClient, Reply, align_logprobs, is_error, make_abort_error
 from turngate.engines.weights import COMMAND_S, LOAD_S, Load
 from turngate.errors import EngineError, EngineRejected, EngineUnavailable, TurngateError
 from turngate.types import Constraint, Sampling
@@ -119,7 +119,7 @@ class SGLang:
         self._rank = rank
         self._ranks = ranks
         self._started_with = ""  # the model's folder, once another one is loaded
-        self._client = Client(name, url, key=key, connect_s=connect_s, silence_s=silence_s, direct=True)
+        self._client = EngineClient(name, url, key=key, connect_s=connect_s, silence_s=silence_s, direct=True)
         self._aborts: set[asyncio.Task[None]] = set()
         self._about: tuple[str, int | None] | None = None
 
@@ -270,7 +270,7 @@ class SGLang:
             echo = echo and chunk.prompt is None  # every event repeats it, and once is enough
             reply.finished = chunk.finish is not None
             if chunk.finish == "abort" and not sampled:
-                raise unbegun(self.name)
+                raise make_abort_error(self.name)
             yield chunk
             if reply.finished:
                 return
@@ -284,7 +284,7 @@ class SGLang:
         prompt: list[int] | None = None
         for data in batch:
             event = self._client.decode(_decode_echo if echo else _decode, data)
-            if happened(event.error):
+            if is_error(event.error):
                 raise self._client.failure_in_stream(event.error, default_status=400)
             if event.meta_info is None:
                 raise EngineError(f"{self.name} sent an event without meta_info")
@@ -308,10 +308,10 @@ class SGLang:
         else:
             raise EngineError(f"{self.name} sent no token ids")
         if added is None:
-            return ids, paired(self.name, ids, None)
+            return ids, align_logprobs(self.name, ids, None)
         if [position.token_id for position in added] != ids:
             raise EngineError(f"{self.name} sent log-probabilities of other tokens than it sampled")
-        return ids, paired(self.name, ids, [position.logprob for position in added])
+        return ids, align_logprobs(self.name, ids, [position.logprob for position in added])
 
     def _added(self, items: Sequence[T], seen: int, total: int) -> Sequence[T]:
         """The new ones of a list that holds either all `total` items, or only those after the first `seen`."""

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import msgspec
 
 from turngate.engines.base import Chunk, Generate, Health
-from turngate.engines.http import Client, Reply, happened, known, unbegun
+from turngate.engines.http import EngineClient, Reply, clean_logprobs, is_error, make_abort_error
 from turngate.engines.weights import COMMAND_S, LOAD_S, Load
 from turngate.errors import EngineError, EngineRejected, EngineUnavailable, TurngateError
 from turngate.types import Constraint, Json, Sampling
@@ -118,7 +118,7 @@ class VLLM:
         self._expected: Load | None = None
         self._tells_weights = True  # it has a mark for them; all that is asked where it has not, is once
         root = url.rstrip("/").removesuffix("/v1")
-        self._client = Client(name, root, key=key, connect_s=connect_s, silence_s=silence_s, direct=True)
+        self._client = EngineClient(name, root, key=key, connect_s=connect_s, silence_s=silence_s, direct=True)
 
     def __repr__(self) -> str:
         return f"VLLM({self._client.url!r}, {self.model!r}, api={self._api!r}, rank={self._rank})"
@@ -227,8 +227,8 @@ class VLLM:
             need = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" if "lora" in path else "VLLM_SERVER_DEV_MODE=1"
             raise EngineRejected(f"{self.name} does not serve {path.partition('?')[0]}: start it with {need}") from None
 
-    def generate(self, request: Generate) -> Generation:
-        return Generation(self, request)
+    def generate(self, request: Generate) -> VLLMGeneration:
+        return VLLMGeneration(self, request)
 
     def _pinned(self, rank: int) -> VLLM:
         lane = copy.copy(self)
@@ -264,7 +264,7 @@ class VLLM:
         finish: Literal["stop", "length", "abort"] | None = None
         prompt: list[int] | None = None
         for event in self._client.decode_all(_decode_echo if echo else _decode, batch):
-            if event.error and happened(event.error):
+            if event.error and is_error(event.error):
                 raise self._client.failure_in_stream(event.error, default_status=500)
             for choice in event.choices:
                 given = choice.logprobs
@@ -284,7 +284,7 @@ class VLLM:
         ids += self._read(names)
         if not ids and finish is None and prompt is None:
             return None
-        return Chunk(ids, known(logprobs), finish, prompt)
+        return Chunk(ids, clean_logprobs(logprobs), finish, prompt)
 
     def _read(self, names: list[str]) -> list[int]:
         """The ids that are named: "token_id:123". All of them as one JSON list, which is four times as fast as one by one."""
@@ -320,7 +320,7 @@ class VLLM:
         return _FINISH[reason]
 
 
-class Generation:
+class VLLMGeneration:
     """One call: entered, it is a stream of chunks; left, it is aborted if it had not come to its end.
 
     An iterator, and no generator: one of those that is left before its end costs the event loop a task to close it.
@@ -351,7 +351,7 @@ class Generation:
         self._reply.finished = chunk.finish is not None
         self._begun = self._begun or bool(chunk.ids)
         if chunk.finish == "abort" and not self._begun:
-            raise unbegun(self._engine.name)
+            raise make_abort_error(self._engine.name)
         return chunk
 
     async def _batch(self) -> list[bytes]:
@@ -364,7 +364,7 @@ class Generation:
         if batch is not None:
             return batch
         if self._reply.done and not self._begun:  # how a `completions` stream tells of an abort
-            raise unbegun(self._engine.name)
+            raise make_abort_error(self._engine.name)
         raise EngineUnavailable(f"{self._engine.name} ended its reply without finishing")
 
 
@@ -408,7 +408,7 @@ def _sampling(request: Generate) -> dict[str, Any]:
     if request.stop:
         params["stop"] = request.stop
     if request.constraint is not None:
-        params["structured_outputs"] = _structured(request.constraint)
+        params["structured_outputs"] = _constraint_fields(request.constraint)
     return params
 
 
@@ -428,7 +428,7 @@ def _drawing(sampling: Sampling) -> dict[str, Any]:
     return drawing
 
 
-def _structured(constraint: Constraint) -> dict[str, Any]:
+def _constraint_fields(constraint: Constraint) -> dict[str, Any]:
     if constraint.kind == "json_object":
         return {"json_object": True}
     if constraint.schema is None:

@@ -15,7 +15,7 @@ import msgspec
 from turngate.agents import placeholders
 from turngate.agents.spec import CheckStep
 from turngate.engines.base import Generate
-from turngate.engines.scripted import Turn
+from turngate.engines.scripted import ScriptedTurn
 from turngate.render import Renderer
 
 _TURN = "<|im_start|>assistant"  # of the built-in template, for which these replies are written
@@ -43,7 +43,7 @@ class Playbook:
         self._scenes = scenes
         self._otherwise = otherwise
 
-    def __call__(self, request: Generate, index: int) -> Turn:
+    def __call__(self, request: Generate, index: int) -> ScriptedTurn:
         text = self._renderer.tokenizer.decode(request.prompt.tolist())
         turns = text.count(_TURN) - 1  # the prompt ends with the beginning of this one
         for scene in self._scenes:
@@ -52,9 +52,9 @@ class Playbook:
                 return self._turn(format_step(_fill_from_prompt(step, scene.finds, text)), scene.pace_s)
         return self._turn(self._otherwise)
 
-    def _turn(self, text: str, pace_s: float = 0.0) -> Turn:
+    def _turn(self, text: str, pace_s: float = 0.0) -> ScriptedTurn:
         ids = self._renderer.tokenizer.encode(text)
-        return Turn([*ids, self._renderer.stop_ids[0]], chunk=8, pace_s=pace_s)
+        return ScriptedTurn([*ids, self._renderer.stop_ids[0]], chunk=8, pace_s=pace_s)
 
 
 def _fill_from_prompt(step: CheckStep, patterns: Mapping[str, str], text: str) -> CheckStep:

@@ -15,7 +15,7 @@ from turngate.engines.observe.gemini import GeminiRelay
 from turngate.engines.observe.openai import OpenAIRelay
 from turngate.engines.observe.responses import ResponsesRelay
 from turngate.engines.pool import Pool
-from turngate.engines.scripted import Script, Scripted, Turn
+from turngate.engines.scripted import Script, Scripted, ScriptedTurn
 from turngate.engines.sglang import SGLang
 from turngate.engines.vllm import VLLM
 from turngate.errors import ConfigError
@@ -123,5 +123,5 @@ def _load_script(path: str, renderer: Renderer) -> Script:
             raise ConfigError(f"script: {path} is not a JSON list of strings ({error})", param="script") from None
         if not texts:
             raise ConfigError(f"script: {path} contains no replies", param="script")
-    turns = [Turn([*renderer.tokenizer.encode(text), renderer.stop_ids[0]]) for text in texts]
+    turns = [ScriptedTurn([*renderer.tokenizer.encode(text), renderer.stop_ids[0]]) for text in texts]
     return lambda request, index: turns[index % len(turns)]

@@ -20,7 +20,7 @@ from yarl import URL
 from turngate.client.gateway import GatewayClient
 from turngate.client.protocol import OpenedSession, SessionInfo, SessionSettings, ToolCallView
 from turngate.common.aio import run_to_completion
-from turngate.engines.http import boundary, failure, message_of
+from turngate.engines.http import error_from_status, extract_message, map_errors
 from turngate.errors import EngineError, TurngateError
 from turngate.sandboxes.relay import GATEWAY_HEADER
 from turngate.store.events import Event
@@ -93,7 +93,7 @@ class Forwarder:
         # Already quoted: quoting it again would change it.
         url = URL(self.target_url(request.rel_url.raw_path) + (f"?{query}" if query else ""), encoded=True)
         try:
-            with boundary(_ENDPOINT):
+            with map_errors(_ENDPOINT):
                 reply = await self._http.request(request.method, url, data=body, headers=headers, allow_redirects=False)
         except EngineError as error:
             self._note_failure(error, is_generation)
@@ -114,7 +114,7 @@ class Forwarder:
         try:
             await response.prepare(request)
             while True:
-                with boundary(_ENDPOINT):
+                with map_errors(_ENDPOINT):
                     chunk = await reply.content.readany()
                 if not chunk:
                     break
@@ -140,7 +140,7 @@ class Forwarder:
             self._note_failure(wants_key, is_generation)
         elif status >= 400:
             text = error_body.decode("utf-8", "replace")
-            self._note_failure(failure(_ENDPOINT, status, message_of(error_body), text), is_generation)
+            self._note_failure(error_from_status(_ENDPOINT, status, extract_message(error_body), text), is_generation)
         elif is_generation:
             self.answered += 1
             self.last_error = None

@@ -42,7 +42,7 @@ from turngate.common.loop_thread import LoopThread
 from turngate.config import ServeConfig
 from turngate.engines.base import Engine, Generate
 from turngate.engines.local import LocalEngine, Model, load, save
-from turngate.engines.scripted import Scripted, Turn
+from turngate.engines.scripted import Scripted, ScriptedTurn
 from turngate.render import load_renderer as load_renderer
 from turngate.server.run import GatewayAddress, run_embedded
 from turngate.trainers.export import ExportChoices, RolloutFilter, export
@@ -131,13 +131,13 @@ def expert(model: Path) -> Scripted:
     [end] = tokenizer.encode("<|im_end|>")
     moves = {row["instruction"]: row["metadata"]["moves"] for row in tasks.expert()}
 
-    def script(request: Generate, index: int) -> Turn:
+    def script(request: Generate, index: int) -> ScriptedTurn:
         prompt = tokenizer.decode(list(request.prompt))
         asked = re.findall(r"<\|im_start\|>user\n(.*?)\n\nUse bash", prompt, re.DOTALL)[0]
         shown = re.findall(r"<tool_response>\n(.*?)\n</tool_response>", prompt, re.DOTALL)
         command = moves[asked][index].replace("{seen}", shown[-1].split()[-1] if shown else "")
         call = json.dumps({"name": "bash", "arguments": {"command": command}})
-        return Turn([*tokenizer.encode(f"<tool_call>\n{call}\n</tool_call>"), end], chunk=0, null_logprobs=True)
+        return ScriptedTurn([*tokenizer.encode(f"<tool_call>\n{call}\n</tool_call>"), end], chunk=0, null_logprobs=True)
 
     return Scripted(script, model=NAME)
 

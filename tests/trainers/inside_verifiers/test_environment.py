@@ -14,7 +14,7 @@ from verifiers.v1.serve.server import EnvServer
 
 from tests.kit import Running, gateway, say
 from tests.speed import scaled
-from turngate.engines.scripted import Turn
+from turngate.engines.scripted import ScriptedTurn
 
 pytestmark = pytest.mark.process
 
@@ -127,7 +127,7 @@ async def test_a_zero_is_a_reward(tmp_path: Path) -> None:
     [
         ([say("Hello.")], {"grader": "broken"}, "TaskError"),  # an invalid task: its grader fails
         ([say("Hello.")], {"setup": "exit 3"}, "TaskError"),
-        ([Turn(fail_before=True)] * 9, {}, "ProviderError"),
+        ([ScriptedTurn(fail_before=True)] * 9, {}, "ProviderError"),
         pytest.param(
             [say("Hello.")],
             {"sandbox": "docker", "image": "turngate-has-no-such-image"},
@@ -138,7 +138,7 @@ async def test_a_zero_is_a_reward(tmp_path: Path) -> None:
     ],
 )
 async def test_nobody_is_scored_for_what_was_not_the_agents_fault(
-    tmp_path: Path, script: list[Turn], how: Any, error: str
+    tmp_path: Path, script: list[ScriptedTurn], how: Any, error: str
 ) -> None:
     async with gateway(script) as g:
         trace = await episode(g, tmp_path, 'open("answer", "w").write(ask("Hi"))', **how)
@@ -169,7 +169,7 @@ async def test_a_task_without_a_grader_has_no_reward(tmp_path: Path) -> None:
 
 
 async def test_verifiers_own_deadline_keeps_what_was_recorded(tmp_path: Path) -> None:
-    async with gateway([say("Hello."), Turn(hang=True)]) as g:
+    async with gateway([say("Hello."), ScriptedTurn(hang=True)]) as g:
         program = 'a = ask("Hi"); ask("Hi", a, "More")'
         trace = await episode(g, tmp_path, program, agent={"timeout": {"rollout": scaled(2)}})
         assert trace.is_timeout and trace.num_turns == 1 and trace.rewards == {"grade": None}

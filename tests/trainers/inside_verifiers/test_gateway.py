@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from tests.kit import Gated, Running, gateway, say, until
 from tests.speed import scaled
-from turngate.engines.scripted import Turn
+from turngate.engines.scripted import ScriptedTurn
 from turngate.trainers.verifiers import gateway as mixin
 from turngate.trainers.verifiers.gateway import GatewayConfig, RolloutApi, turns_from_trajectory
 from turngate.trainers.verifiers.graft import graft
@@ -124,7 +124,7 @@ async def test_sampling_and_limits_of_the_run_are_the_gateways_to_keep() -> None
 
 async def test_the_trajectory_is_asked_for_when_the_agent_is_stopped(asked: list[str], tmp_path: Path) -> None:
     """A program that has used up its time, in the middle of its second turn: it is dead, and nothing is sampled for it any more."""
-    async with gateway([say("Hello."), Turn(hang=True)]) as g:
+    async with gateway([say("Hello."), ScriptedTurn(hang=True)]) as g:
         told = tmp_path / "pid"
         program = f'open({str(told)!r}, "w").write(str(os.getpid())); first = ask("Hi"); ask("Hi", first, "More")'
         trace = await rolled(g, program, timeout=scaled(1.5))

@@ -24,7 +24,7 @@ _WORTH = 16  # ids of a common beginning for which it is worth to wait until the
 _HEAD = 64  # ids by which sequences are told apart before all of them are compared
 
 
-class Piece(msgspec.Struct, frozen=True):
+class PromptPiece(msgspec.Struct, frozen=True):
     """Ids that go into one slot, from `start` on."""
 
     slot: int
@@ -36,7 +36,7 @@ class KeyValues:
     """The tensors: (layers, 2, slots, kv_heads, length, head). The last place is where slots write that do not sample."""
 
     def __init__(self, shape: Shape, slots: int, length: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.spare = _rounded(length) - 1
+        self.spare = _round_up(length) - 1
         size = (shape.layers, 2, slots, shape.kv_heads, self.spare + 1, shape.head)
         if device.type == "cpu":
             # Memory that numpy promises as zeros is only taken when it is written; torch would write all of it.
@@ -47,14 +47,14 @@ class KeyValues:
 
     @staticmethod
     def bytes_per_slot(shape: Shape, length: int, dtype: torch.dtype) -> int:
-        return shape.layers * 2 * shape.kv_heads * _rounded(length) * shape.head * dtype.itemsize
+        return shape.layers * 2 * shape.kv_heads * _round_up(length) * shape.head * dtype.itemsize
 
     def copy(self, source: int, target: int, size: int) -> None:
         self.tensor[:, :, target, :, :size] = self.tensor[:, :, source, :, :size]
 
-    def filling(self, pieces: Sequence[Piece], slots: Tensor, positions: Tensor) -> Attend:
+    def filling(self, pieces: Sequence[PromptPiece], slots: Tensor, positions: Tensor) -> Attend:
         """Attention for the ids of several pieces, one after the other in one batch: each sees its own slot."""
-        masks = [_ahead(len(p.ids), p.start, self.tensor.device) for p in pieces]
+        masks = [_causal_mask(len(p.ids), p.start, self.tensor.device) for p in pieces]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self.tensor[layer]
@@ -104,12 +104,12 @@ class KeyValues:
         return attend
 
 
-def _rounded(length: int) -> int:
+def _round_up(length: int) -> int:
     """One place more, and as GPUs like it."""
     return (length // 64 + 1) * 64
 
 
-def _ahead(size: int, start: int, device: torch.device) -> Tensor:
+def _causal_mask(size: int, start: int, device: torch.device) -> Tensor:
     """What `size` ids from `start` on may see: (size, start + size)."""
     places = torch.arange(start + size, device=device)
     return places <= places[start:, None]

@@ -16,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from turngate.engines.local.cache import KeyValues, Piece, Places
+from turngate.engines.local.cache import KeyValues, Places, PromptPiece
 from turngate.engines.local.model import Attend, Model
-from turngate.engines.local.sampler import Bent, bend, draw
+from turngate.engines.local.sampler import Adjustment, adjust_scores, draw
 from turngate.types import ID_DTYPE, Ids, Logprobs
 
 
-class Armed(msgspec.Struct, frozen=True):
+class SlotStart(msgspec.Struct, frozen=True):
     """What a slot begins to sample with: its last id, that id's position, and how it is drawn."""
 
     slot: int
@@ -59,7 +59,7 @@ class Decoder:
         """What the thread that uses the decoder has to be in."""
         return nullcontext()
 
-    def arm(self, armed: Sequence[Armed]) -> None:
+    def arm(self, armed: Sequence[SlotStart]) -> None:
         """These slots sample from the next step on."""
         slots = self._moved(np.array([a.slot for a in armed], np.int64))
         values = np.array([(a.token, a.position, a.seed, a.drawn) for a in armed], np.int64).T
@@ -70,7 +70,7 @@ class Decoder:
         """These slots sample no more."""
         self.state[1, self._moved(np.array(slots, np.int64))] = self.cache.spare
 
-    def fill(self, pieces: Sequence[Piece]) -> None:
+    def fill(self, pieces: Sequence[PromptPiece]) -> None:
         """Compute the keys and values of these ids."""
         sizes = [len(piece.ids) for piece in pieces]
         ids = self._moved(np.concatenate([piece.ids for piece in pieces]).astype(np.int64))
@@ -79,7 +79,7 @@ class Decoder:
         positions = self._moved(np.concatenate(places))
         self.model.run(ids, positions, self._filling(pieces, slots, positions))
 
-    def _filling(self, pieces: Sequence[Piece], slots: Tensor, positions: Tensor) -> Attend:
+    def _filling(self, pieces: Sequence[PromptPiece], slots: Tensor, positions: Tensor) -> Attend:
         return self.cache.filling(pieces, slots, positions)
 
     def _moved(self, values: NDArray[Any]) -> Tensor:
@@ -87,14 +87,14 @@ class Decoder:
         here = torch.from_numpy(np.ascontiguousarray(values))
         return here.pin_memory().to(self.state.device, non_blocking=True) if self.state.is_cuda else here
 
-    def launch(self, slots: Places, bent: Sequence[Bent]) -> Pending:
+    def launch(self, slots: Places, bent: Sequence[Adjustment]) -> Pending:
         """Begin a step for these slots (ascending). With anything bent, all steps before it must have been collected."""
         index = torch.from_numpy(slots)
         tokens, positions, seeds, drawn = self.state[:, index]
         attend = self.cache.stepping(slots, positions.numpy())
         scores = self._scored(self.model.run(tokens, positions, attend))
         for row in bent:
-            bend(scores, row)
+            adjust_scores(scores, row)
         warm = self.temperature[index]
         ids, logprobs = draw(scores, warm, seeds, drawn, some_greedy=bool((warm == 0).any()))
         self.state[0, index] = ids

@@ -30,7 +30,7 @@ from turngate.engines.local.decode import Decoder
 from turngate.engines.local.model import Model
 from turngate.engines.local.weights import load as load_model
 from turngate.engines.local.weights import load_into
-from turngate.engines.local.worker import Batch, End, Order, Worker
+from turngate.engines.local.worker import End, SampledBatch, SamplingOrder, Worker
 from turngate.errors import ConfigError, ContextOverflow, EngineRejected, EngineUnavailable
 from turngate.types import ID_DTYPE
 
@@ -87,7 +87,7 @@ class LocalEngine:
             flush_s=flush_s,
         )
         self._serials = itertools.count(1)
-        self._open: dict[int, Generation] = {}
+        self._open: dict[int, LocalGeneration] = {}
         self._guard = threading.Lock()  # `_open` is used by the event loops and the thread
         self._state: Literal["new", "started", "closed"] = "new"
         self._folder = None if isinstance(model, Model) else model
@@ -137,8 +137,8 @@ class LocalEngine:
     def release(self, session: str) -> None:
         """Nothing to forget: what a session has computed is overwritten when its slot is the stalest."""
 
-    def generate(self, request: Generate) -> Generation:
-        return Generation(self, request)
+    def generate(self, request: Generate) -> LocalGeneration:
+        return LocalGeneration(self, request)
 
     @asynccontextmanager
     async def updating(self, version: int | None = None, *, drain: bool = False) -> AsyncIterator[Model]:
@@ -230,7 +230,7 @@ class LocalEngine:
 
     # ── calls ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def order(self, request: Generate) -> Order:
+    def order(self, request: Generate) -> SamplingOrder:
         """What the thread is asked for; refused here where it cannot be done."""
         if self._state != "started" or self._worker.broken:
             why = self._worker.broken or ("it was closed" if self._state == "closed" else "it was not started")
@@ -260,9 +260,9 @@ class LocalEngine:
             raise EngineRejected(f"{self.name} was asked for {request.max_tokens} tokens")
         stop_ids = tuple(i for i in request.stop_ids if 0 <= i < vocabulary)
         most = min(request.max_tokens, room)
-        return Order(next(self._serials), prompt, most, request.sampling, stop_ids, request.cache_salt)
+        return SamplingOrder(next(self._serials), prompt, most, request.sampling, stop_ids, request.cache_salt)
 
-    def submit(self, order: Order, generation: Generation) -> None:
+    def submit(self, order: SamplingOrder, generation: LocalGeneration) -> None:
         with self._guard:
             self._open[order.serial] = generation
         self._worker.submit(order)
@@ -273,7 +273,7 @@ class LocalEngine:
         if not over:
             self._worker.abort(serial)
 
-    def _deliver(self, batch: Batch) -> None:
+    def _deliver(self, batch: SampledBatch) -> None:
         """In the thread: to the event loop of each call, in one go."""
         with self._guard:
             loops = {generation.loop for generation in self._open.values()}
@@ -289,7 +289,7 @@ class LocalEngine:
         for serial in left:
             self.leave(serial, over=False)
 
-    def _hand_out(self, loop: asyncio.AbstractEventLoop, batch: Batch) -> None:
+    def _hand_out(self, loop: asyncio.AbstractEventLoop, batch: SampledBatch) -> None:
         """In the event loop."""
         bounds = np.flatnonzero(np.diff(batch.serials)) + 1
         for serials, ids, logprobs in zip(
@@ -304,7 +304,7 @@ class LocalEngine:
                 found.finish(end)
 
 
-class Generation:
+class LocalGeneration:
     """One call: entered, it is a stream of chunks; left before its end, it is aborted. Nothing happens before the first is asked for."""
 
     def __init__(self, engine: LocalEngine, request: Generate) -> None:

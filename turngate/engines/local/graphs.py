@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from turngate.engines.local.cache import Piece, Places
+from turngate.engines.local.cache import Places, PromptPiece
 from turngate.engines.local.decode import Decoder, Pending
 from turngate.engines.local.kernels import attend_slots
 from turngate.engines.local.model import Attend, Model
-from turngate.engines.local.sampler import Bent, bend, draw
+from turngate.engines.local.sampler import Adjustment, adjust_scores, draw
 from turngate.types import ID_DTYPE, Ids, Logprobs
 
 _ROWS = 8  # the smallest graph; the others double
@@ -66,13 +66,13 @@ class GraphDecoder(Decoder):
         with torch.cuda.device(self.model.device), torch.cuda.stream(self._stream):
             yield
 
-    def launch(self, slots: Places, bent: Sequence[Bent]) -> Pending:
-        rows = _doubled(int(slots[-1]) + 1, _ROWS, self.state.shape[1])
+    def launch(self, slots: Places, bent: Sequence[Adjustment]) -> Pending:
+        rows = _round_rows(int(slots[-1]) + 1, _ROWS, self.state.shape[1])
         self._replay(rows, draws=not bent)
         if bent:
             assert self._scores is not None
             for row in bent:
-                bend(self._scores, msgspec.structs.replace(row, row=int(slots[row.row])))
+                adjust_scores(self._scores, msgspec.structs.replace(row, row=int(slots[row.row])))
             self._draw(self._scores[:rows], rows)
         results = self._results[self._turn % len(self._results)]
         self._turn += 1
@@ -86,7 +86,7 @@ class GraphDecoder(Decoder):
         pending.arrived.synchronize()
         return pending.ids.numpy()[pending.slots].astype(ID_DTYPE), pending.logprobs.numpy()[pending.slots]
 
-    def fill(self, pieces: Sequence[Piece]) -> None:
+    def fill(self, pieces: Sequence[PromptPiece]) -> None:
         for group in self._alike(pieces):
             super().fill(group)
 
@@ -151,9 +151,9 @@ class GraphDecoder(Decoder):
 
     # ── prompts ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _alike(self, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    def _alike(self, pieces: Sequence[PromptPiece]) -> Iterator[list[PromptPiece]]:
         """Pieces of about the same size, which are computed side by side, the shorter ones padded."""
-        group: list[Piece] = []
+        group: list[PromptPiece] = []
         heads = self.model.shape.heads
         for piece in sorted(pieces, key=lambda p: len(p.ids)):
             size, span = len(piece.ids), max([p.start + len(p.ids) for p in (*group, piece)])
@@ -164,10 +164,10 @@ class GraphDecoder(Decoder):
         if group:
             yield group
 
-    def _filling(self, pieces: Sequence[Piece], slots: Tensor, positions: Tensor) -> Attend:
+    def _filling(self, pieces: Sequence[PromptPiece], slots: Tensor, positions: Tensor) -> Attend:
         device, dtype = self.model.device, self.model.dtype
         sizes = [len(piece.ids) for piece in pieces]
-        size, span = max(sizes), _rounded(max(p.start + n for p, n in zip(pieces, sizes, strict=True)))
+        size, span = max(sizes), _round_up(max(p.start + n for p, n in zip(pieces, sizes, strict=True)))
         span = min(span, self.cache.spare + 1)
         which = self._moved(np.array([p.slot for p in pieces], np.int64))
         # Where each id of the flat batch lies in the padded one.
@@ -197,7 +197,7 @@ class GraphDecoder(Decoder):
         return attend
 
 
-def _doubled(wanted: int, least: int, most: int) -> int:
+def _round_rows(wanted: int, least: int, most: int) -> int:
     """The smallest of least, 2 least, 4 least … that is enough, but never more than `most`."""
     size = least
     while size < wanted:
@@ -205,5 +205,5 @@ def _doubled(wanted: int, least: int, most: int) -> int:
     return min(size, most)
 
 
-def _rounded(size: int) -> int:
+def _round_up(size: int) -> int:
     return -(-size // 64) * 64

@@ -114,13 +114,13 @@ class _Layer(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split((self.heads, self.kv_heads), dim=-2)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=-2)
-        q, k = _turned(qk, cos, sin).split((self.heads, self.kv_heads), dim=-2)
+        q, k = _rotate(qk, cos, sin).split((self.heads, self.kv_heads), dim=-2)
         x = x + self.out(attend(self.index, q, k, v).flatten(-2))
         gate, up = self.gate_up(self.between(x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Each pair of a head's first and second half, turned by its position's angle."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

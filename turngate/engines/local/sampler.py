@@ -20,7 +20,7 @@ _MASK = (1 << 63) - 1
 _BLOCKS = (256, 128, 64)
 
 
-class Bent(msgspec.Struct, frozen=True):
+class Adjustment(msgspec.Struct, frozen=True):
     """A row whose scores are changed before it is drawn: by its sampling, and by what it holds so far."""
 
     row: int
@@ -83,7 +83,7 @@ def _right(x: Tensor, by: int) -> Tensor:
     return (x >> by) & (_MASK >> (by - 1))
 
 
-def bend(scores: Tensor, bent: Bent) -> None:
+def adjust_scores(scores: Tensor, bent: Adjustment) -> None:
     """Change one row of scores in place so that drawing from it is drawing as asked: penalties, then what is cut off."""
     row, sampling = scores[bent.row], bent.sampling
     _penalise(row, bent)
@@ -103,7 +103,7 @@ def bend(scores: Tensor, bent: Bent) -> None:
         row[order[beyond]] = -torch.inf
 
 
-def _penalise(row: Tensor, bent: Bent) -> None:
+def _penalise(row: Tensor, bent: Adjustment) -> None:
     """Repetition counts what is in the prompt too; presence and frequency count what was sampled."""
     sampling = bent.sampling
     if sampling.repetition_penalty != 1:

@@ -21,7 +21,13 @@ from turngate.engines.local.shape import Shape, read_shape
 from turngate.errors import ConfigError
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_EXTRA_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
 _LAYER = {
     "before": ("input_layernorm",),
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -58,7 +64,7 @@ def load_into(model: Model, folder: str | Path) -> None:
 def _state(model: Model, folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     given = _Folder(folder)
     expected = dict(model.named_parameters())
-    state = {ours: _joined(given, theirs, dtype) for ours, theirs in _names(model)}
+    state = {ours: _join(given, theirs, dtype) for ours, theirs in _names(model)}
     for name, tensor in state.items():
         if tensor.shape != expected[name].shape:
             raise ConfigError(
@@ -94,7 +100,7 @@ def save(model: Model, folder: str | Path, source: str | Path | None = None) -> 
     """Write the model as a folder that every other engine can load. `source`: the folder it came from, for config and tokenizer."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for name in _BESIDE if source is not None else ():
+    for name in _EXTRA_FILES if source is not None else ():
         if (found := Path(source or "") / name).is_file() and found.resolve() != (folder / name).resolve():
             shutil.copyfile(found, folder / name)
     new = folder / (_WEIGHTS + ".new")
@@ -132,7 +138,7 @@ class _Folder:
             ) from None
 
 
-def _joined(given: _Folder, names: tuple[str, ...], dtype: torch.dtype) -> Tensor:
+def _join(given: _Folder, names: tuple[str, ...], dtype: torch.dtype) -> Tensor:
     found = [given.get(name).to(dtype) for name in names]
     return found[0] if len(found) == 1 else torch.cat(found)
 

@@ -22,9 +22,9 @@ import msgspec
 import numpy as np
 import torch
 
-from turngate.engines.local.cache import Piece, Places, Slots
-from turngate.engines.local.decode import Armed, Decoder, Pending
-from turngate.engines.local.sampler import Bent
+from turngate.engines.local.cache import Places, PromptPiece, Slots
+from turngate.engines.local.decode import Decoder, Pending, SlotStart
+from turngate.engines.local.sampler import Adjustment
 from turngate.errors import EngineError, EngineUnavailable
 from turngate.types import ID_DTYPE, LOGPROB_DTYPE, Ids, Logprobs, Sampling
 
@@ -34,7 +34,7 @@ _TRIES = 3  # failures in a row, after which the engine gives up
 End = Literal["stop", "length"] | EngineError
 
 
-class Order(msgspec.Struct, frozen=True):
+class SamplingOrder(msgspec.Struct, frozen=True):
     """One generation, as the thread is asked for it. `serial` is never given twice."""
 
     serial: int
@@ -45,7 +45,7 @@ class Order(msgspec.Struct, frozen=True):
     salt: str
 
 
-class Batch(msgspec.Struct, frozen=True):
+class SampledBatch(msgspec.Struct, frozen=True):
     """What was sampled since the last batch, sorted by call, and which calls have ended. `version`: of the weights, where it is known."""
 
     serials: Places
@@ -55,7 +55,7 @@ class Batch(msgspec.Struct, frozen=True):
     version: int | None
 
 
-Deliver = Callable[[Batch], None]
+Deliver = Callable[[SampledBatch], None]
 
 
 class _Hold(msgspec.Struct):
@@ -75,7 +75,7 @@ class _Running:
 
     __slots__ = ("begun", "bent", "drawn", "ids", "order", "seed")
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: SamplingOrder) -> None:
         self.order = order
         self.ids = order.prompt
         self.drawn = 0
@@ -127,7 +127,7 @@ class Worker:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, order: Order) -> None:
+    def submit(self, order: SamplingOrder) -> None:
         self._commands.put(lambda: self._waiting.__setitem__(order.serial, _Running(order)))
         if self._over:
             raise EngineUnavailable("the local engine was closed")
@@ -283,7 +283,7 @@ class Worker:
             start, end = int(slots.known[slot]), int(slots.wanted[slot])
             if start < end and room > 0:
                 end = min(end, start + room)
-                pieces.append(Piece(slot, start, slots.ids[slot, start:end]))
+                pieces.append(PromptPiece(slot, start, slots.ids[slot, start:end]))
                 room -= end - start
         if pieces:
             self._decoder.fill(pieces)
@@ -300,12 +300,12 @@ class Worker:
         waited = time.monotonic() - self._filling_since >= self._fill_s
         return waited or 8 * len(self._filling) >= self._slots.count or not self._serial.any()
 
-    def _armed(self, slot: int) -> Armed:
+    def _armed(self, slot: int) -> SlotStart:
         call, last = self._running[slot], int(self._length[slot]) - 1
         self._serial[slot] = call.order.serial
         if call.bent:
             self._bent.add(slot)
-        return Armed(slot, int(call.ids[last]), last, call.seed, call.drawn, call.order.sampling.temperature)
+        return SlotStart(slot, int(call.ids[last]), last, call.seed, call.drawn, call.order.sampling.temperature)
 
     def _step(self) -> None:
         sampling = np.flatnonzero(self._serial)
@@ -319,10 +319,10 @@ class Worker:
                 self._pending.append((pending, self._serial[sampling]))
         self._collect(leave=self._decoder.ahead if sampling.size and not self._bent else 0)
 
-    def _bending(self, row: int, slot: int) -> Bent:
+    def _bending(self, row: int, slot: int) -> Adjustment:
         order, ids = self._running[slot].order, self._slots.ids[slot, : self._length[slot]]
         size = len(order.prompt)
-        return Bent(row, order.sampling, ids[:size], ids[size:], order.stop_ids)
+        return Adjustment(row, order.sampling, ids[:size], ids[size:], order.stop_ids)
 
     def _collect(self, leave: int) -> None:
         """Take what steps have sampled, but for the newest `leave` of them."""
@@ -381,14 +381,14 @@ class Worker:
         out.append((np.empty(0, np.int64), np.empty(0, ID_DTYPE), np.empty(0, LOGPROB_DTYPE)))  # for ends alone
         serials, ids, logprobs = (np.concatenate([part[n] for part in out]) for n in range(3))
         order = np.argsort(serials, kind="stable")
-        self._deliver(Batch(serials[order], ids[order], logprobs[order], ends, self._version))
+        self._deliver(SampledBatch(serials[order], ids[order], logprobs[order], ends, self._version))
 
     def _failed(self, error: Exception) -> None:
         """A step failed: the calls in it are lost, those that wait are not, unless it fails again and again."""
         self._failures += 1
         log.error("the local engine failed: %s", error, exc_info=error)
         self._pending.clear()
-        said = _explained(error)
+        said = _explain(error)
         self._fail_all(EngineError(said), waiting=False)
         try:
             self._decoder.reset()
@@ -410,7 +410,7 @@ class Worker:
             self._waiting.clear()
 
 
-def _explained(error: Exception) -> str:
+def _explain(error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return "the local engine is out of GPU memory; give it fewer slots, a shorter max_context, or nothing beside it"
     if isinstance(error, MemoryError):

@@ -14,23 +14,23 @@ from typing import Any
 import msgspec
 
 from turngate.engines.base import Health, RelayChunk, RelayRequest
-from turngate.engines.http import Client
+from turngate.engines.http import EngineClient
 from turngate.engines.observe.relay import StreamingRelay
 from turngate.engines.observe.translate import (
-    Said,
-    Written,
-    allowed,
-    arguments,
-    conversation,
-    effort,
-    fields,
-    kept,
-    offered,
-    opening,
-    pinned,
-    thinking,
-    unsayable,
-    wished,
+    RelayBody,
+    RelayMessage,
+    encode_verbatim,
+    list_allowed_tools,
+    list_tools,
+    list_unsupported,
+    parse_arguments,
+    parse_fields,
+    read_messages,
+    reasoning_effort,
+    split_system_prompt,
+    translate_pinned,
+    translate_sampling,
+    wants_thinking,
 )
 from turngate.errors import BadRequest, EngineError, EngineRejected
 from turngate.types import CallDelta, Constraint, Delta, Finish, Json, Tool, ToolCall, Usage
@@ -133,7 +133,7 @@ class AnthropicRelay(StreamingRelay):
         self.name = name
         headers = {"anthropic-version": VERSION, **({"x-api-key": key} if key else {})}
         root = url.rstrip("/").removesuffix("/v1")
-        super().__init__(Client(name, root, key=key, headers=headers, connect_s=connect_s, silence_s=silence_s))
+        super().__init__(EngineClient(name, root, key=key, headers=headers, connect_s=connect_s, silence_s=silence_s))
 
     def __repr__(self) -> str:
         return f"AnthropicRelay({self._client.url!r})"
@@ -143,29 +143,29 @@ class AnthropicRelay(StreamingRelay):
 
     async def count(self, request: RelayRequest) -> int:
         if request.call.dialect == self.dialect:
-            body: dict[str, Any] = {**fields("the body", request.call.body)}
+            body: dict[str, Any] = {**parse_fields("the body", request.call.body)}
             if request.model:
                 body["model"] = request.model
         else:
-            written = _translated(request, frozenset()).body
+            written = _translate(request, frozenset()).body
             body = {name: written[name] for name in ("model", "system", "messages", "tools") if name in written}
         return (await self._ask("/v1/messages/count_tokens", body, _Count, request)).input_tokens
 
     def _path(self, request: RelayRequest) -> str:
         return "/v1/messages"
 
-    def _write(self, request: RelayRequest, without: frozenset[str]) -> Written:
+    def _write(self, request: RelayRequest, without: frozenset[str]) -> RelayBody:
         if request.call.dialect == self.dialect:
-            return Written(_laid_over(request))
-        return _translated(request, without)
+            return RelayBody(_override_body(request))
+        return _translate(request, without)
 
     def _answer(self, request: RelayRequest) -> _Answer:
         return _Answer(self._client, keeps=request.call.dialect != self.dialect)
 
 
-def _laid_over(request: RelayRequest) -> dict[str, Any]:
+def _override_body(request: RelayRequest) -> dict[str, Any]:
     """The agent's body with the gateway's model, limit and sampling over it. All else stays as it is."""
-    laid: dict[str, Any] = {**fields("the body", request.call.body), "stream": True}
+    laid: dict[str, Any] = {**parse_fields("the body", request.call.body), "stream": True}
     if request.model:
         laid["model"] = request.model
     if request.max_tokens is not None:
@@ -173,20 +173,20 @@ def _laid_over(request: RelayRequest) -> dict[str, Any]:
     if request.sampling is not None:
         for name in _SAMPLING:
             laid.pop(name, None)
-        laid.update(pinned("anthropic", request.sampling, _SAMPLING))  # left out is neutral here
+        laid.update(translate_pinned("anthropic", request.sampling, _SAMPLING))  # left out is neutral here
     if _REDACTED.encode() in request.call.body:
-        laid["messages"] = [_unmarked(message) for message in msgspec.json.decode(laid["messages"])]
+        laid["messages"] = [_restore_redacted(message) for message in msgspec.json.decode(laid["messages"])]
     return laid
 
 
-def _unmarked(message: Json) -> Json:
+def _restore_redacted(message: Json) -> Json:
     """With the blocks that the endpoint knows for those that were handed out in their place."""
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return message
-    return {**message, "content": [_unmarked_block(block) for block in message["content"]]}
+    return {**message, "content": [_restore_block(block) for block in message["content"]]}
 
 
-def _unmarked_block(block: Json) -> Json:
+def _restore_block(block: Json) -> Json:
     match block:
         case {"type": "thinking", "signature": str(seal)} if seal.startswith(_REDACTED):
             return {"type": "redacted_thinking", "data": seal.removeprefix(_REDACTED)}
@@ -197,10 +197,10 @@ def _unmarked_block(block: Json) -> Json:
 # ── what a call of another dialect means, in this format ────────────────────────────────────────────────────────────────
 
 
-def _translated(request: RelayRequest, without: frozenset[str]) -> Written:
+def _translate(request: RelayRequest, without: frozenset[str]) -> RelayBody:
     call = request.call
-    system, rest = opening(conversation(request))
-    tools = offered(call)
+    system, rest = split_system_prompt(read_messages(request))
+    tools = list_tools(call)
     body: dict[str, Any] = {"model": request.model or call.model, "stream": True}
     loose: dict[str, tuple[str, ...]] = {}
     lost: list[str] = []
@@ -223,17 +223,17 @@ def _translated(request: RelayRequest, without: frozenset[str]) -> Written:
         body |= _choice(call.constraint, tools, parallel=call.parallel_tool_calls)
     body |= _thinking(request, without, loose, lost)
     if request.sampling is not None:
-        body |= pinned("anthropic", request.sampling, _SAMPLING)
+        body |= translate_pinned("anthropic", request.sampling, _SAMPLING)
     else:
-        drawn, unsaid = wished(call, _SAMPLING, without)
+        drawn, unsaid = translate_sampling(call, _SAMPLING, without)
         loose |= {name: (name,) for name in drawn}
         lost += unsaid
         body |= drawn
-    lost += unsayable(call)
-    return Written(body, loose, tuple(dict.fromkeys(lost)))
+    lost += list_unsupported(call)
+    return RelayBody(body, loose, tuple(dict.fromkeys(lost)))
 
 
-def _messages(said: Sequence[Said], as_user: bool, lost: list[str]) -> list[Json]:
+def _messages(said: Sequence[RelayMessage], as_user: bool, lost: list[str]) -> list[Json]:
     """Turn by turn. What a user says right after the results of tools is one message with them."""
     messages: list[dict[str, Any]] = []
     for one in said:
@@ -261,14 +261,14 @@ def _messages(said: Sequence[Said], as_user: bool, lost: list[str]) -> list[Json
     return messages
 
 
-def _turn(one: Said, lost: list[str]) -> list[Json]:
+def _turn(one: RelayMessage, lost: list[str]) -> list[Json]:
     if one.turn is not None:
         blocks: list[Json] = msgspec.json.decode(one.turn)
         return blocks
     if one.message.reasoning:
         lost.append("reasoning of earlier turns")  # the API takes only what it has signed
     calls = [
-        {"type": "tool_use", "id": _id(call.id), "name": call.name, "input": arguments(call.arguments)}
+        {"type": "tool_use", "id": _id(call.id), "name": call.name, "input": parse_arguments(call.arguments)}
         for call in one.message.tool_calls
     ]
     return [*_text(one.message.content), *calls]
@@ -295,7 +295,7 @@ def _choice(constraint: Constraint | None, tools: Sequence[Tool], *, parallel: b
     if constraint is not None and constraint.kind == "tool":
         choice = {"type": "tool", "name": constraint.tool}
     elif constraint is not None and constraint.kind == "tools":
-        if allowed(constraint, tools):
+        if list_allowed_tools(constraint, tools):
             raise BadRequest("tool_choice: a choice among some of the tools cannot be said to this endpoint")
         choice = {"type": "any"}
     if not parallel:
@@ -314,7 +314,7 @@ def _thinking(
         config["format"] = {"type": "json_schema", "schema": constraint.schema}
     elif constraint is not None and constraint.kind == "json_object":
         raise BadRequest("response_format: this endpoint can be held to a JSON schema, but not to 'some JSON object'")
-    thinks, wanted = thinking(request.call), effort(request.call)
+    thinks, wanted = wants_thinking(request.call), reasoning_effort(request.call)
     if thinks is not None:
         loose["thinking"] = ("thinking", "adaptive")
         if "thinking" not in without:
@@ -336,7 +336,7 @@ def _thinking(
 class _Answer:
     """Collects one reply, event by event. `keeps`: the agent's dialect may have no place for what has to be given back."""
 
-    def __init__(self, client: Client, *, keeps: bool) -> None:
+    def __init__(self, client: EngineClient, *, keeps: bool) -> None:
         self.finish: Finish | None = None
         self._client = client
         self._keeps = keeps
@@ -378,7 +378,9 @@ class _Answer:
             usage=self._told(),
             stopped_by=self._stopped_by,
             fault=self._fault,
-            verbatim=kept(self._blocks, [call.id for call in self._calls]) if self._keeps and sealed else b"",
+            verbatim=encode_verbatim(self._blocks, [call.id for call in self._calls])
+            if self._keeps and sealed
+            else b"",
         )
 
     def _begin(self, block: _Block) -> list[Delta | CallDelta]:
@@ -429,7 +431,7 @@ class _Answer:
             return []
         text = "".join(self._input) or bytes(block.input).decode()
         call = ToolCall(block.id or f"toolu_{uuid.uuid4().hex[:24]}", block.name, text)
-        self._blocks[-1] |= {"id": call.id, "input": arguments(text)}
+        self._blocks[-1] |= {"id": call.id, "input": parse_arguments(text)}
         self._calls.append(call)
         return [CallDelta(len(self._calls) - 1, call)]
 

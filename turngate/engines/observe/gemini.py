@@ -16,23 +16,23 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from turngate.engines.base import Health, RelayChunk, RelayRequest
-from turngate.engines.http import Client, happened, known
+from turngate.engines.http import EngineClient, clean_logprobs, is_error
 from turngate.engines.observe.relay import StreamingRelay
 from turngate.engines.observe.translate import (
-    Said,
-    Written,
-    allowed,
-    arguments,
-    conversation,
-    effort,
-    fields,
-    kept,
-    offered,
-    opening,
-    pinned,
-    thinking,
-    unsayable,
-    wished,
+    RelayBody,
+    RelayMessage,
+    encode_verbatim,
+    list_allowed_tools,
+    list_tools,
+    list_unsupported,
+    parse_arguments,
+    parse_fields,
+    read_messages,
+    reasoning_effort,
+    split_system_prompt,
+    translate_pinned,
+    translate_sampling,
+    wants_thinking,
 )
 from turngate.errors import EngineError, EngineRejected, EngineUnavailable
 from turngate.types import CallDelta, Capture, Constraint, Delta, Finish, Json, Sampling, Tool, ToolCall, Usage
@@ -139,7 +139,7 @@ class GeminiRelay(StreamingRelay):
         headers = {"x-goog-api-key": key} if key else {}
         root = url.rstrip("/")
         base = root if re.search(r"/v1(alpha|beta)?$", urlsplit(root).path) else f"{root}/v1beta"
-        super().__init__(Client(name, base, key=key, headers=headers, connect_s=connect_s, silence_s=silence_s))
+        super().__init__(EngineClient(name, base, key=key, headers=headers, connect_s=connect_s, silence_s=silence_s))
 
     def __repr__(self) -> str:
         return f"GeminiRelay({self._client.url!r})"
@@ -151,12 +151,12 @@ class GeminiRelay(StreamingRelay):
         model = f"models/{_model(request)}"
         body: dict[str, Any]
         if request.call.dialect == self.dialect:
-            body = {**fields("the body", request.call.body)}
-            name = _named(body, "generateContentRequest")
+            body = {**parse_fields("the body", request.call.body)}
+            name = _find_spelling(body, "generateContentRequest")
             if name in body:
-                body[name] = {**fields(name, body[name]), "model": model}
+                body[name] = {**parse_fields(name, body[name]), "model": model}
         else:
-            written = _translated(request, frozenset(), logprobs=False).body
+            written = _translate(request, frozenset(), logprobs=False).body
             asked = {name: written[name] for name in ("systemInstruction", "contents", "tools") if name in written}
             body = {"generateContentRequest": {"model": model, **asked}}
         return (await self._ask(f"/models/{_model(request)}:countTokens", body, _Count, request)).total_tokens
@@ -164,10 +164,10 @@ class GeminiRelay(StreamingRelay):
     def _path(self, request: RelayRequest) -> str:
         return f"/models/{_model(request)}:streamGenerateContent?alt=sse"
 
-    def _write(self, request: RelayRequest, without: frozenset[str]) -> Written:
+    def _write(self, request: RelayRequest, without: frozenset[str]) -> RelayBody:
         if request.call.dialect == self.dialect:
-            return Written(_laid_over(request, logprobs=self._logprobs))
-        return _translated(request, without, logprobs=self._logprobs)
+            return RelayBody(_override_body(request, logprobs=self._logprobs))
+        return _translate(request, without, logprobs=self._logprobs)
 
     def _answer(self, request: RelayRequest) -> _Answer:
         return _Answer(self._client, keeps=request.call.dialect != self.dialect)
@@ -178,43 +178,47 @@ def _model(request: RelayRequest) -> str:
     return quote((request.model or request.call.model).removeprefix("models/"), safe="")
 
 
-def _named(body: dict[str, Any], name: str) -> str:
+def _find_spelling(body: dict[str, Any], name: str) -> str:
     """The spelling of a field that the agent used: both are allowed."""
     snake = _SNAKE.sub("_", name).lower()
     return snake if snake in body else name
 
 
-def _laid_over(request: RelayRequest, *, logprobs: bool) -> dict[str, Any]:
+def _override_body(request: RelayRequest, *, logprobs: bool) -> dict[str, Any]:
     """The agent's body with the gateway's limit, sampling and question over it. All else stays as it is."""
-    laid: dict[str, Any] = {**fields("the body", request.call.body)}
-    place = _named(laid, "generationConfig")
-    config: dict[str, Any] = {**fields(place, bytes(laid.get(place, b"null")))}
+    laid: dict[str, Any] = {**parse_fields("the body", request.call.body)}
+    place = _find_spelling(laid, "generationConfig")
+    config: dict[str, Any] = {**parse_fields(place, bytes(laid.get(place, b"null")))}
     ours: dict[str, Json] = {}
     if request.max_tokens is not None:
         ours["maxOutputTokens"] = request.max_tokens
     if request.sampling is not None:
         for name in _SAMPLING.values():
-            config.pop(_named(config, name), None)
-        ours |= _pinned(request.sampling)
+            config.pop(_find_spelling(config, name), None)
+        ours |= _translate_pinned(request.sampling)
     if logprobs:
         ours["responseLogprobs"] = True
     if ours:
-        laid[place] = config | {_named(config, name): value for name, value in ours.items()}
+        laid[place] = config | {_find_spelling(config, name): value for name, value in ours.items()}
     return laid
 
 
-def _pinned(sampling: Sampling) -> dict[str, Json]:
+def _translate_pinned(sampling: Sampling) -> dict[str, Json]:
     """Neutral values are said too: the models' own defaults are not neutral."""
-    return {"temperature": sampling.temperature, "topP": sampling.top_p, **pinned("gemini", sampling, _SAMPLING)}
+    return {
+        "temperature": sampling.temperature,
+        "topP": sampling.top_p,
+        **translate_pinned("gemini", sampling, _SAMPLING),
+    }
 
 
 # ── what a call of another dialect means, in this format ────────────────────────────────────────────────────────────────
 
 
-def _translated(request: RelayRequest, without: frozenset[str], *, logprobs: bool) -> Written:
+def _translate(request: RelayRequest, without: frozenset[str], *, logprobs: bool) -> RelayBody:
     call = request.call
-    system, rest = opening(conversation(request))
-    tools = offered(call)
+    system, rest = split_system_prompt(read_messages(request))
+    tools = list_tools(call)
     loose: dict[str, tuple[str, ...]] = {"signatures": ("thought_signature", "thought signature", "thoughtsignature")}
     lost: list[str] = []
     body: dict[str, Any] = {"contents": _contents(rest, "signatures" in without, lost)}
@@ -231,19 +235,19 @@ def _translated(request: RelayRequest, without: frozenset[str], *, logprobs: boo
     if request.max_tokens is not None:
         config["maxOutputTokens"] = request.max_tokens
     if request.sampling is not None:
-        config |= _pinned(request.sampling)
+        config |= _translate_pinned(request.sampling)
     else:
-        drawn, unsaid = wished(call, _SAMPLING, without)
+        drawn, unsaid = translate_sampling(call, _SAMPLING, without)
         loose |= {name: (name, _SNAKE.sub("_", name).lower()) for name in drawn}
         lost += unsaid
         config |= drawn
     if logprobs:
         config["responseLogprobs"] = True
-    lost += unsayable(call, "thinking_budget")
-    return Written({**body, "generationConfig": config}, loose, tuple(dict.fromkeys(lost)))
+    lost += list_unsupported(call, "thinking_budget")
+    return RelayBody({**body, "generationConfig": config}, loose, tuple(dict.fromkeys(lost)))
 
 
-def _contents(said: Sequence[Said], unsigned: bool, lost: list[str]) -> list[Json]:
+def _contents(said: Sequence[RelayMessage], unsigned: bool, lost: list[str]) -> list[Json]:
     """Turn by turn. The results of one turn's calls have to stand together, and right after it."""
     contents: list[dict[str, Any]] = []
     answering = False
@@ -267,7 +271,7 @@ def _contents(said: Sequence[Said], unsigned: bool, lost: list[str]) -> list[Jso
     return contents
 
 
-def _turn(one: Said, unsigned: bool, lost: list[str]) -> list[Json]:
+def _turn(one: RelayMessage, unsigned: bool, lost: list[str]) -> list[Json]:
     if one.turn is not None:
         own: list[Json] = msgspec.json.decode(one.turn)
         return own
@@ -276,7 +280,7 @@ def _turn(one: Said, unsigned: bool, lost: list[str]) -> list[Json]:
         lost.append("reasoning of earlier turns")  # the API takes only what it has signed
     parts: list[Json] = [{"text": message.content}] if message.content else []
     for n, call in enumerate(message.tool_calls):
-        part: Json = {"functionCall": {"id": call.id, "name": call.name, "args": arguments(call.arguments)}}
+        part: Json = {"functionCall": {"id": call.id, "name": call.name, "args": parse_arguments(call.arguments)}}
         parts.append({**part, "thoughtSignature": _UNSIGNED} if unsigned and n == 0 else part)
     return parts
 
@@ -296,7 +300,7 @@ def _declaration(tool: Tool) -> Json:
 def _calling(constraint: Constraint | None, tools: Sequence[Tool]) -> dict[str, Json]:
     if constraint is None or constraint.kind not in ("tool", "tools"):
         return {}
-    names = (constraint.tool,) if constraint.kind == "tool" else allowed(constraint, tools)
+    names = (constraint.tool,) if constraint.kind == "tool" else list_allowed_tools(constraint, tools)
     calling: dict[str, Json] = {"mode": "ANY", **({"allowedFunctionNames": list(names)} if names else {})}
     return {"toolConfig": {"functionCallingConfig": calling}}
 
@@ -312,7 +316,7 @@ def _thinking(
     request: RelayRequest, without: frozenset[str], loose: dict[str, tuple[str, ...]], lost: list[str]
 ) -> dict[str, Json]:
     """Thoughts are asked for wherever the model has some, since they are part of what is recorded."""
-    thinks, wanted = thinking(request.call), effort(request.call)
+    thinks, wanted = wants_thinking(request.call), reasoning_effort(request.call)
     loose["thinkingLevel"] = ("thinkinglevel", "thinking_level", "thinking level")
     loose["thinking"] = ("thinkingconfig", "thinking_config", "thinking is not", "thinkingbudget", "thinking_budget")
     budget = 0 if thinks is False else request.call.template_hints.get("thinking_budget")
@@ -335,7 +339,7 @@ def _thinking(
 class _Answer:
     """Collects one reply, event by event. `keeps`: the agent's dialect may have no place for what has to be given back."""
 
-    def __init__(self, client: Client, *, keeps: bool) -> None:
+    def __init__(self, client: EngineClient, *, keeps: bool) -> None:
         self.finish: Finish | None = None
         self._client = client
         self._keeps = keeps
@@ -347,7 +351,7 @@ class _Answer:
 
     def add(self, data: bytes) -> RelayChunk | None:
         event = self._client.decode(_decode, data)
-        if happened(event.error):
+        if is_error(event.error):
             raise self._client.failure_in_stream(event.error, default_status=500)
         if event.usage_metadata is not None:
             self._usage = _usage(event.usage_metadata)
@@ -360,7 +364,7 @@ class _Answer:
         if candidate.finish_reason:
             self._end(candidate)
         tokens = candidate.logprobs_result.chosen_candidates if candidate.logprobs_result is not None else []
-        logprobs = known([token.log_probability for token in tokens])
+        logprobs = clean_logprobs([token.log_probability for token in tokens])
         return RelayChunk(tuple(said), logprobs=logprobs or None) if said or logprobs else None
 
     def end(self) -> RelayChunk:
@@ -371,12 +375,12 @@ class _Answer:
             finish="tool_calls" if self._ids and self.finish == "stop" else self.finish,
             usage=self._usage,
             fault=self._fault,
-            verbatim=kept(self._parts, self._ids) if self._keeps and sealed else b"",
+            verbatim=encode_verbatim(self._parts, self._ids) if self._keeps and sealed else b"",
         )
 
     def _add(self, part: _Part) -> list[Delta | CallDelta]:
         foreign = (part.inline_data, part.executable_code, part.code_execution_result, part.tool_call)
-        if any(happened(value) for value in foreign) or (part.function_call and part.function_call.will_continue):
+        if any(is_error(value) for value in foreign) or (part.function_call and part.function_call.will_continue):
             raise EngineError(
                 f"{self._client.engine} answered with more than text and calls, which cannot be passed on"
             )

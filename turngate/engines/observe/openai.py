@@ -18,25 +18,25 @@ from urllib.parse import urlsplit
 import msgspec
 
 from turngate.engines.base import Health, RelayChunk, RelayRequest
-from turngate.engines.http import Client, Reply, happened, known, paired
-from turngate.engines.observe.relay import answered
+from turngate.engines.http import EngineClient, Reply, align_logprobs, clean_logprobs, is_error
+from turngate.engines.observe.relay import stream_answer
 from turngate.engines.observe.translate import (
     SHRINKS,
-    Said,
-    Unwanted,
-    Written,
-    allowed,
-    conversation,
-    effort,
-    fields,
-    fitting,
-    kept,
-    offered,
-    opening,
-    passed,
-    thinking,
-    unsayable,
-    wished,
+    RejectedFields,
+    RelayBody,
+    RelayMessage,
+    encode_verbatim,
+    list_allowed_tools,
+    list_tools,
+    list_unsupported,
+    parse_fields,
+    read_messages,
+    reasoning_effort,
+    select_headers,
+    shrink_to_fit,
+    split_system_prompt,
+    translate_sampling,
+    wants_thinking,
 )
 from turngate.errors import ContextOverflow, EngineError, EngineRejected, NotFound, TurngateError
 from turngate.types import (
@@ -56,7 +56,7 @@ from turngate.types import (
 _DIALECT = "chat"
 
 # What each level adds to the body. `tokens` is vLLM's; there, its own sampling fields are understood too.
-_ASKS: dict[Capture, dict[str, bool]] = {
+_CAPTURE_FIELDS: dict[Capture, dict[str, bool]] = {
     "tokens": {"return_token_ids": True, "logprobs": True},
     "logprobs": {"logprobs": True},
     "text": {},
@@ -180,11 +180,11 @@ class OpenAIRelay:
     ) -> None:
         self.name = name
         self._adapts = capture == "auto"
-        self._asks = _Asks("tokens" if capture == "auto" else capture)
-        self._unwanted = Unwanted()
+        self._asks = _CaptureRequest("tokens" if capture == "auto" else capture)
+        self._unwanted = RejectedFields()
         root = url.rstrip("/")
         base = root if urlsplit(root).path else f"{root}/v1"
-        self._client = Client(name, base, key=key, connect_s=connect_s, silence_s=silence_s)
+        self._client = EngineClient(name, base, key=key, connect_s=connect_s, silence_s=silence_s)
 
     def __repr__(self) -> str:
         return f"OpenAIRelay({self._client.url!r}, capture={self.capture!r})"
@@ -217,7 +217,9 @@ class OpenAIRelay:
     async def relay(self, request: RelayRequest) -> AsyncIterator[AsyncIterator[RelayChunk]]:
         headers = {"X-Request-Id": request.request_id, "X-Session-ID": request.session}
         headers = {name: value for name, value in headers.items() if value}
-        async with self._client.post("/chat/completions", b"", {**passed(request, _DIALECT), **headers}) as reply:
+        async with self._client.post(
+            "/chat/completions", b"", {**select_headers(request, _DIALECT), **headers}
+        ) as reply:
             yield self._chunks(reply, request)
 
     async def _chunks(self, reply: Reply, request: RelayRequest) -> AsyncIterator[RelayChunk]:
@@ -226,11 +228,11 @@ class OpenAIRelay:
             yield RelayChunk(lost=written.lost, biases=written.biases)
         batches = reply.events() if written.body.get("stream") is True else reply.whole()
         answer = _Answer(self._client, keeps=request.call.dialect != _DIALECT)
-        async with aclosing(answered(self.name, answer, reply, batches)) as chunks:
+        async with aclosing(stream_answer(self.name, answer, reply, batches)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
-    async def _open(self, reply: Reply, request: RelayRequest) -> Written:
+    async def _open(self, reply: Reply, request: RelayRequest) -> RelayBody:
         """Send, and again with less where the endpoint refuses what the relay added, or what can be left out."""
         model = request.model or request.call.model
         shrinks = 0 if request.call.dialect == _DIALECT else SHRINKS
@@ -251,41 +253,41 @@ class OpenAIRelay:
                 else:
                     raise
             except ContextOverflow as error:
-                smaller = fitting(request, written, error) if shrinks else None
+                smaller = shrink_to_fit(request, written, error) if shrinks else None
                 if smaller is None:
                     raise
                 request, shrinks = smaller, shrinks - 1
 
-    def _write(self, request: RelayRequest, asks: _Asks, without: frozenset[str]) -> Written:
+    def _write(self, request: RelayRequest, asks: _CaptureRequest, without: frozenset[str]) -> RelayBody:
         if request.call.dialect == _DIALECT:
-            body = _laid_over(fields("the body", request.call.body), request, asks)
-            return Written(body, biases=_biases(body))
-        return _translated(request, asks, without)
+            body = _override_body(parse_fields("the body", request.call.body), request, asks)
+            return RelayBody(body, biases=_biases(body))
+        return _translate(request, asks, without)
 
 
-class _Asks(msgspec.Struct, frozen=True):
+class _CaptureRequest(msgspec.Struct, frozen=True):
     """What the relay adds to a body."""
 
     capture: Capture
     usage: bool = True  # of a stream: `stream_options.include_usage`
 
-    def without(self, refusal: str, adapts: bool) -> _Asks | None:
+    def without(self, refusal: str, adapts: bool) -> _CaptureRequest | None:
         """Less than this, if the refusal names some of it."""
         if self.usage and "stream_options" in refusal:
-            return _Asks(self.capture, usage=False)
+            return _CaptureRequest(self.capture, usage=False)
         if adapts and self.capture == "tokens" and _BEYOND_OPENAI.search(refusal):
-            return _Asks("logprobs", self.usage)
+            return _CaptureRequest("logprobs", self.usage)
         if adapts and self.capture != "text" and "logprobs" in refusal:
-            return _Asks("text", self.usage)
+            return _CaptureRequest("text", self.usage)
         return None
 
-    def at_most(self, other: _Asks) -> _Asks:
-        return _Asks(min(self.capture, other.capture, key=_LEVELS.index), self.usage and other.usage)
+    def at_most(self, other: _CaptureRequest) -> _CaptureRequest:
+        return _CaptureRequest(min(self.capture, other.capture, key=_LEVELS.index), self.usage and other.usage)
 
 
-def _laid_over(body: dict[str, msgspec.Raw], request: RelayRequest, asks: _Asks) -> dict[str, Any]:
+def _override_body(body: dict[str, msgspec.Raw], request: RelayRequest, asks: _CaptureRequest) -> dict[str, Any]:
     """The agent's body with the gateway's model, limits, sampling and questions over it. All else stays as it is."""
-    laid: dict[str, Any] = {**body, **_ASKS[asks.capture]}
+    laid: dict[str, Any] = {**body, **_CAPTURE_FIELDS[asks.capture]}
     if "stream" in body:
         laid["stream"] = bytes(body["stream"]) == b"true"
     if request.model:
@@ -294,9 +296,9 @@ def _laid_over(body: dict[str, msgspec.Raw], request: RelayRequest, asks: _Asks)
         names = [name for name in ("max_tokens", "max_completion_tokens") if name in body]
         laid.update(dict.fromkeys(names or ["max_tokens"], request.max_tokens))
     if request.sampling is not None:
-        _lay_sampling(laid, request.sampling, everything=asks.capture == "tokens")
+        _override_sampling(laid, request.sampling, everything=asks.capture == "tokens")
     if laid.get("stream") and asks.usage:
-        options = fields("stream_options", bytes(body.get("stream_options", b"null")))
+        options = parse_fields("stream_options", bytes(body.get("stream_options", b"null")))
         laid["stream_options"] = {**options, "include_usage": True}
     return laid
 
@@ -307,7 +309,7 @@ def _biases(body: dict[str, Any]) -> tuple[str, ...]:
     return tuple(f"field {name}" for name in told if name not in _HARMLESS)
 
 
-def _lay_sampling(laid: dict[str, Any], sampling: Sampling, *, everything: bool) -> None:
+def _override_sampling(laid: dict[str, Any], sampling: Sampling, *, everything: bool) -> None:
     """Fields that only some servers know are sent where they matter, or where the server is known to know them."""
     values, neutral = msgspec.structs.asdict(sampling), msgspec.structs.asdict(Sampling())
     for name in _STANDARD:
@@ -322,16 +324,16 @@ def _lay_sampling(laid: dict[str, Any], sampling: Sampling, *, everything: bool)
 # ── what a call of another dialect means, in this format ────────────────────────────────────────────────────────────────
 
 
-def _translated(request: RelayRequest, asks: _Asks, without: frozenset[str]) -> Written:
+def _translate(request: RelayRequest, asks: _CaptureRequest, without: frozenset[str]) -> RelayBody:
     call = request.call
-    system, rest = opening(conversation(request))
-    tools = offered(call)
+    system, rest = split_system_prompt(read_messages(request))
+    tools = list_tools(call)
     lost: list[str] = []
     loose: dict[str, tuple[str, ...]] = {}
     messages: list[Json] = [{"role": "system", "content": system}] if system else []
     messages += [_message(one, without, loose, lost) for one in rest]
     body: dict[str, Any] = {"model": request.model or call.model, "messages": messages, "stream": True}
-    body |= _ASKS[asks.capture]
+    body |= _CAPTURE_FIELDS[asks.capture]
     if asks.usage:
         body["stream_options"] = {"include_usage": True}
     if request.max_tokens is not None:  # OpenAI's own newer models know it by another name
@@ -343,13 +345,13 @@ def _translated(request: RelayRequest, asks: _Asks, without: frozenset[str]) -> 
         body["tools"] = [tool.wire for tool in tools]
         if not call.parallel_tool_calls:
             body["parallel_tool_calls"] = False
-    body |= _forced(call.constraint, tools)
+    body |= _constraint_fields(call.constraint, tools)
     body |= _thinking(request, without, loose, lost)
-    _lay_wishes(body, request, asks, without, loose, lost)
-    return Written(body, loose, tuple(dict.fromkeys(lost)))
+    _add_sampling(body, request, asks, without, loose, lost)
+    return RelayBody(body, loose, tuple(dict.fromkeys(lost)))
 
 
-def _message(one: Said, without: frozenset[str], loose: dict[str, tuple[str, ...]], lost: list[str]) -> Json:
+def _message(one: RelayMessage, without: frozenset[str], loose: dict[str, tuple[str, ...]], lost: list[str]) -> Json:
     message = one.message
     if message.role != "assistant":
         wire: dict[str, Json] = {"role": message.role, "content": message.content}
@@ -383,12 +385,12 @@ def _turn(message: Message) -> dict[str, Json]:
     return wire
 
 
-def _forced(constraint: Constraint | None, tools: Sequence[Tool]) -> dict[str, Json]:
+def _constraint_fields(constraint: Constraint | None, tools: Sequence[Tool]) -> dict[str, Json]:
     match constraint:
         case Constraint(kind="tool", tool=name):
             return {"tool_choice": {"type": "function", "function": {"name": name}}}
         case Constraint(kind="tools"):
-            some = [{"type": "function", "function": {"name": name}} for name in allowed(constraint, tools)]
+            some = [{"type": "function", "function": {"name": name}} for name in list_allowed_tools(constraint, tools)]
             choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": some}}
             return {"tool_choice": choice if some else "required"}
         case Constraint(kind="json_schema", schema=schema):
@@ -403,7 +405,7 @@ def _thinking(
     request: RelayRequest, without: frozenset[str], loose: dict[str, tuple[str, ...]], lost: list[str]
 ) -> dict[str, Json]:
     """How hard to think, or that it should not: the latter has no word of OpenAI's, but one that open models know."""
-    wanted = effort(request.call)
+    wanted = reasoning_effort(request.call)
     said: dict[str, Json] = {}
     if wanted:
         loose["reasoning_effort"] = ("reasoning_effort", "reasoning effort")
@@ -417,9 +419,9 @@ def _thinking(
             lost.append("verbosity")
         else:
             said["verbosity"] = request.call.template_hints["verbosity"]
-    lost += unsayable(request.call, "verbosity", "chat_template_kwargs")
+    lost += list_unsupported(request.call, "verbosity", "chat_template_kwargs")
     kwargs = {**request.call.template_kwargs}
-    if thinking(request.call) is False:
+    if wants_thinking(request.call) is False:
         kwargs["enable_thinking"] = False
     if kwargs:
         loose["chat_template_kwargs"] = ("chat_template_kwargs",)
@@ -430,20 +432,20 @@ def _thinking(
     return said
 
 
-def _lay_wishes(
+def _add_sampling(
     body: dict[str, Any],
     request: RelayRequest,
-    asks: _Asks,
+    asks: _CaptureRequest,
     without: frozenset[str],
     loose: dict[str, tuple[str, ...]],
     lost: list[str],
 ) -> None:
     """How tokens are to be drawn: as the session pins it, or as the agent wishes and the endpoint understands."""
     if request.sampling is not None:
-        _lay_sampling(body, request.sampling, everything=asks.capture == "tokens")
+        _override_sampling(body, request.sampling, everything=asks.capture == "tokens")
         return
     known_here = (*_STANDARD, *_EXTENSIONS) if asks.capture == "tokens" else _STANDARD
-    drawn, unsaid = wished(request.call, {name: name for name in known_here}, without)
+    drawn, unsaid = translate_sampling(request.call, {name: name for name in known_here}, without)
     loose |= {name: (name,) for name in drawn if name in _STANDARD}
     lost += unsaid
     body |= drawn
@@ -455,7 +457,7 @@ def _lay_wishes(
 class _Answer:
     """Collects one reply, event by event. `keeps`: agents of another dialect may not give reasoning back."""
 
-    def __init__(self, client: Client, *, keeps: bool) -> None:
+    def __init__(self, client: EngineClient, *, keeps: bool) -> None:
         self.finish: Finish | None = None
         self._client = client
         self._keeps = keeps
@@ -469,7 +471,7 @@ class _Answer:
     def add(self, data: bytes) -> RelayChunk | None:
         """What one event adds. The end is held back for `end`: usage comes after it."""
         event = self._client.decode(_decode, data)
-        if happened(event.error):
+        if is_error(event.error):
             raise self._client.failure_in_stream(event.error, default_status=500)
         self._usage = _usage(event.usage) or self._usage
         choice = next((one for one in event.choices or () if one.index == 0), _Choice())
@@ -501,7 +503,7 @@ class _Answer:
     def _verbatim(self) -> bytes:
         calls = tuple(self._calls.whole)
         content, reasoning = "".join(self._text["content"]), "".join(self._text["reasoning"])
-        return kept(_turn(Message("assistant", content, reasoning, calls)), [call.id for call in calls])
+        return encode_verbatim(_turn(Message("assistant", content, reasoning, calls)), [call.id for call in calls])
 
     def _end(self, choice: _Choice) -> None:
         self.finish = _finish(choice.finish_reason) or self.finish
@@ -528,8 +530,8 @@ class _Answer:
         positions = choice.logprobs.content if choice.logprobs else None
         values = None if positions is None else [position.logprob for position in positions]
         if choice.token_ids is not None:
-            return choice.token_ids, paired(self._client.engine, choice.token_ids, values)
-        return None, None if values is None else known(values)
+            return choice.token_ids, align_logprobs(self._client.engine, choice.token_ids, values)
+        return None, None if values is None else clean_logprobs(values)
 
 
 class _Calls:

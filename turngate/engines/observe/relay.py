@@ -13,15 +13,15 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from turngate.engines.base import Health, RelayChunk, RelayRequest
-from turngate.engines.http import Client, Reply
-from turngate.engines.observe.translate import SHRINKS, Unwanted, Written, fitting, passed
+from turngate.engines.http import EngineClient, Reply
+from turngate.engines.observe.translate import SHRINKS, RejectedFields, RelayBody, select_headers, shrink_to_fit
 from turngate.errors import ContextOverflow, EngineRejected, EngineUnavailable, TurngateError
 from turngate.types import Finish
 
 T = TypeVar("T")
 
 
-class Answer(Protocol):
+class AnswerCollector(Protocol):
     """Collects one reply, event by event."""
 
     finish: Finish | None
@@ -33,8 +33,8 @@ class Answer(Protocol):
         """The last chunk, once the stream is over and `finish` is known."""
 
 
-async def answered(
-    endpoint: str, answer: Answer, reply: Reply, batches: AsyncIterator[list[bytes]]
+async def stream_answer(
+    endpoint: str, answer: AnswerCollector, reply: Reply, batches: AsyncIterator[list[bytes]]
 ) -> AsyncGenerator[RelayChunk, None]:
     """The whole answer. What came in one read goes on together; what came before a failure goes on before it."""
     async for batch in batches:
@@ -49,7 +49,7 @@ async def answered(
             if chunk is not None:
                 chunks.append(chunk)
         reply.finished = answer.finish is not None
-        for chunk in _merged(chunks):
+        for chunk in _merge_chunks(chunks):
             yield chunk
         if failure is not None:
             raise failure
@@ -58,7 +58,7 @@ async def answered(
     yield answer.end()
 
 
-def _merged(chunks: Sequence[RelayChunk]) -> list[RelayChunk]:
+def _merge_chunks(chunks: Sequence[RelayChunk]) -> list[RelayChunk]:
     """Chunks in a row as one; but those whose ids are told are never mixed with others, or it would be told of both."""
     whole: list[RelayChunk] = []
     for told, group in groupby(chunks, lambda chunk: chunk.ids is not None):
@@ -82,9 +82,9 @@ class StreamingRelay:
     name: str
     dialect: str
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: EngineClient) -> None:
         self._client = client
-        self._unwanted = Unwanted()
+        self._unwanted = RejectedFields()
 
     async def start(self) -> None:
         await self._client.start()
@@ -94,28 +94,28 @@ class StreamingRelay:
 
     @asynccontextmanager
     async def relay(self, request: RelayRequest) -> AsyncIterator[AsyncIterator[RelayChunk]]:
-        headers = passed(request, self.dialect)
+        headers = select_headers(request, self.dialect)
         async with self._client.post(self._path(request), b"", headers) as reply:
             yield self._chunks(reply, request)
 
     def _path(self, request: RelayRequest) -> str:
         raise NotImplementedError
 
-    def _write(self, request: RelayRequest, without: frozenset[str]) -> Written:
+    def _write(self, request: RelayRequest, without: frozenset[str]) -> RelayBody:
         raise NotImplementedError
 
-    def _answer(self, request: RelayRequest) -> Answer:
+    def _answer(self, request: RelayRequest) -> AnswerCollector:
         raise NotImplementedError
 
     async def _chunks(self, reply: Reply, request: RelayRequest) -> AsyncIterator[RelayChunk]:
         written = await self._open(reply, request)
         if written.lost:
             yield RelayChunk(lost=written.lost)
-        async with aclosing(answered(self.name, self._answer(request), reply, reply.events())) as chunks:
+        async with aclosing(stream_answer(self.name, self._answer(request), reply, reply.events())) as chunks:
             async for chunk in chunks:
                 yield chunk
 
-    async def _open(self, reply: Reply, request: RelayRequest) -> Written:
+    async def _open(self, reply: Reply, request: RelayRequest) -> RelayBody:
         """Send, and again without what the endpoint refuses, where the call can do without it."""
         model = request.model or request.call.model
         shrinks = 0 if request.call.dialect == self.dialect else SHRINKS
@@ -132,14 +132,14 @@ class StreamingRelay:
                     raise
                 self._unwanted.add(model, refused)
             except ContextOverflow as error:
-                smaller = fitting(request, written, error) if shrinks else None
+                smaller = shrink_to_fit(request, written, error) if shrinks else None
                 if smaller is None:
                     raise
                 request, shrinks = smaller, shrinks - 1
 
     async def _ask(self, path: str, body: object, shape: type[T], request: RelayRequest) -> T:
         """A question with one JSON document for an answer."""
-        async with self._client.post(path, msgspec.json.encode(body), passed(request, self.dialect)) as reply:
+        async with self._client.post(path, msgspec.json.encode(body), select_headers(request, self.dialect)) as reply:
             async for [data] in reply.whole():
                 reply.finished = True
                 return self._client.decode(msgspec.json.Decoder(shape).decode, data)

@@ -19,22 +19,22 @@ from urllib.parse import urlsplit
 import msgspec
 
 from turngate.engines.base import Health, RelayChunk, RelayRequest
-from turngate.engines.http import Client, happened, known
+from turngate.engines.http import EngineClient, clean_logprobs, is_error
 from turngate.engines.observe.relay import StreamingRelay
 from turngate.engines.observe.translate import (
-    Said,
-    Written,
-    allowed,
-    conversation,
-    effort,
-    fields,
-    kept,
-    offered,
-    opening,
-    pinned,
-    thinking,
-    unsayable,
-    wished,
+    RelayBody,
+    RelayMessage,
+    encode_verbatim,
+    list_allowed_tools,
+    list_tools,
+    list_unsupported,
+    parse_fields,
+    read_messages,
+    reasoning_effort,
+    split_system_prompt,
+    translate_pinned,
+    translate_sampling,
+    wants_thinking,
 )
 from turngate.errors import BadRequest, EngineError, EngineRejected, NotFound, TurngateError
 from turngate.types import CallDelta, Capture, Constraint, Delta, Finish, Json, Tool, ToolCall, Usage
@@ -135,7 +135,7 @@ class ResponsesRelay(StreamingRelay):
         self._logprobs = capture == "logprobs"
         root = url.rstrip("/")
         base = root if urlsplit(root).path else f"{root}/v1"
-        super().__init__(Client(name, base, key=key, connect_s=connect_s, silence_s=silence_s))
+        super().__init__(EngineClient(name, base, key=key, connect_s=connect_s, silence_s=silence_s))
 
     def __repr__(self) -> str:
         return f"ResponsesRelay({self._client.url!r})"
@@ -145,9 +145,9 @@ class ResponsesRelay(StreamingRelay):
 
     async def count(self, request: RelayRequest) -> int:
         if request.call.dialect == self.dialect:
-            laid = _laid_over(request, frozenset(), logprobs=False).body
+            laid = _override_body(request, frozenset(), logprobs=False).body
         else:
-            laid = _translated(request, frozenset(), logprobs=False).body
+            laid = _translate(request, frozenset(), logprobs=False).body
         body = {name: laid[name] for name in _COUNTED if name in laid}
         try:
             return (await self._ask("/responses/input_tokens", body, _Count, request)).input_tokens
@@ -157,18 +157,18 @@ class ResponsesRelay(StreamingRelay):
     def _path(self, request: RelayRequest) -> str:
         return "/responses"
 
-    def _write(self, request: RelayRequest, without: frozenset[str]) -> Written:
+    def _write(self, request: RelayRequest, without: frozenset[str]) -> RelayBody:
         if request.call.dialect == self.dialect:
-            return _laid_over(request, without, logprobs=self._logprobs)
-        return _translated(request, without, logprobs=self._logprobs)
+            return _override_body(request, without, logprobs=self._logprobs)
+        return _translate(request, without, logprobs=self._logprobs)
 
     def _answer(self, request: RelayRequest) -> _Answer:
         return _Answer(self._client, keeps=request.call.dialect != self.dialect)
 
 
-def _laid_over(request: RelayRequest, without: frozenset[str], *, logprobs: bool) -> Written:
+def _override_body(request: RelayRequest, without: frozenset[str], *, logprobs: bool) -> RelayBody:
     """The agent's body with the gateway's model, limit, sampling and questions over it. All else stays as it is."""
-    laid: dict[str, Any] = {**fields("the body", request.call.body), "stream": True}
+    laid: dict[str, Any] = {**parse_fields("the body", request.call.body), "stream": True}
     lost: list[str] = []
     if request.model:
         laid["model"] = request.model
@@ -177,19 +177,19 @@ def _laid_over(request: RelayRequest, without: frozenset[str], *, logprobs: bool
     if request.sampling is not None:
         for name in _SAMPLING:
             laid.pop(name, None)
-        laid.update(pinned("responses", request.sampling, _SAMPLING))  # left out is neutral here
+        laid.update(translate_pinned("responses", request.sampling, _SAMPLING))  # left out is neutral here
     asked = {_SEALS, _LOGPROBS} if logprobs else {_SEALS}
     given = [str(msgspec.json.decode(name)) for name in _list(laid.get("include"))]
     wanted = [name for name in sorted(asked - set(given)) if name not in without]
     if given or wanted:
         laid["include"] = given + wanted
     if items := _list(laid.get("input")):
-        laid["input"] = [_known(item) for item in items]
+        laid["input"] = [_restore_item(item) for item in items]
     if tools := _list(laid.get("tools")):
         types = [_type(tool) for tool in tools]
         lost += [f"the tool {kind}" for kind in types if kind.startswith(_HOSTED)]
         laid["tools"] = [tool for tool, kind in zip(tools, types, strict=True) if not kind.startswith(_HOSTED)]
-    return Written(laid, _include_refusals(wanted), tuple(lost))
+    return RelayBody(laid, _include_refusals(wanted), tuple(lost))
 
 
 def _list(raw: msgspec.Raw | None) -> list[msgspec.Raw]:
@@ -207,7 +207,7 @@ def _include_refusals(wanted: Sequence[str]) -> dict[str, tuple[str, ...]]:
     return {name: words[name] for name in wanted}
 
 
-def _known(raw: msgspec.Raw) -> Json:
+def _restore_item(raw: msgspec.Raw) -> Json:
     """An item as the endpoint knows it."""
     if b"_tg" not in bytes(raw) and b'"encrypted_content"' not in bytes(raw):
         return raw
@@ -227,12 +227,12 @@ def _known(raw: msgspec.Raw) -> Json:
 # ── what a call of another dialect means, in this format ────────────────────────────────────────────────────────────────
 
 
-def _translated(request: RelayRequest, without: frozenset[str], *, logprobs: bool) -> Written:
+def _translate(request: RelayRequest, without: frozenset[str], *, logprobs: bool) -> RelayBody:
     call = request.call
     if call.stop:
         raise BadRequest("stop: this endpoint knows no stop strings; leave them out", param="stop")
-    system, rest = opening(conversation(request))
-    tools = offered(call)
+    system, rest = split_system_prompt(read_messages(request))
+    tools = list_tools(call)
     lost: list[str] = []
     body: dict[str, Any] = {"model": request.model or call.model, "stream": True, "store": False}
     if system:
@@ -248,20 +248,20 @@ def _translated(request: RelayRequest, without: frozenset[str], *, logprobs: boo
         body["tools"] = [_tool(tool) for tool in tools]
         if not call.parallel_tool_calls:
             body["parallel_tool_calls"] = False
-    body |= _forced(call.constraint, tools)
+    body |= _constraint_fields(call.constraint, tools)
     body |= _thinking(request, without, loose, lost)
     if request.sampling is not None:
-        body |= pinned("responses", request.sampling, _SAMPLING)
+        body |= translate_pinned("responses", request.sampling, _SAMPLING)
     else:
-        drawn, unsaid = wished(call, _SAMPLING, without)
+        drawn, unsaid = translate_sampling(call, _SAMPLING, without)
         loose |= {name: (name,) for name in drawn}
         lost += unsaid
         body |= drawn
-    lost += unsayable(call)
-    return Written(body, loose, tuple(dict.fromkeys(lost)))
+    lost += list_unsupported(call)
+    return RelayBody(body, loose, tuple(dict.fromkeys(lost)))
 
 
-def _items(one: Said, lost: list[str]) -> list[Json]:
+def _items(one: RelayMessage, lost: list[str]) -> list[Json]:
     message = one.message
     match message.role:
         case "tool":
@@ -297,12 +297,12 @@ def _tool(tool: Tool) -> Json:
     }
 
 
-def _forced(constraint: Constraint | None, tools: Sequence[Tool]) -> dict[str, Json]:
+def _constraint_fields(constraint: Constraint | None, tools: Sequence[Tool]) -> dict[str, Json]:
     match constraint:
         case Constraint(kind="tool", tool=name):
             return {"tool_choice": {"type": "function", "name": name}}
         case Constraint(kind="tools"):
-            some = [{"type": "function", "name": name} for name in allowed(constraint, tools)]
+            some = [{"type": "function", "name": name} for name in list_allowed_tools(constraint, tools)]
             return {"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": some} if some else "required"}
         case Constraint(kind="json_schema", schema=schema):
             form = {"type": "json_schema", "name": "answer", "schema": schema, "strict": False}
@@ -317,7 +317,7 @@ def _thinking(
     request: RelayRequest, without: frozenset[str], loose: dict[str, tuple[str, ...]], lost: list[str]
 ) -> dict[str, Json]:
     """Summaries are asked for wherever the model reasons, since they are part of what is recorded."""
-    wanted = effort(request.call) or ("none" if thinking(request.call) is False else "")
+    wanted = reasoning_effort(request.call) or ("none" if wants_thinking(request.call) is False else "")
     loose["summary"] = ("summar",)
     loose["effort"] = ("effort",)
     loose["reasoning"] = ("'reasoning'", "reasoning is not", "reasoning_summary")
@@ -338,7 +338,7 @@ def _thinking(
 class _Answer:
     """Collects one reply, event by event. `keeps`: the agent's dialect may have no place for what has to be given back."""
 
-    def __init__(self, client: Client, *, keeps: bool) -> None:
+    def __init__(self, client: EngineClient, *, keeps: bool) -> None:
         self.finish: Finish | None = None
         self._client = client
         self._keeps = keeps
@@ -356,7 +356,7 @@ class _Answer:
         match event.type:
             case "response.output_text.delta":
                 events = [Delta("content", event.delta)]
-                logprobs = known([token.logprob for token in event.logprobs or ()])
+                logprobs = clean_logprobs([token.logprob for token in event.logprobs or ()])
             case "response.refusal.delta":
                 events = [Delta("content", event.delta)]
             case "response.reasoning_summary_text.delta" | "response.reasoning_text.delta":
@@ -379,7 +379,9 @@ class _Answer:
             finish="tool_calls" if self._calls and self.finish == "stop" else self.finish,
             usage=self._usage,
             fault=self._fault,
-            verbatim=kept(self._items, [call.id for call in self._calls]) if self._keeps and self._matters else b"",
+            verbatim=encode_verbatim(self._items, [call.id for call in self._calls])
+            if self._keeps and self._matters
+            else b"",
         )
 
     def _whole(self, raw: msgspec.Raw) -> list[Delta | CallDelta]:
@@ -417,7 +419,7 @@ class _Answer:
         """It may be told in three places."""
         inside = event.response.error if event.response is not None else msgspec.Raw()
         bare = msgspec.json.encode({"code": event.code, "message": event.message or "it failed"})
-        error = next((raw for raw in (event.error, inside) if happened(raw)), msgspec.Raw(bare))
+        error = next((raw for raw in (event.error, inside) if is_error(raw)), msgspec.Raw(bare))
         return self._client.failure_in_stream(error, default_status=500)
 
 

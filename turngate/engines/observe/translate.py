@@ -26,7 +26,7 @@ _HELD_BACK = re.compile(
 )
 
 
-class Written(msgspec.Struct, frozen=True):
+class RelayBody(msgspec.Struct, frozen=True):
     """A body for an endpoint.
 
     `loose` names what it can be written without, and the words by which an endpoint that does not know it refuses it.
@@ -43,7 +43,7 @@ class Written(msgspec.Struct, frozen=True):
         return {name for name, words in self.loose.items() if any(word.lower() in said for word in words)}
 
 
-class Unwanted:
+class RejectedFields:
     """What an endpoint has refused by name, model by model."""
 
     def __init__(self) -> None:
@@ -58,55 +58,55 @@ class Unwanted:
         self._names[model] = self.of(model) | names
 
 
-class Said(msgspec.Struct, frozen=True):
+class RelayMessage(msgspec.Struct, frozen=True):
     """One message, with the endpoint's own words for it where it is a turn of its own that has to be given back as it was."""
 
     message: Message
     turn: msgspec.Raw | None = None
 
 
-class _Kept(msgspec.Struct):
+class _Verbatim(msgspec.Struct):
     ids: list[str]
     turn: msgspec.Raw
 
 
-_kept = msgspec.json.Decoder(_Kept)
+_verbatim = msgspec.json.Decoder(_Verbatim)
 
 
-def kept(turn: Json, ids: Sequence[str]) -> bytes:
+def encode_verbatim(turn: Json, ids: Sequence[str]) -> bytes:
     """A turn for `RelayChunk.verbatim`: in the endpoint's words, and with the ids that it gave its calls."""
     return msgspec.json.encode({"ids": ids, "turn": turn})
 
 
-def conversation(request: RelayRequest) -> list[Said]:
+def read_messages(request: RelayRequest) -> list[RelayMessage]:
     """The messages of a call. Results name the calls that they answer by the endpoint's own ids, and by tool."""
     history = request.call.history
-    said: list[Said] = []
+    said: list[RelayMessage] = []
     calls: dict[str, tuple[str, str]] = {}  # the agent's id of a call → the endpoint's, and the tool's name
     taken: set[str] = set()
     for index in range(len(history.raws)):
         known = request.verbatim.get(index)
-        own = _kept.decode(known) if known else None
+        own = _verbatim.decode(known) if known else None
         for message in history.decode(index):
             if message.unsupported:
                 raise BadRequest(message.unsupported, param=message.unsupported.partition(": ")[0])
             if message.role == "assistant":
-                ids = own.ids if own is not None else [_unused(call.id, taken) for call in message.tool_calls]
+                ids = own.ids if own is not None else [_make_unique(call.id, taken) for call in message.tool_calls]
                 for call, its in zip(message.tool_calls, ids, strict=False):
                     calls[call.id] = its, call.name
                 renamed = [msgspec.structs.replace(c, id=its) for c, its in zip(message.tool_calls, ids, strict=False)]
                 spoken = msgspec.structs.replace(message, tool_calls=tuple(renamed))
-                said.append(Said(spoken, own.turn if own is not None else None))
+                said.append(RelayMessage(spoken, own.turn if own is not None else None))
             elif message.role == "tool":
                 its, name = calls.get(message.tool_call_id, (message.tool_call_id, ""))
                 named = msgspec.structs.replace(message, tool_call_id=its, name=message.name or name)
-                said.append(Said(named))
+                said.append(RelayMessage(named))
             else:
-                said.append(Said(message))
+                said.append(RelayMessage(message))
     return said
 
 
-def _unused(call_id: str, taken: set[str]) -> str:
+def _make_unique(call_id: str, taken: set[str]) -> str:
     """Some agents count their calls anew in every turn; most endpoints want an id to stand for one call."""
     found = call_id
     while found in taken:
@@ -115,36 +115,36 @@ def _unused(call_id: str, taken: set[str]) -> str:
     return found
 
 
-def opening(said: list[Said]) -> tuple[str, list[Said]]:
+def split_system_prompt(said: list[RelayMessage]) -> tuple[str, list[RelayMessage]]:
     """The system prompt, and what follows it. Several system messages in a row are one."""
     count = next((n for n, one in enumerate(said) if one.message.role != "system"), len(said))
     return "\n\n".join(one.message.content for one in said[:count] if one.message.content), said[count:]
 
 
-def offered(call: Call) -> tuple[Tool, ...]:
+def list_tools(call: Call) -> tuple[Tool, ...]:
     return call.tools.decode() if call.tools is not None else ()
 
 
-def allowed(constraint: Constraint, tools: Sequence[Tool]) -> tuple[str, ...]:
+def list_allowed_tools(constraint: Constraint, tools: Sequence[Tool]) -> tuple[str, ...]:
     """The tools among which a reply has to choose, where those are not all."""
     names = [choice["properties"]["name"]["const"] for choice in constraint.schema["items"]["anyOf"]]
     return tuple(names) if set(names) != {tool.name for tool in tools} else ()
 
 
-def effort(call: Call) -> str:
+def reasoning_effort(call: Call) -> str:
     """How hard the agent wants the model to think, where it says so."""
     return str(call.template_hints.get("reasoning_effort") or "")
 
 
-def thinking(call: Call) -> bool | None:
+def wants_thinking(call: Call) -> bool | None:
     """Whether the agent wants the model to think at all, where it says so."""
-    if effort(call):
-        return effort(call) != "none"
+    if reasoning_effort(call):
+        return reasoning_effort(call) != "none"
     told = call.template_hints.get("enable_thinking")
     return None if told is None else bool(told)
 
 
-def arguments(text: str) -> dict[str, Json]:
+def parse_arguments(text: str) -> dict[str, Json]:
     """The arguments of a call, for formats that know only objects. What the model wrote wrongly is shown to it as it was."""
     try:
         value = msgspec.json.decode(text or "{}")
@@ -153,14 +153,14 @@ def arguments(text: str) -> dict[str, Json]:
     return value if isinstance(value, dict) else {"malformed_arguments": text}
 
 
-def unsayable(call: Call, *sayable: str) -> list[str]:
+def list_unsupported(call: Call, *sayable: str) -> list[str]:
     """What an agent may ask of any model's thinking and style, and few endpoints have a word for."""
     asked = [name for name in ("thinking_budget", "verbosity") if call.template_hints.get(name) is not None]
     asked += ["chat_template_kwargs"] if call.template_kwargs else []
     return [name for name in asked if name not in sayable]
 
 
-def fitting(request: RelayRequest, written: Written, error: ContextOverflow) -> RelayRequest | None:
+def shrink_to_fit(request: RelayRequest, written: RelayBody, error: ContextOverflow) -> RelayRequest | None:
     """The same call with a bound on its answer that leaves room for the prompt, where the bound was all that was too large.
 
     An agent of another dialect asks for as long an answer as its own provider's models can give.
@@ -175,7 +175,7 @@ def fitting(request: RelayRequest, written: Written, error: ContextOverflow) -> 
 _BOUNDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
-def pinned(endpoint: str, sampling: Sampling, names: Mapping[str, str]) -> dict[str, Json]:
+def translate_pinned(endpoint: str, sampling: Sampling, names: Mapping[str, str]) -> dict[str, Json]:
     """The session's sampling under the endpoint's `names`, less what is neutral. All of it can be said, or none is."""
     values = {name: value for name, value in msgspec.structs.asdict(sampling).items() if value != NEUTRAL[name]}
     unsayable = [name for name in values if name not in names]
@@ -186,14 +186,16 @@ def pinned(endpoint: str, sampling: Sampling, names: Mapping[str, str]) -> dict[
     return {names[name]: value for name, value in values.items()}
 
 
-def wished(call: Call, names: Mapping[str, str], without: frozenset[str]) -> tuple[dict[str, Json], list[str]]:
+def translate_sampling(
+    call: Call, names: Mapping[str, str], without: frozenset[str]
+) -> tuple[dict[str, Json], list[str]]:
     """The agent's own sampling under the endpoint's `names`, and what of it gets lost."""
     values = {name: value for name, value in call.sampling.items() if value != NEUTRAL[name]}
     sayable = {names[name]: value for name, value in values.items() if name in names and names[name] not in without}
     return sayable, [name for name in values if name not in names or names[name] in without]
 
 
-def fields(name: str, json: bytes) -> dict[str, msgspec.Raw]:
+def parse_fields(name: str, json: bytes) -> dict[str, msgspec.Raw]:
     """The fields of an object in the agent's body, each as the agent wrote it."""
     try:
         return _fields(json) or {}
@@ -204,7 +206,7 @@ def fields(name: str, json: bytes) -> dict[str, msgspec.Raw]:
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw] | None).decode
 
 
-def passed(request: RelayRequest, dialect: str) -> dict[str, str]:
+def select_headers(request: RelayRequest, dialect: str) -> dict[str, str]:
     """The agent's headers that go along to an endpoint of its own dialect. Never a key."""
     if request.call.dialect != dialect:
         return {}
