@@ -147,9 +147,9 @@ def test_only_time_in_which_a_call_waits_is_silence(monkeypatch: pytest.MonkeyPa
     assert later(2) == 7
     unheard.end()
     assert later(1) == 8
-    unheard.heard()
+    unheard.reset()
     assert later(3) == 3
-    unheard.heard()
+    unheard.reset()
     unheard.end()
     assert later(9) == 0
 

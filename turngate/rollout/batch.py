@@ -95,7 +95,7 @@ async def rollouts(
     A rollout that is tried again on request is yielded once more: of two with the same `rollout`, the higher `attempt` counts.
     """
     queue: asyncio.Queue[FinishedRollout | None] = asyncio.Queue()
-    batch = Batch(plan, gateway, connector, watch, throttle=throttle, tell=queue.put_nowait)
+    batch = Batch(plan, gateway, connector, watch, throttle=throttle, on_finished=queue.put_nowait)
     running = asyncio.create_task(batch.run())
     running.add_done_callback(lambda _: queue.put_nowait(None))
     try:
@@ -120,15 +120,15 @@ class Batch:
         watch: BatchProgressCallback = lambda progress: None,
         *,
         throttle: Throttle = no_throttle,
-        tell: Callable[[FinishedRollout], None] = lambda finished: None,
+        on_finished: Callable[[FinishedRollout], None] = lambda finished: None,
     ) -> None:
-        """`tell` is called with each finished rollout, those of an earlier run first."""
+        """`on_finished` is called with each finished rollout, those of an earlier run first."""
         self._plan = plan
         concurrency = Concurrency(plan.bounds)
         self.progress = BatchProgress(total=plan.total, states=concurrency.states)
         self._stop = stop = StopSignal(self._note)
         self._closer = GroupCloser(gateway, plan.n, stop.stop)
-        self._results = results = BatchResults(plan, self.progress, watch, self._closer, tell)
+        self._results = results = BatchResults(plan, self.progress, watch, self._closer, on_finished)
         self._schedule = Schedule(plan, self.progress, results.report, self._closer, throttle, stop)
         self._lost = LostAttempts(gateway, results, stop)
         attempts = AttemptRunner(plan, gateway, connector, results, self._schedule, self._lost, stop)

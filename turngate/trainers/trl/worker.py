@@ -289,7 +289,7 @@ class TurngateWorker:
                 throttle.record_finished(finished)
                 watch(finished)
 
-            result = await Batch(pinned, gateway, connector, throttle=throttle, tell=tell).run()
+            result = await Batch(pinned, gateway, connector, throttle=throttle, on_finished=tell).run()
         progress = f"{len(result.finished)} of {plan.total} rollouts are finished"
         self._ran_out = result.stopped or f"{progress}, which are all rounds of the plan; raise `rounds`"
 

@@ -16,7 +16,6 @@ from turngate.client.protocol import FeedConfig
 from turngate.errors import AgentError, BadRequest, StoreError
 from turngate.rollout.batch import BatchResult, run_batch
 from turngate.rollout.ledger import read_ledger
-from turngate.rollout.rollout import Rollout
 from turngate.store.outcomes import RecordedOutcome
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
@@ -139,7 +138,7 @@ async def test_an_agent_that_failed_early_is_recorded_though_its_session_could_n
     async def missing(*given: Any) -> None:
         raise AgentError("there is no such program")
 
-    monkeypatch.setattr(Rollout, "_check", missing)
+    monkeypatch.setattr("turngate.rollout.rollout.check_program", missing)
     monkeypatch.setattr("turngate.rollout.session.RESTART_S", scaled(5.0))
     async with staged() as stage:
         Failing(monkeypatch, stage.gateway.app.sessions, "seal", 2, FULL)
