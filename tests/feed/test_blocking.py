@@ -106,7 +106,7 @@ async def test_what_goes_wrong_is_raised_in_the_caller(monkeypatch: pytest.Monke
     async with training() as t:
         await asyncio.to_thread(taken_over, t)
         gone = blocking(t)
-    monkeypatch.setattr(module, "_BACK_S", 0.2)
+    monkeypatch.setattr(module, "_RESTART_S", 0.2)
     with pytest.raises(GatewayUnreachable):
         await asyncio.to_thread(gone.__enter__)
     with pytest.raises(RuntimeError, match="`with` block"):
@@ -117,7 +117,7 @@ async def test_what_goes_wrong_is_raised_in_the_caller(monkeypatch: pytest.Monke
 async def test_a_gateway_that_is_waited_for_is_told_and_a_wrong_name_is_nobodys_fault(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "_BACK_S", scaled(0.1))
+    monkeypatch.setattr(module, "_RESTART_S", scaled(0.1))
 
     def read(url: str, name: str) -> None:
         with BlockingFeed(url, "k", name, PLAIN):

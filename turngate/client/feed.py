@@ -22,7 +22,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from types import TracebackType
 from typing import Any, TypeVar
@@ -32,6 +32,7 @@ import numpy as np
 
 from turngate.client.gateway import GatewayClient, GatewayUnreachable, RequestRejected
 from turngate.client.protocol import MAX_WAIT_S, FeedConfig, WireDelivery, WireRollout, WireRow, check_feed_name
+from turngate.client.retry import Backoff, retry_while_unreachable
 from turngate.errors import TurngateError
 from turngate.store.outcomes import OutcomeClass
 from turngate.trace.sample import RowSpan
@@ -53,8 +54,7 @@ __all__ = [
 T = TypeVar("T")
 log = logging.getLogger("turngate")
 _WAIT_S = 30  # that one question waits for an answer at the gateway
-_BACK_OFF_S = (0.1, 0.5, 2.0)  # while it does not answer
-_BACK_S = 60.0  # for a gateway that is being started again, where somebody waits to go on
+_RESTART_S = 60.0  # to wait for a gateway that restarts
 _delivery = msgspec.msgpack.Decoder(WireDelivery)
 
 
@@ -170,14 +170,14 @@ class Feed(AbstractAsyncContextManager["Feed"]):
             raise ValueError(f"after: {after} is no number of a delivery")
         if mark:  # before one is made in its place
             try:
-                found = (await _answered(lambda: gateway.show_feed(name))).mark
+                found = (await _retry_as_reader(lambda: gateway.show_feed(name))).mark
             except TakenOver:
                 found = ""
             _check_mark(name, mark, found)
-        present = (await _patiently(lambda: gateway.open_feed(name, config))).mark
+        present = (await _retry(lambda: gateway.open_feed(name, config))).mark
         _check_mark(name, mark or present, present)
-        reader = await _answered(lambda: gateway.take_over_feed(name))
-        view = await _answered(lambda: gateway.show_feed(name))
+        reader = await _retry_as_reader(lambda: gateway.take_over_feed(name))
+        view = await _retry_as_reader(lambda: gateway.show_feed(name))
         _check_mark(name, present, view.mark)
         after = view.committed if after is None else after
         return cls(gateway, name, config, present, reader, view.committed, after, limit)
@@ -201,26 +201,25 @@ class Feed(AbstractAsyncContextManager["Feed"]):
     async def next(self, timeout_s: float) -> Delivery | None:
         """The next delivery; None if there is none within so many seconds. Being cancelled loses none."""
         end = time.monotonic() + timeout_s
-        tries = 0
+        backoff = Backoff()
         while not self._ready:
             left = max(0.0, end - time.monotonic())
             try:
                 await self._fetch(min(left, _WAIT_S, MAX_WAIT_S))
-                tries = 0
+                backoff.reset()
             except GatewayUnreachable:
-                await asyncio.sleep(min(left, _BACK_OFF_S[min(tries, len(_BACK_OFF_S) - 1)]))
-                tries += 1
+                await backoff.pause(left)
             if not self._ready and time.monotonic() >= end:
                 return None
         return self._ready.popleft()
 
     async def commit(self, number: int) -> None:
         """All up to a number is in this trainer's checkpoint: no reader starts before it again. As often as one likes."""
-        told = await _answered(lambda: self._gateway.commit_feed(self.name, self._reader, number))
+        told = await _retry_as_reader(lambda: self._gateway.commit_feed(self.name, self._reader, number))
         self.committed = max(self.committed, told)
 
     async def _fetch(self, wait_s: float) -> None:
-        page = await _asked(
+        page = await _as_reader(
             self._gateway.fetch_deliveries(self.name, self._reader, after=self._after, wait=wait_s, limit=self._limit)
         )
         self.committed = max(self.committed, page.committed)
@@ -240,29 +239,18 @@ def _check_mark(name: str, wanted: str, found: str) -> None:
         )
 
 
-async def _answered(ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    return await _patiently(lambda: _asked(ask()))
+async def _retry(call: Callable[[], Awaitable[T]]) -> T:
+    return await retry_while_unreachable(call, limit_s=_RESTART_S, warn=True)
 
 
-async def _patiently(ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """A gateway that is being started again is waited for. Only for what may be asked twice."""
-    began = time.monotonic()
-    told = False
-    while True:
-        try:
-            return await ask()
-        except GatewayUnreachable as error:
-            if time.monotonic() > began + _BACK_S:
-                raise
-            if not told:
-                log.warning("%s; it is waited for, %.0f s at most", error.message, _BACK_S)
-            told = True
-            await asyncio.sleep(_BACK_OFF_S[1])
+async def _retry_as_reader(call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    return await _retry(lambda: _as_reader(call()))
 
 
-async def _asked(answer: Coroutine[Any, Any, T]) -> T:
+async def _as_reader(request: Coroutine[Any, Any, T]) -> T:
+    """Await a request. A rejection that means that the feed is gone, or has another reader, is `TakenOver`."""
     try:
-        return await answer
+        return await request
     except RequestRejected as refused:
         if refused.answered == 404 or (refused.answered == 409 and refused.param == "reader"):
             raise TakenOver(refused.message) from None

@@ -29,6 +29,7 @@ from turngate.client.protocol import (
     RenewLeases,
     TakeCalls,
 )
+from turngate.client.retry import PAUSES_S, Backoff
 from turngate.engines.gate_call import GateCall, GateFault, GateFinish, GateRequest
 from turngate.errors import BadRequest, ConfigError, Conflict, Gone, NotFound, TurngateError
 from turngate.types import ID_DTYPE, Ids, Logprobs
@@ -36,7 +37,6 @@ from turngate.types import ID_DTYPE, Ids, Logprobs
 log = logging.getLogger("turngate")
 _MEANS: dict[int, type[TurngateError]] = {400: BadRequest, 404: NotFound, 409: Conflict, 410: Gone, 413: BadRequest}
 _POLL_S = 20.0
-_PAUSES_S = (0.05, 0.2, 0.5, 1.0, 2.0)  # before each try while the gateway is not there
 
 
 class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
@@ -78,13 +78,13 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
         """
         loop = asyncio.get_running_loop()
         end = None if wait_s is None else loop.time() + wait_s
-        tries = 0
+        backoff = Backoff()
         while not self._closed.is_set():
             left = _POLL_S if end is None else max(0.0, min(_POLL_S, end - loop.time()))
             try:
                 wanted = TakeCalls(limit, left, self._lease_s)
                 taken = await self._client.post_msgpack("/admin/gate/take", wanted, LeasedCalls, left + 30)
-                tries = 0
+                backoff.reset()
                 if taken.calls:
                     return [self._call(handed) for handed in taken.calls]
             except RequestRejected as refused:
@@ -95,9 +95,7 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
                     ) from None
                 raise
             except GatewayUnreachable:
-                pause = _PAUSES_S[min(tries, len(_PAUSES_S) - 1)]
-                tries += 1
-                await asyncio.sleep(pause)
+                await backoff.pause()
             if end is not None and loop.time() >= end:
                 return []
         return []
@@ -148,7 +146,7 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
         """Again where no receipt came: the gateway knows a piece that it has."""
         path = f"/admin/gate/calls/{quote(call.id, safe='')}/{verb}"
         lost = False  # a receipt
-        for pause in (*_PAUSES_S, None):
+        for pause in (*PAUSES_S, None):
             try:
                 await self._client.post_msgpack(path, sent, dict)
                 return

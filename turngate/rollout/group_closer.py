@@ -6,10 +6,12 @@ Closing a group twice is the same as closing it once, so a resumed batch closes 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import defaultdict
 from collections.abc import Callable
 
-from turngate.client.gateway import GatewayClient, GatewayUnreachable
+from turngate.client.gateway import GatewayClient
+from turngate.client.retry import retry_while_unreachable
 from turngate.errors import TurngateError
 from turngate.rollout.ledger import FinishedRollout
 
@@ -70,14 +72,10 @@ class GroupCloser:
 
     async def _close(self, group: str) -> None:
         """Wait for a gateway that is restarting or cannot write for now."""
-        while True:
-            try:
-                return await self._gateway.close_group(group)
-            except GatewayUnreachable:
-                await asyncio.sleep(_RETRY_S)
-            except TurngateError as error:
-                self._on_rejected(f"the gateway rejected closing group {group}: {error.message}")
-                return None
+        try:
+            await retry_while_unreachable(lambda: self._gateway.close_group(group), limit_s=math.inf, pause_s=_RETRY_S)
+        except TurngateError as error:
+            self._on_rejected(f"the gateway rejected closing group {group}: {error.message}")
 
 
 def _group_name(finished: FinishedRollout) -> str:

@@ -6,7 +6,8 @@ import asyncio
 import shutil
 import time
 
-from turngate.client.gateway import GatewayClient, GatewayUnreachable
+from turngate.client.gateway import GatewayClient
+from turngate.client.retry import retry_while_unreachable
 from turngate.errors import SandboxUnavailable, TurngateError
 from turngate.rollout.plan import BatchPlan
 from turngate.rollout.results import BatchResults
@@ -57,14 +58,8 @@ class BatchHealth:
             return f"no sandbox can be created: {error.message}"
         except TurngateError:
             pass  # it may pass
-        deadline = time.monotonic() + RESTART_S
-        while True:
-            try:
-                await self._gateway.check()
-                return ""
-            except GatewayUnreachable as error:
-                if time.monotonic() > deadline:
-                    return error.message
-            except TurngateError as error:
-                return error.message
-            await asyncio.sleep(0.5)
+        try:
+            await retry_while_unreachable(self._gateway.check, limit_s=RESTART_S)
+        except TurngateError as error:
+            return error.message
+        return ""

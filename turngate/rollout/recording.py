@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-
-from turngate.client.gateway import GatewayClient, GatewayUnreachable
+from turngate.client.gateway import GatewayClient
+from turngate.client.retry import retry_while_unreachable
 from turngate.rollout.outcome import Outcome
 from turngate.store.outcomes import RecordedOutcome
 
@@ -48,14 +46,12 @@ async def record_outcome(
     gateway: GatewayClient, session: str, record: RecordedOutcome, *, wait_s: float, is_sealed: bool = False
 ) -> None:
     """Seal the session if need be and record. Waits up to `wait_s` for a gateway that is restarting."""
-    deadline = time.monotonic() + wait_s
-    while True:
-        try:
-            if not is_sealed:
-                await gateway.seal(session, "error")  # a sealed session keeps its reason
-                is_sealed = True
-            return await gateway.record(session, record)
-        except GatewayUnreachable:
-            if time.monotonic() > deadline:
-                raise
-            await asyncio.sleep(0.5)
+
+    async def seal_and_record() -> None:
+        nonlocal is_sealed
+        if not is_sealed:
+            await gateway.seal(session, "error")  # a sealed session keeps its reason
+            is_sealed = True
+        await gateway.record(session, record)
+
+    await retry_while_unreachable(seal_and_record, limit_s=wait_s)

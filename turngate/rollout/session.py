@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -11,7 +10,9 @@ from functools import partial
 import msgspec
 
 from turngate.agents.launch import resolve_signals
-from turngate.client.gateway import GatewayClient, GatewayUnreachable, RequestRejected
+from turngate.client.gateway import GatewayClient, RequestRejected
+from turngate.client.protocol import SessionInfo
+from turngate.client.retry import retry_while_unreachable
 from turngate.common.aio import run_to_completion
 from turngate.errors import TurngateError
 from turngate.rollout.classify import Ending
@@ -87,17 +88,12 @@ class AgentSession:
     async def seal(self, stop: str) -> None:
         """Allow no more turns. Waits for a restarting gateway, which will have the session as it was."""
         self._is_ending = True
-        deadline = time.monotonic() + RESTART_S
-        while True:
-            try:
-                # Read before it is sealed: only a live session knows how its last call failed.
-                live = await self._gateway.show(self.id)
-                sealed = await self._gateway.seal(self.id, stop)
-                break
-            except GatewayUnreachable:
-                if time.monotonic() > deadline:
-                    raise
-                await asyncio.sleep(0.5)
+
+        async def show_and_seal() -> tuple[SessionInfo, SessionInfo]:
+            # Read before it is sealed: only a live session knows how its last call failed.
+            return await self._gateway.show(self.id), await self._gateway.seal(self.id, stop)
+
+        live, sealed = await retry_while_unreachable(show_and_seal, limit_s=RESTART_S)
         self.is_ended = True
         ending = self._ending
         ending.sealed_stop = sealed.stop

@@ -20,12 +20,12 @@ from trl.experimental.async_grpo.openenv_harness import HarnessRolloutWorker
 from tests.kit import calls, gateway, say
 from tests.speed import scaled
 from tests.trainers.inside_trl.kit import apart, same
+from turngate.client import retry
 from turngate.client.gateway import GatewayUnreachable
 from turngate.errors import ConfigError, SandboxUnavailable, TurngateError
 from turngate.render import BUILTIN_TOKENIZER
 from turngate.sandboxes.base import Sandbox, SandboxSpec
 from turngate.sandboxes.local import LocalBackend
-from turngate.trainers.trl import retry
 from turngate.trainers.trl.sessions import SessionsConfig, TurngateSessions, prompts
 
 pytestmark = pytest.mark.process
@@ -132,7 +132,7 @@ async def test_closing_ends_what_runs_and_a_gateway_that_is_gone_is_told(
         await apart(session.close)
         assert (await g._ask("GET", "/admin/sessions?status=open"))["sessions"] == []
         assert session.verify([]).env_reward is None
-    monkeypatch.setattr(retry, "_RESTART_S", 0.5)
+    monkeypatch.setattr(retry, "RESTART_S", 0.5)
     with pytest.raises(GatewayUnreachable):  # nobody listens there any more
         await apart(TurngateSessions(config(g.root, tmp_path)).create, row["prompt"])
 

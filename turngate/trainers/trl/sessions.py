@@ -25,6 +25,7 @@ from turngate.agents.install import Installation, ensure_installed
 from turngate.agents.spec import AgentSpec, find_agent
 from turngate.client.gateway import GatewayClient
 from turngate.client.keys import read_admin_key
+from turngate.client.retry import retry_while_unreachable
 from turngate.common.loop_thread import LoopThread
 from turngate.errors import ConfigError, TurngateError
 from turngate.rollout.connection import GatewayConnector
@@ -35,7 +36,6 @@ from turngate.rollout.spec import EndPolicy, RolloutSpec
 from turngate.sandboxes import get_backend
 from turngate.sandboxes.base import Backend, Network
 from turngate.tasks.task import Task
-from turngate.trainers.trl.retry import patiently
 from turngate.types import Json, Sampling
 from turngate.views.training_trace import training_trace
 
@@ -166,7 +166,7 @@ class TurngateSessions(ResourceSessionFactory):  # type: ignore[misc]
         assert gateway is not None
         assert connector is not None
         try:
-            self._thread.run(patiently(gateway.check))
+            self._thread.run(retry_while_unreachable(gateway.check))
         except TurngateError:
             self._release()
             raise
@@ -176,7 +176,7 @@ class TurngateSessions(ResourceSessionFactory):  # type: ignore[misc]
     def trace(self, session: str) -> Json:
         gateway = self._gateway
         assert gateway is not None, "a session of it is open"
-        return self._thread.run(patiently(lambda: gateway.trace(session)))
+        return self._thread.run(retry_while_unreachable(lambda: gateway.trace(session)))
 
     def wait_for(self, running: asyncio.Task[Outcome], timeout_s: float | None) -> Outcome:
         if not self._thread.run(_wait_done(running, timeout_s)):

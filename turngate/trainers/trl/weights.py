@@ -22,9 +22,9 @@ import torch
 from turngate.client.gateway import GatewayClient
 from turngate.client.keys import read_admin_key
 from turngate.client.protocol import PauseMode
+from turngate.client.retry import retry_while_unreachable
 from turngate.common.loop_thread import LoopThread
 from turngate.errors import TurngateError
-from turngate.trainers.trl.retry import patiently
 
 log = logging.getLogger("turngate")
 LIMIT_S = 900.0
@@ -93,7 +93,7 @@ class FencedTransfer:
         self._inner.init_weight_transfer()
 
     def pause(self) -> None:
-        fence = self._thread.run(patiently(lambda: self._gateway.pause(self._mode, self._limit_s)))
+        fence = self._thread.run(retry_while_unreachable(lambda: self._gateway.pause(self._mode, self._limit_s)))
         if not fence.paused:
             raise FenceReopened(
                 f"limit_s: calls in flight did not end within {self._limit_s:g} s, so calls continue; raise it, or pause with hold"
@@ -103,7 +103,7 @@ class FencedTransfer:
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         # No limit from here on. Not a drain: the engine is paused, so that its calls would not end.
-        self._thread.run(patiently(lambda: self._gateway.pause("hold")))
+        self._thread.run(retry_while_unreachable(lambda: self._gateway.pause("hold")))
         self._sending = True
         self._inner.send_weights(iterator)
 
@@ -111,7 +111,7 @@ class FencedTransfer:
         assert self._version is not None, "TRL pauses before it resumes"
         next_version = self._version + 1
         # The gateway first: from here on, calls in flight sample from the new version.
-        self._thread.run(patiently(lambda: self._gateway.resume(next_version)))
+        self._thread.run(retry_while_unreachable(lambda: self._gateway.resume(next_version)))
         self._version, self._sending = None, False
         self._inner.resume()
 

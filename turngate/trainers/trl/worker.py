@@ -23,13 +23,13 @@ import msgspec
 from turngate.client.feed import Delivery, Feed, FeedConfig
 from turngate.client.gateway import GatewayClient
 from turngate.client.keys import read_admin_key
+from turngate.client.retry import retry_while_unreachable
 from turngate.common.loop_thread import LoopThread
 from turngate.errors import ConfigError, TurngateError
 from turngate.rollout.batch import Batch
 from turngate.rollout.connection import GatewayConnector
 from turngate.rollout.ledger import FinishedRollout
 from turngate.rollout.plan import BatchPlan
-from turngate.trainers.trl.retry import patiently
 from turngate.trainers.trl.rows import DropReason, RowBuffer, RowName, Weighting, build_items
 from turngate.trainers.trl.throttle import DeliveryThrottle
 
@@ -199,7 +199,7 @@ class TurngateWorker:
         """Commit deliveries that are in a checkpoint on disk."""
         feed = self._feed
         if feed is not None and delivery > feed.committed:
-            self._thread.run(patiently(lambda: feed.commit(delivery)))
+            self._thread.run(retry_while_unreachable(lambda: feed.commit(delivery)))
 
     # ── in the loop ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -212,23 +212,25 @@ class TurngateWorker:
     async def _raise_version(self, model_version: int) -> None:
         """Raise the gateway's version. It may be ahead of TRL's, which restarts at 0."""
         gateway = await self._client()
-        now = (await patiently(gateway.fence)).version
+        now = (await retry_while_unreachable(gateway.fence)).version
         adapter = f"{self.config.adapter}-v{model_version}" if self.config.adapter else None
         if self._base is None:  # full weights were sent inside a fence, which counted them; an adapter was not
             self._base = max(0, now - model_version + (adapter is not None))
         target = self._base + model_version
         if now < target:
-            await patiently(lambda: gateway.resume(target, adapter))
+            await retry_while_unreachable(lambda: gateway.resume(target, adapter))
 
     async def _open_feed(self) -> None:
         gateway, config = await self._client(), self.config
         after = None if self._from is None else self._from.delivery
         mark = self._mark
-        self._feed = await patiently(lambda: Feed.open(gateway, config.feed, config.choices, after=after, mark=mark))
+        self._feed = await retry_while_unreachable(
+            lambda: Feed.open(gateway, config.feed, config.choices, after=after, mark=mark)
+        )
         self._mark = self._feed.mark
         self.rollout_buffer.begin(self._feed.committed if after is None else after)
         if config.plan is not None:
-            newest = (await patiently(lambda: gateway.show_feed(config.feed))).newest
+            newest = (await retry_while_unreachable(lambda: gateway.show_feed(config.feed))).newest
             self._throttle = DeliveryThrottle(self, n=config.plan.n, ahead=config.ahead, newest=newest)
 
     async def _close(self) -> None:

@@ -31,6 +31,7 @@ import verifiers.v1 as vf
 from pydantic import Field
 
 from turngate.client.keys import read_admin_key
+from turngate.client.retry import retry_while_unreachable
 from turngate.common.aio import run_to_completion
 from turngate.errors import ConfigError
 from turngate.trainers.verifiers.graft import GraftTurn, graft
@@ -129,15 +130,15 @@ class RolloutApi(AbstractAsyncContextManager["RolloutApi"]):
         self, method: str, rollout: str, verb: str, body: Mapping[str, Json] | None = None, *, gone: bool = False
     ) -> bytes:
         """Send a request, and wait for a gateway that restarts."""
-        deadline = time.monotonic() + _RESTART_S
-        while True:
-            try:
-                return await self._send(method, f"{self.url}/v1/rollouts/{quote(rollout)}/{verb}", body, gone)
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                if time.monotonic() > deadline:
-                    why = str(error) or type(error).__name__
-                    raise vf.InterceptionError(f"gateway {self.url} cannot be reached to {verb}: {why}") from error
-                await asyncio.sleep(0.5)
+        url = f"{self.url}/v1/rollouts/{quote(rollout)}/{verb}"
+        unreachable = (aiohttp.ClientError, TimeoutError, OSError)
+        try:
+            return await retry_while_unreachable(
+                lambda: self._send(method, url, body, gone), limit_s=_RESTART_S, unreachable=unreachable
+            )
+        except unreachable as error:
+            why = str(error) or type(error).__name__
+            raise vf.InterceptionError(f"gateway {self.url} cannot be reached to {verb}: {why}") from error
 
     async def _send(self, method: str, url: str, body: Mapping[str, Json] | None, gone: bool) -> bytes:
         assert self._http is not None, "use it as a context manager"
