@@ -1,6 +1,6 @@
-"""The error tree. An error names the boundary it arose at, carries its HTTP status and whether a retry is safe.
+"""The error tree. An error names the boundary where it arose, its HTTP status and whether a retry is safe.
 
-Errors are raised anywhere and rendered in one place (`server/`), in the caller's own wire format.
+Errors may be raised anywhere. `server/` renders them, in the caller's own wire format.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ Boundary = Literal["client", "engine", "store", "config", "gateway", "sandbox", 
 
 
 class TurngateError(Exception):
-    """Base of all errors that a caller may see. `message` is safe to show: no secrets, no other session's data."""
+    """Base of all errors that a caller may see. `message` is safe to show: it holds no secrets and no other session's data."""
 
     boundary: ClassVar[Boundary] = "gateway"
     status: ClassVar[int] = 500
@@ -32,7 +32,7 @@ class ConfigError(TurngateError):
 
 
 class DataFolderInUse(ConfigError):
-    """Another gateway has the data folder."""
+    """Another gateway is using the data folder."""
 
 
 class BadRequest(TurngateError):
@@ -42,7 +42,7 @@ class BadRequest(TurngateError):
 
 
 class ContextOverflow(BadRequest):
-    """The prompt does not fit. Every dialect must say this the way its provider does, so that agents compact."""
+    """The prompt does not fit. Every dialect must phrase this as its provider does, so that agents compact."""
 
     kind = "context_length_exceeded"
 
@@ -50,8 +50,8 @@ class ContextOverflow(BadRequest):
         self, message: str, *, param: str | None = None, limit: int | None = None, size: int | None = None
     ) -> None:
         super().__init__(message, param=param)
-        self.limit = limit  # tokens that fit, and tokens that there are; None where only the engine knows
-        self.size = size
+        self.limit = limit  # tokens that fit; None if only the engine knows
+        self.size = size  # tokens in the prompt; None if only the engine knows
 
 
 class Unauthorized(TurngateError):
@@ -61,7 +61,7 @@ class Unauthorized(TurngateError):
 
 
 class Forbidden(TurngateError):
-    """Whoever asks is known, but may not ask for this from there."""
+    """The caller is known, but is not allowed to do this from where it is."""
 
     boundary = "client"
     status = 403
@@ -69,7 +69,7 @@ class Forbidden(TurngateError):
 
 
 class TooManyRequests(TurngateError):
-    """Too often, for now. `wait_s`: when to ask again."""
+    """The caller sends requests too fast. `wait_s`: seconds until the next one may succeed."""
 
     boundary = "client"
     status = 429
@@ -96,7 +96,7 @@ class Conflict(TurngateError):
 
 
 class Gone(TurngateError):
-    """It was there, and nobody waits for this any more."""
+    """The resource existed but is no longer available."""
 
     boundary = "client"
     status = 410
@@ -110,7 +110,7 @@ class TooLarge(TurngateError):
 
 
 class Unprocessable(TurngateError):
-    """422, for the compatibility API whose contract asks for it."""
+    """422, for the compatibility API whose contract requires it."""
 
     boundary = "client"
     status = 422
@@ -118,7 +118,7 @@ class Unprocessable(TurngateError):
 
 
 class Busy(TurngateError):
-    """As much is under way, and waits, as may. The same call will work later."""
+    """All slots and queue places are taken. The same call may succeed later."""
 
     boundary = "client"
     status = 429
@@ -127,7 +127,7 @@ class Busy(TurngateError):
 
 
 class Stopping(TurngateError):
-    """The gateway is being stopped; the same call will work when it is up again."""
+    """The gateway is stopping. The same call will succeed once it is running again."""
 
     status = 503
     kind = "gateway_stopping"
@@ -135,7 +135,7 @@ class Stopping(TurngateError):
 
 
 class EngineError(TurngateError):
-    """The engine failed or answered nonsense."""
+    """The engine failed or sent an invalid reply."""
 
     boundary = "engine"
     status = 502
@@ -143,7 +143,7 @@ class EngineError(TurngateError):
 
 
 class EngineRejected(EngineError):
-    """The engine refused the request as wrong; sending it again would not help."""
+    """The engine rejected the request as invalid; sending it again would not help."""
 
     status = 400
     kind = "invalid_request_error"
@@ -156,7 +156,7 @@ class EngineBusy(EngineError):
 
 
 class EngineUnavailable(EngineError):
-    """No replica could be reached, or it went away before any token came."""
+    """No replica could be reached, or the connection was lost before the first token."""
 
     status = 503
     kind = "engine_unavailable"
@@ -170,7 +170,7 @@ class EngineTimeout(EngineError):
 
 
 class StoreError(TurngateError):
-    """The turn cannot be recorded, so it is refused."""
+    """The turn cannot be recorded, so the call is refused."""
 
     boundary = "store"
     status = 503
@@ -178,7 +178,7 @@ class StoreError(TurngateError):
 
 
 class SandboxError(TurngateError):
-    """The sandbox failed: not the agent's fault, and never scored as if it were."""
+    """The sandbox failed. This is not the agent's fault and is never scored as if it were."""
 
     boundary = "sandbox"
     kind = "sandbox_error"
@@ -186,40 +186,40 @@ class SandboxError(TurngateError):
 
 
 class SandboxUnavailable(SandboxError):
-    """No sandbox of this kind can be made here. The message says what is missing and how to get it."""
+    """This kind of sandbox cannot be created here. The message says what is missing and how to get it."""
 
     retry_safe = False
 
 
 class SandboxFileMissing(SandboxError):
-    """There is no such file in the sandbox."""
+    """The file does not exist in the sandbox."""
 
     retry_safe = False
 
 
 class SandboxGone(SandboxError):
-    """It has ended, though nobody stopped it. What runs in a sandbox can do that to it."""
+    """The sandbox ended by itself. A process inside it can cause that."""
 
 
 class SandboxStuck(SandboxGone):
-    """What runs in it cannot be ended: it is as good as gone, and by the doing of what runs there."""
+    """A process in the sandbox cannot be stopped. The sandbox is treated as gone, and its own processes caused it."""
 
 
 class SandboxTooLarge(SandboxError):
-    """What lies in the sandbox is more than is ever taken out of one. That is the doing of what ran there."""
+    """The sandbox holds more data than may be copied out. Its own processes caused it."""
 
     retry_safe = False
 
 
 class AgentError(TurngateError):
-    """The agent's description is wrong, or it cannot be installed or started."""
+    """The agent's spec is invalid, or the agent cannot be installed or started."""
 
     boundary = "agent"
     kind = "agent_error"
 
 
 class TaskError(TurngateError):
-    """The task's description is wrong, or its setup failed."""
+    """The task's spec is invalid, or its setup failed."""
 
     boundary = "task"
     kind = "task_error"

@@ -1,7 +1,7 @@
-"""The nouns that every layer shares: messages, tools, calls, sampling, and what a reply is made of.
+"""The nouns that every layer shares: messages, tools, calls, sampling and the events of a reply.
 
-Everything here is plain data. Wire JSON becomes these types in `dialects/`; nothing above that folder sees wire JSON again,
-except where a JSON value is the data itself (tool schemas, tool wire form).
+Everything here is plain data. `dialects/` turns wire JSON into these types. No layer above it handles wire JSON, except where a JSON
+value is the data itself (tool schemas and the tools' wire form).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 ID_DTYPE = np.int32
 LOGPROB_DTYPE = np.float32
-LOGPROB_TOLERANCE = 1e-3  # by which a log-probability may be above 0: a sum of rounded numbers is
+LOGPROB_TOLERANCE = 1e-3  # how far rounding may lift a log-probability above 0
 Ids = NDArray[np.int32]
 Logprobs = NDArray[np.float32]
 Json = Any  # a JSON value that is passed through as data
@@ -35,36 +35,39 @@ NO_IDS: Ids = np.empty(0, ID_DTYPE)
 
 
 def ids_to_json(ids: Ids) -> bytes:
-    """`1,2,3`: the inside of a JSON list."""
+    """Encode ids as the items of a JSON list, without its brackets: `1,2,3`."""
     return orjson.dumps(np.ascontiguousarray(ids, ID_DTYPE), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
 
 
-def ids_from_json(spelled: bytes) -> Ids:
-    return np.array(orjson.loads(b"[%b]" % spelled), ID_DTYPE)
+def ids_from_json(items: bytes) -> Ids:
+    """Decode what `ids_to_json` encoded."""
+    return np.array(orjson.loads(b"[%b]" % items), ID_DTYPE)
 
 
 class PromptIds:
-    """The ids of a whole prompt, spelled as the JSON list that engines want: a turn adds a hundredth to it, and only that is new. An
-    array, where somebody needs one."""
+    """The ids of a whole prompt, kept as the JSON list that engines accept.
 
-    __slots__ = ("_array", "inside", "size")
+    A turn adds about a hundredth to the list, so only the new part has to be encoded. The array is decoded on first use.
+    """
+
+    __slots__ = ("_array", "items", "size")
 
     def __init__(self, parts: Sequence[bytes], size: int) -> None:
-        """`parts`: as `ids_as_json` has them."""
-        self.inside = b",".join([part for part in parts if part])  # of the list
+        """`parts`: encoded by `ids_to_json`."""
+        self.items = b",".join([part for part in parts if part])  # of the JSON list
         self.size = size
         self._array: Ids | None = None
 
     @property
     def json(self) -> bytes:
-        return b"[%b]" % self.inside
+        return b"[%b]" % self.items
 
     def __len__(self) -> int:
         return self.size
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Ids:
         if self._array is None:
-            self._array = ids_from_json(self.inside)
+            self._array = ids_from_json(self.items)
         return self._array
 
     def __getitem__(self, index: slice) -> Ids:
@@ -108,14 +111,14 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A function the agent offers. `wire` is the OpenAI function form, which is what chat templates are written for."""
+    """A function that the agent offers. `wire` is OpenAI's function form, which chat templates expect."""
 
     name: str
     wire: Json
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How tokens are drawn. The defaults are neutral: plain sampling from the model's own distribution."""
+    """Sampling parameters. The defaults are neutral: they sample from the model's own distribution."""
 
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] = 1.0
     top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
@@ -128,22 +131,22 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     min_tokens: Count = 0
 
     def biases(self) -> tuple[str, ...]:
-        """What makes the sampled distribution differ from the policy's own at this temperature."""
+        """Name the parameters that make the sampled distribution differ from the policy's own at this temperature."""
         neutral = NEUTRAL
         if self is neutral:
             return ()
         names = ("top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens")
-        found = [name for name in names if getattr(self, name) != getattr(neutral, name)]
+        biases = [name for name in names if getattr(self, name) != getattr(neutral, name)]
         if self.temperature == 0:
-            found.append("greedy")
-        return tuple(found)
+            biases.append("greedy")
+        return tuple(biases)
 
 
 NEUTRAL = Sampling()
 
 
 class Constraint(msgspec.Struct, frozen=True):
-    """The output was forced into a shape. `tools`: a JSON list of calls; `tool`: the arguments of one named tool."""
+    """A shape that the output must have. `tools`: a JSON list of calls; `tool`: the arguments of one named tool."""
 
     kind: Literal["json_object", "json_schema", "tools", "tool"]
     schema: Json = None
@@ -160,9 +163,9 @@ class Limits(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
 
 
 class History(Protocol):
-    """The messages of a call, as raw wire pieces that are only decoded when they have to be.
+    """The messages of a call, as raw pieces of wire JSON that are decoded on demand.
 
-    One raw piece may hold several messages (a wire format may put tool results and text together).
+    A raw piece may hold several messages: a wire format may put tool results and text together.
     """
 
     @property
@@ -170,16 +173,16 @@ class History(Protocol):
 
     @property
     def items(self) -> Sequence[bytes]:
-        """The items of the wire format's own list that the pieces are made of."""
+        """The items of the wire format's own list, from which the pieces are made."""
 
     def decode(self, index: int) -> tuple[Message, ...]: ...
 
     def extend(self, items: Sequence[bytes]) -> History:
-        """The history that these items make, which begin with its own."""
+        """Build the history of a longer list, which starts with this history's items."""
 
 
 class CallSignals(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
-    """What the agent's program itself says about a call, where it says anything: which conversation it belongs to, and whose."""
+    """What the agent's own signals (headers, say) tell about a call: its conversation, the parent of that, and its role."""
 
     thread: str = ""
     parent: str = ""
@@ -188,7 +191,7 @@ class CallSignals(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Tr
 
 
 class Tools(Protocol):
-    """The tools of a call, likewise raw until needed."""
+    """The tools of a call, as raw wire JSON that is decoded on demand."""
 
     @property
     def raw(self) -> bytes: ...
@@ -197,27 +200,27 @@ class Tools(Protocol):
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """One model call, whatever dialect it came in."""
+    """One model call, in any dialect."""
 
     model: str
     history: History
     tools: Tools | None = None
-    sampling: dict[str, Any] = {}  # Sampling fields that the agent asked for, validated by the dialect
+    sampling: dict[str, Any] = {}  # fields of `Sampling` that the agent set, validated by the dialect
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     constraint: Constraint | None = None
     parallel_tool_calls: bool = True
     template_kwargs: dict[str, Json] = {}
-    template_hints: dict[str, Json] = {}  # likewise, but only where the template knows them
+    template_hints: dict[str, Json] = {}  # template arguments that are dropped if the template does not use them
     stream: bool = False
     include_usage: bool = False
-    retried: bool = False  # the client says that this repeats a call that failed
+    retried: bool = False  # the client says that it repeats a failed call
     idempotency_key: str = ""
     dialect: str = "chat"
-    body: bytes = b""  # the request as it came, for observe mode
-    forwarded_headers: Mapping[str, str] = {}  # headers that go along to a provider of the same dialect
+    body: bytes = b""  # the request as received, for observe mode
+    forwarded_headers: Mapping[str, str] = {}  # headers that are sent on to a provider of the same dialect
     reply_options: object = (
-        None  # what the dialect needs to know of the request in order to answer it; opaque to others
+        None  # what the dialect needs to encode the reply; opaque to others
     )
     signals: CallSignals = CallSignals()
 
@@ -230,21 +233,21 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """Some text, as it is sampled. A `seal` closes the reasoning before it (observe mode)."""
+    """Newly sampled text. A `signature` closes the reasoning before it (observe mode)."""
 
     kind: Literal["content", "reasoning", "signature"]
     text: str
 
 
 class CallDelta(msgspec.Struct, frozen=True):
-    """A tool call, whole."""
+    """A complete tool call."""
 
     index: int
     call: ToolCall
 
 
 class KeepAlive(msgspec.Struct, frozen=True):
-    """Nothing yet, but the turn goes on."""
+    """Nothing new yet, but the turn is still running."""
 
 
 class Done(msgspec.Struct, frozen=True):
@@ -253,8 +256,8 @@ class Done(msgspec.Struct, frozen=True):
     finish: Finish
     message: Message
     usage: Usage | None
-    node: int | None = None  # the turn in the trace; None where nothing was sampled
-    stopped_by: str = ""  # the stop string that ended it, if one did
+    node: int | None = None  # the turn in the trace; None if nothing was sampled
+    stopped_by: str = ""  # the stop string that ended it, if any
 
 
 ReplyEvent = Delta | CallDelta | KeepAlive | Done

@@ -34,7 +34,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
 
     def body(self, field: str, others: dict[str, Any]) -> bytes:
         """A JSON object that begins with the prompt. The ids never become Python numbers on the way, and are copied once."""
-        inside = self.prompt.inside if isinstance(self.prompt, PromptIds) else ids_to_json(self.prompt)
+        inside = self.prompt.items if isinstance(self.prompt, PromptIds) else ids_to_json(self.prompt)
         return b"".join((f'{{"{field}":['.encode(), inside, b"],", orjson.dumps(others)[1:]))
 
 
