@@ -219,9 +219,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     dialect: str = "chat"
     body: bytes = b""  # the request as received, for observe mode
     forwarded_headers: Mapping[str, str] = {}  # headers that are sent on to a provider of the same dialect
-    reply_options: object = (
-        None  # what the dialect needs to encode the reply; opaque to others
-    )
+    reply_options: object = None  # what the dialect needs to encode the reply; opaque to others
     signals: CallSignals = CallSignals()
 
 

@@ -105,7 +105,7 @@ def test_it_is_looked_at_without_being_touched(data: Path) -> None:
     assert [row.id for row in directory.list_sessions()] == ["ended", "still-open"]
     store.close()
     with StoreReader(data) as folder:
-        assert folder.sessions() == ["ended", "still-open"]
+        assert folder.session_ids() == ["ended", "still-open"]
     assert (data / "turngate.db").read_bytes() == before and schema(data) == 2
 
 
@@ -141,5 +141,5 @@ def test_a_folder_without_feeds_is_looked_at_without_being_touched(before_feeds:
         feeds.show("f")
     store.close()
     with StoreReader(before_feeds) as folder:
-        assert folder.sessions() == ["still-open", "ended-1", "ended-0"]
+        assert folder.session_ids() == ["still-open", "ended-1", "ended-0"]
     assert (before_feeds / "turngate.db").read_bytes() == content and schema(before_feeds) == 3

@@ -34,7 +34,7 @@ def verdicts(gateway: Gateway, scorer: Scorer | None = None, every: int = 1) -> 
     if not (data / "turngate.db").is_file():
         return []
     with StoreReader(data) as folder, open_row_source(data) as rows:
-        for session in folder.sessions():
+        for session in folder.session_ids():
             if next(_numbers) % every:
                 continue
             try:

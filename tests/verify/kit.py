@@ -40,7 +40,7 @@ def verdict(
 def all_fine(data: Path, *, renderer: Renderer | None = None, replay: bool = True) -> list[Verdict]:
     """Every session of a folder is as it should be, and all of it was looked at."""
     with StoreReader(data) as folder:
-        sessions = folder.sessions()
+        sessions = folder.session_ids()
     found = [verdict(data, session, renderer=renderer, replay=replay) for session in sessions]
     for one in found:
         assert one.ok, "\n".join(f"{f.part}/{f.check}: {f.what} ({f.where})" for f in one.wrong)
@@ -86,7 +86,7 @@ class Tampering:
         was = self.row(node)
         now = msgspec.structs.replace(was, **changes)
         if mend:
-            now = msgspec.structs.replace(now, checksum=now.sum(self.key))
+            now = msgspec.structs.replace(now, checksum=now.compute_checksum(self.key))
         self.sql("DELETE FROM nodes WHERE session=? AND id=?", self.key, node)
         self._insert(now)
 
@@ -108,7 +108,7 @@ class Tampering:
         return msgspec.msgpack.decode(row.info, type=ContextFacts if row.kind == "context" else TurnFacts)
 
     def add(self, row: NodeRow) -> None:
-        self._insert(msgspec.structs.replace(row, checksum=row.sum(self.key)))
+        self._insert(msgspec.structs.replace(row, checksum=row.compute_checksum(self.key)))
 
     def _insert(self, row: NodeRow) -> None:
         self.sql(

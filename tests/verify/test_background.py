@@ -68,7 +68,7 @@ async def test_a_gateway_that_stops_does_not_wait_for_a_verdict(
         command = [sys.executable, "-c", "import time; time.sleep(3600)"]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
 
-    monkeypatch.setattr(VerifierProcess, "_begun", never)
+    monkeypatch.setattr(VerifierProcess, "_spawn", never)
     async with asyncio.timeout(scaled(20)), World.of(tmp_path, kit.renderer(), verify_every=1) as world:
         agent = await spoken(world)
         await world.gateway.sessions.seal(agent.session_id)
@@ -92,7 +92,7 @@ async def test_the_process_is_begun_again_if_it_was_killed(tmp_path: Path) -> No
         assert (await asyncio.to_thread(apart, agent.session_id)).ok
         assert apart._process is not None
         apart._process.kill()
-        with pytest.raises(StoreError, match="came to an end"):
+        with pytest.raises(StoreError, match="process ended"):
             await asyncio.to_thread(apart, agent.session_id)
         assert (await asyncio.to_thread(apart, agent.session_id)).ok
         with pytest.raises(StoreError, match="there is no 'nobody'"):

@@ -482,14 +482,14 @@ def test_every_second_session_that_ends_is_looked_at_in_the_background(recorded:
         if len(found) == 2:
             done.set()
 
-    sampler = SpotChecker(2, look, told)
-    sampler.start()
+    checker = SpotChecker(2, look, told)
+    checker.start()
     for ended in ("nobody", other, "nobody", "nobody", "nobody", session):
-        sampler.ended(ended)
+        checker.submit(ended)
     assert done.wait(scaled(120))  # it yields to everybody else
-    sampler.stop()
+    checker.stop()
     assert [(verdict.session, verdict.ok) for verdict in found] == [(other, True), (session, False)]
-    assert sampler.looked == 2 and sampler.missed == 0
+    assert checker.verified == 2 and checker.dropped == 0
     assert summarize_verdict(found[1])["wrong"] == [
         {"check": "checksum", "what": "its bytes are not those that its checksum was made of", "node": 2}
     ]
@@ -505,10 +505,10 @@ def test_a_check_that_falls_over_ends_neither_the_checks_nor_the_gateway(caplog:
         tried.release()
         raise RuntimeError("a fault of ours")
 
-    sampler = SpotChecker(1, falls, lambda verdict: None)
-    sampler.start()
-    sampler.ended("one")
-    sampler.ended("two")
+    checker = SpotChecker(1, falls, lambda verdict: None)
+    checker.start()
+    checker.submit("one")
+    checker.submit("two")
     assert tried.acquire(timeout=scaled(10)) and tried.acquire(timeout=scaled(10))
-    sampler.stop()
-    assert sampler.looked == 0
+    checker.stop()
+    assert checker.verified == 0

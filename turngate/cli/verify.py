@@ -111,11 +111,11 @@ def _verify_selected(folder: StoreReader, options: VerifyCommandOptions, means: 
     if not options.every:
         yield verify(folder, folder.resolve_id(options.session), means)
         return
-    for session_id in folder.sessions():
+    for session_id in folder.session_ids():
         try:
             yield verify(folder, session_id, means)
         except NotFound as error:
-            if session_id in folder.sessions():  # else it was deleted in the meantime
+            if session_id in folder.session_ids():  # else it was deleted in the meantime
                 yield unreadable_verdict(session_id, error.message)
         except EngineError:
             raise

@@ -132,7 +132,7 @@ class Gateway:
             shard=self.shard,
             metrics=self.metrics,
             on_close=self.engine.release if self.engine is not None else lambda session_id: None,
-            on_end=self._verifier.ended if self._verifier is not None else lambda session_id: None,
+            on_end=self._verifier.submit if self._verifier is not None else lambda session_id: None,
         )
         self.feeds = Feeds(self.store, self.events, self.fence)
         self.host_tools = HostTools(self.store, self.events)

@@ -1,11 +1,11 @@
-"""Independent proof that a session's rows are exact, from the store alone. `verify` gives a verdict; `turngate verify` prints it.
+"""Independent proof that a session's rows are exact. `verify` builds the verdict; `turngate verify` prints it.
 
-Reads the store with its own reader and imports nothing of `trace`, `store`, `prompt`, `turn` or `control`, so that a fault there cannot
-hide itself; the rows and the agent's transcript are handed in by whoever calls.
+It reads the store with its own reader and imports nothing from `trace`, `store`, `gateway` or `views`, so a bug there cannot hide
+itself. The caller passes in the rows and the agent's transcript.
 
-    structure    bytes, tree, turns, times, tools, messages, causes, outcome, events: can a gateway have recorded this?
-    rows         chains, masks, roles, reasons: is what a trainer is given what was sampled?
-    render       does the chat template, asked again, say what was sent; do the sampled ids say what was delivered?
+    structure    bytes, tree, turns, times, tools, messages, causes, outcome, events: could a gateway have recorded this?
+    rows         chains, masks, roles, reasons: does a trainer receive what was sampled?
+    render       does the chat template render what was sent, and do the sampled ids parse to what was delivered?
     replay       does the engine give the recorded tokens the recorded log-probabilities?
     transcript   does the agent's own log agree?
 """
@@ -67,51 +67,51 @@ __all__ = [
     "verify",
 ]
 
-# The agent's own transcript against a trace: where they disagree, or None and why it cannot be told.
+# Compares the agent's own transcript with a trace: returns the differences, or None and why they cannot be compared.
 TranscriptComparison = Callable[[StoredSession, Json], tuple[list[str] | None, str]]
-_MAX_TRIES = 4  # to read a session that is being recorded, together with its rows
+_MAX_TRIES = 4  # attempts to read an open session and its rows in the same state
 
 
 class VerifyOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a session is verified with. What is left out is not looked at."""
+    """What to verify a session with. Parts that are left out are not checked."""
 
     rows: RowSource | None = None
     renderers: Renderers | None = None
     scorer: Scorer | None = None
     tolerance: float = TOLERANCE
-    version: int | None = None  # of the scorer's policy; None: whatever was sampled
+    version: int | None = None  # of the scorer's policy; None: score turns of any version
     transcript: TranscriptComparison | None = None
 
 
-def verify(folder: StoreReader, session_id: str, means: VerifyOptions) -> Verdict:
-    """The verdict on one session. Raises only where there is none of that id, or an engine cannot be asked."""
+def verify(reader: StoreReader, session_id: str, options: VerifyOptions) -> Verdict:
+    """Verify one session. Raises only if there is no session of that id or the engine cannot be reached."""
     for _ in range(_MAX_TRIES):
         try:
-            session = folder.read(session_id)
+            session = reader.read_session(session_id)
         except UnreadableSession as error:
             return unreadable_verdict(session_id, error.message)
-        verdict = _build_verdict(session, means)
-        # A session that goes on may have got a turn between the reading of its nodes and of its rows.
-        if session.status != "open" or not folder.has_changed(session):
+        verdict = _build_verdict(session, options)
+        # An open session may have gained a turn after its nodes were read and before its rows were.
+        if session.status != "open" or not reader.has_changed(session):
             break
     return verdict
 
 
-def _build_verdict(session: StoredSession, means: VerifyOptions) -> Verdict:
-    book = CheckResults()
-    words = NodeMessages(session)
-    check_structure(session, words, book)
-    sound = all(finding.ok for finding in book.findings())
-    check_outcome(session, book)  # what is wrong with that, and with events, keeps no gateway from making rows
-    check_events(session, book)
-    renderer = check_rendering(session, words, means.renderers or Renderers(), book)
-    trained = check_rows(session, words, means.rows, book, sound=sound) if means.rows is not None else {}
-    check_drift(session, words, renderer, trained, book)
-    if means.scorer is not None:
-        check_replay(session, means.scorer, book, tolerance=means.tolerance, version=means.version)
-    if means.transcript is not None:
-        _check_transcript(session, words, means.transcript, book)
-    findings = book.findings()
+def _build_verdict(session: StoredSession, options: VerifyOptions) -> Verdict:
+    results = CheckResults()
+    messages = NodeMessages(session)
+    check_structure(session, messages, results)
+    sound = all(finding.ok for finding in results.findings())
+    check_outcome(session, results)  # a fault there, or in events, does not keep a gateway from building rows
+    check_events(session, results)
+    renderer = check_rendering(session, messages, options.renderers or Renderers(), results)
+    trained = check_rows(session, messages, options.rows, results, sound=sound) if options.rows is not None else {}
+    check_drift(session, messages, renderer, trained, results)
+    if options.scorer is not None:
+        check_replay(session, options.scorer, results, tolerance=options.tolerance, version=options.version)
+    if options.transcript is not None:
+        _check_transcript(session, messages, options.transcript, results)
+    findings = results.findings()
     return Verdict(
         session=session.id,
         ok=all(finding.ok for finding in findings),
@@ -125,39 +125,39 @@ def _build_verdict(session: StoredSession, means: VerifyOptions) -> Verdict:
             trained_tokens=sum(trained.values()),
         ),
         findings=findings,
-        notes=tuple(book.notes),
-        unchecked=book.unchecked(),
-        forks=tuple(book.forks),
-        differences=tuple(book.differences),
-        replay=book.replay,
+        notes=tuple(results.notes),
+        unchecked=results.skipped(),
+        forks=tuple(results.forks),
+        differences=tuple(results.differences),
+        replay=results.replay,
     )
 
 
 def _check_transcript(
-    session: StoredSession, words: NodeMessages, compare: TranscriptComparison, book: CheckResults
+    session: StoredSession, messages: NodeMessages, compare: TranscriptComparison, results: CheckResults
 ) -> None:
-    with book.check("transcript", "transcript", "the agent's own log tells of the same turns") as check:
-        told, why = compare(session, build_trace(session, words))
-        if told is None:
+    with results.check("transcript", "transcript", "the agent's own log has the same turns") as check:
+        differences, why = compare(session, build_trace(session, messages))
+        if differences is None:
             check.skip(why)
-        for difference in told or ():
+        for difference in differences or ():
             check.expect(False, difference)
 
 
-def build_trace(session: StoredSession, words: NodeMessages) -> Json:
-    """The trace in the form of `GET /admin/sessions/{id}/trace`, as far as a transcript is compared with it."""
-    role_of = derive_roles(session, words)
+def build_trace(session: StoredSession, messages: NodeMessages) -> Json:
+    """Build the part of `GET /admin/sessions/{id}/trace` that a transcript is compared with."""
+    role_of = derive_roles(session, messages)
     nodes: list[Json] = []
     for node in session.nodes:
         common = {"id": node.id, "parent": node.row.parent, "kind": node.row.kind}
         if isinstance(node, StoredContext):
             nodes.append({**common, "told": {k: v for k, v in _signals_to_json(node).items() if v}})
         else:
-            message = msgspec.to_builtins(words.turn(node))
+            message = msgspec.to_builtins(messages.reply(node))
             nodes.append({**common, "role": role_of[node.id], "delivered": node.delivered, "message": message})
     return {"session": session.id, "stop": session.stop, "nodes": nodes}
 
 
 def _signals_to_json(context: StoredContext) -> dict[str, str]:
-    told = context.info.signals
-    return {"thread": told.thread, "parent": told.parent, "role": told.role, "why": told.why}
+    signals = context.info.signals
+    return {"thread": signals.thread, "parent": signals.parent, "role": signals.role, "why": signals.why}

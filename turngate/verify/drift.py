@@ -33,22 +33,26 @@ _CHANGE_NAMES = {"thinking": "thinking dropped", "spelling": "JSON spelling", "w
 
 
 def check_drift(
-    session: StoredSession, words: NodeMessages, renderer: Renderer | None, trained: Collection[int], book: CheckResults
+    session: StoredSession,
+    messages: NodeMessages,
+    renderer: Renderer | None,
+    trained: Collection[int],
+    results: CheckResults,
 ) -> None:
     """`trained`: the branches that are rows."""
-    with book.check("structure", "cause", "why each call forked is what the messages show") as check:
+    with results.check("structure", "cause", "why each call forked is what the messages show") as check:
         for context in session.contexts:
-            if words.readable(context):
-                wrong = _CauseCheck(session, words, context).wrong()
+            if messages.is_readable(context):
+                wrong = _CauseCheck(session, messages, context).wrong()
                 check.expect(not wrong, wrong, node=context.id)
         for turn in session.turns:
             wrong = _find_wrong_turn_cause(turn, observed=session.config.mode == "observe")
             check.expect(not wrong, wrong, node=turn.id)
     if session.config.mode != "observe":
-        teller = _ForkDescriber(session, words, renderer, trained)
-        book.forks += [teller.context(context) for context in session.contexts if _is_fork(context)]
-        book.forks += [teller.turn(turn) for turn in session.turns if turn is not turn.parent.children[0]]
-        book.forks.sort(key=lambda fork: fork.node)
+        teller = _ForkDescriber(session, messages, renderer, trained)
+        results.forks += [teller.context(context) for context in session.contexts if _is_fork(context)]
+        results.forks += [teller.turn(turn) for turn in session.turns if turn is not turn.parent.children[0]]
+        results.forks.sort(key=lambda fork: fork.node)
 
 
 def _is_fork(context: StoredContext) -> bool:
@@ -62,10 +66,10 @@ def _is_fork(context: StoredContext) -> bool:
 class _CauseCheck:
     """The recorded cause of one context. Calls that run side by side do not know of each other, so some may have two true ones."""
 
-    def __init__(self, session: StoredSession, words: NodeMessages, context: StoredContext) -> None:
-        self._session, self._words, self._context = session, words, context
+    def __init__(self, session: StoredSession, messages: NodeMessages, context: StoredContext) -> None:
+        self._session, self._messages, self._context = session, messages, context
         self._told = context.info.signals
-        self._said = words.of(context)
+        self._said = messages.of(context)
         self._earlier = [root for root in session.roots if root.id < context.id]
         self._speaks = any(message.role == "assistant" for message in self._said)
 
@@ -98,12 +102,12 @@ class _CauseCheck:
 
     def _head(self, root: StoredContext) -> bool:
         """Whether another conversation begins with the same message."""
-        theirs = self._words.of(root)
+        theirs = self._messages.of(root)
         return bool(theirs and self._said) and same_meaning(theirs[0], self._said[0])
 
     def _asks(self, root: StoredContext) -> bool:
         """Whether it has the same first question."""
-        ours, theirs = _first_user(self._said), _first_user(self._words.of(root))
+        ours, theirs = _first_user(self._said), _first_user(self._messages.of(root))
         return ours is not None and theirs is not None and same_meaning(ours, theirs)
 
     def _offered(self, root: StoredContext) -> bool:
@@ -123,8 +127,8 @@ class _CauseCheck:
 
     def _begins_work(self) -> bool:
         """Whether it is the first one with tools, of an agent that asked for titles or the like before."""
-        offering = [root for root in self._earlier if root.info.signals.role != "side" and self._words.tools(root)]
-        return bool(self._words.tools(self._context)) and not offering
+        offering = [root for root in self._earlier if root.info.signals.role != "side" and self._messages.tools(root)]
+        return bool(self._messages.tools(self._context)) and not offering
 
     def _anew(self) -> bool:
         return self._session.config.mode == "observe"
@@ -155,11 +159,11 @@ class _CauseCheck:
         )
 
     def _keeps_first_answer(self, root: StoredContext) -> bool:
-        size = len(self._words.of(root))
+        size = len(self._messages.of(root))
         if len(self._said) <= size or any(message.role == "assistant" for message in self._said[:size]):
             return False
         return any(
-            same_meaning(self._words.turn(turn), self._said[size])
+            same_meaning(self._messages.reply(turn), self._said[size])
             for turn in root.children
             if turn.id < self._context.id
         )
@@ -178,7 +182,7 @@ class _CauseCheck:
     def _side(self) -> str:
         if self._told.role == "side":
             return ""
-        quiet = self._root and not self._words.tools(self._context)
+        quiet = self._root and not self._messages.tools(self._context)
         return "" if quiet else "it is said to be a side call, and nothing told so"
 
     def _tools(self) -> str:
@@ -199,7 +203,7 @@ class _CauseCheck:
 
     def _template(self) -> str:
         answers = [message for message in self._said if message.role == "assistant"]
-        turns = [self._words.turn(turn) for turn in self._session.turns if turn.id < self._context.id]
+        turns = [self._messages.reply(turn) for turn in self._session.turns if turn.id < self._context.id]
         known = any(_resembles(turn, answer) for answer in answers for turn in turns)
         return "" if self._root and known else "the template is said to have rewritten it, and it repeats no turn"
 
@@ -238,9 +242,9 @@ def _find_wrong_turn_cause(turn: StoredTurn, *, observed: bool) -> str:
 
 class _ForkDescriber:
     def __init__(
-        self, session: StoredSession, words: NodeMessages, renderer: Renderer | None, trained: Collection[int]
+        self, session: StoredSession, messages: NodeMessages, renderer: Renderer | None, trained: Collection[int]
     ) -> None:
-        self._session, self._words = session, words
+        self._session, self._messages = session, messages
         self._tokenizer = renderer.tokenizer if renderer is not None else None
         self._stops = frozenset(renderer.stop_ids) if renderer is not None else frozenset[int]()
         self._trained = [leaf for leaf in session.leaves if leaf.id in trained]
@@ -325,7 +329,7 @@ class _ForkDescriber:
         recorded = context.info.cause
         if recorded not in ("template", "edited"):
             return _CAUSE_NAMES.get(recorded or "", "begun at the same time"), context.info.signals.why
-        was, now = self._words.along(left), self._words.along(context)
+        was, now = self._messages.up_to(left), self._messages.up_to(context)
         for n, (old, new) in enumerate(zip(was, now, strict=False)):
             if not same_meaning(old, new):
                 if old.role == new.role == "system" and classify_change(old, new) == "words":
@@ -348,7 +352,7 @@ class _ForkDescriber:
                 at = node
         if at is None or self._tokenizer is None:
             return "template", ""
-        message = self._words.turn(at)
+        message = self._messages.reply(at)
         rest = path_ids(context)[at.parent.length :].tolist()
         end = next((n + 1 for n, i in enumerate(rest) if i in self._stops), len(rest))
         said, written = self._tokenizer.decode(at.ids.tolist()), self._tokenizer.decode(rest[:end])

@@ -28,8 +28,8 @@ _OUTCOME_DEFAULTS: dict[str, Json] = {
 EventData = tuple[StoredEvent, dict[str, Json]]  # an event, and its data
 
 
-def check_events(session: StoredSession, book: CheckResults) -> None:
-    with book.check("structure", "events", "turns, end and outcome are those that events tell of") as check:
+def check_events(session: StoredSession, results: CheckResults) -> None:
+    with results.check("structure", "events", "turns, end and outcome are those that events tell of") as check:
         known, why = _events_since_opening(session)
         if why:
             check.skip(why)
@@ -46,14 +46,14 @@ def check_events(session: StoredSession, book: CheckResults) -> None:
 
 def _events_since_opening(session: StoredSession) -> tuple[list[StoredEvent], str]:
     """The events from the opening on, or why that is not all of them. An id may have been used before: only its last session counts."""
-    if session.beside.events is None:
+    if session.related.events is None:
         return [], "this folder is of a version that stored no events"
-    known = [event for event in session.beside.events if event.kind in _COMPARED]
+    known = [event for event in session.related.events if event.kind in _COMPARED]
     opened = [n for n, event in enumerate(known) if event.kind == "opened"]
     if not opened:
         return [], "its events do not go back to its opening: they were removed, or it is older than events are"
     known = known[opened[-1] :]
-    if known[0].seq <= session.beside.pruned:
+    if known[0].seq <= session.related.pruned:
         return [], "some of its events may have been removed for their age"
     return known, ""
 
@@ -74,7 +74,7 @@ def _decode_object(raw: object) -> dict[str, Json] | None:
 
 
 def _check_opening(session: StoredSession, data: dict[str, Json], check: VerifyCheck) -> None:
-    if session.config_fault:
+    if session.config_error:
         return
     for name, stored in (("mode", session.config.mode), ("model", session.config.model)):
         check.expect(
@@ -121,7 +121,7 @@ def _check_end(session: StoredSession, told: list[EventData], check: VerifyCheck
     was = told[-1][0].kind if told else "open"
     what = f"event {told[-1][0].seq} told that it is {was}" if told else "no event tells that it has ended"
     check.expect(session.status == was, f"its status is {brief(session.status)}, and {what}")
-    if told and not session.loose:
+    if told and not session.orphans:
         event, data = told[-1]
         whole = sum(turn.info.finish != "abort" for turn in session.turns)
         check.expect(
@@ -132,7 +132,7 @@ def _check_end(session: StoredSession, told: list[EventData], check: VerifyCheck
 
 def _check_outcome(session: StoredSession, told: list[EventData], check: VerifyCheck) -> None:
     """The newest event is of the outcome that is stored: one that replaces another has an event of its own."""
-    outcome = session.beside.outcome
+    outcome = session.related.outcome
     if outcome is None:
         check.expect(not told, "an outcome was recorded, as an event tells, and none is stored")
         return

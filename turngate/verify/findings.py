@@ -1,4 +1,4 @@
-"""What is said of a session: findings, notes, forks, and the verdict that they come to. Plain data, and the book they are kept in."""
+"""The verdict on a session and its parts: findings, notes, forks, differences; and `CheckResults`, which collects them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Literal
 import msgspec
 
 Part = Literal["structure", "rows", "render", "replay", "transcript"]
-_MAX_FINDINGS = 20  # findings of one check that are told one by one
+_MAX_FINDINGS = 20  # findings of one check that are listed one by one
 
 
 class VerifyFinding(msgspec.Struct, frozen=True):
-    """One check, and what came of it: one finding that it holds, or one for each place where it does not."""
+    """The result of one check: a single finding if it holds, else one for each place where it does not."""
 
     part: Part
     check: str
@@ -24,7 +24,7 @@ class VerifyFinding(msgspec.Struct, frozen=True):
 
 
 class Note(msgspec.Struct, frozen=True):
-    """Something that may be right and is worth knowing."""
+    """Something that is not wrong in itself, but worth knowing."""
 
     check: str
     what: str
@@ -32,7 +32,7 @@ class Note(msgspec.Struct, frozen=True):
 
 
 class SkippedCheck(msgspec.Struct, frozen=True):
-    """What could not be looked at, and why."""
+    """A check that could not be made, and why."""
 
     part: Part
     check: str
@@ -40,35 +40,35 @@ class SkippedCheck(msgspec.Struct, frozen=True):
 
 
 class TemplateDifference(msgspec.Struct, frozen=True):
-    """Where the chat template, asked for the whole conversation, would say something else than what was sent, and why."""
+    """Where rendering the whole conversation with the chat template would differ from what was sent, and why."""
 
-    branch: int  # the turn at the end of it
-    node: int  # where the difference lies
-    token: int  # counted from the root
+    branch: int  # its last turn
+    node: int  # the node that holds the difference
+    token: int  # position, counted from the root
     why: str
-    sent: str  # in context
+    sent: str  # text around the difference
     template: str
 
 
 class Fork(msgspec.Struct, frozen=True):
-    """Where a call did not go on from what was there: why, from which token on, and what that costs."""
+    """A call that did not continue an existing branch: why, where it departs, and what that costs."""
 
     node: int
-    recorded: str  # the cause as the gateway recorded it
-    cause: str  # as the messages show it
-    left: int | None  # the node whose line it left
+    recorded: str  # the cause that the gateway recorded
+    cause: str  # the cause that the messages show
+    left: int | None  # the node at the end of the branch that it departs from
     token: int  # the first that differs, counted from the root
-    before: str  # the words up to there
-    was: str  # how the line that it left goes on
-    now: str  # and how it does
-    shared: int  # tokens that stand in both rows: read twice by a trainer
-    sent: int  # tokens of the prompt past the difference: read anew by the engine and by a trainer
-    wasted: int = 0  # tokens that were sampled and then counted for nothing
+    before: str  # the text before it
+    was: str  # how the old branch continues
+    now: str  # how the new branch continues
+    shared: int  # tokens in the rows of both branches: a trainer reads them twice
+    sent: int  # prompt tokens after the difference: engine and trainer read them anew
+    wasted: int = 0  # sampled tokens that nothing uses
     detail: str = ""
 
 
 class Replay(msgspec.Struct, frozen=True):
-    """Log-probabilities as recorded, against those that the engine gives to the same tokens now."""
+    """Recorded log-probabilities compared with those that an engine gives to the same tokens now."""
 
     engine: str
     tolerance: float
@@ -89,7 +89,7 @@ class Counts(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """Everything that is said of one session."""
+    """The result of verifying one session."""
 
     session: str
     ok: bool
@@ -108,27 +108,27 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def unreadable_verdict(session: str, why: str) -> Verdict:
-    """The verdict on a session of which nothing can be told."""
+    """Build the verdict on a session that cannot be read."""
     finding = VerifyFinding("structure", "readable", False, why)
     return Verdict(session=session, ok=False, status="unreadable", counts=Counts(), findings=(finding,))
 
 
 class VerifyCheck:
-    """One check while it is made."""
+    """A check in progress."""
 
     def __init__(self, part: Part, name: str) -> None:
         self.part: Part = part
         self.name = name
-        self.looked = 0
+        self.examined = 0
         self.wrong: list[VerifyFinding] = []
         self.skipped = ""
 
     def expect(self, holds: bool, what: str, *, node: int | None = None, where: str = "") -> bool:
-        """`what`: what is wrong if it does not hold."""
-        self.looked += 1
+        """Count one examined item; unless `holds`, record a finding. `what`: what is wrong then."""
+        self.examined += 1
         if not holds:
-            place = where or (f"node {node}" if node is not None else "")
-            self.wrong.append(VerifyFinding(self.part, self.name, False, what, place, node))
+            where = where or (f"node {node}" if node is not None else "")
+            self.wrong.append(VerifyFinding(self.part, self.name, False, what, where, node))
         return holds
 
     def skip(self, why: str) -> None:
@@ -136,7 +136,7 @@ class VerifyCheck:
 
 
 class CheckResults:
-    """Everything that is found, as it is found."""
+    """Collects the results of all checks of one session."""
 
     def __init__(self) -> None:
         self._checks: list[tuple[VerifyCheck, str]] = []
@@ -147,7 +147,7 @@ class CheckResults:
 
     @contextmanager
     def check(self, part: Part, name: str, promise: str) -> Iterator[VerifyCheck]:
-        """`promise`: what it means that the check holds."""
+        """Make one check. `promise`: what it proves if it holds."""
         check = VerifyCheck(part, name)
         self._checks.append((check, promise))
         yield check
@@ -157,16 +157,16 @@ class CheckResults:
             self.notes.append(Note(check, what, node))
 
     def findings(self) -> tuple[VerifyFinding, ...]:
-        found: list[VerifyFinding] = []
+        findings: list[VerifyFinding] = []
         for check, promise in self._checks:
             if check.wrong:
-                found += check.wrong[:_MAX_FINDINGS]
+                findings += check.wrong[:_MAX_FINDINGS]
                 if len(check.wrong) > _MAX_FINDINGS:
                     more = f"and {len(check.wrong) - _MAX_FINDINGS} more"
-                    found.append(VerifyFinding(check.part, check.name, False, more))
+                    findings.append(VerifyFinding(check.part, check.name, False, more))
             elif not check.skipped:
-                found.append(VerifyFinding(check.part, check.name, True, promise, f"{check.looked} looked at"))
-        return tuple(found)
+                findings.append(VerifyFinding(check.part, check.name, True, promise, f"{check.examined} checked"))
+        return tuple(findings)
 
-    def unchecked(self) -> tuple[SkippedCheck, ...]:
+    def skipped(self) -> tuple[SkippedCheck, ...]:
         return tuple(SkippedCheck(c.part, c.name, c.skipped) for c, _ in self._checks if c.skipped)

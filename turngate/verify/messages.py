@@ -44,39 +44,39 @@ class NodeMessages:
 
     def __init__(self, session: StoredSession) -> None:
         self._session = session
-        self._said: dict[int, tuple[Message, ...]] = {}
-        self.last_piece: dict[int, tuple[Message, ...]] = {}
-        self.counts: dict[int, int] = {}  # pieces of each context
-        self.faults: dict[int, str] = {}
+        self._by_node: dict[int, tuple[Message, ...]] = {}
+        self.last_pieces: dict[int, tuple[Message, ...]] = {}
+        self.piece_counts: dict[int, int] = {}  # pieces of each context
+        self.errors: dict[int, str] = {}
         self._tools: dict[tuple[bytes, str], tuple[Tool, ...] | str] = {}
         for node in session.nodes:
             try:
-                self._said[node.id] = self._read(node)
+                self._by_node[node.id] = self._decode_node(node)
             except _MESSAGE_ERRORS as error:
-                self.faults[node.id] = str(error)
+                self.errors[node.id] = str(error)
 
     def of(self, node: StoredNode) -> tuple[Message, ...]:
-        return self._said.get(node.id, ())
+        return self._by_node.get(node.id, ())
 
-    def turn(self, turn: StoredTurn) -> Message:
+    def reply(self, turn: StoredTurn) -> Message:
         return next(iter(self.of(turn)), Message("assistant"))
 
-    def along(self, node: StoredNode | None) -> list[Message]:
+    def up_to(self, node: StoredNode | None) -> list[Message]:
         """Everything said from the root to the end of `node`."""
         return [message for n in path(node) for message in self.of(n)]
 
-    def readable(self, node: StoredNode) -> bool:
-        return not any(n.id in self.faults for n in path(node))
+    def is_readable(self, node: StoredNode) -> bool:
+        return not any(n.id in self.errors for n in path(node))
 
     def preamble(self, context: StoredContext) -> StoredPreamble | None:
         return self._session.preambles.get(context.info.preamble)
 
     def tools(self, context: StoredContext) -> tuple[Tool, ...] | None:
         """None where they are not stored or cannot be read."""
-        found = self.tools_or_fault(context)
+        found = self.tools_or_error(context)
         return None if isinstance(found, str) else found
 
-    def tools_or_fault(self, context: StoredContext) -> tuple[Tool, ...] | str:
+    def tools_or_error(self, context: StoredContext) -> tuple[Tool, ...] | str:
         """The tools, or why there are none. One set may have come in several dialects, and is stored in the first one's words."""
         digest = context.info.preamble
         stored = self._session.preambles.get(digest)
@@ -87,14 +87,14 @@ class NodeMessages:
         for dialect in dict.fromkeys([context.info.dialect, *dialects]):
             key = digest, dialect
             if key not in self._tools:
-                self._tools[key] = self._decoded(digest, dialect, stored)
+                self._tools[key] = self._decode_tools(digest, dialect, stored)
             found = self._tools[key]
             if not isinstance(found, str):
                 return found
             fault = fault or found
         return fault
 
-    def _decoded(self, digest: bytes, dialect: str, stored: StoredPreamble) -> tuple[Tool, ...] | str:
+    def _decode_tools(self, digest: bytes, dialect: str, stored: StoredPreamble) -> tuple[Tool, ...] | str:
         try:
             tools = decode_stored_tools(dialect, stored.tools)
         except _MESSAGE_ERRORS as error:
@@ -103,16 +103,16 @@ class NodeMessages:
             return "the tools or template arguments stored under its digest are others than that digest's"
         return tools
 
-    def _read(self, node: StoredNode) -> tuple[Message, ...]:
+    def _decode_node(self, node: StoredNode) -> tuple[Message, ...]:
         if isinstance(node, StoredTurn):
             return (_message.decode(node.row.messages),)
-        history = self._history(node)
+        history = self._decode_history(node)
         pieces = [history.decode(n) for n in range(len(history.raws))]
-        self.counts[node.id] = len(pieces)
-        self.last_piece[node.id] = pieces[-1] if pieces else ()
+        self.piece_counts[node.id] = len(pieces)
+        self.last_pieces[node.id] = pieces[-1] if pieces else ()
         return tuple(message for piece in pieces for message in piece)
 
-    def _history(self, context: StoredContext) -> History:
+    def _decode_history(self, context: StoredContext) -> History:
         raws = [bytes(piece) for piece in _pieces.decode(context.row.messages)]
         match context.info.dialect:
             case "chat":

@@ -22,8 +22,8 @@ _TEXTS = ("message", "group", "task")
 _FIELDS = frozenset({"kind", "reward", "resolved", "attempt", "data", *_TEXTS})
 
 
-def check_outcome(session: StoredSession, book: CheckResults) -> None:
-    with book.check("structure", "status", "the session is open, or was ended at a time that is known") as check:
+def check_outcome(session: StoredSession, results: CheckResults) -> None:
+    with results.check("structure", "status", "the session is open, or was ended at a time that is known") as check:
         known = check.expect(
             session.status in _STATUSES,
             f"its status is {brief(session.status)}, which is none of {', '.join(_STATUSES)}",
@@ -32,8 +32,8 @@ def check_outcome(session: StoredSession, book: CheckResults) -> None:
             is_open, closed = session.status == "open", session.closed is not None
             check.expect(not (is_open and closed), "it is open, and there is a time at which it was closed")
             check.expect(is_open or closed, f"it is {session.status}, and nothing says when it was closed")
-    with book.check("structure", "outcome", "the outcome, where there is one, can be how a rollout ended") as check:
-        if (outcome := session.beside.outcome) is not None:
+    with results.check("structure", "outcome", "the outcome, where there is one, can be how a rollout ended") as check:
+        if (outcome := session.related.outcome) is not None:
             _check_stored_outcome(session, outcome.raw, outcome.recorded, check)
 
 

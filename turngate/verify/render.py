@@ -110,10 +110,10 @@ def _load_renderer(folder: Path, family: str) -> Renderer:
 
 
 def check_rendering(
-    session: StoredSession, words: NodeMessages, renderers: Renderers, book: CheckResults
+    session: StoredSession, messages: NodeMessages, renderers: Renderers, results: CheckResults
 ) -> Renderer | None:
     """The renderer that it was read with, if there is one."""
-    with book.check("structure", "vocabulary", "the tokenizer that the ids are of is known") as vocabulary:
+    with results.check("structure", "vocabulary", "the tokenizer that the ids are of is known") as vocabulary:
         exact = session.config.mode != "observe"
         known = not exact or bool(session.vocabulary and session.folder)
         vocabulary.expect(known, f"nothing is recorded of a tokenizer {session.vocabulary!r}")
@@ -124,47 +124,49 @@ def check_rendering(
             renderer = renderers.of(session)
         except (ConfigError, BadRequest) as error:
             why = error.message
-    reading = None if renderer is None else _RenderCheck(session, words, renderer)
-    with book.check(
+    reading = None if renderer is None else _RenderCheck(session, messages, renderer)
+    with results.check(
         "render", "context", "the ids of every context are the chat template's own for the messages that it adds"
     ) as check:
         if reading is None:
             check.skip(why)
         else:
-            reading.contexts(check, book)
-    with book.check(
+            reading.contexts(check, results)
+    with results.check(
         "render", "parse", "the ids of every turn, read again, say what was recorded and delivered"
     ) as check:
         if reading is None:
             check.skip(why)
         else:
-            reading.turns(check, book)
+            reading.turns(check, results)
     if reading is not None:
-        book.differences += reading.differences()
+        results.differences += reading.differences()
     return renderer
 
 
 class _RenderCheck:
-    def __init__(self, session: StoredSession, words: NodeMessages, renderer: Renderer) -> None:
-        self._session, self._words, self._renderer = session, words, renderer
+    def __init__(self, session: StoredSession, messages: NodeMessages, renderer: Renderer) -> None:
+        self._session, self._messages, self._renderer = session, messages, renderer
         self._tokenizer = renderer.tokenizer
         self._stops = frozenset(renderer.stop_ids)
         self._close = _reasoning_close(renderer)
 
     # ── contexts ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def contexts(self, check: VerifyCheck, book: CheckResults) -> None:
+    def contexts(self, check: VerifyCheck, results: CheckResults) -> None:
         for context in self._session.contexts:
-            if not self._words.readable(context) or self._words.tools(context) is None:
+            if not self._messages.is_readable(context) or self._messages.tools(context) is None:
                 continue  # told where those are read
             try:
                 wrong = self._context(context)
             except BadRequest as error:
-                book.note("context", f"the template refuses the conversation up to here: {error.message}", context.id)
+                results.note(
+                    "context", f"the template refuses the conversation up to here: {error.message}", context.id
+                )
                 continue
             if wrong and any(_REFERENCE in node.row.messages for node in path(context)):
                 # What a deferred tool reads like was known to the call; of tools, only those are stored that the prompt begins with.
-                book.note(
+                results.note(
                     "context", f"it refers to tools that are not stored, so it cannot be told: {wrong}", context.id
                 )
                 continue
@@ -188,18 +190,18 @@ class _RenderCheck:
         return self._compared(context.ids, whole[len(whole) - size :] if due is None else due, context.length - size)
 
     def _whole(self, context: StoredContext) -> Ids:
-        messages = order_results(self._words.along(context))
+        messages = order_results(self._messages.up_to(context))
         if isinstance(self._renderer, TemplateRenderer):
             return self._encoded(self._text(messages, context))
-        tools, kwargs = self._words.tools(context) or (), self._kwargs(context)
+        tools, kwargs = self._messages.tools(context) or (), self._kwargs(context)
         return np.array(self._renderer.render(messages, tools, kwargs), np.int32)
 
     def _following(self, context: StoredContext, turn: StoredTurn) -> Ids | None:
         """What the template writes between the turn and the next one, found behind a mark in place of the turn's last words."""
-        before, new = self._words.along(turn.parent), self._words.of(context)
+        before, new = self._messages.up_to(turn.parent), self._messages.of(context)
         if any(message.role == "assistant" for message in new):
             return None  # words that the agent put into the model's mouth: nothing was extended
-        ordered = order_results([*before, self._words.turn(turn), *new])
+        ordered = order_results([*before, self._messages.reply(turn), *new])
         at = len(before)
         text = self._text([*ordered[:at], _mark_end(ordered[at]), *ordered[at + 1 :]], context)
         start = text.rfind(_MARK)
@@ -221,7 +223,7 @@ class _RenderCheck:
         return turn.info.reasoning_open and isinstance(self._renderer, TemplateRenderer)
 
     def _text(self, messages: list[Message], context: StoredContext) -> str:
-        tools, kwargs = self._words.tools(context) or (), self._kwargs(context)
+        tools, kwargs = self._messages.tools(context) or (), self._kwargs(context)
         if not isinstance(self._renderer, TemplateRenderer):
             return self._tokenizer.decode(self._renderer.render(messages, tools, kwargs))
         when = min((turn.info.started for turn in context.root.children), default=self._session.opened)
@@ -230,7 +232,7 @@ class _RenderCheck:
         return self._renderer.text(messages, tools, {"strftime_now": then.strftime, **kwargs})
 
     def _kwargs(self, context: StoredContext) -> dict[str, Json]:
-        preamble = self._words.preamble(context)
+        preamble = self._messages.preamble(context)
         return msgspec.json.decode(preamble.kwargs, type=dict[str, Json]) if preamble is not None else {}
 
     def _encoded(self, text: str) -> Ids:
@@ -249,18 +251,18 @@ class _RenderCheck:
 
     # ── turns ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def turns(self, check: VerifyCheck, book: CheckResults) -> None:
+    def turns(self, check: VerifyCheck, results: CheckResults) -> None:
         for turn in self._session.turns:
-            tools = self._words.tools(turn.parent)
-            if turn.id in self._words.faults or tools is None:
+            tools = self._messages.tools(turn.parent)
+            if turn.id in self._messages.errors or tools is None:
                 continue
             parsed, cut = self._parsed(turn, tools)
             wrong = self._told_apart(turn, parsed)
             if check.expect(not wrong, wrong, node=turn.id):
-                self._ended(turn, cut, check, book)
+                self._ended(turn, cut, check, results)
             over = [int(i) for i in turn.ids if i >= self._tokenizer.vocab_size]
             if over:
-                book.note(
+                results.note(
                     "vocabulary",
                     f"id {over[0]} is past the end of the vocabulary: the model has more rows than words",
                     turn.id,
@@ -268,7 +270,7 @@ class _RenderCheck:
 
     def _parsed(self, turn: StoredTurn, tools: tuple[Tool, ...]) -> tuple[Parsed, str]:
         """What the ids come to, and what ended them besides the model: nothing, `one call` or `stop string`."""
-        message = self._words.turn(turn)
+        message = self._messages.reply(turn)
         kind = next((b.removeprefix("constrained: ") for b in turn.info.biases if b.startswith("constrained: ")), "")
         name = message.tool_calls[0].name if message.tool_calls else ""
         try:
@@ -297,7 +299,7 @@ class _RenderCheck:
         return plain, ""
 
     def _told_apart(self, turn: StoredTurn, parsed: Parsed) -> str:
-        said, again = self._words.turn(turn), parsed.message
+        said, again = self._messages.reply(turn), parsed.message
         for what, was, now in (
             ("text", said.content, again.content),
             ("thinking", said.reasoning, again.reasoning),
@@ -313,11 +315,11 @@ class _RenderCheck:
             )
         return ""
 
-    def _ended(self, turn: StoredTurn, cut: str, check: VerifyCheck, book: CheckResults) -> None:
+    def _ended(self, turn: StoredTurn, cut: str, check: VerifyCheck, results: CheckResults) -> None:
         closed = bool(len(turn.ids)) and int(turn.ids[-1]) in self._stops
         constrained = any(bias.startswith("constrained: ") for bias in turn.info.biases)
         if turn.info.finish in ("stop", "tool_calls") and len(turn.ids) and not (closed or cut or constrained):
-            book.note("finish", "the engine said that the model had ended, and its last id ends nothing", turn.id)
+            results.note("finish", "the engine said that the model had ended, and its last id ends nothing", turn.id)
         if turn.info.finish == "length":
             limited = self._session.config.limits.sampled_tokens is not None  # that may be met with the very last id
             check.expect(not closed or limited, "it is marked as cut short, and its last id is a stop", node=turn.id)
@@ -328,7 +330,11 @@ class _RenderCheck:
         found = []
         for leaf in self._session.leaves:
             context = leaf.parent
-            if context.parent is None or not self._words.readable(context) or self._words.tools(context) is None:
+            if (
+                context.parent is None
+                or not self._messages.is_readable(context)
+                or self._messages.tools(context) is None
+            ):
                 continue
             try:
                 whole = self._whole(context)
@@ -354,7 +360,7 @@ class _RenderCheck:
 
     def _why(self, turn: StoredTurn, whole: Ids) -> str:
         """Held against the template's own version of the turn, which begins at the same token."""
-        message = self._words.turn(turn)
+        message = self._messages.reply(turn)
         rest = whole[turn.parent.length :].tolist()
         end = next((n + 1 for n, i in enumerate(rest) if i in self._stops), len(rest))
         said, written = self._tokenizer.decode(turn.ids.tolist()), self._tokenizer.decode(rest[:end])
@@ -384,9 +390,9 @@ class _RenderCheck:
             return "ids that the tokenizer would write with others"
         if _collapse_whitespace(ours) == _collapse_whitespace(theirs):
             return "whitespace"
-        if any(message.role == "system" for message in self._words.of(context)) and context.parent is not None:
+        if any(message.role == "system" for message in self._messages.of(context)) and context.parent is not None:
             return "a late system message"
-        if any(message.role == "tool" for message in self._words.of(context)):
+        if any(message.role == "tool" for message in self._messages.of(context)):
             return "how the template gathers results"
         return "what the template writes at the end of a prompt, and not in the middle of a conversation"
 

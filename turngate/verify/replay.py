@@ -89,10 +89,10 @@ class VLLMScorer:
 
 
 def check_replay(
-    session: StoredSession, scorer: Scorer, book: CheckResults, *, tolerance: float, version: int | None = None
+    session: StoredSession, scorer: Scorer, results: CheckResults, *, tolerance: float, version: int | None = None
 ) -> None:
     """`version`: only turns of this policy, the one that the engine has."""
-    with book.check(
+    with results.check(
         "replay", "logprobs", "the engine gives the recorded tokens the recorded log-probabilities"
     ) as check:
         unfit = {turn.id: _find_obstacle(turn, scorer, version) for turn in session.turns}
@@ -119,7 +119,7 @@ def check_replay(
                 more = f" and {len(far) - _MAX_TOKENS_SHOWN} more" if len(far) > _MAX_TOKENS_SHOWN else ""
                 check.expect(not len(far), told + more, node=turn.id)
         every = np.concatenate(apart) if apart else np.zeros(0, np.float32)
-        book.replay = Replay(
+        results.replay = Replay(
             engine=scorer.name,
             tolerance=tolerance,
             turns=len(apart),
@@ -129,7 +129,7 @@ def check_replay(
             outliers=int(np.sum(~(every <= tolerance))),
         )
         if len(every) and float(np.median(every)) > tolerance:
-            book.note(
+            results.note(
                 "logprobs", "the differences are everywhere: does the engine have the weights that it was sampled with?"
             )
 

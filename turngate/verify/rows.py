@@ -64,13 +64,13 @@ class TrainerRow(Protocol):
 RowSource = Callable[[str, bool], Sequence[TrainerRow]]  # a session's rows; True: also those with nothing to train
 
 
-def derive_roles(session: StoredSession, words: NodeMessages) -> dict[int, str]:
+def derive_roles(session: StoredSession, messages: NodeMessages) -> dict[int, str]:
     """The part that each turn played, by node."""
-    main = _find_main_root(session, words)
-    return {turn.id: _derive_role(turn, main, words) for turn in session.turns}
+    main = _find_main_root(session, messages)
+    return {turn.id: _derive_role(turn, main, messages) for turn in session.turns}
 
 
-def _derive_role(turn: StoredTurn, main: StoredContext | None, words: NodeMessages) -> str:
+def _derive_role(turn: StoredTurn, main: StoredContext | None, messages: NodeMessages) -> str:
     if turn.info.finish == "abort":
         return "aborted"
     if _is_superseded(turn):
@@ -80,11 +80,11 @@ def _derive_role(turn: StoredTurn, main: StoredContext | None, words: NodeMessag
         return told.role
     if told.parent not in ("", told.thread):
         return "subagent"
-    if "" not in (told.thread, begun.thread) and told.thread != begun.thread and _offers_tools(turn.parent, words):
+    if "" not in (told.thread, begun.thread) and told.thread != begun.thread and _offers_tools(turn.parent, messages):
         return "subagent"
     cause = turn.root.info.cause
     quiet = (
-        main is not None and _offers_tools(main, words) and not _offers_tools(turn.root, words)
+        main is not None and _offers_tools(main, messages) and not _offers_tools(turn.root, messages)
     )  # beside work with tools
     if turn.root is main or (cause in _MAIN_LINE_CAUSES and not (quiet and cause == "system")):
         return "main"
@@ -101,24 +101,24 @@ def _is_superseded(turn: StoredTurn) -> bool:
     return used or asked_again or not turn.delivered
 
 
-def _find_main_root(session: StoredSession, words: NodeMessages) -> StoredContext | None:
+def _find_main_root(session: StoredSession, messages: NodeMessages) -> StoredContext | None:
     """Where the agent's own work begins: the first conversation with tools that is not told to be another's; else the longest."""
     for root in session.roots:
         told = root.info.signals
         others = told.role in ("side", "subagent") or told.parent not in ("", told.thread)
-        if not others and _offers_tools(root, words):
+        if not others and _offers_tools(root, messages):
             return root
     turns = [turn.root.id for turn in session.turns]
     return max(session.roots, key=lambda root: (turns.count(root.id), -root.id), default=None)
 
 
-def _offers_tools(context: StoredContext, words: NodeMessages) -> bool:
-    tools = words.tools(context)
+def _offers_tools(context: StoredContext, messages: NodeMessages) -> bool:
+    tools = messages.tools(context)
     return context.info.has_tools if tools is None else bool(tools)
 
 
 def check_rows(
-    session: StoredSession, words: NodeMessages, given: RowSource, book: CheckResults, *, sound: bool
+    session: StoredSession, messages: NodeMessages, given: RowSource, results: CheckResults, *, sound: bool
 ) -> dict[int, int]:
     """`sound`: nothing is wrong with the trace itself. Gives the trained tokens of each row, by its branch."""
     names = ("rows", "masks", "once", "reasons", "roles")
@@ -128,26 +128,26 @@ def check_rows(
     except (TurngateError, sqlite3.Error, *DECODE_ERRORS) as error:
         said = error.message if isinstance(error, TurngateError) else f"it falls over it ({error})"
         for name in names:
-            with book.check("rows", name, "") as check:
+            with results.check("rows", name, "") as check:
                 if sound:
                     check.expect(False, f"the gateway refuses this session: {said}")
                 else:
                     check.skip(f"what is wrong with the trace keeps the gateway from making any ({said})")
         return {}
-    _check_chains(session, every, trained, book)
-    _check_masks(session, every, book)
-    role_of = derive_roles(session, words)
-    _check_trained_once(session, role_of, every, book)
-    _check_reasons(session, role_of, every, book)
-    _check_roles(role_of, every, book)
+    _check_chains(session, every, trained, results)
+    _check_masks(session, every, results)
+    role_of = derive_roles(session, messages)
+    _check_trained_once(session, role_of, every, results)
+    _check_reasons(session, role_of, every, results)
+    _check_roles(role_of, every, results)
     return {row.branch: int(np.asarray(row.mask).astype(bool).sum()) for row in trained}
 
 
 def _check_chains(
-    session: StoredSession, every: Sequence[TrainerRow], trained: Sequence[TrainerRow], book: CheckResults
+    session: StoredSession, every: Sequence[TrainerRow], trained: Sequence[TrainerRow], results: CheckResults
 ) -> None:
     turns = {turn.id: turn for turn in session.turns}
-    with book.check(
+    with results.check(
         "rows", "rows", "there is one row per branch, and each is the ids that were sent and sampled, from root to leaf"
     ) as check:
         branches = [row.branch for row in every]
@@ -200,9 +200,9 @@ def _describe_difference(given: Ids, stored: Ids) -> str:
     return f"its row has {len(given)} tokens, and its branch {len(stored)}"
 
 
-def _check_masks(session: StoredSession, every: Sequence[TrainerRow], book: CheckResults) -> None:
+def _check_masks(session: StoredSession, every: Sequence[TrainerRow], results: CheckResults) -> None:
     turns = {turn.id: turn for turn in session.turns}
-    with book.check(
+    with results.check(
         "rows", "masks", "only sampled tokens with their own log-probability are trained, and nothing is filled in"
     ) as check:
         for row in every:
@@ -238,9 +238,9 @@ def _check_masks(session: StoredSession, every: Sequence[TrainerRow], book: Chec
 
 
 def _check_trained_once(
-    session: StoredSession, role_of: dict[int, str], every: Sequence[TrainerRow], book: CheckResults
+    session: StoredSession, role_of: dict[int, str], every: Sequence[TrainerRow], results: CheckResults
 ) -> None:
-    with book.check("rows", "once", "what the policy trains is trained in one row, and nothing in two") as check:
+    with results.check("rows", "once", "what the policy trains is trained in one row, and nothing in two") as check:
         for turn in session.turns:
             count = sum(span.trained for row in every for span in row.spans if span.node == turn.id)
             due = 0 if _reasons_against_training(turn, role_of[turn.id], session) else 1
@@ -250,11 +250,11 @@ def _check_trained_once(
 
 
 def _check_reasons(
-    session: StoredSession, role_of: dict[int, str], every: Sequence[TrainerRow], book: CheckResults
+    session: StoredSession, role_of: dict[int, str], every: Sequence[TrainerRow], results: CheckResults
 ) -> None:
     turns = {turn.id: turn for turn in session.turns}
     elsewhere = {span.node: row.branch for row in every for span in row.spans if span.trained}
-    with book.check("rows", "reasons", "every turn that is not trained says why, and it is so") as check:
+    with results.check("rows", "reasons", "every turn that is not trained says why, and it is so") as check:
         for row in every:
             for span in row.spans:
                 turn = turns.get(span.node)
@@ -292,8 +292,8 @@ def _reasons_against_training(turn: StoredTurn, role: str, session: StoredSessio
     return why
 
 
-def _check_roles(role_of: dict[int, str], every: Sequence[TrainerRow], book: CheckResults) -> None:
-    with book.check(
+def _check_roles(role_of: dict[int, str], every: Sequence[TrainerRow], results: CheckResults) -> None:
+    with results.check(
         "rows", "roles", "the role of every turn is what the tree and the agent's own words come to"
     ) as check:
         for row in every:

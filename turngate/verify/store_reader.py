@@ -122,7 +122,7 @@ class NodeRow(msgspec.Struct, frozen=True):
     delivered: int
     checksum: int
 
-    def sum(self, session: int) -> int:
+    def compute_checksum(self, session: int) -> int:
         """What its checksum has to be."""
         value = 0
         place = f"{session}/{self.id}/{self.parent}/{self.kind}".encode()
@@ -225,7 +225,7 @@ class StoredSession:
         rows: list[NodeRow],
         preambles: dict[bytes, StoredPreamble],
         damaged: dict[int, str],
-        beside: RelatedRecords,
+        related: RelatedRecords,
     ) -> None:
         """`damaged`: nodes with cells that are not what they have to be."""
         self.key: int = known["key"]
@@ -237,27 +237,27 @@ class StoredSession:
         self.vocabulary: str = known["vocabulary"]
         self.folder: str = known["folder"] or ""  # of the tokenizer
         self.renderer: str = known["renderer"] or ""  # what rendered with it, where that is recorded
-        self.config_fault = ""
+        self.config_error = ""
         try:
             self.config = msgspec.json.decode(known["config"], type=StoredConfig)
         except DECODE_ERRORS as error:
-            self.config, self.config_fault = StoredConfig(), str(error)
+            self.config, self.config_error = StoredConfig(), str(error)
         self.rows = rows
         self.preambles = preambles
-        self.beside = beside
+        self.related = related
         self._damaged = damaged
         self.contexts: list[StoredContext] = []
         self.turns: list[StoredTurn] = []
-        self.loose: dict[int, str] = {}  # rows that are on no way from a root, and why
-        self._grow()
+        self.orphans: dict[int, str] = {}  # rows that are on no way from a root, and why
+        self._build_tree()
 
-    def _grow(self) -> None:
+    def _build_tree(self) -> None:
         """Rows in the order of their ids: a parent comes before its children, or it is none."""
         nodes: dict[int, StoredNode] = {}
         for row in self.rows:
-            node = self._node(row, nodes)
+            node = self._build_node(row, nodes)
             if isinstance(node, str):
-                self.loose[row.id] = node
+                self.orphans[row.id] = node
                 continue
             nodes[row.id] = node
             if isinstance(node, StoredContext):
@@ -268,7 +268,7 @@ class StoredSession:
                 self.turns.append(node)
                 node.parent.children.append(node)
 
-    def _node(self, row: NodeRow, nodes: dict[int, StoredNode]) -> StoredNode | str:
+    def _build_node(self, row: NodeRow, nodes: dict[int, StoredNode]) -> StoredNode | str:
         if row.id in self._damaged:
             return self._damaged[row.id]
         if row.kind not in ("context", "sampled"):
@@ -288,7 +288,7 @@ class StoredSession:
             return f"its parent {row.parent} does not come before it"
         parent = nodes.get(row.parent)
         if parent is None:
-            missing = "is on no way from a root itself" if row.parent in self.loose else "does not exist"
+            missing = "is on no way from a root itself" if row.parent in self.orphans else "does not exist"
             return f"its parent {row.parent} {missing}"
         if row.kind == "context":
             return (
@@ -377,7 +377,7 @@ class StoreReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def sessions(self, *, sealed: bool = False) -> list[str]:
+    def session_ids(self, *, sealed: bool = False) -> list[str]:
         """Ids, the newest first."""
         where = " WHERE status != 'open'" if sealed else ""
         found = self._db.execute(f"SELECT id FROM sessions{where} ORDER BY key DESC")
@@ -385,7 +385,7 @@ class StoreReader:
 
     def resolve_id(self, wanted: str) -> str:
         """A session by its id, by the beginning of it, or `last`."""
-        known = self.sessions()
+        known = self.session_ids()
         if not known:
             raise NotFound("session: none has been recorded here")
         if wanted == "last":
@@ -396,14 +396,14 @@ class StoreReader:
             raise NotFound(f"session: {wanted!r} {wrong}; the newest is {known[0]}")
         return fitting[0]
 
-    def read(self, session_id: str) -> StoredSession:
+    def read_session(self, session_id: str) -> StoredSession:
         with self._snapshot():
             known = self._db.execute(f"{_SESSIONS} WHERE id=?", (session_id,)).fetchone()
             if known is None:
                 raise NotFound(f"session: there is no {session_id!r} here")
             nodes = self._db.execute(_NODES, (known["key"],)).fetchall()
             stored = self._db.execute(_PREAMBLES, (known["key"],)).fetchall()
-            beside = self._beside(known["key"], session_id)
+            related = self._read_related(known["key"], session_id)
         if not all(isinstance(node["id"], int) for node in nodes):
             raise UnreadableSession(f"session: {session_id} is damaged on disk: the number of a node is none")
         rows = [_parse_row(dict(node)) for node in nodes]
@@ -412,10 +412,10 @@ class StoreReader:
             cells[0]: StoredPreamble(*cells[1:]) for cells in stored if all(isinstance(c, bytes) for c in cells)
         }
         damaged = {row.id: wrong for row, wrong in rows if wrong}
-        return StoredSession(_check_session_cells(dict(known)), [row for row, _ in rows], preambles, damaged, beside)
+        return StoredSession(_check_session_cells(dict(known)), [row for row, _ in rows], preambles, damaged, related)
 
-    def _beside(self, key: int, session_id: str) -> RelatedRecords:
-        version = self._number("policy_version")
+    def _read_related(self, key: int, session_id: str) -> RelatedRecords:
+        version = self._read_number("policy_version")
         if not self._keeps_events:
             return RelatedRecords(version=version)
         ended = self._db.execute(_OUTCOME, (key,)).fetchone()
@@ -423,11 +423,11 @@ class StoreReader:
         return RelatedRecords(
             outcome=None if ended is None else StoredOutcome(*ended),
             events=tuple(StoredEvent(*cells) for cells in told),
-            pruned=self._number("events_pruned") or 0,
+            pruned=self._read_number("events_pruned") or 0,
             version=version,
         )
 
-    def _number(self, setting: str) -> int | None:
+    def _read_number(self, setting: str) -> int | None:
         """0 where it was never set, None where it is no number."""
         row = self._db.execute(_SETTING, (setting,)).fetchone()
         try:

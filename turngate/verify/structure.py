@@ -34,35 +34,35 @@ _CLOCK_SLACK_S = 0.05  # seconds by which a clock may have been set back
 _LOGPROB_SLACK = 1e-4  # log-probabilities of 0 come out a little above it
 
 
-def check_structure(session: StoredSession, words: NodeMessages, book: CheckResults) -> None:
-    _check_checksums(session, book)
-    _check_tree(session, book)
-    _check_duplicates(session, book)
-    _check_lengths(session, book)
-    _check_turns(session, words, book)
-    _check_sampling(session, book)
-    _check_times(session, book)
-    _check_preambles(session, words, book)
-    _check_messages(session, words, book)
-    _check_signals(session, words, book)
+def check_structure(session: StoredSession, messages: NodeMessages, results: CheckResults) -> None:
+    _check_checksums(session, results)
+    _check_tree(session, results)
+    _check_duplicates(session, results)
+    _check_lengths(session, results)
+    _check_turns(session, messages, results)
+    _check_sampling(session, results)
+    _check_times(session, results)
+    _check_preambles(session, messages, results)
+    _check_messages(session, messages, results)
+    _check_signals(session, messages, results)
 
 
-def _check_checksums(session: StoredSession, book: CheckResults) -> None:
-    with book.check("structure", "checksum", "every node's bytes are those that were written") as check:
+def _check_checksums(session: StoredSession, results: CheckResults) -> None:
+    with results.check("structure", "checksum", "every node's bytes are those that were written") as check:
         for row in session.rows:
-            fits = row.checksum == row.sum(session.key)
+            fits = row.checksum == row.compute_checksum(session.key)
             check.expect(fits, "its bytes are not those that its checksum was made of", node=row.id)
 
 
-def _check_tree(session: StoredSession, book: CheckResults) -> None:
-    with book.check(
+def _check_tree(session: StoredSession, results: CheckResults) -> None:
+    with results.check(
         "structure",
         "tree",
         "every node hangs on one of the other kind that came before it, and every context is answered",
     ) as check:
-        check.expect(not session.config_fault, f"the session's settings cannot be read: {session.config_fault}")
+        check.expect(not session.config_error, f"the session's settings cannot be read: {session.config_error}")
         for row in session.rows:
-            check.expect(row.id not in session.loose, session.loose.get(row.id, ""), node=row.id)
+            check.expect(row.id not in session.orphans, session.orphans.get(row.id, ""), node=row.id)
             check.expect(row.id > 0, "its id is not positive", node=row.id)
         for context in session.contexts:
             # A context is stored with its first answer, in one transaction.
@@ -76,11 +76,13 @@ def _check_tree(session: StoredSession, book: CheckResults) -> None:
         f"{a + 1}" if b == a + 2 else f"{a + 1} to {b - 1}" for a, b in zip([0, *ids], ids, strict=False) if b > a + 1
     ]
     if gaps:
-        book.note("tree", f"no node has the number {', '.join(gaps)}: removed, or a write that failed and was told so")
+        results.note(
+            "tree", f"no node has the number {', '.join(gaps)}: removed, or a write that failed and was told so"
+        )
 
 
-def _check_duplicates(session: StoredSession, book: CheckResults) -> None:
-    with book.check("structure", "twice", "nothing is recorded twice") as check:
+def _check_duplicates(session: StoredSession, results: CheckResults) -> None:
+    with results.check("structure", "twice", "nothing is recorded twice") as check:
         seen: dict[tuple[float, float, bytes], int] = {}
         for turn in session.turns:
             key = turn.info.started, turn.info.ended, turn.row.ids
@@ -106,8 +108,8 @@ def _call_ids(turn: StoredTurn) -> list[str]:
         return []  # told where messages are read
 
 
-def _check_lengths(session: StoredSession, book: CheckResults) -> None:
-    with book.check(
+def _check_lengths(session: StoredSession, results: CheckResults) -> None:
+    with results.check(
         "structure", "lengths", "every sampled id has its own log-probability, or the turn has none at all"
     ) as check:
         for row in session.rows:
@@ -129,13 +131,13 @@ def _check_lengths(session: StoredSession, book: CheckResults) -> None:
             check.expect(len(context.ids) > 0, "a context has no ids", node=context.id)
 
 
-def _check_turns(session: StoredSession, words: NodeMessages, book: CheckResults) -> None:
-    exact, newest = session.config.mode != "observe", session.beside.version
-    with book.check(
+def _check_turns(session: StoredSession, messages: NodeMessages, results: CheckResults) -> None:
+    exact, newest = session.config.mode != "observe", session.related.version
+    with results.check(
         "structure", "turn", "how each turn ended, what went wrong and how it was captured fit together"
     ) as check:
         for turn in session.turns:
-            info, message = turn.info, words.turn(turn)
+            info, message = turn.info, messages.reply(turn)
 
             def hold(holds: bool, what: str, at: int = turn.id) -> None:
                 check.expect(holds, what, node=at)
@@ -164,11 +166,11 @@ def _check_turns(session: StoredSession, words: NodeMessages, book: CheckResults
             hold(info.finish != "tool_calls" or bool(message.tool_calls), "it ended with calls, and makes none")
             hold(info.finish in ("abort", "stop") or len(turn.ids) > 0, "nothing was sampled")
             if not turn.delivered and any(context.children for context in turn.children):
-                book.note("delivered", "it is marked as not delivered, but the agent went on from it", turn.id)
+                results.note("delivered", "it is marked as not delivered, but the agent went on from it", turn.id)
 
 
-def _check_sampling(session: StoredSession, book: CheckResults) -> None:
-    with book.check(
+def _check_sampling(session: StoredSession, results: CheckResults) -> None:
+    with results.check(
         "structure", "sampling", "what is marked as biased is what was sampled so, and pinned sampling was kept to"
     ) as check:
         pinned = session.config.sampling
@@ -197,8 +199,8 @@ def _check_sampling(session: StoredSession, book: CheckResults) -> None:
                 )
 
 
-def _check_times(session: StoredSession, book: CheckResults) -> None:
-    with book.check(
+def _check_times(session: StoredSession, results: CheckResults) -> None:
+    with results.check(
         "structure", "times", "every turn was sampled while the session was open, after what it was conditioned on"
     ) as check:
         for turn in session.turns:
@@ -217,21 +219,21 @@ def _check_times(session: StoredSession, book: CheckResults) -> None:
     ends = [(turn.info.ended, turn.id) for turn in session.turns]
     for (was, _), (now, node) in pairwise(ends):
         if now < was:
-            book.note(
+            results.note(
                 "times",
                 "it ended before the turn that was recorded before it: a clock was set, or the order is another",
                 node,
             )
 
 
-def _check_preambles(session: StoredSession, words: NodeMessages, book: CheckResults) -> None:
-    with book.check(
+def _check_preambles(session: StoredSession, messages: NodeMessages, results: CheckResults) -> None:
+    with results.check(
         "structure",
         "preamble",
         "the tools and template arguments of every context are stored, and are those it was named by",
     ) as check:
         for context in session.contexts:
-            found = words.tools_or_fault(context)
+            found = messages.tools_or_error(context)
             fits = not isinstance(found, str)
             check.expect(fits, found if isinstance(found, str) else "", node=context.id)
             if not isinstance(found, str):
@@ -245,7 +247,7 @@ def _check_preambles(session: StoredSession, words: NodeMessages, book: CheckRes
         for digest in session.preambles:
             check.expect(digest in used, "tools are stored that no context has", where=f"preamble {digest.hex()}")
         for context in session.roots:
-            stored = words.preamble(context)
+            stored = messages.preamble(context)
             if stored is not None and session.config.template_kwargs:
                 kept = _decode_kwargs(stored.kwargs)
                 pinned = session.config.template_kwargs.items()
@@ -264,8 +266,8 @@ def _decode_kwargs(raw: bytes) -> dict[str, Json]:
     return found if isinstance(found, dict) else {}
 
 
-def _check_messages(session: StoredSession, words: NodeMessages, book: CheckResults) -> None:
-    with book.check(
+def _check_messages(session: StoredSession, messages: NodeMessages, results: CheckResults) -> None:
+    with results.check(
         "structure",
         "messages",
         "what every node's tokens stand for can be read, and results answer calls on their own way",
@@ -273,28 +275,28 @@ def _check_messages(session: StoredSession, words: NodeMessages, book: CheckResu
         makers = {call: turn for turn in session.turns for call in _call_ids(turn)}
         for node in session.nodes:
             check.expect(
-                node.id not in words.faults,
-                f"what it says cannot be read: {words.faults.get(node.id, '')}",
+                node.id not in messages.errors,
+                f"what it says cannot be read: {messages.errors.get(node.id, '')}",
                 node=node.id,
             )
-            if isinstance(node, StoredTurn) and node.id not in words.faults:
-                check.expect(words.turn(node).role == "assistant", "a turn is not the assistant's", node=node.id)
+            if isinstance(node, StoredTurn) and node.id not in messages.errors:
+                check.expect(messages.reply(node).role == "assistant", "a turn is not the assistant's", node=node.id)
         for context in session.contexts:
-            count = words.counts.get(context.id)
+            count = messages.piece_counts.get(context.id)
             if count is not None:
                 fits = len(context.info.meanings) == 16 * count == 16 * len(context.info.roles)
                 check.expect(
                     fits, f"{len(context.info.roles)} messages are known of, {count} are stored", node=context.id
                 )
             if session.config.mode != "observe":
-                _check_answers(context, words, makers, check)
+                _check_answers(context, messages, makers, check)
 
 
 def _check_answers(
-    context: StoredContext, words: NodeMessages, makers: dict[str, StoredTurn], check: VerifyCheck
+    context: StoredContext, messages: NodeMessages, makers: dict[str, StoredTurn], check: VerifyCheck
 ) -> None:
     """Ids of calls are made up by the gateway, one for each: a result with one of them tells where it belongs."""
-    said = words.of(context)
+    said = messages.of(context)
     own = {call.id for message in said for call in message.tool_calls}
     way = {node.id for node in path(context)}
     for message in said:
@@ -305,10 +307,10 @@ def _check_answers(
             check.expect(near, f"it answers a call of turn {maker.id}, which is not on its way", node=context.id)
 
 
-def _check_signals(session: StoredSession, words: NodeMessages, book: CheckResults) -> None:
+def _check_signals(session: StoredSession, messages: NodeMessages, results: CheckResults) -> None:
     """What an agent's program said of a call is only ever read at the places that the session names."""
     signals = session.config.signals
-    with book.check(
+    with results.check(
         "structure", "told", "what the agent's program is said to have told is something that its signals can tell"
     ) as check:
         for context in session.contexts:
@@ -330,7 +332,7 @@ def _check_signals(session: StoredSession, words: NodeMessages, book: CheckResul
                 known, f"it was told to be {told.role} ({told.why}), which no rule says", node=context.id
             ):
                 continue
-            seen = [_rule_matches(rule.source, rule.match, context, words) for rule in signals.rules]
+            seen = [_rule_matches(rule.source, rule.match, context, messages) for rule in signals.rules]
             if fitting and not by_model:
                 shown = any(seen[n] is not False for n in fitting)
                 check.expect(
@@ -348,21 +350,21 @@ def _check_signals(session: StoredSession, words: NodeMessages, book: CheckResul
                 )
 
 
-def _rule_matches(source: str, match: str, context: StoredContext, words: NodeMessages) -> bool | None:
+def _rule_matches(source: str, match: str, context: StoredContext, messages: NodeMessages) -> bool | None:
     """Whether a rule fits, where the trace can tell: None for headers, bodies and models' names, which are not stored."""
     kind, _, name = source.partition(":")
-    if not words.readable(context):
+    if not messages.is_readable(context):
         return None
     match kind:
         case "tool":
-            tools = words.tools(context)
+            tools = messages.tools(context)
             return None if tools is None else any(tool.name == name for tool in tools) and fnmatchcase(name, match)
         case "system":
-            beginning = words.of(context.root)[:1]
+            beginning = messages.of(context.root)[:1]
             text = "\n".join(m.content for m in beginning if m.role == "system")
             return bool(text) and fnmatchcase(text, match)
         case "last":
-            last = words.last_piece.get(context.id, ())
+            last = messages.last_pieces.get(context.id, ())
             text = "\n".join(m.content for m in last)
             return None if not last else bool(text) and fnmatchcase(text, match)
         case _:
