@@ -373,28 +373,31 @@ def test_a_branch_that_is_taken_out_leaves_a_gap(copy: Recorded) -> None:
     [note] = found.notes
     assert note.check == "tree" and f"{side} to {side + 1}" in note.what
     assert wrong(found) == {"events"}
-    assert f"tells of a turn {side + 1} that is not stored" in found.wrong[0].what
+    assert f"reports a turn {side + 1} that is not stored" in found.wrong[0].what
 
 
 # ── how it ended ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _OUTCOMES = {
-    "no JSON": ("{", "no JSON"),
-    "NaN": ('{"kind": "graded", "reward": NaN}', "NaN is no number of JSON"),
-    "a list": ("[]", "no JSON object"),
-    "nothing": ("{}", "kind: None is none of graded, "),
-    "an unknown kind": ('{"kind": "solved", "reward": 1.0}', "kind: 'solved' is none of graded, "),
+    "no JSON": ("{", "not JSON"),
+    "NaN": ('{"kind": "graded", "reward": NaN}', "NaN is not a JSON number"),
+    "a list": ("[]", "not a JSON object"),
+    "nothing": ("{}", "kind: None is not one of graded, "),
+    "an unknown kind": ('{"kind": "solved", "reward": 1.0}', "kind: 'solved' is not one of graded, "),
     "a reward beyond all": ('{"kind": "graded", "reward": 1e999}', "reward: inf is neither a finite number"),
     "a reward that no float is": ('{"kind": "graded", "reward": 1' + "0" * 400 + "}", "is neither a finite number"),
     "a reward in words": ('{"kind": "graded", "reward": "1.0"}', "reward: '1.0' is neither"),
     "a reward that is true": ('{"kind": "graded", "reward": true}', "reward: True is neither"),
     "two rewards": ('{"kind": "graded", "reward": 1.0, "reward": 0.0}', "the same name twice"),
-    "a reward for a fault": ('{"kind": "infrastructure fault", "reward": 0.0}', "reward: 0.0, and nobody judges"),
-    "a reward for an invalid task": ('{"kind": "invalid task", "reward": 1}', "reward: 1, and nobody judges"),
+    "a reward for a fault": (
+        '{"kind": "infrastructure fault", "reward": 0.0}',
+        "reward: 0.0, but a rollout that ended as",
+    ),
+    "a reward for an invalid task": ('{"kind": "invalid task", "reward": 1}', "reward: 1, but a rollout that ended as"),
     "an unknown field": ('{"kind": "graded", "rewards": 1.0}', "it has 'rewards', which no outcome has"),
-    "half resolved": ('{"kind": "graded", "resolved": 0.5}', "resolved: 0.5 is none"),
-    "no attempt": ('{"kind": "graded", "attempt": -1}', "attempt: -1 is no number"),
-    "a task that is a number": ('{"kind": "graded", "task": 7}', "task: 7 is no text"),
+    "half resolved": ('{"kind": "graded", "resolved": 0.5}', "resolved: 0.5 is not true"),
+    "no attempt": ('{"kind": "graded", "attempt": -1}', "attempt: -1 is not a valid attempt"),
+    "a task that is a number": ('{"kind": "graded", "task": 7}', "task: 7 is not text"),
     "too much": ('{"kind": "graded", "data": "' + "x" * 300_000 + '"}', "a gateway records 262144 at most"),
 }
 
@@ -450,16 +453,16 @@ def test_an_outcome_of_an_open_session_is_noticed(copy: Recorded) -> None:
         assert look(data, session).ok
         t.sql("UPDATE sessions SET status='open', closed=NULL WHERE key=?", t.key)
     [finding, told] = look(data, session).wrong
-    assert (finding.check, finding.what) == ("outcome", "the session is still open, and has an outcome")
-    assert told.check == "events" and "its status is 'open', and event" in told.what
+    assert (finding.check, finding.what) == ("outcome", "the session is still open but has an outcome")
+    assert told.check == "events" and "its status is 'open', but event" in told.what
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("status='zzz'", "its status is 'zzz', which is none of open, sealed, cancelled"),
-        ("status='open'", "it is open, and there is a time at which it was closed"),
-        ("closed=NULL", "it is sealed, and nothing says when it was closed"),
+        ("status='zzz'", "its status is 'zzz', which is not one of open, sealed, cancelled"),
+        ("status='open'", "it is open, but has a closing time"),
+        ("closed=NULL", "it is sealed, but has no closing time"),
     ],
 )
 def test_a_status_that_cannot_be_is_noticed(change: str, words: str, copy: Recorded) -> None:
@@ -569,29 +572,29 @@ def cancelled(t: Tampering) -> None:
 
 
 EVENTS: dict[str, Case] = {
-    "an aborted turn made whole": ("finish: 'length' is stored, and event ", made_whole),
-    "a whole turn made aborted": ("finish: 'abort' is stored, and event ", made_aborted),
-    "the end of a turn cut off": ("sampled_tokens: 4 is stored, and event ", cut_off),
+    "an aborted turn made whole": ("finish: 'length' is stored, but event ", made_whole),
+    "a whole turn made aborted": ("finish: 'abort' is stored, but event ", made_aborted),
+    "the end of a turn cut off": ("sampled_tokens: 4 is stored, but event ", cut_off),
     "the last turn taken out": (" that is not stored: finish 'stop', ", last_turns),
     "the last turn taken out with its event": (
-        " turns that were not aborted are stored, and event ",
+        " turns that were not aborted are stored, but event ",
         last_turn_and_its_event,
     ),
     "all turns taken out": (" that is not stored: finish 'abort', 5 sampled tokens", all_turns),
-    "a turn put in": ("no event tells of this turn", added_turn),
-    "a turn without an event": ("no event tells of this turn", no_event),
-    "a turn with two events": ("tells of it a second time", event_twice),
+    "a turn put in": ("no event reports this turn", added_turn),
+    "a turn without an event": ("no event reports this turn", no_event),
+    "a turn with two events": ("reports it a second time", event_twice),
     "another prompt": ("prompt_tokens: ", lambda t: event_changed(t, prompt_tokens=1)),
     "another cause": ("cause: ", lambda t: event_changed(t, cause="whim")),
-    "a turn that is no number": ("tells of a turn 'last' that is not stored", lambda t: event_changed(t, node="last")),
+    "a turn that is no number": ("reports a turn 'last' that is not stored", lambda t: event_changed(t, node="last")),
     "an event that cannot be read": ("(opened) cannot be read", event_damaged),
-    "another reward": ("outcome: its reward is stored as 0.5, and event ", another_reward),
-    "another task": ("outcome: its task is stored as 'a harder one', and event ", another_task),
-    "an outcome that was replaced": ("outcome: its reward is stored as 0.0, and event ", the_outcome_before),
-    "an outcome taken out": ("an outcome was recorded, as an event tells", outcome_taken_out),
-    "an outcome that nobody recorded": ("no event tells that one was recorded", outcome_of_nobody),
-    "another model": ("it was opened with model '', and its settings have 'large'", another_model),
-    "sealed, said to be cancelled": ("its status is 'cancelled', and event ", cancelled),
+    "another reward": ("outcome: its reward is stored as 0.5, but event ", another_reward),
+    "another task": ("outcome: its task is stored as 'a harder one', but event ", another_task),
+    "an outcome that was replaced": ("outcome: its reward is stored as 0.0, but event ", the_outcome_before),
+    "an outcome taken out": ("an event reports an outcome, but none is stored", outcome_taken_out),
+    "an outcome that nobody recorded": ("but no event reports it", outcome_of_nobody),
+    "another model": ("it was opened with model '', but its settings have 'large'", another_model),
+    "sealed, said to be cancelled": ("its status is 'cancelled', but event ", cancelled),
 }
 
 
@@ -612,8 +615,8 @@ def test_a_version_that_never_was_in_force_is_noticed(copy: Recorded) -> None:
     with tampering(data, session) as t:
         turn = t.of_kind("sampled")[0]
         for versions, words in {
-            (0, 999): "its policy version is 999, and the highest that was ever in force here is 0",
-            (-5, 0): "its policy version is -5, and the first is 0",
+            (0, 999): "its policy version is 999, but the highest ever in force here is 0",
+            (-5, 0): "its policy version is -5, but the first is 0",
         }.items():
             t.facts(turn, version_start=versions[0], version_end=versions[1])
             [finding] = look(data, session).wrong

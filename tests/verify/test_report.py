@@ -190,7 +190,9 @@ def test_a_tokenizer_that_fits_no_session_is_said(recorded: Recorded, tmp_path: 
     known = json.loads((other / "tokenizer.json").read_text())
     known["added_tokens"][-1]["content"] = "<|another|>"
     (other / "tokenizer.json").write_text(json.dumps(known))
-    with pytest.raises(ConfigError, match=r"^nothing was rendered: the tokenizer at .* is another than"):
+    with pytest.raises(
+        ConfigError, match=r"^nothing was rendered: the tokenizer at .* is not the one it was recorded with"
+    ):
         ask(recorded[0], every=True, tokenizer=str(other))
     assert "✓ sound (render not checked)" in capsys.readouterr().out
 

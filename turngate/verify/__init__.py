@@ -126,7 +126,7 @@ def _build_verdict(session: StoredSession, options: VerifyOptions) -> Verdict:
         ),
         findings=findings,
         notes=tuple(results.notes),
-        unchecked=results.skipped(),
+        unchecked=results.list_skipped(),
         forks=tuple(results.forks),
         differences=tuple(results.differences),
         replay=results.replay,

@@ -1,7 +1,7 @@
-"""Drift by cause: where a call did not go on from what was there, why, and what that costs.
+"""Drift by cause: where a call did not continue an existing branch, why, and what that costs.
 
-The gateway records a cause for every fork. Here it is held against what the stored messages show (check `cause`), and told more
-closely where they show more: a template that rewrote the past dropped thinking, or spelled JSON anew, or trimmed.
+The gateway records a cause for every fork. The check `cause` compares it with what the stored messages show. The report names the cause
+more precisely where the messages show more: a template that rewrote the past dropped thinking, respelled JSON or trimmed text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from turngate.verify.findings import CheckResults, Fork
 from turngate.verify.messages import NodeMessages, classify_change, same_meaning
 from turngate.verify.store_reader import StoredContext, StoredNode, StoredSession, StoredTurn, path, path_ids
 
-_AROUND = 6  # tokens that are shown on either side
+_AROUND = 6  # tokens shown on either side
 _CAUSE_NAMES = {
     "tools": "tools changed",
     "system": "system prompt changed",
@@ -39,8 +39,8 @@ def check_drift(
     trained: Collection[int],
     results: CheckResults,
 ) -> None:
-    """`trained`: the branches that are rows."""
-    with results.check("structure", "cause", "why each call forked is what the messages show") as check:
+    """Check the recorded causes and collect the session's forks. `trained`: the branches that are rows."""
+    with results.check("structure", "cause", "the recorded cause of each fork agrees with the messages") as check:
         for context in session.contexts:
             if messages.is_readable(context):
                 wrong = _CauseCheck(session, messages, context).wrong()
@@ -49,9 +49,11 @@ def check_drift(
             wrong = _find_wrong_turn_cause(turn, observed=session.config.mode == "observe")
             check.expect(not wrong, wrong, node=turn.id)
     if session.config.mode != "observe":
-        teller = _ForkDescriber(session, messages, renderer, trained)
-        results.forks += [teller.context(context) for context in session.contexts if _is_fork(context)]
-        results.forks += [teller.turn(turn) for turn in session.turns if turn is not turn.parent.children[0]]
+        describer = _ForkDescriber(session, messages, renderer, trained)
+        results.forks += [describer.describe_context(context) for context in session.contexts if _is_fork(context)]
+        results.forks += [
+            describer.describe_turn(turn) for turn in session.turns if turn is not turn.parent.children[0]
+        ]
         results.forks.sort(key=lambda fork: fork.node)
 
 
@@ -60,156 +62,169 @@ def _is_fork(context: StoredContext) -> bool:
     return again or context.info.cause is not None
 
 
-# ── is it so? ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── check the recorded cause ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 class _CauseCheck:
-    """The recorded cause of one context. Calls that run side by side do not know of each other, so some may have two true ones."""
+    """Checks the recorded cause of one context. Concurrent calls do not see each other, so several causes may be true."""
 
     def __init__(self, session: StoredSession, messages: NodeMessages, context: StoredContext) -> None:
         self._session, self._messages, self._context = session, messages, context
-        self._told = context.info.signals
-        self._said = messages.of(context)
+        self._signals = context.info.signals
+        self._own_messages = messages.of(context)
         self._earlier = [root for root in session.roots if root.id < context.id]
-        self._speaks = any(message.role == "assistant" for message in self._said)
+        self._has_assistant = any(message.role == "assistant" for message in self._own_messages)
 
     def wrong(self) -> str:
-        """Why the recorded cause cannot be; empty if it can."""
+        """Say why the recorded cause cannot be true; empty if it can."""
         cause = self._context.info.cause
         if cause is None:
-            return self._uncaused()
-        known = {
-            "retry": self._observed,
-            "resample": self._observed,
-            "branch": self._branch,
-            "edited": self._edited,
-            "compaction": self._compaction,
-            "subagent": self._subagent,
-            "side": self._side,
-            "tools": self._tools,
-            "system": self._system,
-            "template": self._template,
+            return self._check_no_cause()
+        checks = {
+            "retry": self._check_retry,
+            "resample": self._check_retry,
+            "branch": self._check_branch,
+            "edited": self._check_edited,
+            "compaction": self._check_compaction,
+            "subagent": self._check_subagent,
+            "side": self._check_side,
+            "tools": self._check_tools,
+            "system": self._check_system,
+            "template": self._check_template,
         }
-        return known[cause]() if cause in known else f"{cause!r} is no cause"
+        return checks[cause]() if cause in checks else f"{cause!r} is not a cause"
 
     @property
-    def _root(self) -> bool:
+    def _is_root(self) -> bool:
         return self._context.parent is None
 
     @property
-    def _helper(self) -> bool:
-        return self._told.role == "subagent" or self._told.parent not in ("", self._told.thread)
+    def _is_helper(self) -> bool:
+        return self._signals.role == "subagent" or self._signals.parent not in ("", self._signals.thread)
 
-    def _head(self, root: StoredContext) -> bool:
-        """Whether another conversation begins with the same message."""
+    def _same_first_message(self, root: StoredContext) -> bool:
+        """Whether another conversation starts with the same message."""
         theirs = self._messages.of(root)
-        return bool(theirs and self._said) and same_meaning(theirs[0], self._said[0])
+        return bool(theirs and self._own_messages) and same_meaning(theirs[0], self._own_messages[0])
 
-    def _asks(self, root: StoredContext) -> bool:
-        """Whether it has the same first question."""
-        ours, theirs = _first_user(self._said), _first_user(self._messages.of(root))
+    def _same_question(self, root: StoredContext) -> bool:
+        """Whether another conversation has the same first user message."""
+        ours, theirs = _first_user(self._own_messages), _first_user(self._messages.of(root))
         return ours is not None and theirs is not None and same_meaning(ours, theirs)
 
-    def _offered(self, root: StoredContext) -> bool:
+    def _same_tools(self, root: StoredContext) -> bool:
         return root.info.preamble == self._context.info.preamble
 
-    def _uncaused(self) -> str:
-        if self._root:
+    def _check_no_cause(self) -> str:
+        if self._is_root:
             others = [root.id for root in self._earlier if root.info.signals.role != "side"]
-            if self._begins_work():
+            if self._is_first_with_tools():
                 return ""
-            return f"a second conversation has no cause, beside that of context {others[0]}" if others else ""
-        if self._speaks and not self._anew():
-            return "it holds words of the assistant's that were not sampled, and has no cause"
-        if self._told.role == "side":
-            return "it was told to be a side call, and has no cause"
+            return f"a second conversation, after that of context {others[0]}, has no cause" if others else ""
+        if self._has_assistant and not self._is_observed():
+            return "it holds assistant messages that were not sampled, but has no cause"
+        if self._signals.role == "side":
+            return "its signals say that it is a side call, but it has no cause"
         return ""
 
-    def _begins_work(self) -> bool:
-        """Whether it is the first one with tools, of an agent that asked for titles or the like before."""
+    def _is_first_with_tools(self) -> bool:
+        """Whether it is the first conversation with tools. Agents may ask for a title or the like before it."""
         offering = [root for root in self._earlier if root.info.signals.role != "side" and self._messages.tools(root)]
         return bool(self._messages.tools(self._context)) and not offering
 
-    def _anew(self) -> bool:
+    def _is_observed(self) -> bool:
         return self._session.config.mode == "observe"
 
-    def _observed(self) -> str:
-        return "" if self._anew() else "only an answer can be one to a repeated question, and not the question"
+    def _check_retry(self) -> str:
+        return "" if self._is_observed() else "only a turn can have this cause, not a context"
 
-    def _branch(self) -> str:
-        if self._root:
-            return "a branch begins at a turn, and this at the root"
-        return "it is said to branch, and holds words of the assistant's that were not sampled" if self._speaks else ""
-
-    def _edited(self) -> str:
-        begun = any(self._offered(root) and self._head(root) for root in self._earlier)
-        return "" if self._speaks or (self._root and begun) else "it is said to be edited, and nothing in it is"
-
-    def _compaction(self) -> str:
-        thread = self._told.thread
-        goes_on = any(thread and root.info.signals.thread == thread for root in self._earlier)
-        begun = [root for root in self._earlier if self._offered(root) and self._head(root)]
-        if not (self._root and (goes_on or begun)):
-            return "it is said to sum up a conversation, and none before it begins like it"
-        kept = [root.id for root in begun if not goes_on and not self._asks(root) and self._keeps_first_answer(root)]
+    def _check_branch(self) -> str:
+        if self._is_root:
+            return "its cause is branch, but it is a root"
         return (
-            f"it is said to sum up a conversation, and keeps all that followed the question of context {kept[0]}"
-            if kept
-            else ""
+            "its cause is branch, but it holds assistant messages that were not sampled" if self._has_assistant else ""
         )
+
+    def _check_edited(self) -> str:
+        begun = any(self._same_tools(root) and self._same_first_message(root) for root in self._earlier)
+        return (
+            ""
+            if self._has_assistant or (self._is_root and begun)
+            else "its cause is edited, but nothing in it was edited"
+        )
+
+    def _check_compaction(self) -> str:
+        thread = self._signals.thread
+        goes_on = any(thread and root.info.signals.thread == thread for root in self._earlier)
+        begun = [root for root in self._earlier if self._same_tools(root) and self._same_first_message(root)]
+        if not (self._is_root and (goes_on or begun)):
+            return "its cause is compaction, but no earlier conversation starts like it"
+        kept = [
+            root.id
+            for root in begun
+            if not goes_on and not self._same_question(root) and self._keeps_first_answer(root)
+        ]
+        return f"its cause is compaction, but it keeps the first answer of context {kept[0]}" if kept else ""
 
     def _keeps_first_answer(self, root: StoredContext) -> bool:
         size = len(self._messages.of(root))
-        if len(self._said) <= size or any(message.role == "assistant" for message in self._said[:size]):
+        if len(self._own_messages) <= size or any(message.role == "assistant" for message in self._own_messages[:size]):
             return False
         return any(
-            same_meaning(self._messages.reply(turn), self._said[size])
+            same_meaning(self._messages.reply(turn), self._own_messages[size])
             for turn in root.children
             if turn.id < self._context.id
         )
 
-    def _subagent(self) -> str:
-        if self._helper:
+    def _check_subagent(self) -> str:
+        if self._is_helper:
             return ""
-        if not self._root:
-            return "it is said to be a sub-agent's, and nothing told so"
-        again = [root.id for root in self._earlier if self._offered(root) and self._head(root) and self._asks(root)]
+        if not self._is_root:
+            return "its cause is subagent, but no signal says so"
+        again = [
+            root.id
+            for root in self._earlier
+            if self._same_tools(root) and self._same_first_message(root) and self._same_question(root)
+        ]
         threads = {root.info.signals.thread for root in self._earlier} - {""}
-        if again and not (self._told.thread and threads and self._told.thread not in threads):
-            return f"it is said to be a sub-agent's, and begins and asks as context {again[0]} does"
-        return "" if self._earlier else "it is said to be a sub-agent's, and there is no agent before it"
+        if again and not (self._signals.thread and threads and self._signals.thread not in threads):
+            return f"its cause is subagent, but it starts with the same messages as context {again[0]}"
+        return "" if self._earlier else "its cause is subagent, but no conversation precedes it"
 
-    def _side(self) -> str:
-        if self._told.role == "side":
+    def _check_side(self) -> str:
+        if self._signals.role == "side":
             return ""
-        quiet = self._root and not self._messages.tools(self._context)
-        return "" if quiet else "it is said to be a side call, and nothing told so"
+        quiet = self._is_root and not self._messages.tools(self._context)
+        return "" if quiet else "its cause is side, but no signal says so"
 
-    def _tools(self) -> str:
-        changed = any(not self._offered(root) and self._head(root) for root in self._earlier)
+    def _check_tools(self) -> str:
+        changed = any(not self._same_tools(root) and self._same_first_message(root) for root in self._earlier)
         return (
             ""
-            if self._root and changed
-            else "its tools are said to have changed, and no conversation before it begins like it with others"
+            if self._is_root and changed
+            else "its cause is tools, but no earlier conversation starts like it with other tools"
         )
 
-    def _system(self) -> str:
-        changed = any(self._offered(root) and self._asks(root) and not self._head(root) for root in self._earlier)
+    def _check_system(self) -> str:
+        changed = any(
+            self._same_tools(root) and self._same_question(root) and not self._same_first_message(root)
+            for root in self._earlier
+        )
         return (
             ""
-            if self._root and changed
-            else "its system prompt is said to have changed, and no conversation before it asks the same"
+            if self._is_root and changed
+            else "its cause is system, but no earlier conversation asks the same question"
         )
 
-    def _template(self) -> str:
-        answers = [message for message in self._said if message.role == "assistant"]
+    def _check_template(self) -> str:
+        answers = [message for message in self._own_messages if message.role == "assistant"]
         turns = [self._messages.reply(turn) for turn in self._session.turns if turn.id < self._context.id]
         known = any(_resembles(turn, answer) for answer in answers for turn in turns)
-        return "" if self._root and known else "the template is said to have rewritten it, and it repeats no turn"
+        return "" if self._is_root and known else "its cause is template, but it repeats no turn"
 
 
 def _resembles(turn: Message, answer: Message) -> bool:
-    """Whether an answer is that turn, though its arguments may have been touched up."""
+    """Whether an answer is that turn, apart from changed tool arguments."""
     if same_meaning(turn, answer):
         return True
     return turn.content.strip() == answer.content.strip() and [c.name for c in turn.tool_calls] == [
@@ -228,16 +243,16 @@ def _find_wrong_turn_cause(turn: StoredTurn, *, observed: bool) -> str:
         return (
             ""
             if cause in (None, context.info.cause)
-            else f"its cause is {cause}, and its context's {context.info.cause}"
+            else f"its cause is {cause}, but its context's is {context.info.cause}"
         )
     if not earlier and not observed:
-        return f"its cause is {cause}, and it is the first answer"
+        return f"its cause is {cause}, but it is the first answer"
     if cause == "resample" and any(a.info.finish == "abort" and a.info.ended < turn.info.started for a in earlier):
-        return "it is said to be asked for anew on purpose, and the answer before it was lost"
+        return "its cause is resample, but an earlier answer was aborted before it started"
     return ""
 
 
-# ── what is it, more closely, and what does it cost? ────────────────────────────────────────────────────────────────
+# ── describe the fork ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class _ForkDescriber:
@@ -249,8 +264,8 @@ class _ForkDescriber:
         self._stops = frozenset(renderer.stop_ids) if renderer is not None else frozenset[int]()
         self._trained = [leaf for leaf in session.leaves if leaf.id in trained]
 
-    def _shared(self, node: StoredNode, prompt: Ids, tokens: int) -> int:
-        """Tokens before a fork that a trainer reads twice: where there are rows on both sides of it."""
+    def _count_shared(self, node: StoredNode, prompt: Ids, tokens: int) -> int:
+        """Count the tokens before a fork that a trainer reads twice, because both sides of it have rows."""
         through = [leaf for leaf in self._trained if node in path(leaf)]
         beside = [
             leaf
@@ -259,34 +274,32 @@ class _ForkDescriber:
         ]
         return tokens if through and beside else 0
 
-    def turn(self, turn: StoredTurn) -> Fork:
-        """Another answer to the same prompt."""
+    def describe_turn(self, turn: StoredTurn) -> Fork:
+        """Describe another answer to the same prompt."""
         left = max((a for a in turn.parent.children if a.id < turn.id), key=lambda a: a.id)
         same_ids = _common_prefix_size(turn.ids, left.ids)
         prompt = turn.parent.length
         recorded = turn.info.cause or ""
-        lost = (
-            recorded == "retry" or left.info.finish == "abort" or not left.delivered
-        )  # else both are answers, and trained
+        lost = recorded == "retry" or left.info.finish == "abort" or not left.delivered  # else both answers count
         return Fork(
             node=turn.id,
             recorded=recorded,
             cause=_CAUSE_NAMES.get(recorded, "asked at the same time"),
             left=left.id,
             token=prompt + same_ids,
-            before=self._shown(
+            before=self._decode(
                 np.concatenate([turn.parent.ids, turn.ids])[: len(turn.parent.ids) + same_ids][-_AROUND:]
             ),
-            was=self._shown(left.ids[same_ids : same_ids + _AROUND]),
-            now=self._shown(turn.ids[same_ids : same_ids + _AROUND]),
-            shared=self._shared(turn, path_ids(turn.parent), prompt),
+            was=self._decode(left.ids[same_ids : same_ids + _AROUND]),
+            now=self._decode(turn.ids[same_ids : same_ids + _AROUND]),
+            shared=self._count_shared(turn, path_ids(turn.parent), prompt),
             sent=0,
             wasted=len(left.ids) if lost and not left.children else 0,
         )
 
-    def context(self, context: StoredContext) -> Fork:
+    def describe_context(self, context: StoredContext) -> Fork:
         prompt = path_ids(context)
-        left, token = self._left(context, prompt)
+        left, token = self._find_departure(context, prompt)
         other = path_ids(left)
         cause, detail = self._cause(context, left, token)
         return Fork(
@@ -295,19 +308,19 @@ class _ForkDescriber:
             cause=cause,
             left=left.id if left is not None else None,
             token=token,
-            before=self._shown(prompt[max(0, token - _AROUND) : token]),
-            was=self._shown(other[token : token + _AROUND]),
-            now=self._shown(prompt[token : token + _AROUND]),
-            shared=self._shared(context, prompt, token),
+            before=self._decode(prompt[max(0, token - _AROUND) : token]),
+            was=self._decode(other[token : token + _AROUND]),
+            now=self._decode(prompt[token : token + _AROUND]),
+            shared=self._count_shared(context, prompt, token),
             sent=len(prompt) - token,
             detail=detail,
         )
 
-    def _shown(self, ids: Ids) -> str:
+    def _decode(self, ids: Ids) -> str:
         return self._tokenizer.decode(ids.tolist()) if self._tokenizer is not None else " ".join(map(str, ids.tolist()))
 
-    def _left(self, context: StoredContext, prompt: Ids) -> tuple[StoredNode | None, int]:
-        """The line that it shares most of its tokens with, down to where that line had got, and where they part."""
+    def _find_departure(self, context: StoredContext, prompt: Ids) -> tuple[StoredNode | None, int]:
+        """Find the branch that shares the most tokens with the context: its last node so far, and the token where the two part."""
         best: tuple[int, int, StoredNode | None] = (0, 0, None)
         waiting: list[tuple[StoredNode, int]] = [(root, 0) for root in self._session.roots if root.id < context.id]
         while waiting:
@@ -317,7 +330,7 @@ class _ForkDescriber:
             if alike == len(node.ids):
                 waiting += [(child, start + alike) for child in node.children if child.id < context.id]
         token, _, found = best
-        while found is not None:  # on to the end of that line, by what came last
+        while found is not None:  # follow the newest children to the end of the branch
             after = [child for child in found.children if child.id < context.id]
             if not after:
                 break
@@ -325,7 +338,7 @@ class _ForkDescriber:
         return found, token
 
     def _cause(self, context: StoredContext, left: StoredNode | None, token: int) -> tuple[str, str]:
-        """The recorded cause, told more closely where the messages show more."""
+        """Name the cause, more precisely than recorded where the messages show more."""
         recorded = context.info.cause
         if recorded not in ("template", "edited"):
             return _CAUSE_NAMES.get(recorded or "", "begun at the same time"), context.info.signals.why
@@ -335,17 +348,17 @@ class _ForkDescriber:
                 if old.role == new.role == "system" and classify_change(old, new) == "words":
                     return "system prompt changed", f"message {n + 1}"
                 return _CHANGE_NAMES.get(classify_change(old, new), "edited"), f"message {n + 1}, {new.role}"
-        # All of it means the same: what made the ids differ is how it is spelled, by the agent or by the template.
+        # All messages mean the same: the ids differ because the agent or the template spells them differently.
         for n, (old, new) in enumerate(zip(was, now, strict=False)):
             how = classify_change(old, new)
             if how in ("spelling", "whitespace"):
                 return _CHANGE_NAMES[how], f"message {n + 1}, {new.role}, by the agent"
-        return ("edited", "") if recorded == "edited" else self._rewritten(left, token, context, now)
+        return ("edited", "") if recorded == "edited" else self._explain_rewrite(left, token, context, now)
 
-    def _rewritten(
+    def _explain_rewrite(
         self, left: StoredNode | None, token: int, context: StoredContext, now: list[Message]
     ) -> tuple[str, str]:
-        """The template itself wrote the past anew. Held against its own version of the turn, which begins at the same token."""
+        """Explain how the template rewrote the past, by comparing its version of the turn, which starts at the same token."""
         at = None
         for node in path(left):
             if isinstance(node, StoredTurn) and node.parent.length <= token <= node.length:
@@ -355,15 +368,15 @@ class _ForkDescriber:
         message = self._messages.reply(at)
         rest = path_ids(context)[at.parent.length :].tolist()
         end = next((n + 1 for n, i in enumerate(rest) if i in self._stops), len(rest))
-        said, written = self._tokenizer.decode(at.ids.tolist()), self._tokenizer.decode(rest[:end])
-        if said == written:
+        sampled, written = self._tokenizer.decode(at.ids.tolist()), self._tokenizer.decode(rest[:end])
+        if sampled == written:
             return "template", f"writes turn {at.id} with other ids than were sampled"
         if message.reasoning.split() and " ".join(message.reasoning.split()) not in " ".join(written.split()):
             kept = any(
                 answer.reasoning.strip() == message.reasoning.strip() for answer in now if answer.role == "assistant"
             )
             return "thinking dropped", f"of turn {at.id}, by the {'template' if kept else 'agent'}"
-        if said.split() == written.split():
+        if sampled.split() == written.split():
             return "whitespace", f"of turn {at.id}, by the template"
         if message.tool_calls:
             return "JSON spelling", f"of turn {at.id}, by the template"
@@ -371,7 +384,7 @@ class _ForkDescriber:
 
 
 def _common_prefix_size(one: Ids, other: Ids) -> int:
-    """How many tokens two begin with alike."""
+    """Count the tokens that two sequences have in common at their start."""
     size = min(len(one), len(other))
-    apart = np.flatnonzero(one[:size] != other[:size])
-    return int(apart[0]) if len(apart) else size
+    differing = np.flatnonzero(one[:size] != other[:size])
+    return int(differing[0]) if len(differing) else size

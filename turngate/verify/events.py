@@ -1,7 +1,7 @@
-"""What is stored against what was told of it: a gateway writes the event of a turn, of a session's end and of its outcome in the
-transaction of the thing itself, so each says what the other does.
+"""Check a session against its events. A gateway writes the event of a turn, of a session's end and of its outcome in the same
+transaction as the thing itself, so the two must agree.
 
-What events tell is said here a second time. They have no checksum: who changes both is not found out.
+The contents of events are described here a second time. Events have no checksum: a change to both sides is not detected.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from turngate.verify.store_reader import DECODE_ERRORS, StoredEvent, StoredSessi
 
 _ENDS = ("sealed", "cancelled")
 _COMPARED = ("opened", "turn", "outcome", *_ENDS)
-# What is told of an outcome, and what it is where the outcome itself does not say.
+# The fields of an outcome that its event repeats, and their values if the outcome leaves them out.
 _OUTCOME_DEFAULTS: dict[str, Json] = {
     "kind": None,
     "reward": None,
@@ -25,37 +25,37 @@ _OUTCOME_DEFAULTS: dict[str, Json] = {
     "attempt": 1,
 }
 
-EventData = tuple[StoredEvent, dict[str, Json]]  # an event, and its data
+EventData = tuple[StoredEvent, dict[str, Json]]  # an event and its decoded data
 
 
 def check_events(session: StoredSession, results: CheckResults) -> None:
-    with results.check("structure", "events", "turns, end and outcome are those that events tell of") as check:
-        known, why = _events_since_opening(session)
+    with results.check("structure", "events", "turns, end and outcome agree with their events") as check:
+        events, why = _events_since_opening(session)
         if why:
             check.skip(why)
             return
-        told = [(event, data) for event in known if (data := _decode_event(event, check)) is not None]
-        if len(told) < len(known):
-            return  # what seems to be missing may be what cannot be read
-        of = {kind: [one for one in told if one[0].kind == kind] for kind in _COMPARED}
-        _check_opening(session, of["opened"][0][1], check)
-        _check_turns(session, of["turn"], check)
-        _check_end(session, [one for one in told if one[0].kind in _ENDS], check)
-        _check_outcome(session, of["outcome"], check)
+        decoded = [(event, data) for event in events if (data := _decode_event(event, check)) is not None]
+        if len(decoded) < len(events):
+            return  # an event that seems to be missing may be one that cannot be read
+        by_kind = {kind: [pair for pair in decoded if pair[0].kind == kind] for kind in _COMPARED}
+        _check_opening(session, by_kind["opened"][0][1], check)
+        _check_turns(session, by_kind["turn"], check)
+        _check_end(session, [pair for pair in decoded if pair[0].kind in _ENDS], check)
+        _check_outcome(session, by_kind["outcome"], check)
 
 
 def _events_since_opening(session: StoredSession) -> tuple[list[StoredEvent], str]:
-    """The events from the opening on, or why that is not all of them. An id may have been used before: only its last session counts."""
+    """List the events since the session was opened, or say why they are incomplete. An id may be reused: only its last session counts."""
     if session.related.events is None:
-        return [], "this folder is of a version that stored no events"
-    known = [event for event in session.related.events if event.kind in _COMPARED]
-    opened = [n for n, event in enumerate(known) if event.kind == "opened"]
+        return [], "this folder was written by a version that stored no events"
+    events = [event for event in session.related.events if event.kind in _COMPARED]
+    opened = [n for n, event in enumerate(events) if event.kind == "opened"]
     if not opened:
-        return [], "its events do not go back to its opening: they were removed, or it is older than events are"
-    known = known[opened[-1] :]
-    if known[0].seq <= session.related.pruned:
-        return [], "some of its events may have been removed for their age"
-    return known, ""
+        return [], "its events do not reach back to its opening: they were pruned, or the session is older than events"
+    events = events[opened[-1] :]
+    if events[0].seq <= session.related.pruned:
+        return [], "some of its events may have been pruned"
+    return events, ""
 
 
 def _decode_event(event: StoredEvent, check: VerifyCheck) -> dict[str, Json] | None:
@@ -65,7 +65,7 @@ def _decode_event(event: StoredEvent, check: VerifyCheck) -> dict[str, Json] | N
 
 
 def _decode_object(raw: object) -> dict[str, Json] | None:
-    """A JSON object; None where it is none."""
+    """Decode a JSON object; None if it is not one."""
     try:
         data = json.loads(raw.decode() if isinstance(raw, bytes) else raw) if isinstance(raw, (bytes, str)) else None
     except DECODE_ERRORS:
@@ -79,27 +79,27 @@ def _check_opening(session: StoredSession, data: dict[str, Json], check: VerifyC
     for name, stored in (("mode", session.config.mode), ("model", session.config.model)):
         check.expect(
             data.get(name) == stored,
-            f"it was opened with {name} {brief(data.get(name))}, and its settings have {brief(stored)}",
+            f"it was opened with {name} {brief(data.get(name))}, but its settings have {brief(stored)}",
         )
 
 
-def _check_turns(session: StoredSession, told: list[EventData], check: VerifyCheck) -> None:
-    """Every turn was told of once, as it is."""
+def _check_turns(session: StoredSession, events: list[EventData], check: VerifyCheck) -> None:
+    """Check that every stored turn has exactly one event, which agrees with it."""
     turns = {turn.id: turn for turn in session.turns}
     stored = {row.id for row in session.rows if row.kind == "sampled"}
     seen: set[int] = set()
-    for event, data in told:
+    for event, data in events:
         node = data.get("node")
         if not isinstance(node, int) or node not in stored:
-            gone = f"finish {brief(data.get('finish'))}, {brief(data.get('sampled_tokens'))} sampled tokens"
-            check.expect(False, f"event {event.seq} tells of a turn {brief(node)} that is not stored: {gone}")
+            missing = f"finish {brief(data.get('finish'))}, {brief(data.get('sampled_tokens'))} sampled tokens"
+            check.expect(False, f"event {event.seq} reports a turn {brief(node)} that is not stored: {missing}")
             continue
-        check.expect(node not in seen, f"event {event.seq} tells of it a second time", node=node)
+        check.expect(node not in seen, f"event {event.seq} reports it a second time", node=node)
         seen.add(node)
-        if node in turns:  # else it is told elsewhere what is wrong with it
+        if node in turns:  # else another check reports what is wrong with it
             _check_turn(turns[node], event, data, check)
     for node in sorted(stored - seen):
-        check.expect(False, "no event tells of this turn, and each is written with one", node=node)
+        check.expect(False, "no event reports this turn, although each is written with one", node=node)
 
 
 def _check_turn(turn: StoredTurn, event: StoredEvent, data: dict[str, Json], check: VerifyCheck) -> None:
@@ -112,39 +112,39 @@ def _check_turn(turn: StoredTurn, event: StoredEvent, data: dict[str, Json], che
     for name, value in stored.items():
         check.expect(
             data.get(name) == value,
-            f"{name}: {brief(value)} is stored, and event {event.seq} told {brief(data.get(name))}",
+            f"{name}: {brief(value)} is stored, but event {event.seq} reports {brief(data.get(name))}",
             node=turn.id,
         )
 
 
-def _check_end(session: StoredSession, told: list[EventData], check: VerifyCheck) -> None:
-    was = told[-1][0].kind if told else "open"
-    what = f"event {told[-1][0].seq} told that it is {was}" if told else "no event tells that it has ended"
-    check.expect(session.status == was, f"its status is {brief(session.status)}, and {what}")
-    if told and not session.orphans:
-        event, data = told[-1]
+def _check_end(session: StoredSession, events: list[EventData], check: VerifyCheck) -> None:
+    status = events[-1][0].kind if events else "open"
+    what = f"event {events[-1][0].seq} reports it as {status}" if events else "no event reports its end"
+    check.expect(session.status == status, f"its status is {brief(session.status)}, but {what}")
+    if events and not session.orphans:
+        event, data = events[-1]
         whole = sum(turn.info.finish != "abort" for turn in session.turns)
         check.expect(
             data.get("turns") == whole,
-            f"{whole} turns that were not aborted are stored, and event {event.seq} told of {brief(data.get('turns'))}",
+            f"{whole} turns that were not aborted are stored, but event {event.seq} reports {brief(data.get('turns'))}",
         )
 
 
-def _check_outcome(session: StoredSession, told: list[EventData], check: VerifyCheck) -> None:
-    """The newest event is of the outcome that is stored: one that replaces another has an event of its own."""
+def _check_outcome(session: StoredSession, events: list[EventData], check: VerifyCheck) -> None:
+    """Check the stored outcome against its newest event: an outcome that replaces another has an event of its own."""
     outcome = session.related.outcome
     if outcome is None:
-        check.expect(not told, "an outcome was recorded, as an event tells, and none is stored")
+        check.expect(not events, "an event reports an outcome, but none is stored")
         return
-    if not check.expect(bool(told), "an outcome is stored, and no event tells that one was recorded"):
+    if not check.expect(bool(events), "an outcome is stored, but no event reports it"):
         return
-    event, data = told[-1]
+    event, data = events[-1]
     stored = _decode_object(outcome.raw)
     if stored is None:
-        return  # told where outcomes are read
+        return  # reported by the outcome check
     for name, otherwise in _OUTCOME_DEFAULTS.items():
         value = stored.get(name, otherwise)
         check.expect(
             data.get(name) == value,
-            f"outcome: its {name} is stored as {brief(value)}, and event {event.seq} told {brief(data.get(name))}",
+            f"outcome: its {name} is stored as {brief(value)}, but event {event.seq} reports {brief(data.get(name))}",
         )

@@ -168,5 +168,5 @@ class CheckResults:
                 findings.append(VerifyFinding(check.part, check.name, True, promise, f"{check.examined} checked"))
         return tuple(findings)
 
-    def skipped(self) -> tuple[SkippedCheck, ...]:
+    def list_skipped(self) -> tuple[SkippedCheck, ...]:
         return tuple(SkippedCheck(c.part, c.name, c.skipped) for c, _ in self._checks if c.skipped)

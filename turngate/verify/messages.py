@@ -1,4 +1,4 @@
-"""What a session's nodes say: stored messages and tools, read in the dialect they came in, and compared by a reading of our own."""
+"""The messages and tools of a session's nodes, decoded in the dialect they arrived in; and verify's own comparison of messages."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _MESSAGE_ERRORS = (BadRequest, KeyError, *DECODE_ERRORS)
 
 
 def compute_digest(tools: Sequence[Tool], kwargs: bytes) -> bytes:
-    """How a preamble is named: by the meaning of its tools, and by its template arguments."""
+    """Compute the digest that names a preamble, from its tools' meaning and its template arguments."""
     meaning = blake2b(json.dumps([tool.wire for tool in tools], sort_keys=True).encode(), digest_size=16).digest()
     return blake2b(meaning + kwargs, digest_size=16).digest()
 
 
 class NodeMessages:
-    """Reads each node once. What cannot be read is in `faults`, by node."""
+    """The messages of each node, decoded once. Nodes that cannot be decoded are in `errors`."""
 
     def __init__(self, session: StoredSession) -> None:
         self._session = session
@@ -62,7 +62,7 @@ class NodeMessages:
         return next(iter(self.of(turn)), Message("assistant"))
 
     def up_to(self, node: StoredNode | None) -> list[Message]:
-        """Everything said from the root to the end of `node`."""
+        """List all messages from the root to the end of `node`."""
         return [message for n in path(node) for message in self.of(n)]
 
     def is_readable(self, node: StoredNode) -> bool:
@@ -72,17 +72,17 @@ class NodeMessages:
         return self._session.preambles.get(context.info.preamble)
 
     def tools(self, context: StoredContext) -> tuple[Tool, ...] | None:
-        """None where they are not stored or cannot be read."""
+        """The tools that a context offers; None if they are not stored or cannot be read."""
         found = self.tools_or_error(context)
         return None if isinstance(found, str) else found
 
     def tools_or_error(self, context: StoredContext) -> tuple[Tool, ...] | str:
-        """The tools, or why there are none. One set may have come in several dialects, and is stored in the first one's words."""
+        """The tools, or why there are none. Several dialects may have sent the same tools, which are stored in the first one's form."""
         digest = context.info.preamble
         stored = self._session.preambles.get(digest)
         if stored is None:
-            return "the tools that its call offered are not stored"
-        fault = ""
+            return "the tools of its call are not stored"
+        error = ""
         dialects = [c.info.dialect for c in self._session.contexts if c.info.preamble == digest]
         for dialect in dict.fromkeys([context.info.dialect, *dialects]):
             key = digest, dialect
@@ -91,16 +91,16 @@ class NodeMessages:
             found = self._tools[key]
             if not isinstance(found, str):
                 return found
-            fault = fault or found
-        return fault
+            error = error or found
+        return error
 
     def _decode_tools(self, digest: bytes, dialect: str, stored: StoredPreamble) -> tuple[Tool, ...] | str:
         try:
             tools = decode_stored_tools(dialect, stored.tools)
         except _MESSAGE_ERRORS as error:
-            return f"the tools that its call offered cannot be read: {error}"
+            return f"the tools of its call cannot be read: {error}"
         if compute_digest(tools, stored.kwargs) != digest:
-            return "the tools or template arguments stored under its digest are others than that digest's"
+            return "the tools or template arguments stored under its digest do not match the digest"
         return tools
 
     def _decode_node(self, node: StoredNode) -> tuple[Message, ...]:
@@ -131,12 +131,12 @@ class NodeMessages:
 
 
 def bare_call_id(call_id: str) -> str:
-    """A call's id without what wire formats dress it with."""
+    """A call's id without the prefixes that wire formats add."""
     return call_id.removeprefix("call_").removeprefix("toolu_")
 
 
 def order_results(messages: Sequence[Message]) -> list[Message]:
-    """Results in a row, in the order of the calls that they answer, as far as ids or names tell."""
+    """Sort consecutive tool results by the calls that they answer, as far as ids or names tell."""
     ordered: list[Message] = []
     run: list[tuple[int, Message]] = []
     calls: list[tuple[str, str]] = []
@@ -145,10 +145,10 @@ def order_results(messages: Sequence[Message]) -> list[Message]:
         if message is not None and message.role == "tool":
             named = [n for n in free if calls[n][0] == bare_call_id(message.tool_call_id)]
             named = named or [n for n in free if message.tool_call_id == message.name == calls[n][1]]
-            place = named[0] if named else -1
+            position = named[0] if named else -1
             if named:
-                free.remove(place)
-            run.append((place, message))
+                free.remove(position)
+            run.append((position, message))
             continue
         ordered += _sort_run(run)
         run = []
@@ -162,19 +162,19 @@ def order_results(messages: Sequence[Message]) -> list[Message]:
 
 
 def _sort_run(run: list[tuple[int, Message]]) -> list[Message]:
-    """By place; one without a place stays where it is, and nothing passes it."""
+    """Sort by position. A message without a position stays where it is, and none moves past it."""
     out: list[tuple[int, Message]] = []
-    for place, message in run:
+    for position, message in run:
         at = len(out)
-        if place >= 0:
-            while at and out[at - 1][0] > place:
+        if position >= 0:
+            while at and out[at - 1][0] > position:
                 at -= 1
-        out.insert(at, (place, message))
+        out.insert(at, (position, message))
     return [message for _, message in out]
 
 
 def same_meaning(was: Message, now: Message) -> bool:
-    """Whether both say the same, whatever their spelling: trimmed ends, JSON written anew, thinking left out, other call ids."""
+    """Whether two messages mean the same. Trimmed ends, JSON spelling, missing thinking and other call ids do not count."""
     if was.role != now.role or was.name != now.name or len(was.tool_calls) != len(now.tool_calls):
         return False
     trimmed = str.strip if was.role == "assistant" else str.rstrip
@@ -185,7 +185,7 @@ def same_meaning(was: Message, now: Message) -> bool:
 
 
 def classify_change(was: Message, now: Message) -> Change:
-    """In what two messages differ; empty if in nothing that could be seen."""
+    """Say in what two messages differ; empty if in nothing visible."""
     calls = list(zip(was.tool_calls, now.tool_calls, strict=False))
     if not same_meaning(was, now):
         squeezed = msgspec.structs.replace(was, content=now.content)
@@ -207,7 +207,7 @@ def _same_json(one: str, other: str) -> bool:
 
 
 def _plain(value: Json) -> Json:
-    """So that true is not 1, as it is to Python."""
+    """Make true and 1 compare as different, unlike in Python."""
     match value:
         case bool():
             return str(value)

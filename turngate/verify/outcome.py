@@ -1,6 +1,6 @@
-"""How the session and its rollout ended, as it lies beside the trace: can a gateway have recorded this?
+"""Check the session's status and outcome: could a gateway have recorded them?
 
-What an outcome may be is said here a second time. Nothing sums it up; that its reward is the one that was recorded, only events tell.
+What an outcome may contain is described here a second time. An outcome has no checksum; only its event confirms the reward.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from turngate.verify.findings import CheckResults, VerifyCheck
 from turngate.verify.store_reader import DECODE_ERRORS, StoredSession
 
 _STATUSES = ("open", "sealed", "cancelled")
-_JUDGED = ("graded", "agent failed")  # somebody, or the agent's own failing, decided: there may be a reward
-_UNJUDGED = ("invalid task", "infrastructure fault")  # there is never one
+_JUDGED = ("graded", "agent failed")  # a grader or the agent's own failure decided: there may be a reward
+_UNJUDGED = ("invalid task", "infrastructure fault")  # there is never a reward
 _MAX_BYTES = 262_144  # bytes
 _MAX_ATTEMPT = 2_147_483_648
 _TEXTS = ("message", "group", "task")
@@ -23,72 +23,72 @@ _FIELDS = frozenset({"kind", "reward", "resolved", "attempt", "data", *_TEXTS})
 
 
 def check_outcome(session: StoredSession, results: CheckResults) -> None:
-    with results.check("structure", "status", "the session is open, or was ended at a time that is known") as check:
+    with results.check("structure", "status", "the session is open, or ended at a known time") as check:
         known = check.expect(
             session.status in _STATUSES,
-            f"its status is {brief(session.status)}, which is none of {', '.join(_STATUSES)}",
+            f"its status is {brief(session.status)}, which is not one of {', '.join(_STATUSES)}",
         )
         if known:
             is_open, closed = session.status == "open", session.closed is not None
-            check.expect(not (is_open and closed), "it is open, and there is a time at which it was closed")
-            check.expect(is_open or closed, f"it is {session.status}, and nothing says when it was closed")
-    with results.check("structure", "outcome", "the outcome, where there is one, can be how a rollout ended") as check:
+            check.expect(not (is_open and closed), "it is open, but has a closing time")
+            check.expect(is_open or closed, f"it is {session.status}, but has no closing time")
+    with results.check("structure", "outcome", "the outcome, if any, is one that a rollout can have") as check:
         if (outcome := session.related.outcome) is not None:
             _check_stored_outcome(session, outcome.raw, outcome.recorded, check)
 
 
 def _check_stored_outcome(session: StoredSession, raw: object, recorded: object, check: VerifyCheck) -> None:
-    check.expect(session.status != "open", "the session is still open, and has an outcome")
+    check.expect(session.status != "open", "the session is still open but has an outcome")
     timed = isinstance(recorded, float) and math.isfinite(recorded)
-    check.expect(timed, f"it was recorded at {brief(recorded)}, which is no time")
+    check.expect(timed, f"it was recorded at {brief(recorded)}, which is not a time")
     if not isinstance(raw, (bytes, str)):
-        check.expect(False, f"it is stored as the number {brief(raw)}, which is no outcome")
+        check.expect(False, f"it is stored as the number {brief(raw)}, which is not an outcome")
         return
     try:
         text = raw.decode() if isinstance(raw, bytes) else raw
-        told = json.loads(text, object_pairs_hook=_reject_duplicate_names, parse_constant=_reject_constant)
+        outcome = json.loads(text, object_pairs_hook=_reject_duplicate_names, parse_constant=_reject_constant)
     except DECODE_ERRORS as error:
-        check.expect(False, f"it is no JSON: {error}")
+        check.expect(False, f"it is not JSON: {error}")
         return
-    if not check.expect(isinstance(told, dict), "it is no JSON object"):
+    if not check.expect(isinstance(outcome, dict), "it is not a JSON object"):
         return
-    # A gateway writes bytes; text is what comes of an edit by hand.
-    check.expect(isinstance(raw, bytes), "it is stored as text, and a gateway stores bytes")
+    # A gateway writes bytes; text comes from an edit by hand.
+    check.expect(isinstance(raw, bytes), "it is stored as text, but a gateway stores bytes")
     check.expect(len(raw) <= _MAX_BYTES, f"it has {len(raw)} bytes; a gateway records {_MAX_BYTES} at most")
-    _check_fields(told, check)
+    _check_fields(outcome, check)
 
 
 def _reject_duplicate_names(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    """A JSON object. One that says a thing twice says nothing."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    """Build a JSON object; reject one that repeats a name."""
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
         raise ValueError("an object has the same name twice")
-    return found
+    return fields
 
 
 def _reject_constant(name: str) -> Json:
-    raise ValueError(f"{name} is no number of JSON")  # Python reads NaN and Infinity, and nobody else does
+    raise ValueError(f"{name} is not a JSON number")  # only Python accepts NaN and Infinity
 
 
-def _check_fields(told: dict[str, Json], check: VerifyCheck) -> None:
-    unknown = sorted(told.keys() - _FIELDS)
+def _check_fields(outcome: dict[str, Json], check: VerifyCheck) -> None:
+    unknown = sorted(outcome.keys() - _FIELDS)
     check.expect(not unknown, f"it has {', '.join(map(brief, unknown[:5]))}, which no outcome has")
-    kind, reward = told.get("kind"), told.get("reward")
+    kind, reward = outcome.get("kind"), outcome.get("reward")
     kinds = (*_JUDGED, *_UNJUDGED)
-    check.expect(kind in kinds, f"kind: {brief(kind)} is none of {', '.join(kinds)}")
+    check.expect(kind in kinds, f"kind: {brief(kind)} is not one of {', '.join(kinds)}")
     check.expect(reward is None or _is_finite(reward), f"reward: {brief(reward)} is neither a finite number nor null")
     check.expect(
         reward is None or kind not in _UNJUDGED,
-        f"reward: {brief(reward)}, and nobody judges a rollout that ended as {kind!r}",
+        f"reward: {brief(reward)}, but a rollout that ended as {kind!r} has no reward",
     )
-    resolved, attempt = told.get("resolved"), told.get("attempt", 1)
+    resolved, attempt = outcome.get("resolved"), outcome.get("attempt", 1)
     check.expect(
-        resolved is None or isinstance(resolved, bool), f"resolved: {brief(resolved)} is none of true, false, null"
+        resolved is None or isinstance(resolved, bool), f"resolved: {brief(resolved)} is not true, false or null"
     )
     counted = isinstance(attempt, int) and not isinstance(attempt, bool) and 0 <= attempt <= _MAX_ATTEMPT
-    check.expect(counted, f"attempt: {brief(attempt)} is no number of one")
+    check.expect(counted, f"attempt: {brief(attempt)} is not a valid attempt")
     for name in _TEXTS:
-        check.expect(isinstance(told.get(name, ""), str), f"{name}: {brief(told.get(name))} is no text")
+        check.expect(isinstance(outcome.get(name, ""), str), f"{name}: {brief(outcome.get(name))} is not text")
 
 
 def _is_finite(value: Json) -> bool:
@@ -96,5 +96,5 @@ def _is_finite(value: Json) -> bool:
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # a whole number that no float can be
+    except OverflowError:  # an integer too large for a float
         return False

@@ -1,7 +1,7 @@
-"""Would the engine give the recorded tokens the recorded log-probabilities? Every sampled token is scored again, in its own context.
+"""Score every sampled token again, in its own context, and compare with the recorded log-probabilities.
 
-Of all checks the only one that a consistent forgery cannot pass: whoever changes an id, a log-probability or a parent and mends every
-checksum still cannot mend what the model thinks of it.
+This is the only check that a consistent forgery cannot pass: a forger who changes an id, a log-probability or a parent can fix every
+checksum, but not what the model thinks of the tokens.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from turngate.types import Ids, Json, Logprobs
 from turngate.verify.findings import CheckResults, Replay
 from turngate.verify.store_reader import DECODE_ERRORS, StoredSession, StoredTurn, path, path_ids
 
-_MAX_TOKENS_SHOWN = 5  # tokens of one turn that are told one by one
-TOLERANCE = 0.02  # for engines that compute in bfloat16: reading a prompt and sampling it are different kernels
+_MAX_TOKENS_SHOWN = 5  # differing tokens of one turn that are listed one by one
+TOLERANCE = 0.02  # for engines that compute in bfloat16: prefill and sampling use different kernels
 
 
 class Scorer(Protocol):
-    """Gives the log-probability of tokens under what comes before them."""
+    """Computes the log-probabilities of tokens, given the tokens before them."""
 
     name: str
-    tempered: bool  # its scores are those of the distribution at any temperature, not only at 1
+    any_temperature: bool  # it can score turns that were sampled at any temperature, not only at 1
 
     def score(self, ids: Ids, spans: Sequence[tuple[int, int]]) -> list[Logprobs]:
-        """Of each span of `ids`, one per token."""
+        """Score the tokens in each span of `ids`."""
 
 
 class ScriptedScorer:
-    """The scripted engine's log-probabilities, which follow from the ids."""
+    """Computes the scripted engine's log-probabilities, which follow from the ids."""
 
     name = "scripted"
-    tempered = True
+    any_temperature = True
 
     def score(self, ids: Ids, spans: Sequence[tuple[int, int]]) -> list[Logprobs]:
         return [np.array(derive_logprobs(ids[:start], ids[start:end].tolist()), np.float32) for start, end in spans]
 
 
 class VLLMScorer:
-    """A vLLM server, by its prompt log-probabilities. They are those at temperature 1."""
+    """Scores with a vLLM server's prompt log-probabilities, which are those at temperature 1."""
 
     name = "vllm"
-    tempered = False
+    any_temperature = False
 
     def __init__(self, url: str, model: str, *, key: str = "", timeout_s: float = 600.0) -> None:
         self._url = url.rstrip("/").removesuffix("/v1") + "/v1/completions"
@@ -59,7 +59,7 @@ class VLLMScorer:
 
     def score(self, ids: Ids, spans: Sequence[tuple[int, int]]) -> list[Logprobs]:
         body = {"model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        scored = self._asked(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY))
+        scored = self._request_scores(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY))
         if len(scored) != len(ids):
             raise EngineError(f"{self.name} scored {len(scored)} tokens of {len(ids)}")
         try:
@@ -68,9 +68,9 @@ class VLLMScorer:
                 for start, end in spans
             ]
         except (KeyError, TypeError) as error:
-            raise EngineError(f"{self.name} left out the score of a token ({error!r})") from None
+            raise EngineError(f"{self.name} returned no score for a token ({error!r})") from None
 
-    def _asked(self, body: bytes) -> list[dict[str, dict[str, float]]]:
+    def _request_scores(self, body: bytes) -> list[dict[str, dict[str, float]]]:
         headers = {"content-type": "application/json"}
         if self._key:
             headers["authorization"] = f"Bearer {self._key}"
@@ -79,28 +79,28 @@ class VLLMScorer:
             with urllib.request.urlopen(request, timeout=self._timeout_s) as reply:  # noqa: S310
                 found = json.load(reply)["choices"][0]["prompt_logprobs"]
         except urllib.error.HTTPError as error:
-            said = error.read(500).decode("utf-8", "replace")
-            raise EngineError(f"{self.name} answered {error.code}: {said}") from None
+            text = error.read(500).decode("utf-8", "replace")
+            raise EngineError(f"{self.name} answered {error.code}: {text}") from None
         except (OSError, ValueError, KeyError, IndexError) as error:
-            raise EngineUnavailable(f"{self.name} could not be asked at {self._url}: {error}") from None
+            raise EngineUnavailable(f"{self.name} could not be reached at {self._url}: {error}") from None
         if not isinstance(found, list):
-            raise EngineError(f"{self.name} gave no prompt log-probabilities")
+            raise EngineError(f"{self.name} returned no prompt log-probabilities")
         return found
 
 
 def check_replay(
     session: StoredSession, scorer: Scorer, results: CheckResults, *, tolerance: float, version: int | None = None
 ) -> None:
-    """`version`: only turns of this policy, the one that the engine has."""
+    """Score the session's turns with `scorer`. `version`: score only turns of this policy version, which the engine serves."""
     with results.check(
         "replay", "logprobs", "the engine gives the recorded tokens the recorded log-probabilities"
     ) as check:
-        unfit = {turn.id: _find_obstacle(turn, scorer, version) for turn in session.turns}
-        due = {turn.id for turn in session.turns if not unfit[turn.id]}
+        obstacles = {turn.id: _find_obstacle(turn, scorer, version) for turn in session.turns}
+        due = {turn.id for turn in session.turns if not obstacles[turn.id]}
         if not due:
-            check.skip(_most_common_reason(unfit.values()))
+            check.skip(_most_common_reason(obstacles.values()))
             return
-        apart: list[Logprobs] = []
+        differences: list[Logprobs] = []
         for leaf in sorted(session.leaves, key=lambda leaf: -leaf.length):
             mine = [turn for turn in path(leaf) if isinstance(turn, StoredTurn) and turn.id in due]
             if not mine:
@@ -110,38 +110,36 @@ def check_replay(
             for turn, scores in zip(mine, scorer.score(path_ids(leaf), spans), strict=True):
                 assert turn.logprobs is not None
                 difference = np.abs(scores - turn.logprobs)
-                apart.append(difference)
+                differences.append(difference)
                 far = np.flatnonzero(~(difference <= tolerance))
-                told = "; ".join(
+                excerpt = "; ".join(
                     f"token {turn.parent.length + n} recorded as {turn.logprobs[n]:.4f}, scored as {scores[n]:.4f}"
                     for n in far[:_MAX_TOKENS_SHOWN].tolist()
                 )
                 more = f" and {len(far) - _MAX_TOKENS_SHOWN} more" if len(far) > _MAX_TOKENS_SHOWN else ""
-                check.expect(not len(far), told + more, node=turn.id)
-        every = np.concatenate(apart) if apart else np.zeros(0, np.float32)
+                check.expect(not len(far), excerpt + more, node=turn.id)
+        every = np.concatenate(differences) if differences else np.zeros(0, np.float32)
         results.replay = Replay(
             engine=scorer.name,
             tolerance=tolerance,
-            turns=len(apart),
+            turns=len(differences),
             tokens=len(every),
             largest=float(np.max(every)) if len(every) else 0.0,
             mean=float(np.mean(every)) if len(every) else 0.0,
             outliers=int(np.sum(~(every <= tolerance))),
         )
         if len(every) and float(np.median(every)) > tolerance:
-            results.note(
-                "logprobs", "the differences are everywhere: does the engine have the weights that it was sampled with?"
-            )
+            results.note("logprobs", "most tokens differ: check that the engine has the weights that sampled them")
 
 
 def _most_common_reason(reasons: Iterable[str]) -> str:
-    """Why none of a session's turns can be scored, as for most of them."""
+    """Say why none of a session's turns can be scored, with the most common reason."""
     counted = Counter(reasons).most_common(1)
     return f"no turn {counted[0][0]}" if counted else "nothing was sampled"
 
 
 def _find_obstacle(turn: StoredTurn, scorer: Scorer, version: int | None) -> str:
-    """What a turn lacks to be scored; empty if nothing."""
+    """Say what a turn lacks to be scored; empty if nothing."""
     info, scores = turn.info, turn.logprobs
     if version is not None and not info.version_start == info.version_end == version:
         return f"is of policy version {version}"
@@ -149,13 +147,13 @@ def _find_obstacle(turn: StoredTurn, scorer: Scorer, version: int | None) -> str
         return "has a log-probability for each of its tokens"
     if np.isnan(scores).any():
         return "has a log-probability for each of its tokens"
-    if scorer.tempered or (not info.biases and _read_temperature(info.sampling) == 1.0):
+    if scorer.any_temperature or (not info.biases and _read_temperature(info.sampling) == 1.0):
         return ""
-    return f"was sampled without a bias at temperature 1, which is all that {scorer.name} can score"
+    return f"was sampled without bias at temperature 1, which {scorer.name} requires"
 
 
 def _read_temperature(sampling: bytes) -> Json:
     try:
         return msgspec.json.decode(sampling or b"{}", type=dict[str, Json]).get("temperature", 1.0)
     except DECODE_ERRORS:
-        return None  # told where the structure is looked at
+        return None  # reported by the structure checks

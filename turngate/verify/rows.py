@@ -1,7 +1,7 @@
-"""Are the rows that a trainer is given true? What is handed out is held against what the stored nodes themselves come to.
+"""Check the rows that a trainer receives against the stored nodes.
 
-The rows come from the real code (`build_samples`), given by the caller. Roles, reasons and chains are derived here a second time,
-from the nodes and from what the agent's program told, by code that shares nothing with the first.
+The caller passes in the rows, built by the gateway's own code. Roles, reasons and chains are derived here a second time, from the nodes
+and the agent's signals, by code that shares nothing with the first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAIN_LINE_CAUSES = (
     "tools",
     "template",
     "edited",
-)  # causes under which the main line begins anew
+)  # causes with which the main conversation starts again
 
 
 class TrainerSpan(Protocol):
@@ -47,7 +47,7 @@ class TrainerSpan(Protocol):
 
 
 class TrainerRow(Protocol):
-    """One row, as a trainer gets it."""
+    """One row as a trainer receives it."""
 
     @property
     def branch(self) -> int: ...
@@ -61,11 +61,13 @@ class TrainerRow(Protocol):
     def spans(self) -> Sequence[TrainerSpan]: ...
 
 
-RowSource = Callable[[str, bool], Sequence[TrainerRow]]  # a session's rows; True: also those with nothing to train
+RowSource = Callable[
+    [str, bool], Sequence[TrainerRow]
+]  # session id, whether to include rows with nothing to train → rows
 
 
 def derive_roles(session: StoredSession, messages: NodeMessages) -> dict[int, str]:
-    """The part that each turn played, by node."""
+    """Derive the role of each turn, by node."""
     main = _find_main_root(session, messages)
     return {turn.id: _derive_role(turn, main, messages) for turn in session.turns}
 
@@ -75,24 +77,28 @@ def _derive_role(turn: StoredTurn, main: StoredContext | None, messages: NodeMes
         return "aborted"
     if _is_superseded(turn):
         return "superseded"
-    told, begun = turn.parent.info.signals, turn.root.info.signals
-    if told.role:
-        return told.role
-    if told.parent not in ("", told.thread):
+    signals, root_signals = turn.parent.info.signals, turn.root.info.signals
+    if signals.role:
+        return signals.role
+    if signals.parent not in ("", signals.thread):
         return "subagent"
-    if "" not in (told.thread, begun.thread) and told.thread != begun.thread and _offers_tools(turn.parent, messages):
+    if (
+        "" not in (signals.thread, root_signals.thread)
+        and signals.thread != root_signals.thread
+        and _offers_tools(turn.parent, messages)
+    ):
         return "subagent"
     cause = turn.root.info.cause
     quiet = (
         main is not None and _offers_tools(main, messages) and not _offers_tools(turn.root, messages)
-    )  # beside work with tools
+    )  # a conversation without tools beside one with tools
     if turn.root is main or (cause in _MAIN_LINE_CAUSES and not (quiet and cause == "system")):
         return "main"
     return "subagent" if cause == "subagent" else "side"
 
 
 def _is_superseded(turn: StoredTurn) -> bool:
-    """Nothing follows it, though something follows another answer to the same question, or that question was asked again."""
+    """Whether nothing follows the turn, but another answer to the same prompt was used or the prompt was retried."""
     if turn.children:
         return False
     others = [answer for answer in turn.parent.children if answer is not turn]
@@ -102,11 +108,11 @@ def _is_superseded(turn: StoredTurn) -> bool:
 
 
 def _find_main_root(session: StoredSession, messages: NodeMessages) -> StoredContext | None:
-    """Where the agent's own work begins: the first conversation with tools that is not told to be another's; else the longest."""
+    """Find the root of the agent's main conversation: the first with tools that is not a helper's, else the longest."""
     for root in session.roots:
-        told = root.info.signals
-        others = told.role in ("side", "subagent") or told.parent not in ("", told.thread)
-        if not others and _offers_tools(root, messages):
+        signals = root.info.signals
+        is_helper = signals.role in ("side", "subagent") or signals.parent not in ("", signals.thread)
+        if not is_helper and _offers_tools(root, messages):
             return root
     turns = [turn.root.id for turn in session.turns]
     return max(session.roots, key=lambda root: (turns.count(root.id), -root.id), default=None)
@@ -120,19 +126,22 @@ def _offers_tools(context: StoredContext, messages: NodeMessages) -> bool:
 def check_rows(
     session: StoredSession, messages: NodeMessages, given: RowSource, results: CheckResults, *, sound: bool
 ) -> dict[int, int]:
-    """`sound`: nothing is wrong with the trace itself. Gives the trained tokens of each row, by its branch."""
+    """Check a session's rows. Returns the number of trained tokens of each row, by branch.
+
+    `given`: builds the rows. `sound`: the checks of the trace itself found nothing wrong.
+    """
     names = ("rows", "masks", "once", "reasons", "roles")
     try:
         every = given(session.id, True)
         trained = given(session.id, False)
     except (TurngateError, sqlite3.Error, *DECODE_ERRORS) as error:
-        said = error.message if isinstance(error, TurngateError) else f"it falls over it ({error})"
+        problem = error.message if isinstance(error, TurngateError) else f"it fails on it ({error})"
         for name in names:
             with results.check("rows", name, "") as check:
                 if sound:
-                    check.expect(False, f"the gateway refuses this session: {said}")
+                    check.expect(False, f"the gateway cannot build rows for this session: {problem}")
                 else:
-                    check.skip(f"what is wrong with the trace keeps the gateway from making any ({said})")
+                    check.skip(f"the faults of the trace keep the gateway from building rows ({problem})")
         return {}
     _check_chains(session, every, trained, results)
     _check_masks(session, every, results)
@@ -148,7 +157,7 @@ def _check_chains(
 ) -> None:
     turns = {turn.id: turn for turn in session.turns}
     with results.check(
-        "rows", "rows", "there is one row per branch, and each is the ids that were sent and sampled, from root to leaf"
+        "rows", "rows", "there is one row per branch, with the ids that were sent and sampled, from root to leaf"
     ) as check:
         branches = [row.branch for row in every]
         for leaf in session.leaves:
@@ -160,19 +169,19 @@ def _check_chains(
         for row in every:
             end = turns.get(row.branch)
             if end is None or end not in session.leaves:
-                check.expect(False, "a row ends with it, and no branch does", node=row.branch)
+                check.expect(False, "a row ends with it, but no branch does", node=row.branch)
             else:
                 _check_chain(row, end, check)
         kept = [row.branch for row in every if np.asarray(row.mask).any()]
         check.expect(
             [row.branch for row in trained] == kept,
-            "the rows that are handed out are not those with something to train",
+            "the rows given to a trainer are not those with something to train",
         )
         whole = {row.branch: row for row in every}
         for row in trained:
             other = whole.get(row.branch)
             equal = other is not None and np.array_equal(row.ids, other.ids) and np.array_equal(row.mask, other.mask)
-            check.expect(equal, "the row that is handed out is another than the one that is shown", node=row.branch)
+            check.expect(equal, "the row given to a trainer differs from the one shown", node=row.branch)
 
 
 def _check_chain(row: TrainerRow, leaf: StoredTurn, check: VerifyCheck) -> None:
@@ -188,7 +197,7 @@ def _check_chain(row: TrainerRow, leaf: StoredTurn, check: VerifyCheck) -> None:
             due.append((node.id, at, at + len(node.ids), node.info.version_start, node.info.version_end))
         at += len(node.ids)
     found = [(s.node, s.start, s.end, s.version_start, s.version_end) for s in row.spans]
-    check.expect(found == due, f"its turns are said to be at {found}, and are at {due}", node=leaf.id)
+    check.expect(found == due, f"its spans are {found}, and its turns are at {due}", node=leaf.id)
 
 
 def _describe_difference(given: Ids, stored: Ids) -> str:
@@ -196,19 +205,19 @@ def _describe_difference(given: Ids, stored: Ids) -> str:
     apart = np.flatnonzero(np.asarray(given[:size]) != stored[:size])
     if len(apart):
         at = int(apart[0])
-        return f"token {at} of its row is {int(given[at])}, and was {int(stored[at])}"
-    return f"its row has {len(given)} tokens, and its branch {len(stored)}"
+        return f"token {at} of its row is {int(given[at])}; {int(stored[at])} is stored"
+    return f"its row has {len(given)} tokens; its branch has {len(stored)}"
 
 
 def _check_masks(session: StoredSession, every: Sequence[TrainerRow], results: CheckResults) -> None:
     turns = {turn.id: turn for turn in session.turns}
     with results.check(
-        "rows", "masks", "only sampled tokens with their own log-probability are trained, and nothing is filled in"
+        "rows", "masks", "only sampled tokens with their own log-probability are trained; nothing is filled in"
     ) as check:
         for row in every:
             mask, scores = np.asarray(row.mask).astype(bool), np.asarray(row.logprobs, np.float32)
             if len(mask) != len(row.ids) or len(scores) != len(row.ids):
-                continue  # told above
+                continue  # reported above
             due_mask, due_scores = np.zeros(len(mask), bool), np.full(len(mask), np.nan, np.float32)
             for span in row.spans:
                 turn = turns.get(span.node)
@@ -220,19 +229,19 @@ def _check_masks(session: StoredSession, every: Sequence[TrainerRow], results: C
             wrong = np.flatnonzero(mask != due_mask)
             check.expect(
                 not len(wrong),
-                f"token {wrong[0] if len(wrong) else 0} of its row is masked otherwise than its turn is marked",
+                f"token {wrong[0] if len(wrong) else 0} of its row is masked differently from its span",
                 node=row.branch,
             )
             unfounded = np.flatnonzero(mask & ~np.isfinite(due_scores))
             check.expect(
                 not len(unfounded),
-                f"token {unfounded[0] if len(unfounded) else 0} of its row is trained and has no log-probability",
+                f"token {unfounded[0] if len(unfounded) else 0} of its row is trained but has no log-probability",
                 node=row.branch,
             )
             other = np.flatnonzero(~((scores == due_scores) | (np.isnan(scores) & np.isnan(due_scores))))
             check.expect(
                 not len(other),
-                f"token {other[0] if len(other) else 0} of its row has another log-probability than was recorded",
+                f"token {other[0] if len(other) else 0} of its row does not have the recorded log-probability",
                 node=row.branch,
             )
 
@@ -240,13 +249,13 @@ def _check_masks(session: StoredSession, every: Sequence[TrainerRow], results: C
 def _check_trained_once(
     session: StoredSession, role_of: dict[int, str], every: Sequence[TrainerRow], results: CheckResults
 ) -> None:
-    with results.check("rows", "once", "what the policy trains is trained in one row, and nothing in two") as check:
+    with results.check("rows", "once", "every turn that the policy trains is trained in exactly one row") as check:
         for turn in session.turns:
             count = sum(span.trained for row in every for span in row.spans if span.node == turn.id)
             due = 0 if _reasons_against_training(turn, role_of[turn.id], session) else 1
             check.expect(count <= 1, f"it is trained in {count} rows", node=turn.id)
-            check.expect(count >= due, "it is to be trained, and no row does", node=turn.id)
-            check.expect(count <= due or count > 1, "it is not to be trained, and a row does", node=turn.id)
+            check.expect(count >= due, "it should be trained, but no row trains it", node=turn.id)
+            check.expect(count <= due or count > 1, "it should not be trained, but a row trains it", node=turn.id)
 
 
 def _check_reasons(
@@ -254,27 +263,27 @@ def _check_reasons(
 ) -> None:
     turns = {turn.id: turn for turn in session.turns}
     elsewhere = {span.node: row.branch for row in every for span in row.spans if span.trained}
-    with results.check("rows", "reasons", "every turn that is not trained says why, and it is so") as check:
+    with results.check("rows", "reasons", "every untrained turn has a true reason") as check:
         for row in every:
             for span in row.spans:
                 turn = turns.get(span.node)
                 if turn is None:
                     continue
                 if span.trained:
-                    check.expect(not span.reason, f"it is trained, though {span.reason}", node=turn.id)
+                    check.expect(not span.reason, f"it is trained despite a reason not to: {span.reason}", node=turn.id)
                     continue
                 true = _reasons_against_training(turn, role_of[turn.id], session)
                 if elsewhere.get(turn.id, row.branch) != row.branch:
                     true = [*true, "trained in another row"]
                 check.expect(
                     span.reason in true,
-                    f"not trained because {span.reason or 'of nothing'}; what is true: {'; '.join(true) or 'nothing'}",
+                    f"its reason is {span.reason or 'missing'}; true reasons: {'; '.join(true) or 'none'}",
                     node=turn.id,
                 )
 
 
 def _reasons_against_training(turn: StoredTurn, role: str, session: StoredSession) -> list[str]:
-    """Everything that speaks against training a turn."""
+    """List every reason not to train a turn."""
     info, policy = turn.info, session.config.policy
     why = [info.fault] if info.fault else []
     if info.capture != "tokens":
@@ -294,9 +303,9 @@ def _reasons_against_training(turn: StoredTurn, role: str, session: StoredSessio
 
 def _check_roles(role_of: dict[int, str], every: Sequence[TrainerRow], results: CheckResults) -> None:
     with results.check(
-        "rows", "roles", "the role of every turn is what the tree and the agent's own words come to"
+        "rows", "roles", "the role of every turn follows from the tree and the agent's signals"
     ) as check:
         for row in every:
             for span in row.spans:
                 due = role_of.get(span.node, "")
-                check.expect(span.role == due, f"it is said to be {span.role}, and is {due}", node=span.node)
+                check.expect(span.role == due, f"its role is recorded as {span.role}, but is {due}", node=span.node)

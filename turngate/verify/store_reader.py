@@ -1,7 +1,7 @@
-"""The store, read by nobody's code but this file's: a bug in the gateway's own reader cannot hide itself here.
+"""Reads the store with code of its own, so that a bug in the gateway's reader cannot hide itself.
 
-Knows the schema of `store/sqlite.py` and its tables and the encoding of a node's facts, and nothing else of the gateway. Opens the
-file read-only, one snapshot per session, whether a gateway serves the folder or not.
+It knows the SQLite schema and the encoding of a node's facts, and nothing else about the gateway. It opens the file read-only and reads
+one snapshot per session, whether or not a gateway serves the folder.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from turngate.errors import ConfigError, NotFound
 from turngate.types import Ids, Json, Logprobs
 
 SCHEMAS = (2, 3, 4)  # the fourth adds tables that are not read here
-_BEFORE_EVENTS = 2  # and outcomes
-DECODE_ERRORS = (msgspec.DecodeError, ValueError, TypeError, RecursionError)  # what damaged bytes make a decoder raise
-_UNDELIVERED_XOR = 0x5EED  # the checksum of a turn that is marked as not delivered differs by this
+_BEFORE_EVENTS = 2  # the last schema without events and outcomes
+DECODE_ERRORS = (msgspec.DecodeError, ValueError, TypeError, RecursionError)  # what decoders raise for damaged bytes
+_UNDELIVERED_XOR = 0x5EED  # changes the checksum of a turn that is marked as not delivered
 
 
 class UnreadableSession(ConfigError):
-    """A session is there, and cannot be read."""
+    """The session exists but cannot be read."""
 
 
 class StoredCallSignals(msgspec.Struct, frozen=True, array_like=True):
@@ -39,7 +39,7 @@ class StoredCallSignals(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ContextFacts(msgspec.Struct, frozen=True, array_like=True):
-    """What is kept of a context besides its ids."""
+    """What the store keeps about a context besides its ids."""
 
     preamble: bytes
     meanings: bytes
@@ -51,7 +51,7 @@ class ContextFacts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TurnFacts(msgspec.Struct, frozen=True, array_like=True):
-    """What is kept of a turn besides its ids and log-probabilities."""
+    """What the store keeps about a turn besides its ids and log-probabilities."""
 
     meaning: bytes
     reasoning: bytes
@@ -95,7 +95,7 @@ class StoredLimits(msgspec.Struct, frozen=True):
 
 
 class StoredConfig(msgspec.Struct, frozen=True):
-    """What of a session's settings its trace has to agree with."""
+    """The session's settings that its trace must agree with."""
 
     model: str = ""
     mode: str = "exact"
@@ -110,7 +110,7 @@ class StoredConfig(msgspec.Struct, frozen=True):
 
 
 class NodeRow(msgspec.Struct, frozen=True):
-    """One row of the `nodes` table, as it is."""
+    """One row of the `nodes` table."""
 
     id: int
     parent: int | None
@@ -123,7 +123,7 @@ class NodeRow(msgspec.Struct, frozen=True):
     checksum: int
 
     def compute_checksum(self, session: int) -> int:
-        """What its checksum has to be."""
+        """Compute the checksum that the row must have."""
         value = 0
         place = f"{session}/{self.id}/{self.parent}/{self.kind}".encode()
         for blob in (place, self.ids, self.logprobs, self.info, self.messages):
@@ -131,7 +131,7 @@ class NodeRow(msgspec.Struct, frozen=True):
         return value if self.delivered else value ^ _UNDELIVERED_XOR
 
 
-# What the cells of a node have to be, and what stands in for one that is something else: SQLite keeps whatever it is given.
+# The types that a node's cells must have, and the value that replaces a cell of another type: SQLite stores any type.
 _CELLS: dict[str, tuple[type | tuple[type, ...], Any]] = {
     "parent": ((int, NoneType), None),
     "kind": (str, ""),
@@ -145,7 +145,7 @@ _CELLS: dict[str, tuple[type | tuple[type, ...], Any]] = {
 
 
 def _parse_row(cells: dict[str, Any]) -> tuple[NodeRow, str]:
-    """A node's row, and what is wrong with the kind of its cells."""
+    """Parse a node's row; also say which cells have the wrong type."""
     damaged = [name for name, (kind, _) in _CELLS.items() if not isinstance(cells[name], kind)]
     row = NodeRow(**{**cells, **{name: _CELLS[name][1] for name in damaged}})
     wrong = ", ".join(f"`{name}` is stored as {_describe_type(cells[name])}" for name in damaged)
@@ -163,14 +163,14 @@ class StoredPreamble(msgspec.Struct, frozen=True):
 
 
 class StoredOutcome(msgspec.Struct, frozen=True):
-    """A row of the `outcomes` table, whatever its cells are."""
+    """A row of the `outcomes` table. Its cells may have any type."""
 
     raw: object
     recorded: object
 
 
 class StoredEvent(msgspec.Struct, frozen=True):
-    """A row of the `events` table. `data` is whatever its cell is."""
+    """A row of the `events` table. `kind` and `data` may have any type."""
 
     seq: int
     kind: object
@@ -178,16 +178,16 @@ class StoredEvent(msgspec.Struct, frozen=True):
 
 
 class RelatedRecords(msgspec.Struct, frozen=True):
-    """What lies beside a session's own tables, read in the same moment."""
+    """Records about a session outside its own tables, read in the same snapshot."""
 
     outcome: StoredOutcome | None = None
-    events: tuple[StoredEvent, ...] | None = None  # of its id, the oldest first; None: this folder stores none
-    pruned: int = 0  # the number of the newest event that was removed for its age
-    version: int | None = 0  # of the policy: the highest that ever was in force here; None: it cannot be read
+    events: tuple[StoredEvent, ...] | None = None  # of this session id, oldest first; None: the folder stores no events
+    pruned: int = 0  # `seq` of the newest event that was pruned
+    version: int | None = 0  # the highest policy version that was ever in force here; None: unreadable
 
 
 class StoredContext:
-    """A context whose way to the root is whole."""
+    """A context node whose path to the root is complete."""
 
     def __init__(self, row: NodeRow, parent: StoredTurn | None, info: ContextFacts) -> None:
         self.row, self.parent, self.info = row, parent, info
@@ -199,7 +199,7 @@ class StoredContext:
 
 
 class StoredTurn:
-    """A turn, likewise."""
+    """A sampled node whose path to the root is complete."""
 
     def __init__(self, row: NodeRow, parent: StoredContext, info: TurnFacts) -> None:
         self.row, self.parent, self.info = row, parent, info
@@ -217,29 +217,29 @@ StoredNode = StoredContext | StoredTurn
 
 
 class StoredSession:
-    """A session as it lies in the store, and as much of a tree as its rows make."""
+    """A session as stored, and as much of its tree as its rows allow."""
 
     def __init__(
         self,
-        known: dict[str, Any],
+        record: dict[str, Any],
         rows: list[NodeRow],
         preambles: dict[bytes, StoredPreamble],
         damaged: dict[int, str],
         related: RelatedRecords,
     ) -> None:
-        """`damaged`: nodes with cells that are not what they have to be."""
-        self.key: int = known["key"]
-        self.id: str = known["id"]
-        self.opened: float = known["opened"]
-        self.closed: float | None = known["closed"]
-        self.status: str = known["status"]
-        self.stop: str = known["stop"]
-        self.vocabulary: str = known["vocabulary"]
-        self.folder: str = known["folder"] or ""  # of the tokenizer
-        self.renderer: str = known["renderer"] or ""  # what rendered with it, where that is recorded
+        """`damaged`: what is wrong with nodes whose cells have the wrong type, by node."""
+        self.key: int = record["key"]
+        self.id: str = record["id"]
+        self.opened: float = record["opened"]
+        self.closed: float | None = record["closed"]
+        self.status: str = record["status"]
+        self.stop: str = record["stop"]
+        self.vocabulary: str = record["vocabulary"]
+        self.folder: str = record["folder"] or ""  # of the tokenizer
+        self.renderer: str = record["renderer"] or ""  # the renderer that used it, if recorded
         self.config_error = ""
         try:
-            self.config = msgspec.json.decode(known["config"], type=StoredConfig)
+            self.config = msgspec.json.decode(record["config"], type=StoredConfig)
         except DECODE_ERRORS as error:
             self.config, self.config_error = StoredConfig(), str(error)
         self.rows = rows
@@ -248,11 +248,11 @@ class StoredSession:
         self._damaged = damaged
         self.contexts: list[StoredContext] = []
         self.turns: list[StoredTurn] = []
-        self.orphans: dict[int, str] = {}  # rows that are on no way from a root, and why
+        self.orphans: dict[int, str] = {}  # rows that no path from a root reaches, and why
         self._build_tree()
 
     def _build_tree(self) -> None:
-        """Rows in the order of their ids: a parent comes before its children, or it is none."""
+        """Build the tree from rows ordered by id: a valid parent comes before its children."""
         nodes: dict[int, StoredNode] = {}
         for row in self.rows:
             node = self._build_node(row, nodes)
@@ -274,7 +274,7 @@ class StoredSession:
         if row.kind not in ("context", "sampled"):
             return f"its kind is {row.kind!r}"
         if len(row.ids) % 4:
-            return f"its ids are {len(row.ids)} bytes, which is no number of ids"
+            return f"its ids are {len(row.ids)} bytes, which is not a whole number of ids"
         try:
             if row.kind == "context":
                 context = msgspec.msgpack.decode(row.info, type=ContextFacts)
@@ -283,12 +283,12 @@ class StoredSession:
         except DECODE_ERRORS as error:
             return f"its facts cannot be read: {error}"
         if row.parent is None:
-            return StoredContext(row, None, context) if row.kind == "context" else "a turn hangs on nothing"
+            return StoredContext(row, None, context) if row.kind == "context" else "a turn has no parent"
         if row.parent >= row.id:
             return f"its parent {row.parent} does not come before it"
         parent = nodes.get(row.parent)
         if parent is None:
-            missing = "is on no way from a root itself" if row.parent in self.orphans else "does not exist"
+            missing = "is not reachable from a root itself" if row.parent in self.orphans else "does not exist"
             return f"its parent {row.parent} {missing}"
         if row.kind == "context":
             return (
@@ -317,7 +317,7 @@ class StoredSession:
 
 
 def path(node: StoredNode | None) -> list[StoredNode]:
-    """From the root to `node`."""
+    """List the nodes from the root to `node`."""
     nodes: list[StoredNode] = []
     while node is not None:
         nodes.append(node)
@@ -345,11 +345,11 @@ _SETTING = "SELECT value FROM settings WHERE name=?"
 _PROGRESS = "SELECT count(*), max(id), sum(delivered) FROM nodes WHERE session=?"
 
 
-_NO_WAL = "; if it is a copy, was turngate.db-wal beside it copied too?"
+_NO_WAL = "; if it is a copy, also copy turngate.db-wal, which lies beside the original"
 
 
 class StoreReader:
-    """A data folder, to be looked at."""
+    """Reads sessions from a data folder."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
@@ -364,9 +364,10 @@ class StoreReader:
             self._db.close()
             hint = "" if version else _NO_WAL
             raise ConfigError(
-                f"data: {file} has schema {version}, this version knows {SCHEMAS[-1]}{hint}", param="data"
+                f"data: {file} has schema {version}; this version of Turngate reads up to {SCHEMAS[-1]}{hint}",
+                param="data",
             )
-        self._keeps_events = version > _BEFORE_EVENTS
+        self._has_events = version > _BEFORE_EVENTS
 
     def close(self) -> None:
         self._db.close()
@@ -378,45 +379,45 @@ class StoreReader:
         self.close()
 
     def session_ids(self, *, sealed: bool = False) -> list[str]:
-        """Ids, the newest first."""
+        """List session ids, newest first."""
         where = " WHERE status != 'open'" if sealed else ""
         found = self._db.execute(f"SELECT id FROM sessions{where} ORDER BY key DESC")
-        return [str(row[0]) for row in found]  # one that is no text finds no session, which is told then
+        return [str(row[0]) for row in found]  # an id that is not text matches no session, which is reported later
 
     def resolve_id(self, wanted: str) -> str:
-        """A session by its id, by the beginning of it, or `last`."""
-        known = self.session_ids()
-        if not known:
+        """Find a session's id, given the id, a prefix of it, or `last`."""
+        ids = self.session_ids()
+        if not ids:
             raise NotFound("session: none has been recorded here")
         if wanted == "last":
-            return known[0]
-        fitting = [wanted] if wanted in known else [session for session in known if session.startswith(wanted)]
+            return ids[0]
+        fitting = [wanted] if wanted in ids else [session for session in ids if session.startswith(wanted)]
         if len(fitting) != 1:
-            wrong = f"is the beginning of {len(fitting)} ids; give more of it" if fitting else "is not recorded here"
-            raise NotFound(f"session: {wanted!r} {wrong}; the newest is {known[0]}")
+            problem = f"is a prefix of {len(fitting)} ids; give more of it" if fitting else "is not recorded here"
+            raise NotFound(f"session: {wanted!r} {problem}; the newest is {ids[0]}")
         return fitting[0]
 
     def read_session(self, session_id: str) -> StoredSession:
         with self._snapshot():
-            known = self._db.execute(f"{_SESSIONS} WHERE id=?", (session_id,)).fetchone()
-            if known is None:
+            record = self._db.execute(f"{_SESSIONS} WHERE id=?", (session_id,)).fetchone()
+            if record is None:
                 raise NotFound(f"session: there is no {session_id!r} here")
-            nodes = self._db.execute(_NODES, (known["key"],)).fetchall()
-            stored = self._db.execute(_PREAMBLES, (known["key"],)).fetchall()
-            related = self._read_related(known["key"], session_id)
+            nodes = self._db.execute(_NODES, (record["key"],)).fetchall()
+            stored = self._db.execute(_PREAMBLES, (record["key"],)).fetchall()
+            related = self._read_related(record["key"], session_id)
         if not all(isinstance(node["id"], int) for node in nodes):
-            raise UnreadableSession(f"session: {session_id} is damaged on disk: the number of a node is none")
+            raise UnreadableSession(f"session: {session_id} is damaged on disk: the id of a node is not a number")
         rows = [_parse_row(dict(node)) for node in nodes]
-        # Those that are no bytes are missed where a context refers to them.
+        # Preambles that are not bytes are reported as missing by the contexts that refer to them.
         preambles = {
             cells[0]: StoredPreamble(*cells[1:]) for cells in stored if all(isinstance(c, bytes) for c in cells)
         }
         damaged = {row.id: wrong for row, wrong in rows if wrong}
-        return StoredSession(_check_session_cells(dict(known)), [row for row, _ in rows], preambles, damaged, related)
+        return StoredSession(_check_session_cells(dict(record)), [row for row, _ in rows], preambles, damaged, related)
 
     def _read_related(self, key: int, session_id: str) -> RelatedRecords:
         version = self._read_number("policy_version")
-        if not self._keeps_events:
+        if not self._has_events:
             return RelatedRecords(version=version)
         ended = self._db.execute(_OUTCOME, (key,)).fetchone()
         told = self._db.execute(_EVENTS, (session_id,)).fetchall()
@@ -428,7 +429,7 @@ class StoreReader:
         )
 
     def _read_number(self, setting: str) -> int | None:
-        """0 where it was never set, None where it is no number."""
+        """Read a numeric setting: 0 if it was never set, None if it is not a number."""
         row = self._db.execute(_SETTING, (setting,)).fetchone()
         try:
             return 0 if row is None else int(row[0])
@@ -436,7 +437,7 @@ class StoreReader:
             return None
 
     def has_changed(self, session: StoredSession) -> bool:
-        """Whether something was recorded since it was read."""
+        """Whether something was recorded since the session was read."""
         state = self._db.execute(_PROGRESS, (session.key,)).fetchone()
         rows = session.rows
         return tuple(state) != (
@@ -458,23 +459,28 @@ class StoreReader:
 
 
 def _decode_text(raw: bytes) -> str:
-    """Text of the store, however damaged: what is none shows its bytes."""
+    """Decode stored text; invalid bytes are shown escaped."""
     return raw.decode("utf-8", "backslashreplace")
 
 
-def _check_session_cells(known: dict[str, Any]) -> dict[str, Any]:
-    """A session's own row, if its cells are of the kinds that they have to be."""
+def _check_session_cells(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a session's row, or raise if its cells have the wrong types."""
     for name in ("status", "stop", "vocabulary"):
-        if not isinstance(known[name], str):
-            raise UnreadableSession(f"session: {known['id']} is damaged on disk: `{name}` is no text")
-    times = isinstance(known["opened"], float) and isinstance(known["closed"], (float, NoneType))
+        if not isinstance(record[name], str):
+            raise UnreadableSession(f"session: {record['id']} is damaged on disk: `{name}` is not text")
+    times = isinstance(record["opened"], float) and isinstance(record["closed"], (float, NoneType))
     if not times:
-        raise UnreadableSession(f"session: {known['id']} is damaged on disk: it was opened or closed at no time")
-    return {**known, **{name: known[name] if isinstance(known[name], str) else "" for name in ("folder", "renderer")}}
+        raise UnreadableSession(
+            f"session: {record['id']} is damaged on disk: the time when it was opened or closed is not a number"
+        )
+    return {
+        **record,
+        **{name: record[name] if isinstance(record[name], str) else "" for name in ("folder", "renderer")},
+    }
 
 
 def _open_database(file: Path) -> sqlite3.Connection:
-    """Read-only; as it lies there where not even a lock can be written beside it."""
+    """Open the database read-only; as an immutable file if even a lock cannot be written beside it."""
     for how in ("mode=ro", "mode=ro&immutable=1"):
         db = sqlite3.connect(f"file:{quote(str(file))}?{how}", uri=True, isolation_level=None, timeout=10)
         try:

@@ -1,4 +1,4 @@
-"""Is the trace one that a gateway can have recorded? From the rows of the store alone: bytes, tree, turns, times, tools, messages."""
+"""Check that a gateway could have recorded the trace: bytes, tree, turns, times, tools and messages, from the store's rows alone."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _NEUTRAL: dict[str, Json] = {
     "seed": None,
     "min_tokens": 0,
 }
-_FREE = ("temperature", "seed")  # what an agent may choose in a session that pins the rest neutral
+_FREE = ("temperature", "seed")  # what an agent may set in a session that pins everything else neutral
 _FORCED = "constrained: "
 _SHAPES = ("json_object", "json_schema", "tools", "tool")
 _OBSERVED = "the endpoint's own sampling"
-_CLOCK_SLACK_S = 0.05  # seconds by which a clock may have been set back
-_LOGPROB_SLACK = 1e-4  # log-probabilities of 0 come out a little above it
+_CLOCK_SLACK_S = 0.05  # a clock may have been set back by this much
+_LOGPROB_SLACK = 1e-4  # rounding may lift a log-probability of 0 slightly above 0
 
 
 def check_structure(session: StoredSession, messages: NodeMessages, results: CheckResults) -> None:
@@ -48,17 +48,17 @@ def check_structure(session: StoredSession, messages: NodeMessages, results: Che
 
 
 def _check_checksums(session: StoredSession, results: CheckResults) -> None:
-    with results.check("structure", "checksum", "every node's bytes are those that were written") as check:
+    with results.check("structure", "checksum", "every node's bytes are unchanged") as check:
         for row in session.rows:
             fits = row.checksum == row.compute_checksum(session.key)
-            check.expect(fits, "its bytes are not those that its checksum was made of", node=row.id)
+            check.expect(fits, "its bytes do not match its checksum", node=row.id)
 
 
 def _check_tree(session: StoredSession, results: CheckResults) -> None:
     with results.check(
         "structure",
         "tree",
-        "every node hangs on one of the other kind that came before it, and every context is answered",
+        "every node's parent is an earlier node of the other kind, and every context is answered",
     ) as check:
         check.expect(not session.config_error, f"the session's settings cannot be read: {session.config_error}")
         for row in session.rows:
@@ -67,18 +67,16 @@ def _check_tree(session: StoredSession, results: CheckResults) -> None:
         for context in session.contexts:
             # A context is stored with its first answer, in one transaction.
             check.expect(bool(context.children), "nothing was sampled after it", node=context.id)
-            here = context.info.preamble == context.root.info.preamble
+            unchanged = context.info.preamble == context.root.info.preamble
             check.expect(
-                here, "its tools or template arguments are not those of its conversation's beginning", node=context.id
+                unchanged, "its tools or template arguments are not those of its conversation's root", node=context.id
             )
     ids = [row.id for row in session.rows]
     gaps = [
         f"{a + 1}" if b == a + 2 else f"{a + 1} to {b - 1}" for a, b in zip([0, *ids], ids, strict=False) if b > a + 1
     ]
     if gaps:
-        results.note(
-            "tree", f"no node has the number {', '.join(gaps)}: removed, or a write that failed and was told so"
-        )
+        results.note("tree", f"no node has the id {', '.join(gaps)}: it was removed, or its write failed")
 
 
 def _check_duplicates(session: StoredSession, results: CheckResults) -> None:
@@ -87,17 +85,17 @@ def _check_duplicates(session: StoredSession, results: CheckResults) -> None:
         for turn in session.turns:
             key = turn.info.started, turn.info.ended, turn.row.ids
             first = seen.setdefault(key, turn.id)
-            check.expect(first == turn.id, f"it is turn {first} again, to the microsecond", node=turn.id)
+            check.expect(first == turn.id, f"it repeats turn {first}, to the microsecond", node=turn.id)
         names: dict[str, int] = {}
         for turn in session.turns if session.config.mode != "observe" else ():
             for call in _call_ids(turn):
                 first = names.setdefault(call, turn.id)
-                check.expect(first == turn.id, f"it makes the very call {call} that turn {first} made", node=turn.id)
+                check.expect(first == turn.id, f"it repeats call {call} of turn {first}", node=turn.id)
         same: dict[tuple[int | None, bytes, bytes, bytes], int] = {}
         for context in session.contexts if session.config.mode != "observe" else ():
             place = context.row.parent, context.row.ids, context.info.preamble, context.info.meanings
             first = same.setdefault(place, context.id)
-            check.expect(first == context.id, f"it is context {first} again, at the same place", node=context.id)
+            check.expect(first == context.id, f"it repeats context {first} at the same position", node=context.id)
 
 
 def _call_ids(turn: StoredTurn) -> list[str]:
@@ -105,7 +103,7 @@ def _call_ids(turn: StoredTurn) -> list[str]:
         message = msgspec.json.decode(turn.row.messages)
         return [call["id"] for call in message.get("tool_calls", ())]
     except (*DECODE_ERRORS, AttributeError, KeyError):
-        return []  # told where messages are read
+        return []  # reported by the messages check
 
 
 def _check_lengths(session: StoredSession, results: CheckResults) -> None:
@@ -114,7 +112,9 @@ def _check_lengths(session: StoredSession, results: CheckResults) -> None:
     ) as check:
         for row in session.rows:
             whole = row.logprobs is None or len(row.logprobs) % 4 == 0
-            check.expect(whole, f"{len(row.logprobs or b'')} bytes are no number of log-probabilities", node=row.id)
+            check.expect(
+                whole, f"{len(row.logprobs or b'')} bytes are not a whole number of log-probabilities", node=row.id
+            )
             check.expect(row.kind != "context" or row.logprobs is None, "a context has log-probabilities", node=row.id)
         for turn in session.turns:
             scores = turn.logprobs
@@ -133,9 +133,7 @@ def _check_lengths(session: StoredSession, results: CheckResults) -> None:
 
 def _check_turns(session: StoredSession, messages: NodeMessages, results: CheckResults) -> None:
     exact, newest = session.config.mode != "observe", session.related.version
-    with results.check(
-        "structure", "turn", "how each turn ended, what went wrong and how it was captured fit together"
-    ) as check:
+    with results.check("structure", "turn", "finish, fault and capture of each turn are consistent") as check:
         for turn in session.turns:
             info, message = turn.info, messages.reply(turn)
 
@@ -144,47 +142,49 @@ def _check_turns(session: StoredSession, messages: NodeMessages, results: CheckR
 
             hold(info.finish in _FINISHES, f"it ended with {info.finish!r}")
             hold(info.capture in _CAPTURES, f"it was captured as {info.capture!r}")
-            hold(info.version_start <= info.version_end, "its policy version went back while it was sampled")
-            hold(info.version_start >= 0, f"its policy version is {info.version_start}, and the first is 0")
+            hold(info.version_start <= info.version_end, "its policy version decreased while it was sampled")
+            hold(info.version_start >= 0, f"its policy version is {info.version_start}, but the first is 0")
             hold(
                 newest is None or info.version_end <= newest,
-                f"its policy version is {info.version_end}, and the highest that was ever in force here is {newest}",
+                f"its policy version is {info.version_end}, but the highest ever in force here is {newest}",
             )
-            hold(info.finish != "abort" or bool(info.fault), "it was aborted, and nothing says by what")
-            hold(info.capture != "text" or not len(turn.ids), "captured as text only, it has ids")
+            hold(info.finish != "abort" or bool(info.fault), "it was aborted, but no fault is recorded")
+            hold(info.capture != "text" or not len(turn.ids), "it was captured as text only, but has ids")
             if not exact:
                 continue
             hold(
                 not info.fault or info.finish == "abort",
-                f"it ended with {info.finish}, though it has a fault: {info.fault}",
+                f"it ended with {info.finish}, but has a fault: {info.fault}",
             )
             hold(
                 info.capture == "tokens" and not info.engine,
                 f"an exact turn was captured as {info.capture} of {info.engine!r}",
             )
-            hold(info.finish != "stop" or not message.tool_calls, "it makes calls, and ended without any")
-            hold(info.finish != "tool_calls" or bool(message.tool_calls), "it ended with calls, and makes none")
+            hold(info.finish != "stop" or not message.tool_calls, "it has tool calls, but its finish is stop")
+            hold(info.finish != "tool_calls" or bool(message.tool_calls), "its finish is tool_calls, but it has none")
             hold(info.finish in ("abort", "stop") or len(turn.ids) > 0, "nothing was sampled")
             if not turn.delivered and any(context.children for context in turn.children):
-                results.note("delivered", "it is marked as not delivered, but the agent went on from it", turn.id)
+                results.note("delivered", "it is marked as not delivered, but the agent continued from it", turn.id)
 
 
 def _check_sampling(session: StoredSession, results: CheckResults) -> None:
     with results.check(
-        "structure", "sampling", "what is marked as biased is what was sampled so, and pinned sampling was kept to"
+        "structure", "sampling", "the marked biases are those of the sampling used, and pinned values were applied"
     ) as check:
         pinned = session.config.sampling
         for turn in session.turns:
             try:
                 used = {**_NEUTRAL, **(msgspec.json.decode(turn.info.sampling) if turn.info.sampling else {})}
             except DECODE_ERRORS:
-                check.expect(False, "how it was sampled cannot be read", node=turn.id)
+                check.expect(False, "its sampling cannot be read", node=turn.id)
                 continue
             due = {name for name, value in used.items() if name not in _FREE and value != _NEUTRAL.get(name)}
             due |= {"greedy"} if used["temperature"] == 0 else set()
             marked = {b for b in turn.info.biases if not b.startswith((_FORCED, "field ")) and b != _OBSERVED}
             forced = {b.removeprefix(_FORCED) for b in turn.info.biases if b.startswith(_FORCED)} - set(_SHAPES)
-            check.expect(not forced, f"marked as forced into {_join_names(forced)}, which is no shape", node=turn.id)
+            check.expect(
+                not forced, f"marked as constrained to {_join_names(forced)}, which is not a known shape", node=turn.id
+            )
             check.expect(
                 marked == due,
                 f"marked as biased by {_join_names(marked)}, sampled with {_join_names(due)}",
@@ -192,16 +192,16 @@ def _check_sampling(session: StoredSession, results: CheckResults) -> None:
             )
             if session.config.mode != "observe":
                 kept = all(used.get(name) == value for name, value in pinned.items())
-                check.expect(kept, "it was sampled otherwise than the session pins", node=turn.id)
+                check.expect(kept, "it was not sampled with the values that the session pins", node=turn.id)
                 free = session.config.bias != "neutral" or due <= {*pinned, "greedy"}
                 check.expect(
-                    free, f"the agent chose {_join_names(due)} in a session that is pinned neutral", node=turn.id
+                    free, f"the agent set {_join_names(due)} in a session that is pinned neutral", node=turn.id
                 )
 
 
 def _check_times(session: StoredSession, results: CheckResults) -> None:
     with results.check(
-        "structure", "times", "every turn was sampled while the session was open, after what it was conditioned on"
+        "structure", "times", "every turn was sampled while the session was open, and after the turns before it"
     ) as check:
         for turn in session.turns:
             started, ended = turn.info.started, turn.info.ended
@@ -214,14 +214,14 @@ def _check_times(session: StoredSession, results: CheckResults) -> None:
             before = turn.parent.parent
             late = before is None or before.info.ended <= started + _CLOCK_SLACK_S
             check.expect(
-                late, f"it started before turn {before.id if before else 0} that it follows had ended", node=turn.id
+                late, f"it started before turn {before.id if before else 0}, which it follows, had ended", node=turn.id
             )
     ends = [(turn.info.ended, turn.id) for turn in session.turns]
     for (was, _), (now, node) in pairwise(ends):
         if now < was:
             results.note(
                 "times",
-                "it ended before the turn that was recorded before it: a clock was set, or the order is another",
+                "it ended before the turn recorded before it: the clock was set back, or the order was changed",
                 node,
             )
 
@@ -230,7 +230,7 @@ def _check_preambles(session: StoredSession, messages: NodeMessages, results: Ch
     with results.check(
         "structure",
         "preamble",
-        "the tools and template arguments of every context are stored, and are those it was named by",
+        "the tools and template arguments of every context are stored and match their digest",
     ) as check:
         for context in session.contexts:
             found = messages.tools_or_error(context)
@@ -240,12 +240,12 @@ def _check_preambles(session: StoredSession, messages: NodeMessages, results: Ch
                 agrees = context.info.has_tools == bool(found)
                 check.expect(
                     agrees,
-                    f"marked as {'with' if context.info.has_tools else 'without'} tools, and {len(found)} are stored",
+                    f"marked as {'with' if context.info.has_tools else 'without'} tools, but {len(found)} are stored",
                     node=context.id,
                 )
         used = {context.info.preamble for context in session.contexts}
         for digest in session.preambles:
-            check.expect(digest in used, "tools are stored that no context has", where=f"preamble {digest.hex()}")
+            check.expect(digest in used, "no context uses these stored tools", where=f"preamble {digest.hex()}")
         for context in session.roots:
             stored = messages.preamble(context)
             if stored is not None and session.config.template_kwargs:
@@ -253,7 +253,7 @@ def _check_preambles(session: StoredSession, messages: NodeMessages, results: Ch
                 pinned = session.config.template_kwargs.items()
                 check.expect(
                     all(kept.get(k) == v for k, v in pinned),
-                    "the session's template arguments are not in it",
+                    "the session's template arguments are missing",
                     node=context.id,
                 )
 
@@ -270,23 +270,27 @@ def _check_messages(session: StoredSession, messages: NodeMessages, results: Che
     with results.check(
         "structure",
         "messages",
-        "what every node's tokens stand for can be read, and results answer calls on their own way",
+        "the messages of every node can be read, and tool results answer calls on their own branch",
     ) as check:
         makers = {call: turn for turn in session.turns for call in _call_ids(turn)}
         for node in session.nodes:
             check.expect(
                 node.id not in messages.errors,
-                f"what it says cannot be read: {messages.errors.get(node.id, '')}",
+                f"its messages cannot be read: {messages.errors.get(node.id, '')}",
                 node=node.id,
             )
             if isinstance(node, StoredTurn) and node.id not in messages.errors:
-                check.expect(messages.reply(node).role == "assistant", "a turn is not the assistant's", node=node.id)
+                check.expect(
+                    messages.reply(node).role == "assistant",
+                    "the message of a turn is not the assistant's",
+                    node=node.id,
+                )
         for context in session.contexts:
             count = messages.piece_counts.get(context.id)
             if count is not None:
                 fits = len(context.info.meanings) == 16 * count == 16 * len(context.info.roles)
                 check.expect(
-                    fits, f"{len(context.info.roles)} messages are known of, {count} are stored", node=context.id
+                    fits, f"{len(context.info.roles)} messages are declared, but {count} are stored", node=context.id
                 )
             if session.config.mode != "observe":
                 _check_answers(context, messages, makers, check)
@@ -295,49 +299,49 @@ def _check_messages(session: StoredSession, messages: NodeMessages, results: Che
 def _check_answers(
     context: StoredContext, messages: NodeMessages, makers: dict[str, StoredTurn], check: VerifyCheck
 ) -> None:
-    """Ids of calls are made up by the gateway, one for each: a result with one of them tells where it belongs."""
-    said = messages.of(context)
-    own = {call.id for message in said for call in message.tool_calls}
-    way = {node.id for node in path(context)}
-    for message in said:
+    """Check that tool results are on the branch of their calls. Call ids are unique, so an id tells which turn made the call."""
+    own_messages = messages.of(context)
+    own = {call.id for message in own_messages for call in message.tool_calls}
+    branch = {node.id for node in path(context)}
+    for message in own_messages:
         maker = makers.get(message.tool_call_id) if message.role == "tool" and message.tool_call_id not in own else None
         if maker is not None:
-            # Of two answers that mean the same, an agent that renames some of its ids may have meant either.
-            near = maker.id in way or maker.parent.id in way
-            check.expect(near, f"it answers a call of turn {maker.id}, which is not on its way", node=context.id)
+            # If two turns mean the same, an agent that renames call ids may have meant either.
+            near = maker.id in branch or maker.parent.id in branch
+            check.expect(near, f"it answers a call of turn {maker.id}, which is not on its branch", node=context.id)
 
 
 def _check_signals(session: StoredSession, messages: NodeMessages, results: CheckResults) -> None:
-    """What an agent's program said of a call is only ever read at the places that the session names."""
-    signals = session.config.signals
+    """Check that the recorded signals of each context are ones that the session's signal rules can produce."""
+    config = session.config.signals
     with results.check(
-        "structure", "told", "what the agent's program is said to have told is something that its signals can tell"
+        "structure", "told", "the recorded signals of every context follow from the session's signal rules"
     ) as check:
         for context in session.contexts:
-            told = context.info.signals
+            signals = context.info.signals
             check.expect(
-                not told.thread or bool(signals.thread),
-                f"it names a thread, {told.thread!r}, and no signal does",
+                not signals.thread or bool(config.thread),
+                f"it has a thread, {signals.thread!r}, but no rule reads one",
                 node=context.id,
             )
             check.expect(
-                not told.parent or bool(signals.parent),
-                f"it names a parent, {told.parent!r}, and no signal does",
+                not signals.parent or bool(config.parent),
+                f"it has a parent, {signals.parent!r}, but no rule reads one",
                 node=context.id,
             )
-            by_model = told.role in signals.models.values() and told.why.startswith("model ")
-            fitting = [n for n, rule in enumerate(signals.rules) if (rule.role, rule.why) == (told.role, told.why)]
-            known = not told.role or by_model or bool(fitting)
+            by_model = signals.role in config.models.values() and signals.why.startswith("model ")
+            fitting = [n for n, rule in enumerate(config.rules) if (rule.role, rule.why) == (signals.role, signals.why)]
+            known = not signals.role or by_model or bool(fitting)
             if not check.expect(
-                known, f"it was told to be {told.role} ({told.why}), which no rule says", node=context.id
+                known, f"its role is {signals.role} ({signals.why}), which no rule gives", node=context.id
             ):
                 continue
-            seen = [_rule_matches(rule.source, rule.match, context, messages) for rule in signals.rules]
+            seen = [_rule_matches(rule.source, rule.match, context, messages) for rule in config.rules]
             if fitting and not by_model:
                 shown = any(seen[n] is not False for n in fitting)
                 check.expect(
                     shown,
-                    f"it was told to be {told.role} ({told.why}), and its messages and tools do not say so",
+                    f"its role is {signals.role} ({signals.why}), but its messages and tools do not match that rule",
                     node=context.id,
                 )
             first = next((n for n, fits in enumerate(seen) if fits), None)
@@ -345,13 +349,13 @@ def _check_signals(session: StoredSession, messages: NodeMessages, results: Chec
                 earlier = bool(fitting) and fitting[0] <= first
                 check.expect(
                     earlier,
-                    f"its messages and tools say that it is {signals.rules[first].role}, which was not told",
+                    f"its messages and tools match the rule for {config.rules[first].role}, which is not recorded",
                     node=context.id,
                 )
 
 
 def _rule_matches(source: str, match: str, context: StoredContext, messages: NodeMessages) -> bool | None:
-    """Whether a rule fits, where the trace can tell: None for headers, bodies and models' names, which are not stored."""
+    """Whether a signal rule matches. None if the trace cannot tell: headers, bodies and model names are not stored."""
     kind, _, name = source.partition(":")
     if not messages.is_readable(context):
         return None
