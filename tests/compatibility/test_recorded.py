@@ -22,7 +22,7 @@ from turngate.rollout import ledger
 from turngate.service import config as service_config
 from turngate.trainers.export import export
 from turngate.trainers.export.base import ExportChoices
-from turngate.verify import Renderers, StoreReader, VerifyOptions, verify
+from turngate.verify import Renderers, SessionReader, VerifyOptions, verify
 from turngate.views.verdict import open_row_source
 
 RECORDED = Path(__file__).parent / "recorded-0.1.0"
@@ -82,7 +82,7 @@ def test_exports_are_the_same(name: str, data: Path) -> None:
 
 @pytest.mark.parametrize("session", SESSIONS)
 def test_sessions_verify(session: str, data: Path) -> None:
-    with StoreReader(data) as folder, open_row_source(data) as rows:
+    with SessionReader(data) as folder, open_row_source(data) as rows:
         verdict = verify(folder, session, VerifyOptions(rows=rows, renderers=Renderers()))
     assert verdict.ok, verdict
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.real.test_vllm import PAIRS, Gateway, converse, gateway  # noqa: F401
 from tests.verify.kit import tampering, wrong
-from turngate.verify import StoreReader, VerifyOptions, VLLMScorer, verify
+from turngate.verify import SessionReader, VerifyOptions, VLLMScorer, verify
 from turngate.views.verdict import open_row_source
 
 
@@ -16,7 +16,7 @@ def test_vllm_agrees_with_what_it_sampled(gateway: Gateway) -> None:  # noqa: F8
     model, data = gateway.model, gateway.data
     session, client = gateway.open()
     converse(client, model.name, 6)
-    with StoreReader(data) as folder, open_row_source(data) as rows:
+    with SessionReader(data) as folder, open_row_source(data) as rows:
         means = VerifyOptions(rows=rows, scorer=VLLMScorer(model.url, model.name))
         found = verify(folder, session, means)
         assert found.ok and not found.notes, found

@@ -21,7 +21,7 @@ from turngate.gateway.feeds import Feeds
 from turngate.gateway.fence import Fence
 from turngate.gateway.sessions import Sessions
 from turngate.store.sqlite import SCHEMA_VERSION, Store
-from turngate.verify import Renderers, StoreReader, VerifyOptions, verify
+from turngate.verify import Renderers, SessionReader, VerifyOptions, verify
 from turngate.views.session import SessionViews
 from turngate.views.session_directory import SessionDirectory
 from turngate.views.verdict import open_row_source
@@ -69,7 +69,7 @@ async def test_sessions_go_on_and_everything_is_as_it_was(data: Path) -> None:
         assert (await g.admin.put("/admin/sessions/ended/outcome", json={"kind": "graded", "reward": 1})).is_success
         assert [(e.session, e.kind) for e in g.app.events.page()] == [("still-open", "turn"), ("ended", "outcome")]
         await g.seal("still-open")
-    with StoreReader(data) as folder, open_row_source(data) as rows:
+    with SessionReader(data) as folder, open_row_source(data) as rows:
         for session in ("still-open", "ended"):
             assert verify(folder, session, VerifyOptions(rows=rows, renderers=Renderers())).ok
 
@@ -104,7 +104,7 @@ def test_it_is_looked_at_without_being_touched(data: Path) -> None:
     directory = SessionDirectory(store, Sessions(store, Events(store)), SessionViews(store))
     assert [row.id for row in directory.list_sessions()] == ["ended", "still-open"]
     store.close()
-    with StoreReader(data) as folder:
+    with SessionReader(data) as folder:
         assert folder.session_ids() == ["ended", "still-open"]
     assert (data / "turngate.db").read_bytes() == before and schema(data) == 2
 
@@ -140,6 +140,6 @@ def test_a_folder_without_feeds_is_looked_at_without_being_touched(before_feeds:
     with pytest.raises(NotFound):
         feeds.show("f")
     store.close()
-    with StoreReader(before_feeds) as folder:
+    with SessionReader(before_feeds) as folder:
         assert folder.session_ids() == ["still-open", "ended-1", "ended-0"]
     assert (before_feeds / "turngate.db").read_bytes() == content and schema(before_feeds) == 3

@@ -20,7 +20,7 @@ from turngate.errors import StoreError
 from turngate.server.app import Gateway
 from turngate.store.outcomes import DamagedOutcome
 from turngate.store.sqlite import Store
-from turngate.verify import Renderers, Scorer, StoreReader, Verdict, VerifyOptions, verify
+from turngate.verify import Renderers, Scorer, SessionReader, Verdict, VerifyOptions, verify
 from turngate.views.verdict import open_row_source
 
 SEEN: list[Verdict] = []
@@ -33,7 +33,7 @@ def verdicts(gateway: Gateway, scorer: Scorer | None = None, every: int = 1) -> 
     data, found = Path(gateway.config.data), []
     if not (data / "turngate.db").is_file():
         return []
-    with StoreReader(data) as folder, open_row_source(data) as rows:
+    with SessionReader(data) as folder, open_row_source(data) as rows:
         for session in folder.session_ids():
             if next(_numbers) % every:
                 continue

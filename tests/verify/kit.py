@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from turngate.render import Renderer
-from turngate.verify import Renderers, RowSource, ScriptedScorer, StoreReader, Verdict, VerifyOptions, verify
+from turngate.verify import Renderers, RowSource, ScriptedScorer, SessionReader, Verdict, VerifyOptions, verify
 from turngate.verify.store_reader import ContextFacts, NodeRow, TurnFacts
 from turngate.views.verdict import open_row_source
 
@@ -26,7 +26,7 @@ def verdict(
     **means: Any,
 ) -> Verdict:
     """The verdict on a session of a folder, with everything that a test has at hand."""
-    with StoreReader(data) as folder, open_row_source(data) as real:
+    with SessionReader(data) as folder, open_row_source(data) as real:
         given = VerifyOptions(
             rows=rows or real,
             renderers=Renderers(given=renderer),
@@ -39,7 +39,7 @@ def verdict(
 
 def all_fine(data: Path, *, renderer: Renderer | None = None, replay: bool = True) -> list[Verdict]:
     """Every session of a folder is as it should be, and all of it was looked at."""
-    with StoreReader(data) as folder:
+    with SessionReader(data) as folder:
         sessions = folder.session_ids()
     found = [verdict(data, session, renderer=renderer, replay=replay) for session in sessions]
     for one in found:

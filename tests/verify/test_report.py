@@ -30,8 +30,8 @@ from turngate.engines.scripted import derive_logprobs
 from turngate.errors import ConfigError, EngineError, EngineUnavailable, NotFound
 from turngate.verify import (
     Renderers,
+    SessionReader,
     SpotChecker,
-    StoreReader,
     TemplateDifference,
     Verdict,
     VerifyOptions,
@@ -221,7 +221,7 @@ def test_an_engine_that_goes_away_does_not_hide_what_is_wrong(
         t.sql("UPDATE sessions SET status='zzz\x1b[2J' WHERE key=?", t.key)
     real = verify
 
-    def gone(folder: StoreReader, session_id: str, means: VerifyOptions) -> Verdict:
+    def gone(folder: SessionReader, session_id: str, means: VerifyOptions) -> Verdict:
         if session_id == session:
             raise EngineUnavailable("nobody listens")
         return real(folder, session_id, means)
@@ -276,7 +276,7 @@ def test_what_verify_falls_over_does_not_hide_the_others(recorded: Recorded, mon
     data, session, _ = recorded
     real = verify
 
-    def falls(folder: StoreReader, session_id: str, means: VerifyOptions) -> Verdict:
+    def falls(folder: SessionReader, session_id: str, means: VerifyOptions) -> Verdict:
         if session_id == session:
             raise RuntimeError("a fault of ours")
         return real(folder, session_id, means)
@@ -344,7 +344,7 @@ def test_vllm_scores_each_branch_once(recorded: Recorded, engine: Any, capsys: A
 def test_an_engine_that_thinks_otherwise_is_told_token_by_token(recorded: Recorded, engine: Any) -> None:
     data, _, short = recorded
     engine.off = -0.05
-    with StoreReader(data) as folder, open_row_source(data) as rows:
+    with SessionReader(data) as folder, open_row_source(data) as rows:
         means = VerifyOptions(rows=rows, scorer=VLLMScorer(engine.url, "m"), tolerance=0.02)
         found = verify(folder, short, means)
         assert wrong(found) == {"logprobs"}
@@ -476,7 +476,7 @@ def test_every_second_session_that_ends_is_looked_at_in_the_background(recorded:
     done = threading.Event()
 
     def look(session_id: str) -> Verdict:
-        with StoreReader(data) as folder, open_row_source(data) as rows:
+        with SessionReader(data) as folder, open_row_source(data) as rows:
             return verify(folder, session_id, VerifyOptions(rows=rows, renderers=Renderers()))
 
     def told(verdict: Verdict) -> None:

@@ -34,9 +34,9 @@ from turngate.verify import (
     Replay,
     Scorer,
     ScriptedScorer,
+    SessionReader,
     SkippedCheck,
     StoredSession,
-    StoreReader,
     TranscriptComparison,
     Verdict,
     VerifyOptions,
@@ -95,7 +95,7 @@ def _iterate_verdicts(options: VerifyCommandOptions) -> Iterator[Verdict]:
     data = Path(options.data)
     _check_options(options)
     scorer, renderers = _build_scorer(options), _build_renderers(options)
-    with StoreReader(data) as folder, open_row_source(data) as rows:
+    with SessionReader(data) as folder, open_row_source(data) as rows:
         means = VerifyOptions(
             rows=rows,
             renderers=renderers,
@@ -107,7 +107,7 @@ def _iterate_verdicts(options: VerifyCommandOptions) -> Iterator[Verdict]:
         yield from _verify_selected(folder, options, means)
 
 
-def _verify_selected(folder: StoreReader, options: VerifyCommandOptions, means: VerifyOptions) -> Iterator[Verdict]:
+def _verify_selected(folder: SessionReader, options: VerifyCommandOptions, means: VerifyOptions) -> Iterator[Verdict]:
     if not options.every:
         yield verify(folder, folder.resolve_id(options.session), means)
         return

@@ -38,7 +38,7 @@ from turngate.verify.render import Renderers, check_rendering
 from turngate.verify.replay import TOLERANCE, Scorer, ScriptedScorer, VLLMScorer, check_replay
 from turngate.verify.rows import RowSource, TrainerRow, check_rows, derive_roles
 from turngate.verify.spot_checks import SpotChecker, summarize_verdict
-from turngate.verify.store_reader import StoredContext, StoredSession, StoreReader, UnreadableSession
+from turngate.verify.store_reader import SessionReader, StoredContext, StoredSession, UnreadableSession
 from turngate.verify.structure import check_structure
 
 __all__ = [
@@ -51,9 +51,9 @@ __all__ = [
     "RowSource",
     "Scorer",
     "ScriptedScorer",
+    "SessionReader",
     "SkippedCheck",
     "SpotChecker",
-    "StoreReader",
     "StoredSession",
     "TemplateDifference",
     "TrainerRow",
@@ -83,7 +83,7 @@ class VerifyOptions(msgspec.Struct, frozen=True, kw_only=True):
     transcript: TranscriptComparison | None = None
 
 
-def verify(reader: StoreReader, session_id: str, options: VerifyOptions) -> Verdict:
+def verify(reader: SessionReader, session_id: str, options: VerifyOptions) -> Verdict:
     """Verify one session. Raises only if there is no session of that id or the engine cannot be reached."""
     for _ in range(_MAX_TRIES):
         try:

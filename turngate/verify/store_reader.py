@@ -348,7 +348,7 @@ _PROGRESS = "SELECT count(*), max(id), sum(delivered) FROM nodes WHERE session=?
 _NO_WAL = "; if it is a copy, also copy turngate.db-wal, which lies beside the original"
 
 
-class StoreReader:
+class SessionReader:
     """Reads sessions from a data folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -372,7 +372,7 @@ class StoreReader:
     def close(self) -> None:
         self._db.close()
 
-    def __enter__(self) -> StoreReader:
+    def __enter__(self) -> SessionReader:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -18,7 +18,7 @@ import msgspec
 
 from turngate.errors import StoreError, TurngateError
 from turngate.store.sqlite import Store
-from turngate.verify import Renderers, RowSource, SpotChecker, StoreReader, Verdict, VerifyOptions, verify
+from turngate.verify import Renderers, RowSource, SessionReader, SpotChecker, Verdict, VerifyOptions, verify
 from turngate.views.session import load_session_view
 
 _LOWEST_PRIORITY = 19  # a `nice` value
@@ -126,7 +126,7 @@ def main(data: Path) -> None:
     renderers = Renderers()  # each tokenizer is loaded once
     for line in sys.stdin.buffer:
         try:
-            with StoreReader(data) as reader, open_row_source(data) as rows:
+            with SessionReader(data) as reader, open_row_source(data) as rows:
                 verdict = verify(
                     reader, msgspec.json.decode(line, type=str), VerifyOptions(rows=rows, renderers=renderers)
                 )
