@@ -142,8 +142,8 @@ def test_a_folder_that_a_gateway_serves_can_be_looked_at(tmp_path: Path, capsys:
         ({"tolerance": -1.0, "engine": "scripted"}, "tolerance: -1 must be 0 or more"),
         ({"tolerance": float("nan"), "engine": "scripted"}, "tolerance: nan must be"),
         ({"session": "abc", "every": True}, "session: give an id or --all"),
-        ({"tokenizer": "/nope"}, "tokenizer: /nope is no tokenizer"),
-        ({"family": "bogus"}, "family: 'bogus' is none of template, .*qwen3"),
+        ({"tokenizer": "/nope"}, "tokenizer: /nope is not a tokenizer"),
+        ({"family": "bogus"}, "family: 'bogus' is not one of template, .*qwen3"),
         ({"rollouts": "/nope"}, "rollouts: there is no folder /nope"),
     ],
 )
@@ -493,7 +493,7 @@ def test_every_second_session_that_ends_is_looked_at_in_the_background(recorded:
     assert [(verdict.session, verdict.ok) for verdict in found] == [(other, True), (session, False)]
     assert checker.verified == 2 and checker.dropped == 0
     assert summarize_verdict(found[1])["wrong"] == [
-        {"check": "checksum", "what": "its bytes are not those that its checksum was made of", "node": 2}
+        {"check": "checksum", "what": "its bytes do not match its checksum", "node": 2}
     ]
     said = [record.getMessage() for record in caplog.records]
     assert any("nobody" in line and "could not be verified" in line for line in said)

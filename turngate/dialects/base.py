@@ -1,7 +1,7 @@
-"""What a dialect is: one wire format, without I/O. The server loops over them; `turn.py` never sees one.
+"""The `Dialect` interface: one wire format, without I/O. The server loops over dialects; the rest of the gateway never sees one.
 
-A dialect declares its routes, where its callers put their key, what its errors look like and how its streams end. Everything else
-about a call is the same for all of them.
+A dialect declares its routes, where callers put their key, what its errors look like and how its streams end. Everything else about a
+call is the same for all dialects.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ Verb = Literal["generate", "stream", "count"]
 
 
 class Route(msgspec.Struct, frozen=True):
-    """A path relative to a base URL. `{model}` in it stands for a model's name. All are POST."""
+    """A path relative to a base URL. `{model}` in it stands for a model name. All routes are POST."""
 
     path: str
     verb: Verb = "generate"
 
 
 class WireRequest(msgspec.Struct, frozen=True):
-    """One request as it came, or without the beginning of its list, where that is known (`known.py`)."""
+    """One HTTP request. `PrefixCache` may have cut the known items out of its body."""
 
     body: bytes
     headers: Mapping[str, str] = {}
     query: Mapping[str, str] = {}
     verb: Verb = "generate"
-    model: str = ""  # named by the path
-    known: Sequence[bytes] = ()  # the items that were cut out of the body
-    history: History | None = None  # made of exactly those: it can be gone on from
-    whole: bytes = b""  # the body before that
+    model: str = ""  # from the path
+    known_items: Sequence[bytes] = ()  # the items that were cut out of the body
+    history: History | None = None  # of exactly these items, to be extended
+    uncut_body: bytes = b""  # the body before the cut
 
     @property
-    def sent(self) -> bytes:
-        """The body as it came."""
-        return self.whole or self.body
+    def received_body(self) -> bytes:
+        """The body as received."""
+        return self.uncut_body or self.body
 
 
 class Stream(Protocol):
@@ -52,7 +52,7 @@ class Stream(Protocol):
     def begin(self) -> bytes: ...
 
     def event(self, event: ReplyEvent) -> bytes:
-        """`Done` gives the terminal event."""
+        """Encode one event. `Done` becomes the terminal event."""
 
     def error(self, error: TurngateError) -> bytes: ...
 
@@ -66,24 +66,26 @@ class Dialect(Protocol):
 
     @property
     def path_prefix(self) -> str:
-        """Paths that begin like this are meant for it: what is not there is refused in its words."""
+        """Path prefix of this dialect. Unknown paths below it are answered in its error format."""
 
     @property
     def list_field(self) -> str:
-        """The field of a request that holds what was said."""
+        """The request field that holds the conversation."""
 
     @property
     def request_id_header(self) -> str:
-        """The response header in which its provider names the request; empty: none."""
+        """The response header that carries the provider's request id; empty: none."""
 
     def read_key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
-        """The secret that the caller presents; empty if none."""
+        """Read the secret that the caller presents; empty if none."""
 
     def decode(self, wire: WireRequest) -> Call: ...
 
     def extend_call(self, call: Call, history: History, wire: WireRequest) -> Call | None:
-        """What `decode` makes of a request that differs from an earlier one, which was `call`, in its headers and its history only.
-        None: that has to be seen."""
+        """Build the call of a request that differs from an earlier one only in headers and history. `call`: the earlier one.
+
+        None: the request has to be decoded whole.
+        """
 
     def stored_history(self, raws: Sequence[bytes]) -> History:
         """Messages as a trace stores them."""
@@ -94,19 +96,19 @@ class Dialect(Protocol):
     def open_stream(self, call: Call) -> Stream: ...
 
     def encode_reply(self, call: Call, done: Done) -> bytes:
-        """A reply that was not asked to be streamed."""
+        """Encode a reply that is not streamed."""
 
     def encode_count(self, tokens: int) -> bytes:
-        """The reply to a call that only asks how many tokens its prompt has."""
+        """Encode the reply to a call that counts its prompt's tokens."""
 
     def encode_models(self, names: Sequence[str], created: int) -> bytes: ...
 
     def encode_model(self, name: str, created: int) -> bytes: ...
 
     def error_status(self, error: TurngateError) -> int:
-        """The HTTP status under which its provider reports such an error."""
+        """The HTTP status with which the provider reports such an error."""
 
     def encode_error(self, error: TurngateError) -> bytes: ...
 
     def sends_in_stream(self, error: TurngateError) -> bool:
-        """Whether its provider tells such an error to a streaming caller inside a stream, even as its first word."""
+        """Whether the provider sends such an error inside the stream, even as its first event."""

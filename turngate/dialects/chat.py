@@ -1,7 +1,7 @@
 """OpenAI Chat Completions: `POST /v1/chat/completions`.
 
-Decoding scans the body into raw messages and looks inside only those that are new; every other field is checked here, so that a
-wrong one is refused by name in OpenAI's own error shape.
+Decoding splits the body into raw messages and decodes only those that are new. Every other field is checked here, so that a wrong one is
+refused by name in OpenAI's own error format.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class ChatTools:
 
 
 class Chat:
-    """The dialect."""
+    """The chat dialect."""
 
     name = "chat"
     routes = (Route("/v1/chat/completions"), Route("/chat/completions"))
@@ -196,7 +196,7 @@ class Chat:
         constraint, offered = _decode_constraint(request, tools)
         return Call(
             model=request.model,
-            history=ChatHistory([*wire.known, *map(bytes, request.messages)]),
+            history=ChatHistory([*wire.known_items, *map(bytes, request.messages)]),
             tools=tools if offered else None,
             sampling=validate_sampling(
                 {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
@@ -209,13 +209,13 @@ class Chat:
             template_hints={} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort},
             stream=bool(request.stream),
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
-            body=wire.sent,
+            body=wire.received_body,
             **call_fields_from_headers(wire.headers, FORWARDED_HEADERS),
         )
 
     def extend_call(self, call: Call, history: History, wire: WireRequest) -> Call:
         return msgspec.structs.replace(
-            call, history=history, body=wire.sent, **call_fields_from_headers(wire.headers, FORWARDED_HEADERS)
+            call, history=history, body=wire.received_body, **call_fields_from_headers(wire.headers, FORWARDED_HEADERS)
         )
 
     def stored_history(self, raws: Sequence[bytes]) -> ChatHistory:
@@ -241,7 +241,7 @@ class Chat:
         )
 
     def encode_count(self, tokens: int) -> bytes:
-        raise AssertionError("this dialect has no route that counts")
+        raise AssertionError("this dialect has no route that counts tokens")
 
     def encode_models(self, names: Sequence[str], created: int) -> bytes:
         return encode_model_list(names, created)
@@ -305,7 +305,7 @@ class ChatStream:
 
 
 def message_to_wire(message: Message) -> dict[str, Json]:
-    """A message in this format."""
+    """Encode a message in this format."""
     wire: dict[str, Json] = {"role": message.role, "content": message.content}
     if message.reasoning:
         wire["reasoning_content"] = message.reasoning
@@ -353,7 +353,7 @@ def _decode_call(wire: _WireCall) -> ToolCall:
 
 
 def _decode_content(content: str | list[_Part] | None, where: str) -> tuple[str, str]:
-    """The text of some content, and why it is more than text, if it is."""
+    """Read the text of some content, and why a text-only model cannot read all of it, if so."""
     if isinstance(content, str):
         return content, ""
     texts = []
@@ -412,7 +412,7 @@ def _max_tokens(request: _Request) -> int | None:
 
 
 def _decode_constraint(request: _Request, tools: ChatTools | None) -> tuple[Constraint | None, bool]:
-    """What the output is forced into, and whether the tools are offered at all."""
+    """Decode the shape that the output must have, and whether the tools are offered at all."""
     try:
         choice: Json = msgspec.json.decode(request.tool_choice)
     except DECODE_ERRORS as error:
@@ -421,7 +421,7 @@ def _decode_constraint(request: _Request, tools: ChatTools | None) -> tuple[Cons
     shape = _decode_response_format(request)
     if forced is not None and shape is not None:
         raise BadRequest(
-            "tool_choice: a forced tool and response_format cannot both hold; leave one out", param="tool_choice"
+            "tool_choice: a forced tool and response_format cannot be combined; leave one out", param="tool_choice"
         )
     return forced or shape, choice != "none"
 
@@ -484,16 +484,16 @@ def _finish_reason(done: Done) -> str:
 def _usage_to_wire(usage: Usage | None) -> Json:
     if usage is None:
         return None
-    told: dict[str, Json] = {
+    wire: dict[str, Json] = {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
     if usage.cached_tokens:
-        told["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
+        wire["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
     if usage.reasoning_tokens:
-        told["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
-    return told
+        wire["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+    return wire
 
 
 def _reply_head(call: Call, kind: str) -> dict[str, Json]:

@@ -79,7 +79,7 @@ _FORWARDED_HEADERS = ("x-goog-api-client",)
 
 
 class Gemini:
-    """The dialect."""
+    """The gemini dialect."""
 
     name = "gemini"
     routes = tuple(
@@ -116,7 +116,7 @@ class Gemini:
             template_hints=_template_hints(thinking),
             stream=wire.verb == "stream",
             dialect=self.name,
-            body=wire.sent,
+            body=wire.received_body,
             reply_options=GeminiReplyOptions(
                 thinking.include_thoughts, wire.query.get("alt", wire.query.get("$alt")) == "sse"
             ),
@@ -125,7 +125,7 @@ class Gemini:
 
     def extend_call(self, call: Call, history: History, wire: WireRequest) -> Call:
         return msgspec.structs.replace(
-            call, history=history, body=wire.sent, **call_fields_from_headers(wire.headers, _FORWARDED_HEADERS)
+            call, history=history, body=wire.received_body, **call_fields_from_headers(wire.headers, _FORWARDED_HEADERS)
         )
 
     def stored_history(self, raws: Sequence[bytes]) -> GeminiHistory:
@@ -185,7 +185,7 @@ def _decode_request(wire: WireRequest) -> dict[str, msgspec.Raw]:
 
 def _decode_history(request: dict[str, msgspec.Raw], wire: WireRequest) -> GeminiHistory:
     new = map(bytes, read_items(request["contents"], "contents")) if "contents" in request else ()
-    contents = [*wire.known, *new]
+    contents = [*wire.known_items, *new]
     if not contents:
         raise field_error("contents", "contents is not specified; it must hold at least one content")
     system = request.get("systemInstruction")

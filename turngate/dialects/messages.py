@@ -95,7 +95,7 @@ _request = msgspec.json.Decoder(_Request)
 
 
 class Messages:
-    """The dialect."""
+    """The messages dialect."""
 
     name = "messages"
     routes = (
@@ -122,7 +122,7 @@ class Messages:
         tools = (
             MessagesTools(bytes(request.tools)) if is_given(request.tools) and bytes(request.tools) != b"[]" else None
         )
-        items = [*wire.known, *map(bytes, request.messages)]
+        items = [*wire.known_items, *map(bytes, request.messages)]
         history = MessagesHistory(items, tools, _decode_system_prompt(request.system), wire.history)
         if not history.raws:
             raise field_error("messages", "none of them says anything")
@@ -148,7 +148,7 @@ class Messages:
             stream=bool(request.stream),
             include_usage=True,
             dialect=self.name,
-            body=wire.sent,
+            body=wire.received_body,
             reply_options=reply.MessagesReplyOptions(hidden, is_given(request.context_management)),
             **call_fields_from_headers(wire.headers, _FORWARDED_HEADERS),
         )
@@ -157,7 +157,7 @@ class Messages:
         if not isinstance(history, MessagesHistory) or history.last == "assistant":
             return None  # which is refused, or not
         return msgspec.structs.replace(
-            call, history=history, body=wire.sent, **call_fields_from_headers(wire.headers, _FORWARDED_HEADERS)
+            call, history=history, body=wire.received_body, **call_fields_from_headers(wire.headers, _FORWARDED_HEADERS)
         )
 
     def stored_history(self, raws: Sequence[bytes]) -> MessagesHistory:

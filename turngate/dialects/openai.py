@@ -1,4 +1,4 @@
-"""What OpenAI's two formats share: how models are listed and how errors read."""
+"""What OpenAI's two dialects share: the list of models and the form of errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import orjson
 from turngate.errors import TurngateError
 from turngate.types import Json
 
-FORWARDED_HEADERS = ("openai-beta",)  # headers that go along to the provider
+FORWARDED_HEADERS = ("openai-beta",)  # sent on to the provider
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -25,7 +25,7 @@ _TYPES = {
 def error_body(
     error: TurngateError, *, message: str | None = None, param: str | None = None, code: str | None = None
 ) -> Json:
-    """`message`, `param`, `code`: where the format has other words for them than the error itself."""
+    """Build the body of an error. `message`, `param`, `code`: override the error's own."""
     return {
         "error": {
             "message": message or error.message,

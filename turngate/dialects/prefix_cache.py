@@ -1,13 +1,13 @@
-"""Requests of one session begin alike: an agent sends everything that was said, and then what is new. What is known byte for byte need
-not be read again.
+"""Decode only the new part of a request. An agent sends its whole conversation with every call, so a session's requests start alike,
+and bytes that were decoded before need not be decoded again.
 
-A request is a list (its `messages`, `input` or `contents`) in a frame: the other fields, before and after it. Its list is compared with
-those of the session's newest requests. There are three ways to read it, which all lead to the same call:
+A request is a list (`messages`, `input` or `contents`) in a frame: the other fields, before and after it. The list is compared with those
+of the session's latest requests. There are three ways to decode it, and all give the same call:
 
-- The list goes on from a known one, and the frame is the same: only the new items are read, the rest is the earlier call's.
-- The list begins like a known one, but something else changed: the known items are cut out of the body, which leaves a request like any
-  other, only shorter, for the dialect to decode.
-- Nothing is known, it is spelled in an unusual way, or something is wrong with it: it is decoded whole.
+- The list extends a known one and the frame is the same: only the new items are decoded; everything else is the earlier call's.
+- The list starts like a known one, but something else changed: the known items are cut out of the body, and the dialect decodes the
+  shorter request.
+- The list is unknown, spelled unusually or invalid: the request is decoded whole.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from turngate.dialects.wire import DECODE_ERRORS, without_lone_surrogates
 from turngate.errors import BadRequest
 from turngate.types import Call, History, Message
 
-_MAX_LISTS = 4  # lines of work that are remembered, as in the trace
-_MAX_FRAMES = 64  # that sessions share
-_MAX_SHARED_FRAME = 256_000  # bytes of one that is not shared
+_MAX_LISTS = 4  # conversations remembered per session, as in the trace
+_MAX_FRAMES = 64  # shared by all sessions
+_MAX_SHARED_FRAME = 256_000  # bytes; larger ones are not shared
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _raws = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class _Frame(msgspec.Struct, frozen=True):
-    """All of a request but its list. It is proven that the list stands between these two, and that no other one of its name follows."""
+    """A request without its list. It was checked that the list stands between `head` and `tail` and is the only one of its name."""
 
     head: bytes
     tail: bytes
-    asked: tuple[object, ...]  # what came with it besides its headers
-    call: Call  # what it is, with nothing said
+    key: tuple[object, ...]  # what else the request depends on: verb, model, query
+    call: Call  # the call without its history
 
 
 class _KnownList(msgspec.Struct, frozen=True):
@@ -48,24 +48,24 @@ class _KnownList(msgspec.Struct, frozen=True):
 
 
 class _Match(msgspec.Struct, frozen=True):
-    """Where a body's list begins, how many of its items are those of a known list, and where the first new one begins."""
+    """How much of a body's list is known: where the list starts, how many items match, and where the first new one starts."""
 
-    begin: int
+    list_start: int
     count: int
-    at: int
+    new_start: int
     known: _KnownList
 
 
 class FrameCache:
-    """Sessions of one run mostly send the same frame: the same tools, the same system prompt. It is kept once."""
+    """Frames that sessions share. Sessions of one run mostly send the same tools and system prompt, which are kept once."""
 
     def __init__(self) -> None:
         self._frames: OrderedDict[tuple[object, ...], _Frame] = OrderedDict()
 
-    def shared(self, frame: _Frame) -> _Frame:
+    def intern(self, frame: _Frame) -> _Frame:
         if len(frame.head) + len(frame.tail) > _MAX_SHARED_FRAME:
             return frame
-        key = (frame.call.dialect, frame.head, frame.tail, *frame.asked)
+        key = (frame.call.dialect, frame.head, frame.tail, *frame.key)
         known = self._frames.setdefault(key, frame)
         self._frames.move_to_end(key)
         if len(self._frames) > _MAX_FRAMES:
@@ -74,47 +74,47 @@ class FrameCache:
 
 
 class PrefixCache:
-    """The lists of one session's newest requests, in one dialect."""
+    """Decodes one session's requests in one dialect, and remembers the lists of the latest ones."""
 
     def __init__(self, dialect: Dialect, frames: FrameCache) -> None:
         self._dialect = dialect
         self._frames = frames
         self._field = field = dialect.list_field
         self._marks = (f'"{field}":['.encode(), f'"{field}": ['.encode())
-        self._lists: list[_KnownList] = []  # the newest last
+        self._lists: list[_KnownList] = []  # newest last
 
     def decode(self, wire: WireRequest) -> Call:
-        """The call that a request is: what its dialect makes of it, read as far as it is new."""
-        place = self._find(wire.body)
-        if place is not None:
-            with suppress(BadRequest):  # what is wrong is told of the whole body
-                call = self._gone_on(wire, place) or self._shortened(wire, place)
+        """Decode a request as its dialect does, but only the part that is new."""
+        match = self._find(wire.body)
+        if match is not None:
+            with suppress(BadRequest):  # decoding the whole body raises the error with the right positions
+                call = self._extend_known(wire, match) or self._decode_shortened(wire, match)
                 if call is not None:
                     return call
         clean = without_lone_surrogates(wire.body)
         call = self._dialect.decode(wire if clean is wire.body else msgspec.structs.replace(wire, body=clean))
-        self._remember(call.history, self._framed(wire, call) if clean is wire.body else None)
+        self._remember(call.history, self._build_frame(wire, call) if clean is wire.body else None)
         return call
 
     def _find(self, body: bytes) -> _Match | None:
-        """What is known of the body's list. None: nothing."""
+        """Find the known list that matches most of the body's list; None if none does."""
         best: _Match | None = None
-        begin = self._begin(body) if self._lists else 0
-        for known in reversed(self._lists if begin else ()):
-            count, at = _match_items(body, begin, known.items)
+        start = self._find_list(body) if self._lists else 0
+        for known in reversed(self._lists if start else ()):
+            count, at = _match_items(body, start, known.items)
             if count > (best.count if best is not None else 0):
-                best = _Match(begin, count, at, known)
+                best = _Match(start, count, at, known)
         return best
 
-    def _gone_on(self, wire: WireRequest, place: _Match) -> Call | None:
-        """The call, where nothing but the end of the list is new."""
-        known, body = place.known, wire.body
+    def _extend_known(self, wire: WireRequest, match: _Match) -> Call | None:
+        """Build the call if only the end of the list is new."""
+        known, body = match.known, wire.body
         frame = known.frame
-        if frame is None or place.count < len(known.items) or frame.asked != _request_key(wire):
+        if frame is None or match.count < len(known.items) or frame.key != _request_key(wire):
             return None
-        if len(frame.head) != place.begin or not body.startswith(frame.head) or not body.endswith(frame.tail):
+        if len(frame.head) != match.list_start or not body.startswith(frame.head) or not body.endswith(frame.tail):
             return None
-        new = body[place.at : len(body) - len(frame.tail)]
+        new = body[match.new_start : len(body) - len(frame.tail)]
         try:
             items = _raws.decode(b"[" + new + b"]")
         except DECODE_ERRORS:
@@ -124,56 +124,56 @@ class PrefixCache:
         history = known.history.extend([*known.items, *map(bytes, items)])
         call = self._dialect.extend_call(frame.call, history, wire)
         if call is not None:
-            self._remember(history, frame, place)
+            self._remember(history, frame, match)
         return call
 
-    def _shortened(self, wire: WireRequest, place: _Match) -> Call | None:
-        """The call, decoded from a body without the items that are known."""
-        known, body = place.known, wire.body
-        short = body[: place.begin] + body[place.at :]
+    def _decode_shortened(self, wire: WireRequest, match: _Match) -> Call | None:
+        """Decode the body without its known items."""
+        known, body = match.known, wire.body
+        short = body[: match.list_start] + body[match.new_start :]
         if without_lone_surrogates(short) is not short:
             return None
-        history = known.history if place.count == len(known.items) else None
-        told = wire.headers, wire.query, wire.verb, wire.model
-        call = self._dialect.decode(WireRequest(short, *told, known.items[: place.count], history, body))
-        frame = self._framed(wire, call)
+        history = known.history if match.count == len(known.items) else None
+        unchanged = wire.headers, wire.query, wire.verb, wire.model
+        call = self._dialect.decode(WireRequest(short, *unchanged, known.items[: match.count], history, body))
+        frame = self._build_frame(wire, call)
         if frame is not None:
-            self._remember(call.history, frame, place)
+            self._remember(call.history, frame, match)
         return None if frame is None else call
 
-    def _remember(self, history: History, frame: _Frame | None, place: _Match | None = None) -> None:
-        """This request was decoded: the next one will begin like it."""
-        known = 0 if place is None else place.count
+    def _remember(self, history: History, frame: _Frame | None, match: _Match | None = None) -> None:
+        """Remember a decoded request: the next one will start like it."""
+        known = 0 if match is None else match.count
         if not all(item.startswith(b"{") for item in history.items[known:]):
-            return  # a number, say, may be the beginning of another one; an object ends where it ends
-        # What it went on from, or most of it, will not come again.
-        kept = [old for old in self._lists if place is None or old is not place.known or known * 2 <= len(old.items)]
+            return  # a number may be the start of a longer one; the end of an object is unambiguous
+        # The list that this one extends (or most of which it repeats) will not be sent again.
+        kept = [old for old in self._lists if match is None or old is not match.known or known * 2 <= len(old.items)]
         self._lists = [*kept[1 - _MAX_LISTS :], _KnownList(history.items, history, frame)]
 
-    def _begin(self, body: bytes) -> int:
-        """Where the list seems to begin."""
+    def _find_list(self, body: bytes) -> int:
+        """Find where the list seems to start; 0 if nowhere."""
         for mark in self._marks:
             if (at := body.find(mark)) >= 0:
                 return at + len(mark)
         return 0
 
-    def _framed(self, wire: WireRequest, call: Call) -> _Frame | None:
-        """The frame of a request. None: its list is not where it seems to be, or not the only one of its name."""
-        body, items, begin = wire.body, call.history.items, self._begin(wire.body)
-        if not begin or not items:
+    def _build_frame(self, wire: WireRequest, call: Call) -> _Frame | None:
+        """Build the frame of a request. None: its list is not where it seems to be, or not the only one of its name."""
+        body, items, start = wire.body, call.history.items, self._find_list(wire.body)
+        if not start or not items:
             return None
-        count, at = _match_items(body, begin, items[:-1])
+        count, at = _match_items(body, start, items[:-1])
         end = at + len(items[-1])
         if count + 1 != len(items) or not body.startswith(items[-1] + b"]", at):
             return None
-        head, tail = body[:begin], body[end:]
-        if not self._opens(head) or self._field in _fields.decode(b'{"":[0' + tail):
+        head, tail = body[:start], body[end:]
+        if not self._opens_list(head) or self._field in _fields.decode(b'{"":[0' + tail):
             return None
         plain = msgspec.structs.replace(call, history=_EMPTY_HISTORY, body=b"", forwarded_headers={})
-        return self._frames.shared(_Frame(head, tail, _request_key(wire), plain))
+        return self._frames.intern(_Frame(head, tail, _request_key(wire), plain))
 
-    def _opens(self, head: bytes) -> bool:
-        """Whether the list does begin where `head` ends: closed there, it has to be the last field of a whole request, and empty."""
+    def _opens_list(self, head: bytes) -> bool:
+        """Whether the list starts where `head` ends: closed there, it must be the last field of a valid request, and empty."""
         try:
             fields = _fields.decode(head + b"]}")
         except DECODE_ERRORS:
@@ -182,7 +182,7 @@ class PrefixCache:
 
 
 class _EmptyHistory:
-    """The history of a frame."""
+    """The history of a frame's call, which holds no messages."""
 
     raws: list[bytes] = []
     items: Sequence[bytes] = ()
@@ -198,12 +198,12 @@ _EMPTY_HISTORY = _EmptyHistory()
 
 
 def _request_key(wire: WireRequest) -> tuple[object, ...]:
-    """Without the key, which is a session's secret: frames are shared, and outlive it."""
+    """What a request depends on besides its body and headers, without the secret key: frames are shared between sessions."""
     return wire.verb, wire.model, *sorted(item for item in wire.query.items() if item[0] != "key")
 
 
 def _match_items(body: bytes, at: int, items: Sequence[bytes]) -> tuple[int, int]:
-    """How many of the items follow each other from `at` on, with another one after them, and where that one begins."""
+    """Count the items that stand at `at`, one after the other and followed by another item. Also return where that one starts."""
     joined = b",".join(items)
     if body.startswith(joined, at) and (following := _next_item(body, at + len(joined))):
         return len(items), following
@@ -216,7 +216,7 @@ def _match_items(body: bytes, at: int, items: Sequence[bytes]) -> tuple[int, int
 
 
 def _next_item(body: bytes, end: int) -> int:
-    """Where the item after one that ends there begins. 0: there is none, or it is parted from it in an unusual way."""
+    """Find the start of the item after one that ends at `end`. 0: there is none, or the separator is unusual."""
     if not body.startswith(b",", end):
         return 0
     return end + 2 if body.startswith(b" ", end + 1) else end + 1

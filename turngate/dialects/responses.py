@@ -95,7 +95,7 @@ _list = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class Responses:
-    """The dialect."""
+    """The responses dialect."""
 
     name = "responses"
     routes = (
@@ -138,7 +138,7 @@ class Responses:
             stream=bool(request.stream),
             include_usage=True,
             dialect=self.name,
-            body=wire.sent,
+            body=wire.received_body,
             reply_options=ResponsesReplyOptions(
                 echo=_echo_request(request, reasoning),
                 tools=OfferedTools((*((offered,) if offered is not None else ()), *items.searched_tools())),
@@ -152,7 +152,7 @@ class Responses:
         if not isinstance(history, ResponsesHistory) or history.offered or history.found:
             return None  # tools that come with the items are among those of the call
         return msgspec.structs.replace(
-            call, history=history, body=wire.sent, **call_fields_from_headers(wire.headers, FORWARDED_HEADERS)
+            call, history=history, body=wire.received_body, **call_fields_from_headers(wire.headers, FORWARDED_HEADERS)
         )
 
     def stored_history(self, raws: Sequence[bytes]) -> ResponsesHistory:
@@ -225,7 +225,7 @@ def _decode_history(request: _Request, wire: WireRequest) -> ResponsesHistory:
         else []
     )
     instructions = _build_message_item("system", request.instructions) if request.instructions else b""
-    found = ResponsesHistory([*wire.known, *items], instructions, wire.history)
+    found = ResponsesHistory([*wire.known_items, *items], instructions, wire.history)
     if not found.raws:
         raise field_error("input", "must hold at least one item")
     return found

@@ -1,4 +1,4 @@
-"""What all dialects need to read wire JSON: absent fields, clear reasons, checked sampling, tools and forced tools."""
+"""Tools for decoding wire JSON that all dialects share: absent fields, error messages, validation of sampling, tools and tool choice."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import numpy as np
 from turngate.errors import BadRequest
 from turngate.types import Constraint, Json, Sampling, Tool
 
-# A raw field that was left out reads like one that is null.
+# An absent raw field reads like one that is null.
 ABSENT = msgspec.Raw(b"null")
-# What decoding raises: wrong types or syntax, bytes that are no UTF-8, nesting without end.
+# What decoding raises: wrong types or syntax, invalid UTF-8, too deep nesting.
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-_MAX_DEPTH = 200  # levels of a schema; encoders give up at 254
+_MAX_DEPTH = 200  # levels of a schema; encoders fail at 254
 
 
-_SHORT_BODY = 4_000  # bytes; in less, an ordinary search is over before the other has begun
+_SHORT_BODY = 4_000  # bytes; below it, a plain search is faster
 _SURROGATE_START = re.compile(rb"\\u[dD]")
 _ESCAPE = int.from_bytes(b"\\u", "little")
 _SURROGATES = re.compile(
@@ -29,15 +29,14 @@ _SURROGATES = re.compile(
 
 
 def without_lone_surrogates(body: bytes) -> bytes:
-    """JSON in which half of a character is the replacement character. Programs in JavaScript cut strings in the middle of one."""
+    """Replace lone surrogates in JSON by the replacement character. JavaScript programs may cut a string inside a character."""
     if not _has_surrogates(body):
         return body
     return _SURROGATES.sub(lambda found: b"\\ufffd" if len(found[0]) == 6 else found[0], body)
 
 
 def _has_surrogates(body: bytes) -> bool:
-    r"""Whether there is a `\ud` in it, in either case. In a long one looked for two bytes at a time, which is far faster than Python's
-    own search."""
+    r"""Whether the body holds `\ud`, in either case. A long body is searched two bytes at a time, far faster than Python's own search."""
     if len(body) < _SHORT_BODY:
         return _SURROGATE_START.search(body) is not None
     for start in (0, 1):
@@ -59,7 +58,7 @@ def is_given(raw: msgspec.Raw) -> bool:
 
 
 def describe_error(error: Exception) -> str:
-    """msgspec's message with our field names: `max_tokens: Expected `int | null`, got `str``."""
+    """msgspec's message with the field's name first: `max_tokens: Expected `int | null`, got `str``."""
     text = str(error)
     found = re.search(r" - at `\$?\.?(.*)`$", text)
     return f"{found[1]}: {text[: found.start()]}" if found else text
@@ -75,7 +74,7 @@ def field_error(field: str, why: str) -> BadRequest:
 
 
 def require_shallow(value: Json, field: str) -> Json:
-    """The value, if it is not nested deeper than everything that has to read or write it later can follow."""
+    """Return the value, or raise if it is nested too deeply for the code that later reads and writes it."""
     level = [value]
     for _ in range(_MAX_DEPTH):
         inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
@@ -86,7 +85,7 @@ def require_shallow(value: Json, field: str) -> Json:
 
 
 def one_line(json: str) -> str:
-    """The same JSON on one line, for an event of a stream. Line breaks are never part of a JSON string."""
+    """Put JSON on one line, for an event of a stream. Line breaks are never part of a JSON string."""
     return json.translate(_ONE_LINE)
 
 
@@ -99,14 +98,14 @@ def bearer_token(headers: Mapping[str, str]) -> str:
 
 
 def is_retry(headers: Mapping[str, str]) -> bool:
-    """The client says that it repeats a call: by the header of the providers' own SDKs, or by our relay's."""
+    """Whether the client repeats a call, according to the header of the providers' SDKs or of our relay."""
     return headers.get("x-stainless-retry-count", "0") not in ("", "0") or headers.get(
         "x-turngate-attempt", "1"
     ) not in ("", "1")
 
 
 def call_fields_from_headers(headers: Mapping[str, str], forwarded: Sequence[str]) -> dict[str, Any]:
-    """The fields of a call that its headers tell. `forwarded`: the headers that a provider of the same dialect receives."""
+    """Build the fields of a call that come from its headers. `forwarded`: the headers that a provider of the same dialect receives."""
     return {
         "retried": is_retry(headers),
         "idempotency_key": headers.get("idempotency-key", ""),
@@ -115,9 +114,9 @@ def call_fields_from_headers(headers: Mapping[str, str], forwarded: Sequence[str
 
 
 def validate_sampling(found: dict[str, Any], names: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """`Sampling` fields, in range. `names`: what the dialect calls them, where it has other names."""
+    """Check that `Sampling` fields are in range. `names`: the dialect's names for them, where they differ."""
     if found.get("top_k") == -1:
-        found = {**found, "top_k": 0}  # the other way to say that it is off
+        found = {**found, "top_k": 0}  # another way to turn it off
     try:
         msgspec.convert(found, Sampling)
     except msgspec.ValidationError as error:
@@ -130,19 +129,19 @@ def validate_sampling(found: dict[str, Any], names: Mapping[str, str] | None = N
 def validate_stops(field: str, stop: str | Sequence[str] | None) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if any(not s for s in stops):
-        raise field_error(field, "an empty string would stop at once")
+        raise field_error(field, "an empty string would stop at once; leave it out")
     if len(stops) > 16:
-        raise field_error(field, f"{len(stops)} strings are more than 16")
+        raise field_error(field, f"{len(stops)} strings are too many; give at most 16")
     return stops
 
 
 def placeholder(kind: str, data: bytes) -> str:
-    """What stands in a message's text for something that is no text. Two of them are not the same."""
+    """Text that stands for something that is not text. It differs for different data."""
     return f"[{kind} {blake2b(data, digest_size=8).hexdigest()}]"
 
 
 def function_tool(name: str, description: str | None, parameters: Json) -> Tool:
-    """A tool in the form that chat templates know."""
+    """Build a tool in the form that chat templates expect."""
     function: dict[str, Json] = {"name": name}
     if description is not None:
         function["description"] = description
@@ -151,14 +150,14 @@ def function_tool(name: str, description: str | None, parameters: Json) -> Tool:
 
 
 def require_any_tool(tools: Sequence[Tool], *, parallel: bool) -> Constraint:
-    """The reply has to be calls of some of these tools."""
+    """Require the reply to be one or more calls of these tools."""
     calls = [_build_call_schema(tool) for tool in tools]
     most = {} if parallel else {"maxItems": 1}
     return Constraint("tools", {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}})
 
 
 def require_tool(tools: Sequence[Tool], name: str, field: str) -> Constraint:
-    """The reply has to be a call of this tool."""
+    """Require the reply to be a call of this tool."""
     tool = next((t for t in tools if t.name == name), None)
     if tool is None:
         raise field_error(field, f"{name!r} is not among the tools")
