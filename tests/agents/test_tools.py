@@ -127,7 +127,7 @@ async def test_through_the_door_of_a_sandbox(tmp_path: Path) -> None:
         assert call["arguments"] == {"text": "x"}
         connection = Connection("", 0)
         for method, path in (("GET", "/v1/tools"), ("POST", "/v1/tools/answer")):
-            connection.passed(method, path)
+            connection.count_call(method, path)
         assert connection.generations == 0  # a tool call samples nothing
 
 

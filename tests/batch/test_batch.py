@@ -307,7 +307,7 @@ def test_the_command_tells_what_came_of_it_and_where_it_is(home: Path) -> None:
         (["--concurrency", "0"], "concurrency: 0 must be at least 1"),
         (["--retries", "-1"], "retries: -1 must be at least 0"),
         (["--name", "a/b"], "name: 'a/b' must be 1 to 64 letters, digits"),
-        (["--only", "three"], "task: nothing in"),
+        (["--only", "three"], "task: no task in"),
         (["--on-timeout", "ignore"], "on_timeout: 'ignore' is none of grade, exclude, zero"),
         (["--out", "/dev/null/x"], "out: /dev/null/x cannot be written"),
         (["--resume"], "resume: "),

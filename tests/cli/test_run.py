@@ -84,8 +84,8 @@ def sessions(data: Path) -> list[tuple[str, str]]:
     [
         ([], "task: give either --task PATH or --prompt TEXT"),
         (["--task", "x", "--prompt", "y"], "task: give either --task PATH or --prompt TEXT"),
-        (["--task", "/no/such/task"], "task: there is no /no/such/task; give a folder with an instruction.md"),
-        (["--prompt", " "], "task: prompt is empty; it has to say what is asked"),
+        (["--task", "/no/such/task"], "task: /no/such/task does not exist; give a folder with an instruction.md"),
+        (["--prompt", " "], "task: prompt is empty; write what the agent should do"),
         (["--prompt", "x", "--network", "some"], "network: 'some' is neither none nor open"),
         (["--prompt", "x", "--sandbox", "vm"], "there is no backend 'vm'; choose one of: local, bubblewrap, docker"),
         (["--prompt", "x"], "options.command: shell requires it; give --set command=… (the command line to run"),

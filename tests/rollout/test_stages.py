@@ -206,14 +206,14 @@ async def test_a_setup_that_fails_is_the_tasks_fault(stage: Stage) -> None:
     outcome = await stage.run(task=task)
     boundary, where, message = fault(outcome)
     assert (boundary, where) == ("task", "setup")
-    assert message.startswith("setup.sh ended with exit code 1: ") and "/no/such/file" in message
+    assert message.startswith("setup.sh failed with exit code 1: ") and "/no/such/file" in message
     assert outcome.session == "" and await stage.open_sessions() == []
     assert stage.stages == ["sandbox", "files", "setup", "clean", "done"]
 
 
 async def test_a_setup_that_takes_too_long_is_the_tasks_fault(stage: Stage) -> None:
     outcome = await stage.run(task=Task(id="t", instruction="x", setup="sleep 6303", setup_timeout_s=0.5))
-    assert fault(outcome) == ("task", "setup", "setup.sh ran out of time: it said nothing")
+    assert fault(outcome) == ("task", "setup", "setup.sh took longer than 0.5 s: it printed nothing")
 
 
 async def test_a_setup_finds_the_files_and_no_key(stage: Stage, tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_exit_codes_and_functions_may_decide(tmp_path: Path) -> None:
             r"turngate.setup_timeout: there is no such setting; did you mean",
         ),
         ({"task.toml": '[turngate]\ndecides = "luck"'}, "turngate.decides: 'luck' is not one of"),
-        ({"task.toml": '[turngate]\ngrader = "grade"'}, "neither module:function"),
+        ({"task.toml": '[turngate]\ngrader = "grade"'}, "is not valid; write module:function"),
         ({"task.toml": '[turngate]\ngrader = "no.py:grade"'}, "there is no file"),
         ({"task.toml": "[[turngate.rubric]]\nname = 'a'"}, "either script"),
         ({"task.toml": "[[turngate.rubric]]\nname = 'a'\nscript = '../x.sh'"}, "there is no file"),
@@ -126,7 +126,7 @@ def test_exit_codes_and_functions_may_decide(tmp_path: Path) -> None:
             {
                 "task.toml": "[[turngate.rubric]]\nname = 'a'\nfunction='a:b'\n[[turngate.rubric]]\nname = 'a'\nfunction='a:b'"
             },
-            "two lines are called 'a'",
+            "two entries are called 'a'",
         ),
         (
             {"task.toml": "[[turngate.tools]]\nname = 'answer'\ndescription = 'Say it.'\nschema = { type = 'string' }"},
@@ -137,8 +137,8 @@ def test_exit_codes_and_functions_may_decide(tmp_path: Path) -> None:
             "turngate.tools",
         ),
         ({"task.toml": "[turngate]\nworkdir = 'app'"}, "not an absolute path"),
-        ({"task.toml": "[environment]\nmemory = 'much'"}, "environment.memory: 'much' is no size"),
-        ({"task.toml": "[environment]\nmemory = '1G'\nmemory_mb = 512"}, "memory_mb says 512"),
+        ({"task.toml": "[environment]\nmemory = 'much'"}, "environment.memory: 'much' is not a size"),
+        ({"task.toml": "[environment]\nmemory = '1G'\nmemory_mb = 512"}, "but memory_mb is 512"),
         ({"task.toml": "[environment]\ngpus = 1"}, "environment.gpus"),
         ({"task.toml": "[environment]\nos = 'windows'"}, "environment.os"),
         ({"task.toml": "[verifier.environment]\ncpus = 1"}, "verifier.environment"),
@@ -148,7 +148,10 @@ def test_exit_codes_and_functions_may_decide(tmp_path: Path) -> None:
             {"task.toml": "[verifier]\nenv = { A = '${NOT_SET_ANYWHERE}' }", "tests/test.sh": ""},
             "NOT_SET_ANYWHERE is not set",
         ),
-        ({"task.toml": "[environment]\nenv = { A = '${TURNGATE_ADMIN_KEY:-}' }"}, "the gateway's own"),
+        (
+            {"task.toml": "[environment]\nenv = { A = '${TURNGATE_ADMIN_KEY:-}' }"},
+            "TURNGATE_ADMIN_KEY belongs to Turngate",
+        ),
         ({"tests/check.py": ""}, "has no test.sh"),
         ({"solution/answer.txt": ""}, "has no solve.sh"),
     ],

@@ -60,11 +60,11 @@ async def test_what_does_not_hold_is_said(tmp_path: Path) -> None:
     wrong = {
         "no change scores 1, not 0": script(tmp_path / "lax", "true", "touch done"),
         "the reference solution scores 0, not 1": script(tmp_path / "hard", there, "touch elsewhere"),
-        "solve.sh did not succeed (exit code 3): oh no": script(tmp_path / "fails", there, "echo oh no >&2; exit 3"),
+        "solve.sh failed (exit code 3): oh no": script(tmp_path / "fails", there, "echo oh no >&2; exit 3"),
         "no change: invalid task": script(tmp_path / "dies", "kill -9 $$", "touch done"),
         "has no grader": msgspec.structs.replace(good, grader=None),
         "the reference patch does not apply": msgspec.structs.replace(good, solution=Solution(patch=PATCH)),
-        "setup.sh ended with exit code 1": msgspec.structs.replace(good, setup="false"),
+        "setup.sh failed with exit code 1": msgspec.structs.replace(good, setup="false"),
     }
     for message, task in wrong.items():
         proof = await prove_task(task, ground)

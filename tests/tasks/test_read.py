@@ -138,7 +138,7 @@ def test_parquet(tmp_path: Path) -> None:
     assert isinstance(one.grader, Swe) and one.grader.fail_to_pass == ("tests/test_a.py::test_1",)
     assert isinstance(two.grader, Swe) and (two.grader.install, two.source) == ("", f"{where}, row 2")
     (tmp_path / "broken.parquet").write_text("PAR0")
-    with pytest.raises(TaskError, match="no parquet file"):
+    with pytest.raises(TaskError, match="not a valid parquet file"):
         ids(tmp_path / "broken.parquet")
     assert ids(tmp_path / "t.parquet", limit=1) == ["Org__repo-1"]
 
@@ -173,11 +173,11 @@ def test_a_data_set_of_the_hub(hub: Path) -> None:
     assert next(read_tasks("hf://org/rows@test")).source.startswith(
         "hf://org/rows@test/data/test-00000-of-00001.parquet, row 1"
     )
-    with pytest.raises(TaskError, match=r"name one .*test, train, lite/test"):
+    with pytest.raises(TaskError, match=r"choose one with @split; available: test, train, lite/test"):
         ids("hf://org/rows")
     with pytest.raises(TaskError, match="no split 'dev'"):
         ids("hf://org/rows@dev")
-    with pytest.raises(TaskError, match="hf://org/other cannot be had"):
+    with pytest.raises(TaskError, match="hf://org/other cannot be downloaded"):
         ids("hf://org/other")
     with pytest.raises(TaskError, match="not of the form"):
         ids("hf://rows")
@@ -203,7 +203,7 @@ def test_functions(tmp_path: Path) -> None:
     assert ids("tests.tasks.test_read:a_few") == ["x", "y"]
     for name, complaint in {
         "broken": "KeyError: 'c'",
-        "odd": "gave dict",
+        "odd": "returned dict",
         "later": "gave coroutine",
         "missing": "no function missing",
     }.items():
@@ -229,7 +229,7 @@ def test_only_some_and_only_so_many(tmp_path: Path) -> None:
     assert ids(where, only=["b-?", "a-3"]) == ["b-1", "a-3"]
     wrong = lines(tmp_path / "wrong.jsonl", own("a-1"), own("b-1", files=3), "{")
     assert ids(wrong, only=["a-*"]) == ["a-1"], "the others are nobody's concern"
-    with pytest.raises(TaskError, match=r"nothing in .* matches z\*"):
+    with pytest.raises(TaskError, match=r"no task in .* matches z\*"):
         ids(where, only=["z*"])
     with pytest.raises(TaskError, match="limit: 0"):
         ids(where, limit=0)
@@ -238,7 +238,7 @@ def test_only_some_and_only_so_many(tmp_path: Path) -> None:
 def test_an_id_twice_names_both_places(tmp_path: Path) -> None:
     lines(tmp_path / "a.jsonl", own("same"))
     lines(tmp_path / "b.jsonl", own("other"), own("same"))
-    with pytest.raises(TaskError, match=r"same is in .*a.jsonl, row 1 and in .*b.jsonl, row 2"):
+    with pytest.raises(TaskError, match=r"the id same is used in .*a.jsonl, row 1 and in .*b.jsonl, row 2"):
         ids(tmp_path)
 
 
@@ -253,8 +253,8 @@ def test_an_id_twice_names_both_places(tmp_path: Path) -> None:
         (own(grader={"type": "script"}), "there is no test.sh"),
         (own(grader={"type": "function", "name": "grade"}), "grader.name"),
         (own(grader={"type": "rubric", "parts": []}), "grader.parts"),
-        (own(files={"../x": "1"}), r"files: '../x' is no plain relative path"),
-        (own(files={"/x": "1"}), "no plain relative path"),
+        (own(files={"../x": "1"}), r"files: '../x' is not a plain relative path"),
+        (own(files={"/x": "1"}), "not a plain relative path"),
         (own(files={"x": 1}), "files"),
         (own(files={"a": "1", "a/b": "2"}), "files: .*cannot be written"),
         (own(timeout_s=-1), "timeout_s"),
@@ -264,7 +264,7 @@ def test_an_id_twice_names_both_places(tmp_path: Path) -> None:
         (own(instruction=" "), "is empty"),
         ("{not json", "t.jsonl, row 2 is not valid JSON"),
         ('{"id": "\udcff"}', "t.jsonl, row 2 is not valid JSON"),
-        ([1], "t.jsonl, row 2: a row has to be an object"),
+        ([1], "t.jsonl, row 2: a row must be a JSON object"),
         (swe_row(FAIL_TO_PASS="test_1"), r"t.jsonl, row 2 \(Org__repo-1\): FAIL_TO_PASS"),
     ],
 )
@@ -279,14 +279,14 @@ def test_what_is_wrong_is_named(tmp_path: Path, row: object, complaint: str) -> 
 
 @pytest.mark.parametrize("where", ["nowhere", "nowhere.jsonl", "no/such/folder"])
 def test_a_place_that_is_not_there(where: str) -> None:
-    with pytest.raises(TaskError, match=f"there is no {where}"):
+    with pytest.raises(TaskError, match=f"{where} does not exist"):
         ids(where)
 
 
 def test_an_empty_place(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"has no instruction.md, no folders with one"):
         ids(tmp_path)
-    with pytest.raises(TaskError, match="is empty"):
+    with pytest.raises(TaskError, match="has no tasks"):
         ids(lines(tmp_path / "t.jsonl"))
 
 

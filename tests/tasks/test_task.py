@@ -50,7 +50,7 @@ def test_a_file_and_plain_words_are_tasks_too(tmp_path: Path) -> None:
     [
         ({}, "no instruction.md"),
         ({"instruction_md": " \n"}, "is empty"),
-        ({"instruction_md": "a\0b"}, "null character"),
+        ({"instruction_md": "a\0b"}, "NUL character"),
         ({"instruction_md": "x", "task_toml": "[agent"}, "not valid TOML"),
         ({"instruction_md": "x", "task_toml": "[agent]\ntimeout_sec = 'soon'"}, "agent.timeout_sec"),
         ({"instruction_md": "x", "task_toml": "[agent]\ntimeout_sec = -1"}, "agent.timeout_sec"),
@@ -63,7 +63,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, files: dict[str, str], complaint
 
 
 def test_a_task_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match="there is no"):
+    with pytest.raises(TaskError, match="does not exist"):
         load_task(tmp_path / "nowhere")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     with pytest.raises(TaskError, match="UTF-8"):

@@ -1,4 +1,4 @@
-"""A task laid out in a sandbox: the same for the agent that does it and for the grader that looks at what came of it."""
+"""Lay a task out in a sandbox, in the same way for the agent and for the grader of its work."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from turngate.errors import TaskError
 from turngate.sandboxes.base import Backend, Resources, Sandbox, SandboxSpec
 from turngate.tasks.task import Task
 
-IMAGELESS = ("local", "bubblewrap")  # they run on this machine's own files
+IMAGELESS = ("local", "bubblewrap")  # sandboxes that use this machine's own files
 
 
 def build_sandbox_spec(
     task: Task, backend: Backend, *, image: str = "", resources: Resources = Resources()
 ) -> SandboxSpec:
-    """The sandbox that a task needs. An image or limits that are given win over the task's own."""
-    if task.files is None and not image:  # then what is to be worked on is in the image
+    """Describe the sandbox that a task needs. A given image or limit takes precedence over the task's own."""
+    if task.files is None and not image:  # then the agent's files are in the image
         if task.dockerfile is not None and backend.name != "docker":
             raise TaskError(
-                f"task: {task.id} builds its own image (environment/Dockerfile); use --sandbox docker, or --image with a ready one",
+                f"task: {task.id} needs its own image (environment/Dockerfile); use --sandbox docker, or give a built one with --image",
                 param="sandbox",
             )
         if task.image and backend.name in IMAGELESS:
             raise TaskError(
-                f"task: {task.id} lies in the image {task.image}, and a {backend.name} sandbox has none; use --sandbox docker",
+                f"task: {task.id} needs the image {task.image}, and a {backend.name} sandbox has no images; use --sandbox docker",
                 param="sandbox",
             )
     chosen = image or task.image
@@ -43,11 +43,15 @@ async def upload_files(sandbox: Sandbox, task: Task) -> None:
 
 
 async def run_setup(sandbox: Sandbox, task: Task) -> None:
-    """Run the task's own script. That it fails is the task's fault."""
+    """Run the task's setup script. If it fails, the task is at fault."""
     if not task.setup:
         return
     result = await sandbox.exec(["sh", "-e", "-c", task.setup], timeout_s=task.setup_timeout_s)
     if result.timed_out or result.exit_code:
-        how = "ran out of time" if result.timed_out else f"ended with exit code {result.exit_code}"
-        said = (result.stderr or result.stdout).decode("utf-8", "replace").strip()[-500:]
-        raise TaskError(f"setup.sh {how}: {said or 'it said nothing'}", param="setup.sh")
+        how = (
+            f"took longer than {task.setup_timeout_s:g} s"
+            if result.timed_out
+            else f"failed with exit code {result.exit_code}"
+        )
+        output = (result.stderr or result.stdout).decode("utf-8", "replace").strip()[-500:]
+        raise TaskError(f"setup.sh {how}: {output or 'it printed nothing'}", param="setup.sh")

@@ -1,7 +1,7 @@
-"""The nouns of a task: what is asked, what the agent finds when it begins, and who decides about the outcome.
+"""The parts of a task: the instruction, the files and setup that the agent starts with, and the grader of the outcome.
 
-A task is data. Loaders (`folder`, `swe`, `rows`) make one from what people have; `place.py` lays it out in a sandbox; `grading/` decides
-about what came of it. Nothing of a grader or a solution ever enters the agent's sandbox.
+A task is data. The modules in `loaders/` build tasks, `staging.py` lays one out in a sandbox, and `grading/` grades the outcome. Graders
+and solutions never enter the agent's sandbox.
 """
 
 from __future__ import annotations
@@ -17,32 +17,31 @@ from turngate.errors import TaskError
 from turngate.trace.host_tools import HostTool
 from turngate.types import Json
 
-MAX_INSTRUCTION = 1_000_000  # characters of an instruction
+MAX_INSTRUCTION = 1_000_000  # characters
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True, tag="script"):
-    """A script decides, in a fresh sandbox with the agent's work. `files` are laid down there as /tests, after the work."""
+    """A script that grades the agent's work in a fresh sandbox. `files` are copied to /tests there, after the work."""
 
     files: Path | None = None
     command: tuple[str, ...] = ("bash", "/tests/test.sh")
-    probe: tuple[
-        str, ...
-    ] = ()  # runs the agent's work in a sandbox of its own; `command` then sees only what that left
+    # A command that runs the agent's work in a sandbox of its own; `command` then sees only what it left.
+    probe: tuple[str, ...] = ()
     decides: Literal["reward file", "exit code"] = "reward file"
-    timeout_s: float = 900.0  # of the probe and of the command, each
+    timeout_s: float = 900.0  # for the probe and for the command, each
     env: Mapping[str, str] = {}
-    git: bool = False  # the agent's own .git is part of its work: for tasks about git itself
+    git: bool = False  # the agent's .git is part of its work, for tasks about git itself
 
 
 class Function(msgspec.Struct, frozen=True, kw_only=True, tag="function"):
-    """A Python function on the host decides: `module:name` or `file.py:name`."""
+    """A Python function on the host that grades the work: `module:name` or `file.py:name`."""
 
     name: str
     timeout_s: float = 900.0
 
 
 class Swe(msgspec.Struct, frozen=True, kw_only=True, tag="swe"):
-    """Tests of a repository decide: those that failed have to pass, and those that passed have to go on doing so."""
+    """A repository's tests that grade the work: the failing ones must pass, and the passing ones must still pass."""
 
     repo: str
     base_commit: str
@@ -51,14 +50,14 @@ class Swe(msgspec.Struct, frozen=True, kw_only=True, tag="swe"):
     pass_to_pass: tuple[str, ...]
     test_cmd: str  # a shell command, run in the repository
     parser: str = "pytest"  # a name of `grading/logs.py`
-    install: str = ""  # a shell command that has to run again after the work is laid down
-    before: str = ""  # a shell prelude of both: where the right environment is activated
+    install: str = ""  # a shell command to run again after the work is copied in
+    before: str = ""  # a shell prelude of both commands, which activates the right environment
     reward: Literal["resolved", "fraction"] = "resolved"
     timeout_s: float = 1800.0
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of a rubric."""
+    """One weighted grader of a rubric."""
 
     name: str
     weight: float
@@ -66,7 +65,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rubric(msgspec.Struct, frozen=True, kw_only=True, tag="rubric"):
-    """Several graders, each with its weight. The reward is the weighted mean; without one of them there is none."""
+    """Several weighted graders. The reward is their weighted mean; if one of them gives none, there is none."""
 
     parts: tuple[Part, ...]
 
@@ -75,7 +74,7 @@ Grader = Script | Function | Swe | Rubric
 
 
 class Solution(msgspec.Struct, frozen=True, kw_only=True):
-    """The reference: a patch for the working folder, or files with a `solve.sh`. For proving the task, never for the agent."""
+    """The reference solution: a patch for the working folder, or files with a `solve.sh`. The agent never sees it."""
 
     patch: str = ""
     files: Path | None = None
@@ -83,7 +82,7 @@ class Solution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked, what the agent finds when it begins, and who decides about the outcome."""
+    """An instruction with its environment and grader."""
 
     id: str
     instruction: str
@@ -92,33 +91,37 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     setup_timeout_s: float = 900.0
     image: str = ""
     dockerfile: Path | None = None  # the folder that holds it
-    workdir: str = ""  # where the image has what is to be worked on; empty: the sandbox's own
+    workdir: str = ""  # the agent's working folder in the image; empty: the sandbox's default
     cpus: float | None = None
     memory_mb: int | None = None
-    timeout_s: float | None = None  # the agent's time
+    timeout_s: float | None = None  # for the agent
     grader: Grader | None = None
     solution: Solution | None = None
-    tools: tuple[HostTool, ...] = ()  # that the agent may call at the gateway, and the host handles
+    tools: tuple[HostTool, ...] = ()  # that the agent may call through the gateway
     env: Mapping[str, str] = {}  # for every command in the sandbox
     metadata: Mapping[str, Json] = {}
-    source: str = ""  # where it was read, for messages: a folder, or a file and its row
+    source: str = ""  # where it was loaded from, for messages: a folder, or a file and row
 
 
 def task_from_prompt(instruction: str) -> Task:
-    """A task that is nothing but its instruction."""
+    """Create a task that consists only of an instruction."""
     return Task(id="prompt", instruction=check_instruction(instruction, "prompt"), source="--prompt")
 
 
 def check_instruction(instruction: str, where: str) -> str:
     if not instruction.strip():
-        raise TaskError(f"task: {where} is empty; it has to say what is asked", param="task")
+        raise TaskError(f"task: {where} is empty; write what the agent should do", param="task")
     if len(instruction) > MAX_INSTRUCTION:
-        raise TaskError(f"task: {where} has {len(instruction)} characters, more than {MAX_INSTRUCTION}", param="task")
+        raise TaskError(
+            f"task: {where} has {len(instruction)} characters, but at most {MAX_INSTRUCTION} are allowed", param="task"
+        )
     if "\0" in instruction:
-        raise TaskError(f"task: {where} holds a null character, which no command line can carry", param="task")
+        raise TaskError(
+            f"task: {where} contains a NUL character, which no command line can carry; remove it", param="task"
+        )
     return instruction
 
 
 def to_task_id(name: str) -> str:
-    """A task's id from any name: letters, digits and a few signs, so that it can be a folder and a label."""
+    """Turn any name into a task id: letters, digits and a few signs, so that it can be a folder and a label."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.") or "task"

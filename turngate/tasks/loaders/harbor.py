@@ -1,17 +1,17 @@
-"""A task as a folder, in Harbor's format. `read.py` and `turngate run` call `load`.
+"""Load a task from a folder in Harbor's format.
 
     my-task/
-      instruction.md         what is asked (required)
+      instruction.md         what the agent is asked to do (required)
       task.toml              Harbor's settings, and ours in the table [turngate]
       environment/Dockerfile the image, for the docker sandbox
-      tests/test.sh          decides about the outcome; laid down as /tests, never where the agent is
-      tests/run.sh           runs the agent's work in a sandbox of its own; test.sh then sees only what that left in /logs/probe
-      solution/solve.sh      the reference, for proving the task
-      files/                 the agent's working folder at the start
-      setup.sh               run there before the agent begins
+      tests/test.sh          grades the outcome; copied to /tests, never into the agent's sandbox
+      tests/run.sh           runs the agent's work in a sandbox of its own; test.sh then sees only what it left in /logs/probe
+      solution/solve.sh      the reference solution, which proves the task
+      files/                 the agent's initial working folder
+      setup.sh               run there before the agent starts
 
-The names are Harbor's where Harbor has one; `tests/run.sh`, `files/` and `setup.sh` are ours, the last two for sandboxes without images.
-What Harbor knows and we do not is left alone, except where leaving it alone would make another task of it.
+`tests/run.sh`, `files/` and `setup.sh` are ours, the last two for sandboxes without images; all other names are Harbor's. Harbor settings
+that we do not know are ignored, unless ignoring them would change the task.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Environment(msgspec.Struct, frozen=True):
     os: str = "linux"
     cpus: Positive | None = None
     memory_mb: Annotated[int, msgspec.Meta(ge=16)] | None = None
-    memory: str | None = None  # as older Harbor tasks have it: "2G"
+    memory: str | None = None  # as in older Harbor tasks: "2G"
     gpus: int | None = None
     tpu: Json = None
     env: Mapping[str, str] = {}
@@ -79,7 +79,7 @@ class _Solution(msgspec.Struct, frozen=True):
 
 
 class _RubricLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One of [[turngate.rubric]]."""
+    """One entry of [[turngate.rubric]]."""
 
     name: Annotated[str, msgspec.Meta(min_length=1)]
     weight: Positive = 1.0
@@ -88,19 +88,19 @@ class _RubricLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _TurngateTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The table [turngate]: what Harbor has no word for."""
+    """The table [turngate]: settings that Harbor does not have."""
 
     setup_timeout_sec: Seconds = 900.0
     workdir: str = ""
     decides: Literal["reward file", "exit code"] = "reward file"
-    git: bool = False  # the agent's own .git is part of its work
+    git: bool = False  # the agent's .git is part of its work
     grader: str = ""
     rubric: list[_RubricLine] = []
     tools: tuple[HostTool, ...] = ()
 
 
 class _TaskFile(msgspec.Struct, frozen=True):
-    """Of a Harbor `task.toml`, what a run needs; the rest is for others."""
+    """The settings of a Harbor `task.toml` that a run needs."""
 
     agent: _Agent = _Agent()
     verifier: _Verifier = _Verifier()
@@ -111,24 +111,26 @@ class _TaskFile(msgspec.Struct, frozen=True):
     turngate: _TurngateTable = _TurngateTable()
 
 
-ROW_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")  # files that `read.py` takes apart
+ROW_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")  # files that hold many tasks
 
 
 def load_task(path: Path) -> Task:
-    """One task: a folder, or a text file whose content is what is asked."""
+    """Load one task from a folder, or from a text file that holds the instruction."""
     if path.is_file() and path.suffix in ROW_SUFFIXES:
         raise TaskError(
-            f"task: {path} holds rows, not one task; `turngate batch --tasks {path}` runs them", param="task"
+            f"task: {path} holds many tasks, not one; run them with `turngate batch --tasks {path}`", param="task"
         )
     if path.is_file():
         return Task(
             id=to_task_id(path.stem), instruction=check_instruction(read_text(path), str(path)), source=str(path)
         )
     if not path.is_dir():
-        raise TaskError(f"task: there is no {path}; give a folder with an instruction.md, or a text file", param="task")
+        raise TaskError(
+            f"task: {path} does not exist; give a folder with an instruction.md, or a text file", param="task"
+        )
     instruction = path / "instruction.md"
     if not instruction.is_file():
-        raise TaskError(f"task: {path} has no instruction.md, which says what is asked", param="task")
+        raise TaskError(f"task: {path} has no instruction.md; add one that says what the agent should do", param="task")
     settings = _load_settings(path / "task.toml")
     _check_supported(path, settings)
     environment, own = settings.environment, settings.turngate
@@ -165,35 +167,35 @@ def _load_settings(path: Path) -> _TaskFile:
         raise TaskError(f"task: {path}: {explain_error(error, _TaskFile, 'setting')[0]}", param="task") from None
 
 
-def _field_error(folder: Path, field: str, what: str) -> TaskError:
-    return TaskError(f"task: {folder / 'task.toml'}: {field}: {what}", param=field)
+def _field_error(folder: Path, field: str, problem: str) -> TaskError:
+    return TaskError(f"task: {folder / 'task.toml'}: {field}: {problem}", param=field)
 
 
 def _check_supported(folder: Path, settings: _TaskFile) -> None:
-    """Refuse what we cannot do and may not leave out: without it the agent would be asked, or graded, something else."""
+    """Refuse settings that we do not support and must not ignore: without them the agent would be asked or graded something else."""
     environment = settings.environment
-    asked = {
-        "steps": (bool(settings.steps), "tasks of several steps are not supported; make one folder of each step"),
+    unsupported = {
+        "steps": (bool(settings.steps), "tasks of several steps are not supported; make a folder of each step"),
         "environment.os": (environment.os.lower() != "linux", "only linux is supported"),
-        "environment.gpus": (bool(environment.gpus), "no sandbox here has a GPU to give"),
-        "environment.tpu": (environment.tpu is not None, "no sandbox here has a TPU to give"),
-        "environment.mcp_servers": (bool(environment.mcp_servers), "MCP servers of a task are not supported"),
+        "environment.gpus": (bool(environment.gpus), "sandboxes have no GPUs; remove it"),
+        "environment.tpu": (environment.tpu is not None, "sandboxes have no TPUs; remove it"),
+        "environment.mcp_servers": (bool(environment.mcp_servers), "MCP servers are not supported; remove them"),
         "environment.healthcheck": (
             environment.healthcheck is not None,
-            "an image's services are not started here, so none gets healthy; start them in setup.sh",
+            "an image's services are not started, so they never become healthy; start them in setup.sh",
         ),
         "verifier.environment": (
             settings.verifier.environment is not None,
-            "an image of the grader's own is not supported; put what it needs into environment/Dockerfile",
+            "a separate image for the grader is not supported; add what it needs to environment/Dockerfile",
         ),
     }
-    for field, (is_asked, what) in asked.items():
-        if is_asked:
-            raise _field_error(folder, field, what)
+    for field, (is_set, problem) in unsupported.items():
+        if is_set:
+            raise _field_error(folder, field, problem)
     for name in ("docker-compose.yaml", "docker-compose.yml"):
         if (folder / "environment" / name).is_file():
             raise TaskError(
-                f"task: {folder}: environment/{name}: several containers are not supported; one Dockerfile is",
+                f"task: {folder}: environment/{name}: several containers are not supported; use one Dockerfile",
                 param="environment",
             )
 
@@ -209,19 +211,25 @@ def _memory(folder: Path, environment: _Environment) -> int | None:
         return environment.memory_mb
     size = _SIZE.fullmatch(environment.memory.strip())
     if size is None:
-        raise _field_error(folder, "environment.memory", f"{environment.memory!r} is no size such as '2G' or '512M'")
-    found = int(float(size[1]) * _MEGABYTES[size[2].upper()])
-    if environment.memory_mb not in (None, found):
         raise _field_error(
-            folder, "environment.memory", f"{found} megabytes, and memory_mb says {environment.memory_mb}"
+            folder, "environment.memory", f"{environment.memory!r} is not a size; write it like '2G' or '512M'"
         )
-    if found < 16:
-        raise _field_error(folder, "environment.memory", f"{environment.memory!r} is less than 16 megabytes")
-    return found
+    megabytes = int(float(size[1]) * _MEGABYTES[size[2].upper()])
+    if environment.memory_mb not in (None, megabytes):
+        raise _field_error(
+            folder,
+            "environment.memory",
+            f"it is {megabytes} megabytes, but memory_mb is {environment.memory_mb}; remove one",
+        )
+    if megabytes < 16:
+        raise _field_error(
+            folder, "environment.memory", f"{environment.memory!r} is less than the minimum of 16 megabytes"
+        )
+    return megabytes
 
 
 def _resolve_env(folder: Path, field: str, env: Mapping[str, str]) -> Mapping[str, str]:
-    """Variables, with `${NAME}` and `${NAME:-default}` taken from the host, as Harbor has it."""
+    """Fill in `${NAME}` and `${NAME:-default}` from the host's environment, as Harbor does."""
     return {name: _resolve_value(folder, f"{field}.{name}", value) for name, value in env.items()}
 
 
@@ -230,11 +238,13 @@ def _resolve_value(folder: Path, field: str, value: str) -> str:
     if asked is None:
         return value
     if asked[1].startswith("TURNGATE_"):
-        raise _field_error(folder, field, f"{asked[1]} is the gateway's own and no task's")
+        raise _field_error(
+            folder, field, f"{asked[1]} belongs to Turngate, and tasks may not read it; use another variable"
+        )
     found = os.environ.get(asked[1], asked[2])
     if found is None:
         raise _field_error(
-            folder, field, f"the environment variable {asked[1]} is not set here; set it, or give a default"
+            folder, field, f"the environment variable {asked[1]} is not set; set it, or write ${{{asked[1]}:-default}}"
         )
     return found
 
@@ -242,18 +252,18 @@ def _resolve_value(folder: Path, field: str, value: str) -> str:
 def _grader(folder: Path, settings: _TaskFile) -> Grader | None:
     own, tests = settings.turngate, folder / "tests"
     if own.grader and own.rubric:
-        raise _field_error(folder, "turngate.grader", "there is a rubric, too; give one of the two")
+        raise _field_error(folder, "turngate.grader", "there is also a rubric; give one of the two")
     if own.grader:
         return _function(folder, "turngate.grader", own.grader, settings)
     if own.rubric:
         names = [line.name for line in own.rubric]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise _field_error(folder, "turngate.rubric", f"two lines are called {twice!r}")
+            raise _field_error(folder, "turngate.rubric", f"two entries are called {twice!r}; names must be unique")
         return Rubric(parts=tuple(_part(folder, line, settings) for line in own.rubric))
     if not tests.is_dir():
         return None
     if not (tests / "test.sh").is_file():
-        raise TaskError(f"task: {tests} has no test.sh, which decides about the outcome", param="tests")
+        raise TaskError(f"task: {tests} has no test.sh; add one that grades the outcome", param="tests")
     return _script(folder, "test.sh", settings)
 
 
@@ -271,12 +281,12 @@ def _script(folder: Path, name: str, settings: _TaskFile) -> Script:
 
 
 def _function(folder: Path, field: str, name: str, settings: _TaskFile) -> Function:
-    """`module:name`, or `file.py:name` with the file in the task's folder."""
+    """Build the grader of `module:name`, or of `file.py:name` with the file in the task's folder."""
     if not _FUNCTION.fullmatch(name):
-        raise _field_error(folder, field, f"{name!r} is neither module:function nor file.py:function")
-    place, _, attribute = name.rpartition(":")
-    if place.endswith(".py"):
-        file = (folder / place).absolute()
+        raise _field_error(folder, field, f"{name!r} is not valid; write module:function or file.py:function")
+    location, _, attribute = name.rpartition(":")
+    if location.endswith(".py"):
+        file = (folder / location).absolute()
         if not file.is_file():
             raise _field_error(folder, field, f"there is no file {file}")
         name = f"{file}:{attribute}"
@@ -296,12 +306,12 @@ def _part(folder: Path, line: _RubricLine, settings: _TaskFile) -> Part:
 
 
 def _solution(folder: Path, settings: _TaskFile) -> Solution | None:
-    place = folder / "solution"
-    if not place.is_dir():
+    location = folder / "solution"
+    if not location.is_dir():
         return None
-    if not (place / "solve.sh").is_file():
-        raise TaskError(f"task: {place} has no solve.sh, which does what is asked", param="solution")
-    return Solution(files=place, env=_resolve_env(folder, "solution.env", settings.solution.env))
+    if not (location / "solve.sh").is_file():
+        raise TaskError(f"task: {location} has no solve.sh; add one that solves the task", param="solution")
+    return Solution(files=location, env=_resolve_env(folder, "solution.env", settings.solution.env))
 
 
 def _tools(folder: Path, own: _TurngateTable) -> tuple[HostTool, ...]:

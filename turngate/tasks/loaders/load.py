@@ -1,12 +1,12 @@
-"""Tasks from wherever people have them. `turngate tasks`, `turngate batch` and trainers call `read`; it is the one way in.
+"""Load tasks from any source.
 
-a folder with an instruction.md          one task, in Harbor's format (`folder.py`)
-a folder of such folders                 all of them, by name
+a folder with an instruction.md          one task, in Harbor's format (`harbor.py`)
+a folder of such folders                 all of them, sorted by name
 a .jsonl, .json or .parquet file         rows: our own (`rows.py`) or those of a SWE data set (`swe.py`), told apart by their fields
-a folder with such files                 the rows of all of them
-hf://org/name[@split]                    a data set of the Hugging Face hub, or of its cache here
+a folder with such files                 the rows of all files
+hf://org/name[@split]                    a data set on the Hugging Face hub, or in its local cache
 module:function, file.py:function        what the function yields: tasks, or rows
-any other file                           its text is what is asked
+any other file                           its text is the instruction
 """
 
 from __future__ import annotations
@@ -34,55 +34,59 @@ _ROWS = (*_LINES, *_WHOLE, *_COLUMNS)
 _FUNCTION = re.compile(r"(?:(?P<file>.+\.py)|(?P<module>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)):(?P<name>[A-Za-z_]\w*)")
 _DATA_SET = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<split>[\w./-]+))?")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}(-[0-9a-f]+)?$")
-_BATCH_ROWS = 64  # rows that are decoded together
+_BATCH_ROWS = 64  # rows decoded at a time
 
 
 class LoadedTask(msgspec.Struct, frozen=True, kw_only=True):
     """One task, or what is wrong with it."""
 
-    id: str  # as far as it is known
+    id: str  # "?" if it is not known
     source: str
     task: Task | None = None
     error: TaskError | None = None
 
 
 class Candidate(NamedTuple):
-    """A task that has not been made yet: whoever wants only some need not make all of them."""
+    """A task that has not been built yet, so that selecting some tasks does not build all."""
 
     id: str
     source: str
-    make: Callable[[], Task]
+    build: Callable[[], Task]
 
 
 def read_tasks(where: str, *, only: Sequence[str] = (), limit: int | None = None) -> Iterator[Task]:
-    """The tasks of a place, in its order. The first that is wrong raises, and so does an id that comes twice."""
-    for found in scan_tasks(where, only=only, limit=limit):
-        if found.error is not None:
-            raise found.error
-        assert found.task is not None
-        yield found.task
+    """Yield the tasks of a source, in its order. Raises at the first invalid task, and for an id that occurs twice."""
+    for loaded in scan_tasks(where, only=only, limit=limit):
+        if loaded.error is not None:
+            raise loaded.error
+        assert loaded.task is not None
+        yield loaded.task
 
 
 def scan_tasks(where: str, *, only: Sequence[str] = (), limit: int | None = None) -> Iterator[LoadedTask]:
-    """The same, with those that are wrong among them. `only`: patterns (`django__*`) of ids; `limit`: at most so many of these."""
+    """Yield the tasks of a source, including invalid ones. `only`: glob patterns of ids (`django__*`); `limit`: the maximum number."""
     if limit is not None and limit < 1:
-        raise TaskError(f"limit: {limit} is not 1 or more", param="limit")
+        raise TaskError(f"limit: {limit} is not allowed; give 1 or more", param="limit")
     seen: dict[str, str] = {}
     count = 0
     for candidate in _find_candidates(where):
         if only and not any(fnmatch.fnmatchcase(candidate.id, pattern) for pattern in only):
             continue
-        found = _load_candidate(candidate)
-        if found.error is None and found.id in seen:
-            error = TaskError(f"task: {found.id} is in {seen[found.id]} and in {found.source}; ids have to differ")
-            found = LoadedTask(id=found.id, source=found.source, error=error)
-        seen.setdefault(found.id, found.source)
-        yield found
+        loaded = _load_candidate(candidate)
+        if loaded.error is None and loaded.id in seen:
+            error = TaskError(
+                f"task: the id {loaded.id} is used in {seen[loaded.id]} and in {loaded.source}; ids must be unique"
+            )
+            loaded = LoadedTask(id=loaded.id, source=loaded.source, error=error)
+        seen.setdefault(loaded.id, loaded.source)
+        yield loaded
         count += 1
         if count == limit:
             return
     if not count:
-        raise TaskError(f"task: nothing in {where} matches {', '.join(only)}" if only else f"task: {where} is empty")
+        raise TaskError(
+            f"task: no task in {where} matches {', '.join(only)}" if only else f"task: {where} has no tasks"
+        )
 
 
 def _find_candidates(where: str) -> Iterator[Candidate]:
@@ -93,18 +97,18 @@ def _find_candidates(where: str) -> Iterator[Candidate]:
         return _folder_candidates(path)
     if path.is_file():
         return _file_candidates(path)
-    if (called := _FUNCTION.fullmatch(where)) is not None:
-        return _function_candidates(where, called)
+    if (match := _FUNCTION.fullmatch(where)) is not None:
+        return _function_candidates(where, match)
     raise TaskError(
-        f"task: there is no {where}; give a task folder, a folder of them, a .jsonl or .parquet file, hf://org/name, or "
-        "module:function",
+        f"task: {where} does not exist; give a task folder, a folder of task folders, a .jsonl or .parquet file, hf://org/name, "
+        "or module:function",
         param="tasks",
     )
 
 
 def _load_candidate(candidate: Candidate) -> LoadedTask:
     try:
-        task = candidate.make()
+        task = candidate.build()
     except TaskError as error:
         return LoadedTask(id=candidate.id, source=candidate.source, error=error)
     return LoadedTask(id=task.id, source=task.source or candidate.source, task=task)
@@ -117,10 +121,10 @@ def _folder_candidates(path: Path) -> Iterator[Candidate]:
     if (path / "instruction.md").exists() or (path / "task.toml").exists():
         yield _harbor_candidate(path)
         return
-    inner = sorted(place for place in path.iterdir() if place.is_dir() and not place.name.startswith("."))
-    tasks = [place for place in inner if (place / "instruction.md").exists() or (place / "task.toml").exists()]
-    for place in tasks:
-        yield _harbor_candidate(place)
+    subfolders = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+    tasks = [folder for folder in subfolders if (folder / "instruction.md").exists() or (folder / "task.toml").exists()]
+    for folder in tasks:
+        yield _harbor_candidate(folder)
     if tasks:
         return
     files = _find_row_files(path)
@@ -142,14 +146,14 @@ def _find_row_files(path: Path) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.suffix in (*_LINES, *_COLUMNS) and file.is_file())
 
 
-def _file_candidates(path: Path, called: str = "") -> Iterator[Candidate]:
-    """`called`: what the file is called in messages, if not by its path."""
+def _file_candidates(path: Path, display_name: str = "") -> Iterator[Candidate]:
+    """Yield the tasks of a file. `display_name`: the file's name in messages, if not its path."""
     if path.suffix not in _ROWS:
         yield _harbor_candidate(path)
         return
     read_rows = _read_parquet if path.suffix in _COLUMNS else _read_json_lines if path.suffix in _LINES else _read_json
     for number, row in read_rows(path):
-        where = f"{called or path}, row {number}"
+        where = f"{display_name or path}, row {number}"
         yield _row_candidate(row, where, path.parent)
 
 
@@ -161,11 +165,11 @@ def _row_candidate(row: object, where: str, beside: Path | None) -> Candidate:
 
 
 def task_from_row(row: object, where: str, beside: Path | None = None) -> Task:
-    """The task of a row of either kind."""
+    """Build the task of a row of either kind."""
     if isinstance(row, ValueError):
         raise TaskError(f"task: {where} is not valid JSON: {row}", param="row")
     if not isinstance(row, Mapping):
-        raise TaskError(f"task: {where}: a row has to be an object", param="row")
+        raise TaskError(f"task: {where}: a row must be a JSON object", param="row")
     return swe.build_task(row, where) if swe.is_swe_row(row) else rows.build_task(row, where, beside)
 
 
@@ -188,16 +192,18 @@ def _read_json(path: Path) -> Iterator[tuple[int, object]]:
 
 
 def _decode_json(data: bytes) -> object:
-    """The value, or the error that it is none: the rows after it are looked at all the same."""
+    """Return the value, or the decoding error, so that the rows after it are still read."""
     try:
         return msgspec.json.decode(data)
-    except ValueError as error:  # also that it is no UTF-8
+    except ValueError as error:  # includes invalid UTF-8
         return error
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, object]]:
     if find_spec("pyarrow") is None:
-        raise TaskError(f"task: {path}: reading parquet needs pyarrow: pip install 'turngate[parquet]'", param="tasks")
+        raise TaskError(
+            f"task: {path}: reading parquet needs pyarrow; run pip install 'turngate[parquet]'", param="tasks"
+        )
     arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     number = 0
     try:
@@ -207,11 +213,11 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, object]]:
                     number += 1
                     yield number, _drop_nulls(row)
     except (arrow.ArrowException, OSError) as error:
-        raise TaskError(f"task: {path} is no parquet file that can be read: {error}", param="tasks") from None
+        raise TaskError(f"task: {path} is not a valid parquet file: {error}", param="tasks") from None
 
 
 def _drop_nulls(value: Json) -> Json:
-    """Without what is null: in a table every row has every column, and every object every field that any of them has."""
+    """Remove null fields: in a table every row has every column, and every object every field that any of them has."""
     if isinstance(value, dict):
         return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
     return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
@@ -221,72 +227,74 @@ def _drop_nulls(value: Json) -> Json:
 
 
 def _hub_candidates(where: str) -> Iterator[Candidate]:
-    asked = _DATA_SET.fullmatch(where.removeprefix(HUB))
-    if asked is None:
-        raise TaskError(f"task: {where} is not of the form hf://org/name or hf://org/name@split", param="tasks")
+    match = _DATA_SET.fullmatch(where.removeprefix(HUB))
+    if match is None:
+        raise TaskError(f"task: {where} is not valid; write hf://org/name or hf://org/name@split", param="tasks")
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise TaskError(f"task: {where} needs huggingface_hub: pip install 'turngate[huggingface,parquet]'") from None
+        raise TaskError(
+            f"task: {where} needs huggingface_hub; run pip install 'turngate[huggingface,parquet]'"
+        ) from None
     patterns = [f"*{suffix}" for suffix in (*_LINES, *_COLUMNS)]
     try:
-        place = Path(snapshot_download(asked["repo"], repo_type="dataset", allow_patterns=patterns))
-    except Exception as error:  # whatever its HTTP client, its cache and its checks of names raise
-        raise TaskError(f"task: {where} cannot be had: {type(error).__name__}: {error}", param="tasks") from None
-    for file in _select_split(place, where, asked["split"] or ""):
-        yield from _file_candidates(file, f"{where}/{file.relative_to(place).as_posix()}")
+        folder = Path(snapshot_download(match["repo"], repo_type="dataset", allow_patterns=patterns))
+    except Exception as error:  # its HTTP client, cache and name checks raise many types
+        raise TaskError(f"task: {where} cannot be downloaded: {type(error).__name__}: {error}", param="tasks") from None
+    for file in _select_split(folder, where, match["split"] or ""):
+        yield from _file_candidates(file, f"{where}/{file.relative_to(folder).as_posix()}")
 
 
-def _select_split(place: Path, where: str, split: str) -> list[Path]:
-    """The files of one split, going by their names: `data/train-00000-of-00002.parquet`, `train.jsonl`, `config/train/0.parquet`."""
+def _select_split(folder: Path, where: str, split: str) -> list[Path]:
+    """Return the files of one split, by their names: `data/train-00000-of-00002.parquet`, `train.jsonl`, `config/train/0.parquet`."""
     by_split: dict[str, list[Path]] = {}
-    for file in _find_row_files(place):
-        inside = file.relative_to(place)
+    for file in _find_row_files(folder):
+        inside = file.relative_to(folder)
         stem = _SHARD.sub("", inside.stem)
         parts = [part for part in inside.parent.parts if part != "data"]
         by_split.setdefault("/".join([*parts] if stem.isdigit() and parts else [*parts, stem]), []).append(file)
     if not split and len(by_split) == 1:
         return next(iter(by_split.values()))
     if split not in by_split:
-        there = ", ".join(by_split) or "none"
-        what = f"there is no split {split!r}" if split else "it has several splits, so name one (@…)"
-        raise TaskError(f"task: {where}: {what}; there are: {there}", param="tasks")
+        available = ", ".join(by_split) or "none"
+        problem = f"there is no split {split!r}" if split else "it has several splits; choose one with @split"
+        raise TaskError(f"task: {where}: {problem}; available: {available}", param="tasks")
     return by_split[split]
 
 
 # ── functions ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _function_candidates(where: str, asked: re.Match[str]) -> Iterator[Candidate]:
-    for number, item in enumerate(_call_function(where, _load_function(where, asked)), 1):
+def _function_candidates(where: str, match: re.Match[str]) -> Iterator[Candidate]:
+    for number, item in enumerate(_call_function(where, _load_function(where, match)), 1):
         source = f"{where}, item {number}"
         if isinstance(item, Task):
             yield Candidate(item.id, source, partial(_with_source, item, source))
         else:
-            yield _row_candidate(item, source, Path(asked["file"]).parent if asked["file"] else None)
+            yield _row_candidate(item, source, Path(match["file"]).parent if match["file"] else None)
 
 
 def _with_source(task: Task, source: str) -> Task:
     return task if task.source else msgspec.structs.replace(task, source=source)
 
 
-def _load_function(where: str, asked: re.Match[str]) -> Callable[[], Iterable[object]]:
+def _load_function(where: str, match: re.Match[str]) -> Callable[[], Iterable[object]]:
     try:
-        module = _import_file(Path(asked["file"])) if asked["file"] else import_module(asked["module"])
+        module = _import_file(Path(match["file"])) if match["file"] else import_module(match["module"])
     except TurngateError:
         raise
-    except Exception as error:  # it is somebody's code
+    except Exception as error:  # the user's code may raise anything
         raise TaskError(f"task: {where} cannot be imported: {type(error).__name__}: {error}", param="tasks") from error
-    function = vars(module).get(asked["name"])
+    function = vars(module).get(match["name"])
     if not callable(function):
-        raise TaskError(f"task: {where}: there is no function {asked['name']}", param="tasks")
+        raise TaskError(f"task: {where}: the module has no function {match['name']}", param="tasks")
     return function  # type: ignore[no-any-return]
 
 
 def _import_file(path: Path) -> object:
     spec = spec_from_file_location(f"turngate_tasks_{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise TaskError(f"task: there is no file {path}", param="tasks")
+        raise TaskError(f"task: there is no file {path} to import", param="tasks")
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -294,15 +302,16 @@ def _import_file(path: Path) -> object:
 
 def _call_function(where: str, function: Callable[[], Iterable[object]]) -> Iterator[object]:
     try:
-        given = function()
-        if inspect.isawaitable(given) or isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
-            if inspect.iscoroutine(given):
-                given.close()
+        items = function()
+        if inspect.isawaitable(items) or isinstance(items, str | bytes | Mapping) or not isinstance(items, Iterable):
+            if inspect.iscoroutine(items):
+                items.close()
             raise TaskError(
-                f"task: {where} gave {type(given).__name__}, not tasks or rows to go through", param="tasks"
+                f"task: {where} returned {type(items).__name__}; it must return an iterable of tasks or rows",
+                param="tasks",
             )
-        yield from given
+        yield from items
     except TurngateError:
         raise
-    except Exception as error:  # it is somebody's code
+    except Exception as error:  # the user's code may raise anything
         raise TaskError(f"task: {where} failed: {type(error).__name__}: {error}", param="tasks") from error

@@ -1,10 +1,10 @@
-"""Our own rows: a task as one JSON object. `read.py` calls `task` for each line of a JSONL file, and for what a function yields.
+"""Our own row format: a task as one JSON object, as in a line of a JSONL file.
 
     {"id": "fix-add", "instruction": "…", "files": {"main.py": "…"}, "setup": "…", "image": "…", "timeout_s": 600,
      "grader": {"type": "script", "files": {"test.sh": "…"}, "decides": "exit code"}, "solution": {"patch": "…"}, "metadata": {…}}
 
-The schema is strict: a field that is not known is an error, since a misspelt grader would be none. Files that a row brings are laid
-down on the host, in a folder of the cache that is named after what is in it.
+The schema is strict: an unknown field is an error, since a misspelt `grader` would mean no grader. A row's files are stored on the host, in
+a cache folder named after their content.
 """
 
 from __future__ import annotations
@@ -107,14 +107,14 @@ class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def build_task(fields: Mapping[str, Json], where: str, beside: Path | None = None) -> Task:
-    """The task of a row; `where` names the file and the row in messages. Functions in files are looked for `beside` the row's file."""
+    """Build the task of a row. `where` names the file and row in messages; graders in files are looked up in the folder `beside`."""
     try:
         row = msgspec.convert(fields, _Row)
     except msgspec.ValidationError as error:
-        what, field = explain_error(error, _Row)
+        problem, field = explain_error(error, _Row)
         name = fields.get("id")
-        who = f" ({name})" if isinstance(name, str) and name else ""
-        raise TaskError(f"task: {where}{who}: {what}", param=field) from None
+        suffix = f" ({name})" if isinstance(name, str) and name else ""
+        raise TaskError(f"task: {where}{suffix}: {problem}", param=field) from None
     here = f"{where} ({row.id})"
     return Task(
         id=to_task_id(row.id),
@@ -140,7 +140,7 @@ def _grader(given: _Script | _Function | _Swe | _Rubric, here: str, beside: Path
     if isinstance(given, _Rubric):
         names = [part.name for part in given.parts]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise TaskError(f"task: {here}.parts: two are called {twice!r}", param="grader")
+            raise TaskError(f"task: {here}.parts: two are called {twice!r}; names must be unique", param="grader")
         parts = (
             Part(
                 name=part.name, weight=part.weight, grader=_single_grader(part.grader, f"{here} ({part.name})", beside)
@@ -156,14 +156,18 @@ def _single_grader(given: _Script | _Function | _Swe, here: str, beside: Path | 
         case _Swe():
             return Swe(**msgspec.structs.asdict(given))
         case _Function():
-            place, _, attribute = given.name.rpartition(":")
-            name = f"{(beside / place).absolute()}:{attribute}" if beside and place.endswith(".py") else given.name
+            location, _, attribute = given.name.rpartition(":")
+            name = (
+                f"{(beside / location).absolute()}:{attribute}" if beside and location.endswith(".py") else given.name
+            )
             return Function(name=name, timeout_s=given.timeout_s)
         case _Script():
             if not given.command:
-                raise TaskError(f"task: {here}.command: is empty", param="grader")
+                raise TaskError(
+                    f"task: {here}.command: is empty; give the command that grades the outcome", param="grader"
+                )
             if given.command == ("bash", "/tests/test.sh") and "test.sh" not in given.files:
-                raise TaskError(f"task: {here}.files: there is no test.sh; give one, or a command", param="grader")
+                raise TaskError(f"task: {here}.files: there is no test.sh; add one, or give a command", param="grader")
             return Script(**{**msgspec.structs.asdict(given), "files": store_files(given.files, f"{here}.files")})
 
 
@@ -171,7 +175,7 @@ def _solution(given: _Solution, here: str) -> Solution:
     if bool(given.patch.strip()) == bool(given.files):
         raise TaskError(f"task: {here}: give either patch or files", param="solution")
     if given.files and "solve.sh" not in given.files:
-        raise TaskError(f"task: {here}.files: there is no solve.sh, which does what is asked", param="solution")
+        raise TaskError(f"task: {here}.files: there is no solve.sh; add one that solves the task", param="solution")
     return Solution(patch=given.patch, files=store_files(given.files, f"{here}.files"), env=given.env)
 
 
@@ -187,34 +191,36 @@ def _tools(tools: tuple[HostTool, ...], here: str) -> tuple[HostTool, ...]:
 
 
 def store_files(files: Files, here: str) -> Path | None:
-    """A folder of the host with these files, named after their content: `$TURNGATE_CACHE/tasks/<digest>`. None for none."""
+    """Store files in a host folder named after their content, `$TURNGATE_CACHE/tasks/<digest>`, and return it. None for no files."""
     if not files:
         return None
     for name in files:
         _check_file_name(name, here)
     digest = hashlib.sha256(msgspec.json.encode(sorted(files.items()))).hexdigest()
-    place = cache_folder() / "tasks" / digest
+    folder = cache_folder() / "tasks" / digest
     try:
-        if not _holds_exactly(place, files):
-            _write_folder(place, files)
+        if not _holds_exactly(folder, files):
+            _write_folder(folder, files)
     except OSError as error:
-        raise TaskError(f"task: {here}: {error.filename or place} cannot be written ({error.strerror})") from None
-    return place
+        raise TaskError(f"task: {here}: {error.filename or folder} cannot be written ({error.strerror})") from None
+    return folder
 
 
 def _check_file_name(name: str, here: str) -> None:
     path = PurePosixPath(name)
     if not name or "\0" in name or path.is_absolute() or ".." in path.parts or str(path) != name:
-        raise TaskError(f"task: {here}: {name!r} is no plain relative path", param="files")
+        raise TaskError(
+            f"task: {here}: {name!r} is not a plain relative path; write one like src/main.py", param="files"
+        )
 
 
-def _holds_exactly(place: Path, files: Files) -> bool:
-    """Whether the folder holds just these. Looked at each time: what runs on this machine may have written there, and graders lie there."""
-    if not place.is_dir():
+def _holds_exactly(folder: Path, files: Files) -> bool:
+    """Tell whether the folder holds exactly these files. Checked each time: local processes may have changed a grader in it."""
+    if not folder.is_dir():
         return False
-    found = [path for path in place.rglob("*") if path.is_symlink() or not path.is_dir()]
-    return {path.relative_to(place).as_posix() for path in found} == set(files) and all(
-        not path.is_symlink() and path.is_file() and path.read_bytes() == _encode_file(files, path.relative_to(place))
+    found = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    return {path.relative_to(folder).as_posix() for path in found} == set(files) and all(
+        not path.is_symlink() and path.is_file() and path.read_bytes() == _encode_file(files, path.relative_to(folder))
         for path in found
     )
 
@@ -223,10 +229,10 @@ def _encode_file(files: Files, name: Path) -> bytes:
     return files[name.as_posix()].encode("utf-8", "surrogatepass")
 
 
-def _write_folder(place: Path, files: Files) -> None:
-    """Written beside and moved there, so that nobody sees half of it."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(prefix=".new-", dir=place.parent))
+def _write_folder(folder: Path, files: Files) -> None:
+    """Write the files into a new folder and rename it, so that no one sees half of it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
     try:
         for name, text in files.items():
             path = new / name
@@ -234,12 +240,12 @@ def _write_folder(place: Path, files: Files) -> None:
             path.write_bytes(text.encode("utf-8", "surrogatepass"))
             path.chmod(0o755 if text.startswith("#!") else 0o644)
         new.chmod(0o755)
-        if place.exists():
-            shutil.rmtree(place)
+        if folder.exists():
+            shutil.rmtree(folder)
         try:
-            new.rename(place)
+            new.rename(folder)
         except OSError:
-            if not _holds_exactly(place, files):  # another process was faster, with the same content
+            if not _holds_exactly(folder, files):  # another process was faster, with the same content
                 raise
     finally:
         shutil.rmtree(new, ignore_errors=True)

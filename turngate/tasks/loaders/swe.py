@@ -1,7 +1,7 @@
-"""Rows of SWE data sets as tasks: SWE-Gym, SWE-bench, SWE-rebench and SWE-rebench V2. `read.py` calls `task`.
+"""Build tasks from rows of SWE data sets: SWE-Gym, SWE-bench, SWE-rebench and SWE-rebench V2.
 
-A row says what was reported, at which commit, and which tests have to change. What it does not say differs per data set: where the image
-is, where the repository lies in it, how the tests are run and their output read. All of that is decided here, and nothing of it later.
+A row holds the issue, the commit and the tests that must change. The rest differs per data set: the image, the repository's place in it,
+the test command and the parser of its output. All of that is decided here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from turngate.types import Json
 
 DataSet = Literal["swe-gym", "swe-bench", "swe-rebench", "swe-rebench-v2"]
 
-# How the repositories of SWE-Gym are tested; its rows do not say.
+# The test commands of SWE-Gym's repositories, which its rows do not have.
 GYM_COMMANDS: Mapping[str, str] = {
     "python/mypy": "pytest -n0 -rA",
     "getmoto/moto": "pytest -n0 -rA",
@@ -37,9 +37,9 @@ GYM_COMMANDS: Mapping[str, str] = {
 }
 _SELECTED_BY_NAME = (
     "python/mypy",
-)  # its cases lie in data files, which pytest takes for no tests: they are chosen by name
+)  # its cases are in data files that pytest does not collect, so they are selected by name
 
-# Only where the image has it.
+# Only if the image has it.
 ACTIVATE_CONDA = (
     "if [ -f /opt/miniconda3/bin/activate ]; then . /opt/miniconda3/bin/activate; conda activate testbed; fi"
 )
@@ -75,8 +75,8 @@ _NON_TEST_SUFFIXES = (
 )  # as swebench has it
 _START, _END = ">>>>> Start Test Output", ">>>>> End Test Output"
 
-# What a checkout knows of times after `base_commit` is taken out of it. Runs with `sh`, as whoever owns the sandbox; git only where there
-# is a repository. That nothing is left is looked at in the end, not taken for granted.
+# Removes everything later than `base_commit` from a checkout. Runs with `sh`, as the sandbox's user, and does nothing without a
+# repository. In the end it verifies that no later object is left.
 HIDE_HISTORY = r"""
 set -eu
 [ -e .git ] || exit 0
@@ -136,7 +136,7 @@ rm -f .git/turngate-*
 
 
 class EvalConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How the tests of a row are run and read."""
+    """How the tests of a row are run and their output parsed."""
 
     test_cmd: str
     parser: str
@@ -145,7 +145,7 @@ class EvalConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SweRow:
-    """A row's fields, each with its type. What is wrong is told with the file, the row, the instance and the field."""
+    """A row's fields, with their types checked. Errors name the file, the row, the instance and the field."""
 
     def __init__(self, fields: Mapping[str, Json], where: str) -> None:
         self._fields = fields
@@ -153,7 +153,7 @@ class SweRow:
         self.id = "?"
         self.id = self.text("instance_id")
 
-    def wrong(self, field: str, what: str) -> TaskError:
+    def error(self, field: str, what: str) -> TaskError:
         return TaskError(f"task: {self.where} ({self.id}): {field}: {what}", param=field)
 
     def has(self, field: str) -> bool:
@@ -163,55 +163,55 @@ class SweRow:
         value = self._fields.get(field)
         if value is None:
             if default is None:
-                raise self.wrong(field, "is missing")
+                raise self.error(field, "is missing")
             return default
         if not isinstance(value, str):
-            raise self.wrong(field, f"has to be a string, and is {_type_name(value)}")
+            raise self.error(field, f"must be a string, but is {_type_name(value)}")
         if not value.strip() and default is None:
-            raise self.wrong(field, "is empty")
+            raise self.error(field, "is empty")
         if pattern is not None and not pattern.fullmatch(value):
-            raise self.wrong(field, f"{value[:80]!r} does not look like one")
+            raise self.error(field, f"{value[:80]!r} is not valid; it must match {pattern.pattern}")
         return value
 
     def names(self, field: str) -> tuple[str, ...]:
-        """A list of strings, or a JSON string of one. A plain string is neither, and never taken apart."""
+        """Return a list of strings, given as a list or as a JSON string of one. A plain string is an error and is never split."""
         value = self._fields.get(field)
         if value is None:
-            raise self.wrong(field, "is missing; give a list of test names, [] for none")
+            raise self.error(field, "is missing; give a list of test names, [] for none")
         if isinstance(value, str):
             try:
                 value = json.loads(value)
             except ValueError:
-                raise self.wrong(field, f"{value[:80]!r} is no JSON; give a list of test names") from None
+                raise self.error(field, f"{value[:80]!r} is not JSON; give a list of test names") from None
         if not isinstance(value, list | tuple):
-            raise self.wrong(field, f"has to be a list of test names, and is {_type_name(value)}")
+            raise self.error(field, f"must be a list of test names, but is {_type_name(value)}")
         if odd := [item for item in value if not isinstance(item, str) or not item]:
-            raise self.wrong(field, f"holds {_type_name(odd[0])}, and not only test names")
+            raise self.error(field, f"must contain only test names, but has {_type_name(odd[0])}")
         return tuple(value)
 
     def table(self, field: str) -> SweRow | None:
-        """An object, or a JSON string of one. Its fields are named with the field before them."""
+        """Return an object, given as an object or as a JSON string of one. Its fields are prefixed with the field's name."""
         value = self._fields.get(field)
         if isinstance(value, str) and value.strip():
             try:
                 value = json.loads(value)
             except ValueError:
-                raise self.wrong(field, f"{value[:80]!r} is no JSON; give an object") from None
+                raise self.error(field, f"{value[:80]!r} is not JSON; give an object") from None
         if value in (None, "", {}):
             return None
         if not isinstance(value, Mapping):
-            raise self.wrong(field, f"has to be an object, and is {_type_name(value)}")
+            raise self.error(field, f"must be an object, but is {_type_name(value)}")
         inner = {f"{field}.{name}": item for name, item in value.items()}
         return SweRow({**inner, "instance_id": self.id}, self.where)
 
     def commands(self, field: str) -> tuple[str, ...]:
-        """A shell command, or a list of them. () where there is none."""
+        """Return a shell command or a list of them as a tuple, () if there is none."""
         value = self._fields.get(field)
         if value is None:
             return ()
         found = (value,) if isinstance(value, str) else value
         if not isinstance(found, list | tuple) or not all(isinstance(item, str) for item in found):
-            raise self.wrong(field, f"has to be a command or a list of commands, and is {_type_name(value)}")
+            raise self.error(field, f"must be a command or a list of commands, but is {_type_name(value)}")
         return tuple(line for line in found if line.strip())
 
     def is_list(self, field: str) -> bool:
@@ -225,18 +225,18 @@ def _type_name(value: object) -> str:
         int: "a number",
         float: "a number",
         bool: "true or false",
-        str: "a text",
+        str: "a string",
     }
-    return names.get(type(value), "nothing" if value is None else type(value).__name__)
+    return names.get(type(value), "null" if value is None else type(value).__name__)
 
 
 def is_swe_row(fields: Mapping[str, Json]) -> bool:
-    """Whether a row is one of such a data set, going by its fields."""
+    """Tell whether a row belongs to one of these data sets, by its fields."""
     return "instance_id" in fields and "problem_statement" in fields
 
 
 def build_task(fields: Mapping[str, Json], where: str) -> Task:
-    """The task of a row; `where` names the file and the row in messages."""
+    """Build the task of a row. `where` names the file and row in messages."""
     row = SweRow(fields, where)
     row.text("instance_id", pattern=_ID)
     repo = row.text("repo", pattern=_REPO)
@@ -244,32 +244,34 @@ def build_task(fields: Mapping[str, Json], where: str) -> Task:
     test_patch = row.text("test_patch")
     fail_to_pass = row.names("FAIL_TO_PASS")
     if not fail_to_pass:
-        raise row.wrong("FAIL_TO_PASS", "is empty: without a test that has to change, doing nothing would solve it")
+        raise row.error(
+            "FAIL_TO_PASS", "is empty, so doing nothing would solve the task; name the tests that must pass"
+        )
     pass_to_pass = row.names("PASS_TO_PASS")
-    kind = detect_data_set(row, repo)
-    way = _eval_config(row, kind, repo, (*fail_to_pass, *pass_to_pass))
+    data_set = detect_data_set(row, repo)
+    config = _eval_config(row, data_set, repo, (*fail_to_pass, *pass_to_pass))
     patch = row.text("patch", "")
     issue = row.text("problem_statement").strip()
     return Task(
         id=to_task_id(row.id),
         instruction=check_instruction(INSTRUCTION.format(repo=repo, issue=issue), f"{where}: problem_statement"),
         setup=HIDE_HISTORY.replace("@BASE@", base),
-        image=_image(row, kind),
-        workdir=f"/{repo.split('/')[1]}" if kind == "swe-rebench-v2" else "/testbed",
+        image=_image(row, data_set),
+        workdir=f"/{repo.split('/')[1]}" if data_set == "swe-rebench-v2" else "/testbed",
         grader=Swe(
             repo=repo,
             base_commit=base,
             test_patch=test_patch,
             fail_to_pass=fail_to_pass,
             pass_to_pass=pass_to_pass,
-            test_cmd=way.test_cmd,
-            parser=way.parser,
-            install=way.install,
-            before=way.before,
+            test_cmd=config.test_cmd,
+            parser=config.parser,
+            install=config.install,
+            before=config.before,
         ),
         solution=Solution(patch=patch) if patch.strip() else None,
         metadata={
-            "data_set": kind,
+            "data_set": data_set,
             "repo": repo,
             "base_commit": base,
             **{name: row.text(name) for name in ("version", "language") if row.has(name)},
@@ -279,19 +281,19 @@ def build_task(fields: Mapping[str, Json], where: str) -> Task:
 
 
 def detect_data_set(row: SweRow, repo: str) -> DataSet:
-    """Which data set a row is of, going by the fields that only one of them has."""
+    """Return the data set that a row belongs to, by the fields that only one of them has."""
     if row.has("install_config"):
         return "swe-rebench-v2" if row.has("language") else "swe-rebench"
     return "swe-gym" if repo.lower() in GYM_COMMANDS else "swe-bench"
 
 
-def _image(row: SweRow, kind: DataSet) -> str:
-    """The column wins; otherwise the data set's rule. No registry takes two underscores in a name, so each has its own sign for them."""
+def _image(row: SweRow, data_set: DataSet) -> str:
+    """Return the image from its column, or by the data set's rule. Registries refuse two underscores in a name, so each replaces them."""
     for column in ("image_name", "docker_image", "image"):
         if row.has(column):
             return row.text(column)
     name = row.id.lower()
-    match kind:
+    match data_set:
         case "swe-gym":
             return f"xingyaoww/sweb.eval.x86_64.{name.replace('__', '_s_')}:latest"
         case "swe-bench":
@@ -299,49 +301,56 @@ def _image(row: SweRow, kind: DataSet) -> str:
         case "swe-rebench":
             return f"swerebench/sweb.eval.x86_64.{name.replace('__', '_1776_')}:latest"
         case "swe-rebench-v2":
-            raise row.wrong("image_name", "is missing; the images of SWE-rebench V2 have no rule to their names")
+            raise row.error(
+                "image_name", "is missing; give it, because the names of SWE-rebench V2 images follow no rule"
+            )
 
 
 # ── how the tests are run ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _eval_config(row: SweRow, kind: DataSet, repo: str, cases: Sequence[str]) -> EvalConfig:
+def _eval_config(row: SweRow, data_set: DataSet, repo: str, cases: Sequence[str]) -> EvalConfig:
     if (config := row.table("install_config")) is not None:
-        return _config_from_row(row, config, kind)
+        return _config_from_row(row, config, data_set)
     if row.has("eval_script"):
         return _config_from_script(row, repo)
-    if kind == "swe-gym":
+    if data_set == "swe-gym":
         return _config_for_gym(row, repo, cases)
     return _config_from_swebench(row, repo)
 
 
-def _config_from_row(row: SweRow, config: SweRow, kind: DataSet) -> EvalConfig:
-    """SWE-rebench says it in the row. In V2 the image is built and the command whole; in the first, files to test are added to it."""
+def _config_from_row(row: SweRow, config: SweRow, data_set: DataSet) -> EvalConfig:
+    """Read SWE-rebench's configuration from the row. In V2 the command is complete; in V1, the test files are appended to it."""
     commands = config.commands("install_config.test_cmd")
     if not commands:
-        raise row.wrong("install_config.test_cmd", "is missing; give the command that runs the tests")
+        raise row.error("install_config.test_cmd", "is missing; give the command that runs the tests")
     parser = config.text("install_config.log_parser")
-    whole = kind == "swe-rebench-v2" or config.is_list("install_config.test_cmd")
+    whole = data_set == "swe-rebench-v2" or config.is_list("install_config.test_cmd")
     return EvalConfig(
         test_cmd="\n".join(commands) if whole else append_files(commands[0], find_test_files(row.text("test_patch"))),
         parser=f"rebench:{parser}" if parser.startswith("parse_log_") else parser,
         install=""
-        if kind == "swe-rebench-v2"
+        if data_set == "swe-rebench-v2"
         else _reinstall_command("\n".join(config.commands("install_config.install"))),
-        before="" if kind == "swe-rebench-v2" else ACTIVATE_CONDA,
+        before="" if data_set == "swe-rebench-v2" else ACTIVATE_CONDA,
     )
 
 
 def _config_from_script(row: SweRow, repo: str) -> EvalConfig:
-    """SWE-bench since its version 5 has a whole script in the row. What lies between its marks runs the tests, what comes before the first
-    patch prepares that; resetting and patching the tests is the grader's own business."""
+    """Read SWE-bench's configuration from the script in the row (version 5 and later).
+
+    The lines between its marks run the tests; the lines before the first patch prepare them. The grader resets and patches tests itself.
+    """
     if row.text("eval_type", "pass_and_fail") != "pass_and_fail":
-        raise row.wrong("eval_type", "a test that is not reported would count as passed, which is not supported")
+        raise row.error(
+            "eval_type",
+            "is not supported unless it is pass_and_fail: tests that are not reported would count as passed",
+        )
     lines = row.text("eval_script").splitlines()
     start = next((n for n, line in enumerate(lines) if _START in line), None)
     end = next((n for n, line in enumerate(lines) if _END in line), None)
     if start is None or end is None or end <= start + 1:
-        raise row.wrong("eval_script", f"there is nothing between {_START!r} and {_END!r}")
+        raise row.error("eval_script", f"has no lines between {_START!r} and {_END!r}")
     before = []
     for line in lines[:start]:
         if line.startswith(("git checkout", "git apply")):
@@ -364,18 +373,18 @@ def _config_for_gym(row: SweRow, repo: str, cases: Sequence[str]) -> EvalConfig:
 
 
 def _config_from_swebench(row: SweRow, repo: str) -> EvalConfig:
-    """Older rows of SWE-bench say nothing about it: up to its version 4 the `swebench` package knows."""
+    """Read the configuration of older SWE-bench rows from the `swebench` package, which has it up to version 4."""
     missing = (
-        f"there is no install_config and no eval_script, so nothing says how {repo} is tested; use a data set that has one of them "
+        f"the row has neither install_config nor eval_script, so it is unknown how to test {repo}; use a data set that has one of them "
         "(SWE-bench publishes eval_script since swebench 5), or add install_config: {test_cmd, log_parser}"
     )
     try:
         known = vars(import_module("swebench.harness.constants"))["MAP_REPO_VERSION_TO_SPECS"]
     except (ImportError, KeyError):
-        raise row.wrong("install_config", f"{missing}, or install swebench<5, which knows the old ones") from None
+        raise row.error("install_config", f"{missing}, or install swebench<5, which knows older rows") from None
     version = row.text("version")
     if repo not in known or version not in known[repo]:
-        raise row.wrong("install_config", f"{missing}; the swebench package does not know {repo} {version} either")
+        raise row.error("install_config", f"{missing}; the swebench package does not know {repo} {version}")
     spec = known[repo][version]
     command = spec["test_cmd"]
     if isinstance(command, str):
@@ -393,16 +402,18 @@ def _config_from_swebench(row: SweRow, repo: str) -> EvalConfig:
 
 
 def _reinstall_command(install: str) -> str:
-    """Installed once more, after the work. As in the data sets' own harnesses that may fail: the image has it all installed, and what pip
-    fetches to build is out of reach here."""
+    """Return the command that installs the project again after the work was copied in.
+
+    It may fail, as in the data sets' own harnesses: the image has everything installed, and pip cannot download build dependencies here.
+    """
     if not install.strip():
         return ""
     settings = "export PIP_RETRIES=0 PIP_DISABLE_PIP_VERSION_CHECK=1"
-    return f"{settings}\n(\n{install}\n) || echo 'Installing it again failed: what the image has is tested.'"
+    return f"{settings}\n(\n{install}\n) || echo 'Reinstalling failed; testing what the image has installed.'"
 
 
 def find_test_files(patch: str) -> tuple[str, ...]:
-    """The files that a test patch leaves behind, without those that no test runner takes."""
+    """Return the files that a test patch leaves behind, without those that no test runner accepts."""
     parts = _DIFF_HEADER.split(patch)
     files = {}
     for new, rest in zip(parts[2::3], parts[3::3], strict=True):
@@ -412,7 +423,7 @@ def find_test_files(patch: str) -> tuple[str, ...]:
 
 
 def append_files(command: str, files: Sequence[str]) -> str:
-    """A command that is told which files to run, unless it names one of them already."""
+    """Append the files to test to a command, unless it already names one of them."""
     if any(file in command for file in files):
         return command
     return " ".join([command, *map(shlex.quote, files)])
