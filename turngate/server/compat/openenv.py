@@ -1,12 +1,11 @@
 """OpenEnv's capture API: `POST /sessions`, `GET /sessions`, `GET /sessions/{id}`, `/rollout`, `/trace_entries`, `DELETE /sessions/{id}`.
 
-There, the API key of an agent is the id of its session. Here an id opens nothing: the `session_id` that is answered is the session's
-secret, and a client that hands it to the agent as its key, and comes back with it (and the admin key) for the rollout, need not know
-the difference. `id` is the session's name, for `/admin` and for lists; both are taken where a path names a session.
+In OpenEnv, the agent's API key is the session's id. Here the id opens nothing: the returned `session_id` is the session's secret, which
+works wherever a client uses OpenEnv's id. `id` is the session's real id, as `/admin` and lists show it. Paths accept both.
 
-Better than the original where that was weak: prompts are extended and never rendered again, streams are real, sessions are durable
-and expire, forced tool calls are answered (and masked), aborted calls are kept, every turn has its policy versions, and a token that
-several sequences share is trained in one of them. What differs is in docs/openenv.md.
+Differences: prompts are extended and never rendered again, replies are streamed as they are sampled, sessions are durable and expire,
+forced tool calls are answered and masked, aborted calls are kept, every turn has its policy versions, and a token that several sequences
+share is trained in one of them. docs/openenv.md has the details.
 """
 
 from __future__ import annotations
@@ -41,13 +40,18 @@ _NEUTRAL: Mapping[str, tuple[float, ...]] = {
     "repetition_penalty": (1.0,),
 }
 _EVAL_SAMPLING = ("temperature", "top_p", "top_k")
-_ENGINE_FIELDS = ("llm_url", "api_key", "auth_header", "provider")  # that a session may choose there
-_MAX_INT = 2**31 - 1  # what engines, and others who count, can take
-_METADATA_KEY = "openenv"  # in the metadata of sessions that were opened here
+_ENGINE_FIELDS = (
+    "llm_url",
+    "api_key",
+    "auth_header",
+    "provider",
+)  # a session may choose the engine in OpenEnv, but not here
+_MAX_INT = 2**31 - 1  # the largest integer that engines accept
+_METADATA_KEY = "openenv"  # marks sessions of this API in their metadata
 
 
 class OpenEnvSessionBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of `POST /sessions`. Fields that are not known are left alone, as the original does."""
+    """The body of `POST /sessions`. Unknown fields are ignored, as in OpenEnv."""
 
     session_id: str | None = None
     metadata: dict[str, Json] | None = None
@@ -72,45 +76,47 @@ class OpenEnvRoutes:
         self._auth = auth
 
     def routes(self) -> list[Route]:
-        one = "/sessions/{id}"
+        session = "/sessions/{id}"
         return [
             route("/sessions", "POST", self.open, self._auth),
             route("/sessions", "GET", self.listing, self._auth),
-            route(one, "GET", self.show, self._auth),
-            route(one, "DELETE", self.delete, self._auth),
-            route(f"{one}/rollout", "GET", self.rollout, self._auth),
-            route(f"{one}/trace_entries", "GET", self.trace_entries, self._auth),
+            route(session, "GET", self.show, self._auth),
+            route(session, "DELETE", self.delete, self._auth),
+            route(f"{session}/rollout", "GET", self.rollout, self._auth),
+            route(f"{session}/trace_entries", "GET", self.trace_entries, self._auth),
         ]
 
     async def open(self, request: Request) -> Response:
-        wanted = await decode_body(request, OpenEnvSessionBody)
+        body = await decode_body(request, OpenEnvSessionBody)
         for name in _ENGINE_FIELDS:
-            if getattr(wanted, name) and (name, getattr(wanted, name)) != ("auth_header", "Authorization"):
+            if getattr(body, name) and (name, getattr(body, name)) != ("auth_header", "Authorization"):
                 raise BadRequest(
-                    f"{name}: the engine is chosen when the gateway is started (--engine, --engine-url), not by a session",
+                    f"{name}: a session cannot choose the engine; set it when you start the gateway (--engine, --engine-url)",
                     param=name,
                 )
         mode = self._sessions.default_mode
-        if wanted.purpose == "train" and mode == "observe":
-            raise BadRequest("purpose: training requires exact engine token capture, and this gateway only observes")
+        if body.purpose == "train" and mode == "observe":
+            raise BadRequest(
+                "purpose: training requires exact engine token capture, and this gateway is in observe mode"
+            )
         config = SessionConfig(
-            model=wanted.model or "",
+            model=body.model or "",
             mode=mode,
-            limits=Limits(turns=wanted.max_model_calls or None),
-            sampling=_parse_sampling(wanted),
-            # An evaluation samples as the agent asks for; what that biases is recorded.
-            bias="record" if wanted.purpose == "eval" else "neutral",
-            metadata={**(wanted.metadata or {}), _METADATA_KEY: {"purpose": wanted.purpose}},
+            limits=Limits(turns=body.max_model_calls or None),
+            sampling=_parse_sampling(body),
+            # An evaluation samples as the agent requests. Biased sampling is recorded.
+            bias="record" if body.purpose == "eval" else "neutral",
+            metadata={**(body.metadata or {}), _METADATA_KEY: {"purpose": body.purpose}},
         )
-        session, secret = self._sessions.open(config, wanted.session_id or None)
+        session, secret = self._sessions.open(config, body.session_id or None)
         return json_response(
             {
                 "session_id": secret,
                 "id": session.id,
                 **_capture_kind(session),
-                "max_model_calls": wanted.max_model_calls,
+                "max_model_calls": body.max_model_calls,
                 "llm_url": None,
-                "model": wanted.model or None,
+                "model": body.model or None,
             }
         )
 
@@ -123,47 +129,47 @@ class OpenEnvRoutes:
         return json_response({"sessions": [self._summary(row, shapes.get(row.key, (0, 0))) for row in opened_here]})
 
     async def show(self, request: Request) -> Response:
-        name = self._named(request)
+        name = self._session_id(request)
         live = self._sessions.find_live(name)
 
-        def made(shown: SessionView) -> bytes:
-            session = shown.session
-            told = {
+        def encode(view: SessionView) -> bytes:
+            session = view.session
+            summary = {
                 "session_id": session.id,
                 **_usage(live, session.last_used),
                 "status": session.status,
                 "stop": session.stop,
-                **_tree_stats(_trace_view(shown)),
+                **_tree_stats(_trace_view(view)),
             }
-            return encode_json(told)
+            return encode_json(summary)
 
-        return encoded_response(await self._session_views.build(name, made))
+        return encoded_response(await self._session_views.build(name, encode))
 
     async def rollout(self, request: Request) -> Response:
-        name = self._named(request)
+        name = self._session_id(request)
         query = request.query_params
         discarded, messages = _is_true(query.get("include_discarded")), _is_true(query.get("include_messages"))
         live = self._sessions.find_live(name)
         limits_met = 0 if live is None else len(live.limits_announced)
         return encoded_response(
             await self._session_views.build(
-                name, lambda shown: _encode_rollout(shown, limits_met, discarded=discarded, messages=messages)
+                name, lambda view: _encode_rollout(view, limits_met, discarded=discarded, messages=messages)
             )
         )
 
     async def trace_entries(self, request: Request) -> Response:
-        return encoded_response(await self._session_views.build(self._named(request), _encode_entries))
+        return encoded_response(await self._session_views.build(self._session_id(request), _encode_entries))
 
     async def delete(self, request: Request) -> Response:
-        """Ends it and removes all that was recorded. Twice is fine."""
+        """End the session and delete everything recorded. Repeating it has no effect."""
         try:
-            await self._sessions.delete(self._named(request))
+            await self._sessions.delete(self._session_id(request))
         except NotFound:
             return json_response({"deleted": False})
         return json_response({"deleted": True})
 
-    def _named(self, request: Request) -> str:
-        """The id of a session that is named by its secret, as its client knows it, or by its id."""
+    def _session_id(self, request: Request) -> str:
+        """Return the session's id. The path holds its secret, as clients know it, or its id."""
         name: str = request.path_params["id"]
         return self._sessions.find_id_by_secret(name) or name
 
@@ -179,48 +185,46 @@ class OpenEnvRoutes:
 
 
 def _usage(live: Session | None, last_used: float) -> dict[str, Json]:
-    """`upstream_errors`: whether the newest call failed; the rest is in the events."""
+    """Return the idle time, and whether the last call failed as `upstream_errors`. The events have all failures."""
     used = last_used if live is None else live.last_used
     failed = live is not None and live.last_error is not None
     return {"idle_s": round(max(0.0, time.time() - used), 1), "upstream_errors": int(failed)}
 
 
-def _trace_view(shown: SessionView) -> TraceView:
-    view = shown.trace()
-    nodes = [msgspec.json.decode(encode_json(node)) for node in view.pop("nodes")]
-    return parse_trace({**msgspec.json.decode(encode_json(view)), "nodes": nodes})
+def _trace_view(view: SessionView) -> TraceView:
+    trace = view.trace()
+    nodes = [msgspec.json.decode(encode_json(node)) for node in trace.pop("nodes")]
+    return parse_trace({**msgspec.json.decode(encode_json(trace)), "nodes": nodes})
 
 
-def _encode_entries(shown: SessionView) -> bytes:
-    if _capture_kind(shown.session)["rollout_type"] == "eval":
+def _encode_entries(view: SessionView) -> bytes:
+    if _capture_kind(view.session)["rollout_type"] == "eval":
         raise Conflict("this is an evaluation: it has a trace (/rollout), but nothing that may be trained")
-    viewed = _trace_view(shown)
     entries = []
-    for one in viewed.turns:
-        turn = _training_turn(viewed, one)
+    for turn in training_turns(_trace_view(view)):
         node = turn.pop("node_id")
         entries.append(encode_piece({**turn, "metadata": {**turn["metadata"], "node_id": node}}))
-    return encode_json({"session_id": shown.session.id, "entries": entries})
+    return encode_json({"session_id": view.session.id, "entries": entries})
 
 
-def training_turns(viewed: TraceView) -> list[dict[str, Json]]:
-    """Every model call as OpenEnv's `TrainingTurn`, each once; what may not be trained has no 1 in its mask and says why."""
-    return [_training_turn(viewed, turn) for turn in viewed.turns]
+def training_turns(trace: TraceView) -> list[dict[str, Json]]:
+    """Return every model call as OpenEnv's `TrainingTurn`. A turn that may not be trained has a mask of zeros and states the reason."""
+    return [_training_turn(trace, turn) for turn in trace.turns]
 
 
-def _training_turn(viewed: TraceView, turn: TurnView) -> dict[str, Json]:
-    prompt = viewed.prompt(turn)
+def _training_turn(trace: TraceView, turn: TurnView) -> dict[str, Json]:
+    prompt = trace.prompt(turn)
     if not prompt:
         raise Conflict(
-            f"turn {turn.id} was {turn.untrained or 'captured without ids'}: without the ids of its prompt there is nothing to train"
+            f"turn {turn.id} was {turn.untrained or 'captured without ids'}: without the ids of its prompt it cannot be trained"
         )
-    # Sampled tokens without log-probabilities have no place in this format, and we invent none: they are told beside it.
+    # The format requires log-probabilities for sampled tokens. Without them, the ids are in the metadata instead.
     scored = turn.logprobs is not None
     completion = turn.ids if scored else []
     trained = int(not turn.untrained)
-    context = viewed.contexts[turn.parent]
+    context = trace.contexts[turn.parent]
     metadata: dict[str, Json] = {
-        "session": viewed.session,
+        "session": trace.session,
         "role": turn.role,
         "untrained": turn.untrained,
         "version_start": turn.version_start,
@@ -244,37 +248,37 @@ def _training_turn(viewed: TraceView, turn: TurnView) -> dict[str, Json]:
         "completion_token_ids": completion,
         "per_token_logps": turn.logprobs or [],
         "loss_mask": [0] * len(prompt) + [trained] * len(completion),
-        "request": {"messages": viewed.messages(turn), "tools": viewed.tools(turn) or None},
+        "request": {"messages": trace.messages(turn), "tools": trace.tools(turn) or None},
         "response": {"choices": [{"message": turn.message, "finish_reason": turn.finish}]},
         "metadata": metadata,
     }
 
 
 def _capture_kind(session: Session) -> dict[str, str]:
-    """What can be done with what is recorded."""
-    seen = {turn.info.capture for turn in session.trace.turns()}
+    """Return what was captured, and whether it can be used for training."""
+    captured = {turn.info.capture for turn in session.trace.turns()}
     if session.config.mode != "observe":
         level: Capture = "tokens"
-    else:  # an endpoint gives what it gives
-        level = next((level for level in ("text", "logprobs", "tokens") if level in seen), "text")
+    else:  # the lowest level that the endpoint returned
+        level = next((level for level in ("text", "logprobs", "tokens") if level in captured), "text")
     purpose = session.config.metadata.get(_METADATA_KEY, {}).get("purpose", "auto")
     return {"capture_level": level, "rollout_type": "train" if level == "tokens" and purpose != "eval" else "eval"}
 
 
-def _parse_sampling(wanted: OpenEnvSessionBody) -> dict[str, Json]:
-    """The session's sampling. For training only the temperature can be chosen: everything else biases what is sampled."""
-    if wanted.eval_sampling and wanted.purpose != "eval":
+def _parse_sampling(body: OpenEnvSessionBody) -> dict[str, Json]:
+    """Return the session's sampling. Training allows only the temperature, because all else biases what is sampled."""
+    if body.eval_sampling and body.purpose != "eval":
         raise BadRequest("eval_sampling: needs purpose 'eval'", param="eval_sampling")
-    if wanted.purpose == "eval":
-        if wanted.sampling is not None:
-            raise BadRequest("sampling: is for training; an evaluation takes eval_sampling", param="sampling")
-        return _check_sampling("eval_sampling", wanted.eval_sampling or {}, _EVAL_SAMPLING)
-    given = _check_sampling("sampling", wanted.sampling or {}, ("temperature", *_NEUTRAL))
+    if body.purpose == "eval":
+        if body.sampling is not None:
+            raise BadRequest("sampling: is for training; use eval_sampling for an evaluation", param="sampling")
+        return _check_sampling("eval_sampling", body.eval_sampling or {}, _EVAL_SAMPLING)
+    given = _check_sampling("sampling", body.sampling or {}, ("temperature", *_NEUTRAL))
     if given and not given.get("temperature"):
-        raise BadRequest("sampling.temperature: has to be above 0 for training", param="sampling.temperature")
+        raise BadRequest("sampling.temperature: must be above 0 for training", param="sampling.temperature")
     for name, neutral in _NEUTRAL.items():
         if name in given and given.pop(name) not in neutral:
-            raise BadRequest(f"sampling.{name}: has to be {neutral[0]} for training", param=f"sampling.{name}")
+            raise BadRequest(f"sampling.{name}: must be {neutral[0]} for training", param=f"sampling.{name}")
     return given
 
 
@@ -286,7 +290,7 @@ def _check_sampling(field: str, given: dict[str, float], names: tuple[str, ...])
         raise BadRequest(
             f"{field}.top_k: {top_k:g} is not a whole number from -1 to {_MAX_INT}", param=f"{field}.top_k"
         )
-    return {**given, **({"top_k": max(0, int(top_k))} if "top_k" in given else {})}  # -1 is how they spell off
+    return {**given, **({"top_k": max(0, int(top_k))} if "top_k" in given else {})}  # OpenEnv uses -1 for off
 
 
 def _is_true(text: str | None) -> bool:
@@ -296,27 +300,27 @@ def _is_true(text: str | None) -> bool:
 # ── the rollout as one document ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _encode_rollout(shown: SessionView, limits_met: int, *, discarded: bool, messages: bool) -> bytes:
-    session, viewed, rows = shown.session, _trace_view(shown), shown.samples(keep_empty=True)
+def _encode_rollout(view: SessionView, limits_met: int, *, discarded: bool, messages: bool) -> bytes:
+    session, trace, rows = view.session, _trace_view(view), view.samples(keep_empty=True)
     kind = _capture_kind(session)
     trains = kind["rollout_type"] == "train"
-    by_id = {turn.id: turn for turn in viewed.turns}
+    by_id = {turn.id: turn for turn in trace.turns}
     sequences = [_sequence_json(row, by_id, trains) for row in rows]
-    kept = [row for row in sequences if discarded or row["role"] != "discarded"]
-    trained = [row for row in kept if row["trainable"]]
+    listed = [row for row in sequences if discarded or row["role"] != "discarded"]
+    trained = [row for row in listed if row["trainable"]]
     document = {
         "session_id": session.id,
         "metadata": {name: value for name, value in session.config.metadata.items() if name != _METADATA_KEY},
         "budget_stop_count": limits_met,
-        "turns": [encode_piece(_turn_json(viewed, turn, index, messages)) for index, turn in enumerate(viewed.turns)],
+        "turns": [encode_piece(_turn_json(trace, turn, index, messages)) for index, turn in enumerate(trace.turns)],
         "stats": {
-            **_tree_stats(viewed),
-            "n_sequences": len(kept),
+            **_tree_stats(trace),
+            "n_sequences": len(listed),
             "n_trainable_sequences": len(trained),
             "n_trainable_tokens": sum(row["n_trainable"] for row in trained),
         },
-        "sequences": [encode_piece(row) for row in kept],
-        "validation": [f"[WARN] untrained: turn {t.id}: {t.untrained}" for t in viewed.turns if t.untrained],
+        "sequences": [encode_piece(row) for row in listed],
+        "validation": [f"[WARN] untrained: turn {t.id}: {t.untrained}" for t in trace.turns if t.untrained],
         "trainable": bool(trained),
         **kind,
     }
@@ -324,7 +328,7 @@ def _encode_rollout(shown: SessionView, limits_met: int, *, discarded: bool, mes
 
 
 def _sequence_json(row: Sample, by_id: dict[int, TurnView], trains: bool) -> dict[str, Json]:
-    """A branch. In this format a position without a log-probability has 0.0 and a 0 in the mask, so that the mask alone decides."""
+    """Return one branch. The format requires a number at every position: without a log-probability it is 0.0, and masked."""
     turns = [by_id[span.node] for span in row.spans]
     mask = row.mask & trains
     for span, turn in zip(row.spans, turns, strict=True):
@@ -348,24 +352,24 @@ def _sequence_json(row: Sample, by_id: dict[int, TurnView], trains: bool) -> dic
     }
 
 
-def _turn_json(viewed: TraceView, turn: TurnView, index: int, messages: bool) -> dict[str, Json]:
-    context = viewed.contexts[turn.parent]
+def _turn_json(trace: TraceView, turn: TurnView, index: int, messages: bool) -> dict[str, Json]:
+    context = trace.contexts[turn.parent]
     return {
         "node_id": str(turn.id),
         "index": index,
         "root_id": str(turn.root),
         "n_sampled": len(turn.ids),
-        "n_prompt": len(viewed.prompt(turn)),
+        "n_prompt": len(trace.prompt(turn)),
         "n_tools": len(context.tools),
         "finish_reason": turn.finish,
         "harness_session_id": context.told.get("thread"),
         "sampling_params": turn.sampling or {},
-        "requested_sampling_params": {},  # what the agent asked for and was not applied is not kept
+        "requested_sampling_params": {},  # requested parameters that were not applied are not recorded
         "sampled_logprobs": turn.logprobs,
         "discarded": training_role(turn.role) == "discarded",
         **(
             {
-                "request_messages": viewed.messages(turn),
+                "request_messages": trace.messages(turn),
                 "request_tools": context.tools or None,
                 "response_message": turn.message,
             }
@@ -375,17 +379,17 @@ def _turn_json(viewed: TraceView, turn: TurnView, index: int, messages: bool) ->
     }
 
 
-def _tree_stats(viewed: TraceView) -> dict[str, int]:
-    """The shape of the tree, counted as there: over calls, so that two answers to one question are a fork."""
-    before = [viewed.contexts[turn.parent].parent for turn in viewed.turns]
+def _tree_stats(trace: TraceView) -> dict[str, int]:
+    """Count roots, leaves and forks as OpenEnv does: over calls, so that two replies to one prompt are a fork."""
+    parents = [trace.contexts[turn.parent].parent for turn in trace.turns]
     children: dict[int, int] = {}
-    for parent in before:
+    for parent in parents:
         if parent is not None:
             children[parent] = children.get(parent, 0) + 1
     return {
-        "n_turns": len(viewed.turns),
-        "n_roots": sum(parent is None for parent in before),
-        "n_leaves": sum(turn.id not in children for turn in viewed.turns),
+        "n_turns": len(trace.turns),
+        "n_roots": sum(parent is None for parent in parents),
+        "n_leaves": sum(turn.id not in children for turn in trace.turns),
         "n_forks": sum(count > 1 for count in children.values()),
-        "n_discarded": sum(training_role(turn.role) == "discarded" for turn in viewed.turns),
+        "n_discarded": sum(training_role(turn.role) == "discarded" for turn in trace.turns),
     }

@@ -1,9 +1,8 @@
-"""The prime-rl rollout gateway's API, field for field: `/v1/rollouts/{id}/register | chat/completions | trajectory | cancel |
-unregister`.
+"""The API of prime-rl's rollout gateway: `/v1/rollouts/{id}/register | chat/completions | trajectory | cancel | unregister`.
 
-Better than the original where that was weak: the session has a secret (`register` answers one more field, `api_key`), history
-is never tokenised again, cancel aborts the generation, unregister is idempotent, idle rollouts expire, streams are real, and no
-token data goes to the agent. The calls here need the admin key, unless `open_loopback` opens them to keyless loopback clients.
+Requests and replies have the same fields. Differences: `register` also returns the session's secret (`api_key`), history is never
+tokenized again, cancel aborts the generation, unregister is idempotent, idle rollouts expire, replies are streamed as they are sampled, and
+the agent gets no token data. The routes need the admin key, unless `open_loopback` admits loopback clients without a key.
 """
 
 from __future__ import annotations
@@ -49,16 +48,16 @@ class PrimeRoutes:
         self._auth = auth
 
     def routes(self) -> list[Route]:
-        one = PREFIX + "{id}"
+        rollout = PREFIX + "{id}"
         return [
-            self._route(f"{one}/register", "POST", self.register),
-            self._route(f"{one}/trajectory", "GET", self.trajectory),
-            self._route(f"{one}/cancel", "POST", self.cancel),
-            self._route(f"{one}/unregister", "POST", self.unregister),
+            self._route(f"{rollout}/register", "POST", self.register),
+            self._route(f"{rollout}/trajectory", "GET", self.trajectory),
+            self._route(f"{rollout}/cancel", "POST", self.cancel),
+            self._route(f"{rollout}/unregister", "POST", self.unregister),
         ]
 
-    def _route(self, path_: str, method: str, endpoint: Endpoint) -> Route:
-        async def guarded(request: Request) -> Response:
+    def _route(self, path: str, method: str, endpoint: Endpoint) -> Route:
+        async def serve(request: Request) -> Response:
             try:
                 key = _chat.read_key(request.headers, {})
                 if not self._auth.trusts(key, request.client.host if request.client else ""):
@@ -67,17 +66,17 @@ class PrimeRoutes:
             except TurngateError as error:
                 return error_response(error)
 
-        return Route(path_, guarded, methods=[method])
+        return Route(path, serve, methods=[method])
 
     async def register(self, request: Request) -> Response:
-        wanted = await decode_body(request, RegisterBody, wrong=Unprocessable)
+        body = await decode_body(request, RegisterBody, wrong=Unprocessable)
         config = SessionConfig(
-            model=wanted.model,
+            model=body.model,
             mode=self._sessions.default_mode,
-            limits=Limits(turns=None if wanted.max_turns < 0 else wanted.max_turns, context_tokens=wanted.max_seq_len),
-            sampling=_parse_sampling(wanted.sampling_params),
-            max_tokens=_parse_max_tokens(wanted.sampling_params),
-            metadata={"prime": msgspec.to_builtins(wanted)},
+            limits=Limits(turns=None if body.max_turns < 0 else body.max_turns, context_tokens=body.max_seq_len),
+            sampling=_parse_sampling(body.sampling_params),
+            max_tokens=_parse_max_tokens(body.sampling_params),
+            metadata={"prime": msgspec.to_builtins(body)},
             at_limit="conflict",
         )
         try:
@@ -88,9 +87,9 @@ class PrimeRoutes:
             {
                 "rollout_id": session.id,
                 "status": "active",
-                "model": wanted.model,
-                "max_turns": wanted.max_turns,
-                "max_seq_len": wanted.max_seq_len,
+                "model": body.model,
+                "max_turns": body.max_turns,
+                "max_seq_len": body.max_seq_len,
                 "api_key": secret,
             }
         )
@@ -100,13 +99,13 @@ class PrimeRoutes:
 
     async def cancel(self, request: Request) -> Response:
         session = self._sessions.find(request.path_params["id"])
-        # A rollout that came to its end stays completed.
+        # A completed rollout stays completed.
         end = self._sessions.seal if rollout_status(session) == "completed" else self._sessions.cancel
         session = await end(session.id)
         return json_response({"rollout_id": session.id, "status": rollout_status(session)})
 
     async def unregister(self, request: Request) -> Response:
-        """Ends the rollout; its trace stays until the session is deleted. Twice is fine."""
+        """End the rollout, and keep its trace until the session is deleted. Repeating it has no effect."""
         session = await self._sessions.seal(request.path_params["id"], "unregistered")
         return json_response({"rollout_id": session.id, "status": rollout_status(session)})
 
@@ -119,13 +118,13 @@ def rollout_status(session: Session) -> str:
     return "completed" if done else "active"
 
 
-def _encode_trajectory(shown: SessionView) -> bytes:
-    session = shown.session
-    said = {node.id: _node_messages(node, shown.texts[node.id]) for node in session.trace.nodes}
+def _encode_trajectory(view: SessionView) -> bytes:
+    session = view.session
+    messages = {node.id: _node_messages(node, view.texts[node.id]) for node in session.trace.nodes}
     turns = _main_turns(session)
     first, last = (path_to(turns[0][0]), path_to(turns[-1][0])) if turns else ([], [])
-    prompt = [message for node in first[:-1] for message in said[node.id]]
-    whole = [message for node in last for message in said[node.id]]
+    prompt = [message for node in first[:-1] for message in messages[node.id]]
+    conversation = [message for node in last for message in messages[node.id]]
     return encode_json(
         {
             "rollout_id": session.id,
@@ -133,24 +132,24 @@ def _encode_trajectory(shown: SessionView) -> bytes:
             "num_turns": len(turns),
             "model": session.config.model,
             "prompt": prompt,
-            "completion": whole[len(prompt) :],
+            "completion": conversation[len(prompt) :],
             "is_truncated": session.truncated,
-            "trajectory": [encode_piece(_step(turn, role, said, session)) for turn, role in turns],
+            "trajectory": [encode_piece(_step_json(turn, role, messages, session)) for turn, role in turns],
         }
     )
 
 
 def _parse_sampling(params: dict[str, Any]) -> dict[str, Json]:
-    """Registered sampling wins over the agent's. Names that are not about sampling are vLLM's affair or ours."""
+    """Return the sampling parameters that take precedence over the agent's. Other parameters are ignored."""
     known = {field.name for field in msgspec.structs.fields(Sampling)}
-    found = {name: value for name, value in params.items() if name in known and value is not None}
-    if isinstance(found.get("top_k"), int):
-        found["top_k"] = max(0, found["top_k"])
+    sampling = {name: value for name, value in params.items() if name in known and value is not None}
+    if isinstance(sampling.get("top_k"), int):
+        sampling["top_k"] = max(0, sampling["top_k"])
     try:
-        msgspec.convert(found, Sampling)
+        msgspec.convert(sampling, Sampling)
     except msgspec.ValidationError as error:
         raise Unprocessable(f"sampling_params.{explain_error(error, Sampling)[0]}", param="sampling_params") from None
-    return found
+    return sampling
 
 
 def _parse_max_tokens(params: dict[str, Any]) -> int | None:
@@ -167,25 +166,27 @@ def _main_turns(session: Session) -> list[tuple[Sampled, TurnRole]]:
     return [(turn, role_of[turn.id]) for turn in session.trace.turns() if role_of[turn.id] in ("main", "subagent")]
 
 
-def _step(turn: Sampled, role: TurnRole, said: Mapping[int, list[msgspec.Raw]], session: Session) -> dict[str, Json]:
-    before = path_ids(turn.parent)
+def _step_json(
+    turn: Sampled, role: TurnRole, messages: Mapping[int, list[msgspec.Raw]], session: Session
+) -> dict[str, Json]:
+    prompt = path_ids(turn.parent)
     limit = session.config.limits.context_tokens
     truncated = turn.info.finish == "length"
     reason = untrainable_reason(turn, role, session.config.policy)
     logprobs: Json = [] if turn.logprobs is None else turn.logprobs
     tokens = {
-        "prompt_ids": before,
-        "prompt_mask": [0] * len(before),
+        "prompt_ids": prompt,
+        "prompt_mask": [0] * len(prompt),
         "completion_ids": turn.ids,
         "completion_mask": [0 if reason else 1] * turn.size,
         "completion_logprobs": logprobs,
-        "overlong_prompt": limit is not None and len(before) > limit,
+        "overlong_prompt": limit is not None and len(prompt) > limit,
         "is_truncated": truncated,
         "routed_experts": None,
     }
     return {
-        "prompt": [message for node in path_to(turn)[:-1] for message in said[node.id]],
-        "completion": said[turn.id],
+        "prompt": [message for node in path_to(turn)[:-1] for message in messages[node.id]],
+        "completion": messages[turn.id],
         "tokens": tokens,
         "reward": None,
         "advantage": None,
@@ -201,7 +202,7 @@ def _step(turn: Sampled, role: TurnRole, said: Mapping[int, list[msgspec.Raw]], 
 
 
 def _node_messages(node: Node, text: bytes) -> list[msgspec.Raw]:
-    """What a node stands for, in OpenAI's form; what a context added as it came where it came so."""
+    """Return a node's messages in OpenAI's format. Context that arrived in that format is returned unchanged."""
     if isinstance(node, Sampled):
         return [encode_piece(_to_wire(orjson.loads(text)))]
     if node.info.dialect == _chat.name:
@@ -210,7 +211,7 @@ def _node_messages(node: Node, text: bytes) -> list[msgspec.Raw]:
 
 
 def _to_wire(stored: Json) -> Json:
-    """A stored message in OpenAI's form."""
+    """Convert a stored message to OpenAI's format."""
     message = msgspec.convert(stored, Message)
     wire: dict[str, Json] = {"role": message.role, "content": message.content or None}
     if message.reasoning:

@@ -23,7 +23,7 @@ from turngate.views.session import encode_json, encode_piece
 
 _INTERVAL_S = 0.4  # between two updates; changes in between are sent together
 _KEEP_ALIVE_S = 15.0
-_MAX_BEHIND = 10_000  # events; a client further behind is told to reload
+_MAX_BEHIND = 10_000  # events; a client that is further behind has to reload
 _MAX_STREAMS = 128
 
 

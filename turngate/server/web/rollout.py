@@ -56,7 +56,7 @@ class RolloutRoutes:
         session = request.path_params["id"]
 
         def query(store: Store) -> bytes:
-            rollout, cursor = self._views.close(store, session)
+            rollout, cursor = self._views.rollout(store, session)
             content = view(rollout)
             # Encoded one by one: a long call into C would block all other threads.
             nodes = [encode_piece(node) for node in content["nodes"]]

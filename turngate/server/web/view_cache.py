@@ -1,4 +1,4 @@
-"""What the web page's thread works with: the overview, and the rollouts that were looked at last. Only `page.py` calls it."""
+"""The read models behind the web page, with caches of the overview and of recently viewed rollouts."""
 
 from __future__ import annotations
 
@@ -22,60 +22,60 @@ from turngate.views.rollout_index import DONE, RolloutRow
 from turngate.views.session import SessionView, encode_json, load_session_view
 
 FORMATS = ("rows", "trace", "messages")
-_MAX_ROLLOUTS = 4  # rollouts that are kept in memory as they were read
-_MAX_FACTS = 4096  # ended rollouts whose facts are kept
-_LOG_CHARS = 16_000  # characters
-_MAX_TOOL_CALLS = 200  # of host tools
-_ENTROPY = "mean of -log-probability over the sampled tokens whose log-probability is known: an estimate of the policy's entropy"
+_MAX_ROLLOUTS = 4  # rollout views kept in memory
+_MAX_FACTS = 4096  # ended rollouts whose facts are kept in memory
+_LOG_CHARS = 16_000
+_MAX_TOOL_CALLS = 200
+_ENTROPY = "mean negative log-probability of the sampled tokens that have one: an estimate of the policy's entropy"
 
 
 class ViewCache:
-    """Of one data folder."""
+    """Views of one data folder. Not thread-safe: used in the page's reader thread only."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.overview = Overview()
         self._own = tokenizer
-        self._other: tuple[str, Tokenizer | None, str] | None = None  # the last one of another vocabulary
-        self._close: OrderedDict[str, tuple[object, RolloutView]] = OrderedDict()
+        self._other: tuple[str, Tokenizer | None, str] | None = None  # the last tokenizer of another vocabulary
+        self._rollouts: OrderedDict[str, tuple[object, RolloutView]] = OrderedDict()
         self._facts: OrderedDict[int, dict[str, Json]] = OrderedDict()
-        self._trains: dict[int, bool] = {}  # ended rollouts, by session key
+        self._trains: dict[int, bool] = {}  # of ended rollouts, by session key
 
-    def close(self, store: Store, session: str) -> tuple[RolloutView, int]:
-        """A rollout as it is now, and the cursor of what is known. One whose session is not open yet, or never was, is empty."""
+    def rollout(self, store: Store, session: str) -> tuple[RolloutView, int]:
+        """Return the current view of a rollout, and the event cursor that it reflects. Without a session the view is empty."""
         row, key, cursor = self.overview.rollout(store, session)
-        return self._looked_at(store, session, key) if key else _empty_view(row), cursor
+        return self._load_rollout(store, session, key) if key else _empty_view(row), cursor
 
-    def _looked_at(self, store: Store, session: str, key: int) -> RolloutView:
+    def _load_rollout(self, store: Store, session: str, key: int) -> RolloutView:
         with store.snapshot():
             stored = store.find_key(key)
             state = (key, store.queries.state(key), None if stored is None else (stored.status, stored.stop))
-            known = self._close.get(session)
-            if known is not None and known[0] == state:
-                self._close.move_to_end(session)
-                return known[1]
-            shown = load_session_view(store, session)
-        close = RolloutView(shown, self._tokenizer(store, shown.session.vocabulary)[0])
-        self._close[session] = (state, close)
-        while len(self._close) > _MAX_ROLLOUTS:
-            self._close.popitem(last=False)
-        return close
+            cached = self._rollouts.get(session)
+            if cached is not None and cached[0] == state:
+                self._rollouts.move_to_end(session)
+                return cached[1]
+            session_view = load_session_view(store, session)
+        view = RolloutView(session_view, self._find_tokenizer(store, session_view.session.vocabulary)[0])
+        self._rollouts[session] = (state, view)
+        while len(self._rollouts) > _MAX_ROLLOUTS:
+            self._rollouts.popitem(last=False)
+        return view
 
-    def _tokenizer(self, store: Store, vocabulary: str) -> tuple[Tokenizer | None, str]:
-        """The one that ids are of, or why it is not here."""
+    def _find_tokenizer(self, store: Store, vocabulary: str) -> tuple[Tokenizer | None, str]:
+        """Return the tokenizer of a vocabulary, or the reason why it is missing."""
         if self._own is not None and self._own.digest == vocabulary:
             return self._own, ""
         if not vocabulary:
-            return None, "its ids are of no tokenizer that is known here"
+            return None, "the tokenizer of its ids is not known here"
         if self._other is None or self._other[0] != vocabulary:
             folder = store.setting(f"tokenizer:{vocabulary}")
             try:
-                found = load_decoder(Path(folder)) if folder else None
-                why = "" if found is not None else "the tokenizer that it was recorded with is not known here"
+                tokenizer = load_decoder(Path(folder)) if folder else None
+                why = "" if tokenizer is not None else "the tokenizer that it was recorded with is not known here"
             except ConfigError as error:
-                found, why = None, f"the tokenizer that it was recorded with cannot be read: {error.message}"
-            if found is not None and found.digest != vocabulary:
-                found, why = None, "the tokenizer that it was recorded with is another one by now"
-            self._other = (vocabulary, found, why)
+                tokenizer, why = None, f"the tokenizer that it was recorded with cannot be read: {error.message}"
+            if tokenizer is not None and tokenizer.digest != vocabulary:
+                tokenizer, why = None, "the tokenizer that it was recorded with has changed since"
+            self._other = (vocabulary, tokenizer, why)
         return self._other[1], self._other[2]
 
     # ── the header ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -86,15 +86,15 @@ class ViewCache:
         damaged = ""
         try:
             stored = store.find_key(key) if key else None
-        except StoreError as error:  # whatever else is known of it is told all the same
+        except StoreError as error:  # the rest of the header is still shown
             stored, damaged = None, error.message
         outcome = _read_outcome(store, key) if key else None
         data = outcome.data if outcome is not None and isinstance(outcome.data, dict) else {}
-        totals, unreadable = _empty_view(row).totals(), "nothing was recorded of it"
+        totals, unreadable = _empty_view(row).totals(), "nothing was recorded"
         if key:
-            unreadable = self._tokenizer(store, stored.vocabulary if stored is not None else "")[1]
+            unreadable = self._find_tokenizer(store, stored.vocabulary if stored is not None else "")[1]
             try:
-                totals = self._looked_at(store, session, key).totals()
+                totals = self._load_rollout(store, session, key).totals()
             except StoreError as error:
                 unreadable = damaged = error.message
         _, no_retry = self.overview.check_retry(store, session)
@@ -120,77 +120,76 @@ class ViewCache:
             },
         }
 
-    # ── what groups and exports need of each rollout ────────────────────────────────────────────────────────────
+    # ── facts of each rollout for groups and exports ────────────────────────────────────────────────────────────
 
     def facts(self, store: Store, *, session: str, key: int) -> dict[str, Json]:
-        known = self._facts.get(key)
-        if known is not None:
-            return known
+        cached = self._facts.get(key)
+        if cached is not None:
+            return cached
         try:
-            close = self._looked_at(store, session, key)
-            found = close.facts()
+            facts = self._load_rollout(store, session, key).facts()
         except (StoreError, NotFound) as error:
             return {**_NO_FACTS, "error": error.message}
         row = store.find_key(key)
-        if row is not None and row.status != "open":  # nothing is added to it any more
-            self._facts[key] = found
+        if row is not None and row.status != "open":  # it no longer changes
+            self._facts[key] = facts
             while len(self._facts) > _MAX_FACTS:
                 self._facts.popitem(last=False)
-        return found
+        return facts
 
     def group_of(self, store: Store, *, session: str) -> list[tuple[str, int]]:
-        """The rollouts that it is compared with, itself among them."""
+        """Return the rollouts of the same group, including the rollout itself."""
         row, key, _ = self.overview.rollout(store, session)
         if not key:
-            raise NotFound(f"rollout {row.id!r} has no session: nothing was recorded of it")
+            raise NotFound(f"rollout {row.id!r} has no session: nothing was recorded")
         return self.overview.members(store, row.group) if row.group else [(session, key)]
 
     def counted_reward(self, store: Store, *, session: str, key: int) -> float | None:
-        """As a feed counts: one of which nothing can be trained has no say."""
+        """Return the reward as a feed counts it: None if nothing of the rollout can be trained."""
         outcome = _read_outcome(store, key)
         return outcome.reward if outcome is not None and self.facts(store, session=session, key=key)["rows"] else None
 
     def trains(self, store: Store, *, session: str, key: int) -> bool:
-        """Whether anything of it can be trained."""
-        known = self._trains.get(key)
-        if known is not None:
-            return known
-        found = bool(self.facts(store, session=session, key=key)["rows"])
-        if key in self._facts:  # nothing is added to it any more
-            self._trains[key] = found
-        return found
+        """Return whether anything of a rollout can be trained."""
+        cached = self._trains.get(key)
+        if cached is not None:
+            return cached
+        trains = bool(self.facts(store, session=session, key=key)["rows"])
+        if key in self._facts:  # it no longer changes
+            self._trains[key] = trains
+        return trains
 
     def unread(self, members: list[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Those of which `trains` would read the trace."""
-        return [one for one in members if one[1] not in self._trains]
+        """Return the rollouts whose trace `trains` would have to read."""
+        return [member for member in members if member[1] not in self._trains]
 
     def damaged(self, store: Store, *, session: str, key: int) -> bool:
         return bool(self.facts(store, session=session, key=key)["error"])
 
     def lines(self, store: Store, *, session: str, key: int, format: str, advantage: float | None) -> list[bytes]:
         try:
-            row, close = store.find_key(key), self._looked_at(store, session, key)
-        except (StoreError, NotFound):  # left out, as the exporter does; `damaged` has said so before the first line
+            row, view = store.find_key(key), self._load_rollout(store, session, key)
+        except (StoreError, NotFound):  # left out, as in the exporter; `damaged` counts it
             return []
         if row is None:
             return []  # deleted meanwhile
         outcome = _read_outcome(store, key)
         if format == "rows" and outcome is not None and outcome.reward is not None and is_too_large(outcome.reward):
-            return []  # as the exporter and feeds do
-        told = row.config.metadata
+            return []  # as in the exporter and in feeds
+        metadata = row.config.metadata
         about: dict[str, Json] = {
             "session": session,
-            "group": outcome.group if outcome is not None else _text(told.get("group")),
-            "task": (outcome.task if outcome is not None else "") or _text(told.get("task")),
+            "group": outcome.group if outcome is not None else _text(metadata.get("group")),
+            "task": (outcome.task if outcome is not None else "") or _text(metadata.get("task")),
             "attempt": 1 if outcome is None else outcome.attempt,
             "kind": None if outcome is None else outcome.kind,
             "reward": None if outcome is None else outcome.reward,
             "resolved": None if outcome is None else outcome.resolved,
-            "agent": _text(told.get("agent")),
+            "agent": _text(metadata.get("agent")),
             "opened": row.opened,
             "closed": row.closed,
         }
-        records = close.training_rows(outcome, advantage, about) if format == "rows" else close.conversations(about)
+        records = view.training_rows(outcome, advantage, about) if format == "rows" else view.conversations(about)
         return [encode_json(record) + b"\n" for record in records]
 
 
@@ -208,32 +207,32 @@ _NO_FACTS: dict[str, Json] = {
 }
 
 
-def summarize_drift(name: str, found: list[dict[str, Json]]) -> dict[str, Json]:
-    """Of a group, what its rollouts come to together."""
-    tokens = sum(one["entropy_tokens"] for one in found)
-    total = sum(one["entropy"] * one["entropy_tokens"] for one in found if one["entropy"] is not None)
-    causes = sorted({cause for one in found for cause in one["forks"]})
+def summarize_drift(name: str, rollouts: list[dict[str, Json]]) -> dict[str, Json]:
+    """Sum up entropy and forks over the rollouts of a group."""
+    tokens = sum(facts["entropy_tokens"] for facts in rollouts)
+    total = sum(facts["entropy"] * facts["entropy_tokens"] for facts in rollouts if facts["entropy"] is not None)
+    causes = sorted({cause for facts in rollouts for cause in facts["forks"]})
     drift = [
         {
             "cause": cause,
-            "forks": sum(one["forks"].get(cause, 0) for one in found),
-            "rollouts": sum(cause in one["forks"] for one in found),
-            "tokens": sum(one["anew"].get(cause, 0) for one in found),
+            "forks": sum(facts["forks"].get(cause, 0) for facts in rollouts),
+            "rollouts": sum(cause in facts["forks"] for facts in rollouts),
+            "tokens": sum(facts["anew"].get(cause, 0) for facts in rollouts),
         }
         for cause in causes
     ]
     return {
         "group": name,
-        "rollouts": [{field: value for field, value in one.items() if field != "anew"} for one in found],
+        "rollouts": [{field: value for field, value in facts.items() if field != "anew"} for facts in rollouts],
         "entropy": total / tokens if tokens else None,
         "entropy_tokens": tokens,
         "entropy_what": _ENTROPY,
-        "drift": sorted(drift, key=lambda one: -one["forks"]),
+        "drift": sorted(drift, key=lambda entry: -entry["forks"]),
     }
 
 
 def _config_to_json(config: Json) -> Json:
-    """Whole, whatever is left at its default."""
+    """Return all settings of a session, including defaults."""
     return {
         name: _value_to_json(value)
         for name, value in msgspec.structs.asdict(config).items()
@@ -246,36 +245,37 @@ def _value_to_json(value: Json) -> Json:
 
 
 def _stages(facts: list[RawEvent], data: dict[str, Json]) -> list[dict[str, Json]]:
-    """When each began, and how long it took: by the runner's own clock where it told, else until the next one began."""
-    spent = data.get("seconds")
-    known = spent if isinstance(spent, dict) else {}
-    told: list[dict[str, Json]] = []
+    """Return each stage's start and duration: as the runner measured it, else until the start of the next stage."""
+    seconds = data.get("seconds")
+    measured = seconds if isinstance(seconds, dict) else {}
+    stages: list[dict[str, Json]] = []
     for fact in facts:
         stage = _text(_decode_fact(fact).get("stage"))
-        if told and told[-1]["seconds"] is None:
-            own = known.get(told[-1]["stage"])
-            told[-1]["seconds"] = (
-                own if isinstance(own, int | float) else round(max(0.0, fact.time - told[-1]["at"]), 3)
+        if stages and stages[-1]["seconds"] is None:
+            last = stages[-1]
+            duration = measured.get(last["stage"])
+            last["seconds"] = (
+                duration if isinstance(duration, int | float) else round(max(0.0, fact.time - last["at"]), 3)
             )
         if stage and stage != DONE:
-            told.append({"stage": stage, "at": fact.time, "seconds": None})
-    return told
+            stages.append({"stage": stage, "at": fact.time, "seconds": None})
+    return stages
 
 
 def _error(
     row: RolloutRow, outcome: RecordedOutcome | None, data: dict[str, Json], facts: list[RawEvent]
 ) -> dict[str, Json] | None:
-    """What went wrong, and on whose side; None: nothing, as far as is known."""
+    """Return what failed and at which boundary, or None if nothing failed."""
     if row.kind in ("", "graded"):
         return None
     fault = data.get("fault")
-    if outcome is None and facts:  # it never came as far as being recorded: its runner's last word
+    if outcome is None and facts:  # no outcome was recorded: use the runner's last event
         fault = _decode_fact(facts[-1]).get("fault")
-    known = fault if isinstance(fault, dict) else {}
+    details = fault if isinstance(fault, dict) else {}
     return {
         "class": row.kind,
-        "boundary": _text(known.get("boundary")),
-        "stage": _text(known.get("stage")),
+        "boundary": _text(details.get("boundary")),
+        "stage": _text(details.get("stage")),
         "message": outcome.message if outcome is not None else row.message,
     }
 
@@ -310,15 +310,15 @@ def _tool_call(call: Json) -> dict[str, Json]:
 
 
 def load_decoder(folder: Path) -> Tokenizer:
-    """To read ids with, and not to encode: nothing is probed."""
-    known = load_any_record(folder)
-    if known is not None:
-        return Tokenizer(folder, vocabulary=known.vocabulary, fast=known.fast)
+    """Load a tokenizer for decoding only, which needs no probing."""
+    record = load_any_record(folder)
+    if record is not None:
+        return Tokenizer(folder, vocabulary=record.vocabulary, fast=record.fast)
     return Tokenizer(folder, fast=False)
 
 
 def _read_outcome(store: Store, key: int) -> RecordedOutcome | None:
-    """None if it is damaged, too: the lists say so."""
+    """Return a session's outcome, or None if there is none or it is damaged. The lists show damage."""
     outcome = store.outcomes.find(key)
     return outcome if isinstance(outcome, RecordedOutcome) else None
 
