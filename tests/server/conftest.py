@@ -12,7 +12,7 @@ import uvloop
 
 from tests import kit
 from turngate.gateway.events import Events
-from turngate.server.web import live
+from turngate.server.web import event_streams
 
 
 def pytest_asyncio_loop_factories(
@@ -25,7 +25,7 @@ def pytest_asyncio_loop_factories(
 def no_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     """Send no signs of life: with each one, a follower of events would look again and find events it was not notified of."""
     monkeypatch.setattr(Events._wait, "__defaults__", (3600.0,))
-    monkeypatch.setattr(live, "_KEEP_ALIVE_S", 3600.0)
+    monkeypatch.setattr(event_streams, "_KEEP_ALIVE_S", 3600.0)
 
 
 @pytest.fixture

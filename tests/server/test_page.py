@@ -17,7 +17,7 @@ import pytest
 from tests import kit, page_kit
 from tests.kit import gateway, say, user
 from tests.speed import scaled
-from turngate.server.web import live, login
+from turngate.server.web import event_streams, login
 from turngate.server.web.files import SECURITY_HEADERS, StaticFiles
 from turngate.store.outcomes import RecordedOutcome
 
@@ -406,7 +406,7 @@ async def test_what_changed_is_told_from_a_cursor() -> None:
 
 @pytest.mark.usefixtures("no_signs_of_life")
 async def test_one_rollout_is_followed_alone_and_a_late_follower_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "_MAX_BEHIND", 2)
+    monkeypatch.setattr(event_streams, "_MAX_BEHIND", 2)
     async with gateway([say("Hello.")] * 2) as g:
         client = await entered(g)
         session, other = await g.open(), await g.open()
@@ -419,7 +419,7 @@ async def test_one_rollout_is_followed_alone_and_a_late_follower_begins_anew(mon
 
 
 async def test_a_follower_who_logs_out_is_told_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "_KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(event_streams, "_KEEP_ALIVE_S", 0.05)
     async with gateway() as g:
         client = await entered(g)
         following = events(client, "events")

@@ -18,7 +18,7 @@ from turngate.gateway.host_tools import HostTools
 from turngate.gateway.outcomes import OutcomeRecorder
 from turngate.gateway.sessions import Sessions
 from turngate.server.auth import Auth
-from turngate.server.http import decode_body, encoded_response, int_param, json_response, read_cursor, route
+from turngate.server.http import decode_body, int_param, json_response, raw_json_response, read_cursor, route
 from turngate.store.outcomes import RecordedOutcome
 from turngate.telemetry.spans import TRACEPARENT, current_tracer, parse_traceparent
 from turngate.trace.session import SessionConfig
@@ -120,11 +120,11 @@ class AdminRoutes:
         return json_response(await self._directory.show(request.path_params["id"]))
 
     async def trace(self, request: Request) -> Response:
-        return encoded_response(await self._session_views.build(request.path_params["id"], _encode_trace))
+        return raw_json_response(await self._session_views.build(request.path_params["id"], _encode_trace))
 
     async def samples(self, request: Request) -> Response:
         keep_empty = request.query_params.get("all", "") in ("1", "true")
-        return encoded_response(
+        return raw_json_response(
             await self._session_views.build(request.path_params["id"], lambda view: _encode_samples(view, keep_empty))
         )
 

@@ -25,7 +25,7 @@ JSON = (b"content-type", b"application/json")
 GATEWAY_HEADER = (b"x-turngate", b"1")
 
 
-class ClientDisconnected(Exception):
+class ClientDisconnect(Exception):
     """The client has closed the connection, so there is no one to respond to."""
 
 
@@ -58,7 +58,7 @@ async def read_body(receive: Receive, headers: dict[str, str], limit: int) -> by
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ClientDisconnected
+            raise ClientDisconnect
         part = message.get("body", b"")
         size += len(part)
         if size > limit:
@@ -85,7 +85,7 @@ async def send_or_give_up(send: Send, message: MutableMapping[str, Any]) -> None
         async with asyncio.timeout(STALL_S):
             await _resume(sending, waiting)
     except TimeoutError:
-        raise ClientDisconnected from None
+        raise ClientDisconnect from None
 
 
 @coroutine
@@ -195,5 +195,5 @@ class EventStream:
     async def _send_keep_alive(self) -> None:
         # The reply may have ended between the timer and this task. Nothing may follow its last event.
         if not self._over:
-            with suppress(ClientDisconnected):  # the turn's next write notices it too
+            with suppress(ClientDisconnect):  # the turn's next write notices it too
                 await self.write(self._alive() if self.started else b"")

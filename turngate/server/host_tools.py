@@ -15,7 +15,7 @@ from turngate.dialects import Chat
 from turngate.errors import TooLarge, TurngateError
 from turngate.gateway.host_tools import HostTools
 from turngate.server.asgi import (
-    ClientDisconnected,
+    ClientDisconnect,
     DisconnectWatch,
     Receive,
     Scope,
@@ -69,7 +69,7 @@ class HostToolRoutes:
             await respond(send, 200, answer)
         except TurngateError as error:
             await respond_error(send, _chat, error)
-        except ClientDisconnected:
+        except ClientDisconnect:
             return
 
 

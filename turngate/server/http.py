@@ -29,10 +29,10 @@ _chat = Chat()
 
 
 def json_response(value: object, status: int = 200) -> Response:
-    return encoded_response(encode_json(value), status)
+    return raw_json_response(encode_json(value), status)
 
 
-def encoded_response(answer: bytes, status: int = 200) -> Response:
+def raw_json_response(answer: bytes, status: int = 200) -> Response:
     """Return a response with JSON that is already encoded. Large ones are sent in chunks, so that other requests run in between."""
     if len(answer) <= _CHUNK_BYTES:
         return Response(answer, status_code=status, media_type="application/json")

@@ -21,7 +21,7 @@ from turngate.gateway.recording import TurnRecorder
 from turngate.gateway.sessions import Sessions
 from turngate.gateway.turn import TurnPipeline
 from turngate.server.asgi import (
-    ClientDisconnected,
+    ClientDisconnect,
     DisconnectWatch,
     EventStream,
     Receive,
@@ -102,7 +102,7 @@ class ModelCalls:
         except TurngateError as error:
             self._metrics.count("turngate_call_errors_total", dialect.name, error.boundary, error.kind)
             await respond_error(send, dialect, error)
-        except ClientDisconnected:
+        except ClientDisconnect:
             return
 
     async def _turn(
@@ -200,7 +200,7 @@ class _MarkUndelivered:
         pass
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, asyncio.CancelledError | ClientDisconnected) and self._done.node is not None:
+        if isinstance(error, asyncio.CancelledError | ClientDisconnect) and self._done.node is not None:
             self._recorder.mark_undelivered(self._session, self._done.node)
 
 
@@ -211,7 +211,7 @@ class _RenderInternalErrors:
         pass
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, TurngateError | ClientDisconnected):
+        if isinstance(error, Exception) and not isinstance(error, TurngateError | ClientDisconnect):
             log.error("a model call failed unexpectedly", exc_info=error)
             raise TurngateError("internal error; the gateway's log has the details") from error
 
@@ -232,7 +232,7 @@ class _ExplainCancellation:
         assert task is not None
         task.uncancel()
         if self._watch.disconnected:
-            raise ClientDisconnected from None
+            raise ClientDisconnect from None
         if self._session.ending == "stopping":
             raise Stopping("the gateway is being stopped; repeat this call in a moment") from None
         raise Conflict(f"this session is {self._session.ending}; the call was aborted") from None

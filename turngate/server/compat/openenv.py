@@ -22,13 +22,14 @@ from starlette.routing import Route
 from turngate.errors import BadRequest, Conflict, NotFound
 from turngate.gateway.sessions import Sessions
 from turngate.server.auth import Auth
-from turngate.server.http import decode_body, encoded_response, int_param, json_response, route
+from turngate.server.http import decode_body, int_param, json_response, raw_json_response, route
 from turngate.trace.sample import Sample
 from turngate.trace.session import Session, SessionConfig
 from turngate.types import Capture, Json, Limits
 from turngate.views.session import SessionView, SessionViews, encode_json, encode_piece
 from turngate.views.session_directory import SessionDirectory, Summary
 from turngate.views.trace import TraceView, TurnView, parse_trace, training_role
+from turngate.views.training_trace import training_turns
 
 Purpose = Literal["auto", "train", "eval"]
 _NEUTRAL: Mapping[str, tuple[float, ...]] = {
@@ -143,7 +144,7 @@ class OpenEnvRoutes:
             }
             return encode_json(summary)
 
-        return encoded_response(await self._session_views.build(name, encode))
+        return raw_json_response(await self._session_views.build(name, encode))
 
     async def rollout(self, request: Request) -> Response:
         name = self._session_id(request)
@@ -151,14 +152,14 @@ class OpenEnvRoutes:
         discarded, messages = _is_true(query.get("include_discarded")), _is_true(query.get("include_messages"))
         live = self._sessions.find_live(name)
         limits_met = 0 if live is None else len(live.limits_announced)
-        return encoded_response(
+        return raw_json_response(
             await self._session_views.build(
                 name, lambda view: _encode_rollout(view, limits_met, discarded=discarded, messages=messages)
             )
         )
 
     async def trace_entries(self, request: Request) -> Response:
-        return encoded_response(await self._session_views.build(self._session_id(request), _encode_entries))
+        return raw_json_response(await self._session_views.build(self._session_id(request), _encode_entries))
 
     async def delete(self, request: Request) -> Response:
         """End the session and delete everything recorded. Repeating it has no effect."""
@@ -205,53 +206,6 @@ def _encode_entries(view: SessionView) -> bytes:
         node = turn.pop("node_id")
         entries.append(encode_piece({**turn, "metadata": {**turn["metadata"], "node_id": node}}))
     return encode_json({"session_id": view.session.id, "entries": entries})
-
-
-def training_turns(trace: TraceView) -> list[dict[str, Json]]:
-    """Return every model call as OpenEnv's `TrainingTurn`. A turn that may not be trained has a mask of zeros and states the reason."""
-    return [_training_turn(trace, turn) for turn in trace.turns]
-
-
-def _training_turn(trace: TraceView, turn: TurnView) -> dict[str, Json]:
-    prompt = trace.prompt(turn)
-    if not prompt:
-        raise Conflict(
-            f"turn {turn.id} was {turn.untrained or 'captured without ids'}: without the ids of its prompt it cannot be trained"
-        )
-    # The format requires log-probabilities for sampled tokens. Without them, the ids are in the metadata instead.
-    scored = turn.logprobs is not None
-    completion = turn.ids if scored else []
-    trained = int(not turn.untrained)
-    context = trace.contexts[turn.parent]
-    metadata: dict[str, Json] = {
-        "session": trace.session,
-        "role": turn.role,
-        "untrained": turn.untrained,
-        "version_start": turn.version_start,
-        "version_end": turn.version_end,
-        "sampling_params": turn.sampling or {},
-        "biases": turn.biases,
-        "capture": turn.capture,
-        "fault": turn.fault,
-        "dialect": context.dialect,
-        "fork": turn.cause or context.cause,
-        "parent": None if context.parent is None else str(context.parent),
-        "root": str(turn.root),
-        "delivered": turn.delivered,
-        "started": turn.started,
-        "ended": turn.ended,
-        **({} if scored else {"sampled_token_ids": turn.ids}),
-    }
-    return {
-        "node_id": str(turn.id),
-        "prompt_token_ids": prompt,
-        "completion_token_ids": completion,
-        "per_token_logps": turn.logprobs or [],
-        "loss_mask": [0] * len(prompt) + [trained] * len(completion),
-        "request": {"messages": trace.messages(turn), "tools": trace.tools(turn) or None},
-        "response": {"choices": [{"message": turn.message, "finish_reason": turn.finish}]},
-        "metadata": metadata,
-    }
 
 
 def _capture_kind(session: Session) -> dict[str, str]:

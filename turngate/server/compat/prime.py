@@ -22,7 +22,7 @@ from turngate.dialects.chat import message_to_wire
 from turngate.errors import BadRequest, TurngateError, Unprocessable
 from turngate.gateway.sessions import Sessions
 from turngate.server.auth import Auth
-from turngate.server.http import Endpoint, decode_body, encoded_response, error_response, json_response
+from turngate.server.http import Endpoint, decode_body, error_response, json_response, raw_json_response
 from turngate.trace.roles import TurnRole, assign_roles
 from turngate.trace.sample import untrainable_reason
 from turngate.trace.session import Session, SessionConfig
@@ -95,7 +95,7 @@ class PrimeRoutes:
         )
 
     async def trajectory(self, request: Request) -> Response:
-        return encoded_response(await self._session_views.build(request.path_params["id"], _encode_trajectory))
+        return raw_json_response(await self._session_views.build(request.path_params["id"], _encode_trajectory))
 
     async def cancel(self, request: Request) -> Response:
         session = self._sessions.find(request.path_params["id"])

@@ -55,7 +55,7 @@ class ExportRoutes:
         """Yield the lines, one rollout at a time. Advantages are computed over the whole group."""
         rewards = []
         for session, key in group if format == "rows" else ():
-            rewards.append(await self._reader.run(partial(self._views.counted_reward, session=session, key=key)))
+            rewards.append(await self._reader.run(partial(self._views.training_reward, session=session, key=key)))
         by_session = dict(
             zip((session for session, _ in group), compute_advantages(rewards, "normalised"), strict=False)
         )

@@ -8,7 +8,7 @@ from typing import TypeVar
 from starlette.responses import Response
 
 from turngate.render import Tokenizer
-from turngate.server.http import encoded_response
+from turngate.server.http import raw_json_response
 from turngate.server.web.view_cache import ViewCache
 from turngate.store.reader import StoreReader
 from turngate.store.sqlite import Store
@@ -30,7 +30,7 @@ class PageReader:
 
     async def respond(self, query: Callable[[Store], Json]) -> Response:
         """Return a query's result as a JSON response. It is encoded in the reader's thread."""
-        return encoded_response(await self.run(lambda store: encode_json(query(store))))
+        return raw_json_response(await self.run(lambda store: encode_json(query(store))))
 
     def close(self) -> None:
         self._thread.close()

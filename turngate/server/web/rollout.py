@@ -11,7 +11,7 @@ from starlette.responses import Response
 from turngate.errors import Conflict, NotFound
 from turngate.gateway.events import Events
 from turngate.gateway.sessions import Sessions
-from turngate.server.http import encoded_response, int_param, json_response
+from turngate.server.http import int_param, json_response, raw_json_response
 from turngate.server.web.reader import PageReader
 from turngate.store.sqlite import Store
 from turngate.types import BATCH_STREAM, Json
@@ -62,7 +62,7 @@ class RolloutRoutes:
             nodes = [encode_piece(node) for node in content["nodes"]]
             return encode_json({**content, "nodes": nodes, "cursor": cursor})
 
-        return encoded_response(await self._reader.run(query))
+        return raw_json_response(await self._reader.run(query))
 
 
 class ActionRoutes:

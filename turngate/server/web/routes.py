@@ -22,10 +22,10 @@ from turngate.gateway.sessions import Sessions
 from turngate.render import Tokenizer
 from turngate.server.auth import Auth
 from turngate.server.http import decode_body, error_response, json_response
+from turngate.server.web.event_streams import LiveRoutes
 from turngate.server.web.export import ExportRoutes
 from turngate.server.web.files import StaticFiles
 from turngate.server.web.lists import ListRoutes
-from turngate.server.web.live import LiveRoutes
 from turngate.server.web.login import COOKIE_LIFETIME_S, PageLogin, require_same_origin, set_login_cookie
 from turngate.server.web.reader import PageReader
 from turngate.server.web.rollout import ActionRoutes, RolloutRoutes

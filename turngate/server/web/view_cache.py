@@ -144,7 +144,7 @@ class ViewCache:
             raise NotFound(f"rollout {row.id!r} has no session: nothing was recorded")
         return self.overview.members(store, row.group) if row.group else [(session, key)]
 
-    def counted_reward(self, store: Store, *, session: str, key: int) -> float | None:
+    def training_reward(self, store: Store, *, session: str, key: int) -> float | None:
         """Return the reward as a feed counts it: None if nothing of the rollout can be trained."""
         outcome = _read_outcome(store, key)
         return outcome.reward if outcome is not None and self.facts(store, session=session, key=key)["rows"] else None

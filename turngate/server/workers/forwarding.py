@@ -26,7 +26,7 @@ from turngate.errors import Stopping, TooLarge, TurngateError
 from turngate.server.app import Gateway
 from turngate.server.asgi import (
     App,
-    ClientDisconnected,
+    ClientDisconnect,
     DisconnectWatch,
     Receive,
     Scope,
@@ -167,7 +167,7 @@ class ForwardingApp:
             error = TooLarge(f"the request has more than {MAX_BODY} bytes, the limit")
             await respond_error(send, dialect_of(Request(scope)), error)
             return
-        except ClientDisconnected:
+        except ClientDisconnect:
             return
         try:
             ids = msgspec.json.decode(body or b"{}", type=_SessionIds)
@@ -196,7 +196,7 @@ class ForwardingApp:
                     watch.uncancel()
         except TurngateError as error:
             await respond_error(send, dialect_of(Request(scope)), error)
-        except ClientDisconnected:
+        except ClientDisconnect:
             return
 
     async def _forward(self, number: int, scope: Scope, body: bytes, send: Send) -> None:
