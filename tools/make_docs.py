@@ -156,7 +156,9 @@ def checks() -> str:
     """One row per check of `turngate doctor`."""
     places = {"here": "the machine that serves", "gateway": "`--gateway`", "anywhere": "always"}
     rows = ["| check | looked at | what has to be so | at most |", "|---|---|---|---|"]
-    rows += [f"| {check.name} | {places[check.where]} | {check.about} | {check.within_s:.0f} s |" for check in CHECKS]
+    rows += [
+        f"| {check.name} | {places[check.where]} | {check.description} | {check.timeout_s:.0f} s |" for check in CHECKS
+    ]
     return "\n".join(rows) + "\n"
 
 

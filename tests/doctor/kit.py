@@ -15,7 +15,7 @@ from aiohttp import web
 from tests.engines.standins import DONE, StandIn, event, serving
 from tests.kit import renderer
 from turngate.config import ServeConfig
-from turngate.doctor import Finding, Subject, examine
+from turngate.doctor import DoctorContext, Finding, diagnose
 from turngate.render import BUILTIN_TOKENIZER
 from turngate.types import Message, Tool, ToolCall
 
@@ -109,7 +109,7 @@ async def engine(**wrong: Any) -> AsyncIterator[ServeConfig]:
 
 
 async def found(config: ServeConfig, *only: str, **subject: Any) -> list[Finding]:
-    return await examine(Subject(config, **subject), only)
+    return await diagnose(DoctorContext(config, **subject), only)
 
 
 async def one(config: ServeConfig, only: str, **subject: Any) -> Finding:
@@ -118,7 +118,7 @@ async def one(config: ServeConfig, only: str, **subject: Any) -> Finding:
 
 
 def text(findings: Sequence[Finding]) -> str:
-    return "\n".join(f"{finding.seen} {finding.mend}" for finding in findings)
+    return "\n".join(f"{finding.message} {finding.fix}" for finding in findings)
 
 
 def settings(folder: Path, **more: Any) -> ServeConfig:

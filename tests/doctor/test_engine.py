@@ -15,9 +15,9 @@ async def test_an_engine_in_order_is_found_so() -> None:
             config, "engine", "engine call", "log-probabilities", "engine clock", "template", "tokenizer"
         )
     assert {finding.state for finding in findings} == {"ok"}, text(findings)
-    by_check = {finding.check: finding.seen for finding in findings}
+    by_check = {finding.check: finding.message for finding in findings}
     assert f"serves {MODEL}, 4,096 tokens of context" in by_check["engine"]
-    assert "saw the prompt as it was sent" in by_check["engine call"]
+    assert "received the prompt as sent" in by_check["engine call"]
     assert "processed" in by_check["log-probabilities"]
     assert "the same ids for 5 conversations" in by_check["tokenizer"]
 
@@ -31,21 +31,21 @@ async def test_one_that_is_not_there_is_one_failure_and_the_rest_is_not_checked(
     assert states.pop("engine") == "failure"
     assert set(states.values()) == {"not checked"}
     [first, *_] = findings
-    assert "connection refused" in first.seen and "start it (vllm serve MODEL)" in first.mend
+    assert "connection refused" in first.message and "start it (vllm serve MODEL)" in first.fix
 
 
 async def test_the_wrong_model_is_named() -> None:
     async with engine() as config:
         finding = await one(msgspec.structs.replace(config, model="another"), "engine")
-    assert finding.state == "failure" and f"serves {MODEL}, not another" in finding.seen
-    assert "--model" in finding.mend
+    assert finding.state == "failure" and f"serves {MODEL}, not another" in finding.message
+    assert "--model" in finding.fix
 
 
 async def test_ids_without_log_probabilities_are_a_failure() -> None:
     async with engine(logprobs=False) as config:
         finding = await one(config, "engine call")
         mode = await one(config, "log-probabilities")
-    assert finding.state == "failure" and "without log-probabilities" in finding.seen
+    assert finding.state == "failure" and "without log-probabilities" in finding.message
     assert mode.state == "not checked"
 
 
@@ -53,9 +53,9 @@ async def test_ids_without_log_probabilities_are_a_failure() -> None:
 async def test_log_probabilities_from_before_sampling_are_told(mode: str, words: str) -> None:
     async with engine(mode=mode) as config:
         finding = await one(config, "log-probabilities")
-    assert finding.state == "warning" and words in finding.seen
+    assert finding.state == "warning" and words in finding.message
     if mode == "raw":
-        assert "--logprobs-mode processed_logprobs" in finding.mend
+        assert "--logprobs-mode processed_logprobs" in finding.fix
 
 
 async def test_another_vocabulary_is_a_failure_and_another_template_a_warning() -> None:
@@ -63,19 +63,19 @@ async def test_another_vocabulary_is_a_failure_and_another_template_a_warning() 
         shifted = await one(config, "tokenizer")
     async with engine(prefix="Hello ") as config:
         vocabulary, template = await found(config, "tokenizer")
-    assert shifted.state == "failure" and "it tokenises otherwise" in shifted.seen
+    assert shifted.state == "failure" and "it tokenises a text differently" in shifted.message
     assert vocabulary.state == "ok"
     assert (
         template.state == "warning"
-        and "renders 'system prompt' otherwise" in template.seen
-        and "Hello" in template.seen
+        and "renders 'system prompt' differently" in template.message
+        and "Hello" in template.message
     )
 
 
 async def test_an_engine_that_does_not_tokenise_is_not_checked() -> None:
     async with engine(tokenises=False) as config:
         finding = await one(config, "tokenizer")
-    assert finding.state == "not checked" and "does not tokenise" in finding.seen
+    assert finding.state == "not checked" and "failed to tokenise" in finding.message
 
 
 async def test_a_key_is_never_told_whoever_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,8 +91,8 @@ async def test_a_key_is_never_told_whoever_repeats_it(monkeypatch: pytest.Monkey
     ("config", "check", "state", "words"),
     [
         (ServeConfig(), "engine call", "ok", "4 ids with log-probabilities"),
-        (ServeConfig(), "log-probabilities", "not checked", "leaves no choice"),
-        (ServeConfig(), "engine clock", "not checked", "no other machine"),
+        (ServeConfig(), "log-probabilities", "not checked", "has only one mode"),
+        (ServeConfig(), "engine clock", "not checked", "has no URL"),
         (ServeConfig(engine="gate", tokenizer="turngate/render/builtin"), "engine", "not checked", "the trainer"),
         (ServeConfig(engine="local", model_folder="/nowhere"), "engine", "failure", "config.json"),
         (ServeConfig(engine="openai", engine_url=["http://127.0.0.1:9"]), "engine call", "not checked", "cost money"),
@@ -100,7 +100,7 @@ async def test_a_key_is_never_told_whoever_repeats_it(monkeypatch: pytest.Monkey
             ServeConfig(engine="openai", engine_url=["http://127.0.0.1:9"]),
             "template",
             "not checked",
-            "renders by itself",
+            "renders prompts itself",
         ),
         (ServeConfig(engine="openai", engine_url=["http://127.0.0.1:9"]), "engine", "failure", "refused"),
         (ServeConfig(tokenizer="/nowhere/at/all"), "template", "failure", "/nowhere/at/all"),
@@ -108,4 +108,4 @@ async def test_a_key_is_never_told_whoever_repeats_it(monkeypatch: pytest.Monkey
 )
 async def test_other_engines(config: ServeConfig, check: str, state: str, words: str) -> None:
     finding = await one(config, check)
-    assert (finding.state, words in finding.seen) == (state, True), finding
+    assert (finding.state, words in finding.message) == (state, True), finding

@@ -18,7 +18,7 @@ ALL = ("gateway", "gateway engines", "gateway call", "gateway clock", "gateway l
 
 async def test_a_gateway_in_order_and_nothing_is_left_behind(tmp_path: Path) -> None:
     async with gateway([say("Hello.")], data=tmp_path) as g:
-        g.app.metrics.lag.add(0.0)
+        g.app.metrics.lag.observe(0.0)
         findings = await found(ServeConfig(), *ALL, gateway=g.root, admin_key=g.app.admin_key)
         states = {finding.check: finding.state for finding in findings}
         # The test's uvicorn sends no date.
@@ -36,21 +36,21 @@ async def test_a_wrong_key_a_pause_and_a_loop_that_is_late(tmp_path: Path) -> No
         }
         await g.pause()
         first, held = await found(ServeConfig(), "gateway", gateway=g.root, admin_key=g.app.admin_key)
-        assert (first.state, held.state) == ("ok", "warning") and "resume" in held.mend
+        assert (first.state, held.state) == ("ok", "warning") and "resume" in held.fix
         assert (
             await one(ServeConfig(), "gateway call", gateway=g.root, admin_key=g.app.admin_key)
         ).state == "not checked"
         await g.resume()
         for _ in range(20):
-            g.app.metrics.lag.add(0.7)
+            g.app.metrics.lag.observe(0.7)
         late = await one(ServeConfig(), "gateway load", gateway=g.root, admin_key=g.app.admin_key)
-        assert late.state == "warning" and "--workers" in late.mend
+        assert late.state == "warning" and "--workers" in late.fix
 
 
 async def test_an_engine_that_is_gone(tmp_path: Path) -> None:
     async with gateway([say("x", fail_before=True)], data=tmp_path) as g:
         finding = await one(ServeConfig(), "gateway call", gateway=g.root, admin_key=g.app.admin_key)
-        assert finding.state == "failure" and "503" in finding.seen
+        assert finding.state == "failure" and "503" in finding.message
         assert (await g.admin.get("/admin/sessions")).json()["sessions"] == []
 
 
@@ -70,7 +70,7 @@ def test_the_command_says_what_failed_and_how_to_mend_it(tmp_path: Path) -> None
     (tmp_path / "admin-key").write_text("planted-admin-key-0123456789")
     (tmp_path / "admin-key").chmod(0o666)
     failed = ran("doctor", "--data", tmp_path, "--only", "admin key")
-    assert failed.exit_code == 1 and "failure" in failed.stdout and "→ chmod 600 it" in failed.stdout
+    assert failed.exit_code == 1 and "failure" in failed.stdout and "→ run chmod 600 on it" in failed.stdout
     assert "planted" not in failed.output
     machine_readable = ran("doctor", "--data", tmp_path, "--only", "admin key", "--json")
     assert machine_readable.exit_code == 1

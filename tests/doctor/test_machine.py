@@ -15,14 +15,14 @@ import pytest
 from tests.doctor.kit import one, settings
 from tests.kit import gateway, say
 from turngate.config import ServeConfig
-from turngate.doctor import CHECKS, Subject, examine, machine
-from turngate.doctor.finding import Seen
+from turngate.doctor import CHECKS, DoctorContext, diagnose, machine
+from turngate.doctor.finding import CheckResult
 
 
 async def test_a_machine_that_is_in_order_leaves_no_trace_of_the_look(tmp_path: Path) -> None:
     names = ("python", "extras", "data folder", "disk", "admin key", "clock", "open files", "memory")
     folder = tmp_path / "not" / "there"
-    findings = await examine(Subject(settings(folder, port=0)), (*names, "port"))
+    findings = await diagnose(DoctorContext(settings(folder, port=0)), (*names, "port"))
     assert [finding.check for finding in findings] == [c.name for c in CHECKS if c.name in (*names, "port")]
     assert not [finding for finding in findings if finding.state == "failure"]
     assert list(tmp_path.iterdir()) == []
@@ -30,16 +30,16 @@ async def test_a_machine_that_is_in_order_leaves_no_trace_of_the_look(tmp_path: 
 
 async def test_a_folder_that_cannot_be_written_or_read(tmp_path: Path) -> None:
     finding = await one(settings(Path("/proc/nowhere")), "data folder")
-    assert finding.state == "failure" and "cannot be written" in finding.seen and "--data" in finding.mend
+    assert finding.state == "failure" and "cannot be written" in finding.message and "--data" in finding.fix
     (tmp_path / "turngate.db").write_bytes(b"this is no database, but long enough to look at" * 100)
     damaged = await one(settings(tmp_path), "data folder")
-    assert damaged.state == "failure" and "cannot be read" in damaged.seen and "backup" in damaged.mend
+    assert damaged.state == "failure" and "cannot be read" in damaged.message and "backup" in damaged.fix
 
 
 async def test_a_network_folder_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_file_system", lambda folder: "nfs4")
     finding = await one(settings(tmp_path), "data folder")
-    assert finding.state == "warning" and "nfs4" in finding.seen
+    assert finding.state == "warning" and "nfs4" in finding.message
 
 
 async def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,35 +49,35 @@ async def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 async def test_the_admin_keys_file_is_its_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "made on first start" in (await one(settings(tmp_path), "admin key")).seen
+    assert "the first start creates" in (await one(settings(tmp_path), "admin key")).message
     file = tmp_path / "admin-key"
     file.write_text("planted-admin-key-0123456789\n")
     file.chmod(0o644)
     finding = await one(settings(tmp_path), "admin key")
-    assert finding.state == "failure" and "can be read by others" in finding.seen and "chmod 600" in finding.mend
+    assert finding.state == "failure" and "can be read by others" in finding.message and "chmod 600" in finding.fix
     file.chmod(0o600)
     fine = await one(settings(tmp_path), "admin key")
-    assert fine.state == "ok" and "0600" in fine.seen and "planted" not in fine.seen
+    assert fine.state == "ok" and "0600" in fine.message and "planted" not in fine.message
     monkeypatch.setenv("TURNGATE_ADMIN_KEY", "short")
     assert (await one(settings(tmp_path), "admin key")).state == "failure"
     monkeypatch.setenv("TURNGATE_ADMIN_KEY", "planted-admin-key-0123456789")
     monkeypatch.setenv("TURNGATE_METRICS_KEY", "short")
     wrong = await one(settings(tmp_path), "admin key")
-    assert wrong.state == "failure" and "TURNGATE_METRICS_KEY" in wrong.seen
+    assert wrong.state == "failure" and "TURNGATE_METRICS_KEY" in wrong.message
 
 
 async def test_a_port_that_is_taken_and_by_whom(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         finding = await one(settings(tmp_path, port=other.getsockname()[1]), "port")
-    assert finding.state == "failure" and f"(process {os.getpid()})" in finding.seen and "--port" in finding.mend
+    assert finding.state == "failure" and f"(process {os.getpid()})" in finding.message and "--port" in finding.fix
     elsewhere = await one(settings(tmp_path, host="192.0.2.1"), "port")
-    assert elsewhere.state == "failure" and "--host" in elsewhere.mend
+    assert elsewhere.state == "failure" and "--host" in elsewhere.fix
 
 
 async def test_extras_that_the_settings_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_has", lambda module: module not in ("opentelemetry.sdk", "e2b"))
+    monkeypatch.setattr(machine, "_is_installed", lambda module: module not in ("opentelemetry.sdk", "e2b"))
     needed = await one(ServeConfig(spans=True), "extras", sandboxes=("e2b",))
-    assert needed.state == "failure" and needed.mend == "pip install 'turngate[otel,e2b]'"
+    assert needed.state == "failure" and needed.fix == "pip install 'turngate[otel,e2b]'"
     assert (await one(ServeConfig(), "extras")).state == "ok"
 
 
@@ -86,7 +86,7 @@ async def test_few_files_and_little_memory(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(machine.resource, "getrlimit", lambda _, hard=hard: (256, hard))
         assert (await one(ServeConfig(), "open files")).state == state
     for free, state in ((None, "not checked"), (1e8, "warning"), (8e9, "ok")):
-        monkeypatch.setattr(machine, "_available", lambda free=free: free)
+        monkeypatch.setattr(machine, "_available_memory", lambda free=free: free)
         assert (await one(ServeConfig(), "memory")).state == state
 
 
@@ -94,18 +94,18 @@ async def test_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([100.0, 100.05, 105.1, 105.15, 105.2, 105.25] + [1.8e9] * 9)
     monkeypatch.setattr(machine.time, "time", lambda: next(now))
     finding = await one(ServeConfig(), "clock")
-    assert finding.state == "warning" and "the wall clock moved by" in finding.seen
+    assert finding.state == "warning" and "the wall clock moved by" in finding.message
 
 
 async def test_a_check_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def hangs(subject: Subject) -> list[Seen]:
+    async def hangs(subject: DoctorContext) -> list[CheckResult]:
         await asyncio.Event().wait()
         return []
 
-    stuck = msgspec.structs.replace(CHECKS[0], look=hangs, within_s=0.05)
-    monkeypatch.setattr(sys.modules["turngate.doctor.examine"], "CHECKS", (stuck,))
-    [finding] = await examine(Subject(ServeConfig()))
-    assert finding.state == "failure" and "no answer within" in finding.seen
+    stuck = msgspec.structs.replace(CHECKS[0], run=hangs, timeout_s=0.05)
+    monkeypatch.setattr(sys.modules["turngate.doctor.checks"], "CHECKS", (stuck,))
+    [finding] = await diagnose(DoctorContext(ServeConfig()))
+    assert finding.state == "failure" and "no answer within" in finding.message
 
 
 async def test_a_gateway_that_serves_the_folder_is_no_obstacle(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.cli import kit as cli
 from tests.mcp import kit
 from tests.mcp.kit import KEY, asked, at, called, until_there
 from tests.speed import scaled
-from turngate.mcp.http import MOST_BYTES
+from turngate.mcp.http import MAX_BYTES
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
 
@@ -107,7 +107,7 @@ async def test_who_is_let_in(http: kit.Server) -> None:
         assert await status(host=f"localhost:{port}") == 200
         refused = await client.post(http.url, json=INITIALIZE)
         assert refused.headers["www-authenticate"].startswith("Bearer") and KEY not in refused.text
-        assert (await client.post(http.url, content=bytes(MOST_BYTES + 1), headers=good)).status_code == 413
+        assert (await client.post(http.url, content=bytes(MAX_BYTES + 1), headers=good)).status_code == 413
         assert (await client.get(http.url.replace("/mcp", "/health"))).json() == {"status": "ok"}
         assert (await client.get(http.url.replace("/mcp", "/other"), headers=good)).status_code == 404
 

@@ -10,7 +10,7 @@ from mcp.server import Server
 from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
 
 from turngate.errors import ConfigError
-from turngate.mcp.http import Door, Place
+from turngate.mcp.http import HttpSettings, McpAccess
 
 KEY = "a key of the tests"
 
@@ -38,8 +38,8 @@ KEY = "a key of the tests"
     ],
 )
 async def test_names_and_pages(headers: dict[str, str], status: int) -> None:
-    place = Place.parse("0.0.0.0:0", KEY, ["rollouts.example"])
-    door = Door(StreamableHTTPSessionManager(Server("nothing")), place)
+    place = HttpSettings.parse("0.0.0.0:0", KEY, ["rollouts.example"])
+    door = McpAccess(StreamableHTTPSessionManager(Server("nothing")), place)
     raw = {"host": "localhost", "authorization": f"Bearer {KEY}", **headers}
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=door)) as client:
         sent = [(name.encode(), value.encode()) for name, value in raw.items()]
@@ -52,11 +52,11 @@ async def test_names_and_pages(headers: dict[str, str], status: int) -> None:
     [("127.0.0.1:8710", "127.0.0.1", 8710), (":0", "127.0.0.1", 0), ("8710", "127.0.0.1", 8710), ("[::1]:1", "::1", 1)],
 )
 def test_places(text: str, host: str, port: int) -> None:
-    place = Place.parse(text, KEY)
+    place = HttpSettings.parse(text, KEY)
     assert (place.host, place.port) == (host, port)
 
 
 @pytest.mark.parametrize("text", ["", "here", "here:", "127.0.0.1:x", "127.0.0.1:70000", "http://127.0.0.1:8710/mcp"])
 def test_places_that_are_none(text: str) -> None:
     with pytest.raises(ConfigError, match=r"http: .* is not HOST:PORT"):
-        Place.parse(text, KEY)
+        HttpSettings.parse(text, KEY)

@@ -18,13 +18,13 @@ from turngate.client.gateway import GatewayClient
 from turngate.client.keys import read_admin_key
 from turngate.common.validation import suggestion
 from turngate.config import ServeConfig, load_config
-from turngate.doctor import CHECKS, Finding, State, Subject, examine
+from turngate.doctor import CHECKS, CheckState, DoctorContext, Finding, diagnose
 from turngate.errors import ConfigError
 from turngate.sandboxes import BACKENDS
 from turngate.server.engine_factory import read_engine_key
 from turngate.telemetry import logs
 
-_STYLES: dict[State, str] = {"ok": "green", "warning": "yellow", "failure": "bold red", "not checked": "dim"}
+_STYLES: dict[CheckState, str] = {"ok": "green", "warning": "yellow", "failure": "bold red", "not checked": "dim"}
 _ALLOWED_WITH_GATEWAY = ("log_format",)  # settings
 
 
@@ -40,7 +40,7 @@ def run_checks(options: DoctorOptions) -> bool:
     subject = _build_subject(options)
     only = _select_checks(options)
     with logs.log_to_stderr("text", logging.ERROR):  # findings report what is wrong; warnings would repeat it
-        findings = asyncio.run(examine(subject, only))
+        findings = asyncio.run(diagnose(subject, only))
     passed = not any(finding.state == "failure" for finding in findings)
     if options.as_json:
         counts: dict[str, int] = {state: sum(found.state == state for found in findings) for state in _STYLES}
@@ -65,7 +65,7 @@ def _select_checks(options: DoctorOptions) -> tuple[str, ...]:
     return tuple(options.only or ())
 
 
-def _build_subject(options: DoctorOptions) -> Subject:
+def _build_subject(options: DoctorOptions) -> DoctorContext:
     for name in options.sandbox or ():
         if name not in BACKENDS:
             raise ConfigError(f"sandbox: {name!r} is none of {', '.join(BACKENDS)}", param="sandbox")
@@ -83,7 +83,7 @@ def _build_subject(options: DoctorOptions) -> Subject:
     else:
         config = load_config(options.config, dict(options.settings))
         read_engine_key(config)  # fails if the environment variable is not set
-    return Subject(
+    return DoctorContext(
         config,
         gateway=gateway,
         admin_key=key,
@@ -100,10 +100,10 @@ def _print_findings(findings: Sequence[Finding]) -> None:
         name = finding.check if finding.check != previous else ""
         previous = finding.check
         line = Text(f"{finding.state:<12}", style=_STYLES[finding.state])
-        line.append(f"{name:<18}", style="bold").append(finding.seen, style="default")
+        line.append(f"{name:<18}", style="bold").append(finding.message, style="default")
         say(console, line)
-        if finding.mend:
-            say(console, f"{'':<30}→ {finding.mend}", "dim" if finding.state == "not checked" else "cyan")
+        if finding.fix:
+            say(console, f"{'':<30}→ {finding.fix}", "dim" if finding.state == "not checked" else "cyan")
     counts = [(state, sum(finding.state == state for finding in findings)) for state in _STYLES]
     totals = ", ".join(f"{count} {state}" for state, count in counts if count)
     failed = any(finding.state == "failure" for finding in findings)

@@ -72,7 +72,7 @@ def _unwrap(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return found[0] if len(found) == 1 and isinstance(found[0], TurngateError) else group
 
 
-def _http_place(config: ServiceConfig, address: str, hosts: Sequence[str]) -> http.Place:
+def _http_place(config: ServiceConfig, address: str, hosts: Sequence[str]) -> http.HttpSettings:
     data = Path(config.data)
     data.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return http.Place.parse(address, own_key(data, http.KEY, http.KEY_FILE), hosts)
+    return http.HttpSettings.parse(address, own_key(data, http.KEY, http.KEY_FILE), hosts)

@@ -1,13 +1,13 @@
-"""What `turngate doctor` examines: the machine, the engine, its tokenizer, agents, sandboxes, or a gateway that runs.
+"""The checks of `turngate doctor`: of the machine, the engine, its tokenizer, agents and sandboxes, or of a running gateway.
 
-`examine.py` has the table of all checks and runs them side by side, each within its time. A check looks, changes nothing, and says what
-it saw and how to mend it; nothing that it says holds a secret. Called by `cli/doctor.py` only.
+`checks.py` has the table of all checks and runs them. A check changes nothing. It reports what it found and how to fix it, and never a
+secret.
 """
 
 from __future__ import annotations
 
-from turngate.doctor.context import Subject
-from turngate.doctor.examine import CHECKS, examine
-from turngate.doctor.finding import Finding, State
+from turngate.doctor.checks import CHECKS, diagnose
+from turngate.doctor.context import DoctorContext
+from turngate.doctor.finding import CheckState, Finding
 
-__all__ = ["CHECKS", "Finding", "State", "Subject", "examine"]
+__all__ = ["CHECKS", "CheckState", "DoctorContext", "Finding", "diagnose"]

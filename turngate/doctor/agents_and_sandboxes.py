@@ -1,4 +1,4 @@
-"""Agents and sandboxes: what is installed, and a sandbox of each kind that is really started."""
+"""Checks of agents, which have to be installed as pinned, and of sandboxes, each of which is really started."""
 
 from __future__ import annotations
 
@@ -11,52 +11,53 @@ from pathlib import Path
 
 from turngate.agents.install import NODE_AT_LEAST, Installation, ensure_installed, explain_missing, find_node
 from turngate.agents.spec import AgentSpec, find_agent, load_catalog
-from turngate.doctor.context import Subject
-from turngate.doctor.finding import Seen, failure, ok, unchecked, warning
+from turngate.doctor.context import DoctorContext
+from turngate.doctor.finding import CheckResult, failure, not_checked, ok, warning
 from turngate.errors import SandboxError, SandboxUnavailable, TurngateError
 from turngate.sandboxes import get_backend
 from turngate.sandboxes.base import Backend, Sandbox, SandboxSpec
 
-HERE = ("local", "bubblewrap", "docker")
+LOCAL_BACKENDS = ("local", "bubblewrap", "docker")
 _LIFE_S = 300.0
 
 
-async def agents(subject: Subject) -> list[Seen]:
-    """Those that were named, or all that are known."""
-    named = bool(subject.agents)
-    specs = [find_agent(name).spec for name in subject.agents] or [found.spec for found in load_catalog().values()]
-    return await asyncio.gather(*(asyncio.to_thread(_agent, spec, named) for spec in specs))
+async def check_agents(context: DoctorContext) -> list[CheckResult]:
+    is_named = bool(context.agents)
+    specs = [find_agent(name).spec for name in context.agents] or [found.spec for found in load_catalog().values()]
+    return await asyncio.gather(*(asyncio.to_thread(_check_agent, spec, is_named) for spec in specs))
 
 
-def _agent(spec: AgentSpec, named: bool) -> Seen:
-    made = spec.install
-    if not (made.npm or made.pip):
-        mend = f"turngate agents check {spec.name}" if spec.check else "the sandbox's image has to hold what it starts"
-        return unchecked(f"{spec.name}: has to be in the sandbox", mend)
-    if made.npm and platform.libc_ver()[0] != "glibc":
-        bad = failure if named else warning
-        return bad(
-            f"{spec.name}: needs glibc, and this machine has another C library", "use Debian, Ubuntu or the like"
+def _check_agent(spec: AgentSpec, is_named: bool) -> CheckResult:
+    install = spec.install
+    if not (install.npm or install.pip):
+        fix = f"turngate agents check {spec.name}" if spec.check else "use a sandbox image that has its program"
+        return not_checked(f"{spec.name}: the sandbox has to provide it", fix)
+    if install.npm and platform.libc_ver()[0] != "glibc":
+        problem = failure if is_named else warning
+        return problem(
+            f"{spec.name}: needs glibc, but this machine has another C library", "use Debian, Ubuntu or similar"
         )
     why = explain_missing(spec)
-    if why is None and made.npm and find_node() is None:
-        why = f"{spec.name}: Node {NODE_AT_LEAST} is not there"
+    if why is None and install.npm and find_node() is None:
+        why = f"{spec.name}: Node {NODE_AT_LEAST} is not installed"
     if why is not None:
-        # Nothing is installed by looking.
-        mend = f"turngate agents install {spec.name} (its first run does it too, and needs the network)"
-        return warning(why, mend) if named else unchecked(why, mend)
+        # A check installs nothing.
+        fix = f"turngate agents install {spec.name} (its first run does that too, and needs the network)"
+        return warning(why, fix) if is_named else not_checked(why, fix)
     installed = ensure_installed(spec, lambda line: None)
-    there = _version(spec, Path(installed.folder))
-    again = f"delete {installed.folder} and run: turngate agents install {spec.name}"
-    if there != made.version:
-        return failure(f"{spec.name}: {there or 'no version'} is installed, and {made.version} is pinned", again)
-    if made.program and not (Path(installed.folder) / made.program).exists():
-        return failure(f"{spec.name}: {made.program} is gone from its installation", again)
-    return _runtime(spec, installed) or ok(f"{spec.name} {there}: installed, as pinned")
+    version = _installed_version(spec, Path(installed.folder))
+    reinstall = f"delete {installed.folder} and run: turngate agents install {spec.name}"
+    if version != install.version:
+        return failure(
+            f"{spec.name}: {version or 'no version'} is installed, but {install.version} is pinned", reinstall
+        )
+    if install.program and not (Path(installed.folder) / install.program).exists():
+        return failure(f"{spec.name}: {install.program} is missing from its installation", reinstall)
+    return _check_runtime(spec, installed) or ok(f"{spec.name} {version}: installed, as pinned")
 
 
-def _runtime(spec: AgentSpec, installed: Installation) -> Seen | None:
-    """What is wrong with what runs it."""
+def _check_runtime(spec: AgentSpec, installed: Installation) -> CheckResult | None:
+    """Check the Node or Python that runs an agent. None: it is fine."""
     if installed.node:
         try:
             command = [installed.node, "--version"]
@@ -66,18 +67,18 @@ def _runtime(spec: AgentSpec, installed: Installation) -> Seen | None:
             major = 0
         if major < NODE_AT_LEAST:
             return failure(
-                f"{spec.name}: {installed.node} does not run as Node {NODE_AT_LEAST} or newer",
-                "delete it; it is made anew",
+                f"{spec.name}: {installed.node} does not run, or is older than Node {NODE_AT_LEAST}",
+                "delete it; the next run downloads it again",
             )
     if installed.python and shutil.which(installed.python) is None:
         return warning(
-            f"{spec.name}: there is no {installed.python} on this machine",
-            f"install it, or use a docker image that has {installed.python}",
+            f"{spec.name}: {installed.python} is not installed on this machine",
+            f"install it, or use a Docker image that has {installed.python}",
         )
     return None
 
 
-def _version(spec: AgentSpec, folder: Path) -> str:
+def _installed_version(spec: AgentSpec, folder: Path) -> str:
     if spec.install.npm:
         try:
             return str(
@@ -85,62 +86,62 @@ def _version(spec: AgentSpec, folder: Path) -> str:
             )
         except (OSError, ValueError, KeyError):
             return ""
-    wanted = spec.install.pip.lower().replace("-", "_").replace(".", "_")
-    for place in folder.glob("*.dist-info"):
-        name, _, version = place.name.removesuffix(".dist-info").rpartition("-")
-        if name.lower().replace("-", "_").replace(".", "_") == wanted:
+    package = spec.install.pip.lower().replace("-", "_").replace(".", "_")
+    for path in folder.glob("*.dist-info"):
+        name, _, version = path.name.removesuffix(".dist-info").rpartition("-")
+        if name.lower().replace("-", "_").replace(".", "_") == package:
             return version
     return ""
 
 
-async def sandboxes(subject: Subject) -> list[Seen]:
-    """Each is made, has `true` run in it, and is looked at for a way out."""
-    names = subject.sandboxes or HERE
-    return await asyncio.gather(*(_tried(name, subject.image, bool(subject.sandboxes)) for name in names))
+async def check_sandboxes(context: DoctorContext) -> list[CheckResult]:
+    """Start one sandbox of each kind, run `true` in it, and look for a network."""
+    names = context.sandboxes or LOCAL_BACKENDS
+    return await asyncio.gather(*(_check_sandbox(name, context.image, bool(context.sandboxes)) for name in names))
 
 
-async def _tried(name: str, image: str, named: bool) -> Seen:
-    bad = failure if named else warning
+async def _check_sandbox(name: str, image: str, is_named: bool) -> CheckResult:
+    problem = failure if is_named else warning
     try:
-        place = get_backend(name)
-        await place.check()
+        backend = get_backend(name)
+        await backend.check()
         spec = SandboxSpec(image=image if name not in ("local", "bubblewrap") else "", network="none", life_s=_LIFE_S)
-        sandbox = await place.create(spec)
+        sandbox = await backend.create(spec)
     except SandboxUnavailable as error:
-        return bad(f"{name}: {error.message}", _mend(name))
+        return problem(f"{name}: {error.message}", _suggest_fix(name))
     except TurngateError as error:
-        return bad(f"{name}: cannot be started: {error.message}", _mend(name))
+        return problem(f"{name}: cannot be started: {error.message}", _suggest_fix(name))
     try:
-        return await _looked_at(name, place, spec, sandbox)
+        return await _inspect_sandbox(name, backend, spec, sandbox)
     except SandboxError as error:
-        return bad(f"{name}: {error.message}", _mend(name))
+        return problem(f"{name}: {error.message}", _suggest_fix(name))
     finally:
         await sandbox.stop()
 
 
-async def _looked_at(name: str, place: Backend, spec: SandboxSpec, sandbox: Sandbox) -> Seen:
+async def _inspect_sandbox(name: str, backend: Backend, spec: SandboxSpec, sandbox: Sandbox) -> CheckResult:
     ran = await sandbox.exec(["true"], timeout_s=30)
     if ran.exit_code:
-        return failure(f"{name}: `true` ended with exit code {ran.exit_code} in it", _mend(name))
-    wishes = place.not_enforced(spec)
+        return failure(f"{name}: `true` failed in it with exit code {ran.exit_code}", _suggest_fix(name))
+    wishes = backend.not_enforced(spec)
     if "network" in wishes:
-        return ok(f"{name}: runs; it keeps no agent from your files or the network: for agents that you trust")
-    seen = await sandbox.exec(["cat", "/proc/net/dev"], timeout_s=30)
-    ways = [line.partition(":")[0].strip() for line in seen.stdout.decode("utf-8", "replace").splitlines()[2:]]
-    if seen.exit_code or not ways:
+        return ok(f"{name}: runs, but does not isolate files or the network: use it only for agents that you trust")
+    devices = await sandbox.exec(["cat", "/proc/net/dev"], timeout_s=30)
+    interfaces = [line.partition(":")[0].strip() for line in devices.stdout.decode("utf-8", "replace").splitlines()[2:]]
+    if devices.exit_code or not interfaces:
         return warning(
-            f"{name}: runs, but it cannot be told whether it has a network", "docs/sandboxes.md has what each closes"
+            f"{name}: runs, but whether it has a network is unknown", "see docs/sandboxes.md for what each isolates"
         )
-    if out := [way for way in ways if way != "lo"]:
-        return failure(f"{name}: it has a network ({', '.join(out)}) though none was asked for", _mend(name))
-    but = f"; only wishes: {', '.join(wishes)}" if wishes else ""
-    return ok(f"{name}: runs, and has no network{but}")
+    if external := [interface for interface in interfaces if interface != "lo"]:
+        return failure(f"{name}: it has a network ({', '.join(external)}) but should have none", _suggest_fix(name))
+    unenforced = f"; not enforced: {', '.join(wishes)}" if wishes else ""
+    return ok(f"{name}: runs, and has no network{unenforced}")
 
 
-def _mend(name: str) -> str:
+def _suggest_fix(name: str) -> str:
     return {
         "bubblewrap": "apt-get install bubblewrap; in a container it needs user namespaces",
-        "docker": "start Docker; give --image one that is there, or make the default: python tools/base_image.py docker",
-        "e2b": "docs/remote-sandboxes.md has what it needs",
-        "huggingface": "docs/remote-sandboxes.md has what it needs",
-    }.get(name, "docs/sandboxes.md has what each needs")
+        "docker": "start Docker; set --image to an existing image, or build the default one: python tools/base_image.py docker",
+        "e2b": "see docs/remote-sandboxes.md for what it needs",
+        "huggingface": "see docs/remote-sandboxes.md for what it needs",
+    }.get(name, "see docs/sandboxes.md for what each needs")

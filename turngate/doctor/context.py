@@ -1,4 +1,4 @@
-"""What is examined: the settings that `turngate serve` would have, and what several checks look at but only one has to fetch."""
+"""What checks look at: the settings of `turngate serve`, and what several checks share, fetched once."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from turngate.engines.base import Engine, Health, Relay
 from turngate.render import BUILTIN_TOKENIZER, Certificate, Renderer, find_tokenizer, load_renderer
 from turngate.server.engine_factory import build_engine
 
-EXACT = ("vllm", "sglang", "scripted")  # engines that a small call can be made to, at no cost
+TEST_CALL_ENGINES = ("vllm", "sglang", "scripted")  # a small call to these engines costs nothing
 
 
-class Subject:
-    """`agents` and `sandboxes`: those that were named; none: all that are known, and what is missing is no failure."""
+class DoctorContext:
+    """`agents` and `sandboxes` are those that the user named. If empty, all known ones are checked, and a missing one is not a failure."""
 
     def __init__(
         self,
@@ -36,10 +36,10 @@ class Subject:
         self._loading = asyncio.Lock()
         self._loaded: tuple[Renderer, Certificate] | None = None
         self._asking = asyncio.Lock()
-        self._seen: list[tuple[str, Health]] | None = None
+        self._health: list[tuple[str, Health]] | None = None
 
     async def renderer(self) -> tuple[Renderer, Certificate]:
-        """Of the settings' tokenizer. Raises what `load` raises."""
+        """The renderer of the configured tokenizer. Raises like `load_renderer`."""
         async with self._loading:
             if self._loaded is None:
                 self._loaded = await asyncio.to_thread(self._load)
@@ -47,38 +47,38 @@ class Subject:
 
     def _load(self) -> tuple[Renderer, Certificate]:
         config = self.config
-        wanted = config.tokenizer or (config.model_folder if config.engine == "local" else "")
+        name = config.tokenizer or (config.model_folder if config.engine == "local" else "")
         return load_renderer(
-            find_tokenizer(wanted) if wanted else BUILTIN_TOKENIZER, model=config.model, family=config.family
+            find_tokenizer(name) if name else BUILTIN_TOKENIZER, model=config.model, family=config.family
         )
 
     def urls(self) -> list[str]:
         return list(self.config.engine_url) or [""]
 
     async def engine(self, url: str) -> Engine:
-        """The one at a URL, as the gateway would make it; the caller starts and closes it."""
-        engine, _ = await self._made(url)
+        """Build the engine at a URL as the gateway would. The caller starts and closes it."""
+        engine, _ = await self._build_engine(url)
         assert engine is not None, "it is not only observed"
         return engine
 
-    async def _made(self, url: str) -> tuple[Engine | None, Relay | None]:
-        one = msgspec.structs.replace(self.config, engine_url=[url] if url else [])
+    async def _build_engine(self, url: str) -> tuple[Engine | None, Relay | None]:
+        config = msgspec.structs.replace(self.config, engine_url=[url] if url else [])
         renderer = None if self.config.engine in OBSERVED_ENGINES else (await self.renderer())[0]
-        return build_engine(one, renderer)
+        return build_engine(config, renderer)
 
     async def health(self) -> list[tuple[str, Health]]:
-        """Every engine, asked once: its URL and what it said."""
+        """The health of every engine, by URL. Each engine is asked once."""
         async with self._asking:
-            if self._seen is None:
-                self._seen = [(url, health) for url in self.urls() for health in await self._ask(url)]
-            return self._seen
+            if self._health is None:
+                self._health = [(url, health) for url in self.urls() for health in await self._ask(url)]
+            return self._health
 
     async def _ask(self, url: str) -> list[Health]:
-        engine, relay = await self._made(url)
-        asked = engine or relay
-        assert asked is not None, "settings that were checked have one of them"
-        await asked.start()
+        engine, relay = await self._build_engine(url)
+        target = engine or relay
+        assert target is not None, "valid settings have one of them"
+        await target.start()
         try:
-            return await asked.health()
+            return await target.health()
         finally:
-            await asked.close()
+            await target.close()

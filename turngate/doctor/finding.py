@@ -1,4 +1,4 @@
-"""The nouns of an examination."""
+"""Checks, their results, and the findings that `turngate doctor` prints."""
 
 from __future__ import annotations
 
@@ -8,51 +8,51 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 if TYPE_CHECKING:
-    from turngate.doctor.context import Subject
+    from turngate.doctor.context import DoctorContext
 
-State = Literal["ok", "warning", "failure", "not checked"]
-Where = Literal["here", "gateway", "anywhere"]
+CheckState = Literal["ok", "warning", "failure", "not checked"]
+CheckScope = Literal["here", "gateway", "anywhere"]
 
 
-class Seen(msgspec.Struct, frozen=True):
-    """What a check saw: one line, and one line on how to mend it, where there is something to mend."""
+class CheckResult(msgspec.Struct, frozen=True):
+    """The result of a check: one line on what was found, and one on how to fix it."""
 
-    state: State
-    what: str
-    mend: str = ""
+    state: CheckState
+    message: str
+    fix: str = ""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """The same, with the check's name: what is printed."""
+    """A result with the name of its check, as printed."""
 
     check: str
-    state: State
-    seen: str
-    mend: str = ""
+    state: CheckState
+    message: str = msgspec.field(name="seen")
+    fix: str = msgspec.field(default="", name="mend")
     seconds: float = 0.0
 
 
-class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """`where`: of the machine that is to serve, of a gateway that runs, or of any machine."""
+class DoctorCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """One check. `where`: it applies to the machine that will serve, to a running gateway, or to any machine."""
 
     name: str
-    about: str
-    where: Where
-    within_s: float
-    look: Callable[[Subject], Awaitable[list[Seen]]]
+    description: str
+    where: CheckScope
+    timeout_s: float
+    run: Callable[[DoctorContext], Awaitable[list[CheckResult]]]
 
 
-def ok(what: str) -> Seen:
-    return Seen("ok", what)
+def ok(message: str) -> CheckResult:
+    return CheckResult("ok", message)
 
 
-def warning(what: str, mend: str) -> Seen:
-    return Seen("warning", what, mend)
+def warning(message: str, fix: str) -> CheckResult:
+    return CheckResult("warning", message, fix)
 
 
-def failure(what: str, mend: str) -> Seen:
-    return Seen("failure", what, mend)
+def failure(message: str, fix: str) -> CheckResult:
+    return CheckResult("failure", message, fix)
 
 
-def unchecked(why: str, mend: str = "") -> Seen:
-    return Seen("not checked", why, mend)
+def not_checked(reason: str, fix: str = "") -> CheckResult:
+    return CheckResult("not checked", reason, fix)

@@ -1,8 +1,7 @@
-"""The tokenizer and its template: do they hold what exactness needs, and do they agree with the engine's own?
+"""Checks of the tokenizer and its chat template: is the template certified, and does the engine agree with both?
 
-The gateway sends ids, so an engine with another vocabulary reads something else than was written: that is a failure. An engine whose chat
-template differs only renders differently for those who send it messages, which nobody does here: that is a warning, since the model was
-perhaps trained with the other one.
+The gateway sends ids, so an engine with another vocabulary would read another text: that is a failure. An engine with another chat
+template still gets the gateway's ids, but the model may have been trained with the engine's template: that is a warning.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from typing import Any
 import msgspec
 
 from turngate.config import OBSERVED_ENGINES
-from turngate.doctor.context import Subject
-from turngate.doctor.finding import Seen, failure, ok, unchecked, warning
+from turngate.doctor.context import DoctorContext
+from turngate.doctor.finding import CheckResult, failure, not_checked, ok, warning
 from turngate.engines.http import EngineClient
 from turngate.errors import BadRequest, TurngateError
 from turngate.render import Renderer, TemplateRenderer
@@ -22,9 +21,9 @@ from turngate.render.certify import CASES, ProbeCase
 from turngate.server.engine_factory import read_engine_key
 from turngate.types import Message
 
-_WITHIN_S = 10.0
+_TIMEOUT_S = 10.0
 _TEXT = "def größe(x):\n    return {'汉字': x ** 2}  # 👩‍👩‍👧 <tool_call> 12345\n\n\t\"end\""
-_RENDERED = ("system prompt", "unicode", "white space", "one call", "parallel calls")
+_COMPARED_CASES = ("system prompt", "unicode", "white space", "one call", "parallel calls")
 
 
 class _Tokens(msgspec.Struct):
@@ -36,133 +35,135 @@ class _Text(msgspec.Struct):
     text: str | None = None  # SGLang
 
 
-async def template(subject: Subject) -> list[Seen]:
-    """Whether extending the sampled ids says what the template would say."""
-    if subject.config.engine in OBSERVED_ENGINES:
-        return [unchecked("the endpoint renders by itself; nothing is tokenised here")]
-    renderer, certificate = await subject.renderer()
-    how = "fast encoder" if renderer.tokenizer.fast else "plain encoder"
+async def check_template(context: DoctorContext) -> list[CheckResult]:
+    if context.config.engine in OBSERVED_ENGINES:
+        return [not_checked("the endpoint renders prompts itself; the gateway uses no tokenizer")]
+    renderer, certificate = await context.renderer()
+    encoder = "fast encoder" if renderer.tokenizer.fast else "plain encoder"
     if certificate.passed:
-        return [ok(f"{renderer.tokenizer.folder}: renderer {renderer.name}, certified, {how}")]
-    wrong = next(finding for finding in certificate.findings if finding.verdict == "differs")
+        return [ok(f"{renderer.tokenizer.folder}: renderer {renderer.name}, certified, {encoder}")]
+    difference = next(finding for finding in certificate.findings if finding.verdict == "differs")
     return [
         warning(
-            f"{renderer.tokenizer.folder}: not certified ({wrong.case}: {wrong.detail[:120]}): every turn is rendered whole and may fork",
-            "turngate certify FOLDER has all cases; pip install 'turngate[families]' knows more templates",
+            f"{renderer.tokenizer.folder}: not certified ({difference.case}: {difference.detail[:120]}), "
+            "so every turn is rendered in full and may fork",
+            "pip install 'turngate[families]' supports more templates; turngate certify FOLDER lists all cases",
         )
     ]
 
 
-async def agreement(subject: Subject) -> list[Seen]:
-    """The same text, ids and conversations, asked of the engine."""
-    config = subject.config
+async def check_agreement(context: DoctorContext) -> list[CheckResult]:
+    """Compare ids of a text, text of ids, and rendered conversations with the engine's."""
+    config = context.config
     if config.engine not in ("vllm", "sglang"):
-        return [unchecked(f"the engine {config.engine} has no tokenizer of its own")]
-    renderer, _ = await subject.renderer()
+        return [not_checked(f"the engine {config.engine} uses the gateway's tokenizer")]
+    renderer, _ = await context.renderer()
     found = []
-    for url, health in await subject.health():
+    for url, health in await context.health():
         if not health.ok:
-            found.append(unchecked(f"{config.engine} at {url} is not usable"))
+            found.append(not_checked(f"{config.engine} at {url} is not usable"))
             continue
         root = url.rstrip("/").removesuffix("/v1")
         client = EngineClient(config.engine, root, key=read_engine_key(config), direct=False)
         await client.start()
         try:
-            found += await _compared(
-                _Engine(client, health.model, config.engine), f"{config.engine} at {url}", renderer
+            found += await _compare_tokens(
+                _EngineTokenizer(client, health.model, config.engine), f"{config.engine} at {url}", renderer
             )
         except TurngateError as error:
-            found.append(unchecked(f"{config.engine} at {url} does not tokenise: {error.message}"))
+            found.append(not_checked(f"{config.engine} at {url} failed to tokenise: {error.message}"))
         finally:
             await client.close()
     return found
 
 
-class _Engine:
-    """What an engine answers to questions about its tokenizer."""
+class _EngineTokenizer:
+    """The tokenizer of an engine, over HTTP."""
 
     def __init__(self, client: EngineClient, model: str, kind: str) -> None:
         self._client = client
         self._model = model
         self.kind = kind
 
-    async def encoded(self, text: str) -> list[int]:
+    async def encode(self, text: str) -> list[int]:
         return await self._tokens({"prompt": text, "add_special_tokens": False})
 
-    async def rendered(self, case: ProbeCase) -> list[int]:
+    async def render(self, case: ProbeCase) -> list[int]:
         tools = {"tools": [tool.wire for tool in case.tools]} if case.tools else {}
-        return await self._tokens({"messages": list(map(_wire, case.messages)), "add_generation_prompt": True, **tools})
+        return await self._tokens(
+            {"messages": list(map(_to_openai, case.messages)), "add_generation_prompt": True, **tools}
+        )
 
-    async def decoded(self, ids: Sequence[int]) -> str:
-        asked: dict[str, Any] = {"model": self._model, "tokens": list(ids)}
+    async def decode(self, ids: Sequence[int]) -> str:
+        body: dict[str, Any] = {"model": self._model, "tokens": list(ids)}
         if self.kind == "sglang":
-            asked["skip_special_tokens"] = False
-        answer = await self._client.command("/detokenize", asked, _WITHIN_S)
-        told = self._client.decode(msgspec.json.Decoder(_Text).decode, answer)
-        return told.prompt if told.prompt is not None else told.text or ""
+            body["skip_special_tokens"] = False
+        answer = await self._client.command("/detokenize", body, _TIMEOUT_S)
+        reply = self._client.decode(msgspec.json.Decoder(_Text).decode, answer)
+        return reply.prompt if reply.prompt is not None else reply.text or ""
 
-    async def _tokens(self, asked: dict[str, Any]) -> list[int]:
-        answer = await self._client.command("/tokenize", {"model": self._model, **asked}, _WITHIN_S)
+    async def _tokens(self, body: dict[str, Any]) -> list[int]:
+        answer = await self._client.command("/tokenize", {"model": self._model, **body}, _TIMEOUT_S)
         return self._client.decode(msgspec.json.Decoder(_Tokens).decode, answer).tokens
 
 
-async def _compared(engine: _Engine, name: str, renderer: Renderer) -> list[Seen]:
+async def _compare_tokens(engine: _EngineTokenizer, name: str, renderer: Renderer) -> list[CheckResult]:
     tokenizer = renderer.tokenizer
-    mend = "give --tokenizer the folder of the very model that the engine serves"
-    ours, theirs = tokenizer.encode(_TEXT), await engine.encoded(_TEXT)
+    fix = "set --tokenizer to the folder of the model that the engine serves"
+    ours, theirs = tokenizer.encode(_TEXT), await engine.encode(_TEXT)
     if ours != theirs:
-        return [failure(f"{name}: it tokenises otherwise: {_first(ours, theirs)}", mend)]
+        return [failure(f"{name}: it tokenises a text differently: {_describe_difference(ours, theirs)}", fix)]
     size = tokenizer.vocab_size
     ids = sorted({*renderer.stop_ids, *ours[:4], size // 3, size // 2, size - 1})
     for one in ids:
-        if (there := await engine.decoded([one])) != (here := tokenizer.decode(one)):
-            return [failure(f"{name}: id {one} is {here!r} here and {there!r} there", mend)]
-    found = [ok(f"{name}: the same tokens for a text, and the same words for {len(ids)} ids of {size:,}")]
+        if (there := await engine.decode([one])) != (here := tokenizer.decode(one)):
+            return [failure(f"{name}: id {one} is {here!r} here and {there!r} in the engine", fix)]
+    found = [ok(f"{name}: the same ids for a text, and the same text for {len(ids)} ids of {size:,}")]
     if engine.kind == "sglang":
-        return [*found, unchecked(f"{name} renders no conversation for us to compare; its vocabulary was compared")]
-    return [*found, await _rendered(engine, name, renderer)]
+        return [*found, not_checked(f"{name} cannot render a conversation to compare; its vocabulary was compared")]
+    return [*found, await _compare_renderings(engine, name, renderer)]
 
 
-async def _rendered(engine: _Engine, name: str, renderer: Renderer) -> Seen:
+async def _compare_renderings(engine: _EngineTokenizer, name: str, renderer: Renderer) -> CheckResult:
     compared, skipped = 0, []
-    for case in (case for case in CASES if case.name in _RENDERED):
-        if case.tools and not _knows_tools(renderer):
+    for case in (case for case in CASES if case.name in _COMPARED_CASES):
+        if case.tools and not _supports_tools(renderer):
             skipped.append(case.name)
             continue
         try:
             ours = renderer.render(case.messages, case.tools, case.kwargs)
-            theirs = await engine.rendered(case)
-        except (BadRequest, TurngateError):  # the template refuses it, here or there
+            theirs = await engine.render(case)
+        except (BadRequest, TurngateError):  # one of the templates rejects it
             skipped.append(case.name)
             continue
         if ours != theirs:
             decode = renderer.tokenizer.decode
             return warning(
-                f"{name}: it renders {case.name!r} otherwise: {_first(ours, theirs, decode(ours), decode(theirs))}",
-                "start both with one chat template (--chat-template of vLLM, chat_template.jinja in --tokenizer); what is sent is ours",
+                f"{name}: it renders {case.name!r} differently: {_describe_difference(ours, theirs, decode(ours), decode(theirs))}",
+                "use the same chat template for both (vLLM: --chat-template; gateway: chat_template.jinja in --tokenizer)",
             )
         compared += 1
     if not compared:
-        return unchecked(f"{name} renders none of our conversations")
-    but = f"; not compared, since the template has no place for them: {', '.join(skipped)}" if skipped else ""
+        return not_checked(f"{name} rendered none of the test conversations")
+    but = f"; not compared, because the template does not support them: {', '.join(skipped)}" if skipped else ""
     return ok(f"{name}: the same ids for {compared} conversations{but}")
 
 
-def _knows_tools(renderer: Renderer) -> bool:
-    """Into a template that knows no tools the gateway writes them itself, and no engine does it the same way."""
+def _supports_tools(renderer: Renderer) -> bool:
+    """For a template without tools the gateway writes them itself, in its own way."""
     return not isinstance(renderer, TemplateRenderer) or renderer.template.traits.native_tools
 
 
-def _first(ours: Sequence[int], theirs: Sequence[int], here: str = "", there: str = "") -> str:
+def _describe_difference(ours: Sequence[int], theirs: Sequence[int], here: str = "", there: str = "") -> str:
     at = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
     if not here:
-        return f"{len(ours)} tokens here, {len(theirs)} there, the first that differs is the {at + 1}."
+        return f"{len(ours)} tokens here, {len(theirs)} in the engine; the first difference is at token {at + 1}"
     at = next((n for n, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), min(len(here), len(there)))
-    return f"here …{here[max(0, at - 15) : at + 25]!r}, there …{there[max(0, at - 15) : at + 25]!r}"
+    return f"here …{here[max(0, at - 15) : at + 25]!r}, in the engine …{there[max(0, at - 15) : at + 25]!r}"
 
 
-def _wire(message: Message) -> dict[str, Any]:
-    """As OpenAI's format has it."""
+def _to_openai(message: Message) -> dict[str, Any]:
+    """Convert a message to OpenAI's format."""
     wire: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         wire["tool_calls"] = [

@@ -23,20 +23,20 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from turngate.errors import ConfigError
-from turngate.mcp.server import serving
+from turngate.mcp.server import build_server
 from turngate.server.bind import local_url
 from turngate.service.rollouts import Rollouts
 
 PATH = "/mcp"
 KEY = "TURNGATE_MCP_KEY"
 KEY_FILE = "mcp-key"
-MOST_BYTES = 64 * 1024 * 1024  # of a request: files to upload are in it
+MAX_BYTES = 64 * 1024 * 1024  # of a request: files to upload are in it
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 log = logging.getLogger("turngate")
 
 
-class Place(msgspec.Struct, frozen=True):
+class HttpSettings(msgspec.Struct, frozen=True):
     """Where to listen, who may come in, and under which names of ours."""
 
     host: str
@@ -45,7 +45,7 @@ class Place(msgspec.Struct, frozen=True):
     names: Sequence[str] = ()  # further names of this machine that clients use
 
     @classmethod
-    def parse(cls, text: str, key: str, names: Sequence[str] = ()) -> Place:
+    def parse(cls, text: str, key: str, names: Sequence[str] = ()) -> HttpSettings:
         """Of HOST:PORT, :PORT or PORT."""
         host, _, port = text.rpartition(":")
         if not port.isdecimal() or int(port) > 65535:
@@ -53,11 +53,11 @@ class Place(msgspec.Struct, frozen=True):
         return cls(host.strip("[]") or "127.0.0.1", int(port), key, names)
 
 
-async def serve(rollouts: Rollouts, place: Place) -> None:
+async def serve(rollouts: Rollouts, place: HttpSettings) -> None:
     """Until this is cancelled. Then whatever runs is aborted, the calls that wait for it are answered, and the door is closed."""
-    with _listening(place) as listener:
-        door = Door(StreamableHTTPSessionManager(serving(rollouts), max_request_body_size=MOST_BYTES), place)
-        async with _served(door, listener), door.manager.run():
+    with _listen(place) as listener:
+        door = McpAccess(StreamableHTTPSessionManager(build_server(rollouts), max_request_body_size=MAX_BYTES), place)
+        async with _run_server(door, listener), door.manager.run():
             try:
                 async with rollouts:
                     door.open = True
@@ -67,10 +67,10 @@ async def serve(rollouts: Rollouts, place: Place) -> None:
                 door.open = False
 
 
-class Door:
+class McpAccess:
     """The ASGI application: refuses, or hands on to the SDK."""
 
-    def __init__(self, manager: StreamableHTTPSessionManager, place: Place) -> None:
+    def __init__(self, manager: StreamableHTTPSessionManager, place: HttpSettings) -> None:
         self.manager = manager
         self.open = False  # new calls are taken
         self._key = place.key.encode()
@@ -87,23 +87,27 @@ class Door:
         if path == "/health":
             return JSONResponse({"status": "ok" if self.open else "stopping"}, 200 if self.open else 503)
         if not self._is_ours(headers.get("host", "")):
-            return _refused(421, "Host: this is not a name of this server; start it with --allow-host for another one")
-        if (origin := headers.get("origin")) is not None and _host_of(origin) not in self._pages:
-            return _refused(403, "Origin: pages of other sites may not call this server; --allow-host lets one in")
+            return _error_response(
+                421, "Host: this is not a name of this server; start it with --allow-host for another one"
+            )
+        if (origin := headers.get("origin")) is not None and _parse_host(origin) not in self._pages:
+            return _error_response(
+                403, "Origin: pages of other sites may not call this server; --allow-host lets one in"
+            )
         if path != PATH:
-            return _refused(404, f"there is only {PATH} here")
+            return _error_response(404, f"there is only {PATH} here")
         if not self._may_enter(headers.get("authorization", "")):
-            return _refused(
+            return _error_response(
                 401,
                 "the key is missing or wrong; send it as 'Authorization: Bearer …'",
                 {"WWW-Authenticate": 'Bearer realm="turngate"'},
             )
         if not self.open:
-            return _refused(503, "the server is starting or being stopped; repeat this call in a moment")
+            return _error_response(503, "the server is starting or being stopped; repeat this call in a moment")
         return None
 
     def _is_ours(self, host: str) -> bool:
-        name = _host_of(f"//{host}")
+        name = _parse_host(f"//{host}")
         try:
             ipaddress.ip_address(name)
         except ValueError:
@@ -116,7 +120,7 @@ class Door:
         return scheme.lower() == "bearer" and secrets.compare_digest(given, self._key)
 
 
-def _host_of(url: str) -> str:
+def _parse_host(url: str) -> str:
     """Its host, without a port; empty where there is none to be read."""
     try:
         return urlsplit(url).hostname or ""
@@ -124,7 +128,7 @@ def _host_of(url: str) -> str:
         return ""
 
 
-def _refused(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+def _error_response(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
     """In JSON-RPC's form, as clients expect it."""
     error = {"code": -32600, "message": message}
     return JSONResponse({"jsonrpc": "2.0", "id": None, "error": error}, status, headers)
@@ -142,7 +146,7 @@ class _Server(uvicorn.Server):
 
 
 @contextmanager
-def _listening(place: Place) -> Iterator[socket.socket]:
+def _listen(place: HttpSettings) -> Iterator[socket.socket]:
     family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -158,7 +162,7 @@ def _listening(place: Place) -> Iterator[socket.socket]:
 
 
 @asynccontextmanager
-async def _served(door: Door, listener: socket.socket) -> AsyncIterator[None]:
+async def _run_server(door: McpAccess, listener: socket.socket) -> AsyncIterator[None]:
     server = _Server(
         uvicorn.Config(
             door,

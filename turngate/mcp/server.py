@@ -31,7 +31,7 @@ from turngate.service.result import RolloutResult
 from turngate.service.rollouts import Rollouts
 from turngate.service.tools import TOOLS, ServiceTool
 
-SIGN_OF_LIFE_S = 2.0  # between two words about a rollout that is waited for
+PROGRESS_S = 2.0  # between two words about a rollout that is waited for
 INSTRUCTIONS = (
     "Runs coding agents on tasks in sandboxes, records every token that their model samples, and grades what they did. "
     "list_endpoints shows the models. run_rollout does all of it in one call; start_rollout, get_state, get_messages, subscribe_events, "
@@ -42,14 +42,14 @@ Context = ServerRequestContext[Any]
 log = logging.getLogger("turngate")
 
 
-def serving(rollouts: Rollouts) -> Server[Any]:
+def build_server(rollouts: Rollouts) -> Server[Any]:
     """A server of these rollouts, for any transport and any number of clients."""
 
     async def listing(context: Context, params: PaginatedRequestParams | None) -> ListToolsResult:
-        return ListToolsResult(tools=[_listed(tool) for tool in TOOLS.values()])
+        return ListToolsResult(tools=[_describe_tool(tool) for tool in TOOLS.values()])
 
     async def calling(context: Context, params: CallToolRequestParams) -> CallToolResult:
-        return await _called(rollouts, context, params)
+        return await _call_tool(rollouts, context, params)
 
     return Server(
         "turngate",
@@ -62,7 +62,7 @@ def serving(rollouts: Rollouts) -> Server[Any]:
     )
 
 
-def _listed(tool: ServiceTool) -> Listed:
+def _describe_tool(tool: ServiceTool) -> Listed:
     return Listed(
         name=tool.name,
         title=tool.title,
@@ -79,17 +79,17 @@ def _listed(tool: ServiceTool) -> Listed:
     )
 
 
-async def _called(rollouts: Rollouts, context: Context, params: CallToolRequestParams) -> CallToolResult:
+async def _call_tool(rollouts: Rollouts, context: Context, params: CallToolRequestParams) -> CallToolResult:
     tool = TOOLS.get(params.name)
     if tool is None:
         near = suggestion(params.name, list(TOOLS))
         raise MCPError(INVALID_PARAMS, f"name: there is no tool {params.name[:80]!r}{near}")
 
     async def wait(rollout_id: str, wait_s: float | None) -> RolloutResult:
-        return await _waited(rollouts, context, rollout_id, wait_s)
+        return await _wait_for_result(rollouts, context, rollout_id, wait_s)
 
     try:
-        return _answer(await tool.call(rollouts, params.arguments or {}, wait))
+        return _to_call_result(await tool.call(rollouts, params.arguments or {}, wait))
     except TurngateError as error:
         return CallToolResult(content=[TextContent(text=error.message)], is_error=True)
     except Exception:
@@ -98,7 +98,9 @@ async def _called(rollouts: Rollouts, context: Context, params: CallToolRequestP
         raise MCPError(INTERNAL_ERROR, "the server failed; its log says why") from None
 
 
-async def _waited(rollouts: Rollouts, context: Context, rollout_id: str, wait_s: float | None) -> RolloutResult:
+async def _wait_for_result(
+    rollouts: Rollouts, context: Context, rollout_id: str, wait_s: float | None
+) -> RolloutResult:
     """The result. A client that asked for progress hears at once which rollout it is, and then every now and then how far it has come,
     so that its time limit does not cut the call. When the call is cut the rollout goes on."""
     waiting = asyncio.ensure_future(rollouts.finalize(rollout_id, wait_s))
@@ -107,14 +109,14 @@ async def _waited(rollouts: Rollouts, context: Context, rollout_id: str, wait_s:
             state = rollouts.state(rollout_id)
             told = f"rollout {rollout_id}: {state.status}, {state.stage}, {state.turns} turns"
             await context.session.report_progress(state.wall_s, message=told)
-            done, _ = await asyncio.wait({waiting}, timeout=SIGN_OF_LIFE_S)
+            done, _ = await asyncio.wait({waiting}, timeout=PROGRESS_S)
             if done:
                 return waiting.result()
     finally:
         waiting.cancel()
 
 
-def _answer(result: msgspec.Struct) -> CallToolResult:
+def _to_call_result(result: msgspec.Struct) -> CallToolResult:
     """Twice, as the protocol wants it: as JSON for programs, and as text for clients that know only that."""
     text = msgspec.json.encode(result)
     return CallToolResult(content=[TextContent(text=text.decode())], structured_content=msgspec.json.decode(text))

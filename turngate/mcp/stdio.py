@@ -17,7 +17,7 @@ import anyio
 from mcp.server import Server
 from mcp.server.stdio import stdio_server
 
-from turngate.mcp.server import serving
+from turngate.mcp.server import build_server
 from turngate.service.rollouts import Rollouts
 
 
@@ -31,7 +31,7 @@ async def serve(rollouts: Rollouts) -> None:
 
 
 async def _serve(rollouts: Rollouts) -> None:
-    server, lines = serving(rollouts), _Lines()
+    server, lines = build_server(rollouts), _StdinLines()
     async with stdio_server(stdin=lines) as (reading, writing):
         async with rollouts:
             task = asyncio.create_task(_run(server, reading, writing))
@@ -47,7 +47,7 @@ async def _run(server: Server[Any], reading: Any, writing: Any) -> None:
     await server.run(reading, writing, server.create_initialization_options())
 
 
-class _Lines(anyio.AsyncFile[str]):
+class _StdinLines(anyio.AsyncFile[str]):
     """The lines of stdin, read in a thread that nobody waits for: the SDK's own cannot be cancelled while the client is silent. What we
     start has no stdin.
 

@@ -37,7 +37,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from turngate.errors import ConfigError, TurngateError
-from turngate.openenv.environment import NAME, TurngateEnvironment, offered
+from turngate.openenv.environment import NAME, TurngateEnvironment, build_mcp_server
 from turngate.openenv.models import ReadyObservation, TurngateObservation, TurngateState
 from turngate.openenv.service_host import ServiceHost
 from turngate.server.bind import local_url
@@ -48,7 +48,7 @@ SERVICE = "TURNGATE_SERVICE"
 KEY = "TURNGATE_OPENENV_KEY"
 SESSIONS = "MAX_CONCURRENT_ENVS"  # as OpenEnv's environments call it
 _GRACE_S = 5  # for calls in flight when it is stopped; rollouts are aborted after that
-MOST_BYTES = 128 * 1024 * 1024  # of a message, or of a request's body: files to upload are in it
+MAX_BYTES = 128 * 1024 * 1024  # of a message, or of a request's body: files to upload are in it
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -61,12 +61,12 @@ def create(service: Path | None = None) -> FastAPI:
     config = load_config(file)
     thread = ServiceHost(lambda: Rollouts(config))
     app: FastAPI = create_app(
-        functools.partial(TurngateEnvironment, thread, offered(thread)),
+        functools.partial(TurngateEnvironment, thread, build_mcp_server(thread)),
         CallToolAction,
         TurngateObservation,
         env_name=NAME,
         concurrency_config=ConcurrencyConfig(
-            max_concurrent_envs=_sessions(),
+            max_concurrent_envs=_max_sessions(),
             # Of sessions at /mcp that nobody closed. One call of theirs may take as long as a rollout does.
             session_timeout=2 * config.most_agent_timeout_s + config.setup_timeout_s + config.test_timeout_s,
         ),
@@ -76,34 +76,34 @@ def create(service: Path | None = None) -> FastAPI:
     app.state.service = thread
     app.router.on_startup.append(functools.partial(asyncio.to_thread, thread.start))
     app.router.on_shutdown.append(functools.partial(asyncio.to_thread, thread.stop))
-    app.add_exception_handler(TurngateError, _told)
-    app.add_exception_handler(RequestValidationError, _unfit)
-    app.add_exception_handler(HTTPException, _refused)
-    app.add_middleware(Door, key=os.environ.get(KEY, "").strip())
+    app.add_exception_handler(TurngateError, _render_error)
+    app.add_exception_handler(RequestValidationError, _render_validation_error)
+    app.add_exception_handler(HTTPException, _render_http_error)
+    app.add_middleware(OpenEnvAccess, key=os.environ.get(KEY, "").strip())
     return app
 
 
-async def _told(request: Request, error: Exception) -> JSONResponse:
+async def _render_error(request: Request, error: Exception) -> JSONResponse:
     """What `POST /reset` and the like raise: OpenEnv's server answers errors of sockets and tools itself."""
     assert isinstance(error, TurngateError)
     return JSONResponse({"detail": error.message, "param": error.param}, error.status)
 
 
-async def _unfit(request: Request, error: Exception) -> JSONResponse:
+async def _render_validation_error(request: Request, error: Exception) -> JSONResponse:
     """A request that is not as OpenEnv wants it. What was sent is not repeated, as FastAPI would: it may be long, and NaN is no JSON."""
     assert isinstance(error, RequestValidationError)
-    return JSONResponse({"detail": _without_input(error.errors())}, 422)
+    return JSONResponse({"detail": _strip_input(error.errors())}, 422)
 
 
-async def _refused(request: Request, error: Exception) -> Response:
+async def _render_http_error(request: Request, error: Exception) -> Response:
     """The same where OpenEnv itself looked at the action."""
     assert isinstance(error, HTTPException)
     if isinstance(error.detail, list):
-        return JSONResponse({"detail": _without_input(error.detail)}, error.status_code)
+        return JSONResponse({"detail": _strip_input(error.detail)}, error.status_code)
     return await http_exception_handler(request, error)
 
 
-def _without_input(errors: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _strip_input(errors: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{name: of for name, of in one.items() if name in ("type", "loc", "msg")} for one in errors]
 
 
@@ -118,18 +118,18 @@ def serve(make: Callable[[], FastAPI] | None = None, argv: Sequence[str] | None 
     parser.add_argument("--open", action="store_true", help=f"listen beyond this machine although ${KEY} is not set")
     given = parser.parse_args(argv)
     try:
-        _guard(given.host, given.open)
-        with _listening(given.host, given.port) as listener:
+        _check_exposure(given.host, given.open)
+        with _listen(given.host, given.port) as listener:
             app = make() if make else create(given.service)
             service: ServiceHost = app.state.service
             service.start()
             try:
                 print(f"turngate serves an OpenEnv environment on {local_url(listener)}", file=sys.stderr, flush=True)
                 config = uvicorn.Config(
-                    app, log_level="warning", timeout_graceful_shutdown=_GRACE_S, ws_max_size=MOST_BYTES
+                    app, log_level="warning", timeout_graceful_shutdown=_GRACE_S, ws_max_size=MAX_BYTES
                 )
                 for number in (signal.SIGINT, signal.SIGTERM):
-                    signal.signal(number, _seen)
+                    signal.signal(number, _ignore_signal)
                 uvicorn.Server(config).run(sockets=[listener])
             finally:
                 service.stop()
@@ -137,12 +137,12 @@ def serve(make: Callable[[], FastAPI] | None = None, argv: Sequence[str] | None 
         sys.exit(f"error: {error.message}")
 
 
-def _seen(number: int, frame: object) -> None:
+def _ignore_signal(number: int, frame: object) -> None:
     """uvicorn ends in good order on a signal, and then raises it once more, for whoever was there before it. That is nobody."""
 
 
 @contextmanager
-def _listening(host: str, port: int) -> Iterator[socket.socket]:
+def _listen(host: str, port: int) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -155,16 +155,16 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
         yield listener
 
 
-def _sessions() -> int:
+def _max_sessions() -> int:
     given = os.environ.get(SESSIONS, "256")
     if not given.isdecimal() or int(given) < 1:
         raise ConfigError(f"{SESSIONS}: {given!r} has to be a number of sessions, at least 1", param=SESSIONS)
     return int(given)
 
 
-def _guard(host: str, is_open: bool) -> None:
+def _check_exposure(host: str, is_open: bool) -> None:
     """Whoever can call this server can run programs in its sandboxes, at its owner's cost."""
-    if not (_is_near(host) or is_open or os.environ.get(KEY, "").strip()):
+    if not (_is_loopback(host) or is_open or os.environ.get(KEY, "").strip()):
         raise ConfigError(
             f"host: {host} can be reached from elsewhere; set {KEY}, or give --open where something else keeps strangers out "
             "(a private Space, a proxy that asks for a login)",
@@ -172,7 +172,7 @@ def _guard(host: str, is_open: bool) -> None:
         )
 
 
-class Door:
+class OpenEnvAccess:
     """Who may come in, and with how much. With a key: whoever has it, and anybody to `/health`. Without: programs, and our own pages, but
     no page of another site in a browser of this machine, which could otherwise reach what listens here only."""
 
@@ -183,7 +183,7 @@ class Door:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         why = "" if scope["type"] == "lifespan" or scope["path"] == "/health" else self._refusal(scope)
         if not why:
-            await self._app(scope, _bounded(scope, receive), send)
+            await self._app(scope, _limit_body(scope, receive), send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": why})
         else:
@@ -198,12 +198,12 @@ class Door:
         host, origin = headers.get("host", ""), headers.get("origin")
         if origin is not None and _netloc(origin) != host:
             return "Origin: pages of other sites may not call this server"
-        if _is_near((scope.get("server") or ("",))[0]) and not _is_near(_hostname(host)):
+        if _is_loopback((scope.get("server") or ("",))[0]) and not _is_loopback(_hostname(host)):
             return f"Host: this is not a name of this machine; behind a proxy, set {KEY}"
         return ""
 
 
-def _bounded(scope: Scope, receive: Receive) -> Receive:
+def _limit_body(scope: Scope, receive: Receive) -> Receive:
     """A request's body is taken up to a size, whatever it says of itself. A socket's messages uvicorn bounds."""
     if scope["type"] != "http":
         return receive
@@ -213,8 +213,8 @@ def _bounded(scope: Scope, receive: Receive) -> Receive:
         nonlocal taken
         message = await receive()
         taken += len(message.get("body", b""))
-        if taken > MOST_BYTES:
-            raise HTTPException(413, f"the body is larger than {MOST_BYTES} bytes")
+        if taken > MAX_BYTES:
+            raise HTTPException(413, f"the body is larger than {MAX_BYTES} bytes")
         return message
 
     return bounded
@@ -236,7 +236,7 @@ def _hostname(netloc: str) -> str:
         return ""
 
 
-def _is_near(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     """Whether that is this machine, and can be nothing else."""
     try:
         return ipaddress.ip_address(host).is_loopback

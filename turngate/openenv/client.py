@@ -37,7 +37,7 @@ from turngate.service.tools import EndpointList, StartedRollout
 from turngate.types import Json
 
 WAIT_S = 5.0  # of one question whether a rollout has ended: other callers of this client wait as long
-TRIES = 5  # at a server that cannot be reached, before a rollout that is waited for is given up
+MAX_ATTEMPTS = 5  # at a server that cannot be reached, before a rollout that is waited for is given up
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -143,7 +143,7 @@ class TurngateEnv(EnvClient[Action, Observation, TurngateState]):
             "agent_timeout_s": agent_timeout_s,
             "endpoint_url": endpoint_url,
         }
-        return (await self._tell("start_rollout", StartedRollout, **_given(given))).rollout_id
+        return (await self._tell("start_rollout", StartedRollout, **_drop_unset(given))).rollout_id
 
     async def start_swe_rollout(
         self,
@@ -167,7 +167,7 @@ class TurngateEnv(EnvClient[Action, Observation, TurngateState]):
             "agent_timeout_s": agent_timeout_s,
             "endpoint_url": endpoint_url,
         }
-        return (await self._tell("start_rollout", StartedRollout, task=dict(task), **_given(given))).rollout_id
+        return (await self._tell("start_rollout", StartedRollout, task=dict(task), **_drop_unset(given))).rollout_id
 
     async def get_state(self, rollout_id: str) -> RolloutState:
         """How far it is. (`state()` is the session's, as OpenEnv has it.)"""
@@ -211,7 +211,7 @@ class TurngateEnv(EnvClient[Action, Observation, TurngateState]):
                 result = await self.finalize_rollout(rollout_id, wait_s)
             except (ConnectionClosed, OSError, TimeoutError):
                 failed += 1
-                if failed == TRIES:
+                if failed == MAX_ATTEMPTS:
                     raise
                 await asyncio.sleep(0.2 * 2**failed)
             else:
@@ -268,6 +268,6 @@ class TurngateEnv(EnvClient[Action, Observation, TurngateState]):
         return TurngateState.model_validate(payload)
 
 
-def _given(values: dict[str, Any]) -> dict[str, Any]:
+def _drop_unset(values: dict[str, Any]) -> dict[str, Any]:
     """Without what was left out: the server's own defaults hold."""
     return {name: value for name, value in values.items() if value is not None and value != ""}

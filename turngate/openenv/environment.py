@@ -35,7 +35,7 @@ ABOUT = (
     "Runs coding agents (Claude Code, Codex, OpenCode, Pi, Gemini CLI, Qwen Code, mini-SWE-agent) on tasks in sandboxes, records every "
     "token that their model samples, and grades what they did."
 )
-_STARTS = ("run_rollout", "run_swe_rollout", "start_rollout")
+_START_TOOLS = ("run_rollout", "run_swe_rollout", "start_rollout")
 
 
 class TurngateEnvironment(MCPEnvironment):
@@ -77,8 +77,8 @@ class TurngateEnvironment(MCPEnvironment):
         state.step_count += 1
         if not isinstance(action, CallToolAction):
             return await super().step_async(action, timeout_s, **kwargs)
-        observation = await _observed(self._service, action, timeout_s)
-        started = action.tool_name in _STARTS and observation.rollout_id
+        observation = await _call_tool(self._service, action, timeout_s)
+        started = action.tool_name in _START_TOOLS and observation.rollout_id
         if started:
             state.rollouts = [*state.rollouts, observation.rollout_id]
         if started or observation.status:
@@ -111,7 +111,7 @@ class TurngateEnvironment(MCPEnvironment):
         return dict(TOOLS)
 
 
-async def _observed(service: ServiceHost, action: CallToolAction, timeout_s: float | None) -> TurngateObservation:
+async def _call_tool(service: ServiceHost, action: CallToolAction, timeout_s: float | None) -> TurngateObservation:
     name = action.tool_name
     if name not in TOOLS:
         near = suggestion(name, list(TOOLS))
@@ -120,9 +120,9 @@ async def _observed(service: ServiceHost, action: CallToolAction, timeout_s: flo
         )
         return TurngateObservation(tool_name=name, error=wrong, metadata={"param": "tool_name", "kind": "not_found"})
     try:
-        answer = await answered(service, name, action.arguments, math.inf if timeout_s is None else timeout_s)
+        answer = await call_service_tool(service, name, action.arguments, math.inf if timeout_s is None else timeout_s)
     except TurngateError as error:
-        return TurngateObservation(tool_name=name, error=_wrong(error), metadata=_details(error))
+        return TurngateObservation(tool_name=name, error=_to_tool_error(error), metadata=_error_metadata(error))
     value = msgspec.to_builtins(answer)
     told = TurngateObservation(tool_name=name, result=value, rollout_id=value.get("rollout_id", ""))
     if isinstance(answer, RolloutResult | RolloutState):
@@ -132,7 +132,9 @@ async def _observed(service: ServiceHost, action: CallToolAction, timeout_s: flo
     return told
 
 
-async def answered(service: ServiceHost, name: str, arguments: Arguments, most_s: float = math.inf) -> msgspec.Struct:
+async def call_service_tool(
+    service: ServiceHost, name: str, arguments: Arguments, most_s: float = math.inf
+) -> msgspec.Struct:
     """What a tool gives. Waits for a rollout's end as long as the caller wants, and at most `most_s`."""
 
     async def called(rollouts: Rollouts) -> msgspec.Struct:
@@ -145,13 +147,13 @@ async def answered(service: ServiceHost, name: str, arguments: Arguments, most_s
     return await service.call(called)
 
 
-def _wrong(error: TurngateError) -> ToolError:
+def _to_tool_error(error: TurngateError) -> ToolError:
     about_arguments = error.boundary == "client" and error.param is not None
     kind = ToolErrorType.INVALID_ARGS if about_arguments else ToolErrorType.EXECUTION_ERROR
     return ToolError(error_type=kind, message=error.message)
 
 
-def _details(error: TurngateError) -> dict[str, Any]:
+def _error_metadata(error: TurngateError) -> dict[str, Any]:
     return {
         "param": error.param,
         "kind": error.kind,
@@ -164,11 +166,11 @@ def _details(error: TurngateError) -> dict[str, Any]:
 # ── the same tools at /mcp ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def offered(service: ServiceHost) -> FastMCP[Any]:
+def build_mcp_server(service: ServiceHost) -> FastMCP[Any]:
     """The tools as FastMCP has them, for all sessions."""
     server: FastMCP[Any] = FastMCP("turngate", version=__version__, mask_error_details=True)
     for tool in TOOLS.values():
-        made = _Offered(
+        made = _OpenEnvTool(
             name=tool.name,
             title=tool.title,
             description=tool.description,
@@ -184,20 +186,20 @@ def offered(service: ServiceHost) -> FastMCP[Any]:
     return server
 
 
-class _Offered(Tool):
+class _OpenEnvTool(Tool):
     """One tool. What is wrong with its arguments is an error that the caller reads, and no exception in the log."""
 
     _service: ServiceHost = PrivateAttr()
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
         try:
-            value = msgspec.to_builtins(await answered(self._service, self.name, arguments))
+            value = msgspec.to_builtins(await call_service_tool(self._service, self.name, arguments))
         except TurngateError as error:
             return ToolResult(content=[TextContent(type="text", text=error.message)], is_error=True)
-        return ToolResult(content=[TextContent(type="text", text=_spoken(value))], structured_content=value)
+        return ToolResult(content=[TextContent(type="text", text=_to_text(value))], structured_content=value)
 
 
-def _spoken(value: Mapping[str, Any]) -> str:
+def _to_text(value: Mapping[str, Any]) -> str:
     """As text, for models: without log-probabilities, which would fill their context."""
     if "turns" not in value or not isinstance(value["turns"], list):
         return msgspec.json.encode(value).decode()

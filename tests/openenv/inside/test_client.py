@@ -18,7 +18,7 @@ from tests.openenv.kit import ASK, BAD, GOOD, MODEL, SAYS, SLOW, serving
 from tests.speed import scaled
 from turngate.errors import BadRequest, NotFound
 from turngate.openenv import ReadyObservation, TurngateAction, TurngateEnv, TurngateObservation
-from turngate.openenv.app import MOST_BYTES
+from turngate.openenv.app import MAX_BYTES
 from turngate.service.tools import TOOLS
 
 pytestmark = pytest.mark.process
@@ -296,11 +296,11 @@ async def test_requests_that_nobody_means_are_refused_in_words(url: str) -> None
         assert refused.status_code == 422 and refused.json()["detail"][0]["loc"] == ["tool_name"]
 
         async def chunks() -> AsyncIterator[bytes]:
-            for _ in range(MOST_BYTES // 2**20 + 1):
+            for _ in range(MAX_BYTES // 2**20 + 1):
                 yield bytes(2**20)
 
         large = await http.post(f"{url}/step", content=chunks(), headers={"content-type": "application/json"})
-        assert large.status_code == 413 and str(MOST_BYTES) in large.json()["detail"]
+        assert large.status_code == 413 and str(MAX_BYTES) in large.json()["detail"]
         assert (await http.post(f"{url}/step", json={"action": action})).status_code == 200
 
 

@@ -37,7 +37,9 @@ async def test_a_sandbox_is_really_made_and_gone_again(name: str, rooted: Path) 
     need(name)
     finding = await one(ServeConfig(), "sandboxes", sandboxes=(name,))
     assert finding.state == "ok", finding
-    assert ("keeps no agent from your files" if name == "local" else "runs, and has no network") in finding.seen
+    assert (
+        "does not isolate files or the network" if name == "local" else "runs, and has no network"
+    ) in finding.message
     assert _left(rooted) == []
 
 
@@ -60,17 +62,17 @@ async def test_a_network_that_nobody_asked_for_is_a_failure(rooted: Path, monkey
 
     monkeypatch.setattr(agents_and_sandboxes, "get_backend", lambda name: Leaky(MAKE[name](rooted)))
     finding = await one(ServeConfig(), "sandboxes", sandboxes=("bubblewrap",))
-    assert finding.state == "failure" and "it has a network" in finding.seen
+    assert finding.state == "failure" and "it has a network" in finding.message
 
 
 async def test_what_is_missing_is_a_failure_only_where_it_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     named = await one(ServeConfig(), "sandboxes", sandboxes=("bubblewrap",))
-    assert named.state == "failure" and "apt-get install bubblewrap" in named.mend
-    states = {finding.seen.partition(":")[0]: finding.state for finding in await found(ServeConfig(), "sandboxes")}
+    assert named.state == "failure" and "apt-get install bubblewrap" in named.fix
+    states = {finding.message.partition(":")[0]: finding.state for finding in await found(ServeConfig(), "sandboxes")}
     assert (states["bubblewrap"], states["docker"]) == ("warning", "warning")
     unknown = await one(ServeConfig(), "sandboxes", sandboxes=("nothere",))
-    assert unknown.state == "failure" and "there is no backend 'nothere'" in unknown.seen
+    assert unknown.state == "failure" and "there is no backend 'nothere'" in unknown.message
 
 
 @pytest.fixture
@@ -83,10 +85,10 @@ async def test_agents_that_are_not_installed_are_told_and_not_installed(empty_ca
     findings = await found(ServeConfig(), "agents")
     assert {finding.state for finding in findings} == {"not checked"}
     named = await one(ServeConfig(), "agents", agents=("mini-swe-agent",))
-    assert named.state == "warning" and "turngate agents install mini-swe-agent" in named.mend
+    assert named.state == "warning" and "turngate agents install mini-swe-agent" in named.fix
     assert not list(empty_cache.rglob("*"))
     nobody = await one(ServeConfig(), "agents", agents=("nobody",))
-    assert nobody.state == "failure" and "there is none called 'nobody'" in nobody.seen
+    assert nobody.state == "failure" and "there is none called 'nobody'" in nobody.message
 
 
 async def test_an_installation_of_another_version_or_with_holes_is_a_failure(
@@ -97,14 +99,14 @@ async def test_an_installation_of_another_version_or_with_holes_is_a_failure(
     (folder / "mini_swe_agent-0.0.1.dist-info").mkdir(parents=True)
     (folder / install.MARKER).write_text(install._fingerprint(spec))
     finding = await one(ServeConfig(), "agents", agents=("mini-swe-agent",))
-    assert finding.state == "failure" and f"0.0.1 is installed, and {spec.install.version} is pinned" in finding.seen
+    assert finding.state == "failure" and f"0.0.1 is installed, but {spec.install.version} is pinned" in finding.message
     (folder / "mini_swe_agent-0.0.1.dist-info").rename(folder / f"mini_swe_agent-{spec.install.version}.dist-info")
     monkeypatch.setattr(agents_and_sandboxes.shutil, "which", lambda name: None)
     without = await one(ServeConfig(), "agents", agents=("mini-swe-agent",))
-    assert without.state == "warning" and f"there is no python{spec.install.python}" in without.seen
+    assert without.state == "warning" and f"python{spec.install.python} is not installed" in without.message
 
 
 async def test_npm_agents_need_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agents_and_sandboxes.platform, "libc_ver", lambda: ("", ""))
     finding = await one(ServeConfig(), "agents", agents=("codex",))
-    assert finding.state == "failure" and "needs glibc" in finding.seen
+    assert finding.state == "failure" and "needs glibc" in finding.message
