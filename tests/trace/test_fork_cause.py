@@ -1,0 +1,158 @@
+"""Why a turn forks, case by case: what was recorded before, the next call, and the cause."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.trace.kit import Call, Recorder, Wire, assistant, system, user
+from turngate.trace.tree import Cause
+from turngate.types import CallSignals
+
+YOU, ASK = system("You code."), user("Fix it.")
+FIRST = [YOU, ASK]
+SECOND = [*FIRST, assistant("On it."), user("And?")]
+THIRD = [*SECOND, assistant("Done."), user("Thanks.")]
+LINE = [Call(FIRST, assistant("On it.")), Call(SECOND, assistant("Done.")), Call(THIRD, assistant("Bye."))]
+TITLE = Call([system("Write a title."), ASK], preamble="")
+SIDE, HELPER = CallSignals(role="side"), CallSignals(role="subagent")
+
+
+def on(thread: str, parent: str = "") -> CallSignals:
+    return CallSignals(thread=thread, parent=parent)
+
+
+def first(**changes: object) -> Call:
+    return Call(FIRST, assistant("On it."), **changes)  # type: ignore[arg-type]
+
+
+CASES: list[tuple[str, list[Call], Call, Cause | None]] = [
+    ("the first call", [], Call(FIRST), None),
+    ("the next turn", LINE[:1], Call(SECOND), None),
+    ("the turn after that", LINE[:2], Call(THIRD), None),
+    # the same request again
+    ("again", LINE[:1], Call(FIRST), "resample"),
+    ("again, and the client says so", LINE[:1], Call(FIRST, retried=True), "retry"),
+    ("again with the same key", [first(key="k")], Call(FIRST, key="k"), "retry"),
+    ("again with another key", [first(key="k")], Call(FIRST, key="l"), "resample"),
+    ("again without a key", [first(key="k")], Call(FIRST), "resample"),
+    ("again after an aborted answer", [first(finish="abort")], Call(FIRST), "retry"),
+    ("again after an undelivered answer", [first(delivered=False)], Call(FIRST), "retry"),
+    (
+        "again after one lost answer and one that arrived",
+        [first(finish="abort"), Call(FIRST, assistant("Hm."))],
+        Call(FIRST),
+        "retry",
+    ),
+    (
+        "in parallel with an answer that was lost later, beside another",
+        [first(started=1.0, ended=9.0, finish="abort"), Call(FIRST, assistant("Hm."), started=1.0, ended=2.0)],
+        Call(FIRST, started=3.0),
+        "resample",
+    ),
+    ("in parallel, begun before the answer did", [first(started=5.0, ended=6.0)], Call(FIRST, started=4.0), None),
+    # another continuation of a known turn
+    ("another continuation", LINE[:2], Call([*FIRST, assistant("On it."), user("Why?")]), "branch"),
+    ("a side call that leaves there", LINE[:2], Call([*SECOND, user("Sum up.")], signals=SIDE), "side"),
+    (
+        "the line itself after a side call left it",
+        [*LINE[:1], Call([*FIRST, assistant("On it."), user("Sum up.")], signals=SIDE)],
+        Call(SECOND),
+        None,
+    ),
+    (
+        "a helper that leaves there",
+        LINE[:1],
+        Call([*SECOND[:3], user("Search.")], signals=CallSignals(thread="b", role="subagent")),
+        "subagent",
+    ),
+    ("a helper without a thread of its own", LINE[:1], Call([*SECOND[:3], user("Search.")], signals=HELPER), None),
+    (
+        "a helper that goes on from its own turn",
+        [
+            Call(FIRST, assistant("On it."), signals=on("a")),
+            Call([*SECOND[:3], user("Search.")], assistant("Found."), signals=on("b", "a")),
+        ],
+        Call([*SECOND[:3], user("Search."), assistant("Found."), user("More.")], signals=on("b", "a")),
+        None,
+    ),
+    (
+        "a helper that continues its own turn twice",
+        [
+            Call(FIRST, assistant("On it."), signals=on("a")),
+            Call([*SECOND[:3], user("Search.")], assistant("Found."), signals=on("b", "a")),
+            Call([*SECOND[:3], user("Search."), assistant("Found."), user("More.")], signals=on("b", "a")),
+        ],
+        Call([*SECOND[:3], user("Search."), assistant("Found."), user("Stop.")], signals=on("b", "a")),
+        "subagent",
+    ),
+    ("an answer that was put in", LINE[:1], Call([*SECOND, assistant("I was here."), user("Go.")]), "edited"),
+    # another beginning
+    ("other tools", LINE[:2], Call(SECOND, preamble="more tools"), "tools"),
+    ("the same without tools", LINE[:2], Call(SECOND, preamble=""), "side"),
+    ("another system prompt", LINE[:2], Call([system("You code well."), ASK]), "system"),
+    ("a question without tools beside work with tools", LINE[:2], TITLE, "side"),
+    ("other work with tools", LINE[:2], Call([system("You search."), user("Find it.")]), "subagent"),
+    ("shortened, with a summary as the question", LINE, Call([YOU, user("So far: …")]), "compaction"),
+    ("shortened, with the question kept", LINE, Call([YOU, ASK, user("So far: …")]), "compaction"),
+    ("the question kept, and hardly shorter", LINE[:2], Call([YOU, ASK, user("So"), user("far")]), "edited"),
+    (
+        "shortened, with an answer after the summary",
+        LINE[:1],
+        Call([YOU, user("So far: …"), assistant("I see."), user("Go on.")]),
+        "compaction",
+    ),
+    ("another question at the same length", LINE[:1], Call([YOU, user("Fix that."), user("And this.")]), "subagent"),
+    (
+        "another question, and then all as before",
+        LINE,
+        Call([YOU, user("Fix that."), *THIRD[2:]]),
+        "edited",
+    ),
+    (
+        "the same question, and another first answer",
+        LINE,
+        Call([*FIRST, assistant("No."), user("Why not?")]),
+        "edited",
+    ),
+    # what the agent says about a new beginning
+    ("a side call, by its signal", LINE, Call([YOU, user("Title?")], signals=SIDE), "side"),
+    ("a helper, by its signal", LINE, Call([YOU, user("So far: …")], signals=HELPER), "subagent"),
+    ("a helper, by its parent", LINE, Call([YOU, user("So far: …")], signals=on("b", "a")), "subagent"),
+    ("its own parent", [], Call(FIRST, signals=on("a", "a")), None),
+    ("another thread with tools", [first(signals=on("a"))], Call([YOU, ASK, ASK], signals=on("b")), "subagent"),
+    (
+        "another thread without tools",
+        [first(signals=on("a"))],
+        Call([YOU, user("Title?")], preamble="", signals=on("b")),
+        "side",
+    ),
+    (
+        "the same thread with other work",
+        [first(signals=on("a"))],
+        Call([system("You search."), user("Find it.")], signals=on("a")),
+        "compaction",
+    ),
+    # titles before the work
+    ("the work after a title", [TITLE], Call(FIRST), None),
+    ("the work after a title, by its signal", [Call([YOU, user("Title?")], signals=SIDE)], Call(FIRST), None),
+    ("a second title", [TITLE], Call([system("Name it."), user("Or so.")], preamble=""), "subagent"),
+]
+
+
+@pytest.mark.parametrize(("before", "call", "cause"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_cause(before: list[Call], call: Call, cause: Cause | None) -> None:
+    assert Recorder(before).find_cause(call) == cause
+
+
+def test_the_table_has_every_cause_that_the_trace_can_show() -> None:
+    expected = {case[3] for case in CASES}
+    # "template" needs a renderer: tests/gateway/test_recording.py
+    assert expected == {*Cause.__args__, None} - {"template"}  # type: ignore[attr-defined]
+
+
+def test_a_known_context_that_is_equal_only_in_meaning_counts_as_the_same_request() -> None:
+    recorder = Recorder(LINE[:1])
+    repeated: list[Wire] = [YOU, user("Fix it.  ")]
+    location = recorder.locate(Call(repeated))
+    assert location.context is recorder.turns[0].parent
+    assert recorder.find_cause(Call(repeated)) == "resample"

@@ -1,0 +1,133 @@
+"""Training rows, case by case: the calls of a rollout, and which of their turns are trained in which row."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from tests.trace.kit import Call, Recorder, assistant, system, user
+from turngate.trace.roles import ROLES
+from turngate.trace.sample import TrainingPolicy, build_samples
+from turngate.trace.tree import path_ids
+from turngate.types import CallSignals
+
+YOU, ASK = system("You code."), user("Fix it.")
+FIRST = [YOU, ASK]
+SECOND = [*FIRST, assistant("On it."), user("And?")]
+OTHER = [*FIRST, assistant("On it."), user("Why?")]
+THIRD = [*SECOND, assistant("Done."), user("Thanks.")]
+WORK = [Call(FIRST, assistant("On it.")), Call(SECOND, assistant("Done."))]
+TITLE = Call([system("Write a title."), ASK], preamble="")
+HELPER = Call([system("You search."), user("Find it.")])
+ALL = TrainingPolicy(roles=ROLES)
+
+# Rows, each as its turns: n: turn n is trained; -n - 1 (~n): it is in the row, but not trained.
+Rows = list[list[int]]
+
+CASES: list[tuple[str, list[Call], TrainingPolicy | None, Rows]] = [
+    ("nothing", [], None, []),
+    ("one turn", WORK[:1], None, [[0]]),
+    ("one line of work is one row", [*WORK, Call(THIRD)], None, [[0, 1, 2]]),
+    (
+        "a fork: shared turns are trained once, in the longer row",
+        [*WORK, Call(OTHER), Call(THIRD)],
+        None,
+        [[0, 1, 3], [~0, 2]],
+    ),
+    ("forks of the same length: the first", [*WORK, Call(OTHER)], None, [[0, 1], [~0, 2]]),
+    ("two answers to one request", [WORK[0], Call(FIRST, assistant("Hm."))], None, [[0], [1]]),
+    ("a compacted conversation", [*WORK, Call([YOU, user("So far: …")])], None, [[0, 1], [2]]),
+    (
+        "the main conversation claims shared turns before a longer helper",
+        [*WORK, Call([*SECOND[:3], user("Search " * 9)], size=9, signals=CallSignals(thread="b", parent="a"))],
+        None,
+        [[0, 1], [~0, 2]],
+    ),
+    # roles
+    ("helpers are trained", [*WORK, HELPER], None, [[0, 1], [2]]),
+    ("helpers are not, by policy", [*WORK, HELPER], TrainingPolicy(roles=("main",)), [[0, 1]]),
+    ("only helpers, by policy", [*WORK, HELPER], TrainingPolicy(roles=("subagent",)), [[2]]),
+    ("titles are not trained", [TITLE, *WORK], None, [[1, 2]]),
+    ("titles are, by policy", [TITLE, *WORK], TrainingPolicy(roles=("main", "side")), [[1, 2], [0]]),
+    ("a retried answer is not trained", [WORK[0], Call(FIRST, assistant("Hm."), retried=True)], None, [[1]]),
+    ("a retried answer is, by policy", [WORK[0], Call(FIRST, assistant("Hm."), retried=True)], ALL, [[1], [0]]),
+    ("an aborted turn is not trained", [Call(FIRST, finish="abort"), *WORK], None, [[1, 2]]),
+    ("no roles at all", WORK, TrainingPolicy(roles=()), []),
+    # what cannot be trained, in a row that can
+    ("a turn without log-probabilities", [Call(FIRST, assistant("On it."), logprobs=None), WORK[1]], None, [[~0, 1]]),
+    ("a biased turn", [Call(FIRST, assistant("On it."), biases=("top_p",)), WORK[1]], None, [[~0, 1]]),
+    ("a biased turn, by policy", [Call(FIRST, biases=("top_p",))], TrainingPolicy(biased=True), [[0]]),
+]
+
+
+@pytest.mark.parametrize(("calls", "policy", "rows"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_rows(calls: list[Call], policy: TrainingPolicy | None, rows: Rows) -> None:
+    recorder = Recorder(calls)
+    number = {turn.id: n for n, turn in enumerate(recorder.turns)}
+    samples = build_samples(recorder.trace, policy)
+    spans = [[number[s.node] if s.trained else ~number[s.node] for s in sample.spans] for sample in samples]
+    assert spans == rows
+    for sample in samples:
+        leaf = next(turn for turn in recorder.turns if turn.id == sample.branch)
+        assert sample.ids.tolist() == path_ids(leaf).tolist()
+        trained = np.zeros(len(sample.ids), bool)
+        for span in sample.spans:
+            assert sample.ids[span.start : span.end].tolist() == recorder.turns[number[span.node]].ids.tolist()
+            trained[span.start : span.end] = span.trained
+        assert sample.mask.tolist() == trained.tolist()
+        assert np.isfinite(sample.logprobs[sample.mask]).all()
+        assert sample.trained_tokens == trained.sum()
+
+
+REASONS: list[tuple[str, Call, str]] = [
+    ("nothing is wrong", Call(FIRST), ""),
+    ("a fault of the engine", Call(FIRST, fault="the engine failed"), "the engine failed"),
+    ("only text was captured", Call(FIRST, capture="text"), "captured as text only"),
+    ("only log-probabilities were captured", Call(FIRST, capture="logprobs"), "captured as logprobs only"),
+    ("no log-probabilities", Call(FIRST, logprobs=None), "no log-probabilities"),
+    ("too few log-probabilities", Call(FIRST, logprobs=[-0.5]), "1 log-probabilities for 2 tokens"),
+    ("a missing log-probability", Call(FIRST, logprobs=[-0.5, math.nan]), "missing log-probabilities"),
+    ("an infinite log-probability", Call(FIRST, logprobs=[-0.5, -math.inf]), "missing log-probabilities"),
+    ("another role", Call(FIRST, signals=CallSignals(role="side")), "role side"),
+    ("cut short", Call(FIRST, finish="abort"), "role aborted"),
+    ("biased", Call(FIRST, biases=("top_p", "constrained: tool")), "biased sampling: top_p, constrained: tool"),
+    (
+        "the first reason counts",
+        Call(FIRST, fault="the engine failed", logprobs=None, biases=("top_p",)),
+        "the engine failed",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "reason"), [case[1:] for case in REASONS], ids=[case[0] for case in REASONS])
+def test_reasons(call: Call, reason: str) -> None:
+    trace = Recorder([call]).trace
+    (sample,) = build_samples(trace, keep_empty=True)
+    (span,) = sample.spans
+    assert (span.reason, span.trained) == (reason, not reason)
+    assert sample.mask.any() == (not reason)
+    assert bool(build_samples(trace)) == (not reason), "a row without anything to train is left out"
+
+
+def test_a_shared_turn_says_that_it_is_trained_elsewhere() -> None:
+    _, second = build_samples(Recorder([*WORK, Call(OTHER)]).trace)
+    assert [span.reason for span in second.spans] == ["trained in another row", ""]
+
+
+def test_keep_empty_keeps_every_branch_in_its_place() -> None:
+    recorder = Recorder([TITLE, *WORK, Call(OTHER, logprobs=None)])
+    kept = build_samples(recorder.trace, keep_empty=True)
+    assert [sample.branch for sample in kept] == [recorder.turns[n].id for n in (2, 3, 0)]
+    assert [sample.trained_tokens for sample in kept] == [4, 0, 0]
+    assert [span.reason for span in kept[1].spans] == ["trained in another row", "no log-probabilities"]
+    # Its turn may not be trained there, but nowhere else either: no other row claims it.
+    assert math.isnan(kept[1].logprobs[-1])
+
+
+def test_log_probabilities_stand_where_their_tokens_do() -> None:
+    (sample,) = build_samples(Recorder([Call(FIRST, assistant("On it."), logprobs=[-1.0, -2.0]), WORK[1]]).trace)
+    values = [None if math.isnan(value) else value for value in sample.logprobs.tolist()]
+    assert values == [None, -1.0, -2.0, None, -0.5, -0.5]
+    assert sample.mask.tolist() == [False, True, True, False, True, True]
