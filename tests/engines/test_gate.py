@@ -38,7 +38,7 @@ async def taken(gate: Gate, **how: Any) -> GateCall:
 
 
 def empty(gate: Gate) -> bool:
-    seen = gate.waiting()
+    seen = gate.queue_status()
     return not (seen.waiting or seen.taken)
 
 
@@ -91,13 +91,13 @@ async def test_unknown_log_probabilities_are_kept_as_unknown_and_crash_nobody(ga
         ([4, 10], [-1, -1], "stop", "ids: 10 at 1 is not in the vocabulary of 10 tokens"),
         ([4, -1], [-1, -1], "stop", "ids: must be between 0"),
         ([4, 2**40], [-1, -1], "stop", "ids: must be between 0"),
-        ([4.5], [-1], "stop", "ids: must be one list of whole numbers"),
-        ([[4]], [[-1]], "stop", "ids: must be one list of whole numbers"),
-        ([True], [-1], "stop", "ids: must be one list of whole numbers"),
-        (["4"], [-1], "stop", "ids: must be one list of whole numbers"),
+        ([4.5], [-1], "stop", "ids: must be one list of integers"),
+        ([[4]], [[-1]], "stop", "ids: must be one list of integers"),
+        ([True], [-1], "stop", "ids: must be one list of integers"),
+        (["4"], [-1], "stop", "ids: must be one list of integers"),
         ([4, 5], [-1], "stop", "logprobs: 1 of them for 2 ids"),
-        ([4], [0.5], "stop", "logprobs: 0.5 at 0 cannot be one"),
-        ([4], [-np.inf], "stop", "logprobs: -inf at 0 cannot be one"),
+        ([4], [0.5], "stop", "logprobs: 0.5 at 0 is not a log-probability"),
+        ([4], [-np.inf], "stop", "logprobs: -inf at 0 is not a log-probability"),
         ([4, 5], np.array([-1, np.nan]), "stop", "logprobs: the one at 1 is not a number"),
         ([4], ["x"], "stop", "logprobs: must be"),
         ([4] * 9, [-1] * 9, "length", "ids: 9 tokens are more than the 8 of max_tokens"),
@@ -154,11 +154,11 @@ async def test_an_answered_call_cannot_be_answered_again(gate: Gate) -> None:
     with pytest.raises(Conflict, match="already"):
         await call.answer([STOP], [-1])
     with pytest.raises(Conflict, match="it was answered already"):
-        gate.piece_of(call.id, call.lease, 0, np.array([4, STOP], ID_DTYPE), None, "stop")
+        gate.accept_piece(call.id, call.lease, 0, np.array([4, STOP], ID_DTYPE), None, "stop")
     with pytest.raises(Conflict):
-        gate.fail_of(call.id, call.lease, "x")
+        gate.fail_call(call.id, call.lease, "x")
     with pytest.raises(NotFound):
-        gate.fail_of("another", call.lease, "x")
+        gate.fail_call("another", call.lease, "x")
     assert len(await agent) == 1
 
 
@@ -166,11 +166,11 @@ async def test_a_piece_whose_receipt_was_lost_may_be_sent_again(gate: Gate) -> N
     agent = asyncio.create_task(made(gate, asked()))
     call = await taken(gate)
     for _ in range(2):
-        gate.piece_of(call.id, call.lease, 0, np.array([4], ID_DTYPE), None, None)
-    with pytest.raises(Conflict, match="at: 1 tokens"):
-        gate.piece_of(call.id, call.lease, 0, np.array([5], ID_DTYPE), None, None)
+        gate.accept_piece(call.id, call.lease, 0, np.array([4], ID_DTYPE), None, None)
+    with pytest.raises(Conflict, match="at: the next piece starts at 1"):
+        gate.accept_piece(call.id, call.lease, 0, np.array([5], ID_DTYPE), None, None)
     for _ in range(2):
-        gate.piece_of(call.id, call.lease, 1, np.array([STOP], ID_DTYPE), None, "stop")
+        gate.accept_piece(call.id, call.lease, 1, np.array([STOP], ID_DTYPE), None, "stop")
     assert [chunk.ids for chunk in await agent] == [[4], [STOP]]
 
 
@@ -179,7 +179,7 @@ async def test_a_call_that_is_left_waits_for_nobody_and_says_why(gate: Gate) -> 
     call = await taken(gate)
     agent.cancel()
     await asyncio.gather(agent, return_exceptions=True)
-    with pytest.raises(Gone, match="the agent hung up, or its session was ended"):
+    with pytest.raises(Gone, match="the agent disconnected, or its session ended"):
         await call.answer([STOP], [-1])
     assert call.gone and empty(gate)
     with pytest.raises(Gone):
@@ -188,7 +188,7 @@ async def test_a_call_that_is_left_waits_for_nobody_and_says_why(gate: Gate) -> 
 
 async def test_a_call_that_was_never_taken_leaves_the_queue(gate: Gate) -> None:
     agent = asyncio.create_task(made(gate, asked()))
-    while not gate.waiting().waiting:
+    while not gate.queue_status().waiting:
         await asyncio.sleep(0)
     agent.cancel()
     await asyncio.gather(agent, return_exceptions=True)
@@ -212,9 +212,9 @@ async def test_a_call_that_nobody_answers_fails_in_time_and_may_be_repeated() ->
     assert caught.value.retry_safe and empty(gate)
     agent = asyncio.create_task(made(gate, asked()))
     call = await taken(gate)
-    with pytest.raises(EngineTimeout, match="has taken this call and not answered"):
+    with pytest.raises(EngineTimeout, match="took this call and did not answer"):
         await agent
-    with pytest.raises(Gone, match=f"nothing was heard of it for {silence_s:g} s"):
+    with pytest.raises(Gone, match=f"there was no news of it for {silence_s:g} s"):
         await call.answer([STOP], [-1])
 
 
@@ -252,7 +252,7 @@ async def test_a_dead_takers_call_goes_to_the_next_one_and_the_dead_cannot_answe
     dead = await taken(gate, lease_s=0.05)
     heir = await taken(gate)
     assert heir.id == dead.id
-    with pytest.raises(Conflict, match="its lease ran out"):
+    with pytest.raises(Conflict, match="its lease expired"):
         await dead.answer([STOP], [-1])
     await heir.answer([4, STOP], [-1, -1])
     assert (await agent)[0].ids == [4, STOP]
@@ -263,7 +263,7 @@ async def test_a_lease_is_renewed_by_word_and_by_each_piece(gate: Gate) -> None:
     call = await taken(gate, lease_s=scaled(0.1))
     for _ in range(6):
         await asyncio.sleep(scaled(0.02))
-        gate.renew_of(call.id, call.lease)
+        gate.renew_lease(call.id, call.lease)
     for _ in range(6):
         await asyncio.sleep(scaled(0.02))
         await call.send([4], [-1])
@@ -275,7 +275,7 @@ async def test_a_taker_that_dies_in_the_middle_of_an_answer_fails_the_call(gate:
     agent = asyncio.create_task(made(gate, asked()))
     call = await taken(gate, lease_s=scaled(0.05))
     await call.send([4], [-1])
-    with pytest.raises(EngineUnavailable, match="gone in the middle"):
+    with pytest.raises(EngineUnavailable, match="stopped responding in the middle"):
         await agent
     with pytest.raises(Gone, match="in the middle of the answer"):
         await call.finish()
@@ -295,7 +295,7 @@ async def test_a_call_that_is_given_back_is_the_next_to_be_taken(gate: Gate) -> 
             await second.send([4], [-1])
             1 / 0  # noqa: B018
     assert (await agents[0])[0].ids == [STOP]
-    with pytest.raises(EngineUnavailable, match="broke off"):
+    with pytest.raises(EngineUnavailable, match="stopped in the middle"):
         await agents[1]
 
 
@@ -344,7 +344,7 @@ async def test_a_gate_is_consumed_before_the_gateway_runs() -> None:
             answered.set()
 
     thread = in_thread(trainer)
-    while not gate.waiting().takers:
+    while not gate.queue_status().takers:
         await asyncio.sleep(0.001)
     await gate.start()
     assert (await made(gate, asked()))[0].ids == [STOP]
@@ -368,7 +368,7 @@ async def test_a_taker_whose_loop_never_runs_again_keeps_no_call_from_others(gat
 
         await asyncio.to_thread(wait)
     closed.close()
-    assert gate.waiting().takers == 2
+    assert gate.queue_status().takers == 2
     agent = asyncio.create_task(made(gate, asked()))
     await (await taken(gate)).answer([STOP], [-1])
     assert (await agent)[0].ids == [STOP]

@@ -187,12 +187,12 @@ async def test_a_call_of_an_agent_that_is_gone_is_resolved(
     async with gated() as (g, gate):
         session = await g.open()
         asking = g.start(g.ask(session.key, "Hi"))
-        await until(lambda: gate.waiting().waiting == 1)
+        await until(lambda: gate.queue_status().waiting == 1)
         taken = await gate.take() if is_taken else []
         await end(g, session, asking)
-        await until(lambda: gate.waiting().waiting + gate.waiting().taken == 0)
+        await until(lambda: gate.queue_status().waiting + gate.queue_status().taken == 0)
         for call in taken:
-            with pytest.raises(Gone, match="the agent hung up, or its session was ended"):
+            with pytest.raises(Gone, match="the agent disconnected, or its session ended"):
                 await answer(call)
         await asyncio.gather(asking, return_exceptions=True)
 
@@ -203,7 +203,7 @@ async def test_a_session_whose_time_is_up_leaves_the_gate() -> None:
         asking = g.start(g.ask(session.key, "Hi"))
         [call] = await gate.take(wait_s=scaled(5))
         assert "limit" in (await asking).content
-        with pytest.raises(Gone, match="its session's time ran out"):
+        with pytest.raises(Gone, match="its session ran out of time"):
             await answer(call)
 
 
@@ -227,7 +227,7 @@ async def test_a_stop_string_ends_the_turn_whatever_the_trainer_still_sends() ->
         ids = words("Hello END")[:-1]
         await call.send(ids, [-1.0] * len(ids))
         assert (await asking).content == "Hello "
-        with pytest.raises(Gone, match="complete before the whole answer"):
+        with pytest.raises(Gone, match="complete before its whole answer"):
             await call.finish()
 
 
@@ -339,7 +339,7 @@ async def test_leases_are_renewed_while_the_trainer_works_and_it_learns_of_agent
         asking = [g.start(g.ask(session.key, "Hi")) for session in sessions]
         first, second = [(await far.take())[0] for _ in range(2)]
         await asyncio.sleep(1.5 * lease_s)
-        assert gate.waiting().taken == 2
+        assert gate.queue_status().taken == 2
         gone = next(n for n in range(2) if sessions[n].id == second.session)
         await g.seal(sessions[gone].id)
         await until(lambda: second.gone != "")
@@ -353,10 +353,10 @@ async def test_leases_are_renewed_while_the_trainer_works_and_it_learns_of_agent
 async def test_a_trainer_that_hangs_up_while_it_waits_takes_no_call() -> None:
     async with gated() as (g, gate):
         waiting = g.start(handed(g))
-        await until(lambda: gate.waiting().takers == 1)
+        await until(lambda: gate.queue_status().takers == 1)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-        await until(lambda: gate.waiting().takers == 0)
+        await until(lambda: gate.queue_status().takers == 0)
         session = await g.open()
         asking = g.start(g.ask(session.key, "Hi"))
         await answer((await gate.take())[0])
@@ -369,7 +369,7 @@ async def test_what_a_trainer_took_that_hung_up_is_given_back_though_some_of_it_
     async with gated() as (g, gate):
         sessions = [await g.open(), await g.open()]
         asking = [g.start(g.ask(session.key, "Hi")) for session in sessions]
-        await until(lambda: gate.waiting().waiting == 2)
+        await until(lambda: gate.queue_status().waiting == 2)
         take, taken = gate.take, asyncio.Event()
 
         async def just_too_late(*what: Any, **how: Any) -> list[GateCall]:
@@ -385,7 +385,7 @@ async def test_what_a_trainer_took_that_hung_up_is_given_back_though_some_of_it_
         trainer = g.start(posted(g, "/admin/gate/take", TakeCalls(limit=2, lease_s=600.0)))
         await taken.wait()
         trainer.cancel()
-        await until(lambda: gate.waiting().waiting == 1)  # not when its lease runs out
+        await until(lambda: gate.queue_status().waiting == 1)  # not when its lease runs out
         await answer((await take())[0])
         await asyncio.gather(*asking, return_exceptions=True)
         assert sum(task.exception() is None for task in asking) == 1
@@ -439,14 +439,14 @@ async def test_a_remote_trainer_outlives_the_gateway(tmp_path: Path, monkeypatch
             asking = asyncio.create_task(agent.chat.completions.create(model="m", messages=hi))
             [old] = await far.take()
             waiting = asyncio.create_task(far.take())
-            await until(lambda: gate.waiting().takers == 1)
+            await until(lambda: gate.queue_status().takers == 1)
             stopping.reschedule(loop.time() + min(scaled(5), MAX_WAIT_S / 2))
         with pytest.raises(openai.InternalServerError, match="being stopped"):
             await asking
         async with run_embedded(config):
             asking = asyncio.create_task(agent.chat.completions.create(model="m", messages=hi))
             [call] = await waiting  # since before the gateway stopped
-            with pytest.raises(NotFound, match="started again"):
+            with pytest.raises(NotFound, match="restarted"):
                 await answer(old)
             await answer(call)
             assert (await asking).choices[0].message.content == "Hello there."
@@ -467,7 +467,7 @@ async def test_leaving_a_remote_gate_gives_its_calls_back() -> None:
         asking = g.start(g.ask(session.key, "Hi"))
         async with remote(g) as far:
             [call] = await far.take()
-        assert gate.waiting().waiting == 1
+        assert gate.queue_status().waiting == 1
         with pytest.raises(Conflict):
             await answer(call)
         await answer((await gate.take())[0])

@@ -1,7 +1,7 @@
-"""A call that waits at the gate, as whoever answers it sees it: what is asked, and answer, send, fail, give back.
+"""A call at the gate, as the trainer sees it: the request, and answer, send, fail, give back.
 
-Handed out by the gate itself (`gate.py`) and by its twin in another process (`trainers/gate.py`); each is the desk at which its calls
-are answered. What a trainer gives is turned into arrays here, and checked.
+Handed out by the gate itself (`gate.py`), or by its client in another process (`client/gate.py`). Answers are converted to arrays and
+checked here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GateFault = Literal["unavailable", "error", "overflow"]
 
 
 class GateBackend(Protocol):
-    """Where a taken call is answered: the gate itself, or a gateway elsewhere. Raises `Gone`, `Conflict`, `BadRequest`, `NotFound`."""
+    """Accepts the answers of taken calls: the gate itself, or a remote gateway. Raises `Gone`, `Conflict`, `BadRequest`, `NotFound`."""
 
     async def piece(
         self, call: GateCall, ids: Ids, logprobs: Logprobs | None, finish: GateFinish | None, version: int | None
@@ -33,27 +33,27 @@ class GateBackend(Protocol):
 
 
 class GateCall:
-    """One call that the trainer has taken. To be answered once, in one go or in pieces; by one task at a time.
+    """A call that the trainer has taken. Answer it once, at once or in pieces; from one task at a time.
 
-    As a context manager it ends with its block: a call that was not answered there is given back, so that somebody else can take it.
+    As a context manager, it gives the call back at the end of the block if it was not answered.
     """
 
-    def __init__(self, desk: GateBackend, call_id: str, lease: str, asked: GateRequest) -> None:
-        self._desk = desk
+    def __init__(self, backend: GateBackend, call_id: str, lease: str, request: GateRequest) -> None:
+        self._backend = backend
         self.id = call_id
         self.lease = lease
-        self.session = asked.session
-        self.prompt: Ids = asked.prompt
-        self.max_tokens = asked.max_tokens
-        self.sampling = asked.sampling
-        self.stop = asked.stop  # strings that end the answer; the gateway looks for them too
-        self.stop_ids = asked.stop_ids
-        self.constraint = asked.constraint
-        self.stream = asked.stream  # the agent reads along
-        self.version = asked.version  # the gateway's policy version when it was taken
+        self.session = request.session
+        self.prompt: Ids = request.prompt
+        self.max_tokens = request.max_tokens
+        self.sampling = request.sampling
+        self.stop = request.stop  # strings that end the answer; the gateway checks them too
+        self.stop_ids = request.stop_ids
+        self.constraint = request.constraint
+        self.stream = request.stream  # the agent reads a stream
+        self.version = request.version  # the gateway's policy version when it was taken
         self.sent = 0  # tokens
         self.over = False
-        self.gone = ""  # why nobody waits for it any more, as soon as that is known
+        self.gone = ""  # why it no longer needs an answer, once that is known
 
     async def answer(
         self,
@@ -63,12 +63,12 @@ class GateCall:
         *,
         version: int | None = None,
     ) -> None:
-        """All that was sampled, or what is left of it, with the stop token if there is one; one log-probability each.
+        """Answer with all sampled tokens, or the rest of them, including the stop token, with a log-probability each.
 
-        None in place of a log-probability, or of all: it is not known, and the turn is recorded and never trained. `version`: of the
-        policy that sampled it; left out, the turn spans all versions from the taking of the call to its answer.
+        None for a log-probability, or for all: it is unknown, and the turn is recorded but never trained. `version`: of the policy that
+        sampled it; by default, the turn spans all versions since the call was taken.
         """
-        await self._tell(ids, logprobs, finish, version)
+        await self._send_piece(ids, logprobs, finish, version)
 
     async def send(
         self,
@@ -77,22 +77,22 @@ class GateCall:
         *,
         version: int | None = None,
     ) -> None:
-        """A piece of the answer, which the agent reads at once. `finish` or `answer` ends it."""
-        await self._tell(ids, logprobs, None, version)
+        """Send a piece of the answer to the agent. End with `finish` or `answer`."""
+        await self._send_piece(ids, logprobs, None, version)
 
     async def finish(self, finish: GateFinish = "stop") -> None:
-        await self._tell((), None, finish, None)
+        await self._send_piece((), None, finish, None)
 
     async def fail(self, message: str, fault: GateFault = "unavailable") -> None:
-        """The agent is told so, in its own dialect: to try again, not to (`error`), or to make its prompt shorter (`overflow`)."""
+        """Fail the call. The agent gets an error in its dialect: retryable, permanent (`error`), or context overflow (`overflow`)."""
         self._require_open()
-        await self._desk.fail(self, message, fault)
+        await self._backend.fail(self, message, fault)
         self.over = True
 
     async def give_back(self) -> None:
-        """Somebody else shall take it. Not after the first piece."""
+        """Return the call to the queue. Not possible after the first piece."""
         self._require_open()
-        await self._desk.give_back(self)
+        await self._backend.give_back(self)
         self.over = True
 
     async def __aenter__(self) -> GateCall:
@@ -101,10 +101,10 @@ class GateCall:
     async def __aexit__(self, *_: object) -> None:
         if self.over:
             return
-        with contextlib.suppress(Gone, Conflict, NotFound):  # it is over, in another way
-            await (self.fail("the trainer broke off its answer") if self.sent else self.give_back())
+        with contextlib.suppress(Gone, Conflict, NotFound):  # it has ended otherwise
+            await (self.fail("the trainer stopped in the middle of its answer") if self.sent else self.give_back())
 
-    async def _tell(
+    async def _send_piece(
         self,
         ids: Sequence[int] | np.ndarray,
         logprobs: Sequence[float | None] | np.ndarray | None,
@@ -114,7 +114,7 @@ class GateCall:
         self._require_open()
         given, scores = to_arrays(ids, logprobs)
         try:
-            await self._desk.piece(self, given, scores, finish, version)
+            await self._backend.piece(self, given, scores, finish, version)
         except Gone as error:
             self.gone, self.over = error.message, True
             raise
@@ -125,11 +125,11 @@ class GateCall:
         if self.gone:
             raise Gone(self.gone)
         if self.over:
-            raise Conflict(f"call {self.id} was answered, failed or given back already")
+            raise Conflict(f"call {self.id} was already answered, failed or given back")
 
 
 class GateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What of a generation request concerns whoever generates."""
+    """The part of a generation request that a trainer needs."""
 
     session: str
     prompt: Ids
@@ -145,17 +145,17 @@ class GateRequest(msgspec.Struct, frozen=True, kw_only=True):
 def to_arrays(
     ids: Sequence[int] | np.ndarray | Any, logprobs: Sequence[float | None] | np.ndarray | None
 ) -> tuple[Ids, Logprobs | None]:
-    """What a trainer gives, as arrays that are checked; not a number where a log-probability is None."""
+    """Convert and check a trainer's answer. A log-probability of None becomes NaN."""
     try:
         given = np.asarray(ids)
         scores = None if logprobs is None else np.asarray(logprobs)
-    except (TypeError, ValueError, RuntimeError) as error:  # a tensor that needs gradients, or lies on a device
+    except (TypeError, ValueError, RuntimeError) as error:  # a tensor with gradients, or on a device
         raise BadRequest(
             f"ids, logprobs: cannot be read as arrays ({error}); give lists or arrays on the CPU"
         ) from None
     if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
         raise BadRequest(
-            f"ids: must be one list of whole numbers, not {given.ndim} dimensions of {given.dtype}", param="ids"
+            f"ids: must be one list of integers, not {given.ndim} dimensions of {given.dtype}", param="ids"
         )
     if given.size and not 0 <= int(given.min()) <= int(given.max()) < 2**31:
         raise BadRequest("ids: must be between 0 and the size of the vocabulary", param="ids")
@@ -167,20 +167,20 @@ def to_arrays(
     try:
         numbers = scores.astype(np.float64)
     except (TypeError, ValueError):
-        raise BadRequest("logprobs: must be numbers, or None where one is not known", param="logprobs") from None
+        raise BadRequest("logprobs: must be numbers, or None if unknown", param="logprobs") from None
     wrong = np.isnan(numbers)
     if unknown.size:
         wrong &= ~unknown
     if wrong.any():
         raise BadRequest(
-            f"logprobs: the one at {int(wrong.argmax())} is not a number; give None where it is not known",
+            f"logprobs: the one at {int(wrong.argmax())} is not a number; give None if it is unknown",
             param="logprobs",
         )
     return given.astype(ID_DTYPE), numbers.astype(LOGPROB_DTYPE)
 
 
 def check_piece(ids: Ids, logprobs: Logprobs | None) -> None:
-    """That they belong together, and can be log-probabilities; not a number stands for one that is not known."""
+    """Check that ids and log-probabilities match and are valid. NaN stands for an unknown log-probability."""
     if ids.size and int(ids.min()) < 0:
         raise BadRequest("ids: must be 0 or more", param="ids")
     if logprobs is None:
@@ -191,6 +191,6 @@ def check_piece(ids: Ids, logprobs: Logprobs | None) -> None:
     if wrong.any():
         where = int(wrong.argmax())
         raise BadRequest(
-            f"logprobs: {float(logprobs[where])} at {where} cannot be one: they are finite, and at most 0",
+            f"logprobs: {float(logprobs[where])} at {where} is not a log-probability: they are finite, and at most 0",
             param="logprobs",
         )

@@ -57,7 +57,7 @@ class GateRoutes:
         ]
 
     async def show(self, request: Request) -> Response:
-        return json_response(self._gate.waiting())
+        return json_response(self._gate.queue_status())
 
     async def take(self, request: Request) -> Response:
         body = await decode_msgpack(request, TakeCalls)
@@ -74,7 +74,7 @@ class GateRoutes:
             watch.uncancel()
             for call in calls:
                 with suppress(TurngateError):  # the call has ended meanwhile; the others must still be given back
-                    self._gate.give_back_of(call.id, call.lease)
+                    self._gate.return_call(call.id, call.lease)
             return Response(status_code=499)
         return _pack(LeasedCalls([_to_leased_call(call) for call in calls]))
 
@@ -83,17 +83,17 @@ class GateRoutes:
         ids = _parse_array(body.ids, ID_DTYPE, "ids")
         logprobs = None if body.logprobs is None else _parse_array(body.logprobs, LOGPROB_DTYPE, "logprobs")
         call = request.path_params["call"]
-        self._gate.piece_of(call, body.lease, body.at, ids, logprobs, body.finish, body.version)
+        self._gate.accept_piece(call, body.lease, body.at, ids, logprobs, body.finish, body.version)
         return _pack({})
 
     async def fail(self, request: Request) -> Response:
         body = await decode_msgpack(request, CallFailure)
-        self._gate.fail_of(request.path_params["call"], body.lease, body.message, body.fault)
+        self._gate.fail_call(request.path_params["call"], body.lease, body.message, body.fault)
         return _pack({})
 
     async def give_back(self, request: Request) -> Response:
         body = await decode_msgpack(request, CallRelease)
-        self._gate.give_back_of(request.path_params["call"], body.lease)
+        self._gate.return_call(request.path_params["call"], body.lease)
         return _pack({})
 
     async def renew(self, request: Request) -> Response:
@@ -102,7 +102,7 @@ class GateRoutes:
         over: dict[str, str] = {}
         for call, lease in body.leases.items():
             try:
-                self._gate.renew_of(call, lease)
+                self._gate.renew_lease(call, lease)
             except (Gone, Conflict, NotFound) as error:
                 over[call] = error.message
         return _pack(RenewedLeases(over))

@@ -28,9 +28,10 @@ from turngate.engines.base import Chunk, Generate, Health
 from turngate.engines.local.cache import KeyValues, Slots
 from turngate.engines.local.decode import Decoder
 from turngate.engines.local.model import Model
+from turngate.engines.local.outbox import End, SampledBatch
 from turngate.engines.local.weights import load as load_model
 from turngate.engines.local.weights import load_into
-from turngate.engines.local.worker import End, SampledBatch, SamplingOrder, Worker
+from turngate.engines.local.worker import SamplingOrder, Worker
 from turngate.errors import ConfigError, ContextOverflow, EngineRejected, EngineUnavailable
 from turngate.types import ID_DTYPE
 

@@ -1,0 +1,54 @@
+"""What the sampling thread hands over: sampled ids and ended calls, in batches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from turngate.engines.local.cache import Places
+from turngate.errors import EngineError
+from turngate.types import ID_DTYPE, LOGPROB_DTYPE, Ids, Logprobs
+
+End = Literal["stop", "length"] | EngineError
+
+
+class SampledBatch(msgspec.Struct, frozen=True):
+    """What was sampled since the last batch, sorted by call, and which calls have ended. `version`: of the weights, if known."""
+
+    serials: Places
+    ids: Ids
+    logprobs: Logprobs
+    ends: dict[int, End]
+    version: int | None
+
+
+Deliver = Callable[[SampledBatch], None]
+
+
+class Outbox:
+    """Collects results, and delivers them at most every `flush_s`, or at once when a call has ended."""
+
+    def __init__(self, deliver: Deliver, flush_s: float) -> None:
+        self.ends: dict[int, End] = {}
+        self.samples: list[tuple[Places, Ids, Logprobs]] = []
+        self._deliver = deliver
+        self._flush_s = flush_s
+        self._flushed = 0.0
+
+    def flush(self, version: int | None, *, now: bool = False) -> None:
+        if not (self.samples or self.ends):
+            return
+        clock = time.monotonic()
+        if not (now or self.ends or clock - self._flushed >= self._flush_s):
+            return
+        self._flushed = clock
+        samples, self.samples = self.samples, []
+        ends, self.ends = self.ends, {}
+        samples.append((np.empty(0, np.int64), np.empty(0, ID_DTYPE), np.empty(0, LOGPROB_DTYPE)))  # for ends alone
+        serials, ids, logprobs = (np.concatenate([part[n] for part in samples]) for n in range(3))
+        order = np.argsort(serials, kind="stable")
+        self._deliver(SampledBatch(serials[order], ids[order], logprobs[order], ends, version))
