@@ -7,74 +7,31 @@ checksum, so that a damaged trace is refused and never trained on. What each dur
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import sqlite3
-import threading
-import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Literal, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
 from turngate.common.sharding import SINGLE_SHARD, Shard
-from turngate.errors import ConfigError, StoreError
-from turngate.store.events import EVENT_TABLES, EventLog, NewEvent, insert_optional_event
-from turngate.store.feeds import FEED_TABLES, FeedLog
-from turngate.store.lock import lock_folder
-from turngate.store.outcomes import DAMAGED_OUTCOME, OUTCOME_TABLES, DamagedOutcome, Outcomes
+from turngate.errors import StoreError
+from turngate.store.database import Database, Durability
+from turngate.store.events import EventLog, NewEvent, insert_optional_event
+from turngate.store.feeds import FeedLog
+from turngate.store.outcomes import DAMAGED_OUTCOME, DamagedOutcome, Outcomes
 from turngate.store.queries import RolloutQueries
-from turngate.store.tool_calls import TOOL_CALL_TABLES, ToolCalls
+from turngate.store.schema import BEFORE_EVENTS, BEFORE_FEEDS, SCHEMA_VERSION
+from turngate.store.tool_calls import ToolCalls
 from turngate.trace.session import Session, SessionConfig, Status
 from turngate.trace.tree import Context, ContextInfo, Node, Sampled, SampledInfo, Trace
 from turngate.types import ID_DTYPE, LOGPROB_DTYPE
 
 T = TypeVar("T")
-Durability = Literal["process", "disk"]
-SCHEMA_VERSION = 4
-BEFORE_EVENTS = 2  # has the same tables less those of events, outcomes and tool calls, which are added when it is opened for writing
-BEFORE_FEEDS = 3  # likewise, less those of `feeds.py`
-READABLE_VERSIONS = (BEFORE_EVENTS, BEFORE_FEEDS, SCHEMA_VERSION)
 _UNDELIVERED = 0x5EED  # what the checksum of a turn differs by once it is marked so: the mark is covered by it too
-
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS sessions (
-    key INTEGER PRIMARY KEY AUTOINCREMENT,  -- never given out twice
-    id TEXT NOT NULL UNIQUE,
-    secret BLOB NOT NULL UNIQUE,  -- sha256 of it; the secret itself is nowhere
-    config BLOB NOT NULL,         -- JSON
-    opened REAL NOT NULL,
-    closed REAL,
-    status TEXT NOT NULL,
-    vocabulary TEXT NOT NULL DEFAULT '',  -- digest of the tokenizer its ids are of
-    stop TEXT NOT NULL DEFAULT ''
-);
-CREATE TABLE IF NOT EXISTS nodes (
-    session INTEGER NOT NULL,
-    id INTEGER NOT NULL,
-    parent INTEGER,
-    kind TEXT NOT NULL,           -- context or sampled
-    ids BLOB NOT NULL,            -- int32, little endian
-    logprobs BLOB,                -- float32, little endian
-    info BLOB NOT NULL,           -- msgpack of ContextInfo or SampledInfo
-    messages BLOB NOT NULL,       -- JSON: what the node's tokens stand for
-    delivered INTEGER NOT NULL DEFAULT 1,
-    checksum INTEGER NOT NULL,
-    PRIMARY KEY (session, id)
-);
-CREATE TABLE IF NOT EXISTS preambles (
-    session INTEGER NOT NULL,
-    digest BLOB NOT NULL,
-    tools BLOB NOT NULL,          -- JSON, as the agent sent it
-    kwargs BLOB NOT NULL,         -- JSON
-    PRIMARY KEY (session, digest)
-) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
-"""
 
 log = logging.getLogger("turngate")
 _context_info = msgspec.msgpack.Decoder(ContextInfo)
@@ -109,73 +66,18 @@ class NewTurn(msgspec.Struct, frozen=True):
     event: NewEvent | None = None  # that it happened, for the stream of events
 
 
-class Store:
-    """The database. Every method is synchronous and short; a method that writes is one transaction."""
+class Store(Database):
+    """Sessions, their traces and settings. Every method is synchronous and short; a method that writes is one transaction."""
 
     def __init__(self, folder: Path, durability: Durability = "process", shard: Shard = SINGLE_SHARD) -> None:
-        self.path = folder / "turngate.db"
-        self.durability = durability
-        # Of several workers none has the folder for itself (their front has), so they take turns at writing.
-        shared = shard.workers > 1
-        self._lock_file: IO[bytes] | None = open(folder / "writing", "wb") if shared else lock_folder(folder)  # noqa: SIM115
-        self._shared = shared
-        try:
-            self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=10)
-            try:
-                self._lock()
-                try:
-                    self._prepare()
-                finally:
-                    self._unlock()
-            except BaseException:
-                self._db.close()
-                raise
-        except (sqlite3.DatabaseError, ConfigError) as error:
-            self._lock_file.close()
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(
-                f"data: {self.path} cannot be used ({error}); restore it from a backup or choose another --data folder",
-                param="data",
-            ) from None
-        # Readers have a connection of their own, so that none waits for a synced write.
-        self._reader = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=10)
+        super().__init__(folder, durability, shard)
         self._add_tables()
-        self._mutex = threading.Lock()  # the journal writes from a thread when durability is `disk`
-        self._stopping = threading.Event()
-        self._checkpoints: threading.Thread | None = None
-        if shard.number == 0:  # one for all workers
-            self._checkpoints = threading.Thread(
-                target=self._checkpoint_now_and_then, name="turngate-checkpoint", daemon=True
-            )
-            self._checkpoints.start()
 
     @classmethod
     def reading(cls, folder: Path) -> Store:
-        """Of a folder that another process may be writing to: to look, not to touch."""
-        path = folder / "turngate.db"
-        if not path.is_file():
-            raise ConfigError(f"data: there is no {path}; give the --data folder of a gateway", param="data")
+        """Open a folder only for reading. Another process may be writing to it."""
         store = cls.__new__(cls)
-        store.path = path
-        store.durability = "process"
-        try:
-            store._db = store._reader = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10)
-            store._reader.execute("PRAGMA query_only=ON")
-            (version,) = store._reader.execute("PRAGMA user_version").fetchone()
-        except sqlite3.DatabaseError as error:
-            raise ConfigError(f"data: {path} cannot be read ({error})", param="data") from None
-        if version not in READABLE_VERSIONS:
-            store._reader.close()
-            raise ConfigError(
-                f"data: {path} has schema {version}, this version knows {SCHEMA_VERSION}; use the version that wrote it",
-                param="data",
-            )
-        store._add_tables(version)
-        store._mutex = threading.Lock()
-        store._checkpoints = None
-        store._lock_file = None
-        store._shared = False
+        store._add_tables(store._open_for_reading(folder))
         return store
 
     def _add_tables(self, version: int = SCHEMA_VERSION) -> None:
@@ -184,38 +86,6 @@ class Store:
         self.outcomes = Outcomes(self._writing, self._reading, self.feeds.enter, there=version > BEFORE_EVENTS)
         self.tool_calls = ToolCalls(self._writing, self._reading)
         self.queries = RolloutQueries(self._reading)
-
-    def _prepare(self) -> None:
-        self.path.chmod(0o600)
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute(f"PRAGMA synchronous={'FULL' if self.durability == 'disk' else 'NORMAL'}")
-        # Checkpoints sync the file; they run in a thread of their own so that no turn waits for one.
-        self._db.execute("PRAGMA wal_autocheckpoint=0")
-        (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        if version not in (0, *READABLE_VERSIONS):
-            raise ConfigError(
-                f"data: {self.path} has schema {version}, this version knows {SCHEMA_VERSION}; use the version that wrote it",
-                param="data",
-            )
-        self._db.executescript(_SCHEMA + EVENT_TABLES + OUTCOME_TABLES + TOOL_CALL_TABLES + FEED_TABLES)
-        if version == BEFORE_EVENTS:
-            # Its events were counted from the time of its start, in milliseconds. Whoever has such a cursor must not be ahead of ours.
-            self._db.execute(
-                "INSERT INTO sqlite_sequence SELECT 'events', ? WHERE NOT EXISTS"
-                " (SELECT 1 FROM sqlite_sequence WHERE name='events')",
-                (int(time.time() * 1000),),
-            )
-        self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-
-    def close(self) -> None:
-        if self._checkpoints is not None:
-            self._stopping.set()
-            self._checkpoints.join()
-        with self._mutex:
-            self._db.close()
-        self._reader.close()
-        if self._lock_file is not None:
-            self._lock_file.close()
 
     def add_session(
         self,
@@ -390,16 +260,6 @@ class Store:
         with self._reading() as db:
             return {session: (turns, roots) for session, turns, roots in db.execute(query, (first, last)).fetchall()}
 
-    @contextmanager
-    def snapshot(self) -> Iterator[None]:
-        """What is read inside is of one moment, whoever writes meanwhile. For one who has this store to itself (`reading`)."""
-        with self._reading() as db:
-            db.execute("BEGIN")
-            try:
-                yield
-            finally:
-                db.execute("ROLLBACK")
-
     def preambles(self, session: int) -> dict[bytes, tuple[bytes, bytes]]:
         with self._reading() as db:
             rows = db.execute("SELECT digest, tools, kwargs FROM preambles WHERE session=?", (session,)).fetchall()
@@ -435,98 +295,6 @@ class Store:
         """Is it possible to write again, as much as a large turn needs? Raises StoreError if not."""
         self.set_setting("probe", "x" * 256_000)
         self.set_setting("probe", "ok")
-
-    def _writing(self) -> _Transaction:
-        return _Transaction(self)
-
-    def begin(self) -> sqlite3.Connection:
-        self._mutex.acquire()
-        try:
-            # SQLite alone would look again every few milliseconds for the end of another worker's transaction, and starve some.
-            self._lock()
-            try:
-                self._db.execute("BEGIN IMMEDIATE")
-            except BaseException:
-                self._unlock()
-                raise
-        except BaseException:
-            self._mutex.release()
-            raise
-        return self._db
-
-    def end(self, *, keep: bool) -> None:
-        try:
-            if keep:
-                self._db.execute("COMMIT")
-        except BaseException:
-            keep = False
-            raise
-        finally:
-            if not keep:
-                self._roll_back()
-            self._unlock()
-            self._mutex.release()
-
-    def _lock(self) -> None:
-        if self._shared and self._lock_file is not None:
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX)
-
-    def _unlock(self) -> None:
-        if self._shared and self._lock_file is not None:
-            fcntl.flock(self._lock_file, fcntl.LOCK_UN)
-
-    def _roll_back(self) -> None:
-        try:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-        except sqlite3.Error as error:  # what led here is what the caller has to know
-            log.warning("a transaction could not be rolled back: %s", error)
-
-    @contextmanager
-    def _reading(self) -> Iterator[sqlite3.Connection]:
-        try:
-            yield self._reader
-        except sqlite3.Error as error:
-            raise StoreError(f"the store cannot be read ({error})") from error
-
-    def _checkpoint_now_and_then(self) -> None:
-        """Moves the write-ahead log into the database, from a connection of its own."""
-        db = sqlite3.connect(self.path, isolation_level=None, timeout=1)
-        wal = self.path.with_name(self.path.name + "-wal")
-        while not self._stopping.wait(1.0):
-            try:
-                if wal.exists() and wal.stat().st_size > 4_000_000:
-                    db.execute("PRAGMA wal_checkpoint(PASSIVE)")
-            except (sqlite3.Error, OSError):
-                continue  # the log only grows until the next try; a write that fails is reported by the writer
-        db.close()
-
-
-class _Transaction:
-    """One write. A class, since every turn enters it and a generator takes several times as long."""
-
-    __slots__ = ("_store",)
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def __enter__(self) -> sqlite3.Connection:
-        try:
-            return self._store.begin()
-        except sqlite3.Error as error:
-            raise _write_error(error) from error
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        try:
-            self._store.end(keep=error is None)
-        except sqlite3.Error as failed:
-            raise _write_error(failed) from failed
-        if isinstance(error, sqlite3.Error):
-            raise _write_error(error) from error
-
-
-def _write_error(error: sqlite3.Error) -> StoreError:
-    return StoreError(f"the store cannot record this ({error}); nothing was delivered that is not recorded")
 
 
 _INTO_NODES = "INTO nodes (session, id, parent, kind, ids, logprobs, info, messages, checksum)"

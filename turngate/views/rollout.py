@@ -19,7 +19,7 @@ from turngate.trace.sample import Sample, untrainable_reason
 from turngate.trace.tree import Context, Node, Sampled, path_ids, path_to
 from turngate.types import Ids, Json, Message
 from turngate.views.session import SessionView
-from turngate.views.tokens import TokenTexts, decode_tokens
+from turngate.views.tokens import TokenDecoder, TokenTexts
 
 MAX_CHARS = 20_000  # characters of a text that are told before it is asked for whole
 _LABEL = 90
@@ -31,8 +31,7 @@ class RolloutView:
 
     def __init__(self, shown: SessionView, tokenizer: Tokenizer | None) -> None:
         self._shown = shown
-        self._tokenizer = tokenizer
-        self._pieces: dict[int, TokenTexts] = {}
+        self._decoder = TokenDecoder(tokenizer)
         self._said: dict[int, list[Message]] = {}
 
     # ── what is known of nodes ──────────────────────────────────────────────────────────────────────────────────
@@ -206,7 +205,7 @@ class RolloutView:
             start = node.length - node.size
             if start <= at < node.length:
                 place = at - start
-                pieces = self.pieces(node)
+                pieces = self._decoder.decode(node)
                 text = None if pieces is None else pieces.text[place]
                 return {"id": int(node.ids[place]), "text": text, "node": node.id}
         return None
@@ -265,7 +264,7 @@ class RolloutView:
             if left <= 0:
                 following = {"node": one.id, "token": start}
                 break
-            pieces = self.pieces(one)
+            pieces = self._decoder.decode(one)
             end = min(one.size, start + left)
             if pieces is not None:
                 end = pieces.end(end)
@@ -278,7 +277,7 @@ class RolloutView:
             "nodes": parts,
             "next": following,
             "total": sum(one.size for one in nodes),
-            "readable": self._tokenizer is not None,
+            "readable": self._decoder.is_available,
         }
 
     def _part(self, node: Node, pieces: TokenTexts | None, start: int, end: int) -> dict[str, Json]:
@@ -298,38 +297,13 @@ class RolloutView:
             "trained": False,
             "reason": "",
             "row": None,
-            **self._spelled(ids, pieces, start, end),
+            **self._decoder.to_json(ids, pieces, start, end),
         }
         if isinstance(node, Context):
             return about
         turn = self._turn(node)
         del turn["started"], turn["ended"]
         return {**about, **turn, "logprobs": _round_logprobs(node, start, end)}
-
-    def _spelled(self, ids: Ids, pieces: TokenTexts | None, start: int, end: int) -> dict[str, Json]:
-        if pieces is None or self._tokenizer is None:
-            return {"text": None, "bytes": {}, "runs": [], "special": []}
-        text = pieces.text[start:end]
-        table = self._tokenizer.vocabulary.table
-        special = self._tokenizer.special_ids
-        hexed = {}
-        if table is not None:
-            hexed = {
-                str(n): self._tokenizer.bytes_of(int(ids[n])).hex() for n, piece in enumerate(text) if piece is None
-            }
-        return {
-            "text": text,
-            "bytes": hexed,
-            "runs": [(a - start, b - start, told) for a, b, told in pieces.runs if start <= a and b <= end],
-            "special": [n for n, token in enumerate(ids.tolist()) if token in special],
-        }
-
-    def pieces(self, node: Node) -> TokenTexts | None:
-        if self._tokenizer is None:
-            return None
-        if node.id not in self._pieces:
-            self._pieces[node.id] = decode_tokens(self._tokenizer, node.ids)
-        return self._pieces[node.id]
 
     # ── what a group is told of it ──────────────────────────────────────────────────────────────────────────────
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from turngate.render import Tokenizer
-from turngate.types import Ids
+from turngate.trace.tree import Node
+from turngate.types import Ids, Json
 
 
 class TokenTexts(msgspec.Struct, frozen=True):
@@ -20,6 +21,43 @@ class TokenTexts(msgspec.Struct, frozen=True):
             if first < place < past:
                 return past
         return place
+
+
+class TokenDecoder:
+    """Decodes the tokens of nodes and keeps the result. `tokenizer`: None where it is not on this machine."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, TokenTexts] = {}  # by node
+
+    @property
+    def is_available(self) -> bool:
+        return self._tokenizer is not None
+
+    def decode(self, node: Node) -> TokenTexts | None:
+        if self._tokenizer is None:
+            return None
+        if node.id not in self._texts:
+            self._texts[node.id] = decode_tokens(self._tokenizer, node.ids)
+        return self._texts[node.id]
+
+    def to_json(self, ids: Ids, pieces: TokenTexts | None, start: int, end: int) -> dict[str, Json]:
+        if pieces is None or self._tokenizer is None:
+            return {"text": None, "bytes": {}, "runs": [], "special": []}
+        text = pieces.text[start:end]
+        table = self._tokenizer.vocabulary.table
+        special = self._tokenizer.special_ids
+        hexed = {}
+        if table is not None:
+            hexed = {
+                str(n): self._tokenizer.bytes_of(int(ids[n])).hex() for n, piece in enumerate(text) if piece is None
+            }
+        return {
+            "text": text,
+            "bytes": hexed,
+            "runs": [(a - start, b - start, told) for a, b, told in pieces.runs if start <= a and b <= end],
+            "special": [n for n, token in enumerate(ids.tolist()) if token in special],
+        }
 
 
 def decode_tokens(tokenizer: Tokenizer, ids: Ids) -> TokenTexts:

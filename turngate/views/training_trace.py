@@ -1,8 +1,8 @@
-"""A trace for trainers that speak OpenEnv: `TrainingTrace`, version 1, as `openenv.core.harness.training` has it (TRL reads it too).
+"""A trace in OpenEnv's format: `TrainingTrace`, version 1, as `openenv.core.harness.training` defines it. TRL reads it, too.
 
     TrainingTrace.model_validate(training_trace(await gateway.trace(session)))
 
-Nothing of `openenv` is imported: what is made here is plain data, and its own strict model is the judge (`tests/trainers/test_openenv.py`).
+This module builds plain data and does not import `openenv`. Its own strict model checks the result in the tests.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ SCHEMA_VERSION = 1
 
 
 def training_trace(view: Mapping[str, Any]) -> dict[str, Json]:
-    """The fields of a `TrainingTrace`, from what `GET /admin/sessions/{id}/trace` (or `GatewayClient.trace`) answers.
+    """Build the fields of a `TrainingTrace` from the reply to `GET /admin/sessions/{id}/trace` (or of `GatewayClient.trace`).
 
-    Every model call is in it once, in the order in which they were recorded. A call that may not be trained has no 1 in its
-    `loss_mask`, and `metadata.untrained` says why. Where log-probabilities are missing, `completion_token_ids` is empty (the format
-    knows no token without one) and the sampled ids are in `metadata.sampled_token_ids`. A trace without ids is refused.
+    It has every model call once, in the order of recording. A call that may not be trained has no 1 in its `loss_mask`, and
+    `metadata.untrained` says why. Where log-probabilities are missing, `completion_token_ids` is empty (the format has no token
+    without one) and the sampled ids are in `metadata.sampled_token_ids`. A trace without ids raises `Conflict`.
     """
     return {"schema_version": SCHEMA_VERSION, "turns": training_turns(parse_trace(view))}
 

@@ -1,0 +1,221 @@
+"""The store's SQLite file: connections, transactions, locks between workers, and checkpoints."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Literal
+
+from turngate.common.sharding import SINGLE_SHARD, Shard
+from turngate.errors import ConfigError, StoreError
+from turngate.store.lock import lock_folder
+from turngate.store.schema import BEFORE_EVENTS, READABLE_VERSIONS, SCHEMA, SCHEMA_VERSION
+
+Durability = Literal["process", "disk"]
+log = logging.getLogger("turngate")
+
+
+class Database:
+    """One file, a connection that writes and one that reads. A transaction is short, and synchronous."""
+
+    def __init__(self, folder: Path, durability: Durability = "process", shard: Shard = SINGLE_SHARD) -> None:
+        self.path = folder / "turngate.db"
+        self.durability = durability
+        # Of several workers none has the folder for itself (their front has), so they take turns at writing.
+        shared = shard.workers > 1
+        self._lock_file: IO[bytes] | None = open(folder / "writing", "wb") if shared else lock_folder(folder)  # noqa: SIM115
+        self._shared = shared
+        try:
+            self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=10)
+            try:
+                self._lock()
+                try:
+                    self._prepare()
+                finally:
+                    self._unlock()
+            except BaseException:
+                self._db.close()
+                raise
+        except (sqlite3.DatabaseError, ConfigError) as error:
+            self._lock_file.close()
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"data: {self.path} cannot be used ({error}); restore it from a backup or choose another --data folder",
+                param="data",
+            ) from None
+        # Readers have a connection of their own, so that none waits for a synced write.
+        self._reader = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=10)
+        self._mutex = threading.Lock()  # the journal writes from a thread when durability is `disk`
+        self._stopping = threading.Event()
+        self._checkpoints: threading.Thread | None = None
+        if shard.number == 0:  # one for all workers
+            self._checkpoints = threading.Thread(
+                target=self._checkpoint_now_and_then, name="turngate-checkpoint", daemon=True
+            )
+            self._checkpoints.start()
+
+    def _open_for_reading(self, folder: Path) -> int:
+        """Set up a store that only reads; the folder may belong to another process. Returns the version of its schema."""
+        path = folder / "turngate.db"
+        if not path.is_file():
+            raise ConfigError(f"data: there is no {path}; give the --data folder of a gateway", param="data")
+        self.path = path
+        self.durability = "process"
+        try:
+            self._db = self._reader = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10)
+            self._reader.execute("PRAGMA query_only=ON")
+            (version,) = self._reader.execute("PRAGMA user_version").fetchone()
+        except sqlite3.DatabaseError as error:
+            raise ConfigError(f"data: {path} cannot be read ({error})", param="data") from None
+        if version not in READABLE_VERSIONS:
+            self._reader.close()
+            raise ConfigError(
+                f"data: {path} has schema {version}, this version knows {SCHEMA_VERSION}; use the version that wrote it",
+                param="data",
+            )
+        self._mutex = threading.Lock()
+        self._checkpoints = None
+        self._lock_file = None
+        self._shared = False
+        return int(version)
+
+    def _prepare(self) -> None:
+        self.path.chmod(0o600)
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.execute(f"PRAGMA synchronous={'FULL' if self.durability == 'disk' else 'NORMAL'}")
+        # Checkpoints sync the file; they run in a thread of their own so that no turn waits for one.
+        self._db.execute("PRAGMA wal_autocheckpoint=0")
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        if version not in (0, *READABLE_VERSIONS):
+            raise ConfigError(
+                f"data: {self.path} has schema {version}, this version knows {SCHEMA_VERSION}; use the version that wrote it",
+                param="data",
+            )
+        self._db.executescript(SCHEMA)
+        if version == BEFORE_EVENTS:
+            # Its events were numbered by the time of the start, in milliseconds. No such cursor may be ahead of our numbers.
+            self._db.execute(
+                "INSERT INTO sqlite_sequence SELECT 'events', ? WHERE NOT EXISTS"
+                " (SELECT 1 FROM sqlite_sequence WHERE name='events')",
+                (int(time.time() * 1000),),
+            )
+        self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+
+    def close(self) -> None:
+        if self._checkpoints is not None:
+            self._stopping.set()
+            self._checkpoints.join()
+        with self._mutex:
+            self._db.close()
+        self._reader.close()
+        if self._lock_file is not None:
+            self._lock_file.close()
+
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Read everything inside the block as of one moment. Only for a store that has its connection to itself (`reading`)."""
+        with self._reading() as db:
+            db.execute("BEGIN")
+            try:
+                yield
+            finally:
+                db.execute("ROLLBACK")
+
+    def _writing(self) -> _Transaction:
+        return _Transaction(self)
+
+    def begin(self) -> sqlite3.Connection:
+        self._mutex.acquire()
+        try:
+            # SQLite alone would look again every few milliseconds for the end of another worker's transaction, and starve some.
+            self._lock()
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+            except BaseException:
+                self._unlock()
+                raise
+        except BaseException:
+            self._mutex.release()
+            raise
+        return self._db
+
+    def end(self, *, keep: bool) -> None:
+        try:
+            if keep:
+                self._db.execute("COMMIT")
+        except BaseException:
+            keep = False
+            raise
+        finally:
+            if not keep:
+                self._roll_back()
+            self._unlock()
+            self._mutex.release()
+
+    def _lock(self) -> None:
+        if self._shared and self._lock_file is not None:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX)
+
+    def _unlock(self) -> None:
+        if self._shared and self._lock_file is not None:
+            fcntl.flock(self._lock_file, fcntl.LOCK_UN)
+
+    def _roll_back(self) -> None:
+        try:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+        except sqlite3.Error as error:  # what led here is what the caller has to know
+            log.warning("a transaction could not be rolled back: %s", error)
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        try:
+            yield self._reader
+        except sqlite3.Error as error:
+            raise StoreError(f"the store cannot be read ({error})") from error
+
+    def _checkpoint_now_and_then(self) -> None:
+        """Moves the write-ahead log into the database, from a connection of its own."""
+        db = sqlite3.connect(self.path, isolation_level=None, timeout=1)
+        wal = self.path.with_name(self.path.name + "-wal")
+        while not self._stopping.wait(1.0):
+            try:
+                if wal.exists() and wal.stat().st_size > 4_000_000:
+                    db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+            except (sqlite3.Error, OSError):
+                continue  # the log only grows until the next try; a write that fails is reported by the writer
+        db.close()
+
+
+class _Transaction:
+    """One write. A class, since every turn enters it and a generator takes several times as long."""
+
+    __slots__ = ("_store",)
+
+    def __init__(self, store: Database) -> None:
+        self._store = store
+
+    def __enter__(self) -> sqlite3.Connection:
+        try:
+            return self._store.begin()
+        except sqlite3.Error as error:
+            raise _write_error(error) from error
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        try:
+            self._store.end(keep=error is None)
+        except sqlite3.Error as failed:
+            raise _write_error(failed) from failed
+        if isinstance(error, sqlite3.Error):
+            raise _write_error(error) from error
+
+
+def _write_error(error: sqlite3.Error) -> StoreError:
+    return StoreError(f"the store cannot record this ({error}); nothing was delivered that is not recorded")

@@ -1,0 +1,48 @@
+"""The tables of the store's file, and the versions of them that this code reads."""
+
+from __future__ import annotations
+
+from turngate.store.events import EVENT_TABLES
+from turngate.store.feeds import FEED_TABLES
+from turngate.store.outcomes import OUTCOME_TABLES
+from turngate.store.tool_calls import TOOL_CALL_TABLES
+
+SCHEMA_VERSION = 4
+BEFORE_EVENTS = 2  # lacks the tables of events, outcomes, tool calls and feeds; opening it for writing adds them
+BEFORE_FEEDS = 3  # lacks the tables of feeds
+READABLE_VERSIONS = (BEFORE_EVENTS, BEFORE_FEEDS, SCHEMA_VERSION)
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS sessions (
+    key INTEGER PRIMARY KEY AUTOINCREMENT,  -- never given out twice
+    id TEXT NOT NULL UNIQUE,
+    secret BLOB NOT NULL UNIQUE,  -- sha256 of it; the secret itself is nowhere
+    config BLOB NOT NULL,         -- JSON
+    opened REAL NOT NULL,
+    closed REAL,
+    status TEXT NOT NULL,
+    vocabulary TEXT NOT NULL DEFAULT '',  -- digest of the tokenizer its ids are of
+    stop TEXT NOT NULL DEFAULT ''
+);
+CREATE TABLE IF NOT EXISTS nodes (
+    session INTEGER NOT NULL,
+    id INTEGER NOT NULL,
+    parent INTEGER,
+    kind TEXT NOT NULL,           -- context or sampled
+    ids BLOB NOT NULL,            -- int32, little endian
+    logprobs BLOB,                -- float32, little endian
+    info BLOB NOT NULL,           -- msgpack of ContextInfo or SampledInfo
+    messages BLOB NOT NULL,       -- JSON: what the node's tokens stand for
+    delivered INTEGER NOT NULL DEFAULT 1,
+    checksum INTEGER NOT NULL,
+    PRIMARY KEY (session, id)
+);
+CREATE TABLE IF NOT EXISTS preambles (
+    session INTEGER NOT NULL,
+    digest BLOB NOT NULL,
+    tools BLOB NOT NULL,          -- JSON, as the agent sent it
+    kwargs BLOB NOT NULL,         -- JSON
+    PRIMARY KEY (session, digest)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS settings (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+"""
+SCHEMA += EVENT_TABLES + OUTCOME_TABLES + TOOL_CALL_TABLES + FEED_TABLES
