@@ -32,7 +32,7 @@ def root(request: pytest.FixtureRequest) -> Iterator[Path]:
     yield folder
     deadline = time.monotonic() + scaled(5)  # the kernel may take a moment to bury what has been killed
     docker = "docker" in needs(request.node)
-    while (left := _left(folder, before, docker)) and time.monotonic() < deadline:
+    while (left := _list_leftovers(folder, before, docker)) and time.monotonic() < deadline:
         time.sleep(0.1)
     shutil.rmtree(folder)
     assert not left, "the rollout left things behind"
@@ -74,7 +74,7 @@ def run(stage: Staged) -> Check:
     return run
 
 
-def _left(folder: Path, before: Container[int], docker: bool) -> list[str]:
+def _list_leftovers(folder: Path, before: Container[int], docker: bool) -> list[str]:
     left = [f"folder {path.name}" for path in folder.iterdir()]
     left += [f"process {pid}: {name}" for pid, name in kit.processes_of(folder).items()]
     left += [f"child {pid}: {name}" for pid, name in kit.children().items() if pid not in before]

@@ -139,7 +139,7 @@ def long_work(agent: str, long: int) -> Any:
     return scenes
 
 
-# What each is told that its context is, and how many long outputs bring it close to that.
+# The context length in each agent's configuration, and how many long outputs come close to it.
 WINDOWS = {"claude-code": (57000, 3), "opencode": (28500, 2), "codex": (45000, 3), "qwen-code": (70000, 3)}
 
 
@@ -159,7 +159,7 @@ async def test_after_a_summary_the_work_goes_on_in_a_new_branch(run: Check, agen
     assert kit.trained_once(report)
 
 
-# ── a context that is shorter than the agent was told ───────────────────────────────────────────────────────────────
+# ── a context that is shorter than the agent's configuration says ───────────────────────────────────────────────────────────────
 
 # As the agents' own descriptions have it. OpenCode works on after its summary, but its exit code tells of the refusal.
 COMPACTS = {"claude-code": ("finished", 40000), "opencode": ("failed", 25000), "qwen-code": ("finished", 45000)}
@@ -200,7 +200,7 @@ def slow(agent: str) -> CheckOptions:
     return CheckOptions(scenes=lambda workdir: scenes, instruction=TASK)
 
 
-def broken_off(report: Any) -> None:
+def assert_third_turn_aborted(report: Any) -> None:
     """Two turns are as they were, and of the third there is what was sampled of it."""
     [turn] = turns(report, "aborted")
     assert turn["finish"] == "abort" and turn["fault"]
@@ -229,9 +229,9 @@ async def test_an_agent_that_is_killed_in_mid_turn(stage: Staged, agent: str, ro
                 os.kill(pid, signal.SIGKILL)
         report = await running
     assert report.outcome.status == "failed" and report.outcome.exit_code == 137, findings(report)
-    assert ready.engine.aborted == 1, "the engine was told"
+    assert ready.engine.aborted == 1, "the engine aborted it"
     assert not report.outcome.collected.differences, "what it wrote down until then is what was recorded"
-    broken_off(report)
+    assert_third_turn_aborted(report)
 
 
 @pytest.mark.needs("agent:claude-code")
@@ -242,7 +242,7 @@ async def test_a_session_that_is_cancelled_in_mid_turn(stage: Staged) -> None:
         await ready.gateway.cancel(ready.rollout.outcome.session)
         report = await asyncio.wait_for(running, scaled(20))
     assert report.outcome.status == "cancelled" and "cancelled" in report.outcome.stop, findings(report)
-    broken_off(report)
+    assert_third_turn_aborted(report)
 
 
 @pytest.mark.needs("agent:pi")
@@ -255,4 +255,4 @@ async def test_a_rollout_that_is_cancelled_in_mid_turn(stage: Staged) -> None:
             await running
         report = await ready.build_report()
     assert report.outcome.status == "cancelled", findings(report)
-    broken_off(report)
+    assert_third_turn_aborted(report)

@@ -97,7 +97,7 @@ async def test_every_token_is_captured_as_vllm_saw_it(
             assert row["ids"][span["start"] : span["end"]] == turn["ids"]
         assert all((p is not None and p <= 0) == bool(m) for p, m in zip(row["logprobs"], row["mask"], strict=True))
         for at in [n for n, sampled in enumerate(row["mask"]) if sampled][:: len(samples) * 3]:
-            again = scored(smollm2, row["ids"][:at], row["ids"][at])
+            again = score_token(smollm2, row["ids"][:at], row["ids"][at])
             assert abs(again - row["logprobs"][at]) < 2e-3, "vLLM gives the recorded log-probability again"
     assert sum(sum(row["mask"]) for row in samples) == outcome.sampled_tokens > count
 
@@ -112,7 +112,7 @@ def prompt(nodes: dict[int, Json], turn: Json) -> list[int]:
     return ids
 
 
-def scored(model: Model, ids: list[int], token: int) -> float:
+def score_token(model: Model, ids: list[int], token: int) -> float:
     """The log-probability that vLLM itself gives a token after these ids, asked anew."""
     body = {"model": model.name, "prompt": ids, "max_tokens": 1, "temperature": TEMPERATURE, "logprobs": 20}
     reply = httpx.post(

@@ -57,7 +57,7 @@ class Stage:
 
 
 @asynccontextmanager
-async def staged() -> AsyncIterator[Stage]:
+async def open_stage() -> AsyncIterator[Stage]:
     """Nothing of any sandbox, and no open session, is there when it is struck."""
     root = Path(tempfile.mkdtemp(prefix="tg-"))
     try:
@@ -77,7 +77,7 @@ async def staged() -> AsyncIterator[Stage]:
 @pytest.mark.real
 async def test_each_rollout_is_in_the_class_of_what_befell_it() -> None:
     """Faults of others are tried again, each time with a session of its own; an invalid task is not."""
-    async with staged() as stage:
+    async with open_stage() as stage:
         seen: list[int] = []
 
         def watch(tally: BatchProgress) -> None:
@@ -107,7 +107,7 @@ async def test_each_rollout_is_in_the_class_of_what_befell_it() -> None:
 
 
 async def test_rollouts_come_as_they_are_finished_and_closing_stops() -> None:
-    async with staged() as stage:
+    async with open_stage() as stage:
         wanted = stage.plan("well-0", "hang-0", n=2, bounds=Bounds(running=3))
         async with aclosing(rollouts(wanted, stage.client, stage.connector)) as finished:
             first = await anext(finished)
@@ -115,12 +115,12 @@ async def test_rollouts_come_as_they_are_finished_and_closing_stops() -> None:
         known = read_ledger(stage.out)
         assert first.rollout in known.finished and known.open == {} and len(known.finished) < 4
         told = [one async for one in rollouts(wanted, stage.client, stage.connector)]
-        assert told[0] == first, "those of an earlier run are told first"
+        assert told[0] == first, "those of an earlier run come first"
         assert {one.rollout for one in told} == set(read_ledger(stage.out).finished) and len(told) == 4
 
 
 async def test_being_cancelled_ends_what_runs_and_the_same_plan_goes_on() -> None:
-    async with staged() as stage:
+    async with open_stage() as stage:
         wanted = stage.plan("hang-0", "well-0", n=2, bounds=Bounds(running=2, warm=1))
         batch = stage.batch(wanted)
         running = asyncio.create_task(batch.run())
@@ -132,7 +132,7 @@ async def test_being_cancelled_ends_what_runs_and_the_same_plan_goes_on() -> Non
             await running
         assert stage.left() == [] and not batch.result.complete
         known = read_ledger(stage.out)
-        assert known.open == {} and known.faults == {}, "a cancelled attempt is nobody's fault"
+        assert known.open == {} and known.faults == {}, "a cancelled attempt is not a fault"
         result = await run_batch(wanted, stage.client, stage.connector)
         assert result.complete
         assert result.summary.overall.kinds == {"graded": 2, "agent failed": 2}
@@ -140,7 +140,7 @@ async def test_being_cancelled_ends_what_runs_and_the_same_plan_goes_on() -> Non
 
 async def test_an_attempt_that_the_gateway_has_the_outcome_of_is_not_run_again() -> None:
     """The runner was killed between the record at the gateway and the line in its ledger."""
-    async with staged() as stage:
+    async with open_stage() as stage:
         wanted = stage.plan("well-0", n=3)
         first = await run_batch(wanted, stage.client, stage.connector)
         lines = (stage.out / LEDGER_NAME).read_bytes().splitlines(keepends=True)
@@ -155,7 +155,7 @@ async def test_an_attempt_that_the_gateway_has_the_outcome_of_is_not_run_again()
 
 async def test_sessions_of_a_killed_runner_are_ended() -> None:
     """One was opened, and one was about to be."""
-    async with staged() as stage:
+    async with open_stage() as stage:
         wanted = stage.plan("well-0", n=2)
         batch = (await run_batch(wanted, stage.client, stage.connector)).batch
         head = (stage.out / LEDGER_NAME).read_bytes().splitlines(keepends=True)[0]
@@ -173,7 +173,7 @@ async def test_sessions_of_a_killed_runner_are_ended() -> None:
 
 
 async def test_a_task_that_is_known_to_be_invalid_is_not_tried_any_more() -> None:
-    async with staged() as stage:
+    async with open_stage() as stage:
         wanted = stage.plan("setup-0", n=8, bounds=Bounds(running=1, warm=0, grading=1))
         batch = stage.batch(wanted)
         result = await batch.run()
@@ -184,7 +184,7 @@ async def test_a_task_that_is_known_to_be_invalid_is_not_tried_any_more() -> Non
 
 
 async def test_another_plan_on_the_same_folder_is_refused_with_what_differs() -> None:
-    async with staged() as stage:
+    async with open_stage() as stage:
         await run_batch(stage.plan("well-0", n=1), stage.client, stage.connector)
         before = (stage.out / LEDGER_NAME).read_bytes()
         for other, line in (
@@ -218,7 +218,7 @@ class Gone(LocalBackend):
 
 
 async def test_a_sandbox_that_cannot_be_made_any_more_stops_the_batch() -> None:
-    async with staged() as stage:
+    async with open_stage() as stage:
         wanted = stage.plan("well-0", n=5, bounds=Bounds(running=1, warm=0))
         broken = msgspec.structs.replace(wanted, backend=Gone(stage.root / "s", after=4))
         result = await run_batch(broken, stage.client, stage.connector)
@@ -232,7 +232,7 @@ async def test_a_sandbox_that_cannot_be_made_any_more_stops_the_batch() -> None:
 
 async def test_a_gateway_that_is_gone_stops_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("turngate.rollout.health.RESTART_S", scaled(0.5))
-    async with staged() as stage:
+    async with open_stage() as stage:
         wanted = stage.plan("well-0", n=2, bounds=Bounds(running=1, warm=0))
         async with GatewayClient("http://127.0.0.1:9", "x") as nobody:
             with pytest.raises(BatchStopped, match="cannot be reached"):
@@ -242,7 +242,7 @@ async def test_a_gateway_that_is_gone_stops_the_batch(monkeypatch: pytest.Monkey
 
 
 async def test_where_everything_fails_not_everything_is_burnt() -> None:
-    async with staged() as stage:
+    async with open_stage() as stage:
         wanted = stage.plan(*(f"sandbox-{n}" for n in range(40)), n=4, retries=0, bounds=Bounds(running=4))
         result = await run_batch(wanted, stage.client, stage.connector)
         assert "attempts were all infrastructure faults" in result.stopped

@@ -1,4 +1,4 @@
-"""The ledger of a batch: what it says is on the disk, however its writer ended, and nobody else writes it meanwhile."""
+"""The ledger of a batch: its lines are on the disk however its writer ends, and only one writer has it."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from turngate.rollout.ledger import (
 HEAD = LedgerHeader(batch="b", terms={"n": "2"}, tasks={"t": "1"}, made=1.0)
 
 
-def begun(index: int, attempt: int = 1) -> AttemptStarted:
+def make_started(index: int, attempt: int = 1) -> AttemptStarted:
     return AttemptStarted(rollout=f"b.t.{index}", attempt=attempt, session=f"s{index}-{attempt}", at=2.0)
 
 
-def finished(index: int, **fields: object) -> FinishedRollout:
+def make_finished(index: int, **fields: object) -> FinishedRollout:
     return FinishedRollout(rollout=f"b.t.{index}", task="t", index=index, kind="graded", at=3.0, **fields)  # type: ignore[arg-type]
 
 
@@ -49,23 +49,25 @@ async def wrote(folder: Path, *entries: LedgerEntry) -> None:
 
 async def test_what_was_added_is_known_again(tmp_path: Path) -> None:
     lost = AttemptEnded(rollout="b.t.1", attempt=1, session="s1-1", why="fault", message="no", at=2.5)
-    await wrote(tmp_path, HEAD, begun(0), begun(1), finished(0, reward=0.0), lost, begun(1, 2))
+    await wrote(
+        tmp_path, HEAD, make_started(0), make_started(1), make_finished(0, reward=0.0), lost, make_started(1, 2)
+    )
     known = read_ledger(tmp_path)
     assert known.head == HEAD
     assert list(known.finished) == ["b.t.0"] and known.finished["b.t.0"].reward == 0.0
-    assert known.open == {"b.t.1": begun(1, 2)}
+    assert known.open == {"b.t.1": make_started(1, 2)}
     assert (known.attempts, known.faults) == ({"b.t.0": 1, "b.t.1": 2}, {"b.t.1": 1})
 
 
 async def test_what_was_stale_uses_up_no_retries(tmp_path: Path) -> None:
     stale = AttemptEnded(rollout="b.t.1", attempt=1, session="s1-1", why="stale", at=2.5)
-    await wrote(tmp_path, HEAD, begun(1), stale, finished(0, round=2))
+    await wrote(tmp_path, HEAD, make_started(1), stale, make_finished(0, round=2))
     known = read_ledger(tmp_path)
     assert (known.faults, known.stale, known.open, known.finished["b.t.0"].round) == ({}, {"b.t.1": 1}, {}, 2)
 
 
 async def test_a_reward_that_is_not_known_is_not_zero(tmp_path: Path) -> None:
-    await wrote(tmp_path, HEAD, finished(0), finished(1, reward=0.0))
+    await wrote(tmp_path, HEAD, make_finished(0), make_finished(1, reward=0.0))
     found = read_ledger(tmp_path).finished
     assert found["b.t.0"].reward is None and found["b.t.0"].passed is None
     assert found["b.t.1"].reward == 0.0 and found["b.t.1"].passed is False
@@ -73,16 +75,16 @@ async def test_a_reward_that_is_not_known_is_not_zero(tmp_path: Path) -> None:
 
 async def test_a_ledger_that_was_cut_at_any_byte_has_all_lines_before(tmp_path: Path) -> None:
     """As a kill leaves it. What is added afterwards stands on a line of its own."""
-    await wrote(tmp_path, HEAD, begun(0), finished(0, message="ü\n"), begun(1))
+    await wrote(tmp_path, HEAD, make_started(0), make_finished(0, message="ü\n"), make_started(1))
     data = (tmp_path / LEDGER_NAME).read_bytes()
     ends = [n + 1 for n, byte in enumerate(data) if byte == ord("\n")]
     for cut in range(ends[0], len(data) + 1):
         (tmp_path / LEDGER_NAME).write_bytes(data[:cut])
         whole = sum(end <= cut for end in ends)
-        await wrote(tmp_path, begun(7))
+        await wrote(tmp_path, make_started(7))
         known = read_ledger(tmp_path)
         assert ("b.t.0" in known.finished, "b.t.1" in known.open) == (whole >= 3, whole >= 4)
-        assert known.open["b.t.7"] == begun(7)
+        assert known.open["b.t.7"] == make_started(7)
 
 
 async def test_a_ledger_that_was_cut_in_its_first_line_is_a_new_one(tmp_path: Path) -> None:
@@ -97,7 +99,7 @@ async def test_a_ledger_that_was_cut_in_its_first_line_is_a_new_one(tmp_path: Pa
 
 @pytest.mark.parametrize("line", [b"{}\n", b"nonsense\n", b'{"type":"begun"}\n', b'{"type":"other"}\n'])
 async def test_a_line_that_nobody_of_us_wrote_is_told_by_its_number(line: bytes, tmp_path: Path) -> None:
-    await wrote(tmp_path, HEAD, begun(0))
+    await wrote(tmp_path, HEAD, make_started(0))
     with open(tmp_path / LEDGER_NAME, "ab") as file:
         file.write(line)
     with pytest.raises(LedgerError, match="line 3 is not a line of a ledger"):
@@ -105,7 +107,7 @@ async def test_a_line_that_nobody_of_us_wrote_is_told_by_its_number(line: bytes,
 
 
 async def test_lines_without_a_first_are_not_a_batch(tmp_path: Path) -> None:
-    await wrote(tmp_path, begun(0))
+    await wrote(tmp_path, make_started(0))
     with pytest.raises(LedgerError, match="has no line that says which batch it is"):
         read_ledger(tmp_path)
 
@@ -121,7 +123,7 @@ async def test_two_runners_do_not_have_one_folder(tmp_path: Path) -> None:
 async def test_many_at_once_are_all_there_and_whole(tmp_path: Path) -> None:
     ledger = Ledger.open(tmp_path)
     await ledger.add(HEAD)
-    await asyncio.gather(*(ledger.add(begun(n)) for n in range(500)))
+    await asyncio.gather(*(ledger.add(make_started(n)) for n in range(500)))
     assert len(ledger.state.open) == 500
     await ledger.close()
     assert read_ledger(tmp_path).open == ledger.state.open
@@ -130,27 +132,27 @@ async def test_many_at_once_are_all_there_and_whole(tmp_path: Path) -> None:
 async def test_whoever_is_cancelled_while_he_waits_has_written_all_the_same(tmp_path: Path) -> None:
     ledger = Ledger.open(tmp_path)
     await ledger.add(HEAD)
-    adding = asyncio.create_task(ledger.add(begun(0)))
+    adding = asyncio.create_task(ledger.add(make_started(0)))
     await asyncio.sleep(0)
     adding.cancel()
     with pytest.raises(asyncio.CancelledError):
         await adding
     await ledger.close()
-    assert read_ledger(tmp_path).open == {"b.t.0": begun(0)}
+    assert read_ledger(tmp_path).open == {"b.t.0": make_started(0)}
 
 
 @pytest.mark.process
 def test_a_writer_that_is_killed_has_lost_nothing_that_it_was_told_is_there(tmp_path: Path) -> None:
-    """`kill -9` at a moment of nobody's choice: what was acknowledged is in the file, and the folder is free."""
+    """`kill -9` at an arbitrary moment: what was acknowledged is in the file, and the folder is free."""
     program = textwrap.dedent("""
         import asyncio, itertools, sys
         from pathlib import Path
-        from tests.batch.test_ledger import HEAD, Ledger, begun
+        from tests.batch.test_ledger import HEAD, Ledger, make_started
         async def main():
             ledger = Ledger.open(Path(sys.argv[1]))
             await ledger.add(HEAD)
             for n in itertools.count():
-                await ledger.add(begun(n))
+                await ledger.add(make_started(n))
                 print(n, flush=True)
         asyncio.run(main())
     """)
@@ -200,15 +202,15 @@ async def test_a_full_disk_loses_nothing(small_disk: Path) -> None:
     written = 0
     with pytest.raises(LedgerError, match="No space left on device"):
         while True:
-            await ledger.add(finished(written, message="m" * 20_000))
+            await ledger.add(make_finished(written, message="m" * 20_000))
             written += 1
     assert ledger.full and not (small_disk / "out" / RESERVE_NAME).exists()
     assert written > 20
     with pytest.raises(LedgerError):  # and so is every other, even where it would fit
-        await ledger.add(begun(0))
+        await ledger.add(make_started(0))
     await ledger.close()
     (small_disk / "filler").unlink()
-    await wrote(small_disk / "out", finished(written))
+    await wrote(small_disk / "out", make_finished(written))
     assert list(read_ledger(small_disk / "out").finished) == [f"b.t.{n}" for n in range(written + 1)]
 
 
@@ -232,7 +234,7 @@ async def test_a_write_that_comes_only_half_way_is_taken_back(limit: int, tmp_pa
     try:
         with pytest.raises(LedgerError, match="File too large"):
             for n in range(1000):
-                await ledger.add(begun(n))
+                await ledger.add(make_started(n))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)  # type: ignore[arg-type]

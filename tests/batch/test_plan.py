@@ -36,7 +36,7 @@ def plan(folder: Path, **fields: Any) -> BatchPlan:
     return BatchPlan(**given)
 
 
-def told(before: BatchPlan, after: BatchPlan) -> list[str]:
+def list_changes(before: BatchPlan, after: BatchPlan) -> list[str]:
     head = LedgerHeader(batch="b", terms=before.terms(), tasks=before.digests(), made=0.0)
     return describe_changes(head, after.terms(), after.digests())
 
@@ -70,7 +70,7 @@ def test_each_round_has_an_order_names_and_seeds_of_its_own(tmp_path: Path) -> N
     first, later = (given.rollout_spec(given.tasks[0], 3, "b", 1, number) for number in (0, 2))
     assert (first.group, later.group, later.rollout) == ("b.t0", "b.t0@2", "b.t0@2.3")
     assert first.session["sampling"]["seed"] != later.session["sampling"]["seed"]
-    assert told(plan(tmp_path, rounds=1), plan(tmp_path, rounds=5)) == [], "more may be asked for later"
+    assert list_changes(plan(tmp_path, rounds=1), plan(tmp_path, rounds=5)) == [], "more may be asked for later"
 
 
 def test_names_are_made_of_batch_task_and_index(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_names_are_made_of_batch_task_and_index(tmp_path: Path) -> None:
 
 def test_how_fast_it_runs_is_not_what_it_is(tmp_path: Path) -> None:
     faster = plan(tmp_path / "x", bounds=Bounds(running=99, warm=3), retries=7, keep_work=True)
-    assert told(plan(tmp_path), faster) == []
+    assert list_changes(plan(tmp_path), faster) == []
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_how_fast_it_runs_is_not_what_it_is(tmp_path: Path) -> None:
     ],
 )
 def test_what_differs_is_named(fields: dict[str, Any], line: str, tmp_path: Path) -> None:
-    found = told(plan(tmp_path), plan(tmp_path, **fields))
+    found = list_changes(plan(tmp_path), plan(tmp_path, **fields))
     assert any(one.startswith(line) for one in found), found
 
 
@@ -113,9 +113,9 @@ def test_a_task_is_what_lies_in_its_folders_wherever_those_are(tmp_path: Path) -
         task = Task(id="t", instruction="x", grader=Script(files=tmp_path / name), source=name)
         return plan(tmp_path, tasks=(task,))
 
-    assert told(made("one", "exit 0"), made("two", "exit 0")) == []
-    assert told(made("three", "exit 0"), made("four", "exit 1")) == ["tasks: t has changed"]
-    assert told(made("five", "exit 0"), made("six", "exit 0", "b")) == ["tasks: t has changed"]
+    assert list_changes(made("one", "exit 0"), made("two", "exit 0")) == []
+    assert list_changes(made("three", "exit 0"), made("four", "exit 1")) == ["tasks: t has changed"]
+    assert list_changes(made("five", "exit 0"), made("six", "exit 0", "b")) == ["tasks: t has changed"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A rollout that nobody could judge is asked for again at the page: of a batch that runs, and of one that will be run again."""
+"""Retry requests from the page, to a batch that runs and to one that is resumed later."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.batch.kit import Unsteady
-from tests.batch.test_batch import Stage, staged
+from tests.batch.test_batch import Stage, open_stage
 from tests.speed import scaled
 from turngate.errors import SandboxError
 from turngate.rollout import retry_listener
@@ -50,7 +50,7 @@ class Once(Unsteady):
         return await super().create(spec)
 
 
-async def entered(stage: Stage) -> httpx.AsyncClient:
+async def log_in(stage: Stage) -> httpx.AsyncClient:
     client = stage.gateway.http()
     response = await client.post("/page/login", json={"key": stage.gateway.app.admin_key}, headers=OWN)
     assert response.status_code == 200
@@ -66,17 +66,17 @@ async def row(client: httpx.AsyncClient, **params: str) -> dict[str, Any]:
             await asyncio.sleep(0.02)
 
 
-async def failed_one(client: httpx.AsyncClient) -> dict[str, Any]:
+async def find_fault(client: httpx.AsyncClient) -> dict[str, Any]:
     return await row(client, **{"class": "infrastructure fault"})
 
 
 async def test_a_batch_that_runs_takes_it_up_at_once() -> None:
-    async with staged() as stage:
+    async with open_stage() as stage:
         backend = Once(stage.root / "s")
         wanted = stage.plan("once-0", "hang-0", n=1, retries=0, backend=backend, bounds=Bounds(running=2))
         running = asyncio.create_task(run_batch(wanted, stage.client, stage.connector))
-        client = await entered(stage)
-        one = await failed_one(client)
+        client = await log_in(stage)
+        one = await find_fault(client)
         assert (one["status"], one["turns"], one["attempt"], one["task"]) == ("done", 0, 1, "once-0")
         about = (await client.get(f"/page/api/rollouts/{one['id']}")).json()
         assert about["can"]["retry"] == {"ok": True, "why": ""}
@@ -95,13 +95,13 @@ async def test_a_batch_that_runs_takes_it_up_at_once() -> None:
 
 async def test_a_batch_that_is_run_again_takes_it_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout, "_ANSWER_S", 0.2)
-    async with staged() as stage:
+    async with open_stage() as stage:
         backend = Once(stage.root / "s")
         wanted = stage.plan("once-0", "well-0", n=1, retries=0, backend=backend)
         first = await run_batch(wanted, stage.client, stage.connector)
         assert first.complete and {one.kind for one in first.finished} == {"graded", "infrastructure fault"}
-        client = await entered(stage)
-        one = await failed_one(client)
+        client = await log_in(stage)
+        one = await find_fault(client)
         for _ in range(2):  # who presses twice is not given two
             asked = (await client.post(f"/page/api/rollouts/{one['id']}/retry", headers=OWN)).json()
             assert asked["taken"] is None and "run again on its folder" in asked["message"]
@@ -114,8 +114,8 @@ async def test_a_batch_that_is_run_again_takes_it_up_once(monkeypatch: pytest.Mo
         assert third.finished == second.finished and read_ledger(stage.out).attempts[one["name"]] == 2
 
 
-def asked_for(stage: Stage, task: str, kind: str) -> dict[str, Any]:
-    """The wish that the page would announce for the rollout of a task, where it ended so."""
+def build_request(stage: Stage, task: str, kind: str) -> dict[str, Any]:
+    """Build the request that the page would send for the rollout of a task in a class."""
     [one] = [one for one in read_ledger(stage.out).finished.values() if (one.task, one.kind) == (task, kind)]
     return {"rollout": one.rollout, "session": one.session, "attempt": one.attempt}
 
@@ -132,10 +132,10 @@ async def answers(stage: Stage, seq: int | None = None) -> list[bool | None]:
 
 
 async def test_who_cancels_one_may_ask_for_it_at_once() -> None:
-    async with staged() as stage:
+    async with open_stage() as stage:
         wanted = stage.plan("hang-0", "hang-1", n=1, retries=0, bounds=Bounds(running=2))
         running = asyncio.create_task(run_batch(wanted, stage.client, stage.connector))
-        client = await entered(stage)
+        client = await log_in(stage)
         one = await row(client, status="running")
         assert (await client.post(f"/page/api/rollouts/{one['id']}/cancel", headers=OWN)).status_code == 200
         asked = (await client.post(f"/page/api/rollouts/{one['id']}/retry", headers=OWN)).json()
@@ -156,11 +156,11 @@ async def test_a_wish_that_comes_before_the_ledger_has_the_end_waits_for_it(monk
         append(self, data)
 
     monkeypatch.setattr(Ledger, "_append", slowly)
-    async with staged() as stage:
+    async with open_stage() as stage:
         wanted = stage.plan("once-0", n=1, retries=0, backend=Once(stage.root / "s"))
         running = asyncio.create_task(run_batch(wanted, stage.client, stage.connector))
-        client = await entered(stage)
-        one = await failed_one(client)
+        client = await log_in(stage)
+        one = await find_fault(client)
         asked = (await client.post(f"/page/api/rollouts/{one['id']}/retry", headers=OWN)).json()
         assert asked["taken"] is None and "attempt 1 is not over yet" in asked["message"]
         written.set()
@@ -170,16 +170,16 @@ async def test_a_wish_that_comes_before_the_ledger_has_the_end_waits_for_it(monk
 
 
 async def test_a_wish_is_answered_once_and_one_that_was_refused_is_never_granted() -> None:
-    async with staged() as stage:
+    async with open_stage() as stage:
         wanted = stage.plan("once-0", "well-0", n=1, retries=0, backend=Once(stage.root / "s"))
         first = await run_batch(wanted, stage.client, stage.connector)
-        of, wish = batch_stream(first.batch), asked_for(stage, "once-0", "infrastructure fault")
+        of, wish = batch_stream(first.batch), build_request(stage, "once-0", "infrastructure fault")
         refused = stage.gateway.app.events.announce(of, "retry", wish)
         await stage.client.announce(of, "note", {"retry": refused, "taken": False, "message": "no"})
         assert (await run_batch(wanted, stage.client, stage.connector)).finished == first.finished
         put_off = stage.gateway.app.events.announce(of, "retry", wish)
         await stage.client.announce(of, "note", {"retry": put_off, "taken": None, "message": "later"})
-        nonsense = stage.gateway.app.events.announce(of, "retry", asked_for(stage, "well-0", "graded"))
+        nonsense = stage.gateway.app.events.announce(of, "retry", build_request(stage, "well-0", "graded"))
         for _ in range(3):
             last = await run_batch(wanted, stage.client, stage.connector)
             assert [(one.kind, one.attempt) for one in last.finished] == [("graded", 2), ("graded", 1)]
@@ -200,12 +200,12 @@ async def test_a_batch_does_not_end_over_a_wish_that_it_is_writing_down(monkeypa
             others_done.set()
 
     monkeypatch.setattr(Ledger, "add", late)
-    async with staged() as stage:
+    async with open_stage() as stage:
         backend = Once(stage.root / "s")
         wanted = stage.plan("once-0", "hang-0", n=1, retries=0, backend=backend, bounds=Bounds(running=2))
         running = asyncio.create_task(run_batch(wanted, stage.client, stage.connector, watch))
-        client = await entered(stage)
-        one = await failed_one(client)
+        client = await log_in(stage)
+        one = await find_fault(client)
         await client.post(f"/page/api/rollouts/{one['id']}/retry", headers=OWN)
         result = await running
         assert result.complete and {o.task: o.attempt for o in result.finished} == {"once-0": 2, "hang-0": 1}
@@ -226,12 +226,12 @@ class Held(Once):
 
 
 async def test_one_that_is_asked_for_before_its_group_comes_is_not_given_out_twice() -> None:
-    async with staged() as stage:
+    async with open_stage() as stage:
         backend = Held(stage.root / "s")
         wanted = stage.plan("well-0", "well-1", "once-0", n=1, retries=0, backend=backend, bounds=Bounds(running=3))
         running = asyncio.create_task(run_batch(wanted, stage.client, stage.connector))
-        client = await entered(stage)
-        one = await failed_one(client)
+        client = await log_in(stage)
+        one = await find_fault(client)
         async with asyncio.timeout(scaled(20)):
             while not read_ledger(stage.out).finished:
                 await asyncio.sleep(0.02)

@@ -1,4 +1,4 @@
-"""A batch as a trainer runs it: tasks come round, no faster than it trains; complete groups are closed, stale rollouts nobody's fault."""
+"""A batch as a trainer runs it: several rounds, throttled by the trainer; complete groups are closed, stale rollouts run again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests import kit
 from tests.batch.kit import AGENT
-from tests.batch.test_batch import Stage, staged
+from tests.batch.test_batch import Stage, open_stage
 from tests.batch.test_storm import every_session
 from tests.speed import paced, scaled
 from turngate.client.feed import Feed
@@ -26,7 +26,7 @@ from turngate.rollout.throttle import TrainerThrottle
 pytestmark = [pytest.mark.process, pytest.mark.full]
 
 
-class Told:
+class FakeGroups:
     """Stands in for the gateway's ear for groups. `deaf`: so many times it cannot be reached."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, deaf: int = 0) -> None:
@@ -42,8 +42,8 @@ class Told:
 
 
 async def test_tasks_come_round_and_each_group_is_closed_once_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Told(monkeypatch, deaf=2)
-    async with staged() as stage:
+    told = FakeGroups(monkeypatch, deaf=2)
+    async with open_stage() as stage:
         wanted = stage.plan("well-0", "sandbox-0", n=2, rounds=2, retries=0)
         result = await run_batch(wanted, stage.client, stage.connector)
         batch = result.batch
@@ -69,8 +69,8 @@ async def test_tasks_come_round_and_each_group_is_closed_once_complete(monkeypat
 
 
 async def test_an_attempt_of_a_later_round_is_adopted_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    Told(monkeypatch)
-    async with staged() as stage:
+    FakeGroups(monkeypatch)
+    async with open_stage() as stage:
         wanted = stage.plan("well-0", n=1, rounds=2)
         first = await run_batch(wanted, stage.client, stage.connector)
         lines = (stage.out / LEDGER_NAME).read_bytes().splitlines(keepends=True)
@@ -82,8 +82,8 @@ async def test_an_attempt_of_a_later_round_is_adopted_into_it(monkeypatch: pytes
 async def test_no_group_begins_before_its_pace_and_one_that_came_to_nothing_makes_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told = Told(monkeypatch)
-    async with staged() as stage:
+    told = FakeGroups(monkeypatch)
+    async with open_stage() as stage:
         pace = TrainerThrottle(2)
         asked: list[int] = []
 
@@ -105,7 +105,7 @@ async def test_no_group_begins_before_its_pace_and_one_that_came_to_nothing_make
 
 
 async def test_a_pace_that_fails_ends_the_batch_and_nothing_is_left() -> None:
-    async with staged() as stage:
+    async with open_stage() as stage:
 
         async def broken(number: int) -> None:
             if number:
@@ -121,7 +121,7 @@ def batch_of(group: str) -> str:
 
 async def test_a_trainer_gets_every_group_once_and_none_before_it_asks_for_more() -> None:
     """With a real feed. The groups of one task are lost to faults: no trainer hears of them, and the runner does not wait for that."""
-    async with staged() as stage:
+    async with open_stage() as stage:
         wanted = stage.plan("well-0", "sandbox-0", n=2, rounds=2, retries=0)
         async with await Feed.open(stage.client, "train", FeedConfig(n=2)) as feed:
             pace = TrainerThrottle(1, trained=feed.committed)
@@ -144,10 +144,10 @@ async def test_a_trainer_gets_every_group_once_and_none_before_it_asks_for_more(
 
 
 async def test_a_policy_that_moves_on_makes_the_gateway_cancel_and_the_runner_run_again() -> None:
-    async with staged() as stage:
+    async with open_stage() as stage:
         async with await Feed.open(stage.client, "train", FeedConfig(n=1, max_staleness=0)):
             wanted = stage.plan("hang-0", n=1, retries=0)
-            # With a tool: a lone question might be a title, which nobody trains.
+            # With a tool: a lone question might be a title, which is not trained.
             offering = AGENT.replace('"messages":', f'"tools": {[kit.tool()]!r}, "messages":')
             (stage.root / "s" / "agent.py").write_text(offering)
             batch = stage.batch(wanted)
@@ -162,7 +162,7 @@ async def test_a_policy_that_moves_on_makes_the_gateway_cancel_and_the_runner_ru
 async def test_a_stale_rollout_is_run_again_though_it_had_met_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("turngate.rollout.agent_run.GRACE_S", paced(0.5))  # for the agent to end, which it does not
     twice = AGENT.replace("with socket", "for _ in range(2):\n  with socket").replace("sys.exit(1)", "pass")
-    async with staged() as stage:
+    async with open_stage() as stage:
         async with await Feed.open(stage.client, "train", FeedConfig(n=1, max_staleness=0)):
             wanted = stage.plan("hang-0", n=1, retries=0, session={"limits": {"turns": 1}})
             offering = twice.replace('"messages":', f'"tools": {[kit.tool()]!r}, "messages":')
@@ -181,8 +181,8 @@ async def test_a_stale_rollout_is_run_again_though_it_had_met_a_limit(monkeypatc
 
 
 async def test_a_feed_can_take_the_groups_of_one_batch_and_leave_those_of_another() -> None:
-    """Held-out tasks run beside the training, and nobody is trained on them."""
-    async with staged() as stage:
+    """Held-out tasks run beside the training, and no trainer gets them."""
+    async with open_stage() as stage:
         async with await Feed.open(stage.client, "train", FeedConfig(n=1, groups="train.")) as feed:
             training = stage.plan("well-0", n=1, name="train")
             result = await run_batch(training, stage.client, stage.connector)
@@ -216,8 +216,8 @@ async def stale_once_it_hangs(stage: Stage, times: int) -> None:
 async def test_a_stale_rollout_is_run_again_or_left_out_and_nobody_is_blamed(
     retries: int, cancelled: int, kind: str, attempt: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = Told(monkeypatch)
-    async with staged() as stage:
+    told = FakeGroups(monkeypatch)
+    async with open_stage() as stage:
         wanted = stage.plan("hang-0", n=1, retries=0, stale_retries=retries)
         running = asyncio.create_task(run_batch(wanted, stage.client, stage.connector))
         await asyncio.wait_for(stale_once_it_hangs(stage, cancelled), scaled(60))
@@ -229,7 +229,7 @@ async def test_a_stale_rollout_is_run_again_or_left_out_and_nobody_is_blamed(
 
 
 async def test_winding_up_ends_agents_and_grades_what_others_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    Told(monkeypatch)
+    FakeGroups(monkeypatch)
     grading, go = asyncio.Event(), asyncio.Event()
     import turngate.rollout.rollout as one
 
@@ -241,7 +241,7 @@ async def test_winding_up_ends_agents_and_grades_what_others_have_left(monkeypat
         return await real(*given)
 
     monkeypatch.setattr(one, "grade_with_retries", slow)
-    async with staged() as stage:
+    async with open_stage() as stage:
         wanted = stage.plan("well-0", "hang-0", "well-1", n=1, bounds=Bounds(running=1, warm=0, grading=1))
         batch = stage.batch(wanted)
         running = asyncio.create_task(batch.run())

@@ -14,7 +14,7 @@ from turngate.rollout.plot import build_panels, render_lines, render_svg
 from turngate.rollout.summary import build_histogram, pass_at_k, summarize
 
 
-def done(task: str, index: int, reward: float | None = None, **fields: Any) -> FinishedRollout:
+def rollout(task: str, index: int, reward: float | None = None, **fields: Any) -> FinishedRollout:
     known = {"kind": "graded" if reward is not None else "infrastructure fault", "attempt": 1, "at": 1.0, **fields}
     return FinishedRollout(rollout=f"b.{task}.{index}", task=task, index=index, reward=reward, **known)
 
@@ -36,7 +36,12 @@ def test_pass_at_k_of_more_than_was_tried_is_not_made_up(graded: int, passed: in
 
 def test_only_known_rewards_count() -> None:
     """Three of four are known; the fourth is in no mean, is not 0, and makes the group a shrunken one."""
-    found = [done("a", 0, 1.0), done("a", 1, 0.0), done("a", 2, 0.5), done("a", 3, message="boom")]
+    found = [
+        rollout("a", 0, 1.0),
+        rollout("a", 1, 0.0),
+        rollout("a", 2, 0.5),
+        rollout("a", 3, message="boom"),
+    ]
     summary = summarize("b", ["a"], 4, found)
     [task] = summary.tasks
     assert (task.graded, task.passed, task.mean_reward) == (3, 1, 0.5)
@@ -50,19 +55,24 @@ def test_only_known_rewards_count() -> None:
 
 
 def test_resolved_wins_over_the_reward_in_what_a_pass_is() -> None:
-    found = [done("a", 0, 0.9, resolved=True), done("a", 1, 1.0, resolved=False), done("a", 2, 1.0), done("a", 3, 0.99)]
+    found = [
+        rollout("a", 0, 0.9, resolved=True),
+        rollout("a", 1, 1.0, resolved=False),
+        rollout("a", 2, 1.0),
+        rollout("a", 3, 0.99),
+    ]
     assert summarize("b", ["a"], 4, found).overall.passed == 2
 
 
 def test_groups_whose_rewards_are_all_the_same_have_no_signal() -> None:
     found = [
-        *(done("zeros", n, 0.0) for n in range(2)),
-        *(done("ones", n, 1.0) for n in range(2)),
-        *(done("mixed", n, float(n)) for n in range(2)),
-        done("alone", 0, 0.5),
-        done("alone", 1),
-        done("nobody", 0),
-        done("nobody", 1),
+        *(rollout("zeros", n, 0.0) for n in range(2)),
+        *(rollout("ones", n, 1.0) for n in range(2)),
+        *(rollout("mixed", n, float(n)) for n in range(2)),
+        rollout("alone", 0, 0.5),
+        rollout("alone", 1),
+        rollout("nobody", 0),
+        rollout("nobody", 1),
     ]
     summary = summarize("b", ["zeros", "ones", "mixed", "alone", "nobody", "later"], 2, found)
     assert [(g.task, g.reward) for g in summary.no_signal] == [("zeros", 0.0), ("ones", 1.0), ("alone", 0.5)]
@@ -78,7 +88,10 @@ def test_groups_whose_rewards_are_all_the_same_have_no_signal() -> None:
 
 def test_a_group_is_of_one_round() -> None:
     """The same task, better in the second round: neither group has a signal, though their rewards differ."""
-    found = [done("a", i, float(r), round=r) for r in range(2) for i in range(2)] + [done("b", 0, 1.0), done("b", 1)]
+    found = [rollout("a", i, float(r), round=r) for r in range(2) for i in range(2)] + [
+        rollout("b", 0, 1.0),
+        rollout("b", 1),
+    ]
     summary = summarize("b", ["a", "b"], 2, found, rounds=3)
     assert [(g.task, g.round, g.reward) for g in summary.no_signal] == [("a", 0, 0.0), ("a", 1, 1.0), ("b", 0, 1.0)]
     assert [(g.task, g.round, g.graded, g.wanted) for g in summary.shrunken] == [("b", 0, 1, 2)]
@@ -94,17 +107,17 @@ def test_a_group_is_of_one_round() -> None:
 
 def test_every_finished_rollout_is_in_one_class() -> None:
     kinds = ["graded", "agent failed", "invalid task", "infrastructure fault", "not graded", "cancelled", "stale"]
-    summary = summarize("b", ["a"], 7, [done("a", n, kind=kind) for n, kind in enumerate(kinds)])
+    summary = summarize("b", ["a"], 7, [rollout("a", n, kind=kind) for n, kind in enumerate(kinds)])
     assert dict(summary.overall.kinds) == dict.fromkeys(kinds, 1)
     assert summary.overall.mean_reward is None and summary.overall.pass_at == ()
 
 
 def test_times_are_means_over_those_that_came_so_far() -> None:
     found = [
-        done(
+        rollout(
             "a", 0, 1.0, seconds={"sandbox": 1.0, "setup": 1.0, "agent": 4.0, "grade": 2.0}, turns=3, sampled_tokens=9
         ),
-        done("a", 1, seconds={"sandbox": 3.0}),
+        rollout("a", 1, seconds={"sandbox": 3.0}),
     ]
     overall = summarize("b", ["a"], 2, found).overall
     assert overall.stages == {"sandbox": 2.0, "setup": 1.0, "agent": 4.0, "grade": 2.0}
@@ -123,7 +136,7 @@ def test_the_histogram_has_every_reward_once() -> None:
 
 def test_the_picture_is_well_formed_whatever_a_task_is_called() -> None:
     found = [
-        done("a<b>&\"'", n, float(n % 2), seconds={"agent": 1.0}, turns=n, sampled_tokens=n * 100) for n in range(8)
+        rollout("a<b>&\"'", n, float(n % 2), seconds={"agent": 1.0}, turns=n, sampled_tokens=n * 100) for n in range(8)
     ]
     summary = summarize("<batch>", ["a<b>&\"'"], 8, found)
     root = ET.fromstring(render_svg(summary, found))
@@ -141,6 +154,6 @@ def test_a_batch_of_nothing_has_a_picture_too() -> None:
 
 
 def test_bars_are_as_long_as_what_they_show() -> None:
-    found = [done("a", n, 1.0 if n else 0.0) for n in range(5)]
+    found = [rollout("a", n, 1.0 if n else 0.0) for n in range(5)]
     rewards = render_lines(build_panels(summarize("b", ["a"], 5, found), found)[0], width=8)
     assert rewards[1].endswith("██ 1") and rewards[-1].endswith("████████ 4")

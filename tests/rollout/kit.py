@@ -68,7 +68,7 @@ class Stage:
         self.connector = connector
         self.root = root
         self.folder = folder
-        self.stages: list[str] = []  # of the last rollout, in order
+        self.stages: list[str] = []  # of the last rollout
 
     def rollout(
         self,
@@ -81,32 +81,32 @@ class Stage:
         watch: Callable[[RolloutProgress], None] = lambda progress: None,
         task: Task | None = None,
         timeout_s: float | None = None,
-        **order: Any,
+        **fields: Any,
     ) -> Rollout:
-        """One that is about to begin. `program` is Python; or give a `task` and the shell `command` that is to do it."""
+        """Prepare a rollout. `program` is Python; or give a `task` and the shell `command` that does it."""
         self.stages = seen = []
 
-        def watched(progress: RolloutProgress) -> None:
+        def record_stage(progress: RolloutProgress) -> None:
             if not seen or seen[-1] != progress.stage:
                 seen.append(progress.stage)
             watch(progress)
 
-        whole = RolloutSpec(
+        spec = RolloutSpec(
             task=task or Task(id="test", instruction=PRELUDE + program),
             agent=agent or find_agent("shell").spec,
             installed=Installation(),
             backend=sandboxes.MAKE[backend](self.root) if isinstance(backend, str) else backend,
             model="m",
             timeout_s=timeout_s or scaled(60),
-            **{"folder": self.folder, "options": {} if agent else {"command": command}, **order},
+            **{"folder": self.folder, "options": {} if agent else {"command": command}, **fields},
         )
-        return Rollout(whole, client or self.client, self.connector, watched)
+        return Rollout(spec, client or self.client, self.connector, record_stage)
 
     async def run(self, program: str = "", **how: Any) -> Outcome:
         return await self.rollout(program, **how).run()
 
-    def left(self, outcome: Outcome, name: str) -> bytes:
-        """A file that the agent left in its working folder."""
+    def read_work(self, outcome: Outcome, name: str) -> bytes:
+        """Read a file that the agent left in its working folder."""
         return (self.folder / outcome.session / "work" / name).read_bytes()
 
     async def open_sessions(self) -> list[str]:
@@ -115,7 +115,7 @@ class Stage:
         ]
 
     def alive(self) -> list[str]:
-        """What of any sandbox below `root` is still there: folders, and processes with a sandbox's mark."""
+        """List what is left of sandboxes below `root`: folders, and processes with a sandbox's mark."""
         found = [path.name for path in self.root.iterdir()]
         for process in Path("/proc").iterdir():
             if process.name.isdigit():
@@ -131,7 +131,7 @@ class Stage:
 
 
 @asynccontextmanager
-async def staged(script: Script | Sequence[ScriptedTurn] = (), **config: Any) -> AsyncIterator[Stage]:
+async def open_stage(script: Script | Sequence[ScriptedTurn] = (), **config: Any) -> AsyncIterator[Stage]:
     """A stage whose engine says what is given, or that it is done. Nothing of any sandbox may be left when it is struck."""
     async with AsyncExitStack() as stack:
         # Short, because a unix socket's path must be.

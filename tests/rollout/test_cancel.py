@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.kit import say, until
-from tests.rollout.kit import Stage, staged
+from tests.rollout.kit import Stage, open_stage
 from tests.speed import scaled
 from turngate.client.gateway import GatewayClient
 from turngate.rollout import rollout as one
@@ -22,8 +22,8 @@ STAGES = ["sandbox", "files", "setup", "session", "relay", "launch", "agent", "s
 PROGRAM = 'print(ask("Hi"), flush=True)\nos.system("sleep 1")'
 
 
-async def cancelled(stage: Stage, rollout: Rollout, running: asyncio.Task[Any]) -> None:
-    """Wait for the end of a cancelled rollout, and look for what is left of it."""
+async def assert_cancelled(stage: Stage, rollout: Rollout, running: asyncio.Task[Any]) -> None:
+    """Wait for the end of a cancelled rollout, and check that nothing is left of it."""
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(asyncio.shield(running), scaled(30))
     over = rollout.outcome.collected.work  # it had come to its end, and was being cleaned up
@@ -36,7 +36,7 @@ async def cancelled(stage: Stage, rollout: Rollout, running: asyncio.Task[Any]) 
 @pytest.mark.parametrize("where", STAGES)
 async def test_nothing_is_left_of_a_rollout_that_is_cancelled(where: str, late: float, tmp_path: Any) -> None:
     (tmp_path / "file").write_text("x")
-    async with staged() as stage:
+    async with open_stage() as stage:
         before = asyncio.all_tasks()
 
         def watch(progress: RolloutProgress) -> None:
@@ -58,27 +58,27 @@ async def test_nothing_is_left_of_a_rollout_that_is_cancelled(where: str, late: 
             assert running.result().status == "finished"
             assert late and where != "agent"
         else:
-            await cancelled(stage, rollout, running)
+            await assert_cancelled(stage, rollout, running)
         await until(lambda: left() == [])
 
 
 async def test_an_agent_that_is_only_just_being_started_is_ended_too() -> None:
     """Between the order to start it and its first breath: what is not there yet cannot be killed, but must not come either."""
-    async with staged() as stage:
+    async with open_stage() as stage:
         for pause in (0, 0, 0.001, 0.002, 0.005):
             rollout = stage.rollout("time.sleep(600)")
             running = asyncio.create_task(rollout.run())
             await until(lambda rollout=rollout: rollout.progress.stage == "agent", 30)
             await asyncio.sleep(pause)
             running.cancel()
-            await cancelled(stage, rollout, running)
+            await assert_cancelled(stage, rollout, running)
             assert rollout.outcome.notes == ()
 
 
 async def test_what_was_recorded_before_stays(stage_with_a_turn: tuple[Stage, Rollout, asyncio.Task[Any]]) -> None:
     stage, rollout, running = stage_with_a_turn
     running.cancel()
-    await cancelled(stage, rollout, running)
+    await assert_cancelled(stage, rollout, running)
     outcome = rollout.outcome
     assert (outcome.turns, outcome.rows, outcome.exit_code) == (1, 1, None)
     shown = await stage.gateway.show(outcome.session)
@@ -88,7 +88,7 @@ async def test_what_was_recorded_before_stays(stage_with_a_turn: tuple[Stage, Ro
 async def test_cancelling_again_does_not_leave_anything_behind(
     stage_with_a_turn: tuple[Stage, Rollout, asyncio.Task[Any]],
 ) -> None:
-    """Whoever is impatient cancels twice; the sandbox is removed all the same."""
+    """A second cancellation does not keep the sandbox from being removed."""
     stage, _, running = stage_with_a_turn
     running.cancel()
     for _ in range(3):
@@ -102,7 +102,7 @@ async def test_cancelling_again_does_not_leave_anything_behind(
 @pytest.fixture
 async def stage_with_a_turn() -> Any:
     """In the middle: the agent has had its first reply and goes on. It does not care for SIGTERM."""
-    async with staged([say("Hello.")]) as stage:
+    async with open_stage([say("Hello.")]) as stage:
         program = 'import signal\nsignal.signal(15, signal.SIG_IGN)\nask("Hi")\ntime.sleep(600)'
         rollout = stage.rollout(program)
         running = asyncio.create_task(rollout.run())
@@ -111,7 +111,7 @@ async def stage_with_a_turn() -> Any:
 
 
 async def test_a_session_whose_opening_was_never_answered_is_ended_too() -> None:
-    async with staged() as stage:
+    async with open_stage() as stage:
 
         class Slow(GatewayClient):
             async def open(self, config: Any, session: str | None = None, traceparent: str = "") -> Any:
@@ -126,7 +126,7 @@ async def test_a_session_whose_opening_was_never_answered_is_ended_too() -> None
             await asyncio.wait_for(opened.wait(), scaled(30))
             assert len(await stage.open_sessions()) == 1
             running.cancel()
-            await cancelled(stage, rollout, running)
+            await assert_cancelled(stage, rollout, running)
         assert rollout.outcome.session == ""
 
 
@@ -134,7 +134,7 @@ async def test_a_gateway_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest
     monkeypatch.setattr("turngate.rollout.session.END_S", 0.3)
     monkeypatch.setattr(one, "_QUICK_COUNT_S", 0.3)
     monkeypatch.setattr(one, "_COUNT_S", 3600.0)  # is for rollouts that were not cancelled
-    async with staged() as stage:
+    async with open_stage() as stage:
 
         class Hanging(GatewayClient):
             async def cancel(self, session: str) -> Any:
@@ -155,7 +155,7 @@ async def test_a_gateway_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest
 
 async def test_a_crashing_watcher_does_not_leave_a_sandbox_behind() -> None:
     """Not an error of ours to hide; but what was made is cleaned up."""
-    async with staged() as stage:
+    async with open_stage() as stage:
 
         def watch(progress: RolloutProgress) -> None:
             if progress.stage == "agent":

@@ -38,7 +38,7 @@ class Front:
 
 
 @asynccontextmanager
-async def fronted(gateway: str = "") -> AsyncIterator[Front]:
+async def open_front(gateway: str = "") -> AsyncIterator[Front]:
     front = Front(gateway)
     runner = web.ServerRunner(web.Server(front))
     await runner.setup()
@@ -53,7 +53,7 @@ async def fronted(gateway: str = "") -> AsyncIterator[Front]:
 
 
 async def test_a_proxy_without_its_gateway_is_not_taken_for_a_wrong_address() -> None:
-    async with fronted() as front, GatewayClient(front.url, "x") as client:
+    async with open_front() as front, GatewayClient(front.url, "x") as client:
         for status in (502, 503, 504):
             front.instead = [status]
             with pytest.raises(
@@ -69,7 +69,7 @@ async def test_a_proxy_without_its_gateway_is_not_taken_for_a_wrong_address() ->
 async def test_a_trainer_goes_on_when_the_gateway_is_back_behind_its_proxy() -> None:
     async with (
         training() as running,
-        fronted(running.g.root) as front,
+        open_front(running.g.root) as front,
         GatewayClient(front.url, running.g.app.admin_key) as client,
     ):
         front.instead = [502]

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from tests.kit import say
-from tests.rollout.kit import Stage, own_agent, staged
+from tests.rollout.kit import Stage, open_stage, own_agent
 from tests.speed import paced
 from turngate.rollout import collect as collecting
 from turngate.rollout.collect import collect
@@ -42,7 +42,7 @@ LINE = 'os.makedirs(os.environ["HOME"] + "/said/deep"); os.chdir(os.environ["HOM
 
 @pytest.fixture
 async def stage() -> AsyncIterator[Stage]:
-    async with staged([say("Hello.")] * 5) as stage:
+    async with open_stage([say("Hello.")] * 5) as stage:
         yield stage
 
 
@@ -50,7 +50,7 @@ def every_file(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir() or path.is_symlink())
 
 
-async def written_by(stage: Stage, program: str, **how: Any) -> Outcome:
+async def run_writer(stage: Stage, program: str, **how: Any) -> Outcome:
     outcome = await stage.run(program, agent=own_agent(WRITER), **how)
     assert outcome.status == "finished", outcome
     msgspec.json.encode(outcome)  # it can be written down, whatever is in it
@@ -61,7 +61,7 @@ async def written_by(stage: Stage, program: str, **how: Any) -> Outcome:
 
 
 async def test_a_transcript_that_agrees(stage: Stage) -> None:
-    outcome = await written_by(
+    outcome = await run_writer(
         stage, LINE + 'open("a.jsonl", "w").write(json.dumps({"type": "said", "text": ask("Hi")}))'
     )
     assert (outcome.collected.transcript_turns, outcome.collected.differences) == (1, ())
@@ -70,7 +70,7 @@ async def test_a_transcript_that_agrees(stage: Stage) -> None:
 
 async def test_a_transcript_that_says_something_else(stage: Stage) -> None:
     program = LINE + 'ask("Hi")\nopen("a.jsonl", "w").write(json.dumps({"type": "said", "text": "Goodbye."}))'
-    outcome = await written_by(stage, program)
+    outcome = await run_writer(stage, program)
     [difference] = outcome.collected.differences
     assert "'Goodbye.' against 'Hello.'" in difference
 
@@ -91,7 +91,7 @@ async def test_a_transcript_that_says_something_else(stage: Stage) -> None:
 )
 async def test_a_transcript_that_is_nonsense_does_not_fail_the_rollout(content: str, stage: Stage) -> None:
     program = LINE + f'ask("Hi")\nopen("a.jsonl", "w", errors="surrogatepass").write({content})'
-    outcome = await written_by(stage, program)
+    outcome = await run_writer(stage, program)
     told = " ".join((*outcome.collected.differences, *outcome.notes))
     assert told.isprintable() or "\x1b" not in msgspec.json.encode(outcome).decode()
     assert "missing in transcript" in told or "cannot be read" in told or "text" in told or "turns" in told, outcome
@@ -100,7 +100,7 @@ async def test_a_transcript_that_is_nonsense_does_not_fail_the_rollout(content: 
 async def test_a_transcript_that_is_a_link_is_not_followed(stage: Stage, tmp_path: Path) -> None:
     secret = tmp_path / "secret.jsonl"
     secret.write_text('{"type": "said", "text": "secret of the host"}')
-    outcome = await written_by(stage, LINE + f'ask("Hi")\nos.symlink({str(secret)!r}, "a.jsonl")')
+    outcome = await run_writer(stage, LINE + f'ask("Hi")\nos.symlink({str(secret)!r}, "a.jsonl")')
     assert outcome.collected.files == 0
     assert "secret of the host" not in json.dumps(msgspec.to_builtins(outcome))
     assert not any(b"secret of the host" in p.read_bytes() for p in stage.folder.rglob("*") if p.is_file())
@@ -110,7 +110,7 @@ async def test_names_of_any_bytes_are_kept(stage: Stage) -> None:
     program = (
         LINE + 'ask("Hi")\nfor name in (b"\\xff\\x1b[31m.jsonl", b"new\\nline.jsonl", b"-rf.jsonl", b"$(x).jsonl"):'
     )
-    outcome = await written_by(stage, program + ' open(name, "w").write("x")')
+    outcome = await run_writer(stage, program + ' open(name, "w").write("x")')
     assert outcome.collected.files == 4
     names = sorted(os.fsencode(path.name) for path in (stage.folder / outcome.session / "home").rglob("*.jsonl"))
     assert names == [b"$(x).jsonl", b"-rf.jsonl", b"new\nline.jsonl", b"\xff\x1b[31m.jsonl"]
@@ -122,7 +122,7 @@ async def test_too_many_and_too_large_files_are_left_out_and_named(
     monkeypatch.setattr(collecting, "_MAX_FILES", 3)
     monkeypatch.setattr(collecting, "_MAX_FILE_BYTES", 1000)
     program = 'ask("Hi")\nos.makedirs(os.environ["HOME"] + "/logs"); os.chdir(os.environ["HOME"] + "/logs")\n'
-    outcome = await written_by(stage, program + 'for n in range(5): open(f"{n}.log", "w").write("x" * 2000)')
+    outcome = await run_writer(stage, program + 'for n in range(5): open(f"{n}.log", "w").write("x" * 2000)')
     assert outcome.collected.files == 0
     assert len(outcome.collected.missing) == 4
     assert outcome.collected.missing[0] == "home: 2 of 5 transcript and log files were not copied"
@@ -132,7 +132,7 @@ async def test_too_many_and_too_large_files_are_left_out_and_named(
 async def test_all_files_together_have_a_limit(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collecting, "_MAX_BYTES", 5000)
     program = 'ask("Hi")\nos.makedirs(os.environ["HOME"] + "/logs"); os.chdir(os.environ["HOME"] + "/logs")\n'
-    outcome = await written_by(stage, program + 'for n in range(5): open(f"{n}.log", "w").write("x" * 2000)')
+    outcome = await run_writer(stage, program + 'for n in range(5): open(f"{n}.log", "w").write("x" * 2000)')
     assert (outcome.collected.files, len(outcome.collected.missing)) == (2, 3)
 
 
@@ -226,7 +226,7 @@ async def test_a_working_folder_that_is_gone(stage: Stage) -> None:
 
 async def test_a_home_that_is_gone(stage: Stage) -> None:
     program = 'ask("Hi")\nimport shutil; shutil.rmtree(os.environ["HOME"])'
-    outcome = await written_by(stage, program)
+    outcome = await run_writer(stage, program)
     assert outcome.collected.files == 0 and outcome.turns == 1
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.kit import say, until
-from tests.rollout.kit import PRELUDE, Stage, staged
+from tests.rollout.kit import PRELUDE, Stage, open_stage
 from tests.sandboxes import kit as sandboxes
 from tests.speed import paced
 from turngate.engines.scripted import ScriptedTurn
@@ -37,11 +37,11 @@ mkdir -p "$TURNGATE_LOGS/verifier"; echo $reward > "$TURNGATE_LOGS/verifier/rewa
 
 @pytest.fixture
 async def stage() -> AsyncIterator[Stage]:
-    async with staged([say("Hello.")] * 20) as stage:
+    async with open_stage([say("Hello.")] * 20) as stage:
         yield stage
 
 
-def asked(folder: Path, program: str, test: str = IS_42, **more: Any) -> Task:
+def make_task(folder: Path, program: str, test: str = IS_42, **more: Any) -> Task:
     tests = folder / "tests"
     tests.mkdir(exist_ok=True)
     (tests / "test.sh").write_text(test)
@@ -55,7 +55,7 @@ def asked(folder: Path, program: str, test: str = IS_42, **more: Any) -> Task:
 async def test_the_work_is_graded_and_the_outcome_recorded(
     stage: Stage, tmp_path: Path, answer: str, reward: float
 ) -> None:
-    outcome = await stage.run(task=asked(tmp_path, WRITES.format(answer=answer)))
+    outcome = await stage.run(task=make_task(tmp_path, WRITES.format(answer=answer)))
     assert (outcome.status, outcome.kind, outcome.reward) == ("finished", "graded", reward)
     assert stage.stages[-4:] == ["clean", "grade", "record", "done"]  # the agent's sandbox is gone before
     shown = await stage.gateway.show(outcome.session)
@@ -65,10 +65,10 @@ async def test_the_work_is_graded_and_the_outcome_recorded(
 
 
 async def test_work_is_kept_only_where_it_is_wanted(stage: Stage, tmp_path: Path) -> None:
-    kept = await stage.run(task=asked(tmp_path, WRITES.format(answer="42")))
-    gone = await stage.run(task=asked(tmp_path, WRITES.format(answer="42")), keep_work=False)
+    kept = await stage.run(task=make_task(tmp_path, WRITES.format(answer="42")))
+    gone = await stage.run(task=make_task(tmp_path, WRITES.format(answer="42")), keep_work=False)
     assert kept.reward == gone.reward == 1.0
-    assert stage.left(kept, "answer.txt") == b"42" and kept.collected.work
+    assert stage.read_work(kept, "answer.txt") == b"42" and kept.collected.work
     assert not (stage.folder / gone.session / "work").exists() and not gone.collected.work
 
 
@@ -80,21 +80,21 @@ async def test_a_task_without_a_grader_has_no_class_and_no_reward(stage: Stage) 
 
 async def test_what_a_timed_out_agent_did_is_graded(stage: Stage, tmp_path: Path) -> None:
     program = WRITES.format(answer="42") + "\ntime.sleep(600)"
-    outcome = await stage.run(task=asked(tmp_path, program), timeout_s=paced(1.5))
+    outcome = await stage.run(task=make_task(tmp_path, program), timeout_s=paced(1.5))
     assert (outcome.status, outcome.kind, outcome.reward) == ("timed out", "graded", 1.0)
 
 
 async def test_what_a_timed_out_agent_did_is_left_out_by_policy(stage: Stage, tmp_path: Path) -> None:
     program = WRITES.format(answer="42") + "\ntime.sleep(600)"
-    task, policy = asked(tmp_path, program), EndPolicy(timed_out="exclude")
+    task, policy = make_task(tmp_path, program), EndPolicy(timed_out="exclude")
     outcome = await stage.run(task=task, timeout_s=paced(1.5), policy=policy)
     assert (outcome.status, outcome.kind, outcome.reward) == ("timed out", "agent failed", None)
     assert (await stage.gateway.show(outcome.session))["outcome"]["reward"] is None
 
 
 async def test_an_engine_that_fails_is_never_the_agents_zero(tmp_path: Path) -> None:
-    async with staged([ScriptedTurn(fail_before=True)] * 20) as stage:
-        outcome = await stage.run(task=asked(tmp_path, WRITES.format(answer="41")))
+    async with open_stage([ScriptedTurn(fail_before=True)] * 20) as stage:
+        outcome = await stage.run(task=make_task(tmp_path, WRITES.format(answer="41")))
     assert (outcome.status, outcome.kind, outcome.reward) == ("error", "infrastructure fault", None)
 
 
@@ -104,8 +104,8 @@ HANGS_UP = 'ask("Hi")\nif not (child := os.fork()): ask("More")\ntime.sleep(2)\n
 @pytest.mark.parametrize("program", ['ask("Hi")\nask("More")', HANGS_UP])
 async def test_an_engine_that_goes_silent_is_never_the_agents_zero(tmp_path: Path, program: str) -> None:
     """Also where the agent hangs up and tries again."""
-    async with staged([say("Hello."), ScriptedTurn(hang=True), ScriptedTurn(hang=True)]) as stage:
-        outcome = await stage.run(task=asked(tmp_path, program), timeout_s=paced(2.5))
+    async with open_stage([say("Hello."), ScriptedTurn(hang=True), ScriptedTurn(hang=True)]) as stage:
+        outcome = await stage.run(task=make_task(tmp_path, program), timeout_s=paced(2.5))
     assert (outcome.status, outcome.kind, outcome.reward, outcome.turns) == ("error", "infrastructure fault", None, 1)
     assert outcome.fault is not None and (outcome.fault.boundary, outcome.fault.stage) == ("engine", "agent")
     assert "went silent" in outcome.fault.message
@@ -113,18 +113,18 @@ async def test_an_engine_that_goes_silent_is_never_the_agents_zero(tmp_path: Pat
 
 async def test_a_slow_engine_is_no_excuse(tmp_path: Path) -> None:
     """Its tokens come."""
-    async with staged([say("A long story " * 100, pace_s=paced(0.025))]) as stage:
+    async with open_stage([say("A long story " * 100, pace_s=paced(0.025))]) as stage:
         call = '{"stream": True, "messages": [{"role": "user", "content": "Hi"}]}'
         program = f'http("POST", "/v1/chat/completions", {call})'
-        outcome = await stage.run(task=asked(tmp_path, program), timeout_s=paced(1.5))
+        outcome = await stage.run(task=make_task(tmp_path, program), timeout_s=paced(1.5))
     assert (outcome.status, outcome.fault) == ("timed out", None)
     assert outcome.kind == "agent failed"  # there was no whole turn
 
 
 async def test_a_call_at_the_very_end_is_no_excuse(tmp_path: Path) -> None:
-    async with staged([say("Hello."), ScriptedTurn(hang=True)]) as stage:
+    async with open_stage([say("Hello."), ScriptedTurn(hang=True)]) as stage:
         program = f'ask("Hi")\ntime.sleep({paced(1.4)})\nask("More")'
-        outcome = await stage.run(task=asked(tmp_path, program), timeout_s=paced(2))
+        outcome = await stage.run(task=make_task(tmp_path, program), timeout_s=paced(2))
     assert (outcome.status, outcome.kind, outcome.reward, outcome.fault) == ("timed out", "graded", 0.0, None)
 
 
@@ -168,7 +168,7 @@ async def test_a_grading_that_the_infrastructure_spoiled_is_tried_again(
         )
 
     monkeypatch.setattr(grading, "grade", flaky)
-    outcome = await stage.run(task=asked(tmp_path, WRITES.format(answer="42")))
+    outcome = await stage.run(task=make_task(tmp_path, WRITES.format(answer="42")))
     assert (outcome.kind, outcome.reward, len(tried), outcome.turns) == ("graded", 1.0, 3, 1)
 
 
@@ -179,7 +179,7 @@ async def test_a_grading_that_the_infrastructure_spoiled_is_tried_again(
 @pytest.mark.full
 async def test_an_agent_that_ends_its_own_container_gets_no_second_chance(stage: Stage, tmp_path: Path) -> None:
     sandboxes.need("docker")
-    task = asked(tmp_path, 'ask("Hi")\nos.kill(-1, 9)')
+    task = make_task(tmp_path, 'ask("Hi")\nos.kill(-1, 9)')
     outcome = await stage.run(task=task, backend="docker")
     assert (outcome.turns, outcome.kind, outcome.reward) == (1, "agent failed", 0.0)
     assert outcome.grade is not None and "broke its own sandbox" in outcome.grade.message
@@ -191,7 +191,7 @@ async def test_an_agent_that_ends_its_own_container_gets_no_second_chance(stage:
 @pytest.mark.full
 async def test_a_container_that_somebody_else_ends_is_nobodys_zero(stage: Stage, tmp_path: Path) -> None:
     sandboxes.need("docker")
-    task = asked(tmp_path, 'ask("Hi")\ntime.sleep(600)')
+    task = make_task(tmp_path, 'ask("Hi")\ntime.sleep(600)')
     rollout = stage.rollout(task=task, backend="docker")
     running = asyncio.create_task(rollout.run())
     await until(lambda: running.done() or rollout.progress.turns == 1, 60)
@@ -206,19 +206,19 @@ async def test_more_than_can_be_taken_is_a_zero_by_policy(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(posix, "FOLDER_LIMIT", 1_000_000)
-    task = asked(tmp_path, 'ask("Hi")\nopen("big", "wb").truncate(5_000_000)')
+    task = make_task(tmp_path, 'ask("Hi")\nopen("big", "wb").truncate(5_000_000)')
     outcome = await stage.run(task=task)
     assert (outcome.kind, outcome.reward) == ("agent failed", 0.0)
 
 
 async def test_the_tasks_variables_reach_the_agent(stage: Stage, tmp_path: Path) -> None:
-    task = asked(tmp_path, 'ask("Hi")\nprint(os.environ["WORD"])', env={"WORD": "said"})
+    task = make_task(tmp_path, 'ask("Hi")\nprint(os.environ["WORD"])', env={"WORD": "said"})
     assert (await stage.run(task=task)).collected.stdout == "said\n"
 
 
 @pytest.mark.parametrize("backend", sandboxes.backends())
 async def test_a_sandbox_that_works_is_not_called_broken(stage: Stage, backend: str) -> None:
-    """Where a work could not be taken, that alone decides between the agent's zero and nobody's."""
+    """If work could not be copied, this alone decides whether the agent gets a zero."""
     sandboxes.need(backend)
     made = await sandboxes.MAKE[backend](stage.root).create(SandboxSpec())
     try:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.kit import say
-from tests.rollout.kit import staged
-from tests.rollout.test_grading import asked
+from tests.rollout.kit import open_stage
+from tests.rollout.test_grading import make_task
 from tests.server.test_page import entered, told
 
 pytestmark = pytest.mark.process
@@ -29,8 +29,8 @@ mkdir -p "$TURNGATE_LOGS/verifier"; echo 0 > "$TURNGATE_LOGS/verifier/reward.txt
 
 async def test_the_ends_of_logs_are_seen_and_no_secret_in_them(tmp_path: Path) -> None:
     env = {"PROVIDER_API_KEY": "marked-secret-0001", "MODE": "ordinary-value-0002"}
-    async with staged([say("Hello.")] * 3) as stage:
-        outcome = await stage.run(task=asked(tmp_path, PROGRAM, TEST), env=env)
+    async with open_stage([say("Hello.")] * 3) as stage:
+        outcome = await stage.run(task=make_task(tmp_path, PROGRAM, TEST), env=env)
         client = await entered(stage.gateway)
         header = await told(client, f"rollouts/{outcome.session}")
         assert header["rollout"]["class"] == "graded" and header["outcome"]["data"]["exit_code"] == 3

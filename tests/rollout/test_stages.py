@@ -16,7 +16,7 @@ import pytest
 
 from tests.cli.test_serve import process, written
 from tests.kit import Gated, say, until
-from tests.rollout.kit import Stage, own_agent, staged
+from tests.rollout.kit import Stage, open_stage, own_agent
 from tests.sandboxes.kit import processes
 from tests.speed import paced, scaled
 from turngate.client.gateway import GatewayClient
@@ -32,10 +32,10 @@ from turngate.tasks.task import Task
 pytestmark = pytest.mark.process
 
 ALL = ["sandbox", "files", "setup", "session", "relay", "launch", "agent", "seal", "collect", "clean", "done"]
-NAP = f"63{os.getpid():07d}"  # seconds that nobody else on this machine sleeps: by them a process is known again
+NAP = f"63{os.getpid():07d}"  # a unique number of seconds, which identifies the process that sleeps
 TWO_TURNS = 'first = ask("Hi")\nprint(first, ask("Hi", first, "More?"))\nopen("left.txt", "w").write("done")'
 
-# The same, but after each turn it waits until the rollout was told of it: `told` makes a file in FOLDER.
+# The same, but after each turn it waits until the rollout has counted it: `touch_turn_file` creates a file in FOLDER.
 TOLD_TURNS = """
 def wait(turns):
     while not os.path.exists(f"FOLDER/{turns}"): time.sleep(0.02)
@@ -44,13 +44,13 @@ print(first, ask("Hi", first, "More?")); wait(2)
 """
 
 
-def told(folder: Path, progress: RolloutProgress) -> None:
+def touch_turn_file(folder: Path, progress: RolloutProgress) -> None:
     (folder / str(progress.turns)).touch()
 
 
 @pytest.fixture
 async def stage() -> AsyncIterator[Stage]:
-    async with staged([say("Hello."), say("And more.")] * 20) as stage:
+    async with open_stage([say("Hello."), say("And more.")] * 20) as stage:
         yield stage
 
 
@@ -63,7 +63,7 @@ async def test_an_agent_that_does_its_work(stage: Stage) -> None:
     assert (outcome.turns, outcome.roles, outcome.rows, outcome.calls) == (2, {"main": 2}, 1, 2)
     assert outcome.sampled_tokens == sum(len(say(text).ids) for text in ("Hello.", "And more."))
     assert outcome.collected.stdout == "Hello. And more.\n"
-    assert stage.left(outcome, "left.txt") == b"done"
+    assert stage.read_work(outcome, "left.txt") == b"done"
     shown = await stage.gateway.show(outcome.session)
     assert (shown["status"], shown["stop"]) == ("sealed", "")
     facts = {"task": "test", "agent": "shell", "agent_version": "", "sandbox": "local", "group": "test"}
@@ -82,7 +82,7 @@ async def test_progress_counts_turns_as_they_come(stage: Stage, tmp_path: Path) 
 
     def watch(progress: RolloutProgress) -> None:
         seen.append((progress.stage, progress.turns, progress.sampled_tokens))
-        told(tmp_path, progress)
+        touch_turn_file(tmp_path, progress)
 
     await stage.run(TOLD_TURNS.replace("FOLDER", str(tmp_path)), watch=watch)
     tokens = len(say("Hello.").ids)
@@ -96,7 +96,7 @@ async def test_what_is_known_of_an_outcome_can_be_written_down(stage: Stage) -> 
     assert written["status"] == "finished" and written["session"] == outcome.session
     assert written["collected"]["folder"] == str(stage.folder / outcome.session)
     assert msgspec.convert(written, Outcome).seconds == outcome.seconds
-    assert (written["kind"], written["reward"], written["grade"]) == (None, None, None)  # nobody was asked
+    assert (written["kind"], written["reward"], written["grade"]) == (None, None, None)  # there is no grader
 
 
 async def test_an_agent_that_fails(stage: Stage) -> None:
@@ -118,12 +118,12 @@ async def test_an_agent_that_runs_out_of_time(stage: Stage) -> None:
     outcome = await stage.run(program, timeout_s=paced(1.5))
     assert (outcome.status, outcome.exit_code, outcome.fault) == ("timed out", None, None)
     assert (outcome.turns, outcome.collected.stdout) == (1, "Hello.\n")
-    assert stage.left(outcome, "half") == b"x"
+    assert stage.read_work(outcome, "half") == b"x"
     assert (await stage.gateway.show(outcome.session))["stop"] == "timed out"
 
 
 async def test_an_agent_that_ends_in_the_middle_of_its_call(tmp_path: Path) -> None:
-    async with staged(engine=Gated([say("A long story " * 20)], tokens=3)) as stage:
+    async with open_stage(engine=Gated([say("A long story " * 20)], tokens=3)) as stage:
         call = 'http("POST", "/v1/chat/completions", {"stream": True, "messages": [{"role": "user", "content": "Hi"}]})'
         wait = f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.02)"
         running = asyncio.create_task(stage.run(f"if os.fork() == 0: {call}\n{wait}\nos._exit(4)"))
@@ -221,7 +221,7 @@ async def test_a_setup_finds_the_files_and_no_key(stage: Stage, tmp_path: Path) 
     task = Task(id="t", instruction="x", files=tmp_path, setup="env > env.txt; mv given.txt moved.txt")
     outcome = await stage.run(task=task, command="cat moved.txt")
     assert outcome.collected.stdout == "given"
-    env = stage.left(outcome, "env.txt").decode()
+    env = stage.read_work(outcome, "env.txt").decode()
     assert "KEY" not in env and "BASE_URL" not in env
 
 
@@ -333,7 +333,7 @@ async def test_a_stage_that_takes_too_long(stage: Stage, monkeypatch: pytest.Mon
 
 async def test_an_engine_that_is_down_reads_as_the_providers_error() -> None:
     """And an agent that ends on it is not to blame: such a rollout must never be scored."""
-    async with staged([ScriptedTurn(fail_before=True)] * 5) as stage:
+    async with open_stage([ScriptedTurn(fail_before=True)] * 5) as stage:
         outcome = await stage.run(
             'print(*http("POST", "/v1/chat/completions", {"model": "m", "messages": []}))\nask("Hi")'
         )
@@ -344,7 +344,7 @@ async def test_an_engine_that_is_down_reads_as_the_providers_error() -> None:
 
 
 async def test_an_engine_that_came_back_is_not_held_against_anybody() -> None:
-    async with staged([ScriptedTurn(fail_before=True), say("Hello.")]) as stage:
+    async with open_stage([ScriptedTurn(fail_before=True), say("Hello.")]) as stage:
         outcome = await stage.run(
             'body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}\n'
             'http("POST", "/v1/chat/completions", body)\nhttp("POST", "/v1/chat/completions", body)\nsys.exit(4)'
@@ -353,7 +353,7 @@ async def test_an_engine_that_came_back_is_not_held_against_anybody() -> None:
 
 
 async def test_an_agent_that_ends_when_its_tokens_are_used_up_met_a_limit() -> None:
-    async with staged([say("A long answer that is cut.")]) as stage:
+    async with open_stage([say("A long answer that is cut.")]) as stage:
         outcome = await stage.run('ask("Hi")', session={"limits": {"sampled_tokens": 3}})
         assert (outcome.status, outcome.stop, outcome.sampled_tokens) == ("limit", "sampled_tokens", 3)
 
@@ -403,7 +403,7 @@ async def test_a_gateway_that_goes_away_for_good(stage: Stage, tmp_path: Path, m
 
     async with Leaving(stage.gateway.root, stage.gateway.app.admin_key) as leaving:
         program = TOLD_TURNS.replace("FOLDER", str(tmp_path))
-        outcome = await stage.run(program, client=leaving, watch=lambda progress: told(tmp_path, progress))
+        outcome = await stage.run(program, client=leaving, watch=lambda progress: touch_turn_file(tmp_path, progress))
     boundary, where, message = fault(outcome)
     assert (boundary, where) == ("gateway", "seal") and "cannot be reached" in message
     assert outcome.turns == 2  # as far as we were told
@@ -435,7 +435,7 @@ async def test_what_is_asked_reaches_the_agent_byte_for_byte(name: str, stage: S
     command = 'cat > stdin; cp "$TURNGATE_PROMPT_FILE" file; stat -c %a "$TURNGATE_PROMPT_FILE"'
     outcome = await stage.run(task=Task(id="t", instruction=ODD[name]), command=command)
     assert (outcome.status, outcome.collected.stdout) == ("finished", "600\n")
-    assert stage.left(outcome, "stdin") == stage.left(outcome, "file") == ODD[name].encode()
+    assert stage.read_work(outcome, "stdin") == stage.read_work(outcome, "file") == ODD[name].encode()
 
 
 @pytest.mark.parametrize("name", ["quotes", "lines", "dashes", "unicode", "control characters", "markup"])
@@ -463,8 +463,8 @@ default = "quiet"
     outcome = await stage.run(task=Task(id="t", instruction=ODD[name]), agent=agent, options={"loud": "very"})
     assert outcome.status == "finished", outcome.collected.stderr
     for file in ("arg", "env", "asked.txt"):
-        assert stage.left(outcome, file) == ODD[name].encode(), file
-    assert json.loads(stage.left(outcome, "asked.json")) == {
+        assert stage.read_work(outcome, file) == ODD[name].encode(), file
+    assert json.loads(stage.read_work(outcome, "asked.json")) == {
         **{"asked": ODD[name], "model": "m", "tokens": 131072},
         "loud": "very",
     }
@@ -477,7 +477,7 @@ async def test_a_prompt_that_no_argument_can_hold_is_the_agents_fault(stage: Sta
 
 
 async def test_two_rollouts_at_once_do_not_meet() -> None:
-    async with staged(lambda request, n: say(f"Reply {n}.")) as stage:
+    async with open_stage(lambda request, n: say(f"Reply {n}.")) as stage:
         first, second = (stage.rollout('print(ask("Hi"), ask("Ho"))', folder=stage.folder / str(n)) for n in range(2))
         outcomes = await asyncio.gather(first.run(), second.run())
         assert [outcome.collected.stdout for outcome in outcomes] == ["Reply 0. Reply 1.\n"] * 2
@@ -490,7 +490,7 @@ async def test_a_gateway_in_another_process_can_be_started_again_in_the_middle(t
     script = written(tmp_path / "script.json", json.dumps(["Hello."]))
     wait = f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.02)"
     program = f'first = ask("Hi")\n{wait}\nprint(first, ask("Hi", first, "More?"))'
-    async with staged() as stage, AsyncExitStack() as stack:
+    async with open_stage() as stage, AsyncExitStack() as stack:
         first = await asyncio.to_thread(stack.enter_context, process(tmp_path / "data", "--script", script))
         key = (tmp_path / "data" / "admin-key").read_text().strip()
         client = await stack.enter_async_context(GatewayClient(first.url, key))

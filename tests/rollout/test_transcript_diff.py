@@ -17,13 +17,13 @@ pytestmark = pytest.mark.process
 PLACE = Path("home/.claude/projects/-work")
 
 
-def said(text: str, *commands: str) -> dict[str, Any]:
+def says(text: str, *commands: str) -> dict[str, Any]:
     """An assistant's message as Claude Code writes it down."""
     calls = [{"type": "tool_use", "name": "Bash", "input": {"command": c, "timeout": 5}} for c in commands]
     return {"type": "assistant", "message": {"id": f"msg_{text}", "content": [{"type": "text", "text": text}, *calls]}}
 
 
-def recorded(*turns: tuple[str, str, str, tuple[str, ...]], stop: str = "") -> dict[str, Any]:
+def make_trace(*turns: tuple[str, str, str, tuple[str, ...]], stop: str = "") -> dict[str, Any]:
     """A trace of turns: role, thread, text, commands."""
     nodes: list[dict[str, Any]] = []
     for n, (role, thread, text, commands) in enumerate(turns):
@@ -52,19 +52,22 @@ def compared(tmp_path: Path) -> Any:
 
 
 def test_helpers_are_told_apart_by_what_they_did(compared: Any) -> None:
-    trace = recorded(
+    trace = make_trace(
         ("main", "a", "Go.", ()),
         ("subagent", "b", "I look.", ("wc -l",)),
         ("subagent", "c", "I look.", ("wc -w",)),
         ("subagent", "b", "Three.", ()),
         ("subagent", "c", "Three.", ()),
     )
-    one, other = [said("I look.", "wc -l"), said("Three.")], [said("I look.", "wc -w"), said("Three.")]
-    assert compared(trace, [said("Go.")], other, one) == []
-    assert compared(trace, [said("Go.")], other) != [], "a helper that was not written down is missed"
+    one, other = (
+        [says("I look.", "wc -l"), says("Three.")],
+        [says("I look.", "wc -w"), says("Three.")],
+    )
+    assert compared(trace, [says("Go.")], other, one) == []
+    assert compared(trace, [says("Go.")], other) != [], "a helper that was not written down is missed"
 
 
 def test_the_words_at_a_limit_were_never_sampled(compared: Any) -> None:
-    main = [said("Go."), said(limit_message("turns"))]
-    assert compared(recorded(("main", "a", "Go.", ()), stop="turns"), main) == []
-    assert compared(recorded(("main", "a", "Go.", ())), main) != []
+    main = [says("Go."), says(limit_message("turns"))]
+    assert compared(make_trace(("main", "a", "Go.", ()), stop="turns"), main) == []
+    assert compared(make_trace(("main", "a", "Go.", ())), main) != []

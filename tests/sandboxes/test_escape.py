@@ -27,7 +27,7 @@ import msgspec
 import pytest
 
 from tests.kit import say
-from tests.rollout.kit import Stage, staged
+from tests.rollout.kit import Stage, open_stage
 from tests.sandboxes import kit
 from tests.speed import scaled
 from turngate.client.gateway import GatewayClient
@@ -99,7 +99,7 @@ class Named(GatewayClient):
 
 async def _attempted(backend: str) -> Attempt:
     """One rollout of the agent that wants out, beside another session and another sandbox."""
-    async with staged(lambda request, n: say("Nothing to see here.")) as stage, AsyncExitStack() as stack:
+    async with open_stage(lambda request, n: say("Nothing to see here.")) as stage, AsyncExitStack() as stack:
         gateway = stage.gateway
         other = await gateway.open(id=OTHER)
         await gateway.ask(other.key, WORDS)
@@ -383,7 +383,7 @@ def test_the_same_attempts_succeed_where_there_is_no_wall() -> None:
 
 async def test_what_the_local_sandbox_does_not_close() -> None:
     """So the documentation says: for trusted agents and tests. An agent there is its user, and can do what that user can."""
-    async with staged() as stage:
+    async with open_stage() as stage:
         data = stage.gateway.database.parent
         program = f"""
 admin = open({str(data / "admin-key")!r}).read().strip()
@@ -438,7 +438,7 @@ while True:
 @pytest.mark.parametrize("backend", BACKENDS)
 async def test_killing_the_relay_does_not_end_the_rollout(backend: str) -> None:
     kit.need(backend)
-    async with staged([say("Hello."), say("Still here.")]) as stage:
+    async with open_stage([say("Hello."), say("Still here.")]) as stage:
         program = (
             KILL_RELAY
             if backend != "local"
@@ -454,7 +454,7 @@ async def test_killing_the_relay_does_not_end_the_rollout(backend: str) -> None:
 
 async def test_a_relay_of_the_agents_own_reaches_no_further(closed: str) -> None:
     """It may put another program in the relay's place, and name another target: both are inside, where it could do that anyway."""
-    async with staged([say("Hello.")] * 3) as stage:
+    async with open_stage([say("Hello.")] * 3) as stage:
         program = """
 import glob, signal
 home = os.environ["HOME"] + "/.turngate/"
@@ -474,7 +474,7 @@ print([line.split()[1] for line in open("/tmp/mine") if line.startswith(("Uid", 
 
 async def test_two_agents_at_once_cannot_use_each_others_door(closed: str) -> None:
     """Each has a door of its own in a folder of its own, and a key of its own."""
-    async with staged(lambda request, n: say("Hello.")) as stage:
+    async with open_stage(lambda request, n: say("Hello.")) as stage:
         program = 'print(ask("Hi"), os.listdir("/run/turngate"), sorted(os.listdir("/run")))\ntime.sleep(1)'
         first, second = (stage.rollout(program, backend=closed, folder=stage.folder / str(n)) for n in range(2))
         outcomes = await asyncio.gather(first.run(), second.run())
@@ -500,7 +500,7 @@ out = os.environ["HOME"] + "/.turngate/stderr"
 os.unlink(out); os.symlink({str(secret)!r}, out)
 print("\\x1b]0;owned\\x07 done")
 """
-    async with staged() as stage:
+    async with open_stage() as stage:
         outcome = await stage.run(program, backend=closed)
         assert outcome.status == "finished", outcome
         kept = stage.folder / outcome.session

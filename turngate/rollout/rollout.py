@@ -131,7 +131,7 @@ class Rollout:
 
     async def _run(self) -> Outcome:
         """The life of a rollout. The sandbox is gone before the work is graded."""
-        async with self._faults_recorded(), AsyncExitStack() as cleanup:
+        async with self._record_faults(), AsyncExitStack() as cleanup:
             async with self._gate("start"):
                 sandbox = await self._create_sandbox(cleanup)
                 await self._upload_files(sandbox)
@@ -295,7 +295,7 @@ class Rollout:
     # ── clean up ────────────────────────────────────────────────────────────────────────────────────────────────
 
     @asynccontextmanager
-    async def _faults_recorded(self) -> AsyncIterator[None]:
+    async def _record_faults(self) -> AsyncIterator[None]:
         """Turn an error of a stage into a fault. A cancellation goes on when the rest is done."""
         try:
             yield

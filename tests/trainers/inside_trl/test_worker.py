@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.kit import Gated, gateway, say, until
-from tests.rollout.kit import PRELUDE, Stage, staged
+from tests.rollout.kit import PRELUDE, Stage, open_stage
 from tests.sandboxes.kit import MAKE
 from tests.speed import scaled
 from tests.trainers.inside_trl.kit import apart, following, none_left, rolled, same, taken, told
@@ -256,7 +256,7 @@ def planned(stage: Stage, program: str, *, grader: str = "", **given: object) ->
 async def test_it_runs_the_rollouts_at_the_trainers_pace_and_says_when_there_are_no_more(tmp_path: Path) -> None:
     grader = tmp_path / "grader.py"
     grader.write_text("import random\ndef grade(subject):\n    return random.random()\n")
-    async with staged() as stage:
+    async with open_stage() as stage:
         plan = planned(stage, 'ask("Hi")', grader=f"{grader}:grade", rounds=3)
         async with following(stage.gateway, plan=plan, ahead=1) as worker:
             await until(lambda: worker.rollout_buffer.qsize() == 2, 30)
@@ -275,7 +275,7 @@ async def test_it_runs_the_rollouts_at_the_trainers_pace_and_says_when_there_are
 async def test_its_feed_takes_the_groups_of_its_plan_and_no_others(tmp_path: Path) -> None:
     grader = tmp_path / "grader.py"
     grader.write_text("import random\ndef grade(subject):\n    return random.random()\n")
-    async with staged() as stage:
+    async with open_stage() as stage:
         plan = planned(stage, 'ask("Hi")', grader=f"{grader}:grade")
         async with following(stage.gateway, plan=plan) as worker:
             others = [await rolled(stage.gateway, "other", reward) for reward in (0.0, 1.0)]
@@ -290,7 +290,7 @@ async def test_its_feed_takes_the_groups_of_its_plan_and_no_others(tmp_path: Pat
 
 
 async def test_stop_ends_agents_and_leaves_neither_sandbox_nor_session() -> None:
-    async with staged() as stage:
+    async with open_stage() as stage:
         plan = planned(stage, 'ask("Hi"); time.sleep(600)', rounds=10)
         async with following(stage.gateway, plan=plan) as worker:
             async with asyncio.timeout(scaled(20)):
@@ -302,7 +302,7 @@ async def test_stop_ends_agents_and_leaves_neither_sandbox_nor_session() -> None
 
 
 async def test_a_plan_that_nothing_comes_of_is_given_up(tmp_path: Path) -> None:
-    async with staged() as stage:
+    async with open_stage() as stage:
         plan = planned(stage, 'ask("Hi")', grader=f"{tmp_path}/none.py:grade", rounds=100_000)
         async with following(stage.gateway, plan=plan) as worker:
             await until(lambda: worker._work is not None and worker._work.done(), 60)
