@@ -52,11 +52,11 @@ async def test_honest_work_beside_all_of_it_is_paid(shop: kit.Task, walled: Grad
     assert (found.kind, found.reward, found.resolved) == ("graded", 1.0, True), found.log
     assert set(found.cases.values()) == {"passed"}
     assert found.notes == (
-        "conftest.py: added by the work, and set aside",
-        "lib/pyproject.toml: added by the work, and set aside",
-        "pyproject.toml: what it says to pytest was changed by the work; the task's own is used",
-        "sitecustomize.py: added by the work, and set aside",
-        "tests/test_prices.py: changed by the work; the task's own is used",
+        "conftest.py: added by the work and set aside",
+        "lib/pyproject.toml: added by the work and set aside",
+        "pyproject.toml: the work changed its pytest settings; the task's own file is used",
+        "sitecustomize.py: added by the work and set aside",
+        "tests/test_prices.py: changed by the work; the task's own file is used",
     )
 
 
@@ -76,7 +76,7 @@ async def test_nothing_of_the_work_is_read_before_the_witness(walled: GradingEnv
     unpaid(await kit.graded(task, kit.worked(tmp_path / "cheat", stolen), walled))
     honest = {"shop/prices.py": kit.FIX, "shop/io.py": "", "shop/encodings/__init__.py": "", "encodings/x.py": ""}
     found = await kit.graded(task, kit.worked(tmp_path / "honest", honest), walled)
-    assert (found.reward, found.notes) == (1.0, ("encodings/x.py: added by the work, and set aside",)), found.log
+    assert (found.reward, found.notes) == (1.0, ("encodings/x.py: added by the work and set aside",)), found.log
 
 
 async def test_tests_that_only_cases_name_are_the_tasks_own(walled: GradingEnvironment, tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ async def test_tests_that_only_cases_name_are_the_tasks_own(walled: GradingEnvir
     cheat = {"shop/prices.py": kit.FIX, "far/check_b.py": "def test_b(): pass\n", "shop/b.py": "def f(): return 2\n"}
     found = await kit.graded(task, kit.worked(tmp_path / "cheat", cheat, files), walled)
     assert (found.reward, found.cases["far/check_b.py::test_b"]) == (0.0, "failed"), found.log
-    assert found.notes == ("far/check_b.py: changed by the work; the task's own is used",)
+    assert found.notes == ("far/check_b.py: changed by the work; the task's own file is used",)
     honest = {"shop/prices.py": kit.FIX, "shop/b.py": files["shop/b.py"].replace("return 1", "return 2 - 1")}
     found = await kit.graded(task, kit.worked(tmp_path / "honest", honest, files), walled)
     assert (found.reward, found.notes) == (1.0, ()), found.log
@@ -114,7 +114,7 @@ async def test_a_repository_that_is_pytest_can_be_mended(walled: GradingEnvironm
     }
     found = await kit.graded(task, kit.worked(tmp_path / "w", fix, files), walled)
     assert (found.kind, found.reward) == ("graded", 1.0), found.message + found.log
-    assert found.notes == ("_pytest/__init__.py: added by the work, and set aside",)
+    assert found.notes == ("_pytest/__init__.py: added by the work and set aside",)
 
 
 DEEPER = {
@@ -142,7 +142,7 @@ async def test_settings_between_the_root_and_the_tests_are_the_tasks(
         cheat = {f"lib/{name}": text, "evil.py": attacks.ITEMS}
         found = await kit.graded(task, kit.worked(tmp_path / name, cheat, files), walled)
         assert (found.kind, found.reward) == ("graded", 0.0), name
-        assert found.notes == (f"lib/{name}: added by the work, and set aside",)
+        assert found.notes == (f"lib/{name}: added by the work and set aside",)
 
 
 async def test_settings_that_are_nothing_to_pytest_are_the_agents(walled: GradingEnvironment, tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ async def test_settings_that_are_nothing_to_pytest_are_the_agents(walled: Gradin
     assert (found.reward, found.notes) == (1.0, ()), found.log
     cfg = files["setup.cfg"] + "  -p shop.evil\n"
     found = await kit.graded(task, kit.worked(tmp_path / "b", {**fix, "setup.cfg": cfg}, files), walled)
-    assert found.notes == ("setup.cfg: what it says to pytest was changed by the work; the task's own is used",)
+    assert found.notes == ("setup.cfg: the work changed its pytest settings; the task's own file is used",)
 
 
 @pytest.mark.parametrize("sandbox", backends("docker", "local"))

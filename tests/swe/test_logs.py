@@ -179,7 +179,7 @@ def test_a_log_that_a_parser_gets_lost_in_decides_nothing_and_is_no_hang(monkeyp
     """And is no invalid task either: an agent could print its way out of a bad grade."""
     assert logs.has_parser("swebench:django/django")  # what there is, is asked for once, without haste
     monkeypatch.setattr(logs, "FOREIGN_TIMEOUT_S", 1.0)
-    with pytest.raises(Undecided, match="for 1 s and came to no end"):
+    with pytest.raises(Undecided, match="took longer than 1 s"):
         logs.parse_log("swebench:django/django", "test_x ... Testing against Django installed in /\n" * 60_000)
 
 

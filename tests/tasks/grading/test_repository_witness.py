@@ -120,7 +120,7 @@ def test_tests_of_every_kind_are_known_as_their_own(tmp_path: Path) -> None:
     folder = kit.laid(tmp_path / "w", {"tests/test_many.py": MANY, "tests/mixins.py": MIXINS})
     found, said = witnessed(folder, "tests", tests=("tests/test_many.py", "tests/mixins.py"))
     assert found.ended, said
-    assert found.others == frozenset() and found.odd == frozenset()
+    assert found.replaced == frozenset() and found.tampered == frozenset()
     assert len(found.outcomes) >= 22 and set(found.outcomes.values()) == {"passed"}, said
     passed = [line.removeprefix("PASSED ") for line in said.splitlines() if line.startswith("PASSED ")]
     assert passed and all(found.passed(case) for case in passed)
@@ -132,8 +132,8 @@ def test_what_runs_in_a_tests_place_is_told(tmp_path: Path) -> None:
     found, said = witnessed(folder, "tests", tests=("tests/test_x.py",))
     assert found.ended and "4 passed" in said
     assert found.passed("tests/test_x.py::test_one")
-    assert found.others == {f"tests/test_x.py::test_{name}" for name in ("all", "some", "runs")}
-    assert not any(found.passed(case) for case in found.others)
+    assert found.replaced == {f"tests/test_x.py::test_{name}" for name in ("all", "some", "runs")}
+    assert not any(found.passed(case) for case in found.replaced)
 
 
 @pytest.mark.parametrize("name", ["json", "hmac", "hashlib", "unittest", "re"])
@@ -151,4 +151,4 @@ def test_names_are_from_where_pytest_was_started(tmp_path: Path) -> None:
     files = {"lib/pytest.ini": "[pytest]\n", "lib/tests/test_x.py": "def test_one(): pass\n"}
     found, said = witnessed(kit.laid(tmp_path / "w", files), "lib/tests", tests=("lib/tests/test_x.py",))
     assert "PASSED lib/tests/test_x.py::test_one" in said
-    assert found.ended and found.passed("lib/tests/test_x.py::test_one") and not found.others
+    assert found.ended and found.passed("lib/tests/test_x.py::test_one") and not found.replaced

@@ -81,7 +81,7 @@ async def test_a_command_that_has_no_witness_is_judged_by_its_log(
         judged(shop, test_cmd=command), kit.worked(tmp_path / "w", {"shop/prices.py": kit.FIX}), walled
     )
     assert found.reward == 1.0
-    assert found.notes == ("there is no witness for the tests of this task: the log alone decides",)
+    assert found.notes == ("the witness cannot watch this task's tests, so the log alone decides",)
 
 
 async def test_install_runs_after_the_work_is_laid_down(shop: Task, walled: GradingEnvironment, tmp_path: Path) -> None:

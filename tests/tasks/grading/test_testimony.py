@@ -24,13 +24,13 @@ def report(tmp_path: Path) -> bytes:
 
 def test_what_was_signed_is_heard(report: bytes) -> None:
     found = parse_report(KEY, report)
-    assert found.begun and found.ended and found.passed("a.py::test_x")
+    assert found.started and found.ended and found.passed("a.py::test_x")
     assert not found.passed("a.py::test_y[1 2]") and found.knows("a.py::test_y[1") and not found.knows("a.py::test_z")
 
 
 def test_what_was_not_is_not(report: bytes) -> None:
     lines = report.splitlines(keepends=True)
-    assert not parse_report(b"another key", report).begun
+    assert not parse_report(b"another key", report).started
     assert not parse_report(KEY, b"".join(lines[:-1])).ended
     for changed in (
         report.replace(b"failed", b"passed"),

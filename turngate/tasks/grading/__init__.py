@@ -1,1 +1,1 @@
-"""What the host decides about an agent's work. `grade` is the one way to a reward, whoever started the rollout."""
+"""Grading: what the host decides about an agent's work. `grade` is the only way to a reward."""

@@ -1,11 +1,11 @@
-"""A Python function on the host decides. It is the task's own code, and trusted; what it looks at is not.
+"""Grade with a Python function on the host. The function is the task's own code and trusted; the work that it sees is not.
 
     def grade(subject):                          # or async def
         text = (subject.folder / "answer.txt").read_text()
         return 1.0 if text.strip() == "42" else 0.0
 
-It sees a `Subject`: the work as files on the host, the agent's calls of host tools, and `exec`, which runs a command in a fresh sandbox
-with the work laid down. It returns a number or a `Grade`. An exception is no reward.
+It gets a `Subject`: the work as files on the host, the agent's host tool calls, and `exec`, which runs a command in a fresh sandbox with
+the work copied in. It returns a number or a `Grade`. If it raises, there is no reward.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 from turngate.errors import SandboxError, TaskError
 from turngate.sandboxes.base import ExecResult, Sandbox
-from turngate.tasks.grading import sandbox as fresh
+from turngate.tasks.grading import sandbox as grading_sandbox
 from turngate.tasks.grading.result import Control, GraderLog, GraderResult, Undecided
 from turngate.tasks.grading.types import Grade, GradingEnvironment, Work
 from turngate.tasks.grading.work import collect_work, needs_git
@@ -33,8 +33,8 @@ from turngate.tasks.task import Function, Task
 class Subject:
     """What a grading function looks at. Nothing in it can be changed for another grader."""
 
-    def __init__(self, task: Task, work: Work, place: _SubjectSandbox) -> None:
-        self._task, self._work, self._place = task, work, place
+    def __init__(self, task: Task, work: Work, owner: _SubjectSandbox) -> None:
+        self._task, self._work, self._sandbox_owner = task, work, owner
 
     @property
     def task(self) -> Task:
@@ -42,12 +42,12 @@ class Subject:
 
     @property
     def folder(self) -> Path:
-        """The agent's working folder as it left it; no link in it leads out. Of the untouched task, what the agent would have found."""
+        """The agent's working folder as it was left; no link in it leads outside. For the untouched task, the initial working folder."""
         return self._work.folder
 
     @property
     def answers(self) -> tuple[Mapping[str, object], ...]:
-        """Calls of host tools: {"tool": …, "arguments": …}, in order."""
+        """The host tool calls in their order: {"tool": …, "arguments": …}."""
         return self._work.answers
 
     async def exec(
@@ -58,8 +58,8 @@ class Subject:
         stdin: bytes = b"",
         timeout_s: float = 60.0,
     ) -> ExecResult:
-        """In a fresh sandbox with the work laid down; the same one for all calls. Whatever a command leaves running is killed."""
-        return await self._place.exec(command, env, stdin, timeout_s)
+        """Run a command in a fresh sandbox with the work copied in; the same one for all calls. Processes left running are killed."""
+        return await self._sandbox_owner.exec(command, env, stdin, timeout_s)
 
     def run(
         self,
@@ -69,42 +69,42 @@ class Subject:
         stdin: bytes = b"",
         timeout_s: float = 60.0,
     ) -> ExecResult:
-        """`exec`, for a function that is not async."""
-        called = self._place.exec(command, env, stdin, timeout_s)
-        return asyncio.run_coroutine_threadsafe(called, self._place.loop).result()
+        """Like `exec`, for a function that is not async."""
+        called = self._sandbox_owner.exec(command, env, stdin, timeout_s)
+        return asyncio.run_coroutine_threadsafe(called, self._sandbox_owner.loop).result()
 
 
 class _SubjectSandbox:
-    """The sandbox of a subject, made when it is first asked for. A fault in it is remembered: no function can make a reward of that."""
+    """The sandbox of a subject, created on first use. A fault in it is kept, so that no function can turn it into a reward."""
 
     def __init__(
-        self, task: Task, work: Work | None, ground: GradingEnvironment, life_s: float, log: GraderLog
+        self, task: Task, work: Work | None, environment: GradingEnvironment, life_s: float, log: GraderLog
     ) -> None:
-        self._task, self._work, self._ground, self._life_s, self._log = task, work, ground, life_s, log
+        self._task, self._work, self._environment, self._life_s, self._log = task, work, environment, life_s, log
         self.loop = asyncio.get_running_loop()
         self.fault: SandboxError | None = None
         self._stack = AsyncExitStack()
         self._sandbox: Sandbox | None = None
-        self._one = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def sandbox(self) -> Sandbox:
         if self._sandbox is None:
-            opened = await self._stack.enter_async_context(
-                fresh.open_sandbox(self._task, self._ground, life_s=self._life_s)
+            sandbox = await self._stack.enter_async_context(
+                grading_sandbox.open_sandbox(self._task, self._environment, life_s=self._life_s)
             )
             if self._work is not None:
-                await fresh.lay_work(opened, self._work.folder)
-            self._sandbox = opened
+                await grading_sandbox.lay_work(sandbox, self._work.folder)
+            self._sandbox = sandbox
         return self._sandbox
 
     async def exec(
         self, command: Sequence[str], env: Mapping[str, str] | None, stdin: bytes, timeout_s: float
     ) -> ExecResult:
-        async with self._one:
+        async with self._lock:
             try:
                 sandbox = await self.sandbox()
                 done = await sandbox.exec(
-                    command, env=env, stdin=stdin, timeout_s=timeout_s, keep=fresh.OUTPUT_LIMIT, leave=False
+                    command, env=env, stdin=stdin, timeout_s=timeout_s, keep=grading_sandbox.OUTPUT_LIMIT, leave=False
                 )
             except SandboxError as error:
                 self.fault = error
@@ -117,88 +117,88 @@ class _SubjectSandbox:
 
 
 async def run_grader(
-    task: Task, grader: Function, work: Work | None, ground: GradingEnvironment, log: GraderLog, control: Control
+    task: Task, grader: Function, work: Work | None, environment: GradingEnvironment, log: GraderLog, control: Control
 ) -> GraderResult:
     function = await asyncio.to_thread(_load_function, task, grader.name)
-    async with _open_subject(task, work, ground, grader.timeout_s, log) as (subject, place):
+    async with _open_subject(task, work, environment, grader.timeout_s, log) as (subject, owner):
         try:
             async with asyncio.timeout(grader.timeout_s):
-                said = await _call_function(function, subject)
+                value = await _call_function(function, subject)
         except TimeoutError:
-            raise _fault_or_undecided(place, f"{grader.name} ran out of its {grader.timeout_s:.0f} s") from None
+            raise _fault_or_undecided(owner, f"{grader.name} took longer than its {grader.timeout_s:g} s") from None
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # the task's own code: anything may come out of it
+        except Exception as error:  # the task's own code may raise anything
             raise _fault_or_undecided(
-                place, f"{grader.name} failed: {type(error).__name__}: {str(error)[:500]}"
+                owner, f"{grader.name} failed: {type(error).__name__}: {str(error)[:500]}"
             ) from error
-        if place.fault is not None:
-            raise place.fault
-        return GraderResult(grade=_to_grade(grader.name, said))
+        if owner.fault is not None:
+            raise owner.fault
+        return GraderResult(grade=_to_grade(grader.name, value))
 
 
-def _fault_or_undecided(place: _SubjectSandbox, otherwise: str) -> Exception:
-    return place.fault if place.fault is not None else Undecided(otherwise)
+def _fault_or_undecided(owner: _SubjectSandbox, reason: str) -> Exception:
+    return owner.fault if owner.fault is not None else Undecided(reason)
 
 
 @asynccontextmanager
 async def _open_subject(
-    task: Task, work: Work | None, ground: GradingEnvironment, life_s: float, log: GraderLog
+    task: Task, work: Work | None, environment: GradingEnvironment, life_s: float, log: GraderLog
 ) -> AsyncIterator[tuple[Subject, _SubjectSandbox]]:
-    place = _SubjectSandbox(task, work, ground, life_s, log)
-    async with fresh.scratch_folder() as folder:
+    owner = _SubjectSandbox(task, work, environment, life_s, log)
+    async with grading_sandbox.scratch_folder() as folder:
         try:
-            found = work or await collect_work(await place.sandbox(), folder / "work", git=needs_git(task))
-            yield Subject(task, found, place), place
+            found = work or await collect_work(await owner.sandbox(), folder / "work", git=needs_git(task))
+            yield Subject(task, found, owner), owner
         finally:
-            await place.close()
+            await owner.close()
 
 
 async def _call_function(function: Callable[[Subject], Any], subject: Subject) -> object:
-    """An async one here, another in a thread of its own: where its time is up it is left alone there, since no thread can be ended."""
+    """Call an async function here, and another one in a thread of its own, which is abandoned on a timeout: no thread can be killed."""
     if inspect.iscoroutinefunction(function):
         return await function(subject)
     loop = asyncio.get_running_loop()
-    said: asyncio.Future[object] = loop.create_future()
+    result: asyncio.Future[object] = loop.create_future()
 
-    def tell(value: object, error: Exception | None) -> None:
-        if not said.done():
-            said.set_result(value) if error is None else said.set_exception(error)
+    def settle(value: object, error: Exception | None) -> None:
+        if not result.done():
+            result.set_result(value) if error is None else result.set_exception(error)
 
     def call() -> None:
         value: object = None
         failed: Exception | None = None
         try:
             value = function(subject)
-        except StopIteration as error:  # no future can carry it
+        except StopIteration as error:  # a future cannot hold it
             failed = RuntimeError(f"StopIteration: {error}")
-        except Exception as error:  # handed on
+        except Exception as error:  # passed on
             failed = error
         if not loop.is_closed():
-            loop.call_soon_threadsafe(tell, value, failed)
+            loop.call_soon_threadsafe(settle, value, failed)
 
     threading.Thread(target=call, name="grading function", daemon=True).start()
-    return await said
+    return await result
 
 
 def find_function_file(task: Task, name: str) -> Path | None:
-    """Where the function is written, for one that is named by its file."""
-    place, _, _ = name.rpartition(":")
-    if not place.endswith(".py"):
+    """Return the file of a function that is named by its file, or None."""
+    location, _, _ = name.rpartition(":")
+    if not location.endswith(".py"):
         return None
-    return Path(place) if Path(place).is_absolute() or not task.source else Path(task.source) / place
+    return Path(location) if Path(location).is_absolute() or not task.source else Path(task.source) / location
 
 
 def _load_function(task: Task, name: str) -> Callable[[Subject], Any]:
-    place, _, attribute = name.rpartition(":")
+    location, _, attribute = name.rpartition(":")
     try:
-        if (at := find_function_file(task, name)) is not None:
-            spec = importlib.util.spec_from_file_location(f"turngate_grader_{at.stem}", at)
+        if (path := find_function_file(task, name)) is not None:
+            spec = importlib.util.spec_from_file_location(f"turngate_grader_{path.stem}", path)
             assert spec is not None and spec.loader is not None
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
         else:
-            module = importlib.import_module(place)
+            module = importlib.import_module(location)
         function = module
         for part in attribute.split("."):
             function = vars(function)[part]
@@ -209,29 +209,29 @@ def _load_function(task: Task, name: str) -> Callable[[Subject], Any]:
             param="grader",
         ) from error
     if not callable(function):
-        raise TaskError(f"task: {task.id}: grader: {name} is no function", param="grader")
+        raise TaskError(f"task: {task.id}: grader: {name} is not a function", param="grader")
     return function
 
 
-def _to_grade(name: str, said: object) -> Grade:
-    if isinstance(said, Grade):
-        if said.kind == "graded" and not _is_finite(said.reward):
+def _to_grade(name: str, value: object) -> Grade:
+    if isinstance(value, Grade):
+        if value.kind == "graded" and not _is_finite(value.reward):
             raise Undecided(f"{name} returned a grade without a finite reward")
-        return said
-    if isinstance(said, int | float) and _is_finite(said):
-        return Grade(kind="graded", reward=float(said))
-    raise Undecided(f"{name} returned {_describe_value(said)}, which is neither a finite number nor a Grade")
+        return value
+    if isinstance(value, int | float) and _is_finite(value):
+        return Grade(kind="graded", reward=float(value))
+    raise Undecided(f"{name} returned {_describe_value(value)}, which is neither a finite number nor a Grade")
 
 
-def _is_finite(said: object) -> bool:
+def _is_finite(value: object) -> bool:
     try:
-        return isinstance(said, int | float) and math.isfinite(said)
+        return isinstance(value, int | float) and math.isfinite(value)
     except OverflowError:
         return False
 
 
-def _describe_value(said: object) -> str:
+def _describe_value(value: object) -> str:
     try:
-        return repr(said)[:80]
-    except Exception:  # the task's own code, or a number too long to be written
-        return f"a {type(said).__name__}"
+        return repr(value)[:80]
+    except Exception:  # the task's own code, or a number too long to format
+        return f"a {type(value).__name__}"

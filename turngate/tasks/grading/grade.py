@@ -1,13 +1,13 @@
-"""`grade` is the one way to a reward, whoever started the rollout: one agent's work, one task, a fresh place.
+"""`grade` is the only way to a reward: it grades one agent's work on one task in a fresh sandbox.
 
     a grader decides                              → graded
-    it does not (dies, hangs, says nothing)       → the control: the same grader on the untouched task, once per task and process
-        the control gives a grade                 → the work broke the grader: graded, 0.0, and the message says how
+    it does not (dies, hangs, prints no reward)   → the control: the same grader on the untouched task, once per task and process
+        the control gives a grade                 → the work broke the grader: graded 0.0, and the message says how
         the control does not either               → invalid task
-    a sandbox, a disk or Turngate itself fails    → infrastructure fault, to be tried again; never a reward
+    a sandbox, a disk or Turngate itself fails    → infrastructure fault, to be retried; never a reward
 
-A sandbox that ends by itself under a work (its processes can do that), or out of which nothing can be read any more, is tried once more
-before the work is blamed for it.
+If the sandbox ends by itself under a work (its processes can do that), or its output cannot be read, grading is tried once more before the
+work is blamed.
 """
 
 from __future__ import annotations
@@ -36,120 +36,119 @@ logger = logging.getLogger(__name__)
 SingleGrader = Script | Function | Swe
 
 
-async def grade(task: Task, work: Work | None, ground: GradingEnvironment) -> Grade:
-    """What the host decides about a work; None: about the task untouched. Raises nothing but `CancelledError`."""
-    began = time.monotonic()
+async def grade(task: Task, work: Work | None, environment: GradingEnvironment) -> Grade:
+    """Grade a work, or the untouched task if it is None. Raises only `CancelledError`."""
+    started = time.monotonic()
     log = GraderLog()
-    found = await _grade_work(task, work, ground, log)
-    if ground.log is not None:
+    result = await _grade_work(task, work, environment, log)
+    if environment.log is not None:
         try:
-            await asyncio.to_thread(log.write, ground.log)
+            await asyncio.to_thread(log.write, environment.log)
         except OSError as error:
-            found = msgspec.structs.replace(
-                found, notes=(*found.notes, f"the log could not be written: {error.strerror}")
-            )
+            note = f"the log could not be written to {environment.log}: {error.strerror}"
+            result = msgspec.structs.replace(result, notes=(*result.notes, note))
     return msgspec.structs.replace(
-        found,
-        message=make_encodable(found.message)[:4000],
+        result,
+        message=make_encodable(result.message)[:4000],
         log=make_encodable(log.tail()),
-        seconds=round(time.monotonic() - began, 3),
+        seconds=round(time.monotonic() - started, 3),
     )
 
 
-async def _grade_work(task: Task, work: Work | None, ground: GradingEnvironment, log: GraderLog) -> Grade:
+async def _grade_work(task: Task, work: Work | None, environment: GradingEnvironment, log: GraderLog) -> Grade:
     if task.grader is None:
-        return Grade(kind="invalid task", message=f"task {task.id} has no grader: nothing decides about its outcome")
+        return Grade(kind="invalid task", message=f"task {task.id} has no grader; add tests/test.sh or a grader")
     if work is not None and work.lost:
         return Grade(kind="agent failed", message=work.lost)
     if not isinstance(task.grader, Rubric):
-        return await _grade_with(task, task.grader, work, ground, log)
+        return await _grade_with(task, task.grader, work, environment, log)
 
-    async def part(one: Part) -> Grade:
-        log.add(f"part {one.name}", b"")
-        return await _grade_with(task, one.grader, work, ground, log)
+    async def grade_part(part: Part) -> Grade:
+        log.add(f"part {part.name}", b"")
+        return await _grade_with(task, part.grader, work, environment, log)
 
     try:
-        return await rubric.grade_rubric(task.grader, part)
+        return await rubric.grade_rubric(task.grader, grade_part)
     except TaskError as error:
         return Grade(kind="invalid task", message=error.message)
 
 
 async def _grade_with(
-    task: Task, grader: SingleGrader, work: Work | None, ground: GradingEnvironment, log: GraderLog
+    task: Task, grader: SingleGrader, work: Work | None, environment: GradingEnvironment, log: GraderLog
 ) -> Grade:
-    """By one grader. Where it gave nothing, its control says whose fault that is."""
-    control = partial(_run_control, task, grader, ground)
+    """Grade with one grader. If it gives no reward, its control says whose fault that is."""
+    control = partial(_run_control, task, grader, environment)
     try:
-        return (await _run_with_retry(task, grader, work, ground, log)).grade
-    except Undecided as why:
+        return (await _run_with_retry(task, grader, work, environment, log)).grade
+    except Undecided as reason:
         if work is None:
-            return Grade(kind="invalid task", message=f"the grader gives no reward for the untouched task: {why}")
+            return Grade(kind="invalid task", message=f"the grader gives no reward for the untouched task: {reason}")
         try:
             await control()
-        except Undecided as neither:
-            return Grade(kind="invalid task", message=f"{why}; and for the untouched task: {neither}")
-        except Exception as error:  # every failure is a grade
+        except Undecided as control_reason:
+            return Grade(kind="invalid task", message=f"{reason}; and for the untouched task: {control_reason}")
+        except Exception as error:  # every failure becomes a grade
             return _grade_failure(error)
-        broken = f"{why}. For the untouched task the same grader decides, so it is the work that broke it"
+        broken = f"{reason}. The same grader grades the untouched task, so the work broke it"
         return Grade(kind="graded", reward=0.0, resolved=False if isinstance(grader, Swe) else None, message=broken)
-    except Exception as error:  # every failure is a grade
+    except Exception as error:  # every failure becomes a grade
         return _grade_failure(error)
 
 
 async def _run_with_retry(
-    task: Task, grader: SingleGrader, work: Work | None, ground: GradingEnvironment, log: GraderLog
+    task: Task, grader: SingleGrader, work: Work | None, environment: GradingEnvironment, log: GraderLog
 ) -> GraderResult:
     if work is None:
-        return await _run_grader(task, grader, None, ground, log)
+        return await _run_grader(task, grader, None, environment, log)
     try:
-        return await _run_on_work(task, grader, work, ground, log)
+        return await _run_on_work(task, grader, work, environment, log)
     except (SandboxGone, OutputUnreadable) as error:
-        log.add(f"{_describe_loss(error)}; once more in another", b"")
+        log.add(f"{_describe_loss(error)}; trying once more in another sandbox", b"")
     try:
-        return await _run_on_work(task, grader, work, ground, log)
+        return await _run_on_work(task, grader, work, environment, log)
     except (SandboxGone, OutputUnreadable) as error:
         raise Undecided(f"{_describe_loss(error)}, twice") from error
 
 
 def _describe_loss(error: SandboxError) -> str:
     if isinstance(error, OutputUnreadable):
-        return f"what the work left in the grader's sandbox cannot be read ({error.message})"
-    return f"the grader's sandbox was ended from within ({error.message})"
+        return f"the output that the work left in the grader's sandbox cannot be read ({error.message})"
+    return f"processes in the grader's sandbox ended it ({error.message})"
 
 
 async def _run_on_work(
-    task: Task, grader: SingleGrader, work: Work, ground: GradingEnvironment, log: GraderLog
+    task: Task, grader: SingleGrader, work: Work, environment: GradingEnvironment, log: GraderLog
 ) -> GraderResult:
-    """Whatever a work does to us that nobody thought of: the control says whether it happens without the work too."""
+    """Run a grader on a work. For an unexpected error, the control says whether it also happens without the work."""
     try:
-        return await _run_grader(task, grader, work, ground, log)
+        return await _run_grader(task, grader, work, environment, log)
     except (Undecided, TurngateError, OSError):
         raise
     except Exception as error:
-        logger.error("grading failed in a way that nobody thought of", exc_info=error)
+        logger.error("unexpected error while grading", exc_info=error)
         raise Undecided(f"grading failed with {type(error).__name__}: {str(error)[:500]}") from error
 
 
 async def _run_grader(
-    task: Task, grader: SingleGrader, work: Work | None, ground: GradingEnvironment, log: GraderLog
+    task: Task, grader: SingleGrader, work: Work | None, environment: GradingEnvironment, log: GraderLog
 ) -> GraderResult:
-    control = partial(_run_control, task, grader, ground)
+    control = partial(_run_control, task, grader, environment)
     match grader:
         case Script():
-            return await script.run_grader(task, grader, work, ground, log, control)
+            return await script.run_grader(task, grader, work, environment, log, control)
         case Function():
-            return await function.run_grader(task, grader, work, ground, log, control)
+            return await function.run_grader(task, grader, work, environment, log, control)
         case Swe():
-            return await swe.run_grader(task, grader, work, ground, log, control)
+            return await swe.run_grader(task, grader, work, environment, log, control)
 
 
 def _grade_failure(error: Exception) -> Grade:
     if isinstance(error, TaskError):
         return Grade(kind="invalid task", message=error.message)
     if not isinstance(error, SandboxError | OSError):
-        logger.error("grading failed in a way that nobody thought of", exc_info=error)
-    said = error.message if isinstance(error, TurngateError) else f"{type(error).__name__}: {error}"
-    return Grade(kind="infrastructure fault", message=said)
+        logger.error("unexpected error while grading", exc_info=error)
+    message = error.message if isinstance(error, TurngateError) else f"{type(error).__name__}: {error}"
+    return Grade(kind="infrastructure fault", message=message)
 
 
 # ---- the control ----
@@ -158,36 +157,36 @@ _control_results: dict[str, GraderResult | Undecided] = {}
 _control_locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
 
 
-async def _run_control(task: Task, grader: SingleGrader, ground: GradingEnvironment) -> GraderResult:
-    """The same grader on the untouched task. Its decision is remembered; a fault of a sandbox is not."""
+async def _run_control(task: Task, grader: SingleGrader, environment: GradingEnvironment) -> GraderResult:
+    """Run the same grader on the untouched task. Its decision is cached; a sandbox fault is not."""
     files = await asyncio.to_thread(_fingerprint_files, task, grader)
-    what = repr((task, grader, files, ground.backend.name, ground.image, ground.resources))
-    key = hashlib.sha256(what.encode("utf-8", "backslashreplace")).hexdigest()
+    identity = repr((task, grader, files, environment.backend.name, environment.image, environment.resources))
+    key = hashlib.sha256(identity.encode("utf-8", "backslashreplace")).hexdigest()
     lock = _control_locks.setdefault(key, asyncio.Lock())
     async with lock:
         if key not in _control_results:
             try:
-                _control_results[key] = await _run_grader(task, grader, None, ground, GraderLog())
-            except Undecided as why:
-                _control_results[key] = why
-    known = _control_results[key]
-    if isinstance(known, Undecided):
-        raise Undecided(str(known))
-    return known
+                _control_results[key] = await _run_grader(task, grader, None, environment, GraderLog())
+            except Undecided as reason:
+                _control_results[key] = reason
+    result = _control_results[key]
+    if isinstance(result, Undecided):
+        raise Undecided(str(result))
+    return result
 
 
 def _fingerprint_files(task: Task, grader: SingleGrader) -> list[tuple[str, int, int]]:
-    """What a task's paths lead to, as cheaply as it can be told apart: somebody may mend a task while we run."""
-    places = [task.files, task.dockerfile, grader.files if isinstance(grader, Script) else None]
+    """Fingerprint the files of a task cheaply, by size and time: a task may be edited while we run."""
+    paths = [task.files, task.dockerfile, grader.files if isinstance(grader, Script) else None]
     if isinstance(grader, Function) and (file := function.find_function_file(task, grader.name)) is not None:
-        places.append(file)
+        paths.append(file)
     found = []
-    for place in places:
-        if place is None:
+    for root in paths:
+        if root is None:
             continue
-        below = [Path(folder) / name for folder, folders, files in os.walk(place) for name in (*folders, *files)]
-        for path in (place, *sorted(below)):
+        below = [Path(folder) / name for folder, folders, files in os.walk(root) for name in (*folders, *files)]
+        for path in (root, *sorted(below)):
             with suppress(OSError):
-                seen = path.lstat()
-                found.append((str(path), seen.st_size, seen.st_mtime_ns))
+                status = path.lstat()
+                found.append((str(path), status.st_size, status.st_mtime_ns))
     return found

@@ -1,14 +1,14 @@
-"""Test runners' output, read: the name of a parser and a log in, the outcome of every test out. `grading/run.py` calls `parse`.
+"""Parse the output of test runners: a parser's name and a log in, the outcome of every test out.
 
 | name | reads |
 |---|---|
-| `pytest` | pytest's short summary (`-rA`) and its progress lines (`-v`, also of xdist); ours |
-| `unittest` | `python -m unittest -v`; ours |
+| `pytest` | pytest's short summary (`-rA`) and its progress lines (`-v`, also of xdist); our own parser |
+| `unittest` | `python -m unittest -v`; our own parser |
 | `swebench:<owner/repo>` | what the `swebench` package's parser for that repository reads (extra `swe`) |
-| `swebench:<parser>`, `rebench:<parser>` | the parser that `swebench` has by that name, as rows have it: `parse_log_pytest` … |
+| `swebench:<parser>`, `rebench:<parser>` | the `swebench` parser of that name, as in rows: `parse_log_pytest` … |
 
-A log is written by the agent's own code as much as by the test runner. So every parser here is linear in it, and those of `swebench`, which
-are not, run in a process of their own that has a time limit.
+The agent's code writes to a log as much as the test runner does. So every parser here takes linear time, and those of `swebench`, which do
+not, run in a process of their own with a time limit.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from turngate.errors import ConfigError, TaskError
 from turngate.tasks.grading.result import Undecided
 from turngate.tasks.grading.types import CaseOutcome
 
-FOREIGN_TIMEOUT_S = 60.0  # for a parser of `swebench`
-MAX_LINE = 8192  # characters of a line that can be a result
+FOREIGN_TIMEOUT_S = 60.0  # for a `swebench` parser
+MAX_LINE = 8192  # characters of a result line
 FOREIGN_KINDS = ("swebench", "rebench")
 
-# What pytest, unittest and `swebench` call an outcome. An unexpected pass (XPASS) is none of them, as in `swebench`: its test is missing.
+# The outcomes of pytest, unittest and `swebench`. As in `swebench`, an unexpected pass (XPASS) is not one: its test counts as missing.
 _CASES: dict[str, CaseOutcome] = {
     "PASSED": "passed",
     "XFAIL": "passed",
@@ -43,26 +43,26 @@ _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]{0,200}(?:\x07|\x1b
 
 
 def parse_log(name: str, log: str) -> dict[str, CaseOutcome]:
-    """The outcome of every test that a log tells of. Blocks, for up to a minute: not for an event loop.
+    """Return the outcome of every test in a log. Blocks for up to a minute, so never call it in an event loop.
 
-    `Undecided`, where a parser cannot read this log; a name that there is not is the task's fault.
+    Raises `Undecided` if the parser cannot read this log, and `TaskError` if there is no such parser.
     """
     if name in _OWN_PARSERS:
         return _OWN_PARSERS[name](_clean_lines(log))
-    found = _find_foreign_parser(name)
-    said = _run_foreign_parser(found.kind, found.name, log)
-    return {test: _CASES[status] for test, status in said.items() if status in _CASES}
+    parser = _find_foreign_parser(name)
+    statuses = _run_foreign_parser(parser.kind, parser.name, log)
+    return {test: _CASES[status] for test, status in statuses.items() if status in _CASES}
 
 
 def has_parser(name: str) -> bool:
-    """Whether there is such a parser. That `swebench` is not installed is an error, since then nobody can tell."""
+    """Tell whether there is such a parser. Raises if `swebench` is needed to tell, and not installed."""
     if name in _OWN_PARSERS:
         return True
     kind, _, rest = name.partition(":")
     if kind not in FOREIGN_KINDS or not rest:
         return False
-    there = _list_swebench_parsers()
-    return rest in there.parsers or (kind == "swebench" and rest.lower() in there.repos)
+    available = _list_swebench_parsers()
+    return rest in available.parsers or (kind == "swebench" and rest.lower() in available.repos)
 
 
 # ---- pytest ----
@@ -74,21 +74,19 @@ _END = re.compile(
     r"(?:=+ )?(?:no tests ran|\d+ [a-z]+)\b[^=]{0,200} in \d+(?:\.\d+)?(?:s| seconds)(?: \([^)]{1,40}\))?(?: =+)?"
 )
 _RESULT = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED|XFAIL|SUBFAIL(?:ED)?(?:\[[^\]]*\]|\([^)]*\))*) (\S.*)")
-_COUNTED = re.compile(r"\[\d+\] ")  # "SKIPPED [2] test_a.py:7: why": places, and no tests
+_COUNTED = re.compile(r"\[\d+\] ")  # "SKIPPED [2] test_a.py:7: why" names places, not tests
 _WORKER = re.compile(r"\[gw\d+\]\s+(?:\[\s*\d+%\]\s+)?(PASSED|FAILED|ERROR|SKIPPED|XFAIL) (\S.*)")
 _WORD = re.compile(r" (PASSED|FAILED|ERROR|SKIPPED|XFAIL)(?= |$)")
-_WORDS = 8  # that may be in a parameter, before the outcome
-_AFTER = re.compile(r"(?: \(.*\)?)?(?: *\[ *\d+(?:%|/\d+)\])?")  # a reason, which may be cut, and how far it is
+_WORDS = 8  # outcome words that a parameter may contain before the outcome
+_AFTER = re.compile(r"(?: \(.*\)?)?(?: *\[ *\d+(?:%|/\d+)\])?")  # a reason, which may be cut, and the progress
 _ELSEWHERE = re.compile(r" <- \S+$")
 
 
 def _parse_pytest(lines: Iterator[str]) -> dict[str, CaseOutcome]:
-    """The summary is believed before the progress lines. What tests printed stands between the two, and is not read."""
+    """Parse pytest's output. The summary takes precedence over progress lines; what tests printed between them is ignored."""
     progress: dict[str, CaseOutcome] = {}
     summary: dict[str, CaseOutcome] = {}
-    last: dict[
-        str, CaseOutcome
-    ] = {}  # the last summary of the run that is being read: a test may have printed one before it
+    last: dict[str, CaseOutcome] = {}  # the current run's last summary: a test may have printed another one before it
     part: Literal["progress", "reports", "summary"] = "progress"
     for line in lines:
         if _END.fullmatch(line):  # another run may follow
@@ -108,7 +106,7 @@ def _parse_pytest(lines: Iterator[str]) -> dict[str, CaseOutcome]:
 
 
 def _worse(one: CaseOutcome | None, other: CaseOutcome) -> CaseOutcome:
-    """A test that passed and then failed to clean up after itself has two lines, in the order that `-r` was given."""
+    """Combine two lines of one test: one that passed and then failed in teardown has both, in the order given to `-r`."""
     return one if one in ("failed", "error") and other not in ("failed", "error") else other
 
 
@@ -116,14 +114,14 @@ def _parse_summary_line(line: str) -> tuple[str, CaseOutcome] | None:
     found = _RESULT.fullmatch(line)
     if found is None or (found[1] == "SKIPPED" and _COUNTED.match(found[2])):
         return None
-    if found[1] == "PASSED":  # there is nothing to say about it
+    if found[1] == "PASSED":  # it has no reason
         return found[2], "passed"
     case: CaseOutcome = "failed" if found[1].startswith("SUBFAIL") else _CASES[found[1]]
     return _strip_reason(found[2]), case
 
 
 def _strip_reason(text: str) -> str:
-    """`path::test[a - b] - why`, without the why. A parameter may hold anything, and ends with a bracket."""
+    """Strip the reason from `path::test[a - b] - why`. A parameter may contain anything, and ends with a bracket."""
     at = text.find(" - ")
     first = at
     while at >= 0:
@@ -153,11 +151,11 @@ _AGAIN = re.compile(r"(FAIL|ERROR): (\w+ \([\w.<>]+\))")
 
 
 def _parse_unittest(lines: Iterator[str]) -> dict[str, CaseOutcome]:
-    """`test_x (module.Class.test_x) ... ok`, where what the test says of itself, or prints, may stand in between on lines of its own."""
+    """Parse `test_x (module.Class.test_x) ... ok`. A test's docstring or output may stand in between, on lines of its own."""
     cases: dict[str, CaseOutcome] = {}
     test = ""
     for line in lines:
-        if again := _AGAIN.match(line):  # the reports at the end; a failed subtest is told of nowhere else
+        if again := _AGAIN.match(line):  # the reports at the end, the only place that names a failed subtest
             cases[again[2]] = "failed" if again[1] == "FAIL" else "error"
             continue
         if named := _NAMED.match(line):
@@ -170,8 +168,8 @@ def _parse_unittest(lines: Iterator[str]) -> dict[str, CaseOutcome]:
     return cases
 
 
-def _unittest_case(said: str) -> CaseOutcome | None:
-    if said.startswith("skipped"):
+def _unittest_case(word: str) -> CaseOutcome | None:
+    if word.startswith("skipped"):
         return "skipped"
     outcomes: dict[str, CaseOutcome] = {
         "ok": "passed",
@@ -179,11 +177,11 @@ def _unittest_case(said: str) -> CaseOutcome | None:
         "FAIL": "failed",
         "ERROR": "error",
     }
-    return outcomes.get(said)  # an unexpected success is missing, as with pytest
+    return outcomes.get(word)  # an unexpected success counts as missing, as with pytest
 
 
 def _clean_lines(log: str) -> Iterator[str]:
-    """The lines that can be results, without colours."""
+    """Yield the lines that can be results, without colours."""
     for line in log.split("\n"):
         if len(line) <= MAX_LINE:
             yield _ANSI.sub("", line).replace("\r", "").rstrip()
@@ -197,8 +195,8 @@ _OWN_PARSERS: dict[str, Callable[[Iterator[str]], dict[str, CaseOutcome]]] = {
 
 # ---- swebench ----
 
-# Runs in a process of its own. The package's parsers need nothing but the standard library and `unidiff`, but its `harness` imports Docker,
-# Modal and data sets with them, for seconds: an empty module stands in for it.
+# Runs in a process of its own. The package's parsers need only the standard library and `unidiff`, but its `harness` also imports Docker,
+# Modal and data sets, which takes seconds. So an empty module stands in for it.
 _SWEBENCH_SCRIPT = """
 import json, sys, types
 import swebench
@@ -213,18 +211,18 @@ for language in list(vars(parsers).values()):
         if name.startswith("MAP_REPO_TO_PARSER"):
             repos.update({repo.lower(): parser for repo, parser in found.items()})
 if len(sys.argv) == 1:
-    said = {"parsers": sorted(parsers.PARSER_REGISTRY), "repos": sorted(repos)}
+    answer = {"parsers": sorted(parsers.PARSER_REGISTRY), "repos": sorted(repos)}
 else:
     kind, name = sys.argv[1:]
     parser = repos[name] if kind == "repo" else parsers.PARSER_REGISTRY[name]
     log = sys.stdin.buffer.read().decode("utf-8", "replace")
-    said = parser(log, TestSpec("", "", [], name, "", [], []))
-sys.stdout.buffer.write(json.dumps(said).encode())
+    answer = parser(log, TestSpec("", "", [], name, "", [], []))
+sys.stdout.buffer.write(json.dumps(answer).encode())
 """
 
 
 class SwebenchParsers(NamedTuple):
-    """What `swebench` has."""
+    """The parsers and repositories that the installed `swebench` knows."""
 
     parsers: tuple[str, ...]
     repos: tuple[str, ...]
@@ -238,16 +236,16 @@ class ForeignParser(NamedTuple):
 def _find_foreign_parser(name: str) -> ForeignParser:
     kind, _, rest = name.partition(":")
     if kind not in FOREIGN_KINDS or not rest:
-        wanted = ", ".join([*_OWN_PARSERS, "swebench:<owner/repo>", "swebench:<parser>", "rebench:<parser>"])
-        raise TaskError(f"log_parser: no parser is called {name!r}; there are: {wanted}", param="log_parser")
-    there = _list_swebench_parsers()
-    if rest in there.parsers:
+        forms = ", ".join([*_OWN_PARSERS, "swebench:<owner/repo>", "swebench:<parser>", "rebench:<parser>"])
+        raise TaskError(f"log_parser: there is no parser {name!r}; use one of: {forms}", param="log_parser")
+    available = _list_swebench_parsers()
+    if rest in available.parsers:
         return ForeignParser("parser", rest)
-    if kind == "swebench" and rest.lower() in there.repos:
+    if kind == "swebench" and rest.lower() in available.repos:
         return ForeignParser("repo", rest.lower())
-    names = there.repos if kind == "swebench" and "/" in rest else there.parsers
+    names = available.repos if kind == "swebench" and "/" in rest else available.parsers
     raise TaskError(
-        f"log_parser: swebench has no parser for {rest!r}; it has: {', '.join(names)}. pytest's output is also read by 'pytest'",
+        f"log_parser: swebench has no parser for {rest!r}; use one of: {', '.join(names)}, or 'pytest' for pytest's output",
         param="log_parser",
     )
 
@@ -256,32 +254,32 @@ def _find_foreign_parser(name: str) -> ForeignParser:
 def _list_swebench_parsers() -> SwebenchParsers:
     if find_spec("swebench") is None:
         raise ConfigError(
-            "log_parser: parsers by the name of swebench:… and rebench:… need the swebench package: pip install 'turngate[swe]'",
+            "log_parser: the parsers swebench:… and rebench:… need the swebench package; run pip install 'turngate[swe]'",
             param="log_parser",
         )
-    said = _run_swebench([], b"")
-    return SwebenchParsers(tuple(said["parsers"]), tuple(said["repos"]))
+    answer = _run_swebench([], b"")
+    return SwebenchParsers(tuple(answer["parsers"]), tuple(answer["repos"]))
 
 
 def _run_foreign_parser(kind: str, name: str, log: str) -> dict[str, str]:
-    # Colours stay: some of these parsers look for them. A line that is far too long is no result anywhere.
+    # Colours stay, because some of these parsers look for them. Overlong lines are never results.
     text = "\n".join(line for line in log.split("\n") if len(line) <= MAX_LINE)
-    said = _run_swebench([kind, name], text.encode("utf-8", "replace"))
-    return {str(test): str(status) for test, status in said.items()}
+    statuses = _run_swebench([kind, name], text.encode("utf-8", "replace"))
+    return {str(test): str(status) for test, status in statuses.items()}
 
 
 def _run_swebench(arguments: list[str], stdin: bytes) -> dict[str, list[str]]:
-    """Where a log cannot be read the work may have seen to that: the control says whose fault it is."""
+    """Run `swebench` in a process of its own. If a log cannot be read, the work may be at fault; the control decides."""
     command = [sys.executable, "-I", "-c", _SWEBENCH_SCRIPT, *arguments]
     try:
         done = subprocess.run(command, input=stdin, capture_output=True, timeout=FOREIGN_TIMEOUT_S, check=False)  # noqa: S603
     except subprocess.TimeoutExpired:
-        what = f"parser for {arguments[-1]} read the log" if arguments else "parsers were imported"
-        raise Undecided(f"swebench's {what} for {FOREIGN_TIMEOUT_S:g} s and came to no end") from None
+        what = f"parser for {arguments[-1]}" if arguments else "import"
+        raise Undecided(f"swebench's {what} took longer than {FOREIGN_TIMEOUT_S:g} s") from None
     if done.returncode:
         last = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
         if arguments:
             raise Undecided(f"swebench's parser for {arguments[-1]} cannot read the log: {last}")
-        raise ConfigError(f"log_parser: swebench is installed, but its parsers are not to be had: {last}")
+        raise ConfigError(f"log_parser: swebench is installed, but its parsers cannot be imported: {last}")
     answer: dict[str, list[str]] = json.loads(done.stdout)
     return answer

@@ -1,4 +1,4 @@
-"""Which files a patch touches, read from its headers. `swe.py` and `check` ask."""
+"""Find the files that a patch touches, from its headers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _PLAIN = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b'"': b'"', b"\\": b"\\", b"a":
 
 
 def find_touched_files(patch: str) -> tuple[str, ...]:
-    """The paths of all files that a patch changes, adds, removes or renames; of a rename, both."""
+    """Return the paths of all files that a patch changes, adds, removes or renames; for a rename, both."""
     paths: dict[str, None] = {}
-    old = new = 0  # lines of a hunk that are still to come
+    old = new = 0  # remaining lines of a hunk
     for line in patch.split("\n"):
         if old > 0 or new > 0:
             old, new = old - (line[:1] in " -" or not line), new - (line[:1] in " +" or not line)
@@ -39,18 +39,18 @@ def _paths_in_header(line: str) -> list[str]:
 
 
 def _paths_in_git_header(words: str) -> list[str]:
-    """`a/x b/x`: the only line with the names where there is no text to change (a new mode, an empty or a binary file)."""
+    """Parse `a/x b/x`, the only line with names if no text changes (a new mode, an empty or a binary file)."""
     if words.startswith('"'):
         end = re.match(r'"(?:[^"\\]|\\.)*"', words)
         return [_unquote_name(end[0]).partition("/")[2]] if end else []
     half = len(words) // 2
     if words[half : half + 1] == " " and words[:half].partition("/")[2] == words[half + 1 :].partition("/")[2]:
         return [words[:half].partition("/")[2]]
-    return []  # a rename: other lines tell
+    return []  # a rename: other lines have the names
 
 
 def _unquote_name(text: str) -> str:
-    """A name as git writes it: in quotes where it is odd; what follows a tab is a date."""
+    """Unquote a name as git writes it: in quotes if it has unusual characters, and followed by a tab and a date."""
     if not text.startswith('"'):
         return text.partition("\t")[0].rstrip()
     raw = text[1 : text.rindex('"')].encode("utf-8", "surrogateescape")

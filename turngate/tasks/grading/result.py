@@ -1,4 +1,4 @@
-"""What every grader gives back, and how it says that it could not decide. `run.py` makes grades of these."""
+"""What every grader returns, and how it says that it could not decide."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _HOST_ERRORS = (
     errno.ENFILE,
     errno.ENOMEM,
     errno.EROFS,
-)  # our own troubles
+)  # the host's own faults
 
 
 class Undecided(Exception):
-    """The grader gave no reward. Whose fault that is, the control says."""
+    """The grader gave no reward. The control says whose fault that is."""
 
 
 class OutputUnreadable(SandboxError):
-    """What ran in the grader's sandbox left something there that cannot be read. Under a work, twice, that is the work's doing."""
+    """The output in the grader's sandbox cannot be read. If that happens twice under a work, the work is at fault."""
 
 
 @contextmanager
 def reading_output() -> Iterator[None]:
-    """Around what is read after code of the work has run: that it fails need not be the sandbox's fault."""
+    """Wrap reads that follow code of the work: their failure need not be the sandbox's fault."""
     try:
         yield
     except (SandboxGone, SandboxFileMissing, OutputUnreadable):
@@ -50,36 +50,38 @@ def reading_output() -> Iterator[None]:
 
 
 class RunEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run of tests showed, by its log and by its witness."""
+    """What a test run showed: the outcomes in its log, and the witness's report."""
 
     cases: Mapping[str, CaseOutcome]
-    testimony: WitnessReport
+    report: WitnessReport
 
 
 class GraderResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A grader's decision. `seen`: where tests decided."""
+    """A grader's decision. `evidence`: if tests decided."""
 
     grade: Grade
-    seen: RunEvidence | None = None
+    evidence: RunEvidence | None = None
 
 
-Control = Callable[[], Awaitable[GraderResult]]  # the same grader on the untouched task; run at most once
+Control = Callable[[], Awaitable[GraderResult]]  # runs the same grader on the untouched task, at most once
 
 
 class GraderLog:
-    """What graders printed. Values of secret variables are not in it."""
+    """What graders printed, without the values of secret variables."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
         self._secrets: set[bytes] = set()
 
-    def hide(self, env: Mapping[str, str]) -> None:
+    def hide_secrets(self, env: Mapping[str, str]) -> None:
         self._secrets |= {value.encode() for name, value in env.items() if _SECRET.search(name) and len(value) >= 6}
 
-    def add(self, heading: str, said: bytes) -> None:
+    def add(self, heading: str, output: bytes) -> None:
         for secret in self._secrets:
-            said = said.replace(secret, b"***")
-        self._parts.append(f"── {heading} ──\n".encode() + said + (b"" if said.endswith(b"\n") or not said else b"\n"))
+            output = output.replace(secret, b"***")
+        self._parts.append(
+            f"── {heading} ──\n".encode() + output + (b"" if output.endswith(b"\n") or not output else b"\n")
+        )
 
     def tail(self) -> str:
         whole = b"".join(self._parts[-4:])[-4 * TAIL_CHARS :]

@@ -1,4 +1,4 @@
-"""Several graders, each in sandboxes of its own, and the weighted mean of what they say. Without one of them there is no reward."""
+"""Grade with several graders, each in its own sandboxes, and take the weighted mean. If one gives no reward, there is none."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from turngate.tasks.task import Part, Rubric
 _WORST: tuple[OutcomeClass, ...] = ("infrastructure fault", "invalid task", "agent failed")
 
 
-async def grade_rubric(rubric: Rubric, one: Callable[[Part], Awaitable[Grade]]) -> Grade:
-    """`one` grades a part. All of them are, also after one has failed: what each said is kept."""
+async def grade_rubric(rubric: Rubric, grade_part: Callable[[Part], Awaitable[Grade]]) -> Grade:
+    """Grade every part with `grade_part`, even after one has failed, so that all results are kept."""
     total = sum(part.weight for part in rubric.parts)
     if not 0 < total < math.inf or any(part.weight < 0 for part in rubric.parts):
         raise TaskError(
-            "task: rubric: weights must not be negative, and their sum must be a finite number above 0", param="rubric"
+            "task: rubric: weights must not be negative, and their sum must be a positive finite number", param="rubric"
         )
-    grades = {part.name: await one(part) for part in rubric.parts}
-    whole = Grade(
+    grades = {part.name: await grade_part(part) for part in rubric.parts}
+    combined = Grade(
         kind="graded",
         cases={f"{name}: {case}": found for name, grade in grades.items() for case, found in grade.cases.items()},
         parts=tuple(
@@ -35,11 +35,13 @@ async def grade_rubric(rubric: Rubric, one: Callable[[Part], Awaitable[Grade]]) 
         message="; ".join(f"{name}: {grade.message}" for name, grade in grades.items() if grade.message),
         notes=tuple(f"{name}: {note}" for name, grade in grades.items() for note in grade.notes),
     )
-    without = [name for name, grade in grades.items() if grade.reward is None]
-    if without:
-        kinds = {grades[name].kind for name in without}
-        return msgspec.structs.replace(whole, kind=next((kind for kind in _WORST if kind in kinds), "invalid task"))
+    unrewarded = [name for name, grade in grades.items() if grade.reward is None]
+    if unrewarded:
+        kinds = {grades[name].kind for name in unrewarded}
+        return msgspec.structs.replace(combined, kind=next((kind for kind in _WORST if kind in kinds), "invalid task"))
     reward = sum(part.weight * (grades[part.name].reward or 0.0) for part in rubric.parts) / total
     if not math.isfinite(reward):
-        raise TaskError("task: rubric: weights and rewards are too large to add up", param="rubric")
-    return msgspec.structs.replace(whole, reward=reward)
+        raise TaskError(
+            "task: rubric: weights and rewards are too large to add up; use smaller weights", param="rubric"
+        )
+    return msgspec.structs.replace(combined, reward=reward)

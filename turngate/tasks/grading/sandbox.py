@@ -1,9 +1,9 @@
-"""A fresh sandbox for a grader, and the agent's work laid down in it. No agent has ever been there.
+"""A fresh sandbox for a grader, and the agent's work copied into it. No agent has ever run there.
 
-    async with opened(task, ground) as sandbox:      # the task as an agent finds it
-        notes = await lay(sandbox, work.folder)      # and now as the agent left it
+    async with open_sandbox(task, environment, life_s=900) as sandbox:      # the task as an agent finds it
+        notes = await lay_work(sandbox, work.folder)                        # and now as the agent left it
 
-`script.py`, `swe.py` and `function.py` stand on this. Whatever happens, the sandbox is removed.
+The sandbox is always removed.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from turngate.tasks.task import Task
 
 log = logging.getLogger(__name__)
 
-TESTS, LOGS = "/tests", "/logs"  # where Harbor has them
-OUTPUT_LIMIT = 32_000_000  # bytes of a grader's output: its beginning and its end
-DEFAULT_PIDS = 1024  # the most processes of a grader, where nobody says
-CREATE_TIMEOUT_S = 900.0  # images may have to be built
+TESTS, LOGS = "/tests", "/logs"  # as in Harbor
+OUTPUT_LIMIT = 32_000_000  # bytes of a grader's output that are kept: its beginning and its end
+DEFAULT_PIDS = 1024  # a grader's process limit, unless one is given
+CREATE_TIMEOUT_S = 900.0  # an image may have to be built
 STEP_TIMEOUT_S = 600.0  # for one of our own steps in the sandbox
 PYTHON_CACHE = "__pycache__"
-SCRATCH_KIND = "grading"  # the kind of our folders on the host
-SPARE_LIFE_S = 1800.0  # of a sandbox's life, beyond what the grader has
-SYSTEM_PATH = 'PATH="/usr/bin:/bin:/usr/sbin:/sbin:$PATH"'  # first: a PATH may lead into the agent's work
+SCRATCH_KIND = "grading"  # the kind of our host folders
+SPARE_LIFE_S = 1800.0  # of a sandbox's life, in addition to the grader's time
+SYSTEM_PATH = 'PATH="/usr/bin:/bin:/usr/sbin:/sbin:$PATH"'  # comes first, because a PATH may lead into the agent's work
 
-# $1 the working folder, $2 our own, $3 what of the working folder stays as it is.
+# $1: the working folder; $2: our own folder; $3: the name in the working folder to keep.
 _CLEAR = f"""{SYSTEM_PATH}
 mkdir -p -- "$1" && cd -- "$1" || exit 1
 find . -path ./{GIT} -prune -o -type l -print | while IFS= read -r link; do
@@ -54,7 +54,7 @@ _COPY = f"""{SYSTEM_PATH}
 tar -cf - -C "$2/work" . | tar -xof - -C "$1"
 true
 """
-# Links of the task's own that lead out of the folder are in no work; they are put back where nothing else lies.
+# The task's own links that lead outside are never part of a work. They are restored unless something else has their place.
 _RESTORE = f"""{SYSTEM_PATH}
 cd -- "$1" && tar -xof "$2/held.tar" || exit 1
 tar -xokf "$2/links.tar" 2>/dev/null
@@ -62,14 +62,14 @@ rm -rf -- "$2"
 """
 
 
-_swept: list[int] = []  # once per process: how many there were
+_swept: list[int] = []  # not empty once this process has swept
 
 
 @asynccontextmanager
-async def open_sandbox(task: Task, ground: GradingEnvironment, *, life_s: float) -> AsyncIterator[Sandbox]:
-    """A sandbox without a network, with the task laid out in it. `life_s`: what the grader may take there."""
-    backend = ground.backend
-    needed = staging.build_sandbox_spec(task, backend, image=ground.image, resources=ground.resources)
+async def open_sandbox(task: Task, environment: GradingEnvironment, *, life_s: float) -> AsyncIterator[Sandbox]:
+    """Create a sandbox without a network and lay the task out in it. `life_s`: how long the grader may take there."""
+    backend = environment.backend
+    needed = staging.build_sandbox_spec(task, backend, image=environment.image, resources=environment.resources)
     limits = needed.resources
     spec = msgspec.structs.replace(
         needed,
@@ -83,7 +83,7 @@ async def open_sandbox(task: Task, ground: GradingEnvironment, *, life_s: float)
         async with asyncio.timeout(CREATE_TIMEOUT_S):
             sandbox = await backend.create(spec)
     except TimeoutError:
-        raise SandboxError(f"a sandbox to grade in was not made within {CREATE_TIMEOUT_S:.0f} s") from None
+        raise SandboxError(f"the grader's sandbox was not ready within {CREATE_TIMEOUT_S:.0f} s") from None
     try:
         await staging.upload_files(sandbox, task)
         await staging.run_setup(sandbox, task)
@@ -93,16 +93,16 @@ async def open_sandbox(task: Task, ground: GradingEnvironment, *, life_s: float)
 
 
 async def _stop_sandbox(sandbox: Sandbox) -> None:
-    """What cannot be cleaned up is told, but no grade changes for that."""
+    """Stop the sandbox. A failed clean-up is logged, and does not change the grade."""
     try:
         await sandbox.stop()
     except SandboxError as error:
-        log.warning("a grader's sandbox could not be removed: %s", error.message)
+        log.warning("could not remove a grader's sandbox: %s", error.message)
 
 
-def tests_and_logs(sandbox: Sandbox, ground: GradingEnvironment) -> tuple[str, str]:
-    """Where tests and logs lie: /tests and /logs, but for a sandbox that shares the host's file system."""
-    if ground.backend.relocates:
+def tests_and_logs(sandbox: Sandbox, environment: GradingEnvironment) -> tuple[str, str]:
+    """Return the folders of tests and logs: /tests and /logs, unless the sandbox shares the host's file system."""
+    if environment.backend.relocates:
         return TESTS, LOGS
     return f"{sandbox.home}/grading{TESTS}", f"{sandbox.home}/grading{LOGS}"
 
@@ -110,16 +110,16 @@ def tests_and_logs(sandbox: Sandbox, ground: GradingEnvironment) -> tuple[str, s
 async def lay_work(
     sandbox: Sandbox, folder: Path, *, exclude: Collection[str] = (), held: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """The working folder becomes what the agent left: deletions too, and all but `.git` where the work has none.
+    """Make the working folder what the agent left, including deletions. Its `.git` stays unless the work has one.
 
-    Python's caches are no work, and may not be of it: one that was made in the second in which its source was changed is taken for the
-    new source's, if that is as long as the old one was. A right answer would be graded by the wrong one's code.
+    Python's caches are not copied. One that was written within the second in which its source changed passes for the new source's if
+    both have the same length, and the work would be graded by outdated code.
 
-    `exclude`: what of the work stays behind. `held`: files of the fresh folder that stay as they are. Returns what could not be laid.
+    `exclude`: parts of the work to leave out. `held`: files of the fresh folder that stay as they are. Returns what could not be copied.
     """
-    ours = await upload_private_files(sandbox, {"held": b"".join(os.fsencode(f"./{path}") + b"\0" for path in held)})
-    spared = "/" if (folder / GIT).exists() and GIT not in exclude else GIT  # no name is "/"
-    rest = await run_step(sandbox, _CLEAR, sandbox.workdir, ours, spared)
+    private = await upload_private_files(sandbox, {"held": b"".join(os.fsencode(f"./{path}") + b"\0" for path in held)})
+    kept = "/" if (folder / GIT).exists() and GIT not in exclude else GIT  # no file is called "/"
+    remaining = await run_step(sandbox, _CLEAR, sandbox.workdir, private, kept)
     left_behind = {*exclude, *held, *await asyncio.to_thread(_find_blocking_paths, folder, held)}
     left_behind |= await asyncio.to_thread(_find_caches, folder)
     notes: tuple[str, ...] = ()
@@ -128,18 +128,18 @@ async def lay_work(
     except SandboxGone:
         raise
     except SandboxError:
-        # Some of the task's files belong to another user: they could not be removed, and the agent could not change them either.
-        if not rest.stdout.strip():
+        # Some of the task's files belong to another user and could not be removed; the agent could not change them either.
+        if not remaining.stdout.strip():
             raise
-        await sandbox.upload(folder, f"{ours}/work", exclude=left_behind)
-        copied = await run_step(sandbox, _COPY, sandbox.workdir, ours)
-        notes = format_names([f"{line} (stays as the task has it)" for line in parse_tar_errors(copied.stderr)])
-    await run_step(sandbox, _RESTORE, sandbox.workdir, ours)
+        await sandbox.upload(folder, f"{private}/work", exclude=left_behind)
+        copied = await run_step(sandbox, _COPY, sandbox.workdir, private)
+        notes = format_names([f"{line} (the task's own is kept)" for line in parse_tar_errors(copied.stderr)])
+    await run_step(sandbox, _RESTORE, sandbox.workdir, private)
     return notes
 
 
 def _find_blocking_paths(folder: Path, held: Sequence[str]) -> set[str]:
-    """What of the work is no folder, and has to be one for files that are held."""
+    """Return the parts of the work that are not folders, but must be for the held files."""
     found = set()
     for path in held:
         for parent in PurePosixPath(path).parents:
@@ -160,23 +160,23 @@ def _find_caches(folder: Path) -> set[str]:
 
 @asynccontextmanager
 async def scratch_folder() -> AsyncIterator[Path]:
-    """A folder of the host's for what a grader needs on the way. What a killed process left of them is removed by the next."""
+    """Create a host folder for a grader's intermediate files. Leftovers of killed processes are removed first."""
     if not _swept:
         _swept.append(await folders.sweep_folders(None, SCRATCH_KIND))
-    made = await asyncio.to_thread(folders.create_folder, None, SCRATCH_KIND, "files")
+    folder = await asyncio.to_thread(folders.create_folder, None, SCRATCH_KIND, "files")
     try:
-        yield made / "files"
+        yield folder / "files"
     finally:
-        await run_to_completion(asyncio.to_thread(supervisor.remove_folder, str(made)))
+        await run_to_completion(asyncio.to_thread(supervisor.remove_folder, str(folder)))
 
 
 async def upload_private_files(sandbox: Sandbox, files: Mapping[str, bytes]) -> str:
-    """Small files of our own, in one go. The folder they are in, which nobody knows before."""
-    ours = f"{sandbox.home}/.{secrets.token_hex(8)}"
+    """Upload small files of our own at once. Returns their folder, whose name cannot be guessed."""
+    private = f"{sandbox.home}/.{secrets.token_hex(8)}"
     async with scratch_folder() as folder:
         await asyncio.to_thread(_write_files, folder, files)
-        await sandbox.upload(folder, ours)
-    return ours
+        await sandbox.upload(folder, private)
+    return private
 
 
 def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
@@ -186,9 +186,9 @@ def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 async def run_step(sandbox: Sandbox, script: str, *words: str, stdin: bytes = b"") -> ExecResult:
-    """A small script of our own. That it fails is the sandbox's fault."""
+    """Run a small script of our own. If it fails, the sandbox is at fault."""
     done = await sandbox.exec(["/bin/sh", "-c", script, "sh", *words], cwd="/", stdin=stdin, timeout_s=STEP_TIMEOUT_S)
     if done.timed_out or done.exit_code:
-        said = done.stderr.decode("utf-8", "replace").strip()[-300:]
-        raise SandboxError(f"the work could not be laid down: {said or f'exit code {done.exit_code}'}")
+        stderr = done.stderr.decode("utf-8", "replace").strip()[-300:]
+        raise SandboxError(f"could not prepare the grader's sandbox: {stderr or f'exit code {done.exit_code}'}")
     return done

@@ -1,11 +1,11 @@
-"""A script decides: Harbor's `tests/test.sh`, or any other, by a reward file or by its exit code.
+"""Grade with a script: Harbor's `tests/test.sh`, or any other, by a reward file or by its exit code.
 
-In one sandbox, the plain form: fresh, the work is laid down, then /tests, then the script runs. When it has ended, everything it left
-running is killed, and only then its reward is read. The work's code runs there under the script's own user, so that a work that knows the
-form can write the reward file while the tests run: the plain form stops common cheats, not a determined one.
+In one sandbox, the plain form: the work is copied in, then /tests, then the script runs. When it has ended, everything it left running is
+killed, and only then the reward is read. The work's code runs under the script's own user, so a work that knows the form can write the
+reward file while the tests run: the plain form stops common cheats, not a determined one.
 
-In two, with a probe: the probe runs the work where nothing but `tests/run.sh` and `tests/inputs/` is; what it leaves in /logs/probe is all
-that the second sandbox, the judge's, gets of it. No code of the agent's ever runs where the reward is decided, or where the answers are.
+In two sandboxes, with a probe: the probe runs the work where only `tests/run.sh` and `tests/inputs/` are. The second sandbox, the judge's,
+gets only what the probe left in /logs/probe. The agent's code never runs where the reward is decided, or where the answers are.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ import msgspec
 
 from turngate.errors import SandboxFileMissing, SandboxTooLarge, TaskError
 from turngate.sandboxes.base import ExecResult, Sandbox
-from turngate.tasks.grading import sandbox as fresh
+from turngate.tasks.grading import sandbox as grading_sandbox
 from turngate.tasks.grading.result import Control, GraderLog, GraderResult, OutputUnreadable, Undecided, reading_output
 from turngate.tasks.grading.types import Grade, GradingEnvironment, Work
 from turngate.tasks.grading.work import format_names
 from turngate.tasks.task import Script, Task
 
-PROBE_FILES = ("run.sh", "inputs")  # what of tests/ the probe's sandbox gets
+PROBE_FILES = ("run.sh", "inputs")  # the parts of tests/ that the probe's sandbox gets
 _MAX_REWARD_BYTES = 64_000  # bytes of a reward file
-_SIGNAL = 128  # exit codes above are a signal's
+_SIGNAL = 128  # higher exit codes mean a signal
 _MISSING, _SUSPICIOUS = 44, 45
-_EXEC = 'exec "$@" 2>&1'  # one log, in the order in which it was printed
-# $1 logs, $2 tests. Harbor makes these three.
-_PREPARE = f"""{fresh.SYSTEM_PATH}
+_EXEC = 'exec "$@" 2>&1'  # one log, in the order of printing
+# $1: logs, $2: tests. The three folders are Harbor's.
+_PREPARE = f"""{grading_sandbox.SYSTEM_PATH}
 rm -rf -- "$1"/* "$2"/* && mkdir -p -- "$2" "$1/verifier" "$1/agent" "$1/artifacts"
 """
-# $1 logs. The probe's output may be closed to its owner, and is its output all the same.
-_OPEN = f"""{fresh.SYSTEM_PATH}
+# $1: logs. The probe may have removed the permissions of its output, which still counts.
+_OPEN = f"""{grading_sandbox.SYSTEM_PATH}
 for folder in "$1" "$1/probe"; do [ -L "$folder" ] || chmod u+rwx -- "$folder"; done
 [ -L "$1/probe" ] || chmod -R u+rwX -- "$1/probe"
 """
-# A regular file with one name, that its owner can write, in a folder that is one: not what somebody laid there to be kept or followed.
-_READ = f"""{fresh.SYSTEM_PATH}
+# Accepts only a regular file with one name, writable by its owner, in a real folder: not one planted to be kept or followed.
+_READ = f"""{grading_sandbox.SYSTEM_PATH}
 for file in "$1/verifier/reward.txt" "$1/verifier/reward.json"; do
   [ -e "$file" ] || [ -L "$file" ] || continue
   [ ! -L "$1/verifier" ] && [ -f "$file" ] && [ ! -L "$file" ] || exit {_SUSPICIOUS}
@@ -54,51 +54,53 @@ exit {_MISSING}
 
 
 async def run_grader(
-    task: Task, grader: Script, work: Work | None, ground: GradingEnvironment, log: GraderLog, control: Control
+    task: Task, grader: Script, work: Work | None, environment: GradingEnvironment, log: GraderLog, control: Control
 ) -> GraderResult:
-    log.hide(grader.env)
+    log.hide_secrets(grader.env)
     if grader.files is not None and not grader.files.is_dir():
         raise TaskError(f"task: {task.id}: tests: there is no folder {grader.files}", param="tests")
     if not grader.probe:
-        async with fresh.open_sandbox(task, ground, life_s=grader.timeout_s) as sandbox:
-            notes = await fresh.lay_work(sandbox, work.folder) if work is not None else ()
-            reward = await _run_script(sandbox, grader, ground, log, {})
+        async with grading_sandbox.open_sandbox(task, environment, life_s=grader.timeout_s) as sandbox:
+            notes = await grading_sandbox.lay_work(sandbox, work.folder) if work is not None else ()
+            reward = await _run_script(sandbox, grader, environment, log, {})
             return GraderResult(grade=Grade(kind="graded", reward=reward, notes=notes))
-    async with fresh.scratch_folder() as folder:
-        left, notes = await _run_probe(task, grader, work, ground, log, folder)
-        async with fresh.open_sandbox(task, ground, life_s=grader.timeout_s) as sandbox:
-            reward = await _run_script(sandbox, grader, ground, log, left, folder / "left")
+    async with grading_sandbox.scratch_folder() as folder:
+        probe_env, notes = await _run_probe(task, grader, work, environment, log, folder)
+        async with grading_sandbox.open_sandbox(task, environment, life_s=grader.timeout_s) as sandbox:
+            reward = await _run_script(sandbox, grader, environment, log, probe_env, folder / "left")
             return GraderResult(grade=Grade(kind="graded", reward=reward, notes=notes))
 
 
 async def _run_probe(
-    task: Task, grader: Script, work: Work | None, ground: GradingEnvironment, log: GraderLog, folder: Path
+    task: Task, grader: Script, work: Work | None, environment: GradingEnvironment, log: GraderLog, folder: Path
 ) -> tuple[Mapping[str, str], tuple[str, ...]]:
-    """Run the work, and copy what that left to the host. How it ended is for the judge to know."""
+    """Run the work and copy its output to the host. Returns variables that tell the judge how it ended, and notes."""
     await asyncio.to_thread(_copy_probe_files, grader.files, folder / "tests")
     (folder / "left").mkdir()
-    async with fresh.open_sandbox(task, ground, life_s=grader.timeout_s) as sandbox:
-        notes = await fresh.lay_work(sandbox, work.folder) if work is not None else ()
-        tests, logs = await _prepare(sandbox, ground, folder / "tests")
-        await sandbox.exec(["mkdir", "-p", f"{logs}/probe"], cwd="/", timeout_s=fresh.STEP_TIMEOUT_S)
+    async with grading_sandbox.open_sandbox(task, environment, life_s=grader.timeout_s) as sandbox:
+        notes = await grading_sandbox.lay_work(sandbox, work.folder) if work is not None else ()
+        tests, logs = await _prepare(sandbox, environment, folder / "tests")
+        await sandbox.exec(["mkdir", "-p", f"{logs}/probe"], cwd="/", timeout_s=grading_sandbox.STEP_TIMEOUT_S)
         done = await _exec(sandbox, grader.probe, grader.timeout_s, tests, logs, {})
         log.add(f"probe: {_describe_exit(done)}", done.stdout)
         try:
             with reading_output():
-                await sandbox.exec(["/bin/sh", "-c", _OPEN, "sh", logs], cwd="/", timeout_s=fresh.STEP_TIMEOUT_S)
-                left = await sandbox.download(f"{logs}/probe", folder / "left")
+                await sandbox.exec(
+                    ["/bin/sh", "-c", _OPEN, "sh", logs], cwd="/", timeout_s=grading_sandbox.STEP_TIMEOUT_S
+                )
+                skipped = await sandbox.download(f"{logs}/probe", folder / "left")
         except SandboxFileMissing:
-            left = ("the probe's folder itself",)
+            skipped = ("the probe's folder itself",)
         except OutputUnreadable as error:
             if isinstance(error.__cause__, SandboxTooLarge):
-                raise Undecided(f"the probe left more than can be taken: {error.message}") from None
+                raise Undecided(f"the probe's output is too large to copy: {error.message}") from None
             raise
     code = "timeout" if done.timed_out else str(done.exit_code)
-    return {"TURNGATE_PROBE_EXIT": code}, (*notes, *format_names([f"probe: {line}" for line in left]))
+    return {"TURNGATE_PROBE_EXIT": code}, (*notes, *format_names([f"probe: {line}" for line in skipped]))
 
 
 def _copy_probe_files(files: Path | None, target: Path) -> None:
-    """What the probe may see. Expected answers are not among it."""
+    """Copy the files that the probe may see. Expected answers are not among them."""
     target.mkdir()
     for name in PROBE_FILES:
         source = (files or target) / name
@@ -111,31 +113,33 @@ def _copy_probe_files(files: Path | None, target: Path) -> None:
 async def _run_script(
     sandbox: Sandbox,
     grader: Script,
-    ground: GradingEnvironment,
+    environment: GradingEnvironment,
     log: GraderLog,
     env: Mapping[str, str],
     probed: Path | None = None,
 ) -> float:
-    """Run the script, and take its decision. `Undecided`: there is none."""
-    tests, logs = await _prepare(sandbox, ground, grader.files)
+    """Run the script and return its reward. Raises `Undecided` if there is none."""
+    tests, logs = await _prepare(sandbox, environment, grader.files)
     if probed is not None:
         await sandbox.upload(probed, f"{logs}/probe")
     done = await _exec(sandbox, grader.command, grader.timeout_s, tests, logs, {**grader.env, **env})
     log.add(f"script: {_describe_exit(done)}", done.stdout)
     if done.timed_out:
-        raise Undecided(f"the grader's script ran out of its {grader.timeout_s:.0f} s")
+        raise Undecided(f"the grader's script took longer than its {grader.timeout_s:g} s")
     if done.exit_code > _SIGNAL:
-        raise Undecided(f"the grader's script was ended by signal {done.exit_code - _SIGNAL}: it decided nothing")
+        raise Undecided(f"the grader's script was killed by signal {done.exit_code - _SIGNAL} before it decided")
     if grader.decides == "exit code":
         if done.exit_code in (0, 1):
             return 1.0 - done.exit_code
-        raise Undecided(f"the grader's script ended with {done.exit_code}, which is neither 0 (yes) nor 1 (no)")
+        raise Undecided(
+            f"the grader's script ended with exit code {done.exit_code}, which is neither 0 (passed) nor 1 (failed)"
+        )
     return await _read_reward(sandbox, logs)
 
 
-async def _prepare(sandbox: Sandbox, ground: GradingEnvironment, files: Path | None) -> tuple[str, str]:
-    tests, logs = fresh.tests_and_logs(sandbox, ground)
-    await fresh.run_step(sandbox, _PREPARE, logs, tests)
+async def _prepare(sandbox: Sandbox, environment: GradingEnvironment, files: Path | None) -> tuple[str, str]:
+    tests, logs = grading_sandbox.tests_and_logs(sandbox, environment)
+    await grading_sandbox.run_step(sandbox, _PREPARE, logs, tests)
     if files is not None:
         await sandbox.upload(files, tests)
     return tests, logs
@@ -144,50 +148,54 @@ async def _prepare(sandbox: Sandbox, ground: GradingEnvironment, files: Path | N
 async def _exec(
     sandbox: Sandbox, command: Sequence[str], timeout_s: float, tests: str, logs: str, env: Mapping[str, str]
 ) -> ExecResult:
-    words = [word.replace(fresh.TESTS, tests, 1) if _is_in_tests(word) else word for word in command]
+    words = [word.replace(grading_sandbox.TESTS, tests, 1) if _is_in_tests(word) else word for word in command]
     return await sandbox.exec(
         ["/bin/sh", "-c", _EXEC, "sh", *words],
         env={**env, "TURNGATE_TESTS": tests, "TURNGATE_LOGS": logs},
         timeout_s=timeout_s,
-        keep=fresh.OUTPUT_LIMIT,
+        keep=grading_sandbox.OUTPUT_LIMIT,
         leave=False,
     )
 
 
 def _is_in_tests(word: str) -> bool:
-    return word == fresh.TESTS or word.startswith(f"{fresh.TESTS}/")
+    return word == grading_sandbox.TESTS or word.startswith(f"{grading_sandbox.TESTS}/")
 
 
 def _describe_exit(done: ExecResult) -> str:
-    return "ran out of time" if done.timed_out else f"exit code {done.exit_code}"
+    return "timed out" if done.timed_out else f"exit code {done.exit_code}"
 
 
 async def _read_reward(sandbox: Sandbox, logs: str) -> float:
     with reading_output():
-        done = await sandbox.exec(["/bin/sh", "-c", _READ, "sh", logs], cwd="/", timeout_s=fresh.STEP_TIMEOUT_S)
+        done = await sandbox.exec(
+            ["/bin/sh", "-c", _READ, "sh", logs], cwd="/", timeout_s=grading_sandbox.STEP_TIMEOUT_S
+        )
     if done.exit_code == _MISSING:
         raise Undecided(
-            "the grader's script left neither reward.txt nor reward.json in $TURNGATE_LOGS/verifier (/logs/verifier)"
+            "the grader's script wrote neither reward.txt nor reward.json to $TURNGATE_LOGS/verifier (/logs/verifier)"
         )
     if done.exit_code == _SUSPICIOUS:
-        raise Undecided("the reward file is no plain file that its script could write: somebody else laid it there")
+        raise Undecided("the reward file is not a plain file that the script wrote: something else planted it")
     kind, _, content = done.stdout.partition(b"\n")
     if done.exit_code or len(content) > _MAX_REWARD_BYTES:
-        raise Undecided("the reward file cannot be read, or is far too long")
+        raise Undecided(f"the reward file cannot be read, or is longer than {_MAX_REWARD_BYTES} bytes")
     return _parse_reward(kind.decode(), content)
 
 
 def _parse_reward(kind: str, content: bytes) -> float:
-    """The reward in a file, in Harbor's forms: a number; or as JSON a number, or an object of numbers with `reward` or only one in it."""
+    """Parse a reward file in Harbor's forms: a number; or JSON with a number, or an object with a number `reward` or only one number."""
     try:
         value: object = float(content) if kind == "txt" else msgspec.json.decode(content)
     except (ValueError, msgspec.DecodeError):
-        raise Undecided(f"reward.{kind} holds no number: {content[:80]!r}") from None
+        raise Undecided(f"reward.{kind} is not a number: {content[:80]!r}") from None
     if isinstance(value, dict):
         numbers = {name: one for name, one in value.items() if _is_number(one)}
         value = numbers.get("reward", next(iter(numbers.values())) if len(numbers) == len(value) == 1 else None)
     if not _is_number(value):
-        raise Undecided(f'reward.{kind} holds no finite number, and no object with one as "reward": {content[:80]!r}')
+        raise Undecided(
+            f'reward.{kind} is neither a finite number nor an object with one as "reward": {content[:80]!r}'
+        )
     assert isinstance(value, int | float)
     return float(value)
 

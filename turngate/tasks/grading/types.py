@@ -1,6 +1,6 @@
-"""The nouns of grading: the agent's work as the host has it, and what the host decided about it.
+"""The nouns of grading: the agent's work as copied to the host, and the grade that the host gave it.
 
-A reward is a number that a grader really gave. Where there is none it is None, with a class that says whose fault that is.
+A reward is a number that a grader really gave. Where there is none it is None, and the class says whose fault that is.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ CaseOutcome = Literal["passed", "failed", "error", "skipped", "missing"]
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent left in its working folder, copied to the host when nothing of the agent ran any more."""
+    """What an agent left in its working folder, copied to the host after all of its processes had ended."""
 
-    folder: Path  # its content; no link in it leads out
-    left_out: tuple[str, ...] = ()  # what could not be had
-    lost: str = ""  # why there is nothing to grade: the agent left more than is ever taken
-    answers: tuple[Mapping[str, object], ...] = ()  # calls of host tools: {"tool": …, "arguments": …}, in order
+    folder: Path  # its content; no link in it leads outside
+    left_out: tuple[str, ...] = ()  # what could not be copied
+    lost: str = ""  # why there is nothing to grade: the agent left more than the limit
+    answers: tuple[Mapping[str, object], ...] = ()  # host tool calls in their order: {"tool": …, "arguments": …}
 
 
 class GradingEnvironment(msgspec.Struct, frozen=True, kw_only=True):
-    """Where to grade. Never a sandbox that an agent has touched: the backend makes a fresh one."""
+    """Where to grade. The backend creates a fresh sandbox; one that an agent has touched is never used."""
 
     backend: Backend
-    image: str = ""  # wins over the task's
+    image: str = ""  # takes precedence over the task's
     resources: Resources = Resources()
-    log: Path | None = None  # the whole log of the grader is written there
+    log: Path | None = None  # the file for the grader's complete log
 
 
 class PartGrade(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of a rubric, graded."""
+    """The grade of one part of a rubric."""
 
     name: str
     weight: float
@@ -45,14 +45,14 @@ class PartGrade(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Grade(msgspec.Struct, frozen=True, kw_only=True):
-    """What the host decided. `reward` is None wherever it is not known, and never 0 for that reason."""
+    """What the host decided. An unknown `reward` is None, never 0."""
 
     kind: OutcomeClass
     reward: float | None = None
     resolved: bool | None = None
     cases: Mapping[str, CaseOutcome] = {}  # per test, where the grader runs tests
     parts: tuple[PartGrade, ...] = ()
-    message: str = ""  # why there is no reward, or what was odd about it
-    notes: tuple[str, ...] = ()  # what of the work was set aside before grading
-    log: str = ""  # the end of what the grader printed
+    message: str = ""  # why there is no reward, or what was unusual
+    notes: tuple[str, ...] = ()  # parts of the work that were set aside before grading
+    log: str = ""  # the end of the grader's output
     seconds: float = 0.0

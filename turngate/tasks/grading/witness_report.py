@@ -1,4 +1,4 @@
-"""What the witness of a pytest run said, as far as its signature holds. `witness.py` is the other end, in the sandbox."""
+"""Parse the report that `witness.py` wrote in the sandbox, as far as its signatures are valid."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ class _ReportLine(msgspec.Struct, frozen=True):
 
 
 class WitnessReport(msgspec.Struct, frozen=True, kw_only=True):
-    """`ended`: the run came to its end before the eyes of the witness. Without that, nothing passed."""
+    """What the witness saw of a test run. `ended`: it saw the run's end; without that, no test counts as passed."""
 
-    begun: bool = False
+    started: bool = False
     ended: bool = False
     outcomes: Mapping[str, WitnessOutcome] = {}
-    others: frozenset[str] = frozenset()  # tests in whose place something else ran
-    odd: frozenset[str] = frozenset()  # what of pytest's own was changed while it ran
+    replaced: frozenset[str] = frozenset()  # tests whose own function did not run
+    tampered: frozenset[str] = frozenset()  # parts of pytest that were changed during the run
 
     def knows(self, case: str) -> bool:
-        return bool(self._of(case))
+        return bool(self._find_tests(case))
 
     def passed(self, case: str) -> bool:
-        """By the witness's own eyes."""
-        found = self._of(case)
-        passed = all(self.outcomes[test] in ("passed", "xfailed") and test not in self.others for test in found)
+        """Tell whether the witness saw the case pass."""
+        found = self._find_tests(case)
+        passed = all(self.outcomes[test] in ("passed", "xfailed") and test not in self.replaced for test in found)
         return self.ended and bool(found) and passed
 
-    def _of(self, case: str) -> list[str]:
-        """A log may cut a name at its first blank."""
+    def _find_tests(self, case: str) -> list[str]:
+        """Return the tests of a case. A log may cut a name at its first space."""
         return [case] if case in self.outcomes else [t for t in self.outcomes if t.split(maxsplit=1)[:1] == [case]]
 
 
 def parse_report(key: bytes, report: bytes) -> WitnessReport:
-    """The lines of a report, up to the first that is not signed in its place."""
-    last, begun, ended = b"", False, False
+    """Parse the lines of a report, up to the first that is not signed in its place."""
+    last, started, ended = b"", False, False
     outcomes: dict[str, WitnessOutcome] = {}
-    odd: set[str] = set()
-    others: set[str] = set()
+    tampered: set[str] = set()
+    replaced: set[str] = set()
     for raw in report.split(b"\n"):
         mac, _, text = raw.partition(b" ")
         if not hmac.compare_digest(hmac.new(key, last + text, hashlib.sha256).hexdigest().encode(), mac):
@@ -59,12 +59,14 @@ def parse_report(key: bytes, report: bytes) -> WitnessReport:
             line = msgspec.json.decode(text, type=_ReportLine)
         except msgspec.DecodeError:
             break
-        begun = begun or bool(line.begin)
+        started = started or bool(line.begin)
         if line.test:
             outcomes[line.test] = line.outcome
-            (others.add if line.other else others.discard)(line.test)
+            (replaced.add if line.other else replaced.discard)(line.test)
         if line.odd:
-            odd.add(line.odd)
+            tampered.add(line.odd)
         if line.end >= 0:
             ended = line.end == len(outcomes)
-    return WitnessReport(begun=begun, ended=ended, outcomes=outcomes, others=frozenset(others), odd=frozenset(odd))
+    return WitnessReport(
+        started=started, ended=ended, outcomes=outcomes, replaced=frozenset(replaced), tampered=frozenset(tampered)
+    )
