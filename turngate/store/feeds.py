@@ -2,7 +2,7 @@
 
 Numbers are given in the transaction that records the outcome which completes a group, so there is no moment at which a group is
 complete and has none, whoever is killed when; and since all workers write to one file, none is given twice. Reached through
-`Store`; `feed.py` makes deliveries of it.
+`Store`; `gateway/deliveries.py` builds deliveries from it.
 """
 
 from __future__ import annotations

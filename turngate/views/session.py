@@ -2,7 +2,6 @@
 
 A long session takes the better part of a second to write down, in which nobody else would be served. So it is done in a thread of its own,
 from what the store has of the session: whatever was answered is there, and one moment is read as a whole, whoever writes meanwhile.
-`Control` owns the one instance; the admin API and the compatibility APIs (`server/`) ask it.
 """
 
 from __future__ import annotations
