@@ -19,7 +19,7 @@ from turngate.store.sqlite import Store
 from turngate.trace.session import Session
 from turngate.trace.tree import Trace
 
-_BATCH = 16  # sessions that are evicted before turns go on: each takes a tenth of a millisecond or more
+_BATCH = 16  # sessions that are evicted at once, while turns wait: each takes 0.1 ms or more
 _TRIM_S = 10.0  # between two returns of memory to the system, which make turns wait
 _SHORTEST_S = 0.01  # between two sweeps
 

@@ -66,7 +66,7 @@ class Feeds:
         """Continue to fill a feed that another process may have begun to fill. Numbered deliveries can be read meanwhile."""
         while self._log.is_filling(feed) and self._log.fill(feed, _FILL_STEP):
             self.wake()
-            await asyncio.sleep(0)  # turns go on in between
+            await asyncio.sleep(0)  # let turns run in between
 
     def list_feeds(self) -> list[FeedView]:
         return [_view(row) for row in self._log.listing()]

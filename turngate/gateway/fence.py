@@ -1,7 +1,7 @@
 """The policy version, and the fence that a trainer closes around an update: pause → load weights → resume at version n.
 
 Every turn passes the fence before it generates, and asks for the version again with each chunk that it gets. A new version arrives in one
-of two ways. Weights are *replaced*: calls in flight go on with the new ones from then on. Or the engine has them under another *model
+of two ways. Weights are *replaced*: calls in flight continue with the new ones. Or the engine has them under another *model
 name* (an adapter): calls in flight stay with the model that they began with.
 """
 
@@ -17,7 +17,7 @@ class Fence:
     def __init__(self, version: int = 0, model: str = "") -> None:
         self.version = version
         self.model = model  # the name under which the engine has this version; empty: its own
-        self._replaced = 0  # the newest version that came by replacing weights
+        self._replaced = 0  # the newest version whose weights replaced the old ones
         self._open = asyncio.Event()
         self._open.set()
         self._in_flight = 0

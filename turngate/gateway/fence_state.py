@@ -28,7 +28,7 @@ class FenceState:
         return version, "" if load is None else load.name
 
     def write_open(self, version: int, event: NewEvent | None = None) -> None:
-        """Record the version and that calls go on, in one transaction: one without the other would label turns with the wrong version."""
+        """Record the version and the end of the hold, in one transaction: one alone would label turns with the wrong version."""
         self._store.set_settings({_VERSION: str(version), _HELD: "", _LOADING: ""}, event)
 
     def read_hold(self) -> float | None:

@@ -126,7 +126,7 @@ class ReplicaSet:
                 after.append(msgspec.structs.replace(result, has=before.version))
             elif result.ok:
                 after.append(await _try_on(one, before, undo))
-            else:  # half a model: it is marked as down, and its frozen calls must not go on with that
+            else:  # half a model: it is marked as down, and its frozen calls must not continue with that
                 with contextlib.suppress(TurngateError):
                     await one.abort_all()
                 after.append(result)

@@ -35,9 +35,9 @@ def find_constraint_bias(call: Call) -> tuple[str, ...]:
 def count_room(session: Session, call: Call, size: int, max_context: int | None) -> int:
     """The number of tokens that may be sampled after a prompt of `size`, which fits every limit."""
     limit = session.config.limits.context_tokens
-    asked = call.max_tokens if session.config.max_tokens is None else session.config.max_tokens
+    requested = call.max_tokens if session.config.max_tokens is None else session.config.max_tokens
     room = [
-        asked,
+        requested,
         session.tokens_left,
         None if max_context is None else max_context - size,
         None if limit is None else limit - size,

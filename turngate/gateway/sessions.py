@@ -44,7 +44,7 @@ class Sessions:
         on_close: Callable[[str], None] = lambda session_id: None,
         on_end: Callable[[str], None] = lambda session_id: None,
     ) -> None:
-        """`on_close` frees what the engine holds for a session. `on_end` reports a session that ended and was kept."""
+        """`on_close` frees what the engine holds for a session. `on_end` reports a session that ended and was not deleted."""
         self.modes = modes  # that this gateway serves; the first is the default
         self._models = models  # empty: any name
         self._vocabulary = vocabulary

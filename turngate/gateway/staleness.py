@@ -54,7 +54,7 @@ class StaleSessions:
 
     async def cancel(self, bounds: list[tuple[str, int | None]], version: int) -> None:
         for session_id, digest in self._sessions.open_digests().items():
-            await asyncio.sleep(0)  # there may be thousands, and turns go on meanwhile
+            await asyncio.sleep(0)  # there may be thousands: let turns run in between
             try:
                 stale = await self._is_stale(session_id, bounds, version)
                 if stale and self._sessions.is_open(session_id, digest):  # its id may be another session's by now
@@ -105,7 +105,7 @@ def oldest_allowed(group: str, bounds: list[tuple[str, int | None]], version: in
 def is_stale(session: Session, oldest: int) -> bool:
     """Whether a turn that would be trained was sampled before a version.
 
-    A single question without tools does not count: it may be a title, which is not trained, and the work may be yet to come.
+    A single question without tools does not count: it may be a title, which is not trained, and the work may not have begun.
     """
     turns = list(session.trace.turns())
     if not any(turn.info.version_start < oldest for turn in turns):

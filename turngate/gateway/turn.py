@@ -154,7 +154,7 @@ class TurnPipeline:
             session.end_call(task, time.time())
 
     async def _pass_fence(self, session: Session, timing: CallTiming) -> None:
-        """Wait while weights are loaded; the session's own clock goes on."""
+        """Wait while weights are loaded; the session's own clock keeps running."""
         if not self._fence.paused:
             await self._fence.enter()  # at once
             return

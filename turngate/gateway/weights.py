@@ -1,8 +1,8 @@
-"""Weight updates: hold calls at the fence, load the engines, let calls go on at the new version; or undo all of it if a replica refuses.
+"""Weight updates: hold calls at the fence, load the engines, resume calls at the new version; or undo all of it if a replica fails.
 
     pause   hold (new calls wait) · drain (and calls in flight end) · keep (and calls in flight are frozen in the engines)
     load    one replica first, then the others; `replicas.py`
-    resume  the version is recorded, then calls go on at it
+    resume  record the version, then let calls pass
 
 `WeightUpdates` works on a `Barrier`: the fence of this process, or of all workers together.
 """
@@ -50,13 +50,13 @@ class Barrier(Protocol):
     """The fence of one process, or of many."""
 
     async def hold(self, until: float | None) -> None:
-        """Make new calls wait. Records `until`, for processes that start meanwhile."""
+        """Make new calls wait. Records `until`, for processes that start during the hold."""
 
     async def drain(self) -> None:
         """Wait until no call is in flight."""
 
     async def open(self, version: int | None, model: str | None, *, expired: bool = False, check: bool = False) -> None:
-        """Let calls go on, at a version. `expired`: because a pause timed out. `check`: ask every replica first what it has."""
+        """Resume calls at a version. `expired`: because a pause timed out. `check`: ask every replica first what it has."""
 
     async def describe(self) -> FenceView:
         """The state of the fence as the API shows it."""
@@ -87,7 +87,7 @@ class LocalBarrier:
         self.resume(version, model, expired=expired)
 
     def resume(self, version: int | None, model: str | None = None, *, expired: bool = False) -> None:
-        """Record the version, let calls go on at it, and cancel the sessions that it makes stale."""
+        """Record the version, resume calls at it, and cancel the sessions that it makes stale."""
         self._fence.check(version, model)
         new = self._fence.version if version is None else version
         facts: dict[str, Json] = {"paused": False, "version": new}
@@ -239,11 +239,11 @@ class WeightUpdates:
 
     async def _expire(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
-        log.warning("a pause was not resumed within its limit; calls go on at the old version")
+        log.warning("a pause was not resumed within its limit; resuming calls at the old version")
         await self._keep_opening(expired=True)
 
     async def _keep_opening(self, *, expired: bool = False) -> None:
-        """Let calls go on at the version in force, as soon as that is possible."""
+        """Resume calls at the version in force, as soon as that is possible."""
         while True:
             try:
                 async with self._lock:
@@ -259,7 +259,7 @@ class WeightUpdates:
     # ── weights that the gateway loads ──────────────────────────────────────────────────────────────────────────
 
     async def load(self, load: Load, mode: PauseMode | None, limit_s: float) -> LoadReply:
-        """Load weights into every replica and let calls go on at their version.
+        """Load weights into every replica and resume calls at their version.
 
         `mode` None: drain for a model, hold for an adapter. `limit_s`: how long calls in flight may take to end.
         """
@@ -325,7 +325,7 @@ class WeightUpdates:
         was_paused, _ = snapshot
         try:
             if not was_paused:
-                await self._barrier.hold(time.time())  # a gateway that restarts in the middle lets calls go on
+                await self._barrier.hold(time.time())  # a gateway that restarts during the load resumes calls at once
             if mode == "keep":
                 await self._replicas.freeze()
             elif mode == "drain":

@@ -1,6 +1,6 @@
 """The embedded store: one SQLite file in the data folder. A turn is one transaction.
 
-Written by `gateway/recording.py` (through `journal.py`) and `gateway/sessions.py`; read when a session is loaded, shown or exported. Blobs carry a
+Written by the gateway; read when a session is loaded, shown or exported. Blobs carry a
 checksum, so that a damaged trace is refused and never trained on. What each durability costs is in
 `docs/decisions/0003-durability.md`.
 """

@@ -188,6 +188,7 @@ class Trace:
                 request.put(0, recent.opening)
             size = len(recent.raws)
             node: Node | None = recent.context
+            # Cheap: messages that the dialect has matched with an earlier request are the same objects, so this compares pointers.
             if request.raws[:size] != recent.raws:
                 # Agents edit the end of their history (a cache mark that moves); what lies before it still matches.
                 same = next(n for n in range(size) if n >= len(request.raws) or request.raws[n] != recent.raws[n])
