@@ -38,7 +38,7 @@ BEFORE = "alpha\ncolour\nomega\n"
 AFTER = "alpha\ncolor\nomega\n"
 
 
-class CheckResult(msgspec.Struct, frozen=True):
+class PromiseResult(msgspec.Struct, frozen=True):
     """Whether one promise held."""
 
     name: str
@@ -50,7 +50,7 @@ class CheckReport(msgspec.Struct, frozen=True):
     """The results of a check, and what they are based on."""
 
     outcome: Outcome
-    results: tuple[CheckResult, ...]
+    results: tuple[PromiseResult, ...]
     trace: Json
     samples: list[Json]
     folder: Path
@@ -166,17 +166,17 @@ async def prepare_check(
 
 def _evaluate(
     outcome: Outcome, trace: Json, samples: list[Json], engine: Scripted, folder: Path, *, usual: bool
-) -> list[CheckResult]:
+) -> list[PromiseResult]:
     turns = [node for node in trace["nodes"] if node["kind"] == "sampled"]
     fault = f"{outcome.fault.stage}: {outcome.fault.message}" if outcome.fault else _describe_end(outcome)
     results = [
-        CheckResult("the agent ran and ended by itself", outcome.status == "finished", outcome.status + ": " + fault)
+        PromiseResult("the agent ran and ended by itself", outcome.status == "finished", outcome.status + ": " + fault)
     ]
     if usual:
         results.append(_check_work(folder))
         results.append(_check_rows(samples))
     results += [
-        CheckResult(
+        PromiseResult(
             "every model call it made is in the trace",
             bool(turns) and len(engine.received) == len(turns) and outcome.calls in (None, len(turns)),
             f"{outcome.calls} through its door, {len(engine.received)} at the engine, {len(turns)} in the trace",
@@ -188,7 +188,7 @@ def _evaluate(
     if collected.transcript_turns is not None:
         agrees = not collected.differences and collected.transcript_turns > 0
         results.append(
-            CheckResult(
+            PromiseResult(
                 "its own transcript agrees, turn by turn",
                 agrees,
                 "; ".join(collected.differences) or f"{collected.transcript_turns} turns",
@@ -197,25 +197,25 @@ def _evaluate(
     return results
 
 
-def _check_work(folder: Path) -> CheckResult:
+def _check_work(folder: Path) -> PromiseResult:
     notes, done = folder / "work" / "notes.txt", folder / "work" / "done.txt"
     written = notes.read_text() if notes.is_file() else "missing"
     ok = written == AFTER and done.is_file() and done.read_text().strip() == "done"
-    return CheckResult(
+    return PromiseResult(
         "the task is done", ok, f"notes.txt {written!r}, done.txt {'is there' if done.is_file() else 'missing'}"
     )
 
 
-def _check_rows(samples: list[Json]) -> CheckResult:
+def _check_rows(samples: list[Json]) -> PromiseResult:
     main = [row for row in samples if any(span["role"] == "main" for span in row["spans"])]
     trained = [row for row in main if any(row["mask"])]
     turns = [len(row["spans"]) for row in main]
-    return CheckResult(
+    return PromiseResult(
         "the main conversation is exactly one row", len(main) == len(trained) == 1, f"rows of {turns} turns"
     )
 
 
-def _check_exactness(trace: Json, turns: list[Json], engine: Scripted) -> CheckResult:
+def _check_exactness(trace: Json, turns: list[Json], engine: Scripted) -> PromiseResult:
     """Compare the recorded prompts with those that the engine received, and the log-probabilities with those that follow from them."""
     nodes = {node["id"]: node for node in trace["nodes"]}
     sent = sorted(request.prompt.tobytes() for request in engine.received)
@@ -230,10 +230,10 @@ def _check_exactness(trace: Json, turns: list[Json], engine: Scripted) -> CheckR
         recorded.append(ids.tobytes())
         scored = scored and turn["logprobs"] == derive_logprobs(ids, turn["ids"])
     ok = sorted(recorded) == sent and scored
-    return CheckResult("every recorded id is what the engine saw or sampled", ok, f"{len(turns)} turns")
+    return PromiseResult("every recorded id is what the engine saw or sampled", ok, f"{len(turns)} turns")
 
 
-def _check_side_calls(samples: list[Json]) -> CheckResult:
+def _check_side_calls(samples: list[Json]) -> PromiseResult:
     wrong = [
         span["role"]
         for row in samples
@@ -241,7 +241,7 @@ def _check_side_calls(samples: list[Json]) -> CheckResult:
         if span["trained"] != (span["role"] in ("main", "subagent")) and not span["reason"].startswith("trained in")
     ]
     sides = sum(span["role"] == "side" for row in samples for span in row["spans"])
-    return CheckResult("side calls are labelled and not trained", not wrong, f"{sides} side calls")
+    return PromiseResult("side calls are labelled and not trained", not wrong, f"{sides} side calls")
 
 
 def _describe_end(outcome: Outcome) -> str:
@@ -249,4 +249,4 @@ def _describe_end(outcome: Outcome) -> str:
     return printed[-300:] if outcome.status != "finished" else f"exit code {outcome.exit_code}"
 
 
-__all__ = ["AgentCheck", "CheckOptions", "CheckReport", "CheckResult", "CheckStep", "check_agent", "prepare_check"]
+__all__ = ["AgentCheck", "CheckOptions", "CheckReport", "CheckStep", "PromiseResult", "check_agent", "prepare_check"]
