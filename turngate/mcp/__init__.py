@@ -1,6 +1,6 @@
-"""Rollouts as tools for agents and programs that speak MCP: a thin skin over `turngate.service`. `turngate mcp` starts it.
+"""Rollouts as MCP tools: a thin layer over `turngate.service`, started by `turngate mcp`.
 
-server   the SDK's server, which lists and calls them
-stdio    one client, which started us
+server   lists and calls the tools, for any transport
+stdio    one client, which starts the server
 http     many clients, each with the key
 """

@@ -1,7 +1,7 @@
-"""MCP over streamable HTTP: many clients, each with the key. Called by `turngate mcp --http`.
+"""MCP over streamable HTTP, for many clients (`turngate mcp --http`).
 
-Before a request reaches the SDK it has to name a host that is ours (a page that had its own name point here cannot), come from no
-foreign page, and carry the key.
+A request reaches the SDK only if its Host is a name of this server (against DNS rebinding), its Origin is not a foreign page, and it
+carries the key.
 """
 
 from __future__ import annotations
@@ -30,53 +30,60 @@ from turngate.service.rollouts import Rollouts
 PATH = "/mcp"
 KEY = "TURNGATE_MCP_KEY"
 KEY_FILE = "mcp-key"
-MAX_BYTES = 64 * 1024 * 1024  # of a request: files to upload are in it
+MAX_BYTES = 64 * 1024 * 1024  # of a request, which may carry files
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 log = logging.getLogger("turngate")
 
 
 class HttpSettings(msgspec.Struct, frozen=True):
-    """Where to listen, who may come in, and under which names of ours."""
+    """The address to listen on, the key, and the names of this server."""
 
     host: str
     port: int
     key: str
-    names: Sequence[str] = ()  # further names of this machine that clients use
+    names: Sequence[str] = ()  # more host names that clients use for this machine
 
     @classmethod
     def parse(cls, text: str, key: str, names: Sequence[str] = ()) -> HttpSettings:
-        """Of HOST:PORT, :PORT or PORT."""
+        """Parse HOST:PORT, :PORT or PORT."""
         host, _, port = text.rpartition(":")
         if not port.isdecimal() or int(port) > 65535:
             raise ConfigError(f"http: {text!r} is not HOST:PORT, such as 127.0.0.1:8710", param="http")
         return cls(host.strip("[]") or "127.0.0.1", int(port), key, names)
 
 
-async def serve(rollouts: Rollouts, place: HttpSettings) -> None:
-    """Until this is cancelled. Then whatever runs is aborted, the calls that wait for it are answered, and the door is closed."""
-    with _listen(place) as listener:
-        door = McpAccess(StreamableHTTPSessionManager(build_server(rollouts), max_request_body_size=MAX_BYTES), place)
-        async with _run_server(door, listener), door.manager.run():
+async def serve(rollouts: Rollouts, settings: HttpSettings) -> None:
+    """Serve until cancelled. Then abort all rollouts, answer the calls that wait for them, and stop listening."""
+    with _listen(settings) as listener:
+        access = McpAccess(
+            StreamableHTTPSessionManager(build_server(rollouts), max_request_body_size=MAX_BYTES), settings
+        )
+        async with _run_server(access, listener), access.manager.run():
             try:
                 async with rollouts:
-                    door.open = True
+                    access.is_open = True
                     log.warning("turngate serves MCP on %s%s", local_url(listener), PATH)
                     await asyncio.Event().wait()
             finally:
-                door.open = False
+                access.is_open = False
 
 
 class McpAccess:
-    """The ASGI application: refuses, or hands on to the SDK."""
+    """The ASGI application: rejects a request, or passes it to the SDK."""
 
-    def __init__(self, manager: StreamableHTTPSessionManager, place: HttpSettings) -> None:
+    def __init__(self, manager: StreamableHTTPSessionManager, settings: HttpSettings) -> None:
         self.manager = manager
-        self.open = False  # new calls are taken
-        self._key = place.key.encode()
-        # Nobody can make an address of ours the name of a page of theirs, so any address will do; names are ours or they are not.
-        self._hosts = {*_LOOPBACK, place.host, socket.gethostname().lower(), *(name.lower() for name in place.names)}
-        self._pages = {*_LOOPBACK, *(name.lower() for name in place.names)}
+        self.is_open = False  # accepts new calls
+        self._key = settings.key.encode()
+        # DNS rebinding needs a host name: an attacker's page never has one of our addresses as its host. So any address is fine.
+        self._hosts = {
+            *_LOOPBACK,
+            settings.host,
+            socket.gethostname().lower(),
+            *(name.lower() for name in settings.names),
+        }
+        self._pages = {*_LOOPBACK, *(name.lower() for name in settings.names)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -85,28 +92,29 @@ class McpAccess:
 
     def _refusal(self, path: str, headers: Headers) -> Response | None:
         if path == "/health":
-            return JSONResponse({"status": "ok" if self.open else "stopping"}, 200 if self.open else 503)
-        if not self._is_ours(headers.get("host", "")):
+            return JSONResponse({"status": "ok" if self.is_open else "stopping"}, 200 if self.is_open else 503)
+        if not self._is_own_host(headers.get("host", "")):
             return _error_response(
-                421, "Host: this is not a name of this server; start it with --allow-host for another one"
+                421, "Host: is not a name of this server; to allow it, start the server with --allow-host"
             )
         if (origin := headers.get("origin")) is not None and _parse_host(origin) not in self._pages:
             return _error_response(
-                403, "Origin: pages of other sites may not call this server; --allow-host lets one in"
+                403,
+                "Origin: pages of other sites may not call this server; to allow one, start the server with --allow-host",
             )
         if path != PATH:
-            return _error_response(404, f"there is only {PATH} here")
-        if not self._may_enter(headers.get("authorization", "")):
+            return _error_response(404, f"not found; the only path is {PATH}")
+        if not self._has_key(headers.get("authorization", "")):
             return _error_response(
                 401,
                 "the key is missing or wrong; send it as 'Authorization: Bearer …'",
                 {"WWW-Authenticate": 'Bearer realm="turngate"'},
             )
-        if not self.open:
-            return _error_response(503, "the server is starting or being stopped; repeat this call in a moment")
+        if not self.is_open:
+            return _error_response(503, "the server is starting or stopping; retry in a moment")
         return None
 
-    def _is_ours(self, host: str) -> bool:
+    def _is_own_host(self, host: str) -> bool:
         name = _parse_host(f"//{host}")
         try:
             ipaddress.ip_address(name)
@@ -114,14 +122,14 @@ class McpAccess:
             return name in self._hosts
         return True
 
-    def _may_enter(self, authorization: str) -> bool:
+    def _has_key(self, authorization: str) -> bool:
         scheme, _, key = authorization.partition(" ")
         given = key.strip().encode("utf-8", "surrogatepass")
         return scheme.lower() == "bearer" and secrets.compare_digest(given, self._key)
 
 
 def _parse_host(url: str) -> str:
-    """Its host, without a port; empty where there is none to be read."""
+    """The host of a URL without its port; empty if there is none."""
     try:
         return urlsplit(url).hostname or ""
     except ValueError:
@@ -129,7 +137,7 @@ def _parse_host(url: str) -> str:
 
 
 def _error_response(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
-    """In JSON-RPC's form, as clients expect it."""
+    """An error as JSON-RPC."""
     error = {"code": -32600, "message": message}
     return JSONResponse({"jsonrpc": "2.0", "id": None, "error": error}, status, headers)
 
@@ -138,7 +146,7 @@ def _error_response(status: int, message: str, headers: dict[str, str] | None = 
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the command line."""
+    """uvicorn without signal handlers: the command line handles signals."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -146,26 +154,26 @@ class _Server(uvicorn.Server):
 
 
 @contextmanager
-def _listen(place: HttpSettings) -> Iterator[socket.socket]:
-    family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
+def _listen(settings: HttpSettings) -> Iterator[socket.socket]:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((place.host, place.port))
+            listener.bind((settings.host, settings.port))
             listener.listen(2048)
         except OSError as error:
             raise ConfigError(
-                f"http: cannot listen on {place.host}:{place.port} ({error.strerror}); choose another place",
+                f"http: cannot listen on {settings.host}:{settings.port} ({error.strerror}); choose another address",
                 param="http",
             ) from None
         yield listener
 
 
 @asynccontextmanager
-async def _run_server(door: McpAccess, listener: socket.socket) -> AsyncIterator[None]:
+async def _run_server(access: McpAccess, listener: socket.socket) -> AsyncIterator[None]:
     server = _Server(
         uvicorn.Config(
-            door,
+            access,
             http="httptools",
             lifespan="off",
             access_log=False,

@@ -1,6 +1,6 @@
-"""The SDK's server over the tools: lists them, calls them, tells how far a long call is, and turns errors into words.
+"""The MCP server: lists and calls the service's tools, and reports the progress of long calls.
 
-What is wrong with the arguments is a tool's error, which the calling model reads. What goes wrong with a rollout is in its result.
+Wrong arguments are tool errors, which the calling model reads. A problem with a rollout is in its result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mcp_types import (
     TextContent,
     ToolAnnotations,
 )
-from mcp_types import Tool as Listed
+from mcp_types import Tool as McpTool
 
 from turngate import __version__
 from turngate.common.validation import suggestion
@@ -31,11 +31,11 @@ from turngate.service.result import RolloutResult
 from turngate.service.rollouts import Rollouts
 from turngate.service.tools import TOOLS, ServiceTool
 
-PROGRESS_S = 2.0  # between two words about a rollout that is waited for
+PROGRESS_S = 2.0  # between two progress reports
 INSTRUCTIONS = (
-    "Runs coding agents on tasks in sandboxes, records every token that their model samples, and grades what they did. "
-    "list_endpoints shows the models. run_rollout does all of it in one call; start_rollout, get_state, get_messages, subscribe_events, "
-    "abort_rollout and finalize_rollout do it step by step. A rollout goes on when its caller is gone."
+    "Runs coding agents on tasks in sandboxes, records every token that their model samples, and grades their work. "
+    "list_endpoints lists the models. run_rollout does everything in one call; start_rollout, get_state, get_messages, subscribe_events, "
+    "abort_rollout and finalize_rollout do it step by step. A rollout continues when its caller disconnects."
 )
 Context = ServerRequestContext[Any]
 
@@ -43,12 +43,12 @@ log = logging.getLogger("turngate")
 
 
 def build_server(rollouts: Rollouts) -> Server[Any]:
-    """A server of these rollouts, for any transport and any number of clients."""
+    """Build a server for any transport and any number of clients."""
 
-    async def listing(context: Context, params: PaginatedRequestParams | None) -> ListToolsResult:
+    async def list_tools(context: Context, params: PaginatedRequestParams | None) -> ListToolsResult:
         return ListToolsResult(tools=[_describe_tool(tool) for tool in TOOLS.values()])
 
-    async def calling(context: Context, params: CallToolRequestParams) -> CallToolResult:
+    async def call_tool(context: Context, params: CallToolRequestParams) -> CallToolResult:
         return await _call_tool(rollouts, context, params)
 
     return Server(
@@ -56,14 +56,14 @@ def build_server(rollouts: Rollouts) -> Server[Any]:
         version=__version__,
         title="Turngate",
         instructions=INSTRUCTIONS,
-        on_list_tools=listing,
-        on_call_tool=calling,
+        on_list_tools=list_tools,
+        on_call_tool=call_tool,
         get_tool_input_schema=lambda name: TOOLS[name].input_schema() if name in TOOLS else None,
     )
 
 
-def _describe_tool(tool: ServiceTool) -> Listed:
-    return Listed(
+def _describe_tool(tool: ServiceTool) -> McpTool:
+    return McpTool(
         name=tool.name,
         title=tool.title,
         description=tool.description,
@@ -93,22 +93,22 @@ async def _call_tool(rollouts: Rollouts, context: Context, params: CallToolReque
     except TurngateError as error:
         return CallToolResult(content=[TextContent(text=error.message)], is_error=True)
     except Exception:
-        # A fault of ours. The SDK would tell the caller its words, which may say what is none of its business.
+        # A bug. The SDK would send the exception's text, which may reveal internals, to the caller.
         log.exception("tool %s failed", tool.name)
-        raise MCPError(INTERNAL_ERROR, "the server failed; its log says why") from None
+        raise MCPError(INTERNAL_ERROR, "the server failed; see its log") from None
 
 
 async def _wait_for_result(
     rollouts: Rollouts, context: Context, rollout_id: str, wait_s: float | None
 ) -> RolloutResult:
-    """The result. A client that asked for progress hears at once which rollout it is, and then every now and then how far it has come,
-    so that its time limit does not cut the call. When the call is cut the rollout goes on."""
+    """Wait for the result. A client that asked for progress gets the rollout's id at once and then regular reports, which keep its time
+    limit from ending the call. If the call ends early, the rollout continues."""
     waiting = asyncio.ensure_future(rollouts.finalize(rollout_id, wait_s))
     try:
         while True:
             state = rollouts.state(rollout_id)
-            told = f"rollout {rollout_id}: {state.status}, {state.stage}, {state.turns} turns"
-            await context.session.report_progress(state.wall_s, message=told)
+            message = f"rollout {rollout_id}: {state.status}, {state.stage}, {state.turns} turns"
+            await context.session.report_progress(state.wall_s, message=message)
             done, _ = await asyncio.wait({waiting}, timeout=PROGRESS_S)
             if done:
                 return waiting.result()
@@ -117,6 +117,6 @@ async def _wait_for_result(
 
 
 def _to_call_result(result: msgspec.Struct) -> CallToolResult:
-    """Twice, as the protocol wants it: as JSON for programs, and as text for clients that know only that."""
+    """Build an answer with the result twice, as MCP requires: structured for programs, and as text for other clients."""
     text = msgspec.json.encode(result)
     return CallToolResult(content=[TextContent(text=text.decode())], structured_content=msgspec.json.decode(text))

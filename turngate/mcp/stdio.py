@@ -1,7 +1,7 @@
-"""MCP over stdin and stdout: one client, which is whoever started us. Called by `turngate mcp`.
+"""MCP over stdin and stdout, for the client that started the process (`turngate mcp`).
 
-The SDK keeps stdout for the protocol: while it serves, whatever else writes to descriptor 1, in this process or in one that it
-starts, goes to stderr.
+The SDK reserves stdout for the protocol: while it serves, other output to file descriptor 1, of this process or its children, goes to
+stderr.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from turngate.service.rollouts import Rollouts
 
 
 async def serve(rollouts: Rollouts) -> None:
-    """Until the client closes our stdin, or this is cancelled. Either way whatever runs is aborted, and its sandboxes are gone. Where
-    the client still listens, the calls that waited for it are answered first."""
+    """Serve until the client closes stdin, or this is cancelled. Then abort all rollouts, remove their sandboxes, and answer the calls
+    that wait for them, if the client still listens."""
     try:
         await _serve(rollouts)
-    except* BrokenPipeError:  # the client is gone altogether, and so is whatever ran
+    except* BrokenPipeError:  # the client is gone; its rollouts are aborted by now
         pass
 
 
@@ -38,9 +38,9 @@ async def _serve(rollouts: Rollouts) -> None:
             drained = asyncio.create_task(lines.drained.wait())
             await asyncio.wait({task, drained}, return_when=asyncio.FIRST_COMPLETED)
         drained.cancel()
-        lines.over.set()
+        lines.closing.set()
         await asyncio.gather(task, drained, return_exceptions=True)
-        sys.stdout.flush()  # what was printed meanwhile, and lies in a buffer, is not for the client either
+        sys.stdout.flush()  # while it still goes to stderr: buffered output is not for the client
 
 
 async def _run(server: Server[Any], reading: Any, writing: Any) -> None:
@@ -48,17 +48,17 @@ async def _run(server: Server[Any], reading: Any, writing: Any) -> None:
 
 
 class _StdinLines(anyio.AsyncFile[str]):
-    """The lines of stdin, read in a thread that nobody waits for: the SDK's own cannot be cancelled while the client is silent. What we
-    start has no stdin.
+    """The lines of stdin, read in a daemon thread: the SDK's own reader cannot be cancelled while the client is silent. Child processes
+    get an empty stdin.
 
-    `drained`: all were read. The SDK learns of their end when `over` is set, because it cuts the calls that are not answered by then."""
+    `drained` is set after the last line. The SDK sees the end only when `closing` is set, because it then drops unanswered calls."""
 
     def __init__(self) -> None:
-        self.drained, self.over = asyncio.Event(), asyncio.Event()
-        own = os.dup(0)
-        with open(os.devnull, "rb") as nothing:
-            os.dup2(nothing.fileno(), 0)
-        super().__init__(os.fdopen(own, encoding="utf-8", errors="replace", closefd=False))
+        self.drained, self.closing = asyncio.Event(), asyncio.Event()
+        stdin = os.dup(0)
+        with open(os.devnull, "rb") as empty:
+            os.dup2(empty.fileno(), 0)
+        super().__init__(os.fdopen(stdin, encoding="utf-8", errors="replace", closefd=False))
 
     async def __aiter__(self) -> AsyncIterator[str]:
         loop, lines = asyncio.get_running_loop(), asyncio.Queue[str]()
@@ -73,4 +73,4 @@ class _StdinLines(anyio.AsyncFile[str]):
         while line := await lines.get():
             yield line
         self.drained.set()
-        await self.over.wait()
+        await self.closing.wait()

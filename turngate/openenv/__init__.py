@@ -1,8 +1,10 @@
-"""The OpenEnv environment: rollouts behind `reset`, `step` and `state`, and behind MCP tools (docs/openenv-environment.md).
+"""Rollouts as an OpenEnv environment: `reset`, `step` and `state`, and MCP tools (docs/openenv-environment.md).
 
-    models.py       what goes in and out          client.py   `TurngateEnv`, for whoever uses it
-    environment.py  one session of a client       app.py      the server: `python -m turngate.openenv`
-    tools.py        the tools, as a table         thread.py   the service, on a loop of its own
+    client         `TurngateEnv`, the client
+    models         actions, observations and states
+    app            the server: `python -m turngate.openenv`
+    environment    one session of a client
+    service_host   the rollout service on its own event loop
 
 Needs the `openenv` package: `pip install 'turngate[openenv]'`.
 """

@@ -1,10 +1,10 @@
-"""The environment's server: OpenEnv's own, with our sessions in it, and one service for all of them.
+"""The OpenEnv server: OpenEnv's own application with our environment, and one rollout service for all sessions.
 
     python -m turngate.openenv --service service.toml        # TURNGATE_SERVICE names the file as well
     uvicorn turngate.openenv.app:create --factory
 
-Keys of endpoints are in the environment variables that the service's file names. `TURNGATE_OPENENV_KEY`, where it is set, is what callers
-have to send.
+The keys of endpoints are in the environment variables that the service's file names. If `TURNGATE_OPENENV_KEY` is set, callers have to
+send it.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from turngate.service.rollouts import Rollouts
 
 SERVICE = "TURNGATE_SERVICE"
 KEY = "TURNGATE_OPENENV_KEY"
-SESSIONS = "MAX_CONCURRENT_ENVS"  # as OpenEnv's environments call it
-_GRACE_S = 5  # for calls in flight when it is stopped; rollouts are aborted after that
-MAX_BYTES = 128 * 1024 * 1024  # of a message, or of a request's body: files to upload are in it
+SESSIONS = "MAX_CONCURRENT_ENVS"  # OpenEnv's name
+_GRACE_S = 5  # for calls in flight at shutdown; then rollouts are aborted
+MAX_BYTES = 128 * 1024 * 1024  # of a message or a request body, which may carry files
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -56,26 +56,26 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 def create(service: Path | None = None) -> FastAPI:
-    """The application. Reads the settings at once, so that what is wrong with them is told; the service starts with it."""
+    """Build the application. Loads the settings at once, so that wrong ones raise here; the service starts with the application."""
     file = service or (Path(os.environ[SERVICE]) if os.environ.get(SERVICE) else None)
     config = load_config(file)
-    thread = ServiceHost(lambda: Rollouts(config))
+    host = ServiceHost(lambda: Rollouts(config))
     app: FastAPI = create_app(
-        functools.partial(TurngateEnvironment, thread, build_mcp_server(thread)),
+        functools.partial(TurngateEnvironment, host, build_mcp_server(host)),
         CallToolAction,
         TurngateObservation,
         env_name=NAME,
         concurrency_config=ConcurrencyConfig(
             max_concurrent_envs=_max_sessions(),
-            # Of sessions at /mcp that nobody closed. One call of theirs may take as long as a rollout does.
+            # For sessions at /mcp that are never closed. One call may take as long as a rollout.
             session_timeout=2 * config.most_agent_timeout_s + config.setup_timeout_s + config.test_timeout_s,
         ),
         state_cls=TurngateState,
         reset_observation_cls=ReadyObservation,
     )
-    app.state.service = thread
-    app.router.on_startup.append(functools.partial(asyncio.to_thread, thread.start))
-    app.router.on_shutdown.append(functools.partial(asyncio.to_thread, thread.stop))
+    app.state.service = host
+    app.router.on_startup.append(functools.partial(asyncio.to_thread, host.start))
+    app.router.on_shutdown.append(functools.partial(asyncio.to_thread, host.stop))
     app.add_exception_handler(TurngateError, _render_error)
     app.add_exception_handler(RequestValidationError, _render_validation_error)
     app.add_exception_handler(HTTPException, _render_http_error)
@@ -84,19 +84,19 @@ def create(service: Path | None = None) -> FastAPI:
 
 
 async def _render_error(request: Request, error: Exception) -> JSONResponse:
-    """What `POST /reset` and the like raise: OpenEnv's server answers errors of sockets and tools itself."""
+    """Render errors of HTTP requests such as `POST /reset`. OpenEnv's server handles those of sockets and tools itself."""
     assert isinstance(error, TurngateError)
     return JSONResponse({"detail": error.message, "param": error.param}, error.status)
 
 
 async def _render_validation_error(request: Request, error: Exception) -> JSONResponse:
-    """A request that is not as OpenEnv wants it. What was sent is not repeated, as FastAPI would: it may be long, and NaN is no JSON."""
+    """Render an invalid request, without FastAPI's copy of the input: it may be long, and NaN is not JSON."""
     assert isinstance(error, RequestValidationError)
     return JSONResponse({"detail": _strip_input(error.errors())}, 422)
 
 
 async def _render_http_error(request: Request, error: Exception) -> Response:
-    """The same where OpenEnv itself looked at the action."""
+    """Do the same for actions that OpenEnv itself validated."""
     assert isinstance(error, HTTPException)
     if isinstance(error.detail, list):
         return JSONResponse({"detail": _strip_input(error.detail)}, error.status_code)
@@ -104,18 +104,18 @@ async def _render_http_error(request: Request, error: Exception) -> Response:
 
 
 def _strip_input(errors: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [{name: of for name, of in one.items() if name in ("type", "loc", "msg")} for one in errors]
+    return [{name: value for name, value in error.items() if name in ("type", "loc", "msg")} for error in errors]
 
 
 def serve(make: Callable[[], FastAPI] | None = None, argv: Sequence[str] | None = None) -> None:
-    """The command. `make` is for a server that wants its own application."""
+    """Run the command. `make` builds an application other than the default one."""
     parser = argparse.ArgumentParser(
-        prog="python -m turngate.openenv", description="Turngate as an OpenEnv environment."
+        prog="python -m turngate.openenv", description="Serve Turngate as an OpenEnv environment."
     )
-    parser.add_argument("--service", type=Path, help=f"a TOML file with the service's settings [${SERVICE}]")
+    parser.add_argument("--service", type=Path, help=f"TOML file with the service's settings [${SERVICE}]")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--open", action="store_true", help=f"listen beyond this machine although ${KEY} is not set")
+    parser.add_argument("--open", action="store_true", help=f"accept connections from other machines without ${KEY}")
     given = parser.parse_args(argv)
     try:
         _check_exposure(given.host, given.open)
@@ -138,7 +138,7 @@ def serve(make: Callable[[], FastAPI] | None = None, argv: Sequence[str] | None 
 
 
 def _ignore_signal(number: int, frame: object) -> None:
-    """uvicorn ends in good order on a signal, and then raises it once more, for whoever was there before it. That is nobody."""
+    """Do nothing. uvicorn shuts down on a signal and then raises it again for the handler that was there before: this one."""
 
 
 @contextmanager
@@ -158,23 +158,23 @@ def _listen(host: str, port: int) -> Iterator[socket.socket]:
 def _max_sessions() -> int:
     given = os.environ.get(SESSIONS, "256")
     if not given.isdecimal() or int(given) < 1:
-        raise ConfigError(f"{SESSIONS}: {given!r} has to be a number of sessions, at least 1", param=SESSIONS)
+        raise ConfigError(f"{SESSIONS}: {given!r} has to be an integer of at least 1", param=SESSIONS)
     return int(given)
 
 
 def _check_exposure(host: str, is_open: bool) -> None:
-    """Whoever can call this server can run programs in its sandboxes, at its owner's cost."""
+    """Refuse to listen for other machines without a key: callers can run programs in sandboxes, at the owner's cost."""
     if not (_is_loopback(host) or is_open or os.environ.get(KEY, "").strip()):
         raise ConfigError(
-            f"host: {host} can be reached from elsewhere; set {KEY}, or give --open where something else keeps strangers out "
-            "(a private Space, a proxy that asks for a login)",
+            f"host: {host} is reachable from other machines; set {KEY}, or use --open if something else controls access "
+            "(a private Space, a proxy with a login)",
             param="host",
         )
 
 
 class OpenEnvAccess:
-    """Who may come in, and with how much. With a key: whoever has it, and anybody to `/health`. Without: programs, and our own pages, but
-    no page of another site in a browser of this machine, which could otherwise reach what listens here only."""
+    """Checks access, and limits the size of bodies. With a key, callers have to send it, except to `/health`. Without one, programs and our
+    own pages have access, but no page of another site: a browser on this machine could otherwise reach a local server."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], key: str) -> None:
         self._app = app
@@ -193,35 +193,35 @@ class OpenEnvAccess:
         headers = Headers(scope=scope)
         if self._key:
             given = headers.get("authorization", "").encode("utf-8", "surrogatepass")
-            right = secrets.compare_digest(given, self._key)
-            return "" if right else "the key is missing or wrong; send it as 'Authorization: Bearer …'"
+            is_valid = secrets.compare_digest(given, self._key)
+            return "" if is_valid else "the key is missing or wrong; send it as 'Authorization: Bearer …'"
         host, origin = headers.get("host", ""), headers.get("origin")
         if origin is not None and _netloc(origin) != host:
             return "Origin: pages of other sites may not call this server"
         if _is_loopback((scope.get("server") or ("",))[0]) and not _is_loopback(_hostname(host)):
-            return f"Host: this is not a name of this machine; behind a proxy, set {KEY}"
+            return f"Host: is not a name of this machine; behind a proxy, set {KEY}"
         return ""
 
 
 def _limit_body(scope: Scope, receive: Receive) -> Receive:
-    """A request's body is taken up to a size, whatever it says of itself. A socket's messages uvicorn bounds."""
+    """Limit a request's body, whatever its Content-Length says. uvicorn limits the messages of sockets."""
     if scope["type"] != "http":
         return receive
-    taken = 0
+    received = 0
 
-    async def bounded() -> MutableMapping[str, Any]:
-        nonlocal taken
+    async def receive_limited() -> MutableMapping[str, Any]:
+        nonlocal received
         message = await receive()
-        taken += len(message.get("body", b""))
-        if taken > MAX_BYTES:
+        received += len(message.get("body", b""))
+        if received > MAX_BYTES:
             raise HTTPException(413, f"the body is larger than {MAX_BYTES} bytes")
         return message
 
-    return bounded
+    return receive_limited
 
 
 def _netloc(url: str) -> str | None:
-    """None: that is no URL."""
+    """None: it is not a URL."""
     try:
         return urlsplit(url).netloc
     except ValueError:
@@ -229,7 +229,7 @@ def _netloc(url: str) -> str | None:
 
 
 def _hostname(netloc: str) -> str:
-    """Without its port; empty where there is none to be read."""
+    """The host without its port; empty if there is none."""
     try:
         return urlsplit(f"//{netloc}").hostname or ""
     except ValueError:
@@ -237,7 +237,7 @@ def _hostname(netloc: str) -> str:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether that is this machine, and can be nothing else."""
+    """Whether a host is certainly this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

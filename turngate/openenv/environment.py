@@ -1,7 +1,7 @@
-"""One session of a client, as OpenEnv has it: `reset`, `step`, `state`. A step is one call of a tool.
+"""One OpenEnv session of a client: `reset`, `step`, `state`. A step is one call of a tool.
 
-The tools and their verbs are the service's (`service/tools.py`); OpenEnv's server also offers them at `/mcp`, without rewards. All
-sessions share one service, so a rollout outlives the session that started it, and any other can take it up by its id.
+The tools are the service's (`service/tools.py`); OpenEnv's server also offers them at `/mcp`, without rewards. All sessions share one
+service, so a rollout outlives the session that started it, and any session can use it by its id.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from turngate.service.tools import TOOLS, Arguments
 NAME = "turngate_env"
 ABOUT = (
     "Runs coding agents (Claude Code, Codex, OpenCode, Pi, Gemini CLI, Qwen Code, mini-SWE-agent) on tasks in sandboxes, records every "
-    "token that their model samples, and grades what they did."
+    "token that their model samples, and grades their work."
 )
 _START_TOOLS = ("run_rollout", "run_swe_rollout", "start_rollout")
 
 
 class TurngateEnvironment(MCPEnvironment):
-    """Made for every session, and for every request without one: it is cheap. `tools` is shared by all of them (`offered`)."""
+    """Created for every session, and for every request without one, so it is cheap. All share `tools` (`build_mcp_server`)."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
@@ -54,10 +54,10 @@ class TurngateEnvironment(MCPEnvironment):
     async def reset_async(
         self, seed: Optional[int] = None, episode_id: Optional[str] = None, **unknown: Any
     ) -> ReadyObservation:
-        """A new episode. What runs goes on. `seed` is taken because OpenEnv sends it: what is sampled is the engine's affair."""
+        """Start a new episode. Rollouts continue. `seed` is ignored: OpenEnv sends it, but the engine samples."""
         if unknown:
             raise BadRequest(
-                f"{next(iter(unknown))}: reset has no such argument; there are episode_id and seed. A rollout's are run_rollout's",
+                f"{next(iter(unknown))}: is not an argument of reset, which has episode_id and seed; pass it to run_rollout",
                 param=next(iter(unknown)),
             )
 
@@ -72,7 +72,7 @@ class TurngateEnvironment(MCPEnvironment):
         return run_async_safely(self.step_async(action, timeout_s, **kwargs))
 
     async def step_async(self, action: Action, timeout_s: Optional[float] = None, **kwargs: Any) -> Observation:
-        """With `timeout_s` a rollout that is waited for is answered in time, with `done` false and its id; it goes on."""
+        """Call a tool. If a rollout has not ended after `timeout_s`, the answer has its id and `done` false; the rollout continues."""
         state = self._state
         state.step_count += 1
         if not isinstance(action, CallToolAction):
@@ -88,7 +88,7 @@ class TurngateEnvironment(MCPEnvironment):
 
     def _step_impl(self, action: Action, timeout_s: Optional[float] = None, **kwargs: Any) -> Observation:
         raise BadRequest(
-            f"action: {type(action).__name__} is not known here; take call_tool or list_tools", param="action"
+            f"action: {type(action).__name__} is not supported; use call_tool or list_tools", param="action"
         )
 
     @property
@@ -97,17 +97,17 @@ class TurngateEnvironment(MCPEnvironment):
 
     @property
     def supports_code_mode(self) -> bool:
-        """No: it would run a caller's Python in the server."""
+        """Always False: it would run a caller's Python in the server."""
         return False
 
     def execute_code(self, code: str) -> Observation:
-        raise BadRequest("code: this environment runs no code in its server; use the tools", param="code")
+        raise BadRequest("code: this environment does not run code in its server; use the tools", param="code")
 
     def get_metadata(self) -> EnvironmentMetadata:
         return EnvironmentMetadata(name=NAME, description=ABOUT, version=__version__)
 
     def _get_server_tools(self, mcp_server: Any) -> dict[str, Any]:
-        """Those of the table. OpenEnv's own way asks the server, for which it starts a thread and a loop per session."""
+        """The tools of the table. OpenEnv's own implementation starts a thread and a loop per session to ask the server."""
         return dict(TOOLS)
 
 
@@ -115,41 +115,41 @@ async def _call_tool(service: ServiceHost, action: CallToolAction, timeout_s: fl
     name = action.tool_name
     if name not in TOOLS:
         near = suggestion(name, list(TOOLS))
-        wrong = ToolError(
-            error_type=ToolErrorType.TOOL_NOT_FOUND, message=f"tool_name: there is no {name[:80]!r}{near}"
+        error = ToolError(
+            error_type=ToolErrorType.TOOL_NOT_FOUND, message=f"tool_name: there is no tool {name[:80]!r}{near}"
         )
-        return TurngateObservation(tool_name=name, error=wrong, metadata={"param": "tool_name", "kind": "not_found"})
+        return TurngateObservation(tool_name=name, error=error, metadata={"param": "tool_name", "kind": "not_found"})
     try:
         answer = await call_service_tool(service, name, action.arguments, math.inf if timeout_s is None else timeout_s)
     except TurngateError as error:
         return TurngateObservation(tool_name=name, error=_to_tool_error(error), metadata=_error_metadata(error))
     value = msgspec.to_builtins(answer)
-    told = TurngateObservation(tool_name=name, result=value, rollout_id=value.get("rollout_id", ""))
+    observation = TurngateObservation(tool_name=name, result=value, rollout_id=value.get("rollout_id", ""))
     if isinstance(answer, RolloutResult | RolloutState):
-        told.status = answer.status
+        observation.status = answer.status
     if isinstance(answer, RolloutResult) and answer.done:
-        told.done, told.reward = True, answer.reward
-    return told
+        observation.done, observation.reward = True, answer.reward
+    return observation
 
 
 async def call_service_tool(
-    service: ServiceHost, name: str, arguments: Arguments, most_s: float = math.inf
+    service: ServiceHost, name: str, arguments: Arguments, max_wait_s: float = math.inf
 ) -> msgspec.Struct:
-    """What a tool gives. Waits for a rollout's end as long as the caller wants, and at most `most_s`."""
+    """Call a tool of the service. Waits for a rollout as long as the caller wants, but at most `max_wait_s` seconds."""
 
-    async def called(rollouts: Rollouts) -> msgspec.Struct:
+    async def call(rollouts: Rollouts) -> msgspec.Struct:
         async def wait(rollout_id: str, wait_s: float | None) -> RolloutResult:
-            longest = min(most_s, math.inf if wait_s is None else wait_s)
-            return await rollouts.finalize(rollout_id, None if longest == math.inf else longest)
+            limit_s = min(max_wait_s, math.inf if wait_s is None else wait_s)
+            return await rollouts.finalize(rollout_id, None if limit_s == math.inf else limit_s)
 
         return await TOOLS[name].call(rollouts, arguments, wait)
 
-    return await service.call(called)
+    return await service.call(call)
 
 
 def _to_tool_error(error: TurngateError) -> ToolError:
-    about_arguments = error.boundary == "client" and error.param is not None
-    kind = ToolErrorType.INVALID_ARGS if about_arguments else ToolErrorType.EXECUTION_ERROR
+    is_about_arguments = error.boundary == "client" and error.param is not None
+    kind = ToolErrorType.INVALID_ARGS if is_about_arguments else ToolErrorType.EXECUTION_ERROR
     return ToolError(error_type=kind, message=error.message)
 
 
@@ -167,10 +167,10 @@ def _error_metadata(error: TurngateError) -> dict[str, Any]:
 
 
 def build_mcp_server(service: ServiceHost) -> FastMCP[Any]:
-    """The tools as FastMCP has them, for all sessions."""
+    """Build the FastMCP server with the tools, for all sessions."""
     server: FastMCP[Any] = FastMCP("turngate", version=__version__, mask_error_details=True)
     for tool in TOOLS.values():
-        made = _OpenEnvTool(
+        fast_tool = _OpenEnvTool(
             name=tool.name,
             title=tool.title,
             description=tool.description,
@@ -181,13 +181,13 @@ def build_mcp_server(service: ServiceHost) -> FastMCP[Any]:
                 idempotentHint=tool.is_idempotent or tool.is_read_only,
             ),
         )
-        made._service = service
-        server.add_tool(made)
+        fast_tool._service = service
+        server.add_tool(fast_tool)
     return server
 
 
 class _OpenEnvTool(Tool):
-    """One tool. What is wrong with its arguments is an error that the caller reads, and no exception in the log."""
+    """One tool. Wrong arguments are an error for the caller, not an exception in the log."""
 
     _service: ServiceHost = PrivateAttr()
 
@@ -200,8 +200,8 @@ class _OpenEnvTool(Tool):
 
 
 def _to_text(value: Mapping[str, Any]) -> str:
-    """As text, for models: without log-probabilities, which would fill their context."""
+    """A result as text for models, without log-probabilities, which would fill their context."""
     if "turns" not in value or not isinstance(value["turns"], list):
         return msgspec.json.encode(value).decode()
-    turns = [{name: of for name, of in turn.items() if name != "logprobs"} for turn in value["turns"]]
+    turns = [{name: field for name, field in turn.items() if name != "logprobs"} for turn in value["turns"]]
     return msgspec.json.encode({**value, "turns": turns}).decode()

@@ -1,6 +1,6 @@
-"""What goes in and out of the environment, as OpenEnv wants it: pydantic models that its server publishes at `/schema`.
+"""Actions, observations and states: pydantic models that OpenEnv's server publishes at `/schema`.
 
-A tool's answer is the service's own struct as plain JSON (`service/result.py`); the client makes it that struct again.
+A tool's result is a struct of `service/result.py` as JSON; the client converts it back.
 """
 
 from __future__ import annotations
@@ -26,33 +26,36 @@ Name = Literal[
 
 
 class TurngateAction(CallToolAction):
-    """One call of a tool. OpenEnv's own `CallToolAction` does as well; this one knows the names."""
+    """One call of a tool. OpenEnv's `CallToolAction` works too; this one lists the tool names."""
 
     tool_name: Name = Field(description="Name of the tool to call")
 
 
 class TurngateObservation(CallToolObservation):
-    """What a tool answered: `result`, or `error`. `metadata` says which argument an error is about.
+    """A tool's `result` or `error`. `metadata` names the argument that an error is about.
 
-    `done` and `reward` are those of a rollout that has ended, where the call was for its result; a reward that is not known is None.
+    If the call returned the result of a rollout that has ended, `done` and `reward` are the rollout's. An unknown reward is None.
     """
 
-    rollout_id: str = Field(default="", description="The rollout that this is about; empty: none, or several")
+    rollout_id: str = Field(default="", description="The rollout's id; empty: the call was not about one rollout")
     status: str = Field(
-        default="", description="That rollout's: queued, running, finished, failed, timed out, limit, cancelled, error"
+        default="",
+        description="The rollout's status: queued, running, finished, failed, timed out, limit, cancelled, error",
     )
 
 
 class ReadyObservation(Observation):
-    """What `reset` answers: the endpoints that `model_key` may name."""
+    """The answer of `reset`: the endpoints that `model_key` may name."""
 
     endpoints: list[dict[str, Any]] = Field(default_factory=list, description="The server's catalog")
 
 
 class TurngateState(State):
-    """What this session has done since `reset`. Rollouts are the server's: they are here for whoever lost count."""
+    """What this session has done since `reset`. The rollouts themselves belong to the server."""
 
-    rollouts: list[str] = Field(default_factory=list, description="The ids of those that were started, oldest first")
-    last_rollout: str = Field(default="", description="The one that was last asked about")
-    last_status: str = Field(default="", description="Its status when it was; empty: it had just been started")
-    last_reward: Optional[float] = Field(default=None, description="Its reward; null: not known, which is not 0")
+    rollouts: list[str] = Field(
+        default_factory=list, description="The ids of the rollouts that it started, oldest first"
+    )
+    last_rollout: str = Field(default="", description="The rollout of the last call")
+    last_status: str = Field(default="", description="Its status at that call; empty: it had just started")
+    last_reward: Optional[float] = Field(default=None, description="Its reward; null: unknown, which is not 0")

@@ -1,4 +1,4 @@
-"""Which names and pages are let in. Past the door of a server that does not serve yet is 503."""
+"""Which host names and pages have access. A server that does not serve yet answers 503."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ KEY = "a key of the tests"
 )
 async def test_names_and_pages(headers: dict[str, str], status: int) -> None:
     place = HttpSettings.parse("0.0.0.0:0", KEY, ["rollouts.example"])
-    door = McpAccess(StreamableHTTPSessionManager(Server("nothing")), place)
+    access = McpAccess(StreamableHTTPSessionManager(Server("nothing")), place)
     raw = {"host": "localhost", "authorization": f"Bearer {KEY}", **headers}
-    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=door)) as client:
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=access)) as client:
         sent = [(name.encode(), value.encode()) for name, value in raw.items()]
         reply = await client.post("http://localhost/mcp", headers=sent, json={})
     assert reply.status_code == status, reply.text
