@@ -45,5 +45,5 @@ def test_every_name_is_there_and_documented() -> None:
 
 def test_what_is_checked_is_what_is_typed() -> None:
     """The arguments are listed twice: for type checkers, and for whoever has none."""
-    assert {*get_type_hints(arguments.ClientOptions)} == {*arguments.ClientSettings.__struct_fields__}
-    assert {*get_type_hints(arguments.RunOptions)} == {*arguments.RunSettings.__struct_fields__}
+    assert {*get_type_hints(arguments.ClientArguments)} == {*arguments.ClientSettings.__struct_fields__}
+    assert {*get_type_hints(arguments.RunArguments)} == {*arguments.RunSettings.__struct_fields__}

@@ -16,7 +16,7 @@ from tests.doctor.kit import one, settings
 from tests.kit import gateway, say
 from turngate.config import ServeConfig
 from turngate.doctor import CHECKS, DoctorContext, diagnose, machine
-from turngate.doctor.finding import CheckResult
+from turngate.doctor.finding import CheckOutcome
 
 
 async def test_a_machine_that_is_in_order_leaves_no_trace_of_the_look(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ async def test_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_check_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def hangs(subject: DoctorContext) -> list[CheckResult]:
+    async def hangs(subject: DoctorContext) -> list[CheckOutcome]:
         await asyncio.Event().wait()
         return []
 

@@ -30,7 +30,7 @@ from turngate.sandboxes.local import LocalBackend
 from turngate.service.catalog import Endpoint
 from turngate.service.config import ServiceConfig
 from turngate.service.request import RolloutRequest
-from turngate.service.result import Event
+from turngate.service.result import RolloutEvent
 from turngate.service.rollouts import Rollouts
 
 KEY = "scripted://m"
@@ -55,9 +55,9 @@ class Service:
         """Wait until it has come so far."""
         await kit.until(lambda: self.rollouts.state(rollout).stage == stage, 120)
 
-    async def all_events(self, rollout: str, limit: int = 3) -> list[Event]:
+    async def all_events(self, rollout: str, limit: int = 3) -> list[RolloutEvent]:
         """To the end, in small pages."""
-        found: list[Event] = []
+        found: list[RolloutEvent] = []
         while True:
             page = await self.rollouts.events(rollout, found[-1].cursor if found else 0, limit, wait_s=120)
             found += page.events

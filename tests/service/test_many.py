@@ -15,7 +15,7 @@ import pytest
 from tests.kit import say
 from tests.service.kit import Service, served
 from tests.speed import scaled
-from turngate.service.result import Event, RolloutResult
+from turngate.service.result import RolloutEvent, RolloutResult
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
 
@@ -87,7 +87,7 @@ async def finish(service: Service, rollout: str, n: int) -> RolloutResult:
     return await service.rollouts.finalize(rollout)
 
 
-def check(n: int, result: RolloutResult, events: list[Event]) -> None:
+def check(n: int, result: RolloutResult, events: list[RolloutEvent]) -> None:
     assert result.done and result.task_id == f"t{n}"
     assert [event.cursor for event in events] == list(range(1, len(events) + 1))
     assert events[0].kind == "queued" and [event.kind for event in events].count("ended") == 1

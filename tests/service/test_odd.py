@@ -12,7 +12,7 @@ from tests.kit import say, until
 from tests.service.kit import served
 from turngate.service import conversation, final_state, report
 from turngate.service.config import Clamp
-from turngate.service.event_log import EventLog
+from turngate.service.event_log import RolloutEventLog
 from turngate.service.result import ConversationMessage
 from turngate.service.truncation import Truncator
 from turngate.types import Json
@@ -197,7 +197,7 @@ async def test_what_cannot_be_shown_is_a_note_and_the_grade_stands(
                 case "settled":
                     patch.setattr(final_state, "from_work", broken)
                 case "drained":
-                    patch.setattr(EventLog, "drain", lambda *_: _raised())
+                    patch.setattr(RolloutEventLog, "drain", lambda *_: _raised())
             asked = service.asked('ask("Hi")\nopen("x", "w").write("y")', test_script="exit 0", upload_files={"a": "b"})
             result = await service.rollouts.run(asked)
         assert (result.status, result.kind, result.reward, result.error) == ("finished", "graded", 1.0, None)

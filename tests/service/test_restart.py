@@ -17,7 +17,7 @@ from tests.kit import say
 from tests.service.kit import KEY, config, open_sessions, served
 from tests.speed import scaled
 from turngate.errors import DataFolderInUse, StoreError
-from turngate.service.result import Event, RolloutState
+from turngate.service.result import RolloutEvent, RolloutState
 from turngate.service.rollouts import Rollouts
 from turngate.service.storage import ServiceStorage
 from turngate.types import Json
@@ -86,7 +86,7 @@ async def test_a_grade_that_was_recorded_outlives_the_process(tmp_path: Path) ->
         storage.save_state(begun(f"r{n}"), "place")
         happened = [("queued", {}), ("opened", {}), *told]
         for cursor, (kind, data) in enumerate(happened, 1):
-            storage.add_event(f"r{n}", Event(cursor=cursor, time=100.0 + cursor, kind=kind, data=data))
+            storage.add_event(f"r{n}", RolloutEvent(cursor=cursor, time=100.0 + cursor, kind=kind, data=data))
     storage.close()
     async with served(data=tmp_path) as service:
         for n, (told, known) in enumerate(KILLED):
@@ -102,7 +102,7 @@ def test_what_is_forgotten_is_forgotten_whole(tmp_path: Path) -> None:
     storage = ServiceStorage(tmp_path / "service")
     for rollout in ("a", "b"):
         storage.save_state(begun(rollout), "place")
-        storage.add_event(rollout, Event(cursor=1, time=1.0, kind="queued"))
+        storage.add_event(rollout, RolloutEvent(cursor=1, time=1.0, kind="queued"))
     with sqlite3.connect(tmp_path / "service" / "service.db") as db:
         db.execute("CREATE TRIGGER t BEFORE DELETE ON rollouts WHEN OLD.id = 'b' BEGIN SELECT RAISE(ABORT, 'no'); END")
     with pytest.raises(StoreError):

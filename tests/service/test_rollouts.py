@@ -26,7 +26,7 @@ from turngate.errors import BadRequest, Busy, NotFound, Stopping, StoreError
 from turngate.service.catalog import Endpoint
 from turngate.service.config import Clamp
 from turngate.service.request import Base64File, SweRolloutRequest
-from turngate.service.result import Event
+from turngate.service.result import RolloutEvent
 from turngate.service.storage import ServiceStorage
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
@@ -346,7 +346,7 @@ async def test_the_oldest_are_removed() -> None:
 async def test_a_full_disk_costs_neither_events_nor_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     keep, failed = ServiceStorage.add_event, list[str]()
 
-    def add(self: ServiceStorage, rollout: str, event: Event) -> None:
+    def add(self: ServiceStorage, rollout: str, event: RolloutEvent) -> None:
         if event.kind in ("turn", "sealed") and event.kind not in failed:
             failed.append(event.kind)
             raise StoreError("the disk is full")

@@ -19,7 +19,7 @@ T = TypeVar("T")
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class ClientOptions(TypedDict, total=False):
+class ClientArguments(TypedDict, total=False):
     """Where rollouts run. All are optional."""
 
     agent: str  # a preset (`turngate agents`), or your own TOML file
@@ -35,7 +35,7 @@ class ClientOptions(TypedDict, total=False):
     concurrency: int  # rollouts at once; left out, 8
 
 
-class RunOptions(TypedDict, total=False):
+class RunArguments(TypedDict, total=False):
     """How one rollout runs. All are optional; the first four apply only to a task that is an instruction."""
 
     test_script: str  # bash, grades the agent's work in a fresh sandbox; left out, there is no reward
@@ -51,12 +51,12 @@ class RunOptions(TypedDict, total=False):
     progress: bool  # False: display nothing while it runs
 
 
-class AllOptions(ClientOptions, RunOptions, total=False):
+class AllArguments(ClientArguments, RunArguments, total=False):
     """The arguments of `run`, `group` and `batch`."""
 
 
 class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`ClientOptions` after validation."""
+    """`ClientArguments` after validation."""
 
     agent: str = ""
     options: dict[str, str] = {}
@@ -72,7 +72,7 @@ class ClientSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`RunOptions` after validation."""
+    """`RunArguments` after validation."""
 
     test_script: str = ""
     files: dict[str, Any] = {}
@@ -91,7 +91,7 @@ _PATHS = {"data": (str, Path, type(None)), "config": (str, Path, ServiceConfig, 
 _CLIENT_NAMES = frozenset(ClientSettings.__struct_fields__)
 
 
-def split_options(everything: AllOptions) -> tuple[ClientOptions, RunOptions]:
+def split_arguments(everything: AllArguments) -> tuple[ClientArguments, RunArguments]:
     """Split the arguments into those of the client and those of the run. `agent` goes to the client, which accepts a file too."""
     known = [*ClientSettings.__struct_fields__, *RunSettings.__struct_fields__]
     for name in everything:
@@ -102,7 +102,7 @@ def split_options(everything: AllOptions) -> tuple[ClientOptions, RunOptions]:
     return where, how  # type: ignore[return-value]
 
 
-def parse_options(given: Mapping[str, Any], kind: type[T]) -> T:
+def parse_arguments(given: Mapping[str, Any], kind: type[T]) -> T:
     """Validate arguments. `BadRequest` names the one that is unknown or of the wrong type."""
     for name, kinds in _PATHS.items():
         if not isinstance(given.get(name), kinds):

@@ -20,13 +20,13 @@ from types import TracebackType
 from typing import Unpack
 
 from turngate.api.arguments import (
-    AllOptions,
-    ClientOptions,
-    RunOptions,
+    AllArguments,
+    ClientArguments,
+    RunArguments,
     RunSettings,
     check_n,
-    parse_options,
-    split_options,
+    parse_arguments,
+    split_arguments,
 )
 from turngate.api.client import AnyModel, Client, sort_results
 from turngate.api.progress import ProgressBoard, ProgressScreen
@@ -40,7 +40,7 @@ _OPEN: set[BlockingClient] = set()  # closed at exit, at the latest
 class BlockingClient:
     """Several rollouts on one gateway, until it is closed. Created by `open`; use it from one thread."""
 
-    def __init__(self, model: AnyModel = "", **where: Unpack[ClientOptions]) -> None:
+    def __init__(self, model: AnyModel = "", **where: Unpack[ClientArguments]) -> None:
         """The arguments are those of `Client`."""
         self._client = Client(model, **where)
         self._loop = LoopThread("turngate", param="client")
@@ -71,22 +71,22 @@ class BlockingClient:
         finally:
             self._loop.stop()
 
-    def run(self, task: AnyTask, **how: Unpack[RunOptions]) -> Result:
+    def run(self, task: AnyTask, **how: Unpack[RunArguments]) -> Result:
         """Run one rollout to its end. The arguments are those of `Client.run`."""
-        given = parse_options(how, RunSettings)
+        given = parse_arguments(how, RunSettings)
         board = ProgressBoard()
         with ProgressScreen(board, given.progress) as screen:
             return self._loop.run(self._client.run_with_board(task, given, board), screen.refresh)
 
-    def group(self, task: AnyTask, n: int = 8, **how: Unpack[RunOptions]) -> BlockingResultStream:
+    def group(self, task: AnyTask, n: int = 8, **how: Unpack[RunArguments]) -> BlockingResultStream:
         """Run n rollouts of one task. `for` yields results as they finish, `all()` returns all of them."""
         return self.batch([task], n, **how)
 
     def batch(
-        self, tasks: Iterable[AnyTask] | str | Path, n: int = 1, **how: Unpack[RunOptions]
+        self, tasks: Iterable[AnyTask] | str | Path, n: int = 1, **how: Unpack[RunArguments]
     ) -> BlockingResultStream:
         """Run n rollouts of each task, like `Client.batch`."""
-        return BlockingResultStream(self, tasks, check_n(n), parse_options(how, RunSettings), ProgressBoard())
+        return BlockingResultStream(self, tasks, check_n(n), parse_arguments(how, RunSettings), ProgressBoard())
 
     @contextmanager
     def results(
@@ -155,37 +155,37 @@ async def _next_result(stream: AsyncGenerator[tuple[int, Result], None]) -> tupl
     return await anext(stream, None)
 
 
-def open(model: AnyModel = "", **where: Unpack[ClientOptions]) -> BlockingClient:
+def open(model: AnyModel = "", **where: Unpack[ClientArguments]) -> BlockingClient:
     """Open a client for several rollouts, with `run`, `group` and `batch`. Use it in a `with` block, or call its `close()`."""
     return BlockingClient(model, **where)
 
 
-def run_sync(task: AnyTask, *, model: AnyModel = "", **everything: Unpack[AllOptions]) -> Result:
+def run_sync(task: AnyTask, *, model: AnyModel = "", **everything: Unpack[AllArguments]) -> Result:
     """`run` without `await`. The arguments are the same."""
-    where, how = split_options(everything)
+    where, how = split_arguments(everything)
     with open(model, **where) as client:
         return client.run(task, **how)
 
 
 def group_sync(
-    task: AnyTask, n: int = 8, *, model: AnyModel = "", **everything: Unpack[AllOptions]
+    task: AnyTask, n: int = 8, *, model: AnyModel = "", **everything: Unpack[AllArguments]
 ) -> Iterator[Result]:
     """`group` without `await`: yields results as they finish. `Results(group_sync(…))` collects them."""
     return batch_sync([task], n, model=model, **everything)
 
 
 def batch_sync(
-    tasks: Iterable[AnyTask] | str | Path, n: int = 1, *, model: AnyModel = "", **everything: Unpack[AllOptions]
+    tasks: Iterable[AnyTask] | str | Path, n: int = 1, *, model: AnyModel = "", **everything: Unpack[AllArguments]
 ) -> Iterator[Result]:
     """`batch` without `await`: yields results as they finish."""
-    where, how = split_options(everything)
+    where, how = split_arguments(everything)
     check_n(n)
-    parse_options(how, RunSettings)
+    parse_arguments(how, RunSettings)
     return _stream(tasks, n, model, where, how)
 
 
 def _stream(
-    tasks: Iterable[AnyTask] | str | Path, n: int, model: AnyModel, where: ClientOptions, how: RunOptions
+    tasks: Iterable[AnyTask] | str | Path, n: int, model: AnyModel, where: ClientArguments, how: RunArguments
 ) -> Iterator[Result]:
     with open(model, **where) as client:
         yield from client.batch(tasks, n, **how)

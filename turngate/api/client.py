@@ -27,14 +27,14 @@ import msgspec
 from turngate.api import models
 from turngate.api import task as tasks
 from turngate.api.arguments import (
-    AllOptions,
-    ClientOptions,
+    AllArguments,
+    ClientArguments,
     ClientSettings,
-    RunOptions,
+    RunArguments,
     RunSettings,
     check_n,
-    parse_options,
-    split_options,
+    parse_arguments,
+    split_arguments,
 )
 from turngate.api.progress import REFRESH_S, ProgressBoard, ProgressScreen
 from turngate.api.result import Result, Results
@@ -72,11 +72,11 @@ class Client:
 
     `model`: a key of the catalog (`config=`), KIND://MODEL@URL like vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000, an `Endpoint`, or the
     settings of a service with one endpoint. With `gateway=` it is the name of one of that gateway's models, and may be left out.
-    The other arguments are those of `ClientOptions`.
+    The other arguments are those of `ClientArguments`.
     """
 
-    def __init__(self, model: AnyModel = "", **where: Unpack[ClientOptions]) -> None:
-        given = parse_options(where, ClientSettings)
+    def __init__(self, model: AnyModel = "", **where: Unpack[ClientArguments]) -> None:
+        given = parse_arguments(where, ClientSettings)
         if given.options and not given.agent:
             raise BadRequest("options: need an agent; set agent= too", param="options")
         self._tokenizer = given.tokenizer
@@ -135,26 +135,26 @@ class Client:
         self._rollouts = None
         await run_to_completion(self._stack.aclose())
 
-    async def run(self, task: AnyTask, **how: Unpack[RunOptions]) -> Result:
+    async def run(self, task: AnyTask, **how: Unpack[RunArguments]) -> Result:
         """Run one rollout to its end. A problem with the task, the engine or the sandbox is the result's `error`; wrong arguments raise.
         Cancelling ends the rollout.
 
         `task`: a `Task`, a path (a task folder, a text file, `rows.jsonl#ID`), a row as a dict, or an instruction. The other arguments
-        are those of `RunOptions`.
+        are those of `RunArguments`.
         """
-        given = parse_options(how, RunSettings)
+        given = parse_arguments(how, RunSettings)
         board = ProgressBoard()
         async with self._show_progress(board, given.progress):
             return await self._run_job(_Job(0, await self._load_task(task, given), ""), given, board)
 
-    def group(self, task: AnyTask, n: int = 8, **how: Unpack[RunOptions]) -> ResultStream:
+    def group(self, task: AnyTask, n: int = 8, **how: Unpack[RunArguments]) -> ResultStream:
         """Run n rollouts of one task. `async for` yields results as they finish, `await` returns all of them."""
         return self.batch([task], n, **how)
 
-    def batch(self, tasks: Iterable[AnyTask] | str | Path, n: int = 1, **how: Unpack[RunOptions]) -> ResultStream:
+    def batch(self, tasks: Iterable[AnyTask] | str | Path, n: int = 1, **how: Unpack[RunArguments]) -> ResultStream:
         """Run n rollouts of each task of a list or a source (a folder of tasks, a .jsonl file, hf://org/name). `async for` yields results
         as they finish, `await` returns all of them."""
-        given = parse_options(how, RunSettings)
+        given = parse_arguments(how, RunSettings)
         count = check_n(n)
         return ResultStream(lambda: self.stream(tasks, count, given, None))
 
@@ -314,34 +314,34 @@ def sort_results(results: Iterable[tuple[int, Result]]) -> Results:
     return Results(result for _, result in sorted(results, key=lambda one: one[0]))
 
 
-async def run(task: AnyTask, *, model: AnyModel = "", **everything: Unpack[AllOptions]) -> Result:
+async def run(task: AnyTask, *, model: AnyModel = "", **everything: Unpack[AllArguments]) -> Result:
     """Run one rollout to its end: sandbox, agent, grade.
 
     `task`: a `Task`, a path (a task folder, a text file, `rows.jsonl#ID`), a row as a dict, or an instruction. `model`: KIND://MODEL@URL
     like vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000, an `Endpoint`, or a key of the catalog in `config=`. The other arguments are those
-    of `ClientOptions` and `RunOptions`.
+    of `ClientArguments` and `RunArguments`.
 
     Cancelling ends the agent and removes its sandbox. The call starts and stops its own gateway; for several rollouts, use `group`,
     `batch` or a `Client`, which start it once.
     """
-    where, how = split_options(everything)
+    where, how = split_arguments(everything)
     async with Client(model, **where) as client:
         return await client.run(task, **how)
 
 
-def group(task: AnyTask, n: int = 8, *, model: AnyModel = "", **everything: Unpack[AllOptions]) -> ResultStream:
+def group(task: AnyTask, n: int = 8, *, model: AnyModel = "", **everything: Unpack[AllArguments]) -> ResultStream:
     """Run n rollouts of one task: `async for result in group(…)`, or `results = await group(…)`. The arguments are those of `run`."""
     return batch([task], n, model=model, **everything)
 
 
 def batch(
-    tasks: Iterable[AnyTask] | str | Path, n: int = 1, *, model: AnyModel = "", **everything: Unpack[AllOptions]
+    tasks: Iterable[AnyTask] | str | Path, n: int = 1, *, model: AnyModel = "", **everything: Unpack[AllArguments]
 ) -> ResultStream:
     """Run n rollouts of each task of a list or a source, `concurrency` at a time. The arguments are those of `run`.
 
     `turngate batch` runs batches that resume after a crash.
     """
-    where, how = split_options(everything)
+    where, how = split_arguments(everything)
     client = Client(model, **where)
     stream = client.batch(tasks, n, **how)
 

@@ -211,7 +211,7 @@ def _render_turn(turn: Turn, max_tokens: int, tokens: bool, full: bool, *, is_op
     sampled = (
         _color_tokens(turn, max_tokens)
         if tokens and len(turn.ids)
-        else f'<div class="tg-text">{_escape(_shorten(_sampled_text(turn), full))}</div>'
+        else f'<div class="tg-text">{_escape(_shorten(_turn_text(turn), full))}</div>'
     )
     return (
         f'<details class="tg-turn"{" open" if is_open else ""}><summary>{_escape(_headline(turn))}</summary>'
@@ -263,7 +263,7 @@ def _message_text(message: Json) -> str:
     return "\n".join([str(content), *(f"→ {call.get('name')} {call.get('arguments')}" for call in calls)]).strip()
 
 
-def _sampled_text(turn: Turn) -> str:
+def _turn_text(turn: Turn) -> str:
     calls = (f"→ {call.name} {call.arguments}" for call in turn.tool_calls)
     return "\n".join(part for part in (turn.reasoning, turn.text, *calls) if part)
 
@@ -311,10 +311,10 @@ def render_text(
             (sanitize_line(result.status), f"bold {style}"),
             f"  {reward}  {result.wall_s:.1f} s",
         ),
-        _labelled_line(
+        _format_line(
             "ran", sanitize_line(" · ".join(word for word in (result.agent, result.model, result.mode) if word))
         ),
-        _labelled_line(
+        _format_line(
             "turns",
             f"{len(result.turns)}, {result.sampled_tokens:,} sampled tokens, "
             + ("1 row" if len(result.rows) == 1 else f"{len(result.rows)} rows"),
@@ -322,14 +322,14 @@ def render_text(
     ]
     if result.error is not None:
         where = f"{result.error.boundary}, in stage {result.error.stage}: " if result.error.stage else ""
-        lines.append(_labelled_line("error", sanitize(where + _shorten(result.error.message, False)), "red"))
+        lines.append(_format_line("error", sanitize(where + _shorten(result.error.message, False)), "red"))
     if result.files:
         names = [sanitize_line(name) for name in islice(result.files, 8)]
         hidden = len(result.files) - len(names)
-        lines.append(_labelled_line("files", ", ".join(names) + (f" and {hidden} more" if hidden else "")))
+        lines.append(_format_line("files", ", ".join(names) + (f" and {hidden} more" if hidden else "")))
     if result.session:
-        lines.append(_labelled_line("session", sanitize_line(result.session), "dim"))
-    lines += [_labelled_line("note", sanitize_line(note), "yellow") for note in result.notes]
+        lines.append(_format_line("session", sanitize_line(result.session), "dim"))
+    lines += [_format_line("note", sanitize_line(note), "yellow") for note in result.notes]
     shown, hidden_turns = _fit_turns(chosen, full)
     for index, turn in enumerate(shown):
         if hidden_turns and index == len(shown) // 2:
@@ -348,7 +348,7 @@ def _render_turn_text(turn: Turn, tokens: bool, full: bool) -> list[Text]:
     ]
     lines.append(Text(_headline(turn), style="bold green"))
     if not tokens or not len(turn.ids):
-        return [*lines, Text(sanitize(_shorten(_sampled_text(turn), full)))]
+        return [*lines, Text(sanitize(_shorten(_turn_text(turn), full)))]
     sampled = Text()
     limit = None if full else _MAX_TOKENS
     for _, piece, logprob in islice(_iter_tokens(turn), limit):
@@ -361,7 +361,7 @@ def _terminal_style(logprob: float) -> str:
     return f"white on rgb({int(220 * (1 - likely) + 20)},{int(160 * likely + 20)},30)"
 
 
-def _labelled_line(label: str, text: str, style: str = "") -> Text:
+def _format_line(label: str, text: str, style: str = "") -> Text:
     return Text.assemble((f"  {label:8}", "dim"), (text, style))
 
 

@@ -89,7 +89,7 @@ class LoopThread:
             return
         if self._loop is None or self._thread is None:
             return
-        self.run(_shut_down())
+        self.run(_cancel_all())
         loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
@@ -116,7 +116,7 @@ class LoopThread:
             self._loop = self._thread = None
 
 
-async def _shut_down() -> None:
+async def _cancel_all() -> None:
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()

@@ -12,7 +12,7 @@ from pathlib import Path
 from turngate.agents.install import NODE_AT_LEAST, Installation, ensure_installed, explain_missing, find_node
 from turngate.agents.spec import AgentSpec, find_agent, load_catalog
 from turngate.doctor.context import DoctorContext
-from turngate.doctor.finding import CheckResult, failure, not_checked, ok, warning
+from turngate.doctor.finding import CheckOutcome, failure, not_checked, ok, warning
 from turngate.errors import SandboxError, SandboxUnavailable, TurngateError
 from turngate.sandboxes import get_backend
 from turngate.sandboxes.base import Backend, Sandbox, SandboxSpec
@@ -21,13 +21,13 @@ LOCAL_BACKENDS = ("local", "bubblewrap", "docker")
 _LIFE_S = 300.0
 
 
-async def check_agents(context: DoctorContext) -> list[CheckResult]:
+async def check_agents(context: DoctorContext) -> list[CheckOutcome]:
     is_named = bool(context.agents)
     specs = [find_agent(name).spec for name in context.agents] or [found.spec for found in load_catalog().values()]
     return await asyncio.gather(*(asyncio.to_thread(_check_agent, spec, is_named) for spec in specs))
 
 
-def _check_agent(spec: AgentSpec, is_named: bool) -> CheckResult:
+def _check_agent(spec: AgentSpec, is_named: bool) -> CheckOutcome:
     install = spec.install
     if not (install.npm or install.pip):
         fix = f"turngate agents check {spec.name}" if spec.check else "use a sandbox image that has its program"
@@ -45,7 +45,7 @@ def _check_agent(spec: AgentSpec, is_named: bool) -> CheckResult:
         fix = f"turngate agents install {spec.name} (its first run does that too, and needs the network)"
         return warning(why, fix) if is_named else not_checked(why, fix)
     installed = ensure_installed(spec, lambda line: None)
-    version = _installed_version(spec, Path(installed.folder))
+    version = _find_version(spec, Path(installed.folder))
     reinstall = f"delete {installed.folder} and run: turngate agents install {spec.name}"
     if version != install.version:
         return failure(
@@ -56,7 +56,7 @@ def _check_agent(spec: AgentSpec, is_named: bool) -> CheckResult:
     return _check_runtime(spec, installed) or ok(f"{spec.name} {version}: installed, as pinned")
 
 
-def _check_runtime(spec: AgentSpec, installed: Installation) -> CheckResult | None:
+def _check_runtime(spec: AgentSpec, installed: Installation) -> CheckOutcome | None:
     """Check the Node or Python that runs an agent. None: it is fine."""
     if installed.node:
         try:
@@ -78,7 +78,7 @@ def _check_runtime(spec: AgentSpec, installed: Installation) -> CheckResult | No
     return None
 
 
-def _installed_version(spec: AgentSpec, folder: Path) -> str:
+def _find_version(spec: AgentSpec, folder: Path) -> str:
     if spec.install.npm:
         try:
             return str(
@@ -94,13 +94,13 @@ def _installed_version(spec: AgentSpec, folder: Path) -> str:
     return ""
 
 
-async def check_sandboxes(context: DoctorContext) -> list[CheckResult]:
+async def check_sandboxes(context: DoctorContext) -> list[CheckOutcome]:
     """Start one sandbox of each kind, run `true` in it, and look for a network."""
     names = context.sandboxes or LOCAL_BACKENDS
     return await asyncio.gather(*(_check_sandbox(name, context.image, bool(context.sandboxes)) for name in names))
 
 
-async def _check_sandbox(name: str, image: str, is_named: bool) -> CheckResult:
+async def _check_sandbox(name: str, image: str, is_named: bool) -> CheckOutcome:
     problem = failure if is_named else warning
     try:
         backend = get_backend(name)
@@ -119,7 +119,7 @@ async def _check_sandbox(name: str, image: str, is_named: bool) -> CheckResult:
         await sandbox.stop()
 
 
-async def _inspect_sandbox(name: str, backend: Backend, spec: SandboxSpec, sandbox: Sandbox) -> CheckResult:
+async def _inspect_sandbox(name: str, backend: Backend, spec: SandboxSpec, sandbox: Sandbox) -> CheckOutcome:
     ran = await sandbox.exec(["true"], timeout_s=30)
     if ran.exit_code:
         return failure(f"{name}: `true` failed in it with exit code {ran.exit_code}", _suggest_fix(name))

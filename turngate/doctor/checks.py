@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from turngate.common.safe_text import sanitize_line
 from turngate.doctor import agents_and_sandboxes, engine, gateway, machine, tokenizer
 from turngate.doctor.context import DoctorContext
-from turngate.doctor.finding import CheckResult, DoctorCheck, Finding, failure
+from turngate.doctor.finding import CheckOutcome, DoctorCheck, Finding, failure
 from turngate.errors import TurngateError
 from turngate.telemetry.logs import redact
 
@@ -195,7 +195,7 @@ async def _run_check(check: DoctorCheck, context: DoctorContext) -> list[Finding
     return [_build_finding(check, result, time.monotonic() - start) for result in results]
 
 
-def _build_finding(check: DoctorCheck, result: CheckResult, seconds: float) -> Finding:
+def _build_finding(check: DoctorCheck, result: CheckOutcome, seconds: float) -> Finding:
     """Remove secrets and control characters: parts of the text come from engines and other programs."""
     return Finding(
         check=check.name,

@@ -13,7 +13,7 @@ import numpy as np
 
 from turngate.config import OBSERVED_ENGINES
 from turngate.doctor.context import TEST_CALL_ENGINES, DoctorContext
-from turngate.doctor.finding import CheckResult, failure, not_checked, ok, warning
+from turngate.doctor.finding import CheckOutcome, failure, not_checked, ok, warning
 from turngate.engines.base import Chunk, Engine, Generate
 from turngate.errors import TurngateError
 from turngate.render import Renderer, find_tokenizer
@@ -25,7 +25,7 @@ _SKEW_S = 5.0
 _PROMPT = (Message("user", "Say any word."),)
 
 
-async def check_reachable(context: DoctorContext) -> list[CheckResult]:
+async def check_reachable(context: DoctorContext) -> list[CheckOutcome]:
     config = context.config
     if config.engine == "gate":
         return [not_checked("the engine is the trainer, which connects by itself", "docs/gate.md describes how")]
@@ -44,7 +44,7 @@ async def check_reachable(context: DoctorContext) -> list[CheckResult]:
     return found
 
 
-def _check_local(folder: str) -> CheckResult:
+def _check_local(folder: str) -> CheckOutcome:
     for module in ("torch", "safetensors"):
         if find_spec(module) is None:
             return failure(f"local: {module} is not installed", "pip install 'turngate[local]'")
@@ -73,7 +73,7 @@ def _suggest_fix(engine: str, detail: str) -> str:
     )
 
 
-async def check_call(context: DoctorContext) -> list[CheckResult]:
+async def check_call(context: DoctorContext) -> list[CheckOutcome]:
     """Make a small call to every engine."""
     config = context.config
     if config.engine not in TEST_CALL_ENGINES:
@@ -92,7 +92,7 @@ async def check_call(context: DoctorContext) -> list[CheckResult]:
     return found
 
 
-async def _make_call(context: DoctorContext, url: str) -> CheckResult:
+async def _make_call(context: DoctorContext, url: str) -> CheckOutcome:
     name = _label(url, context.config.engine)
     renderer, _ = await context.renderer()
     start = time.perf_counter()
@@ -155,7 +155,7 @@ async def _collect(engine: Engine, request: Generate) -> tuple[list[int], list[f
     return ids, logprobs, list(prompts[0]) == request.prompt.tolist() if prompts else None
 
 
-async def check_logprobs(context: DoctorContext) -> list[CheckResult]:
+async def check_logprobs(context: DoctorContext) -> list[CheckOutcome]:
     """Detect whether log-probabilities belong to the sampled distribution. With top-k 1 only one token remains, so its probability is 1
     after truncation, and less than 1 before."""
     config = context.config
@@ -174,7 +174,7 @@ async def check_logprobs(context: DoctorContext) -> list[CheckResult]:
     return found
 
 
-async def _detect_logprobs_mode(context: DoctorContext, url: str, name: str) -> CheckResult:
+async def _detect_logprobs_mode(context: DoctorContext, url: str, name: str) -> CheckOutcome:
     renderer, _ = await context.renderer()
     greedy = [Sampling(temperature=temperature, top_k=1) for temperature in (1.0, 2.0)]
     cool, hot = [await _generate(context, url, renderer, sampling) for sampling in greedy]
@@ -198,14 +198,14 @@ async def _detect_logprobs_mode(context: DoctorContext, url: str, name: str) -> 
     )
 
 
-async def check_clock(context: DoctorContext) -> list[CheckResult]:
+async def check_clock(context: DoctorContext) -> list[CheckOutcome]:
     urls = [url for url in context.urls() if url]
     if not urls:
         return [not_checked("the engine has no URL")]
     return [await measure_skew(url) for url in urls]
 
 
-async def measure_skew(url: str) -> CheckResult:
+async def measure_skew(url: str) -> CheckOutcome:
     """Compare this clock with the Date header of a server, which has whole seconds."""
     try:
         async with (

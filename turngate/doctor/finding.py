@@ -14,7 +14,7 @@ CheckState = Literal["ok", "warning", "failure", "not checked"]
 CheckScope = Literal["here", "gateway", "anywhere"]
 
 
-class CheckResult(msgspec.Struct, frozen=True):
+class CheckOutcome(msgspec.Struct, frozen=True):
     """The result of a check: one line on what was found, and one on how to fix it."""
 
     state: CheckState
@@ -39,20 +39,20 @@ class DoctorCheck(msgspec.Struct, frozen=True, kw_only=True):
     description: str
     where: CheckScope
     timeout_s: float
-    run: Callable[[DoctorContext], Awaitable[list[CheckResult]]]
+    run: Callable[[DoctorContext], Awaitable[list[CheckOutcome]]]
 
 
-def ok(message: str) -> CheckResult:
-    return CheckResult("ok", message)
+def ok(message: str) -> CheckOutcome:
+    return CheckOutcome("ok", message)
 
 
-def warning(message: str, fix: str) -> CheckResult:
-    return CheckResult("warning", message, fix)
+def warning(message: str, fix: str) -> CheckOutcome:
+    return CheckOutcome("warning", message, fix)
 
 
-def failure(message: str, fix: str) -> CheckResult:
-    return CheckResult("failure", message, fix)
+def failure(message: str, fix: str) -> CheckOutcome:
+    return CheckOutcome("failure", message, fix)
 
 
-def not_checked(reason: str, fix: str = "") -> CheckResult:
-    return CheckResult("not checked", reason, fix)
+def not_checked(reason: str, fix: str = "") -> CheckOutcome:
+    return CheckOutcome("not checked", reason, fix)

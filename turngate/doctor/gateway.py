@@ -13,7 +13,7 @@ from turngate.client.gateway import GatewayClient, GatewayUnreachable
 from turngate.client.protocol import OpenedSession
 from turngate.doctor.context import DoctorContext
 from turngate.doctor.engine import measure_skew
-from turngate.doctor.finding import CheckResult, failure, not_checked, ok, warning
+from turngate.doctor.finding import CheckOutcome, failure, not_checked, ok, warning
 from turngate.errors import TurngateError, Unauthorized
 from turngate.types import Json
 
@@ -26,7 +26,7 @@ def _client(context: DoctorContext) -> GatewayClient:
     return GatewayClient(context.gateway, context.admin_key)
 
 
-async def check_reachable(context: DoctorContext) -> list[CheckResult]:
+async def check_reachable(context: DoctorContext) -> list[CheckOutcome]:
     start = time.perf_counter()
     try:
         async with _client(context) as client:
@@ -47,7 +47,7 @@ async def check_reachable(context: DoctorContext) -> list[CheckResult]:
     return found
 
 
-async def check_engines(context: DoctorContext) -> list[CheckResult]:
+async def check_engines(context: DoctorContext) -> list[CheckOutcome]:
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as http,
@@ -63,7 +63,7 @@ async def check_engines(context: DoctorContext) -> list[CheckResult]:
     return [(warning if up else failure)(f"{up} of {total} up: {health.get('status', '')}", fix)]
 
 
-async def check_call(context: DoctorContext) -> list[CheckResult]:
+async def check_call(context: DoctorContext) -> list[CheckOutcome]:
     """Make one small model call in a new session, and delete the session."""
     try:
         async with _client(context) as client:
@@ -82,7 +82,7 @@ async def check_call(context: DoctorContext) -> list[CheckResult]:
         return [failure(error.message, "read the gateway's log")]
 
 
-async def _make_call(context: DoctorContext, client: GatewayClient, opened: OpenedSession) -> CheckResult:
+async def _make_call(context: DoctorContext, client: GatewayClient, opened: OpenedSession) -> CheckOutcome:
     mode = (await client.show(opened.id)).config.mode
     if mode != "exact":
         return not_checked(f"its sessions use mode {mode!r}, in which a call would cost money or wait for a trainer")
@@ -127,11 +127,11 @@ def _error_message(answer: bytes) -> str:
         return ""
 
 
-async def check_clock(context: DoctorContext) -> list[CheckResult]:
+async def check_clock(context: DoctorContext) -> list[CheckOutcome]:
     return [await measure_skew(context.gateway)]
 
 
-async def check_load(context: DoctorContext) -> list[CheckResult]:
+async def check_load(context: DoctorContext) -> list[CheckOutcome]:
     """Read the gateway's metrics."""
     try:
         async with (
@@ -161,7 +161,7 @@ async def check_load(context: DoctorContext) -> list[CheckResult]:
     return found
 
 
-def _check_loop_lag(text: str) -> CheckResult:
+def _check_loop_lag(text: str) -> CheckOutcome:
     measured, late = _sum_metric(text, "turngate_loop_lag_seconds_count"), 0.0
     for labels, value in _parse_metric(text, "turngate_loop_lag_seconds_bucket"):
         if labels == 'le="0.1"':

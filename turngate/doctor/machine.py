@@ -21,7 +21,7 @@ from pathlib import Path
 
 from turngate.client.keys import ADMIN_KEY, read_key, read_stored_admin_key
 from turngate.doctor.context import DoctorContext
-from turngate.doctor.finding import CheckResult, failure, not_checked, ok, warning
+from turngate.doctor.finding import CheckOutcome, failure, not_checked, ok, warning
 from turngate.errors import ConfigError
 from turngate.server.auth import METRICS_KEY, metrics_key
 from turngate.server.bind import find_running_gateway
@@ -63,7 +63,7 @@ _NETWORK_FILE_SYSTEMS = (
 )
 
 
-async def check_python(context: DoctorContext) -> list[CheckResult]:
+async def check_python(context: DoctorContext) -> list[CheckOutcome]:
     message = (
         f"{platform.python_implementation()} {platform.python_version()} on {platform.system()} {platform.machine()}"
     )
@@ -74,7 +74,7 @@ async def check_python(context: DoctorContext) -> list[CheckResult]:
     return [ok(message)]
 
 
-async def check_extras(context: DoctorContext) -> list[CheckResult]:
+async def check_extras(context: DoctorContext) -> list[CheckOutcome]:
     installed = {extra for extra, module in EXTRAS.items() if _is_installed(module)}
     needed = {
         "local": context.config.engine == "local",
@@ -107,11 +107,11 @@ def _is_installed(module: str) -> bool:
 # ── the data folder ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def check_data(context: DoctorContext) -> list[CheckResult]:
+async def check_data(context: DoctorContext) -> list[CheckOutcome]:
     return await asyncio.to_thread(_check_data_folder, Path(context.config.data))
 
 
-def _check_data_folder(folder: Path) -> list[CheckResult]:
+def _check_data_folder(folder: Path) -> list[CheckOutcome]:
     """Test in a temporary subfolder: a gateway may be writing to the folder itself."""
     parent = _nearest_folder(folder)
     try:
@@ -144,7 +144,7 @@ def _nearest_folder(folder: Path) -> Path:
     return place
 
 
-def _check_locks(folder: Path) -> CheckResult:
+def _check_locks(folder: Path) -> CheckOutcome:
     with open(folder / "lock", "wb") as one, open(folder / "lock", "wb") as other:
         try:
             fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -159,7 +159,7 @@ def _check_locks(folder: Path) -> CheckResult:
     return failure(f"locks in {folder.parent} do not exclude other processes", "use a local disk for --data")
 
 
-def _check_write_ahead_log(folder: Path) -> CheckResult:
+def _check_write_ahead_log(folder: Path) -> CheckOutcome:
     """Write with one connection, and read with another."""
     try:
         with (
@@ -180,7 +180,7 @@ def _check_write_ahead_log(folder: Path) -> CheckResult:
     return ok("the write-ahead log works")
 
 
-def _check_store(folder: Path, kind: str) -> CheckResult:
+def _check_store(folder: Path, kind: str) -> CheckOutcome:
     message = f"{folder}: writable, locks and SQLite's write-ahead log work" + (f", {kind}" if kind else "")
     if (running := find_running_gateway(folder)) is not None:
         message += f"; the gateway at {running.url} serves it (process {running.pid})"
@@ -205,7 +205,7 @@ def _file_system(folder: Path) -> str:
     return kind
 
 
-async def check_disk(context: DoctorContext) -> list[CheckResult]:
+async def check_disk(context: DoctorContext) -> list[CheckOutcome]:
     place = _nearest_folder(Path(context.config.data))
     free = shutil.disk_usage(place).free
     message = f"{free / _GB:.1f} GB free at {place}"
@@ -216,7 +216,7 @@ async def check_disk(context: DoctorContext) -> list[CheckResult]:
     return [ok(message)]
 
 
-async def check_keys(context: DoctorContext) -> list[CheckResult]:
+async def check_keys(context: DoctorContext) -> list[CheckOutcome]:
     """Check the admin key and the metrics key. Never prints them."""
     try:
         metrics = "; a separate metrics key is set" if metrics_key() else ""
@@ -248,7 +248,7 @@ async def check_keys(context: DoctorContext) -> list[CheckResult]:
 # ── port ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def check_port(context: DoctorContext) -> list[CheckResult]:
+async def check_port(context: DoctorContext) -> list[CheckOutcome]:
     config = context.config
     if not config.port:
         return [ok("port 0: the gateway chooses a free port")]
@@ -300,7 +300,7 @@ def _inodes(port: int) -> list[str]:
 # ── clock, limits ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def check_clock(context: DoctorContext) -> list[CheckResult]:
+async def check_clock(context: DoctorContext) -> list[CheckOutcome]:
     """Compare the wall clock with the monotonic one. Time limits of sessions and events depend on it."""
     offsets = []
     for _ in range(6):
@@ -321,7 +321,7 @@ async def check_clock(context: DoctorContext) -> list[CheckResult]:
     return [ok(f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}, steady")]
 
 
-async def check_open_files(context: DoctorContext) -> list[CheckResult]:
+async def check_open_files(context: DoctorContext) -> list[CheckOutcome]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard:,}"
     message = f"hard limit {limit} open files (a gateway raises its soft limit of {soft:,} to that)"
@@ -337,7 +337,7 @@ async def check_open_files(context: DoctorContext) -> list[CheckResult]:
     return [ok(message)]
 
 
-async def check_memory(context: DoctorContext) -> list[CheckResult]:
+async def check_memory(context: DoctorContext) -> list[CheckOutcome]:
     free = _available_memory()
     if free is None:
         return [not_checked("this system has no /proc/meminfo")]

@@ -13,7 +13,7 @@ import msgspec
 
 from turngate.config import OBSERVED_ENGINES
 from turngate.doctor.context import DoctorContext
-from turngate.doctor.finding import CheckResult, failure, not_checked, ok, warning
+from turngate.doctor.finding import CheckOutcome, failure, not_checked, ok, warning
 from turngate.engines.http import EngineClient
 from turngate.errors import BadRequest, TurngateError
 from turngate.render import Renderer, TemplateRenderer
@@ -35,7 +35,7 @@ class _Text(msgspec.Struct):
     text: str | None = None  # SGLang
 
 
-async def check_template(context: DoctorContext) -> list[CheckResult]:
+async def check_template(context: DoctorContext) -> list[CheckOutcome]:
     if context.config.engine in OBSERVED_ENGINES:
         return [not_checked("the endpoint renders prompts itself; the gateway uses no tokenizer")]
     renderer, certificate = await context.renderer()
@@ -52,7 +52,7 @@ async def check_template(context: DoctorContext) -> list[CheckResult]:
     ]
 
 
-async def check_agreement(context: DoctorContext) -> list[CheckResult]:
+async def check_agreement(context: DoctorContext) -> list[CheckOutcome]:
     """Compare ids of a text, text of ids, and rendered conversations with the engine's."""
     config = context.config
     if config.engine not in ("vllm", "sglang"):
@@ -107,7 +107,7 @@ class _EngineTokenizer:
         return self._client.decode(msgspec.json.Decoder(_Tokens).decode, answer).tokens
 
 
-async def _compare_tokens(engine: _EngineTokenizer, name: str, renderer: Renderer) -> list[CheckResult]:
+async def _compare_tokens(engine: _EngineTokenizer, name: str, renderer: Renderer) -> list[CheckOutcome]:
     tokenizer = renderer.tokenizer
     fix = "set --tokenizer to the folder of the model that the engine serves"
     ours, theirs = tokenizer.encode(_TEXT), await engine.encode(_TEXT)
@@ -124,7 +124,7 @@ async def _compare_tokens(engine: _EngineTokenizer, name: str, renderer: Rendere
     return [*found, await _compare_renderings(engine, name, renderer)]
 
 
-async def _compare_renderings(engine: _EngineTokenizer, name: str, renderer: Renderer) -> CheckResult:
+async def _compare_renderings(engine: _EngineTokenizer, name: str, renderer: Renderer) -> CheckOutcome:
     compared, skipped = 0, []
     for case in (case for case in CASES if case.name in _COMPARED_CASES):
         if case.tools and not _supports_tools(renderer):

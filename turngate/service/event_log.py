@@ -10,7 +10,7 @@ from contextlib import aclosing
 from turngate.client.gateway import GatewayClient
 from turngate.errors import StoreError
 from turngate.service.active_rollout import ActiveRollout
-from turngate.service.result import Event
+from turngate.service.result import RolloutEvent
 from turngate.service.storage import ServiceStorage
 from turngate.store.events import Event as GatewayEvent
 from turngate.types import Json
@@ -21,7 +21,7 @@ _UNKNOWN_SESSION_S = 0.05  # before asking again, while the gateway does not kno
 _STORE_RETRY_S = 1.0
 
 
-class EventLog:
+class RolloutEventLog:
     """Appends events to the storage and wakes the callers that wait for them."""
 
     def __init__(self, storage: ServiceStorage) -> None:
@@ -37,7 +37,7 @@ class EventLog:
         at: float | None = None,
     ) -> None:
         """Store an event, then notify. A full disk costs the event, not the rollout."""
-        event = Event(cursor=active.cursor + 1, time=at or time.time(), kind=kind, data=data, seq=seq)
+        event = RolloutEvent(cursor=active.cursor + 1, time=at or time.time(), kind=kind, data=data, seq=seq)
         try:
             self._storage.add_event(active.id, event)
         except StoreError as error:

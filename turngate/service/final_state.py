@@ -14,7 +14,7 @@ from turngate.rollout.outcome import Outcome
 from turngate.service import report
 from turngate.service.active_rollout import ActiveRollout
 from turngate.service.request import RolloutRequest
-from turngate.service.result import ErrorInfo, Event, RolloutResult, RolloutState
+from turngate.service.result import ErrorInfo, RolloutEvent, RolloutResult, RolloutState
 from turngate.types import Json
 
 log = logging.getLogger("turngate")
@@ -60,7 +60,7 @@ def from_broken_report(active: ActiveRollout, error: BaseException) -> RolloutSt
     return msgspec.structs.replace(state, status=outcome.status, kind=outcome.kind, reward=outcome.reward)
 
 
-def from_events(state: RolloutState, events: list[Event]) -> RolloutState:
+def from_events(state: RolloutState, events: list[RolloutEvent]) -> RolloutState:
     """The final state of a rollout that ran when the process was killed. It ends with its last event. A recorded grade stands."""
     turns = [event.data for event in events if event.kind == "turn"]
     stages = [event.data.get("stage", "") for event in events if event.kind == "stage"]
@@ -123,7 +123,7 @@ def _name_argument(active: ActiveRollout, info: ErrorInfo | None) -> ErrorInfo |
     return msgspec.structs.replace(info, message=message)
 
 
-def _apply_grade(state: RolloutState, events: list[Event]) -> RolloutState:
+def _apply_grade(state: RolloutState, events: list[RolloutEvent]) -> RolloutState:
     """Apply the grade that events tell: `outcome` has the grade, stage `done` also how the agent ended."""
     for event in events:
         if event.kind == "stage" and event.data.get("stage") == "done":

@@ -16,7 +16,7 @@ from turngate.rollout.outcome import Outcome
 from turngate.service import conversation, final_state, report
 from turngate.service.active_rollout import ActiveRollout
 from turngate.service.config import ServiceConfig
-from turngate.service.event_log import EventLog
+from turngate.service.event_log import RolloutEventLog
 from turngate.service.history import RolloutHistory
 from turngate.service.planning import initial_files
 from turngate.service.result import ConversationMessage, RolloutResult, RolloutState
@@ -33,7 +33,7 @@ class Finalizer:
     """Turns a rollout whose work has ended into a stored result. An optional part that fails becomes a note: it never costs the grade."""
 
     def __init__(
-        self, config: ServiceConfig, storage: ServiceStorage, events: EventLog, history: RolloutHistory
+        self, config: ServiceConfig, storage: ServiceStorage, events: RolloutEventLog, history: RolloutHistory
     ) -> None:
         self._config = config
         self._storage = storage

@@ -14,7 +14,7 @@ from turngate.client.gateway import GatewayClient
 from turngate.errors import NotFound, StoreError, TurngateError
 from turngate.service import final_state, report
 from turngate.service.config import ServiceConfig
-from turngate.service.result import ConversationMessage, Event, RolloutResult, RolloutState
+from turngate.service.result import ConversationMessage, RolloutEvent, RolloutResult, RolloutState
 from turngate.service.storage import ServiceStorage
 
 log = logging.getLogger("turngate")
@@ -139,7 +139,7 @@ class RolloutHistory:
             await asyncio.to_thread(storage.write_result, result, ())
         if not events or events[-1].kind != "ended":
             events.append(
-                Event(
+                RolloutEvent(
                     cursor=len(events) + 1, time=time.time(), kind="ended", data=final_state.build_end_event_data(state)
                 )
             )

@@ -109,7 +109,7 @@ class RolloutState(msgspec.Struct, frozen=True, kw_only=True):
     gateway: str = ""  # gate mode: the URL at which a trainer takes calls
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True):
+class RolloutEvent(msgspec.Struct, frozen=True, kw_only=True):
     """An event of a rollout: `queued`, `started`, `abort` and `ended` are the service's, all others the gateway's (docs/events.md)."""
 
     cursor: int  # 1, 2, 3 … in this rollout
@@ -123,7 +123,7 @@ class EventPage(msgspec.Struct, frozen=True, kw_only=True):
     """Events past a cursor. Continue with `after=cursor`. `over`: the rollout has ended, and these are its last events."""
 
     rollout_id: str
-    events: list[Event]
+    events: list[RolloutEvent]
     cursor: int
     over: bool
 

@@ -5,7 +5,7 @@
         page = await rollouts.events(rollout, wait_s=20)
         result = await rollouts.finalize(rollout)
 
-A rollout belongs to the service, not to its caller: it goes on when the caller disconnects. A problem with a task, an agent, an engine or
+A rollout belongs to the service, not to its caller: it continues when the caller disconnects. A problem with a task, an agent, an engine or
 a sandbox is a result with an `error`; exceptions are for wrong arguments and unknown ids. States, events and results survive a
 restart, and a rollout that ran when the process was killed is reported as lost. MCP, the OpenEnv environment and the Python API call only
 these verbs.
@@ -44,7 +44,7 @@ from turngate.service.active_rollout import ActiveRollout
 from turngate.service.agents import Agents
 from turngate.service.catalog import Catalog, EndpointChoice, EndpointView
 from turngate.service.config import ServiceConfig
-from turngate.service.event_log import EventLog
+from turngate.service.event_log import RolloutEventLog
 from turngate.service.finalization import Finalizer
 from turngate.service.gateways import Gateways
 from turngate.service.history import RolloutHistory
@@ -73,7 +73,7 @@ class _Parts(msgspec.Struct, frozen=True):
     """What exists only while the service is open."""
 
     storage: ServiceStorage
-    events: EventLog
+    events: RolloutEventLog
     history: RolloutHistory
     gateways: Gateways
     runner: RolloutRunner
@@ -106,7 +106,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
             history = RolloutHistory(self.config, storage)
             await history.load()
             stack.pop_all()
-        events = EventLog(storage)
+        events = RolloutEventLog(storage)
         gateways = Gateways(self.config, self._engines, history.cancel_orphans)
         runner = RolloutRunner(
             self.config,
@@ -286,7 +286,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
             return
         state = self.state(rollout)
         if not state.session:
-            raise NotFound(f"rollout_id: {rollout} has no session: nothing of it was recorded", param="rollout_id")
+            raise NotFound(f"rollout_id: {rollout} has no session, so nothing was recorded", param="rollout_id")
         choice = self._catalog.choose(state.model_key, state.mode)
         if self._parts.history.gateway_of(rollout) != choice.gateway_name:
             raise NotFound(

@@ -14,7 +14,7 @@ from turngate.service.active_rollout import ActiveRollout
 from turngate.service.agents import Agents
 from turngate.service.config import ServiceConfig
 from turngate.service.direct_mode import DirectModeClient, Forwarder
-from turngate.service.event_log import EventLog
+from turngate.service.event_log import RolloutEventLog
 from turngate.service.gateways import GatewayConnection, Gateways
 from turngate.service.planning import build_order, write_inputs
 from turngate.service.storage import ServiceStorage
@@ -33,7 +33,7 @@ class RolloutRunner:
         agents: Agents,
         gateways: Gateways,
         storage: ServiceStorage,
-        events: EventLog,
+        events: RolloutEventLog,
     ) -> None:
         self._config = config
         self._backend = backend

@@ -20,7 +20,7 @@ from typing import TypeVar
 import msgspec
 
 from turngate.errors import ConfigError, StoreError
-from turngate.service.result import ConversationMessage, Event, RolloutResult, RolloutState
+from turngate.service.result import ConversationMessage, RolloutEvent, RolloutResult, RolloutState
 from turngate.store.lock import lock_folder
 
 _SCHEMA = 1
@@ -77,19 +77,19 @@ class ServiceStorage:
             values = (state.rollout_id, gateway, msgspec.json.encode(state))
             self._db.execute("INSERT OR REPLACE INTO rollouts VALUES (?, ?, ?)", values)
 
-    def add_event(self, rollout: str, event: Event) -> None:
+    def add_event(self, rollout: str, event: RolloutEvent) -> None:
         with _store_errors():
             values = (rollout, event.cursor, msgspec.json.encode(event))
             self._db.execute("INSERT INTO events VALUES (?, ?, ?)", values)
 
-    def read_events(self, rollout: str, after: int, limit: int) -> list[Event]:
+    def read_events(self, rollout: str, after: int, limit: int) -> list[RolloutEvent]:
         """The oldest events past a cursor. `limit` -1 reads all of them."""
         with _store_errors():
             rows = self._db.execute(
                 "SELECT event FROM events WHERE rollout = ? AND cursor > ? ORDER BY cursor LIMIT ?",
                 (rollout, after, limit),
             ).fetchall()
-        return [msgspec.json.decode(event, type=Event) for (event,) in rows]
+        return [msgspec.json.decode(event, type=RolloutEvent) for (event,) in rows]
 
     def delete_rows(self, rollouts: Sequence[str]) -> None:
         """Delete states and events: all of them or, with a `StoreError`, none."""
