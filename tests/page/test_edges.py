@@ -44,10 +44,10 @@ async def test_a_rollout_without_a_session_can_be_opened_and_run_again(tmp_path:
             await web.press("2")
             await web.sees(".empty", "No tokens")
             await web.press("3")
-            await web.sees(".empty", "There is no tree")
+            await web.sees(".empty", "No tree")
             await web.go("#/rollout/starting")
             await web.sees(".view-head .badge", "starting · setup")
-            await web.sees(".empty", "Nothing was said yet")
+            await web.sees(".empty", "No messages yet")
             await web.go("#/rollouts")
             await web.sees(".list-row")
 
@@ -204,15 +204,15 @@ async def test_two_rollouts_are_called_the_same_only_where_all_was_compared(tmp_
             talk.answer(talk.ask([{"role": "tool", "tool_call_id": "c", "content": output}], said), "Seen.")
     async with page_kit.served(data) as g, browsing(g.root, g.app.admin_key, shots=shots) as web:
         await web.go("#/compare/x/y")
-        await web.sees(".view-head .warn", "No difference in what is here")
-        await web.sees(".message-note", "The middle is left out (content: 30,001 characters).")
-        await web.find("button", "Load all of it and compare").click()
+        await web.sees(".view-head .warn", "No difference in the loaded parts")
+        await web.sees(".message-note", "The middle is omitted (content: 30,001 characters).")
+        await web.find("button", "Load everything and compare").click()
         await web.sees(".view-head button", "First difference: turn 1")
         await web.misses(".banner")
         await web.go("#/compare/x/z")
-        await web.sees(".banner", "They may differ there.")
-        await web.find("button", "Load all of it and compare").click()
-        await web.sees(".good", "They said the same throughout.")
+        await web.sees(".banner", "They may differ.")
+        await web.find("button", "Load everything and compare").click()
+        await web.sees(".good", "The conversations are identical.")
         await web.go("#/compare/x/w")  # they are not equally long
         await web.sees(".view-head button", "First difference: turn 1")
 
@@ -228,7 +228,7 @@ async def test_small_things(tmp_path: Path, shots: Path) -> None:
     async with page_kit.served(data) as g, browsing(g.root, g.app.admin_key, shots=shots) as web:
         for name in ("constructor", "toString", "__proto__", "hasOwnProperty"):
             await web.go(f"#/{name}")
-            await web.sees(".empty", f"Nothing is at “{name}”")
+            await web.sees(".empty", f"There is no page “{name}”")
         await web.go("#/rollout/blank")
         signs = [f"U+{ord(character):04X}" for character in blank]
         await web.sees("h1", "".join(f"⟨{sign}⟩" for sign in signs))

@@ -136,11 +136,11 @@ async def test_dark_is_as_the_system_has_it_and_can_be_chosen(tmp_path: Path, sh
 async def test_addresses_that_lead_nowhere_say_so(tmp_path: Path, shots: Path) -> None:
     async with looking(tmp_path, shots) as (_, web):
         await web.go("#/nowhere")
-        await web.sees(".empty", "There is no such view")
+        await web.sees(".empty", "Page not found")
         await web.go("#/rollout/nobody")
         await web.sees(".empty", "there is no rollout 'nobody'")
         await web.go("#/compare/fix-slug-0")
-        await web.sees(".empty", "Two rollouts are needed")
+        await web.sees(".empty", "Choose two rollouts")
         web.complaints.clear()  # the browser's own, about a 404
         await web.go(f"#/rollout/{FIRST}/tokens?node=999&token=99999&leaf=777")  # the nearest that there is
         await web.sees(".token-line .t.is-trained")

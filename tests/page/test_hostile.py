@@ -64,7 +64,7 @@ async def test_a_hostile_transcript_runs_nothing_and_shows_as_text(tmp_path: Pat
         assert BROKEN in text and "\u202e" not in text and "U+202E" in text and "␛" in text
         await web.page.click("text=Unfold all")
         await web.sees("button.more", "1,000,007 characters")
-        await web.find("button.more", "Load all").click()
+        await web.find("button.more", "Load everything").click()
         await web.sees("button.more", "Show more (994 KB of 1.0 MB left)")
         await web.photograph("page-hostile", for_docs=False)
         assert await web.asks("[window.__ran ?? null, window.__broken ?? null]") == [None, None]

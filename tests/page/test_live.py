@@ -130,7 +130,7 @@ async def test_turns_appear_as_they_happen_and_a_rollout_can_be_cancelled(tmp_pa
         )
         await web.sees(".list-row", "g.0")  # without a reload
         await web.find(".list-row a", "g.0").click()
-        await web.sees(".empty", "Nothing was said yet")
+        await web.sees(".empty", "No messages yet")
         history = await served.say(opened["api_key"], [user("What is in this folder?")])
         await web.sees(".turn.is-sampled", "I look first.")
         await web.sees(".turn.is-context", "What is in this folder?")

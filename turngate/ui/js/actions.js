@@ -1,4 +1,4 @@
-/** What can be done to a rollout: cancel it, seal it, run it again, take it away as a file. Each asks first, and says what came of it. */
+/** Actions on a rollout: cancel, seal, retry, export. Each asks for confirmation and reports the result. */
 
 import * as api from "./api.js";
 import * as dialog from "./dialog.js";
@@ -11,13 +11,13 @@ import { nameOf } from "./status.js";
 /** @type {Object<string, [string, string]>} */
 const FORMATS = {
   rows: ["Training rows", "JSON lines: ids, mask, log-probabilities, reward; one row per branch"],
-  messages: ["Messages", "JSON lines: one conversation per branch, in OpenAI's form, with the reward"],
-  trace: ["Trace", "JSON: the whole tree, as the admin API tells it"],
+  messages: ["Messages", "JSON lines: one conversation per branch in OpenAI's format, with the reward"],
+  trace: ["Trace", "JSON: the whole tree, as the admin API returns it"],
 };
 
 /**
  * @param {import("./record.js").Record} record
- * @param {() => void} done something was done
+ * @param {() => void} done called after an action
  * @returns {Node[]}
  */
 export function actionsOf(record, done) {
@@ -28,7 +28,7 @@ export function actionsOf(record, done) {
   const retry = button("Retry", () => again(record, done));
   if (!can.retry?.ok) {
     retry.setAttribute("disabled", "");
-    retry.title = `It cannot be run again: ${can.retry?.why ?? "not known"}`;
+    retry.title = `Cannot be retried: ${can.retry?.why ?? "unknown reason"}`;
   }
   made.push(retry);
   if (can.export?.length) made.push(button("Export", () => exportOf(record)));
@@ -53,22 +53,22 @@ async function act(id, verb, words, done) {
 
 /** @param {import("./record.js").Record} record @param {() => void} done */
 export async function cancel(record, done) {
-  const text = `${nameOf(record.row)} is ended: generation stops and its agent gets no more answers. What was recorded stays.`;
+  const text = `${nameOf(record.row)} ends: generation stops, and its agent gets no more replies. Everything recorded is kept.`;
   if (await dialog.confirm("Cancel this rollout?", text, "Cancel the rollout", true))
     await act(record.id, "cancel", () => "The rollout was cancelled.", done);
 }
 
 /** @param {import("./record.js").Record} record @param {() => void} done */
 async function seal(record, done) {
-  const text = `The session of ${nameOf(record.row)} is closed: its agent gets no more answers. What it did so far can be trained.`;
+  const text = `The session of ${nameOf(record.row)} ends: its agent gets no more replies. What it did so far can be trained.`;
   if (await dialog.confirm("Seal this rollout?", text, "Seal the session"))
     await act(record.id, "seal", () => "The session was sealed.", done);
 }
 
 /** @param {import("./record.js").Record} record @param {() => void} done */
 async function again(record, done) {
-  const text = `${nameOf(record.row)} is asked for again: a new attempt with a session and a sandbox of its own. This one stays as it is.`;
-  if (await dialog.confirm("Run it again?", text, "Run it again"))
+  const text = `${nameOf(record.row)} gets a new attempt, with its own session and sandbox. This attempt is kept.`;
+  if (await dialog.confirm("Retry this rollout?", text, "Retry the rollout"))
     await act(record.id, "retry", (got) => got.message, done);
 }
 

@@ -1,15 +1,15 @@
 /**
- * What the page asks the gateway: one function for each route of `/page/api`. Views call these; nothing else fetches. Who is not logged
- * in any more is told by `signedOut`, wherever that is noticed.
+ * The gateway's API for the page: one function per route of `/page/api`. Only this module fetches. It calls `signedOut` when a login has
+ * expired.
  *
- * The shapes of the answers are those of `turngate/server/web/routes/`; where a view needs one it says which fields it reads.
+ * `turngate/server/web` defines the replies.
  */
 
 const BASE = "/page/api";
 
 /** @typedef {Object<string, any>} Json */
 
-/** An answer that says no. `status` is the HTTP status; 0: nobody answered. */
+/** An error reply. `status` is the HTTP status; 0: the gateway could not be reached. */
 export class Refused extends Error {
   /**
    * @param {string} message
@@ -22,7 +22,7 @@ export class Refused extends Error {
 }
 
 /**
- * For what may fail without anybody having to hear of it: numbers that are asked for again soon. The bar says that the gateway is gone.
+ * Ignore the failure of a request that is repeated soon. The bar shows that the gateway cannot be reached.
  * @param {unknown} error
  */
 export function passOver(error) {
@@ -30,7 +30,7 @@ export function passOver(error) {
 }
 
 /**
- * What is answered, or something in its stead where there is no such thing.
+ * The reply, or `instead` if the status is 404.
  * @param {Promise<Json>} asked
  * @param {Json} instead
  * @returns {Promise<Json>}
@@ -45,7 +45,7 @@ export function orElse(asked, instead) {
 /** @type {() => void} */
 let signedOut = () => {};
 
-/** @param {() => void} told called when an answer says that nobody is logged in */
+/** @param {() => void} told called when a reply says that the login has expired */
 export function onSignedOut(told) {
   signedOut = told;
 }
@@ -61,7 +61,7 @@ async function ask(path, options = {}) {
     reply = await fetch(path, { credentials: "same-origin", ...options });
   } catch (error) {
     if (error instanceof TypeError)
-      throw new Refused("The gateway does not answer. Is it running, and reachable from here?", 0);
+      throw new Refused("The gateway does not respond. Check that it is running and reachable.", 0);
     throw error;
   }
   if (reply.ok) return reply.json();
@@ -76,7 +76,7 @@ async function complaint(reply) {
   try {
     return String(JSON.parse(text).error.message);
   } catch {
-    return `The gateway answered ${reply.status} ${reply.statusText}.`; // not in our own words: something in between
+    return `The gateway responded with ${reply.status} ${reply.statusText}.`; // not from the gateway itself, but from a proxy
   }
 }
 
@@ -106,7 +106,7 @@ function query(wanted) {
 const one = (id) => `${BASE}/rollouts/${encodeURIComponent(id)}`;
 
 export const me = () => ask(`${BASE}/me`);
-/** The key goes into the body of one request; the answer is a cookie that no script can read. @param {string} key */
+/** Send the key in one request. The reply sets a cookie that scripts cannot read. @param {string} key */
 export const login = (key) => post("/page/login", { key });
 export const logout = () => post("/page/logout");
 export const overview = () => ask(`${BASE}/overview`);
@@ -133,11 +133,11 @@ export const failures = (wanted) => ask(`${BASE}/failures${query(wanted)}`);
 /** @param {string} id @param {"cancel" | "seal" | "retry"} verb */
 export const act = (id, verb) => post(`${one(id)}/${verb}`);
 
-/** Where a rollout is downloaded. @param {string} id @param {string} format */
+/** The download address of a rollout. @param {string} id @param {string} format */
 export const exportOf = (id, format) => `${one(id)}/export${query({ format })}`;
-/** Where the rollouts of a group are downloaded. @param {string} name @param {string} format */
+/** The download address of a group. @param {string} name @param {string} format */
 export const exportOfGroup = (name, format) => `${BASE}/export${query({ group: name, format })}`;
-/** Where changes of all rollouts are told. @param {number} after */
+/** The event stream of all rollouts. @param {number} after */
 export const changes = (after) => `${BASE}/events${query({ after })}`;
-/** Where everything that is told of one rollout is. @param {string} id @param {number} after */
+/** The event stream of one rollout. @param {string} id @param {number} after */
 export const eventsOf = (id, after) => `${one(id)}/events${query({ after })}`;

@@ -47,7 +47,7 @@ export function chart(options) {
   );
   const figure = el("figure.chart", null, head, picture);
   if (!series.length) {
-    picture.append(el("p.chart-none", { text: options.empty ?? "No numbers yet." }));
+    picture.append(el("p.chart-none", { text: options.empty ?? "No data yet." }));
     return figure;
   }
   const draw = () => drawn(picture, readout, { ...options, series });
@@ -65,7 +65,7 @@ function drawable(one) {
 /** @param {Options} options */
 function spoken(options) {
   const sizes = options.series.map((one) => `${one.name}: ${one.points.length} points`).join("; ");
-  return `${options.title}. ${options.y} by ${options.x}. ${sizes}. Arrow keys read the points; a table follows.`;
+  return `${options.title}. ${options.y} by ${options.x}. ${sizes}. Use the arrow keys to read the points. A table follows.`;
 }
 
 /** @param {Series[]} series */
@@ -265,7 +265,7 @@ function numbers(options) {
         line(heads, [one.name, (options.xText ?? number)(at), value === null ? "–" : (options.yText ?? number)(value)]),
       ),
     );
-  const made = el("details.chart-table", null, el("summary", { text: "Numbers" }));
+  const made = el("details.chart-table", null, el("summary", { text: "Data" }));
   made.addEventListener("toggle", () => {
     if (made.open && made.childElementCount === 1)
       made.append(el("div.scroll", null, table(heads, rows().slice(0, 500))));

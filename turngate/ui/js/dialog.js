@@ -1,4 +1,4 @@
-/** Questions and lists that stand above the page: confirmations, the export menu, the keys. Escape closes each of them. */
+/** Dialogs: confirmations, the export menu, and the list of keys. Escape closes them. */
 
 import { el } from "./dom.js";
 import { bindings } from "./keys.js";
@@ -29,17 +29,17 @@ export function open(title, content, size = "") {
 }
 
 /**
- * Asks before something that cannot be undone. Resolves to whether it may be done.
+ * Ask before an action that cannot be undone. Resolves to the answer.
  * @param {string} title
  * @param {string} text what will happen
- * @param {string} verb the word on the button
+ * @param {string} verb the button's label
  * @param {boolean} [danger]
  * @returns {Promise<boolean>}
  */
 export function confirm(title, text, verb, danger = false) {
   return new Promise((resolve) => {
     const yes = el("button.button", { type: "button", text: verb, class: danger ? "is-danger" : "is-primary" });
-    const no = el("button.button", { type: "button", text: "Keep as it is" });
+    const no = el("button.button", { type: "button", text: "Go back" });
     const dialog = open(title, [el("p.dialog-text", { text }), el("footer.dialog-foot", null, no, yes)]);
     let answer = false;
     yes.addEventListener("click", () => {
@@ -52,7 +52,7 @@ export function confirm(title, text, verb, danger = false) {
   });
 }
 
-/** The keys that work now. */
+/** Show the keys that work in the current view. */
 export function help() {
   const { view, everywhere } = bindings();
   const list = (/** @type {string} */ title, /** @type {import("./keys.js").Binding[]} */ keys) =>
@@ -64,7 +64,7 @@ export function help() {
         ...keys.flatMap((b) => [el("dt", null, el("kbd", { text: named(b.key) })), el("dd", { text: b.does })]),
       ),
     ];
-  open("Keyboard", [list("This view", view), list("Everywhere", everywhere)].flat().filter(Boolean));
+  open("Keyboard shortcuts", [list("This view", view), list("Everywhere", everywhere)].flat().filter(Boolean));
 }
 
 /** @param {string} key */

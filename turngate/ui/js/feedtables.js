@@ -1,4 +1,4 @@
-/** What trainers read: each feed and how far it is, and the groups that were delivered. The training view shows both. */
+/** Tables of the training view: the feeds and their progress, and the delivered groups. */
 
 import { el } from "./dom.js";
 import { count, number, score, when } from "./format.js";
@@ -14,7 +14,7 @@ const FEEDS = [
   ["handed out", "num"],
   ["committed", "num"],
   ["waiting", "num"],
-  ["read now", ""],
+  ["being read", ""],
 ];
 /** @type {import("./table.js").Head[]} */
 const DELIVERIES = [
@@ -61,7 +61,7 @@ export function deliveries(all) {
     when(one.at),
   ];
   return section(
-    `Deliveries (the newest ${newest.length})`,
+    `Deliveries (newest ${newest.length})`,
     table(
       DELIVERIES,
       newest.map((one) => line(DELIVERIES, cells(one))),

@@ -1,9 +1,9 @@
-/** Filters above a list: a search field, menus, and chips with counts. They live in the address, so that a filtered list can be sent on. */
+/** Filters of a list: a search field, menus, and chips with counts. */
 
 import { el, fill } from "./dom.js";
 import { count } from "./format.js";
 
-const PAUSE_MS = 200; // after the last key that was typed
+const PAUSE_MS = 200; // after the last keystroke
 
 /**
  * @param {string} value
@@ -49,7 +49,7 @@ export function menu(label, value, choices, changed) {
 }
 
 /**
- * A row of buttons of which one is pressed.
+ * A row of buttons, one of which is pressed.
  * @param {string} label
  * @param {[string, string][]} choices value and text
  * @param {string} value
@@ -83,7 +83,7 @@ export function chips(label, choices, value, changed) {
 }
 
 /**
- * @param {string} first what "any" is called
+ * @param {string} first the label for "any"
  * @param {string[]} names
  * @returns {[string, string][]}
  */

@@ -1,4 +1,4 @@
-/** The rollouts of a group as a table: rewards, advantages, and what their traces say. The view of a group shows it. */
+/** The rollouts of a group as a table: rewards, advantages, and facts from their traces. */
 
 import { el } from "./dom.js";
 import { count, duration, number, score } from "./format.js";
@@ -25,12 +25,12 @@ const HEADS = [
 
 /**
  * @param {Json} group
- * @param {{evidence: Map<string, Json>, picked: string[], at: number, pick: (id: string) => void}} how `evidence`: what is known of the
- *   traces; `picked`: those that are to be compared; `at`: the row that the keys are at
+ * @param {{evidence: Map<string, Json>, picked: string[], at: number, pick: (id: string) => void}} how `evidence`: facts from the
+ *   traces; `picked`: the rollouts to compare; `at`: the row selected by keyboard
  */
 export function rolloutsOf(group, { evidence, picked, at, pick }) {
   if (!group.rollouts.length) {
-    return empty("Nobody is in this group yet", "Its rollouts appear as soon as a runner tells of them.");
+    return empty("No rollouts in this group yet", "They appear as soon as a runner starts them.");
   }
   const largest = Math.max(...group.rollouts.map((/** @type {Json} */ row) => Math.abs(row.advantage ?? 0)), 0.001);
   const made = group.rollouts.map((/** @type {Json} */ row, /** @type {number} */ i) => {
@@ -62,7 +62,7 @@ function forks(causes) {
   return told.join(", ") || "none";
 }
 
-/** A rollout's name without that of its group, which stands above. @param {string} group @param {string} name */
+/** A rollout's name without the group's name. @param {string} group @param {string} name */
 function within(group, name) {
   return name.startsWith(`${group}.`) ? `rollout ${name.slice(group.length + 1)}` : name;
 }

@@ -1,9 +1,9 @@
 /**
- * Characters that cannot be seen but do something: control characters, marks that turn the direction of text, invisible spaces. Whatever
- * is shown goes through here (`dom.js`, `text.js`), so that a name or an output cannot look like another one.
+ * Invisible characters: control characters, direction marks, invisible spaces. All shown text passes through here, so that they cannot
+ * disguise a name or an output.
  */
 
-/** But for tab and newline. Joiners and the signs after emoji stay, because they change what is seen; so do spaces of any width. */
+/** All but tab and newline. Joiners, emoji variation selectors and visible spaces are kept, because they change what is shown. */
 export const HIDDEN = new RegExp(
   `[${[
     "\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u00ad", // control characters, a hyphen that is not there
@@ -17,17 +17,17 @@ export const HIDDEN = new RegExp(
 /** @type {Object<string, string>} */
 const SIGNS = { "\u001b": "␛", "\u0000": "␀", "\u0007": "␇", "\u0008": "␈", "\r": "␍", "\u200b": "␣", "\u007f": "␡" };
 
-/** What stands for it in running text. @param {string} character */
+/** The replacement in running text. @param {string} character */
 export function signOf(character) {
   return SIGNS[character] ?? codeOf(character);
 }
 
-/** Its number, as it is written in tables. @param {string} character */
+/** The code point, such as U+200B. @param {string} character */
 export function codeOf(character) {
   return `U+${(character.codePointAt(0) ?? 0).toString(16).toUpperCase().padStart(4, "0")}`;
 }
 
-/** The text, with a sign for each of them. @param {string} text */
+/** The text with visible signs for invisible characters. @param {string} text */
 export function seen(text) {
   return text.replace(HIDDEN, (character) => `⟨${signOf(character)}⟩`);
 }

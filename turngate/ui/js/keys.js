@@ -1,6 +1,6 @@
 /**
- * The keyboard. One listener for the page; a view says which keys it knows, and `?` lists them with those that work everywhere. Keys
- * typed into a field stay there, but for Escape, which leaves it.
+ * Keyboard shortcuts. One listener serves the page; each view has its own bindings, and `?` lists them. Keys typed into a field stay in
+ * the field, except Escape, which leaves it.
  */
 
 /**
@@ -17,7 +17,7 @@ export function always(bindings) {
   everywhere = bindings;
 }
 
-/** @param {Binding[]} bindings of the view that is shown now */
+/** @param {Binding[]} bindings of the current view */
 export function bind(bindings) {
   ofView = bindings;
 }
@@ -27,17 +27,17 @@ export function bindings() {
   return { view: ofView, everywhere };
 }
 
-/** Begins to listen; `main.js` calls it once. */
+/** Start listening. Call it once. */
 export function listen() {
   document.addEventListener("keydown", (event) => {
     if (event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey) return;
-    if (document.querySelector("dialog[open]")) return; // a dialog has keys of its own
+    if (document.querySelector("dialog[open]")) return; // a dialog handles its own keys
     const target = /** @type {HTMLElement} */ (event.target);
     if (typing(target)) {
       if (event.key === "Escape") target.blur();
       return;
     }
-    if (event.key === "Enter" && target.closest("a, button, summary, select")) return; // theirs
+    if (event.key === "Enter" && target.closest("a, button, summary, select")) return; // the element handles it
     const found = ofView.find((b) => b.key === event.key) ?? everywhere.find((b) => b.key === event.key);
     if (!found) return;
     event.preventDefault();

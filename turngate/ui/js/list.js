@@ -1,6 +1,6 @@
 /**
- * A list that is fetched piece by piece as it is scrolled, with columns that sort, a row that is chosen, and keys to move it. The views of
- * all rollouts and of all groups are made of it.
+ * A list that loads while it is scrolled, with sortable columns, a selected row, and keyboard navigation. The lists of rollouts and groups
+ * use it.
  */
 
 import { el, fill } from "./dom.js";
@@ -10,7 +10,7 @@ import { Windowed } from "./windowed.js";
 const PIECE = 100;
 const SMALL = matchMedia("(max-width: 720px)");
 
-/** @type {Map<string, {top: number, chosen: string}>} where each list was left */
+/** @type {Map<string, {top: number, chosen: string}>} the last position in each list */
 const LEFT = new Map();
 
 /**
@@ -18,16 +18,16 @@ const LEFT = new Map();
  * @typedef {{name: string, label: string, sort?: string, cell: (row: Json) => any, title?: string, num?: boolean}} Column
  * @typedef {object} Options
  * @property {string} label for screen readers
- * @property {string} look a class that lays the columns out
+ * @property {string} look a class for the column layout
  * @property {Column[]} columns
  * @property {(offset: number, limit: number, sort: string) => Promise<{rows: Json[], total: number}>} fetch
  * @property {(row: Json) => string} key
  * @property {(row: Json) => void} open
  * @property {string} sort
- * @property {(sort: string) => void} sorted told of another order
+ * @property {(sort: string) => void} sorted called with a new order
  * @property {(total: number) => void} counted
- * @property {() => string} place the list's name, with its filters: who comes back to it finds the row and the place that were left
- * @property {[string, string]} none title and advice where there is nothing
+ * @property {() => string} place the list's name and filters, to restore its position
+ * @property {[string, string]} none title and advice for an empty list
  */
 
 export class List {
@@ -41,13 +41,13 @@ export class List {
     this.rows = [];
     /** @type {Map<string, number>} */
     this.index = new Map();
-    /** @type {Set<number>} pieces that are here or on their way */
+    /** @type {Set<number>} pieces that are loaded or loading */
     this.asked = new Set();
-    /** @type {Map<string, Json>} rows that were told of while pieces were on their way: newer than what these may hold */
+    /** @type {Map<string, Json>} rows that changed while pieces were loading, and are newer */
     this.heard = new Map();
     this.coming = 0;
     this.total = 0;
-    this.age = 0; // raised whenever what is on its way is not wanted any more
+    this.age = 0; // increased to discard pending replies
     this.window = new Windowed({
       label: options.label,
       height: () => (SMALL.matches ? 56 : 32),
@@ -61,7 +61,7 @@ export class List {
     this.#drawHead();
   }
 
-  /** Fetches everything in sight again. @param {boolean} [top] and goes to the beginning */
+  /** Reload the visible rows. @param {boolean} [top] and scroll to the top */
   async reload(top = false) {
     const age = ++this.age;
     this.asked.clear();
@@ -70,7 +70,7 @@ export class List {
     await this.#fetch(first, age, true);
   }
 
-  /** New values of rows that are here. Says whether all of them were. @param {Json[]} rows */
+  /** Update loaded rows. Return whether all of them were loaded. @param {Json[]} rows */
   update(rows) {
     let known = true;
     const touched = new Set();
@@ -96,11 +96,11 @@ export class List {
   keys() {
     return [
       { key: "j", does: "next row", run: () => this.#step(1) },
-      { key: "k", does: "row before", run: () => this.#step(-1) },
+      { key: "k", does: "previous row", run: () => this.#step(-1) },
       { key: "ArrowDown", does: "next row", run: () => this.#step(1) },
-      { key: "ArrowUp", does: "row before", run: () => this.#step(-1) },
-      { key: "PageDown", does: "a window further", run: () => this.#step(this.#fits()) },
-      { key: "PageUp", does: "a window back", run: () => this.#step(-this.#fits()) },
+      { key: "ArrowUp", does: "previous row", run: () => this.#step(-1) },
+      { key: "PageDown", does: "page down", run: () => this.#step(this.#fits()) },
+      { key: "PageUp", does: "page up", run: () => this.#step(-this.#fits()) },
       { key: "Home", does: "first row", run: () => this.#step(-this.total) },
       { key: "End", does: "last row", run: () => this.#step(this.total) },
       { key: "Enter", does: "open the row", run: () => this.#open(this.index.get(this.chosen)) },
@@ -125,7 +125,7 @@ export class List {
     this.window.reveal(to);
     const row = this.rows[to];
     if (row) this.#choose(this.options.key(row));
-    else this.wanted = to; // it is on its way
+    else this.wanted = to; // still loading
     this.window.element.focus({ preventScroll: true });
   }
 
@@ -138,7 +138,7 @@ export class List {
     if (at !== undefined) this.window.element.setAttribute("aria-activedescendant", `row-${at}`);
   }
 
-  /** By its place and not by its element: rows that change are made anew, perhaps between press and release. @param {MouseEvent} event */
+  /** By position, not by element: a row may be redrawn between press and release. @param {MouseEvent} event */
   #clicked(event) {
     if (event.target instanceof Element && event.target.closest("a, button")) return;
     const box = this.window.space.getBoundingClientRect();
@@ -187,7 +187,7 @@ export class List {
     }
   }
 
-  /** @param {number} piece @param {number} age @param {boolean} fresh forget what was here before */
+  /** @param {number} piece @param {number} age @param {boolean} fresh discard what was loaded before */
   async #fetch(piece, age, fresh) {
     this.asked.add(piece);
     if (!this.coming) this.heard.clear();

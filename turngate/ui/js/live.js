@@ -1,6 +1,6 @@
 /**
- * The one live connection of the page. It begins where the lists that are shown ended, takes itself up after a loss from the last cursor
- * it has heard, and says in the bar whether what you see is live. Views hear of changes through `main.js`.
+ * The page's live connection. It starts at the cursor of the loaded lists, reconnects from the last cursor received, and shows its state in
+ * the bar.
  */
 
 import * as api from "./api.js";
@@ -9,8 +9,8 @@ const FIRST_MS = 500;
 const LONGEST_MS = 15000;
 
 /**
- * @typedef {{rollouts: api.Json[], gone: string[], reload: boolean, gateway: api.Json | null}} Changes `reload`: more has changed
- *   than is listed
+ * @typedef {{rollouts: api.Json[], gone: string[], reload: boolean, gateway: api.Json | null}} Changes `reload`: there are more
+ *   changes than listed
  */
 
 export class Live {
@@ -26,11 +26,11 @@ export class Live {
     /** @type {EventSource | null} */
     this.source = null;
     this.timer = 0;
-    this.asking = false; // whether the login still holds; until then no other attempt is made
-    this.age = 0; // raised whenever what is on its way is not wanted any more
+    this.asking = false; // checking the login; no other attempt until then
+    this.age = 0; // increased to discard pending replies
   }
 
-  /** @param {number} cursor what is known already */
+  /** @param {number} cursor the last cursor of the loaded lists */
   start(cursor) {
     this.stop();
     this.cursor = cursor;
@@ -46,7 +46,7 @@ export class Live {
     this.source = null;
   }
 
-  /** Tries at once, where it waits. */
+  /** Reconnect at once. */
   now() {
     if (this.failures) this.#again();
   }
@@ -75,7 +75,7 @@ export class Live {
   /** @param {EventSource} source */
   #lost(source) {
     source.close();
-    if (this.source !== source) return; // one that was given up already
+    if (this.source !== source) return; // an abandoned connection
     this.source = null;
     this.#wait();
   }
@@ -93,7 +93,7 @@ export class Live {
     const { age } = this;
     this.asking = true;
     try {
-      await api.me(); // a login that has run out is told there, and not tried for ever
+      await api.me(); // detects an expired login
     } catch (error) {
       if (!(error instanceof api.Refused)) throw error;
       if (age === this.age && error.status !== 401) this.#wait();

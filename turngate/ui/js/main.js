@@ -1,14 +1,13 @@
 /**
- * The page: who is logged in, which view an address shows, the bar above, and the live connection. Loaded by `index.html`; it knows
- * the views, and they do not know each other.
+ * The page: login, the view of each address, the bar, and the live connection. It imports the views; they do not import each other.
  *
  * A view is made by its `show(place)` and is an object with
  *   element   what is shown
  *   title     of the window
  *   keys      what the keyboard does in it (optional)
- *   changed   told what happened to rollouts (optional)
- *   moved     told a new address of the same view; false: make it anew (optional)
- *   leave     told when another view is shown (optional)
+ *   changed   called with changes of rollouts (optional)
+ *   moved     called with a new address of the same view; false: create the view again (optional)
+ *   leave     called when another view is shown (optional)
  */
 
 import * as api from "./api.js";
@@ -58,9 +57,9 @@ const state = /** @type {HTMLElement} */ (document.getElementById("live"));
 
 /** @type {View | null} */
 let view = null;
-let shown = ""; // the name and first part of the address that is shown
-let inside = false; // somebody is logged in
-let moves = 0; // from one address to another, within the page
+let shown = ""; // the name and first part of the current address
+let inside = false; // logged in
+let moves = 0; // address changes within the page
 
 const live = new Live((changes) => view?.changed?.(changes), told);
 
@@ -68,7 +67,7 @@ const live = new Live((changes) => view?.changed?.(changes), told);
 function told(now, seconds) {
   state.dataset.state = now;
   state.textContent =
-    now === "live" ? "live" : now === "lost" ? `disconnected, trying again in ${Math.ceil(seconds)} s` : "connecting";
+    now === "live" ? "live" : now === "lost" ? `disconnected, retrying in ${Math.ceil(seconds)} s` : "connecting";
 }
 
 function route() {
@@ -103,12 +102,12 @@ function leave() {
 function unknown(name) {
   const back = el("a.button", { href: href(["rollouts"]), text: "All rollouts" });
   return {
-    element: empty("There is no such view", `Nothing is at “${name}”. Was the address cut off?`, back),
+    element: empty("Page not found", `There is no page “${name}”. Check the address.`, back),
     title: "Not found",
   };
 }
 
-/** Somebody is logged in: the bar, the live connection, the view. In this order: what a view is told begins before what it asks for. */
+/** After login, show the bar, connect, and show the view. The connection comes first, so that the view misses no change. */
 async function enter() {
   bar.hidden = false;
   told("waiting", 0);
@@ -127,7 +126,7 @@ async function enter() {
   route();
 }
 
-/** Nobody is, or not any more. @param {string} [why] */
+/** Show the login form. @param {string} [why] */
 function ask(why = "") {
   inside = false;
   live.stop();
@@ -156,7 +155,7 @@ function start() {
     .getElementById("signout")
     ?.addEventListener("click", () => signOut().catch((error) => say(error.message, "bad")));
   document.getElementById("skip")?.addEventListener("click", (event) => {
-    event.preventDefault(); // the part behind # is the view's
+    event.preventDefault(); // the hash belongs to the view
     main.focus();
   });
   state.addEventListener("click", () => live.now());
@@ -165,12 +164,12 @@ function start() {
     route();
   });
   window.addEventListener("online", () => live.now());
-  api.onSignedOut(() => inside && ask("Your login has run out. Sign in again; you come back to where you were."));
+  api.onSignedOut(() => inside && ask("Your login has expired. Sign in again to continue where you were."));
   keys.always([
-    { key: "?", does: "this list", run: help },
+    { key: "?", does: "show this list", run: help },
     { key: "g", does: "groups", run: () => go(href(["groups"])) },
     { key: "r", does: "rollouts", run: () => go(href(["rollouts"])) },
-    { key: "T", does: "light, dark, or as the system has it", run: () => press("theme") },
+    { key: "T", does: "theme: light, dark or system", run: () => press("theme") },
     { key: "Escape", does: "back", run: () => (moves ? history.back() : go(href(["rollouts"]))) },
   ]);
   keys.listen();

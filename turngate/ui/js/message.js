@@ -1,4 +1,4 @@
-/** One message, as agents and models write them: a role, text, thinking, calls and results, each folded where it is long. */
+/** One message: its role, text, thinking, tool calls and results. Long parts are folded. */
 
 import { el } from "./dom.js";
 import { bytes, count } from "./format.js";
@@ -6,11 +6,11 @@ import { block, firstLine, plain } from "./text.js";
 
 /** @typedef {import("./api.js").Json} Json */
 
-const FOLD = 1200; // characters of a result or a system prompt beyond which it begins folded
+const FOLD = 1200; // characters; longer results and system prompts start folded
 
 /**
  * @param {Json} message
- * @param {(() => void) | null} whole fetches what was cut; null where nothing can be
+ * @param {(() => void) | null} whole loads the omitted text; null if it cannot be loaded
  * @returns {HTMLElement}
  */
 export function messageOf(message, whole) {
@@ -29,10 +29,10 @@ export function messageOf(message, whole) {
     const lengths = Object.entries(message.cut)
       .map(([field, length]) => `${field}: ${count(/** @type {number} */ (length))} characters`)
       .join(", ");
-    const text = `The middle is left out (${lengths}).`;
+    const text = `The middle is omitted (${lengths}).`;
     made.append(
       whole
-        ? el("button.more", { type: "button", on: { click: whole } }, `${text} Load all of it`)
+        ? el("button.more", { type: "button", on: { click: whole } }, `${text} Load everything`)
         : el("p.message-note", { text }),
     );
   }
@@ -40,9 +40,9 @@ export function messageOf(message, whole) {
 }
 
 /**
- * A part that can be folded; its text is made when it is first opened.
+ * A foldable part. Its text is created when it is first opened.
  * @param {string} kind
- * @param {string} line what is said while it is folded
+ * @param {string} line the line shown while folded
  * @param {string} text
  * @param {boolean} open
  * @param {string} look
@@ -82,7 +82,7 @@ function callOf(call) {
   return made;
 }
 
-/** Arguments with an indent where they are JSON, and as they are otherwise. @param {any} given */
+/** Arguments, indented if they are JSON, else unchanged. @param {any} given */
 function argumentsOf(given) {
   const parsed = read(given);
   if (parsed === undefined) return String(given ?? "");
@@ -94,7 +94,7 @@ function argumentsOf(given) {
   return JSON.stringify(parsed, null, 2);
 }
 
-/** The one argument that says most: what is run, or which file. @param {any} given */
+/** The most telling argument: the command or the file. @param {any} given */
 export function briefly(given) {
   const parsed = read(given);
   if (!parsed || typeof parsed !== "object") return String(given ?? "");

@@ -1,4 +1,4 @@
-/** What the page says about itself: short messages below, and boxes in place of what is not there. */
+/** Messages of the page: short notices, and boxes for empty, failed and loading content. */
 
 import { el, fill } from "./dom.js";
 
@@ -18,7 +18,7 @@ export function say(text, tone = "info") {
 }
 
 /**
- * In place of a list that is empty: why, and what to do.
+ * A box for empty content: why it is empty, and what to do.
  * @param {string} title
  * @param {string} advice
  * @param {...any} extra
@@ -28,7 +28,7 @@ export function empty(title, advice, ...extra) {
 }
 
 /**
- * In place of what could not be fetched.
+ * A box for content that could not be loaded.
  * @param {unknown} error
  * @param {() => void} [again]
  */
@@ -38,19 +38,19 @@ export function failed(error, again) {
   return el(
     "div.empty.is-bad",
     { role: "alert" },
-    el("h2", { text: "This could not be loaded" }),
+    el("h2", { text: "Could not load this" }),
     el("p", { text }),
     button,
   );
 }
 
-/** While something is fetched. */
+/** A box for content that is loading. */
 export function loading() {
   return el("div.loading", { role: "status" }, el("span.spinner", { "aria-hidden": "true" }), "Loading …");
 }
 
 /**
- * Shows what `make` resolves to in `place`, with a sign of life before and the error in its stead.
+ * Show what `make` resolves to in `place`: a spinner first, and the error if it fails.
  * @param {Element} place
  * @param {() => Promise<any>} make
  */

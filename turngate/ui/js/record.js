@@ -1,13 +1,12 @@
 /**
- * One rollout as far as it is known here: its detail, its tree, and its messages in the order in which they were recorded. It fetches only
- * what is new. The view of a rollout owns one and its tabs read it; the comparison has two.
+ * The loaded data of one rollout: its detail, its tree, and its messages in the order of recording. It loads only what is new.
  */
 
 import * as api from "./api.js";
 
 /** @typedef {import("./api.js").Json} Json */
 
-const PIECE = 100; // nodes of a conversation that are fetched at once
+const PIECE = 100; // nodes per request
 const NOTHING = { nodes: [], forks: [], branches: [], main: null };
 
 export class Record {
@@ -30,14 +29,14 @@ export class Record {
     return this.detail.rollout;
   }
 
-  /** One whose session was never opened has no tree, and is a rollout all the same. */
+  /** Load the detail and the tree. A rollout without a session has no tree. */
   async load() {
     const [detail, tree] = await Promise.all([api.rollout(this.id), api.orElse(api.tree(this.id), NOTHING)]);
     this.detail = detail;
     this.#plant(tree);
   }
 
-  /** Fetches messages that are not here yet; tells each piece. @param {() => void} [told] */
+  /** Load new messages, and call `told` after each piece. @param {() => void} [told] */
   async converse(told) {
     for (;;) {
       const asked = api.messages(this.id, { after: this.next, limit: PIECE });
@@ -49,7 +48,7 @@ export class Record {
     }
   }
 
-  /** Fetches what was left out of the messages of the main conversation. */
+  /** Load the omitted parts of the main conversation. */
   async complete() {
     for (const id of this.inOrder()) {
       if (!this.messages.get(id)?.messages.some((/** @type {Json} */ message) => message.cut)) continue;
@@ -64,7 +63,7 @@ export class Record {
     this.byId = new Map(tree.nodes.map((/** @type {Json} */ node) => [node.id, node]));
   }
 
-  /** The way from the root to a node. @param {number | null} leaf @returns {number[]} */
+  /** The path from the root to a node. @param {number | null} leaf @returns {number[]} */
   path(leaf) {
     const found = [];
     for (let at = leaf; at !== null && at !== undefined; at = this.byId.get(at)?.parent ?? null) found.push(at);
@@ -72,7 +71,7 @@ export class Record {
   }
 
   /**
-   * Nodes in the order of recording: those of the main conversation, through every compaction; or really all.
+   * Nodes in the order of recording: the main conversation across compactions, or all.
    * @param {boolean} [all]
    * @returns {number[]}
    */
@@ -93,7 +92,7 @@ export class Record {
     return found.length ? found : this.path(this.tree.main);
   }
 
-  /** The end of the longest branch that goes through a node. @param {number} node */
+  /** The leaf of the longest branch through a node. @param {number} node */
   leafThrough(node) {
     const through = this.tree.branches.find((/** @type {Json} */ branch) => this.path(branch.leaf).includes(node));
     return through?.leaf ?? node;
@@ -104,7 +103,7 @@ export class Record {
     return this.tree.forks.find((/** @type {Json} */ fork) => fork.node === node);
   }
 
-  /** What a branch is called: its role and its turns. @param {Json} branch */
+  /** The name of a branch: its role and its turns. @param {Json} branch */
   nameOf(branch) {
     const turns = this.path(branch.leaf)
       .map((id) => this.byId.get(id))

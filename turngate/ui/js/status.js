@@ -1,4 +1,4 @@
-/** How states, classes, rewards and names of rollouts are shown, the same in every view. Never by colour alone: each has a word. */
+/** Badges and cells for states, classes, rewards and names of rollouts, in all views. Never by colour alone: each has a word. */
 
 import { el, svg } from "./dom.js";
 import { score } from "./format.js";
@@ -42,7 +42,7 @@ function badge(text, look, title) {
   return el("span.badge", { class: look[0], title }, sign, text);
 }
 
-/** What has become of it, in one badge: its stage while it runs, its class once there is one. @param {Json} row */
+/** A rollout's state as a badge: its stage while it runs, then its class. @param {Json} row */
 export function state(row) {
   if (row.status === "done" && row.class) {
     const failedGrade = row.class === "graded" && !passed(row);
@@ -63,35 +63,35 @@ export function roleBadge(role) {
   return badge(role, ROLE[role] ?? ["", ""]);
 }
 
-/** Why a branch began. @param {string} cause */
+/** The cause of a fork. @param {string} cause */
 export function causeBadge(cause) {
   const sign = svg(
     "svg.fork-sign",
     { viewBox: "0 0 10 12", "aria-hidden": "true" },
     svg("path", { d: "M2 11V1M2 8C2 5 8 7 8 2" }),
   );
-  return el("span.badge.is-warn", { title: `a fork: ${cause}` }, sign, cause);
+  return el("span.badge.is-warn", { title: `fork: ${cause}` }, sign, cause);
 }
 
-/** Whether it passed: what its grader says, or a reward of 1. @param {Json} row */
+/** Whether a rollout passed: by its grader, else by a reward of 1. @param {Json} row */
 export function passed(row) {
   return row.resolved ?? (row.reward !== null && row.reward >= 1);
 }
 
-/** Whether there is still something to wait for. @param {Json} row */
+/** Whether a rollout is still running. @param {Json} row */
 export function lives(row) {
   return row.status === "starting" || row.status === "running" || row.status === "finishing";
 }
 
-/** A reward with a bar beside it; a dash where it is not known. @param {number | null} reward */
+/** A reward with a bar, or a dash if it is unknown. @param {number | null} reward */
 export function rewardCell(reward) {
-  if (reward === null) return el("span.reward.muted", { title: "the reward is not known", text: "–" });
+  if (reward === null) return el("span.reward.muted", { title: "no reward", text: "–" });
   const bar = el("span.reward-bar", { "aria-hidden": "true" }, el("span"));
   /** @type {HTMLElement} */ (bar.firstElementChild).style.width = `${Math.max(0, Math.min(1, reward)) * 100}%`;
   return el("span.reward", { title: String(reward) }, bar, score(reward));
 }
 
-/** The policy versions it was sampled by. @param {Json} row */
+/** The policy versions that sampled a rollout. @param {Json} row */
 export function versions(row) {
   if (row.version_start === null || row.version_start === undefined) return "–";
   return row.version_start === row.version_end ? `v${row.version_start}` : `v${row.version_start}–${row.version_end}`;
@@ -108,8 +108,8 @@ export function addressOf(id, tab = "") {
 }
 
 /**
- * A list of named numbers, as above a view.
- * @param {[string, any, string?][]} pairs label, value, and what it means
+ * A list of labelled values, shown above a view.
+ * @param {[string, any, string?][]} pairs label, value and tooltip
  */
 export function facts(pairs) {
   return el(

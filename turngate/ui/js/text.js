@@ -30,7 +30,7 @@ export function plain(text) {
 /** @param {string} character */
 function sign(character) {
   return el("span.hidden-char", {
-    title: `${codeOf(character)}, a character that cannot be seen`,
+    title: `${codeOf(character)}, an invisible character`,
     text: signOf(character),
   });
 }

@@ -1,4 +1,4 @@
-/** What is known about one token, and the legend of the colours. The token view shows both. */
+/** The details of one token, and the legend of the colours. */
 
 import { STEPS, stepOf } from "./colour.js";
 import { el } from "./dom.js";
@@ -24,10 +24,10 @@ export function detailOf(tokens, at) {
       "id",
       `${tokens.ids[at]}${tokens.special.has(at) ? " (special)" : tokens.parts.has(at) ? " (part of a character)" : ""}`,
     ],
-    ["log-probability", sampled ? (logprob === null ? "not known" : number(logprob, 5)) : "– (context)"],
+    ["log-probability", sampled ? (logprob === null ? "unknown" : number(logprob, 5)) : "– (context)"],
     ["probability", sampled && logprob !== null ? percent(Math.exp(logprob)) : "–"],
     [
-      "place",
+      "position",
       `token ${count(inside)} of ${sampled ? `turn ${node.turn}` : "this context"}, ${count(node.start + inside)} from the root`,
     ],
     ["kind", sampled ? "sampled by the model" : "context: sent to the model"],
@@ -59,7 +59,7 @@ export function detailOf(tokens, at) {
 /** @param {import("./api.js").Json} node */
 function trained(node) {
   if (node.kind !== "sampled") return "no: it was not sampled";
-  return node.trained ? `yes, in row ${node.row}` : `no: ${node.reason || "no row has it"}`;
+  return node.trained ? `yes, in row ${node.row}` : `no: ${node.reason || "not in any row"}`;
 }
 
 /** @param {number} share */
@@ -70,7 +70,7 @@ function meter(share) {
 }
 
 /**
- * What can be said of all tokens that are here: how many were sampled, and how likely they were.
+ * A summary of the loaded tokens: how many were sampled, and how likely they were.
  * @param {import("./tokenlines.js").TokenLines} tokens
  * @returns {Node[]}
  */
@@ -114,11 +114,11 @@ export function summaryOf(tokens) {
   ];
 }
 
-/** What the colours and lines mean. */
+/** The meaning of colours and lines. */
 export function legend() {
   const scale = el("span.legend-scale", {
     role: "img",
-    "aria-label": "From no colour, at least 90 %, to the strongest, less than half a percent",
+    "aria-label": "From no colour (at least 90 %) to the strongest colour (less than 0.5 %)",
   });
   STEPS.forEach((step, i) =>
     scale.append(el("span.t", { class: `p${i}`, title: `probability ${step.label}`, text: step.label })),
@@ -130,6 +130,6 @@ export function legend() {
     el("li", null, el("span.t.is-sampled.is-trained", { text: "sampled" }), "trained"),
     el("li", null, el("span.t.is-sampled", { text: "sampled" }), "not trained"),
     el("li", null, el("span.t.is-context", { text: "context" }), "sent"),
-    el("li", null, el("span.t.is-sampled", { class: stepOf(null), text: "     " }), "not known"),
+    el("li", null, el("span.t.is-sampled", { class: stepOf(null), text: "     " }), "unknown"),
   );
 }

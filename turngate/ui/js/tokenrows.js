@@ -61,7 +61,7 @@ function sampled(node, mean) {
   return [
     roleBadge(node.role),
     el("span", {
-      text: node.trained ? `trained in row ${node.row}` : `not trained: ${node.reason || "no row has it"}`,
+      text: node.trained ? `trained in row ${node.row}` : `not trained: ${node.reason || "not in any row"}`,
     }),
     el("span", { text: first === last ? `policy v${first}` : `policy v${first}–${last}` }),
     mean !== null && el("span.wide-only", { text: `mean log-probability ${number(mean)}` }),

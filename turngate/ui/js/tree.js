@@ -56,7 +56,7 @@ export class Tree {
       el("span.tree-turn", { text: turn ? node.turn : "…" }),
       row.cause && causeBadge(row.cause),
       turn && node.role !== "main" && node.role !== row.cause && roleBadge(node.role),
-      el("span.clip.tree-text", { text: turn ? node.label : "no answer yet" }),
+      el("span.clip.tree-text", { text: turn ? node.label : "no reply yet" }),
       el("span.tree-tokens", { text: short(node.tokens) }),
     );
     button.addEventListener("click", () => this.chosen(node.id));

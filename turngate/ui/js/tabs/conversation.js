@@ -1,6 +1,6 @@
 /**
- * The conversation of a rollout, as it happens: turn after turn of one branch, with the tree beside it. New turns appear below; whoever
- * reads at the end stays at the end.
+ * The conversation of a rollout, live: the turns of one branch, with the tree beside them. New turns appear below; a reader at the end
+ * stays at the end.
  */
 
 import * as api from "../api.js";
@@ -15,16 +15,16 @@ import { Tree } from "../tree.js";
 /** @typedef {import("../api.js").Json} Json */
 
 export class Conversation {
-  /** @param {import("../record.js").Record} record @param {HTMLElement} scroller what scrolls */
+  /** @param {import("../record.js").Record} record @param {HTMLElement} scroller the scrolling element */
   constructor(record, scroller) {
     this.record = record;
     this.scroller = scroller;
-    /** @type {number | null} the branch that was chosen; null: not one alone */
+    /** @type {number | null} the selected branch; null: no single branch */
     this.leaf = null;
-    this.all = false; // everything in order, not only the main conversation
-    /** @type {Map<number, HTMLElement>} articles that are shown */
+    this.all = false; // all turns, not only the main conversation
+    /** @type {Map<number, HTMLElement>} shown articles */
     this.shown = new Map();
-    this.at = -1; // the node that the keys are at
+    this.at = -1; // the node selected by keyboard
     this.tree = new Tree((node) => this.#choose(node));
     this.list = el("div.turns", { role: "feed", "aria-label": "Conversation" });
     this.fresh = el("button.button.is-on.to-end", { type: "button", hidden: true, on: { click: () => this.#toEnd() } });
@@ -44,10 +44,10 @@ export class Conversation {
     this.element = el("div.conversation", null, el("div.turns-side", null, this.tools, this.list, this.fresh), aside);
     this.keys = [
       { key: "j", does: "next turn", run: () => this.#step(1) },
-      { key: "k", does: "turn before", run: () => this.#step(-1) },
-      { key: "Enter", does: "fold or unfold the turn", run: () => this.#toggle() },
-      { key: "x", does: "fold or unfold everything", run: () => this.#unfold() },
-      { key: "G", does: "to the end", run: () => this.#toEnd() },
+      { key: "k", does: "previous turn", run: () => this.#step(-1) },
+      { key: "Enter", does: "fold or unfold turn", run: () => this.#toggle() },
+      { key: "x", does: "fold or unfold all", run: () => this.#unfold() },
+      { key: "G", does: "go to the end", run: () => this.#toEnd() },
     ];
   }
 
@@ -60,7 +60,7 @@ export class Conversation {
     if (node !== null) this.#focus(node);
   }
 
-  /** Brings what is shown up to date with the record. */
+  /** Update the view from the record. */
   async update() {
     this.#draw();
     try {
@@ -122,19 +122,19 @@ export class Conversation {
   #nothing() {
     const row = this.record.row;
     if (row && lives(row))
-      return empty("Nothing was said yet", "The first call appears here as soon as its answer is stored.");
+      return empty("No messages yet", "The first call appears here as soon as its reply is stored.");
     return empty(
-      "Nothing was said",
-      "This rollout ended before its agent made a call that was answered.",
-      el("a.button", { href: addressOf(this.record.id, "details"), text: "Its stages and logs" }),
+      "No messages",
+      "This rollout ended before the agent received a reply.",
+      el("a.button", { href: addressOf(this.record.id, "details"), text: "Show stages and logs" }),
     );
   }
 
   #offerBranches() {
     const { branches } = this.record.tree;
     const options = [
-      el("option", { value: "", text: "main conversation, in order" }),
-      el("option", { value: "all", text: "everything, in order" }),
+      el("option", { value: "", text: "main conversation" }),
+      el("option", { value: "all", text: "all turns" }),
     ];
     for (const branch of branches) options.push(el("option", { value: branch.leaf, text: this.record.nameOf(branch) }));
     const now = this.leaf === null ? (this.all ? "all" : "") : String(this.leaf);
@@ -169,18 +169,18 @@ export class Conversation {
   /** @param {number} id */
   #forkText(id) {
     const fork = this.record.forkAt(id);
-    if (!fork) return " a branch begins here";
+    if (!fork) return " a branch starts here";
     const tokens = href(["rollout", this.record.id, "tokens"], {
       node: fork.now?.node ?? id,
       leaf: this.record.leafThrough(id),
     });
     return [
-      ` a branch begins here: ${count(fork.shared)} tokens are shared, and the next one differs. `,
-      el("a", { href: tokens, text: "See the tokens" }),
+      ` a branch starts here: it shares ${count(fork.shared)} tokens, and differs in the next one. `,
+      el("a", { href: tokens, text: "Show tokens" }),
     ];
   }
 
-  /** What may change after a turn was stored: its role, and whether it is trained. @param {number} id */
+  /** Update what may change after a turn was stored: its role, and whether it is trained. @param {number} id */
   #refresh(id) {
     const head = this.shown.get(id)?.querySelector(".turn-head");
     const node = this.record.messages.get(id);
@@ -196,7 +196,7 @@ export class Conversation {
       roleBadge(now.role),
       now.trained
         ? el("span.trained", { title: "These tokens are in a training row", text: "trained" })
-        : el("span.untrained", { title: now.reason, text: `not trained: ${now.reason || "no row has it"}` }),
+        : el("span.untrained", { title: now.reason, text: `not trained: ${now.reason || "not in any row"}` }),
       node.fault && el("span.bad", { text: node.fault }),
       el(
         "span.turn-end",
@@ -216,7 +216,7 @@ export class Conversation {
     const article = this.#article(id);
     this.shown.get(id)?.replaceWith(article);
     this.shown.set(id, article);
-    for (const fold of article.querySelectorAll("details")) fold.open = true; // that is what was asked for
+    for (const fold of article.querySelectorAll("details")) fold.open = true; // as requested
     this.#refresh(id);
   }
 
@@ -228,7 +228,7 @@ export class Conversation {
     this.#draw();
   }
 
-  /** Shows a turn: its branch first, where it is on another. @param {number} node */
+  /** Show a turn. Select its branch first if it is on another. @param {number} node */
   #choose(node) {
     if (!this.#path().includes(node)) {
       this.leaf = this.record.leafThrough(node);
@@ -255,7 +255,7 @@ export class Conversation {
     this.#focus(turns[Math.max(0, Math.min(turns.length - 1, from === -1 && by < 0 ? turns.length - 1 : from + by))]);
   }
 
-  /** The folds of the turn that the keys are at, and of the results that follow it. */
+  /** Toggle the folds of the selected turn, and of the results that follow it. */
   #toggle() {
     const article = this.shown.get(this.at);
     const next = article?.nextElementSibling;

@@ -1,4 +1,4 @@
-/** What else is known of a rollout: its stages, its outcome, its logs, its settings, the calls of host tools. */
+/** Details of a rollout: stages, outcome, logs, settings, and host-tool calls. */
 
 import { el, fill } from "../dom.js";
 import { count, duration, plural, when } from "../format.js";
@@ -25,7 +25,7 @@ export class Details {
     const row = detail.rollout;
     fill(
       this.element,
-      detail.error && section("What went wrong", trouble(detail.error)),
+      detail.error && section("Error", trouble(detail.error)),
       section("Stages", stages(detail.stages)),
       section(
         "Rollout",
@@ -39,7 +39,7 @@ export class Details {
           ["mode", row.mode],
           ["sandbox", row.sandbox],
           ["attempt", row.attempt],
-          ["stopped by", row.stop],
+          ["stop reason", row.stop],
           ["message", row.message],
         ]),
       ),
@@ -86,7 +86,7 @@ function section(title, ...content) {
   );
 }
 
-/** @param {[string, any][]} known what is empty is left out */
+/** @param {[string, any][]} known empty values are left out */
 function pairs(known) {
   const told = known.filter(([, value]) => value !== null && value !== undefined && String(value).trim() !== "");
   return el(
@@ -109,9 +109,9 @@ function trouble(error) {
   ];
 }
 
-/** Each stage as a bar as long as it took. @param {Json[]} stages */
+/** Each stage with a bar for its duration. @param {Json[]} stages */
 function stages(stages) {
-  if (!stages?.length) return el("p.muted", { text: "No runner told of any: the session was opened by hand." });
+  if (!stages?.length) return el("p.muted", { text: "No stages: the session was opened without a runner." });
   const longest = Math.max(...stages.map((stage) => stage.seconds ?? 0), 0.001);
   const cells = stages.flatMap((stage) => {
     const bar = el("span");

@@ -1,11 +1,11 @@
-/** Everything that was told of a rollout, in order, while this tab is open: turns, stages, limits, host tools, the outcome. */
+/** The events of a rollout, live while this tab is open: turns, stages, limits, host tools, the outcome. */
 
 import * as api from "../api.js";
 import { el } from "../dom.js";
 import { clock } from "../format.js";
 import { firstLine, plain } from "../text.js";
 
-const MOST = 2000; // lines that are kept
+const MOST = 2000; // rows
 
 export class EventsTab {
   /** @param {import("../record.js").Record} record */
@@ -27,7 +27,7 @@ export class EventsTab {
             el("th.num", { text: "seq" }),
             el("th", { text: "time" }),
             el("th", { text: "kind" }),
-            el("th", { text: "what" }),
+            el("th", { text: "data" }),
           ),
         ),
         this.rows,
@@ -37,7 +37,7 @@ export class EventsTab {
     this.keys = [];
     /** @type {EventSource | null} */
     this.source = null;
-    this.last = 0; // the newest that is shown
+    this.last = 0; // the newest event shown
   }
 
   async show() {
@@ -59,7 +59,7 @@ export class EventsTab {
       "graded",
       "note",
     ]) {
-      this.source.addEventListener(kind, (event) => this.#told(JSON.parse(event.data)));
+      this.source.addEventListener(kind, (event) => this.#add(JSON.parse(event.data)));
     }
   }
 
@@ -71,8 +71,8 @@ export class EventsTab {
   }
 
   /** @param {api.Json} event */
-  #told(event) {
-    if (event.seq <= this.last) return; // told again, after a loss
+  #add(event) {
+    if (event.seq <= this.last) return; // sent again after a reconnect
     this.last = event.seq;
     const facts = Object.entries(event.data ?? {}).filter(([, value]) => value !== null && value !== "");
     const text = facts

@@ -1,6 +1,6 @@
 /**
- * Token evidence: every token of a branch, coloured by its probability, with whether it was sampled and trained. Only the lines in sight
- * are elements, so a hundred thousand tokens scroll as a hundred do.
+ * Every token of a branch, coloured by its probability, and whether it was sampled and trained. Only visible lines are elements, so that
+ * a hundred thousand tokens scroll smoothly.
  */
 
 import * as api from "../api.js";
@@ -16,7 +16,7 @@ import { Windowed } from "../windowed.js";
 
 /** @typedef {import("../api.js").Json} Json */
 
-const PIECE = 10000; // tokens that are fetched at once
+const PIECE = 10000; // tokens per request
 const UNLIKELY = Math.log(0.05);
 
 export class TokensTab {
@@ -24,11 +24,11 @@ export class TokensTab {
   constructor(record) {
     this.record = record;
     this.tokens = new TokenLines();
-    /** @type {number | null} the branch; null: the main one */
+    /** @type {number | null} the branch; null: main */
     this.leaf = null;
     this.selected = -1;
     this.age = 0;
-    this.cell = 7.5; // pixels of a character
+    this.cell = 7.5; // pixels per character
     this.window = new Windowed({ label: "Tokens", role: "grid", height: () => 22, row: (index) => this.#row(index) });
     this.window.element.addEventListener("click", (/** @type {MouseEvent} */ event) => this.#clicked(event));
     this.window.element.addEventListener("pointermove", (/** @type {PointerEvent} */ event) => this.#hovered(event));
@@ -62,13 +62,13 @@ export class TokensTab {
       this.tokens.heldOf(i)?.node.kind === "sampled" && this.tokens.heldOf(i)?.first === i;
     this.keys = [
       { key: "ArrowRight", does: "next token", run: step(1, seen) },
-      { key: "ArrowLeft", does: "token before", run: step(-1, seen) },
-      { key: "ArrowDown", does: "the line below", run: () => this.#below(1) },
-      { key: "ArrowUp", does: "the line above", run: () => this.#below(-1) },
+      { key: "ArrowLeft", does: "previous token", run: step(-1, seen) },
+      { key: "ArrowDown", does: "line below", run: () => this.#below(1) },
+      { key: "ArrowUp", does: "line above", run: () => this.#below(-1) },
       { key: "n", does: "next unlikely token (below 5 %)", run: step(1, unlikely) },
-      { key: "N", does: "unlikely token before", run: step(-1, unlikely) },
+      { key: "N", does: "previous unlikely token", run: step(-1, unlikely) },
       { key: "j", does: "next turn", run: step(1, turn) },
-      { key: "k", does: "turn before", run: step(-1, turn) },
+      { key: "k", does: "previous turn", run: step(-1, turn) },
       { key: "x", does: "fold or unfold context", run: () => this.#foldAll() },
     ];
   }
@@ -81,7 +81,7 @@ export class TokensTab {
     await this.#load(node, Number(place.query.token) || 0);
   }
 
-  /** More was recorded: the branch goes on, or another is the main one now. */
+  /** Load new tokens: the branch was extended, or another branch is now the main one. */
   async update() {
     const last = this.tokens.nodes[this.tokens.nodes.length - 1];
     const path = this.record.path(this.#leafNow());
@@ -111,9 +111,9 @@ export class TokensTab {
     this.selected = -1;
     this.#lay();
     this.#offerBranches();
-    fill(this.detail, el("p.muted", { text: "Point at a token, or choose one with the arrow keys." }));
+    fill(this.detail, el("p.muted", { text: "Point at a token, or select one with the arrow keys." }));
     if (this.#leafNow() === null)
-      return void fill(this.element, empty("No tokens", "They appear with the first turn that is stored."));
+      return void fill(this.element, empty("No tokens", "Tokens appear with the first recorded turn."));
     if (this.parts[0].parentNode !== this.element) fill(this.element, ...this.parts);
     await this.#fetch({}, age, () => {
       const held = node === null ? undefined : this.tokens.node(node);
@@ -143,7 +143,7 @@ export class TokensTab {
         if (!got.readable && !this.warned) {
           this.warned = true;
           say(
-            `The tokens have no text here: ${this.record.detail.unreadable || "their tokenizer is not on this machine"}`,
+            `Token texts are not available: ${this.record.detail.unreadable || "the tokenizer is not on this machine"}`,
             "bad",
           );
         }
@@ -220,7 +220,7 @@ export class TokensTab {
   #hovered(event) {
     const token = /** @type {HTMLElement} */ (event.target).closest(".t[data-i]");
     if (!token || event.pointerType === "touch") return;
-    if (!event.movementX && !event.movementY) return; // the tokens moved, and not the pointer
+    if (!event.movementX && !event.movementY) return; // the tokens moved under the pointer
     this.#detail(Number(token.getAttribute("data-i")));
   }
 
@@ -229,7 +229,7 @@ export class TokensTab {
     if (token >= 0) fill(this.detail, ...detailOf(this.tokens, token));
   }
 
-  /** Moves to the token above or below. @param {1 | -1} by */
+  /** Select the token above or below. @param {1 | -1} by */
   #below(by) {
     if (this.selected < 0) return this.select(this.tokens.lines.find((line) => !line.head)?.from ?? 0);
     const { lines } = this.tokens;

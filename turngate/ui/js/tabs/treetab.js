@@ -1,4 +1,4 @@
-/** The whole tree of a rollout, its branches as training sees them, and what is known of each fork: the token at which it left its line. */
+/** The tree of a rollout, its branches as training sees them, and each fork with the token at which it diverges. */
 
 import { el, fill } from "../dom.js";
 import { count, number, plural } from "../format.js";
@@ -38,11 +38,11 @@ export class TreeTab {
     this.element = el("div.tree-tab", null, ...this.parts);
     this.keys = [
       { key: "j", does: "next turn", run: () => this.#step(1) },
-      { key: "k", does: "turn before", run: () => this.#step(-1) },
+      { key: "k", does: "previous turn", run: () => this.#step(-1) },
       { key: "f", does: "next fork", run: () => this.#nextFork() },
       {
         key: "Enter",
-        does: "read the turn",
+        does: "open the turn",
         run: () => this.tree.selected !== null && go(href(["rollout", record.id], { node: this.tree.selected })),
       },
     ];
@@ -58,7 +58,7 @@ export class TreeTab {
   async update() {
     const { tree } = this.record;
     if (!tree.nodes.length)
-      return fill(this.element, empty("There is no tree", "It begins with the first call of the agent."));
+      return fill(this.element, empty("No tree", "The tree starts with the agent's first call."));
     if (this.parts[0].parentNode !== this.element) fill(this.element, ...this.parts);
     this.tree.show(tree, new Set(this.record.inOrder()));
     const cells = (/** @type {Json} */ branch) => [
@@ -91,7 +91,7 @@ export class TreeTab {
       ["sampled", sampled ? plural(node.tokens, "token") : "–"],
       ["prompt", plural(node.start, "token")],
       ["finish", node.finish ?? "–"],
-      ["trained", sampled ? (node.trained ? `yes, in row ${node.row}` : `no: ${node.reason || "no row has it"}`) : "–"],
+      ["trained", sampled ? (node.trained ? `yes, in row ${node.row}` : `no: ${node.reason || "not in any row"}`) : "–"],
       ["mean log-probability", number(node.mean_logprob)],
       [
         "policy",
@@ -113,7 +113,7 @@ export class TreeTab {
     );
     fill(
       this.detail,
-      el("h2", { text: sampled ? `Turn ${node.turn}` : "A call without an answer" }),
+      el("h2", { text: sampled ? `Turn ${node.turn}` : "A call without a reply" }),
       el("p.muted.tree-said", { text: node.label }),
       el("dl.pairs", null, ...pairs.flatMap(([name, value]) => [el("dt", { text: name }), el("dd", null, value)])),
       row.cause && forkOf(row.cause, fork),
@@ -144,12 +144,12 @@ function forkOf(cause, fork) {
           title: `id ${token.id}`,
           text: token.text === null ? `id ${token.id}` : visible(token.text),
         })
-      : el("span.muted", { text: "(it ends there)" });
-  if (!fork) return el("p.fork", null, causeBadge(cause), " a branch begins here");
+      : el("span.muted", { text: "(end)" });
+  if (!fork) return el("p.fork", null, causeBadge(cause), " a branch starts here");
   return el(
     "div.fork-detail",
     null,
-    el("p", null, causeBadge(cause), ` shares ${plural(fork.shared, "token")} with the line it left`),
+    el("p", null, causeBadge(cause), ` shares ${plural(fork.shared, "token")} with its parent branch`),
     fork.from !== null && el("p", null, `token ${count(fork.at)}: was `, word(fork.was), ", is ", word(fork.now)),
   );
 }

@@ -1,4 +1,4 @@
-/** Two rollouts side by side: their main conversations, turn beside turn, with the first difference marked. */
+/** Two rollouts side by side: their main conversations, turn by turn, with the first difference marked. */
 
 import { el, fill } from "../dom.js";
 import { count, duration } from "../format.js";
@@ -13,10 +13,10 @@ import { plain } from "../text.js";
 /** @typedef {import("../api.js").Json} Json */
 /**
  * @typedef {{turn: Json | null, node: number | null, messages: Json[], said: string, left: string}} Step what was sent before a turn, and
- *   the turn; `left` is what is known of the parts that are not here, and empty where all of it is
+ *   the turn; `left` describes the parts that were not loaded, and is empty if everything was
  */
 
-const AROUND = 120; // characters that are shown before the first difference
+const AROUND = 120; // characters shown before the first difference
 
 /**
  * @param {import("../router.js").Place} place
@@ -50,7 +50,7 @@ export function show(place) {
         }),
       );
       fill(element, ...drawn(sides, toFirst, whole));
-      document.title = seen(`${nameOf(sides[0].row)} beside ${nameOf(sides[1].row)} · Turngate`);
+      document.title = seen(`${nameOf(sides[0].row)} and ${nameOf(sides[1].row)} · Turngate`);
       if (place.query.turn) move(Number(place.query.turn));
     } catch (error) {
       fill(
@@ -66,19 +66,19 @@ export function show(place) {
   }
 
   if (place.parts.length === 2) load();
-  else fill(element, empty("Two rollouts are needed", "Open a group, choose two of its rollouts, and compare them."));
+  else fill(element, empty("Choose two rollouts", "Open a group, select two of its rollouts, and compare them."));
   return {
     element,
     title: "Comparison",
     keys: [
       { key: "j", does: "next turn", run: () => move(at + 1) },
-      { key: "k", does: "turn before", run: () => move(at - 1) },
-      { key: "d", does: "to the first difference", run: toFirst },
+      { key: "k", does: "previous turn", run: () => move(at - 1) },
+      { key: "d", does: "first difference", run: toFirst },
     ],
   };
 }
 
-/** @param {Record[]} sides @param {() => void} toFirst @param {() => void} whole loads what was left out */
+/** @param {Record[]} sides @param {() => void} toFirst @param {() => void} whole loads the omitted parts */
 function drawn(sides, toFirst, whole) {
   const [left, right] = sides.map(steps);
   const both = Math.max(left.length, right.length);
@@ -86,7 +86,7 @@ function drawn(sides, toFirst, whole) {
   const doubtful = [...left, ...right].filter((step) => step.left);
   const cut = doubtful.some((step) => step.messages.some((message) => message.cut));
   const sure = first === null || ![...left.slice(0, first), ...right.slice(0, first)].some((step) => step.left);
-  const what = sure ? "First difference" : "First difference in what is here";
+  const what = sure ? "First difference" : "First difference in the loaded parts";
   const group = sides[0].row.group;
   const heads = sides.map((side) =>
     el(
@@ -109,9 +109,9 @@ function drawn(sides, toFirst, whole) {
   const pair = el("div.pair", null, ...heads);
   for (let i = 0; i < both; i++) {
     const apart = first !== null && i === first;
-    const label = i === 0 ? "Beginning" : `Turn ${i}`;
+    const label = i === 0 ? "Start" : `Turn ${i}`;
     const where = apart
-      ? `: the ${what.toLowerCase()}${i === both - 1 && left.length !== right.length ? ", one of them ends" : ""}`
+      ? `: the ${what.toLowerCase()}${i === both - 1 && left.length !== right.length ? ", one rollout ends" : ""}`
       : "";
     pair.append(el("div.pair-mark", { tabindex: "-1", class: apart ? "is-first" : "", text: `${label}${where}` }));
     const differ = apartAt(left[i], right[i]);
@@ -120,12 +120,12 @@ function drawn(sides, toFirst, whole) {
   const jump =
     first === null
       ? doubtful.length
-        ? el("span.warn", { text: "No difference in what is here." })
-        : el("span.good", { text: "They said the same throughout." })
+        ? el("span.warn", { text: "No difference in the loaded parts." })
+        : el("span.good", { text: "The conversations are identical." })
       : el(
           "button.button",
           { type: "button", on: { click: toFirst } },
-          first === 0 ? `${what}: what they were asked` : `${what}: turn ${first}`,
+          first === 0 ? `${what}: the first messages` : `${what}: turn ${first}`,
         );
   return [
     el(
@@ -140,10 +140,10 @@ function drawn(sides, toFirst, whole) {
       el(
         "p.banner",
         null,
-        "Parts were not compared: the middle of long texts, and what is not text. They may differ there. ",
-        cut && el("button.button", { type: "button", text: "Load all of it and compare", on: { click: whole } }),
+        "Some parts were not compared: the middle of long texts, and content that is not text. They may differ. ",
+        cut && el("button.button", { type: "button", text: "Load everything and compare", on: { click: whole } }),
       ),
-    both ? pair : empty("Nothing to compare", "Neither of them has said anything yet."),
+    both ? pair : empty("Nothing to compare", "Neither rollout has any messages yet."),
   ];
 }
 
@@ -169,7 +169,7 @@ function steps(record) {
   return found;
 }
 
-/** A message as one text, by which it is compared. Ids of calls are made up, and no difference. @param {Json} message */
+/** A message as one text for the comparison. Ids of tool calls are left out, because they are random. @param {Json} message */
 function spoken(message) {
   const calls = (message.tool_calls ?? []).map(
     (/** @type {Json} */ call) =>
@@ -178,7 +178,7 @@ function spoken(message) {
   return [message.reasoning, textOf(message.content), ...calls].filter(Boolean).join("\n");
 }
 
-/** What is known of the parts of a message that were not compared: how long they are, and of what kind. @param {Json} message */
+/** The length and kind of the parts of a message that were not compared. @param {Json} message */
 function leftOut(message) {
   return message.cut || message.beyond ? JSON.stringify([message.cut ?? {}, message.beyond ?? ""]) : "";
 }
@@ -196,7 +196,7 @@ function firstDifference(left, right) {
 
 /** @param {Step | undefined} mine @param {Step | undefined} other @param {boolean} differ */
 function side(mine, other, differ) {
-  if (!mine) return el("div.panel.side.is-none", null, el("p.muted", { text: "It had ended by then." }));
+  if (!mine) return el("div.panel.side.is-none", null, el("p.muted", { text: "This rollout had already ended." }));
   const made = el("div.panel.side", { class: differ ? "is-different" : "" });
   if (differ && other && mine.said !== other.said) made.append(apart(mine, other));
   made.append(...mine.messages.map((message) => messageOf(message, null)));
@@ -208,7 +208,7 @@ function side(mine, other, differ) {
   return made;
 }
 
-/** The place where two steps part. @param {Step} one @param {Step} beside */
+/** The text around the first difference of two steps. @param {Step} one @param {Step} beside */
 function apart(one, beside) {
   const [mine, other] = [one.said, beside.said];
   let same = 0;

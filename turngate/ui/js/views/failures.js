@@ -1,4 +1,4 @@
-/** What went wrong, by class and by message, with the logs of the rollouts that it happened to. */
+/** Failures by class and message, with the logs of the rollouts that failed. */
 
 import * as api from "../api.js";
 import { el, fill } from "../dom.js";
@@ -15,10 +15,10 @@ import { block, plain } from "../text.js";
 /** @type {Object<string, string>} */
 const MEANS = {
   "agent failed":
-    "It did nothing that can be graded, or ran into a limit. Its own fault: whether that is a 0 or left out is the batch's choice.",
-  "invalid task": "Setup or grader fail whatever the agent does. Mend the task: turngate tasks check.",
+    "The agent produced nothing to grade, or hit a limit. The batch decides whether this counts as 0 or is left out.",
+  "invalid task": "The setup or the grader fails whatever the agent does. Fix the task: turngate tasks check.",
   "infrastructure fault": "A sandbox, the engine, the gateway or a disk failed, and so did every retry. Never scored.",
-  cancelled: "Somebody ended them, or the policy had moved on too far.",
+  cancelled: "Cancelled by a person, or because the policy had moved on too far.",
 };
 
 /**
@@ -37,14 +37,14 @@ export function show(place) {
         failed(error, () => load.now()),
       );
     }
-  }, 0); // only where somebody asks for it
+  }, 0); // only on request
 
-  const again = el("button.button.is-on", { type: "button", text: "There are new ones: show", hidden: true });
+  const again = el("button.button.is-on", { type: "button", text: "Show new failures", hidden: true });
   again.addEventListener("click", () => {
     again.hidden = true;
     load.now();
   });
-  const search = searchField(wanted.group, "Only groups that begin with", (group) => {
+  const search = searchField(wanted.group, "Groups starting with", (group) => {
     wanted.group = group;
     note(href(["failures"], wanted));
     load.now();
@@ -59,7 +59,7 @@ export function show(place) {
       body,
     ),
     title: "Failures",
-    keys: [{ key: "/", does: "which groups", run: () => search.focus() }],
+    keys: [{ key: "/", does: "filter by group", run: () => search.focus() }],
     changed: (changes) => {
       if (changes.rollouts.some((row) => row.status === "cancelled" || (row.class && row.class !== "graded")))
         again.hidden = false;
@@ -86,7 +86,7 @@ function drawn(got) {
         el("strong", { text: plural(one.count, "rollout") }),
         el("a", {
           href: href(["rollouts"], one.class === "cancelled" ? { status: "cancelled" } : { class: one.class }),
-          text: "list them",
+          text: "show all",
         }),
         el("span.muted", { text: MEANS[one.class] ?? "" }),
       ),
@@ -136,5 +136,5 @@ async function logsOf(id) {
     .flatMap(([name, text]) => [el("h3", { text: `${name} of ${id}` }), block(String(text), "pre.log")]);
   if (error?.stage)
     parts.unshift(el("p.muted", { text: `in stage ${error.stage}${error.boundary ? `, ${error.boundary}` : ""}` }));
-  return parts.length ? el("div", null, ...parts) : el("p.muted", { text: "It has left no logs." });
+  return parts.length ? el("div", null, ...parts) : el("p.muted", { text: "There are no logs." });
 }

@@ -1,4 +1,4 @@
-/** One group: n rollouts of one task, their rewards and advantages, pass@k, entropy, and what made their traces drift apart. */
+/** One group: n rollouts of one task, their rewards and advantages, pass@k, entropy, and the causes of drift in their traces. */
 
 import { exportOfGroup } from "../actions.js";
 import * as api from "../api.js";
@@ -13,8 +13,8 @@ import { addressOf, facts } from "../status.js";
 
 /** @typedef {import("../api.js").Json} Json */
 
-const LATER_MS = 1000; // changes that come closer together than this are fetched as one
-const AGAIN_MS = 10000; // between two looks at the traces of a group that still runs
+const LATER_MS = 1000; // changes within this time are fetched together
+const AGAIN_MS = 10000; // between two reads of the traces of a running group
 
 /**
  * @param {import("../router.js").Place} place
@@ -26,9 +26,9 @@ export function show(place) {
   const traces = el("div", null, loading());
   /** @type {Json | null} */
   let group = null;
-  /** @type {Map<string, Json>} what the traces say of each rollout */
+  /** @type {Map<string, Json>} facts from each rollout's trace */
   const evidence = new Map();
-  /** @type {string[]} the rollouts that are to be compared, at most two */
+  /** @type {string[]} the rollouts selected for comparison, at most two */
   let picked = [];
   let at = -1;
   const tableBox = el("div.table-scroll");
@@ -39,7 +39,7 @@ export function show(place) {
   }
 
   function drawTable() {
-    compare.textContent = picked.length === 2 ? "Compare the two" : `Compare (choose ${2 - picked.length})`;
+    compare.textContent = picked.length === 2 ? "Compare" : `Compare (select ${2 - picked.length})`;
     compare.disabled = picked.length !== 2;
     if (group) fill(tableBox, rolloutsOf(group, { evidence, picked, at, pick }));
   }
@@ -98,10 +98,10 @@ export function show(place) {
     title: name,
     keys: [
       { key: "j", does: "next rollout", run: () => step(1) },
-      { key: "k", does: "rollout before", run: () => step(-1) },
+      { key: "k", does: "previous rollout", run: () => step(-1) },
       { key: "Enter", does: "open the rollout", run: () => here() && go(addressOf(here().id)) },
-      { key: " ", does: "choose for the comparison", run: () => here() && pick(here().id) },
-      { key: "c", does: "compare the two that are chosen", run: openCompare },
+      { key: " ", does: "select for comparison", run: () => here() && pick(here().id) },
+      { key: "c", does: "compare the selected rollouts", run: openCompare },
       { key: "e", does: "export", run: () => exportOfGroup(name) },
     ],
     changed: (changes) => {
@@ -153,8 +153,8 @@ function layout(group, table, compare, traces) {
           ? "–"
           : group.signal
             ? el("span.good", { text: "rewards differ" })
-            : el("span.warn", { text: "all alike" }),
-        "Whether there is something to learn from the differences",
+            : el("span.warn", { text: "all equal" }),
+        "Whether the rewards differ, so that a trainer can learn from the group",
       ],
       [
         "delivered",
@@ -176,7 +176,7 @@ function layout(group, table, compare, traces) {
         y: "reward",
         series: [{ name: "reward", points: rewards, kind: "bars" }],
         yRange: range(rewards),
-        empty: "No reward is known yet.",
+        empty: "No rewards yet.",
       }),
       chart({
         title: "pass@k",
@@ -186,14 +186,14 @@ function layout(group, table, compare, traces) {
         series: [{ name: "pass@k", points: group.pass_at.map((/** @type {Json} */ p) => [p.k, p.estimate]) }],
         yRange: [0, 1],
         yText: (v) => percent(v),
-        empty: "No rollout is graded yet.",
+        empty: "No graded rollouts yet.",
       }),
     ),
     traces,
   ];
 }
 
-/** From 0 to 1, or wider where rewards are. @param {[number, number | null][]} points @returns {[number, number]} */
+/** From 0 to 1, or wider if the rewards are. @param {[number, number | null][]} points @returns {[number, number]} */
 function range(points) {
   const known = points.map((p) => p[1] ?? 0);
   return [Math.min(0, ...known), Math.max(1, ...known)];
@@ -215,7 +215,7 @@ function evidenceOf(got) {
   });
   const drift = got.drift.length
     ? el("dl.bars", null, ...cells)
-    : el("p.muted", { text: "No forks: every conversation is one line." });
+    : el("p.muted", { text: "No forks: every conversation is a single branch." });
   const points = got.rollouts.map((/** @type {Json} */ one, /** @type {number} */ i) => [i + 1, one.entropy]);
   return el(
     "div.charts",
@@ -226,7 +226,7 @@ function evidenceOf(got) {
       whole: true,
       y: "nats per token",
       series: [{ name: "entropy", points, kind: "bars", shade: 3 }],
-      empty: "No log-probability is known.",
+      empty: "No log-probabilities.",
     }),
     el(
       "section.panel",
@@ -235,7 +235,7 @@ function evidenceOf(got) {
         "div.panel-head",
         null,
         el("h2", { text: "Drift by cause" }),
-        el("span.muted", { text: "context tokens that had to be stored anew" }),
+        el("span.muted", { text: "context tokens that were stored again" }),
       ),
       el("div.panel-body", null, drift),
     ),

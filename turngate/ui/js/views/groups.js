@@ -1,4 +1,4 @@
-/** All groups: n rollouts of one task each, with their rewards side by side, and whether a trainer can learn from them. */
+/** All groups: n rollouts of one task, with their rewards, and whether a trainer can learn from them. */
 
 import * as api from "../api.js";
 import { el } from "../dom.js";
@@ -10,7 +10,7 @@ import { go, href, note } from "../router.js";
 
 /** @typedef {import("../api.js").Json} Json */
 
-const AGAIN_MS = 2000; // how often the list is asked for while things change
+const AGAIN_MS = 2000; // how often the list is reloaded while it changes
 
 const addressOf = (/** @type {string} */ name) => href(["group", name]);
 
@@ -28,7 +28,7 @@ const COLUMNS = [
   {
     name: "signal",
     label: "Signal",
-    title: "Whether the rewards differ, so that there is something to learn",
+    title: "Whether the rewards differ, so that a trainer can learn from the group",
     cell: (row) => signal(row),
   },
   { name: "count", label: "Rollouts", sort: "rollouts", cell: (row) => count(row.rollouts), num: true },
@@ -44,12 +44,12 @@ const COLUMNS = [
     label: "Agent",
     cell: (row) => el("span.clip", { title: `${row.agent}, ${row.model}`, text: row.agent || "–" }),
   },
-  { name: "latest", label: "Last heard of", sort: "latest", cell: (row) => when(row.latest), num: true },
+  { name: "latest", label: "Last activity", sort: "latest", cell: (row) => when(row.latest), num: true },
 ];
 
-/** A square for each rollout, as full as its reward. @param {Json} row */
+/** One square per rollout, filled by its reward. @param {Json} row */
 function rewards(row) {
-  const told = `Rewards: ${row.rewards.map((/** @type {number | null} */ r) => (r === null ? "not known" : r)).join(", ")}`;
+  const told = `Rewards: ${row.rewards.map((/** @type {number | null} */ r) => (r === null ? "unknown" : r)).join(", ")}`;
   const strip = el("span.strip", { role: "img", "aria-label": told, title: told });
   for (const reward of row.rewards.slice(0, 16)) {
     const fill = el("span.strip-fill");
@@ -62,10 +62,10 @@ function rewards(row) {
 
 /** @param {Json} row */
 function signal(row) {
-  if (row.signal === null) return el("span.muted", { title: "fewer than two rewards are known", text: "–" });
+  if (row.signal === null) return el("span.muted", { title: "fewer than two rewards", text: "–" });
   return row.signal
     ? el("span.good", { text: "✓ differ" })
-    : el("span.warn", { title: "every known reward is the same: nothing to learn", text: "= all alike" });
+    : el("span.warn", { title: "all rewards are equal: nothing to learn", text: "= all equal" });
 }
 
 /**
@@ -91,7 +91,7 @@ export function show(place) {
     counted: (n) => (total.textContent = plural(n, "group")),
     none: [
       "No groups",
-      'A group is n rollouts of one task: turngate batch --n 8 makes them, and so do sessions with metadata {"group": …}.',
+      'A group is n rollouts of one task. Create groups with turngate batch --n 8, or with sessions that have metadata {"group": …}.',
     ],
   });
 

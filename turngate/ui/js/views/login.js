@@ -1,11 +1,11 @@
-/** The login form. The admin key goes from the field into one request and is forgotten; it is in no address and in no storage. */
+/** The login form. The admin key is sent in one request, and never stored or put into an address. */
 
 import * as api from "../api.js";
 import { el } from "../dom.js";
 
 /**
- * @param {() => Promise<void>} entered called when the gateway has taken the key
- * @param {string} why what to say above it
+ * @param {() => Promise<void>} entered called when the key was accepted
+ * @param {string} why the message to show
  */
 export function form(entered, why) {
   const key = el("input.field", {
@@ -29,9 +29,9 @@ export function form(entered, why) {
     el(
       "p.muted",
       { id: "key-help" },
-      "It is what you gave as ",
+      "The value of ",
       el("code", { text: "TURNGATE_ADMIN_KEY" }),
-      ", or in ",
+      ", or the content of the file ",
       el("code", { text: "admin-key" }),
       " in the gateway's data folder.",
     ),

@@ -1,4 +1,4 @@
-/** One rollout: what it is and how it stands above, and below it one of its tabs. It stays live for as long as the rollout does. */
+/** One rollout: a header with its state, and tabs below. It updates while the rollout runs. */
 
 import { actionsOf, cancel, exportOf } from "../actions.js";
 import * as api from "../api.js";
@@ -26,7 +26,7 @@ const TABS = [
   ["events", "Events"],
   ["details", "Details"],
 ];
-const LATER_MS = 400; // changes that come closer together than this are fetched as one
+const LATER_MS = 400; // changes within this time are fetched together
 
 /**
  * @param {import("../router.js").Place} place
@@ -35,15 +35,15 @@ const LATER_MS = 400; // changes that come closer together than this are fetched
 export function show(place) {
   const record = new Record(place.parts[0] ?? "");
   const head = el("div.rollout-head");
-  const tabs = el("nav.tabs", { "aria-label": "Parts of the rollout" });
+  const tabs = el("nav.tabs", { "aria-label": "Rollout" });
   const body = el("div.rollout-body");
   const element = el("div.page.rollout", null, head, tabs, body);
-  /** @type {Object<string, any>} tabs that were opened */
+  /** @type {Object<string, any>} opened tabs */
   const opened = {};
   /** @type {import("../keys.js").Binding[]} */
   const keys = [];
   let now = "";
-  let shown = false; // one of its tabs was
+  let shown = false; // whether a tab was shown
 
   function drawHead() {
     fill(head, ...header(record, refresh));
@@ -97,7 +97,7 @@ export function show(place) {
     { key: "e", does: "export", run: () => record.detail.can && exportOf(record) },
     {
       key: "u",
-      does: "up to the group",
+      does: "go to the group",
       run: () => go(record.row?.group ? href(["group", record.row.group]) : href(["rollouts"])),
     },
   ];
@@ -185,9 +185,9 @@ function header(record, refresh) {
       ["policy", versions(row)],
       ["agent", row.agent || "–"],
       ["model", el("span.clip.fact-model", { title: row.model, text: row.model || "–" })],
-      ["begun", when(row.opened)],
+      ["started", when(row.opened)],
     ]),
-    row.stop && row.status !== "running" && el("p.muted", { text: `Its session ended: ${row.stop}` }),
+    row.stop && row.status !== "running" && el("p.muted", { text: `Session ended: ${row.stop}` }),
     record.detail.error &&
       el("p.banner.is-bad", { role: "alert", text: `${record.detail.error.class}: ${record.detail.error.message}` }),
     !record.detail.error &&

@@ -1,4 +1,4 @@
-/** All rollouts: what runs, what became of the rest; filtered, sorted, live. The first view, and the way to each rollout. */
+/** All rollouts, filtered, sorted and live. The first view. */
 
 import * as api from "../api.js";
 import { el, fill } from "../dom.js";
@@ -12,8 +12,8 @@ import { addressOf, facts, nameOf, rewardCell, state, versions } from "../status
 /** @typedef {import("../api.js").Json} Json */
 
 const CLASSES = ["graded", "agent failed", "invalid task", "infrastructure fault"];
-const SUMMARY_MS = 3000; // how often the numbers above are asked for while things change
-const AGAIN_MS = 1500; // and the list
+const SUMMARY_MS = 3000; // how often the summary is reloaded while it changes
+const AGAIN_MS = 1500; // the same for the list
 const LIVE = ["starting", "running", "finishing"];
 
 /** @type {import("../list.js").Column[]} */
@@ -43,7 +43,7 @@ const COLUMNS = [
     name: "tokens",
     label: "Sampled",
     sort: "sampled_tokens",
-    title: "Tokens that were sampled",
+    title: "Sampled tokens",
     cell: (row) => short(row.sampled_tokens),
     num: true,
   },
@@ -51,12 +51,12 @@ const COLUMNS = [
     name: "version",
     label: "Policy",
     sort: "version",
-    title: "Policy versions that it was sampled by",
+    title: "Policy versions that sampled it",
     cell: versions,
     num: true,
   },
   { name: "seconds", label: "Took", sort: "seconds", cell: (row) => duration(row.seconds), num: true },
-  { name: "opened", label: "Begun", sort: "opened", cell: (row) => when(row.opened), num: true },
+  { name: "opened", label: "Started", sort: "opened", cell: (row) => when(row.opened), num: true },
 ];
 
 /**
@@ -87,7 +87,7 @@ export function show(place) {
     counted: (n) => (total.textContent = plural(n, "rollout")),
     none: [
       "No rollouts",
-      "Nothing matches. Clear the filters, or start some: turngate run, turngate batch, or a session of your own (POST /admin/sessions).",
+      "Clear the filters, or start a rollout: turngate run, turngate batch, or a session of your own (POST /admin/sessions).",
     ],
   });
 
@@ -147,7 +147,7 @@ export function show(place) {
     if (known && !changes.reload && !changes.gone.length) return;
     if (list.atTop()) return again.soon();
     changes.rollouts.filter((row) => !list.index.has(row.id)).forEach((row) => missed.add(row.id));
-    fresh.textContent = missed.size ? `${plural(missed.size, "change")} not shown: show` : "Changed: show";
+    fresh.textContent = missed.size ? `Show ${plural(missed.size, "change")}` : "Show changes";
     fresh.hidden = false;
   }
 
@@ -185,7 +185,7 @@ export function show(place) {
   };
 }
 
-/** How many are on their way. @param {Json} got */
+/** The number of running rollouts. @param {Json} got */
 function running(got) {
   return LIVE.reduce((sum, status) => sum + (got.by_status[status] ?? 0), 0);
 }
@@ -199,14 +199,14 @@ function numbers(got) {
     ["groups", count(got.groups)],
     ["graded", count(got.by_class.graded ?? 0)],
     [
-      "not graded by a fault",
+      "failed",
       el("a", { href: href(["failures"]), text: count(failures) }),
       "agent failed, invalid task, infrastructure fault",
     ],
     [
       "policy",
       `v${got.gateway.version}${got.gateway.paused ? " (paused)" : ""}`,
-      "The version that is sampled from now",
+      "The current policy version",
     ],
     ["model", el("span.clip.fact-model", { title: got.gateway.model, text: got.gateway.model || "any" })],
   ]);

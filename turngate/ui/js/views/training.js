@@ -1,4 +1,4 @@
-/** How training goes: rewards by time, version or step; how old the rows are; how much is sampled; what each feed waits for. */
+/** Training progress: rewards by time, version or step; staleness; throughput; and the state of each feed. */
 
 import * as api from "../api.js";
 import { chart } from "../chart.js";
@@ -11,7 +11,7 @@ import { href, note } from "../router.js";
 
 /** @typedef {import("../api.js").Json} Json */
 
-const AGAIN_MS = 5000; // how often it is drawn anew while things change
+const AGAIN_MS = 5000; // how often the view is reloaded while things change
 
 /**
  * @param {import("../router.js").Place} place
@@ -28,7 +28,7 @@ export function show(place) {
     const open = [...body.querySelectorAll("details")].map((/** @type {HTMLDetailsElement} */ one) => one.open);
     fill(body, ...drawn(got, wanted.by));
     body.querySelectorAll("details").forEach((/** @type {HTMLDetailsElement} */ one, /** @type {number} */ i) => {
-      one.open = open[i] ?? false; // whoever reads a table goes on reading it
+      one.open = open[i] ?? false; // keep opened tables open
     });
   }
 
@@ -51,7 +51,7 @@ export function show(place) {
     note(href(["training"], { group: wanted.group, by: wanted.by === "time" ? "" : wanted.by }));
   }
 
-  const search = searchField(wanted.group, "Only groups that begin with", (group) => {
+  const search = searchField(wanted.group, "Groups starting with", (group) => {
     change({ group });
     load.now();
   });
@@ -78,7 +78,7 @@ export function show(place) {
       body,
     ),
     title: "Training",
-    keys: [{ key: "/", does: "which groups", run: () => search.focus() }],
+    keys: [{ key: "/", does: "filter by group", run: () => search.focus() }],
     changed: () => load.soon(),
     leave: () => load.leave(),
   };
@@ -89,8 +89,8 @@ function drawn(got, by) {
   if (!got.time.length && !got.throughput.some((/** @type {Json} */ one) => one.turns_s)) {
     return [
       empty(
-        "Nothing to draw yet",
-        "Rewards appear when rollouts are graded, throughput with the first turns. turngate train and turngate batch make both.",
+        "No training data yet",
+        "Throughput appears with the first turns, rewards with the first graded rollouts. Start with turngate train or turngate batch.",
       ),
     ];
   }
@@ -113,7 +113,7 @@ function drawn(got, by) {
             shade: 1,
           },
         ],
-        empty: "No rollout has ended that tells its versions.",
+        empty: "No finished rollout has policy versions.",
       }),
       chart({
         title: "Tokens sampled",
@@ -171,12 +171,12 @@ function reward(got, by, clockText) {
   if (by === "version") {
     const points = got.version.map((/** @type {Json} */ one) => [one.version, one.mean]);
     const series = [{ name: "mean reward", points }];
-    const empty = "No graded rollout tells its version.";
+    const empty = "No graded rollout has a policy version.";
     return chart({ title: "Reward by policy version", x: "version", whole: true, y: "mean reward", series, empty });
   }
   if (by === "step") {
     const points = got.deliveries.map((/** @type {Json} */ one) => [one.number, one.mean]);
-    const empty = "Nothing was delivered to a trainer yet: make a feed, and read it.";
+    const empty = "No deliveries yet: create a feed and read it from a trainer.";
     return chart({
       title: "Reward by step",
       x: "delivery",
@@ -187,7 +187,7 @@ function reward(got, by, clockText) {
     });
   }
   const points = got.time.map((/** @type {Json} */ one) => [one.at, one.mean]);
-  const empty = "No reward was recorded yet.";
+  const empty = "No rewards yet.";
   return chart({
     title: "Reward",
     x: "time",
@@ -200,7 +200,7 @@ function reward(got, by, clockText) {
 }
 
 /**
- * Numbers that jump, and beside them a mean in which each counts a quarter less than the next.
+ * The points, and an exponential moving average with weight 0.25.
  * @param {import("../chart.js").Point[]} points
  * @returns {import("../chart.js").Series[]}
  */
@@ -218,7 +218,7 @@ function smooth(points) {
   ];
 }
 
-/** Times on an axis: the hour where it is of one day, the day too where it is not. @param {number} first @param {number} last */
+/** Labels of a time axis: hours within a day, dates beyond. @param {number} first @param {number} last */
 function timeText(first, last) {
   const two = (/** @type {number} */ n) => String(n).padStart(2, "0");
   return (/** @type {number} */ time) => {
