@@ -149,6 +149,6 @@ async def test_addresses_that_lead_nowhere_say_so(tmp_path: Path, shots: Path) -
         await web.page.context.clear_cookies()
         await web.press("1")
         await web.go("#/training")
-        await web.sees(".login-trouble", "run out")  # and the address stays
+        await web.sees(".login-trouble", "expired")  # and the address stays
         assert await web.asks("location.hash") == "#/training"
         web.complaints.clear()

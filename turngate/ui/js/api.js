@@ -45,9 +45,9 @@ export function orElse(asked, instead) {
 /** @type {() => void} */
 let signedOut = () => {};
 
-/** @param {() => void} told called when a reply says that the login has expired */
-export function onSignedOut(told) {
-  signedOut = told;
+/** @param {() => void} callback called when a reply says that the login has expired */
+export function onSignedOut(callback) {
+  signedOut = callback;
 }
 
 /**

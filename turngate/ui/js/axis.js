@@ -1,4 +1,4 @@
-/** Where numbers stand on an axis, and which of them are written beside it. `chart.js` calls it. */
+/** Scales and ticks of a chart's axes. */
 
 /**
  * A function from numbers to pixels.
@@ -14,11 +14,11 @@ export function scale(low, high, from, to) {
   return (value) => from + shift + ((value / 2 - low / 2) / span) * (to - from);
 }
 
-/** Of the numbers' own size: what is closer together than this cannot be told apart in round numbers. */
+/** Relative to the numbers: values closer than this have no distinct round numbers. */
 const FINEST = 1e-11;
 
 /**
- * Round numbers from `low` to `high`: about `wanted` of them. Where there are none that can be told apart, the two ends.
+ * About `wanted` round numbers from `low` to `high`, or the two ends if there are no distinct ones.
  * @param {number} low
  * @param {number} high
  * @param {number} wanted

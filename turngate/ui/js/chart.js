@@ -1,6 +1,6 @@
 /**
- * Small charts of our own: lines, dots and bars with axes, units, a legend and a table of the same numbers for those who cannot see them.
- * The group and training views use it. Arrow keys move through the points as the pointer does.
+ * Small charts: lines, dots and bars with axes, units and a legend, and a table of the same data for screen readers. Arrow keys move
+ * through the points as the pointer does.
  */
 
 import { el, svg } from "./dom.js";
@@ -216,7 +216,7 @@ function follow(picture, readout, options, x, rule) {
     at = Math.max(0, Math.min(stops.length - 1, i));
     rule.setAttribute("x1", String(x(stops[at])));
     rule.setAttribute("x2", String(x(stops[at])));
-    const told = options.series.flatMap((one) => {
+    const labels = options.series.flatMap((one) => {
       const values = one.points
         .filter((p) => p[0] === stops[at] && p[1] !== null)
         .map((p) => /** @type {number} */ (p[1]));
@@ -229,7 +229,7 @@ function follow(picture, readout, options, x, rule) {
           ]
         : [];
     });
-    readout.textContent = `${options.x} ${(options.xText ?? number)(stops[at])}: ${told.join(" · ") || "–"}`;
+    readout.textContent = `${options.x} ${(options.xText ?? number)(stops[at])}: ${labels.join(" · ") || "–"}`;
   };
   picture.onpointermove = (event) => {
     const left = event.clientX - picture.getBoundingClientRect().left;

@@ -1,6 +1,6 @@
 /**
- * The scale of log-probabilities. Six steps and one for "not known", which become the classes `p0` … `p5` and `p-none`; their colours
- * are in `css/tokens.css`. Lightness alone orders them, so that they can be told apart without seeing hues, in both themes.
+ * The scale of log-probabilities: six steps and one for "unknown", as the classes `p0` … `p5` and `p-none`. Their colours are in
+ * `css/tokens.css`. They differ in lightness, so that the order is visible without hues, in both themes.
  */
 
 /** @type {{from: number, label: string}[]} */

@@ -1,7 +1,6 @@
 /**
- * Making elements. Every module that shows something uses `el` and `svg`, and nothing else makes markup: text becomes text nodes,
- * so nothing that an agent wrote is ever read as HTML. Attributes that could run something are refused, and characters that would hide
- * or turn text get a sign.
+ * Create elements. All modules use `el` and `svg`, and nothing else creates markup: text becomes text nodes, so an agent's output is
+ * never parsed as HTML. Attributes that could run code are rejected, and invisible characters get a sign.
  */
 
 import { seen } from "./hidden.js";

@@ -1,4 +1,4 @@
-/** Numbers with their units, and times both ways: since when, and when exactly. Every view uses it. */
+/** Format numbers with units, and times as relative and exact. */
 
 import { el } from "./dom.js";
 
@@ -32,7 +32,7 @@ export function short(value) {
 }
 
 /**
- * With as many digits as are worth reading. A value that is not known is a dash, never 0.
+ * With a readable number of digits. An unknown value is a dash, never 0.
  * @param {number | null | undefined} value
  * @param {number} [digits]
  */

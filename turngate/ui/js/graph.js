@@ -1,16 +1,15 @@
 /**
- * Where the turns of a tree stand when it is drawn: one row for each turn, in the order of recording, and one lane for each branch, as
- * version histories are drawn. No elements here; `tree.js` draws it.
+ * The layout of a tree: one row per turn, in the order of recording, and one lane per branch, like a version history. `tree.js` draws it.
  */
 
 /** @typedef {import("./api.js").Json} Json */
 
 /**
  * @typedef {object} Row
- * @property {Json} node the turn; or a context that nobody has answered yet
+ * @property {Json} node the turn, or a context without a reply yet
  * @property {number} lane
  * @property {number | null} parent index of the row of the turn before it
- * @property {string} cause why a branch begins here; empty where none does
+ * @property {string} cause why a branch starts here; empty if none does
  * @property {number | null} left index of the row that a branch with a beginning of its own has left
  * @property {Json | null} fork what is known about the fork
  */

@@ -58,8 +58,8 @@ export function rolloutsOf(group, { evidence, picked, at, pick }) {
 
 /** @param {Object<string, number>} causes */
 function forks(causes) {
-  const told = Object.entries(causes).map(([cause, n]) => `${cause} ${n}`);
-  return told.join(", ") || "none";
+  const parts = Object.entries(causes).map(([cause, n]) => `${cause} ${n}`);
+  return parts.join(", ") || "none";
 }
 
 /** A rollout's name without the group's name. @param {string} group @param {string} name */

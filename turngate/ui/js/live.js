@@ -15,12 +15,12 @@ const LONGEST_MS = 15000;
 
 export class Live {
   /**
-   * @param {(changes: Changes) => void} told
-   * @param {(state: "live" | "lost" | "waiting", seconds: number) => void} shown
+   * @param {(changes: Changes) => void} onChanges
+   * @param {(state: "live" | "lost" | "waiting", seconds: number) => void} onState
    */
-  constructor(told, shown) {
-    this.told = told;
-    this.shown = shown;
+  constructor(onChanges, onState) {
+    this.onChanges = onChanges;
+    this.onState = onState;
     this.cursor = 0;
     this.failures = 0;
     /** @type {EventSource | null} */
@@ -56,12 +56,12 @@ export class Live {
     this.source = source;
     source.addEventListener("open", () => {
       this.failures = 0;
-      this.shown("live", 0);
+      this.onState("live", 0);
     });
     source.addEventListener("changed", (event) => this.#changed(JSON.parse(event.data)));
     source.addEventListener("reload", (event) => {
       this.cursor = JSON.parse(event.data).cursor;
-      this.told({ rollouts: [], gone: [], reload: true, gateway: null });
+      this.onChanges({ rollouts: [], gone: [], reload: true, gateway: null });
     });
     source.addEventListener("error", () => this.#lost(source));
   }
@@ -69,7 +69,7 @@ export class Live {
   /** @param {api.Json} data */
   #changed(data) {
     this.cursor = data.cursor;
-    this.told({ rollouts: data.rollouts, gone: data.gone, reload: data.more, gateway: data.gateway ?? null });
+    this.onChanges({ rollouts: data.rollouts, gone: data.gone, reload: data.more, gateway: data.gateway ?? null });
   }
 
   /** @param {EventSource} source */
@@ -83,7 +83,7 @@ export class Live {
   #wait() {
     this.failures += 1;
     const wait = Math.min(LONGEST_MS, FIRST_MS * 2 ** (this.failures - 1));
-    this.shown("lost", wait / 1000);
+    this.onState("lost", wait / 1000);
     this.timer = setTimeout(() => this.#again(), wait);
   }
 

@@ -61,10 +61,10 @@ let shown = ""; // the name and first part of the current address
 let inside = false; // logged in
 let moves = 0; // address changes within the page
 
-const live = new Live((changes) => view?.changed?.(changes), told);
+const live = new Live((changes) => view?.changed?.(changes), showState);
 
 /** @param {"live" | "lost" | "waiting"} now @param {number} seconds */
-function told(now, seconds) {
+function showState(now, seconds) {
   state.dataset.state = now;
   state.textContent =
     now === "live" ? "live" : now === "lost" ? `disconnected, retrying in ${Math.ceil(seconds)} s` : "connecting";
@@ -110,7 +110,7 @@ function unknown(name) {
 /** After login, show the bar, connect, and show the view. The connection comes first, so that the view misses no change. */
 async function enter() {
   bar.hidden = false;
-  told("waiting", 0);
+  showState("waiting", 0);
   fill(main, loading());
   let cursor;
   try {

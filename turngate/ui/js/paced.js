@@ -1,6 +1,5 @@
 /**
- * Loads that are wanted more often than they can be had: one at a time, some time apart, and once more where something changed while one
- * was on its way. Views that stay live load through it.
+ * Throttled loading: one load at a time, with a pause in between, and once more if something changed during a load. Live views use it.
  */
 
 export class Paced {

@@ -36,14 +36,14 @@ export class Record {
     this.#plant(tree);
   }
 
-  /** Load new messages, and call `told` after each piece. @param {() => void} [told] */
-  async converse(told) {
+  /** Load new messages, and call `onPiece` after each piece. @param {() => void} [onPiece] */
+  async converse(onPiece) {
     for (;;) {
       const asked = api.messages(this.id, { after: this.next, limit: PIECE });
       const got = await api.orElse(asked, { nodes: [], more: false });
       for (const node of got.nodes) this.messages.set(node.id, node);
       this.next = got.next ?? this.next;
-      if (got.nodes.length) told?.();
+      if (got.nodes.length) onPiece?.();
       if (!got.more) return;
     }
   }

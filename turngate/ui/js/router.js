@@ -1,6 +1,6 @@
 /**
- * Addresses. Everything that can be looked at has one, behind the `#`: it can be kept, sent to somebody, and gone back to. `main.js`
- * shows the view that an address names; views make links with `href` and move with `go`.
+ * Addresses. Every view has one, after the `#`, for bookmarks, links and the back button. Views create links with `href` and navigate
+ * with `go`.
  *
  *     #/rollouts?status=running        #/rollout/r-1/tokens?node=4&token=17        #/compare/r-1/r-2?turn=3
  */
@@ -24,7 +24,7 @@ function decoded(part) {
   try {
     return decodeURIComponent(part);
   } catch (error) {
-    if (error instanceof URIError) return part; // a lone % that somebody typed
+    if (error instanceof URIError) return part; // a lone % typed by hand
     throw error;
   }
 }

@@ -1,4 +1,4 @@
-/** Plain tables: heads, and rows of cells. Columns of numbers stand to the right. Several views and the charts use it. */
+/** Plain tables. Columns of numbers are right-aligned. */
 
 import { el } from "./dom.js";
 

@@ -1,6 +1,6 @@
 /**
- * What agents and tools wrote, shown as it is: characters that would hide, reverse or overwrite text get a visible sign, and a
- * long text is shown in part until somebody asks for more. The conversation, the comparison and the logs use it.
+ * Text of agents and tools, unchanged: characters that would hide, reverse or overwrite text get a visible sign, and a long text is shown
+ * in part until more is requested.
  */
 
 import { el } from "./dom.js";

@@ -1,4 +1,4 @@
-/** Light, dark, or as the system has it. The choice is the only thing that this page keeps in the browser. */
+/** The theme: light, dark or system. The choice is all that the page stores in the browser. */
 
 const NAME = "turngate-theme";
 const NEXT = /** @type {Object<string, string>} */ ({ "": "light", light: "dark", dark: "" });

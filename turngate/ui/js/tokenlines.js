@@ -1,15 +1,15 @@
 /**
- * Tokens in lines. Holds the tokens of a branch as they are fetched, and breaks them into lines of a given width, so that a windowed
- * list can show any part of a hundred thousand of them. No elements here; `tabs/tokens.js` draws the lines.
+ * The tokens of a branch, broken into lines of a given width, so that a windowed list can show any part of a hundred thousand of them.
+ * `tabs/tokens.js` draws the lines.
  */
 
 /** @typedef {import("./api.js").Json} Json */
 
 /**
- * @typedef {object} Held a node and where its tokens are
- * @property {Json} node as the API tells it, without its tokens
+ * @typedef {object} Held a node and the range of its tokens
+ * @property {Json} node as the API returns it, without its tokens
  * @property {number} first its first token here
- * @property {number} past the token behind its last
+ * @property {number} past one past its last token
  * @property {boolean} folded
  *
  * @typedef {{held: Held, head: boolean, from: number, to: number}} Line `head`: the line above a node's tokens

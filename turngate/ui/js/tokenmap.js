@@ -1,6 +1,6 @@
 /**
- * The whole branch at a glance, beside its tokens: a narrow picture in which each row of pixels has the colour of the least
- * likely token there. A click goes to that place. For the pointer only; the keys `n` and `N` do the same.
+ * A minimap of the branch beside its tokens: each row of pixels has the colour of the least likely token there. A click scrolls to it.
+ * Keyboard users have `n` and `N`.
  */
 
 import { stepOf } from "./colour.js";

@@ -1,4 +1,4 @@
-/** How a line of tokens looks, and the line above a node's tokens. The token view puts them into its windowed list. */
+/** Draw a line of tokens, and the header line of a node. */
 
 import { stepOf } from "./colour.js";
 import { el } from "./dom.js";
@@ -43,7 +43,7 @@ export function headOf(held, mean) {
     data: { fold: node.id },
     text: held.folded ? "▸" : "▾",
   });
-  const told = node.kind === "sampled" ? sampled(node, mean) : [];
+  const extra = node.kind === "sampled" ? sampled(node, mean) : [];
   return el(
     "div.token-line.token-head",
     { role: "row" },
@@ -51,7 +51,7 @@ export function headOf(held, mean) {
     el("strong", { text: node.kind === "sampled" ? `Turn ${node.turn}` : "Context" }),
     node.cause && causeBadge(node.cause),
     el("span", { text: plural(node.tokens, "token") }),
-    ...told,
+    ...extra,
   );
 }
 

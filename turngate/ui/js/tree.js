@@ -1,4 +1,4 @@
-/** The tree of a rollout, drawn: a dot for each turn, a line for each branch, and why each fork happened. Two tabs of a rollout show it. */
+/** Draw the tree of a rollout: a dot per turn, a line per branch, and the cause of each fork. */
 
 import { el, fill, svg } from "./dom.js";
 import { short } from "./format.js";
@@ -12,7 +12,7 @@ const LEFT = 14;
 /** @typedef {import("./graph.js").Row} Row */
 
 export class Tree {
-  /** @param {(node: number) => void} chosen told which turn somebody wants to see */
+  /** @param {(node: number) => void} chosen called with the selected turn */
   constructor(chosen) {
     this.chosen = chosen;
     /** @type {number | null} */

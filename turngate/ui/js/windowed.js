@@ -1,6 +1,6 @@
 /**
- * A list of any length of which only the rows in sight are elements: ten thousand rollouts, or the lines of a hundred thousand tokens.
- * All rows have one height. The overview and the token view use it; they say what a row looks like and hear which rows are in sight.
+ * A list of any length in which only visible rows are elements: ten thousand rollouts, or the lines of a hundred thousand tokens. All rows
+ * have the same height.
  */
 
 import { el } from "./dom.js";
@@ -12,8 +12,8 @@ const BEYOND = 12; // rows that are kept above and below what can be seen
  * @property {string} label for screen readers
  * @property {() => number} height of a row in pixels; it may be another one on a small window
  * @property {(index: number) => HTMLElement} row
- * @property {(first: number, last: number) => void} [seen] told which rows are in sight
- * @property {string} [role] of the container; "grid" unless told
+ * @property {(first: number, last: number) => void} [seen] called with the range of visible rows
+ * @property {string} [role] of the container; default: "grid"
  */
 
 export class Windowed {
@@ -44,7 +44,7 @@ export class Windowed {
     this.draw();
   }
 
-  /** Begins anew with other rows. @param {number} count */
+  /** Start over with other rows. @param {number} count */
   refill(count) {
     for (const row of this.rows.values()) row.remove();
     this.rows.clear();

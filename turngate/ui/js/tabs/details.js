@@ -88,11 +88,11 @@ function section(title, ...content) {
 
 /** @param {[string, any][]} known empty values are left out */
 function pairs(known) {
-  const told = known.filter(([, value]) => value !== null && value !== undefined && String(value).trim() !== "");
+  const filled = known.filter(([, value]) => value !== null && value !== undefined && String(value).trim() !== "");
   return el(
     "dl.pairs",
     null,
-    ...told.flatMap(([name, value]) => [el("dt", { text: name }), el("dd", { text: String(value) })]),
+    ...filled.flatMap(([name, value]) => [el("dt", { text: name }), el("dd", { text: String(value) })]),
   );
 }
 

@@ -124,8 +124,8 @@ export class TokensTab {
     });
   }
 
-  /** @param {Json} from @param {number} age @param {() => void} [told] */
-  async #fetch(from, age, told) {
+  /** @param {Json} from @param {number} age @param {() => void} [onPiece] */
+  async #fetch(from, age, onPiece) {
     this.busy = true;
     let next = from;
     try {
@@ -135,7 +135,7 @@ export class TokensTab {
         this.tokens.append(got.nodes);
         next = got.next;
         this.#lay();
-        told?.();
+        onPiece?.();
         fill(this.summary, ...summaryOf(this.tokens));
         this.status.textContent = next
           ? `${count(this.tokens.count)} of ${count(got.total)} tokens …`

@@ -49,8 +49,8 @@ const COLUMNS = [
 
 /** One square per rollout, filled by its reward. @param {Json} row */
 function rewards(row) {
-  const told = `Rewards: ${row.rewards.map((/** @type {number | null} */ r) => (r === null ? "unknown" : r)).join(", ")}`;
-  const strip = el("span.strip", { role: "img", "aria-label": told, title: told });
+  const label = `Rewards: ${row.rewards.map((/** @type {number | null} */ r) => (r === null ? "unknown" : r)).join(", ")}`;
+  const strip = el("span.strip", { role: "img", "aria-label": label, title: label });
   for (const reward of row.rewards.slice(0, 16)) {
     const fill = el("span.strip-fill");
     if (reward !== null) fill.style.height = `${Math.max(0, Math.min(1, reward)) * 100}%`;
