@@ -27,7 +27,7 @@ class Database:
     def __init__(self, folder: Path, durability: Durability = "process", shard: Shard = SINGLE_SHARD) -> None:
         self.path = folder / "turngate.db"
         self.durability = durability
-        # Of several workers none has the folder for itself (their front has), so they take turns at writing.
+        # Several workers share the folder, which their front has locked. They lock each write instead.
         shared = shard.workers > 1
         self._lock_file: IO[bytes] | None = open(folder / "writing", "wb") if shared else lock_folder(folder)  # noqa: SIM115
         self._shared = shared
@@ -50,7 +50,7 @@ class Database:
                 f"data: {self.path} cannot be used ({error}); restore it from a backup or choose another --data folder",
                 param="data",
             ) from None
-        # Readers have a connection of their own, so that none waits for a synced write.
+        # Reads use a connection of their own, so that none waits for a synced write.
         self._reader = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=10)
         self._mutex = threading.Lock()  # the journal writes from a thread when durability is `disk`
         self._stopping = threading.Event()
@@ -90,7 +90,7 @@ class Database:
         self.path.chmod(0o600)
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute(f"PRAGMA synchronous={'FULL' if self.durability == 'disk' else 'NORMAL'}")
-        # Checkpoints sync the file; they run in a thread of their own so that no turn waits for one.
+        # Checkpoints sync the file. They run in a thread, so that no turn waits for one.
         self._db.execute("PRAGMA wal_autocheckpoint=0")
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version not in (0, *READABLE_VERSIONS):
@@ -134,7 +134,7 @@ class Database:
     def begin(self) -> sqlite3.Connection:
         self._mutex.acquire()
         try:
-            # SQLite alone would look again every few milliseconds for the end of another worker's transaction, and starve some.
+            # SQLite alone would poll for the end of another worker's transaction, and starve some workers.
             self._lock()
             try:
                 self._db.execute("BEGIN IMMEDIATE")
@@ -171,7 +171,7 @@ class Database:
         try:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
-        except sqlite3.Error as error:  # what led here is what the caller has to know
+        except sqlite3.Error as error:  # the caller needs the error that led here
             log.warning("a transaction could not be rolled back: %s", error)
 
     @contextmanager
@@ -182,7 +182,7 @@ class Database:
             raise StoreError(f"the store cannot be read ({error})") from error
 
     def _checkpoint_now_and_then(self) -> None:
-        """Moves the write-ahead log into the database, from a connection of its own."""
+        """Move the write-ahead log into the database, over a connection of its own."""
         db = sqlite3.connect(self.path, isolation_level=None, timeout=1)
         wal = self.path.with_name(self.path.name + "-wal")
         while not self._stopping.wait(1.0):
@@ -190,12 +190,12 @@ class Database:
                 if wal.exists() and wal.stat().st_size > 4_000_000:
                     db.execute("PRAGMA wal_checkpoint(PASSIVE)")
             except (sqlite3.Error, OSError):
-                continue  # the log only grows until the next try; a write that fails is reported by the writer
+                continue  # the log grows until the next attempt; the writer reports a failed write
         db.close()
 
 
 class _Transaction:
-    """One write. A class, since every turn enters it and a generator takes several times as long."""
+    """One write transaction. A class, because every turn enters it and a generator is several times slower."""
 
     __slots__ = ("_store",)
 

@@ -42,7 +42,7 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class NewEvent(msgspec.Struct, frozen=True):
-    """Something that happened and is to be written; its number comes with the writing."""
+    """An event that is not written yet. Writing it gives it its number."""
 
     session: str
     kind: str
@@ -55,14 +55,14 @@ def new_event(session: str, kind: str, data: dict[str, Json]) -> NewEvent:
 
 
 def insert_event(db: sqlite3.Connection, event: NewEvent) -> int:
-    """Inside a transaction of the caller's."""
+    """Insert an event in a transaction of the caller's. Returns its number."""
     written = db.execute(_EVENT, (event.time, event.session, event.kind, event.data)).lastrowid
     assert written is not None
     return written
 
 
 def insert_optional_event(db: sqlite3.Connection, event: NewEvent | None) -> None:
-    """The same, for what is not always told."""
+    """Insert an event, if there is one."""
     if event is not None:
         insert_event(db, event)
 
@@ -77,7 +77,7 @@ class EventLog:
             return insert_event(db, event)
 
     def page(self, session: str, after: int, limit: int) -> list[Event]:
-        """The oldest past `after`, of one session or (empty) of all."""
+        """The oldest events after a number, of one session or (empty) of all."""
         only, values = ("session=? AND ", (session,)) if session else ("", ())
         query = f"SELECT seq, time, session, kind, data FROM events WHERE {only}seq>? ORDER BY seq LIMIT ?"
         with self._reading() as db:
@@ -85,25 +85,25 @@ class EventLog:
         return [Event(seq, when, of, kind, msgspec.json.decode(data)) for seq, when, of, kind, data in rows]
 
     def newest(self) -> int:
-        """The highest number that was given out, whether that event is still there or not."""
+        """The highest number ever given to an event, even if that event was removed."""
         with self._reading() as db:
             row = db.execute("SELECT seq FROM sqlite_sequence WHERE name='events'").fetchone()
         return 0 if row is None else row[0]
 
     def knows(self, session: str) -> bool:
-        """Whether anything was told of a session, other than that it is no more."""
+        """Whether a session has events other than its deletion."""
         with self._reading() as db:
             query = "SELECT 1 FROM events WHERE session=? AND kind!='deleted' LIMIT 1"
             return db.execute(query, (session,)).fetchone() is not None
 
     def state(self) -> int:
-        """Another number than before: somebody has written to the file."""
+        """A number that changes when another process writes to the file."""
         with self._reading() as db:
             (version,) = db.execute("PRAGMA data_version").fetchone()
         return int(version)
 
     def prune(self, before: float) -> int:
-        """Remove what happened before a moment, the oldest first; how many that were. In steps, so that no turn waits long."""
+        """Remove events from before a time, the oldest first, and return how many. Works in steps, so that no turn waits long."""
         removed = 0
         which = "seq IN (SELECT seq FROM events ORDER BY seq LIMIT ?) AND time<?"
         while True:
@@ -117,7 +117,7 @@ class EventLog:
                 return removed
 
     def last_pruned(self) -> int:
-        """The highest number that was removed for its age; 0: none was. Who has not read that far has missed something."""
+        """The highest number that was removed for its age; 0 if none was. A reader that is behind it has missed events."""
         with self._reading() as db:
             row = db.execute("SELECT value FROM settings WHERE name=?", (_LAST_PRUNED,)).fetchone()
         return 0 if row is None else int(row[0])

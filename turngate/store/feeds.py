@@ -1,8 +1,7 @@
-"""What is kept of feeds: which there are, which rollouts wait for the rest of their group, and which make up each delivery.
+"""The tables of feeds: the feeds, the rollouts that wait for the rest of their group, and the rollouts of each delivery.
 
-Numbers are given in the transaction that records the outcome which completes a group, so there is no moment at which a group is
-complete and has none, whoever is killed when; and since all workers write to one file, none is given twice. Reached through
-`Store`; `gateway/deliveries.py` builds deliveries from it.
+A delivery gets its number in the transaction that records the last outcome of its group. So a complete group always has a number, even
+after a crash, and all workers write to one file, so no number is given twice. `gateway/deliveries.py` builds deliveries from these tables.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ CREATE TABLE IF NOT EXISTS feeds (
     n INTEGER NOT NULL,           -- of it: rollouts that make a group complete
     prefix TEXT NOT NULL,         -- of it: of the groups that it takes
     opened REAL NOT NULL,
-    reader TEXT NOT NULL DEFAULT '',  -- the token of who reads it; whoever had another one was taken over from
+    reader TEXT NOT NULL DEFAULT '',  -- the token of its reader; a reader with another token was replaced
     newest INTEGER NOT NULL DEFAULT 0,     -- the last number given; 0: none
     handed INTEGER NOT NULL DEFAULT 0,     -- the highest that was handed out
     committed INTEGER NOT NULL DEFAULT 0   -- the highest that its trainer is done with
@@ -62,7 +61,7 @@ _FEED = "key, name, config, opened, reader, newest, handed, committed"
 
 
 class FeedRow(msgspec.Struct, frozen=True):
-    """A feed as it stands."""
+    """The state of a feed."""
 
     key: int
     name: str
@@ -94,12 +93,12 @@ class FeedLog:
     def __init__(self, writing: Connect, reading: Connect, *, there: bool = True) -> None:
         self._writing = writing
         self._reading = reading
-        self._there = there  # False: a folder of an older version, looked at and not touched
+        self._there = there  # False: the file is of an older version, without these tables, and opened for reading
 
     # ── feeds ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def open(self, name: str, config: bytes, n: int, prefix: str, *, from_start: bool) -> FeedRow:
-        """The feed of that name, which is made if there is none. `from_start`: it is to be filled (`fill`)."""
+        """Find the feed of that name, or create it. `from_start`: it has to be filled (`fill`) with what was recorded before."""
         with self._writing() as db:
             if (known := _find(db, name)) is not None:
                 return known
@@ -116,9 +115,11 @@ class FeedLog:
             return db.execute("SELECT 1 FROM filling WHERE feed=?", (feed,)).fetchone() is not None
 
     def fill(self, feed: int, most: int) -> bool:
-        """A step of entering what was recorded before a feed was opened, in the order in which it was, and then what came meanwhile;
-        whether there is more. A step is one transaction, so that turns are written in between. Whoever takes it, and however often
-        somebody is killed: what comes next is in the store, and numbers are given as if all had been there at once.
+        """Enter some of the outcomes from before a feed was opened, oldest first, then those that came during the filling. Returns whether
+        there are more.
+
+        Each step is one transaction, so that turns are written in between. The store has the position: any process can continue after a
+        crash, and the numbers are the same as if all outcomes had been entered at once.
         """
         with self._writing() as db:
             row = db.execute(
@@ -129,7 +130,7 @@ class FeedLog:
                 return False
             recorded, session, name, n, prefix = row
             whose = (feed, name, n, prefix)
-            # An outcome that was recorded or replaced since has its place among those that came later, whatever the clock says.
+            # An outcome that was recorded or replaced since comes after the old ones, whatever the clock says.
             old = db.execute(
                 "SELECT recorded, session, id, CAST(outcome AS BLOB),"
                 " EXISTS (SELECT 1 FROM later WHERE later.feed=?1 AND later.session=outcomes.session)"
@@ -169,13 +170,13 @@ class FeedLog:
             return [FeedRow(*row) for row in db.execute(f"SELECT {_FEED} FROM feeds ORDER BY key").fetchall()]
 
     def waiting(self, feed: int, limit: int) -> list[IncompleteGroup]:
-        """Groups that are not complete, the oldest first."""
+        """Incomplete groups, the oldest first."""
         query = "SELECT team, count(*) FROM rolled WHERE feed=? AND number IS NULL GROUP BY team ORDER BY min(place) LIMIT ?"
         with self._reading() as db:
             return [IncompleteGroup(*row) for row in db.execute(query, (feed, limit)).fetchall()]
 
     def waiting_counts(self) -> dict[int, tuple[int, int]]:
-        """By feed, how many groups are not complete, and how many rollouts those have."""
+        """By feed, the number of incomplete groups and of their rollouts."""
         if not self._there:
             return {}
         query = "SELECT feed, count(DISTINCT team), count(*) FROM rolled WHERE number IS NULL GROUP BY feed"
@@ -191,7 +192,7 @@ class FeedLog:
     # ── what comes in ───────────────────────────────────────────────────────────────────────────────────────────
 
     def enter(self, db: sqlite3.Connection, session: int, session_id: str, outcome: bytes) -> None:
-        """An outcome was recorded or replaced, in this very transaction: every feed that wants it has it from here on."""
+        """Enter an outcome into every feed that takes its group, in the transaction that records or replaces it."""
         feeds = "SELECT key, name, n, prefix, filling.feed FROM feeds LEFT JOIN filling ON filling.feed=key"
         for key, name, n, prefix, is_filling in db.execute(feeds).fetchall():
             if is_filling is None:
@@ -200,8 +201,8 @@ class FeedLog:
                 _postpone(db, key, session, session_id, outcome)
 
     def close_group(self, group: str) -> list[tuple[str, int]]:
-        """No more of it will come: what waits is complete as it is. Names of the feeds, and the numbers that it has there; in one that is
-        still being filled it gets its number when its turn comes."""
+        """Make a group complete as it is. Returns the names of the feeds and its numbers there. In a feed that is still being filled, the
+        group gets its number later."""
         closed = []
         with self._writing() as db:
             for (key,) in db.execute("SELECT feed FROM filling").fetchall():
@@ -217,7 +218,7 @@ class FeedLog:
     # ── what goes out ───────────────────────────────────────────────────────────────────────────────────────────
 
     def members(self, feed: int, number: int) -> list[DeliveryMember]:
-        """Of one delivery, in the order in which they were recorded."""
+        """The rollouts of a delivery, in the order of recording."""
         query = "SELECT session, id, team, CAST(outcome AS BLOB) FROM rolled WHERE feed=? AND number=? ORDER BY place"
         with self._reading() as db:
             rows = db.execute(query, (feed, number)).fetchall()
@@ -226,20 +227,20 @@ class FeedLog:
         ]
 
     def take_over(self, name: str) -> FeedRow | None:
-        """A new reader, with a token of its own. None: there is no such feed."""
+        """Give the feed a new reader with a new token. None if there is no such feed."""
         with self._writing() as db:
             db.execute("UPDATE feeds SET reader=? WHERE name=?", (secrets.token_hex(12), name))
             return _find(db, name)
 
     def hand_out(self, feed: int, reader: str, number: int) -> bool:
-        """Whether this reader may have what it is about to be given, up to a number, which is then known to have been given."""
+        """Record that deliveries up to a number are handed to a reader. False if it is no longer the reader."""
         with self._writing() as db:
             query = "UPDATE feeds SET handed=max(handed, ?) WHERE key=? AND reader=?"
             return db.execute(query, (number, feed, reader)).rowcount == 1
 
     def commit(self, feed: int, reader: str, number: int) -> FeedRow | None:
-        """The feed afterwards: `committed` has grown to the number if that was handed out, to this reader or one before it. None: another
-        reads it, or it is gone."""
+        """Commit up to a number, if that was handed out, to this reader or an earlier one. Returns the feed; None if it has another reader or
+        was deleted."""
         with self._writing() as db:
             query = "UPDATE feeds SET committed=max(committed, iif(?1<=handed, ?1, 0)) WHERE key=?2 AND reader=?3"
             if db.execute(query, (number, feed, reader)).rowcount != 1:
@@ -255,7 +256,7 @@ def _find(db: sqlite3.Connection, name: str) -> FeedRow | None:
 def _add_rollout(
     db: sqlite3.Connection, feed: tuple[int, str, int, str], session: int, session_id: str, outcome: bytes
 ) -> None:
-    """One rollout into one feed, and a number for its group if that is complete now."""
+    """Add a rollout to a feed. If that completes its group, the group gets a number."""
     key, name, n, prefix = feed
     recorded = decode_outcome(outcome)
     faulty = isinstance(recorded, RecordedOutcome) and recorded.kind == "infrastructure fault"
@@ -263,7 +264,7 @@ def _add_rollout(
     if isinstance(recorded, DamagedOutcome):
         recorded = _stand_in_outcome(*_read_metadata(db, session))
         outcome = msgspec.json.encode(recorded, order="sorted")
-    # One that is there already either waits, and is replaced, or has a number, after which nothing about it changes.
+    # A rollout that is already in the feed is replaced while it waits, and never changes once it has a number.
     db.execute("DELETE FROM rolled WHERE feed=? AND session=? AND number IS NULL", (key, session))
     if faulty or not recorded.group.startswith(prefix):
         return
@@ -275,7 +276,7 @@ def _add_rollout(
         return
     query = "SELECT count(*) FROM rolled WHERE feed=? AND team=? AND number IS NULL"
     (waiting,) = db.execute(query, (key, recorded.group)).fetchone()
-    if waiting >= n or not recorded.group:  # one that is of no group is a group of its own
+    if waiting >= n or not recorded.group:  # a rollout without a group is a group of its own
         _assign_number(db, key, name, recorded.group)
 
 
@@ -289,7 +290,7 @@ def _postpone(db: sqlite3.Connection, feed: int, session: int | None, known_as: 
 
 
 def _assign_number(db: sqlite3.Connection, feed: int, name: str, group: str) -> int:
-    """The next number, for all of a group that wait."""
+    """Give the next number to the waiting rollouts of a group."""
     db.execute("UPDATE feeds SET newest=newest+1 WHERE key=?", (feed,))
     (number,) = db.execute("SELECT newest FROM feeds WHERE key=?", (feed,)).fetchone()
     query = "UPDATE rolled SET number=? WHERE feed=? AND team=? AND number IS NULL"
@@ -304,12 +305,12 @@ def _decode_or_stand_in(stored: bytes, group: str) -> RecordedOutcome:
 
 
 def _stand_in_outcome(group: str, task: str = "") -> RecordedOutcome:
-    """What stands for an outcome that is damaged on disk."""
+    """Build the outcome that stands for a damaged one."""
     return RecordedOutcome(kind="infrastructure fault", message=DAMAGED_OUTCOME, group=group, task=task)
 
 
 def _read_metadata(db: sqlite3.Connection, session: int) -> tuple[str, str]:
-    """The group and the task of a session, as its runner told when it opened it; empty where that is damaged too."""
+    """Read the group and the task that a session was opened with. Empty if its settings are damaged, too."""
     row = db.execute("SELECT CAST(config AS BLOB) FROM sessions WHERE key=?", (session,)).fetchone()
     try:
         config: Json = None if row is None else msgspec.json.decode(row[0])

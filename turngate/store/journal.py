@@ -65,7 +65,7 @@ class Journal:
             self._failed = True
             raise
         except Exception as error:
-            # Whoever waits must learn of it, whatever it is: a turn that cannot be written is a turn that is refused.
+            # Every waiting call must fail, whatever the error: a turn that cannot be written is not delivered.
             self._failed = True
             raise StoreError(f"the turn cannot be recorded ({type(error).__name__}: {error})") from error
 

@@ -1,4 +1,4 @@
-"""One gateway per data folder: two would hand out the same node ids. Taken by the store, or by the front of several workers."""
+"""The lock of a data folder. Two gateways in one folder would give out the same node ids."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from turngate.errors import ConfigError, DataFolderInUse
 
 
 def lock_folder(folder: Path) -> IO[bytes]:
-    """Makes the folder if need be. The lock holds for as long as the file is open, in this process or one that inherited it."""
+    """Create the folder if necessary and lock it. The lock holds while the file is open, in this process or one that inherited it."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         file = open(folder / "lock", "wb")  # noqa: SIM115  # held open for as long as the store is

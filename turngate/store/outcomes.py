@@ -22,14 +22,14 @@ CREATE TABLE IF NOT EXISTS outcomes (
 );
 """
 OutcomeClass = Literal["graded", "agent failed", "invalid task", "infrastructure fault"]
-NO_REWARD: tuple[OutcomeClass, ...] = ("invalid task", "infrastructure fault")  # nobody judged the agent's work
+NO_REWARD: tuple[OutcomeClass, ...] = ("invalid task", "infrastructure fault")  # the agent's work was not graded
 MAX_BYTES = 256 * 1024  # bytes of an outcome
 DAMAGED_OUTCOME = "its outcome is damaged on disk"
-_UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError)  # what damaged bytes make the decoder raise
+_UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError)  # what the decoder raises for damaged bytes
 
 
 class RecordedOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`reward` is None wherever it is not known, and never 0 for that reason."""
+    """How a rollout ended. `reward` is None where it is unknown, never 0."""
 
     kind: OutcomeClass
     reward: float | None = None
@@ -38,10 +38,10 @@ class RecordedOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     group: str = ""
     task: str = ""
     attempt: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 1
-    data: Json = None  # the caller's own
+    data: Json = None  # the runner's own
 
     def facts(self) -> dict[str, Json]:
-        """What the stream of events tells of it."""
+        """The data of its event."""
         return {
             "kind": self.kind,
             "reward": self.reward,
@@ -52,12 +52,13 @@ class RecordedOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         }
 
     def check(self) -> bytes:
-        """As it is stored, the same bytes for the same outcome. `BadRequest` where it cannot be true."""
+        """Validate it and encode it for the store: equal outcomes give equal bytes. Raises `BadRequest`."""
         if self.reward is not None and not math.isfinite(self.reward):
-            raise BadRequest(f"reward: {self.reward} is no finite number", param="reward")
+            raise BadRequest(f"reward: {self.reward} is not a finite number", param="reward")
         if self.reward is not None and self.kind in NO_REWARD:
             raise BadRequest(
-                f"reward: there is none where nobody judged the agent ({self.kind}); send null", param="reward"
+                f"reward: an outcome of class {self.kind!r} has none, because the agent was not graded; send null",
+                param="reward",
             )
         try:
             written = msgspec.json.encode(self, order="sorted")
@@ -98,7 +99,7 @@ class Outcomes:
         self._writing = writing
         self._reading = reading
         self._enter = enter
-        self._there = there  # False: a folder of an older version, looked at and not touched
+        self._there = there  # False: the file is of an older version, without this table, and opened for reading
 
     def find(self, session: int) -> RecordedOutcome | DamagedOutcome | None:
         """The outcome of a session, by its key."""
@@ -114,7 +115,7 @@ class Outcomes:
         return {key: decode_outcome(stored) for key, stored in rows}
 
     def put(self, session: int, outcome: bytes, event: NewEvent, *, replace: bool) -> bytes | None:
-        """Write it, unless there is one that must not be replaced. What was there before."""
+        """Write an outcome, unless there is one and `replace` is not set. Returns the one before."""
         with self._writing() as db:
             row = db.execute("SELECT CAST(outcome AS BLOB) FROM outcomes WHERE session=?", (session,)).fetchone()
             before: bytes | None = None if row is None else row[0]

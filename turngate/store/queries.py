@@ -1,7 +1,7 @@
-"""What is read of many rollouts at once, without reading a trace. Called by `overview.py`, in a thread of its own.
+"""Queries over many rollouts at once, without reading a trace.
 
-Everything here is a query over tables that others write; there is no table of its own, so that no turn pays for a list that nobody
-looks at. Sums are made by SQLite, which lets the interpreter go on meanwhile.
+They read the tables that other modules write and have none of their own: turns do not pay for a list. SQLite computes the sums, during
+which other threads can run.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import msgspec
 from turngate.store.connection import Connect
 from turngate.trace.tree import SampledInfo
 
-_MAX_VALUES = 500  # values that one query is given
+_MAX_VALUES = 500  # in one query
 _SESSION = "key, id, config, opened, closed, status, stop"
 _info = msgspec.msgpack.Decoder(SampledInfo)
-# Data is JSON kept as a blob, which SQLite's own functions take for something else. What is damaged on disk counts for nothing, rather
-# than end the query.
+# Data is JSON stored as a blob, which SQLite's JSON functions do not accept as it is. Damaged data counts as 0 and does not fail the query.
 _A_TURN = "kind='turn' AND json_valid(CAST(data AS TEXT))"
 _TOKENS = f"CASE WHEN {_A_TURN} THEN coalesce(json_extract(CAST(data AS TEXT), '$.sampled_tokens'), 0) ELSE 0 END"
 _TURNS = f"CASE WHEN {_A_TURN} THEN coalesce(json_extract(CAST(data AS TEXT), '$.finish'), '')!='abort' ELSE 0 END"
@@ -34,7 +33,7 @@ class RawSession(msgspec.Struct, frozen=True):
 
 
 class EventTotals(msgspec.Struct, frozen=True):
-    """What the stream of events comes to for one session."""
+    """Totals over the events of one session."""
 
     session: str
     newest: int  # the number of its last event
@@ -45,7 +44,7 @@ class EventTotals(msgspec.Struct, frozen=True):
 
 
 class RawEvent(msgspec.Struct, frozen=True):
-    """One event, its data not read yet."""
+    """One event whose data is not decoded yet."""
 
     seq: int
     time: float
@@ -55,7 +54,7 @@ class RawEvent(msgspec.Struct, frozen=True):
 
 
 class TurnTotals(msgspec.Struct, frozen=True):
-    """What a session's turns come to."""
+    """Totals over the turns of one session."""
 
     turns: int
     sampled_tokens: int
@@ -64,9 +63,9 @@ class TurnTotals(msgspec.Struct, frozen=True):
 
 
 class TimeBucket(msgspec.Struct, frozen=True):
-    """What happened in one of equal spans of time."""
+    """What happened in one of equal intervals of time."""
 
-    number: int  # of the span, counted from 1970
+    number: int  # of the interval, counted from 1970
     turns: int
     sampled_tokens: int
     outcomes: int
@@ -77,7 +76,7 @@ class RolloutQueries:
         self._reading = reading
 
     def sessions(self, after: int, limit: int) -> list[RawSession]:
-        """Oldest first, those past a key."""
+        """Sessions after a key, oldest first."""
         return self._sessions("key>? ORDER BY key LIMIT ?", (after, limit))
 
     def find_sessions(self, ids: Sequence[str]) -> list[RawSession]:
@@ -92,7 +91,7 @@ class RolloutQueries:
         return [RawSession(*row) for row in rows]
 
     def outcomes(self, keys: Sequence[int]) -> dict[int, tuple[float, bytes]]:
-        """When each was recorded, and what it is."""
+        """The time and the JSON of each outcome, by session key."""
         found: dict[int, tuple[float, bytes]] = {}
         with self._reading() as db:
             for some in _chunks(keys):
@@ -103,13 +102,13 @@ class RolloutQueries:
     # ── events ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def oldest(self) -> float | None:
-        """When the first event was that is still there."""
+        """The time of the oldest event."""
         with self._reading() as db:
             row = db.execute("SELECT time FROM events ORDER BY seq LIMIT 1").fetchone()
         return None if row is None else row[0]
 
     def sum_events(self) -> list[EventTotals]:
-        """Of every session that anything was told of."""
+        """Sum up the events of every session."""
         # The time is that of the row with the highest number: SQLite promises so for a single max().
         query = (
             f"SELECT session, max(seq), time, sum({_TURNS}),"
@@ -120,7 +119,7 @@ class RolloutQueries:
             return [EventTotals(*row) for row in db.execute(query).fetchall()]
 
     def last_stages(self) -> list[RawEvent]:
-        """Of every session, the stage that was told last."""
+        """The last stage event of every session."""
         return self._facts("kind='stage' AND session!='' GROUP BY session", ", max(seq)")
 
     def first_stage(self, session: str) -> RawEvent | None:
@@ -130,16 +129,16 @@ class RolloutQueries:
         return self._facts("session=? AND kind='stage' ORDER BY seq LIMIT 500", values=(session,))
 
     def list_gateway_events(self, kinds: Sequence[str]) -> list[RawEvent]:
-        """Those of the gateway itself, oldest first."""
+        """Events of the gateway itself, oldest first."""
         return self._facts(f"session='' AND kind IN ({_placeholders(kinds)}) ORDER BY seq", values=kinds)
 
     def list_deleted(self) -> list[str]:
-        """Ids whose session was deleted; one of them may have been taken again."""
+        """Ids of deleted sessions. A new session may have such an id again."""
         with self._reading() as db:
             return [session for (session,) in db.execute("SELECT DISTINCT session FROM events WHERE kind='deleted'")]
 
     def has_opened_event(self, session: str) -> bool:
-        """Whether its events go back to its opening."""
+        """Whether the events of a session go back to its opening."""
         with self._reading() as db:
             query = "SELECT 1 FROM events WHERE session=? AND kind='opened' LIMIT 1"
             return db.execute(query, (session,)).fetchone() is not None
@@ -148,7 +147,7 @@ class RolloutQueries:
         return self._facts("seq>? ORDER BY seq LIMIT ?", values=(after, limit))
 
     def list_changed(self, after: int, limit: int) -> list[str]:
-        """The sessions of the events past a number, each once; as many as there are, or one more than `limit`."""
+        """The sessions that have events after a number, each once; at most `limit` + 1."""
         query = "SELECT DISTINCT session FROM (SELECT session FROM events WHERE seq>? AND session!='' ORDER BY seq LIMIT 20000) LIMIT ?"
         with self._reading() as db:
             return [session for (session,) in db.execute(query, (after, limit + 1)).fetchall()]
@@ -161,7 +160,7 @@ class RolloutQueries:
         return [RawEvent(*row[:5]) for row in rows]
 
     def bucket_events(self, seconds: float) -> list[TimeBucket]:
-        """Turns and outcomes by time, as far as events go back."""
+        """Count turns and outcomes by time, as far as events go back."""
         query = (
             f"SELECT CAST(time/? AS INTEGER), sum({_TURNS}),"
             f" sum({_TOKENS}), sum(kind='outcome')"
@@ -173,7 +172,7 @@ class RolloutQueries:
     # ── turns ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def count_turns(self, key: int) -> TurnTotals:
-        """From the nodes themselves: for sessions whose events are gone."""
+        """Count a session's turns from its nodes: for sessions whose events were removed."""
         turns = tokens = 0
         first: int | None = None
         last: int | None = None
@@ -190,7 +189,7 @@ class RolloutQueries:
         return TurnTotals(turns, tokens, first, last)
 
     def versions(self, key: int) -> tuple[int, int] | None:
-        """Of the policy, at the first and the last turn: they never fall. None: nothing was sampled, or it is damaged."""
+        """The policy versions of the first and the last turn. None if nothing was sampled, or a turn is damaged."""
         query = "SELECT info FROM nodes WHERE session=? AND kind='sampled' ORDER BY id {} LIMIT 1"
         with self._reading() as db:
             first = db.execute(query.format(""), (key,)).fetchone()
@@ -201,7 +200,7 @@ class RolloutQueries:
         return None if begun is None or ended is None else (begun.version_start, ended.version_end)
 
     def state(self, key: int) -> tuple[int, int, int]:
-        """Another one than before: something was added to a session's trace, or marked in it."""
+        """A value that changes whenever a session's trace does."""
         query = "SELECT count(*), coalesce(max(id), 0), coalesce(sum(delivered), 0) FROM nodes WHERE session=?"
         with self._reading() as db:
             count, newest, delivered = db.execute(query, (key,)).fetchone()
@@ -209,7 +208,7 @@ class RolloutQueries:
 
 
 def _decode_info(packed: bytes) -> SampledInfo | None:
-    """None: damaged on disk. Whoever reads the trace is told; a list goes on."""
+    """None if it is damaged on disk: reading the trace fails, but a list goes on."""
     try:
         return _info.decode(packed)
     except (msgspec.DecodeError, UnicodeDecodeError):

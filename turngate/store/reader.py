@@ -1,7 +1,6 @@
-"""Long looks into the store, apart from the turns: one thread with a reading connection of its own. Called by `feed.py` and `shown.py`.
+"""Long reads from the store, in a thread with a connection of its own, so that no turn waits for them.
 
-One look at a time: they need memory, and all else needs the processor too. Not in the threads that turns use, which would wait behind
-them.
+One read at a time: they take much memory and processor time.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ T = TypeVar("T")
 
 
 class StoreReader:
-    """`close` when the gateway stops."""
+    """Runs reads one after the other. Call `close` when the gateway stops."""
 
     def __init__(self, store: Store, name: str) -> None:
         self._store = store
@@ -27,9 +26,9 @@ class StoreReader:
         self._closed = False
 
     async def run(self, work: Callable[[Store], T]) -> T:
-        """What is made of what the store has, in the thread."""
+        """Run `work` on the store in the thread and return its result."""
         self._require_open()
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._begun, work)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._run_in_thread, work)
 
     def close(self) -> None:
         self._closed = True
@@ -38,7 +37,7 @@ class StoreReader:
             self._reading.close()
             self._reading = None
 
-    def _begun(self, work: Callable[[Store], T]) -> T:
+    def _run_in_thread(self, work: Callable[[Store], T]) -> T:
         self._require_open()
         if self._reading is None:
             self._reading = Store.reading(self._store.path.parent)
@@ -46,4 +45,4 @@ class StoreReader:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise StoreError("the gateway is being stopped")
+            raise StoreError("the gateway is stopping")

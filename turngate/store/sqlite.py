@@ -1,8 +1,6 @@
 """The embedded store: one SQLite file in the data folder. A turn is one transaction.
 
-Written by the gateway; read when a session is loaded, shown or exported. Blobs carry a
-checksum, so that a damaged trace is refused and never trained on. What each durability costs is in
-`docs/decisions/0003-durability.md`.
+Blobs have a checksum: a damaged trace is rejected, never trained on. `docs/decisions/0003-durability.md` has the cost of each durability.
 """
 
 from __future__ import annotations
@@ -51,11 +49,11 @@ class SessionRow(msgspec.Struct, frozen=True):
     status: Status
     stop: str
     vocabulary: str
-    damaged: str = ""  # what of it cannot be read, in a listing; whoever asks for that one session is refused
+    damaged: str = ""  # what of it cannot be read; only in listings, since reading that one session fails
 
 
 class NewTurn(msgspec.Struct, frozen=True):
-    """What one turn adds. `context` is None where the same context is stored already."""
+    """What one turn adds to a trace. `context` is None if it is stored already."""
 
     session: int
     context: Context | None
@@ -63,7 +61,7 @@ class NewTurn(msgspec.Struct, frozen=True):
     sampled: Sampled
     message: bytes  # JSON
     preamble: tuple[bytes, bytes, bytes] | None = None  # digest, tools, kwargs; None where stored already
-    event: NewEvent | None = None  # that it happened, for the stream of events
+    event: NewEvent | None = None  # of this turn
 
 
 class Store(Database):
@@ -96,7 +94,7 @@ class Store(Database):
         vocabulary: str = "",
         event: NewEvent | None = None,
     ) -> int:
-        """The key of the new session. A taken id raises KeyError."""
+        """Add a session and return its key. Raises KeyError if the id is taken."""
         row = (session_id, secret, msgspec.json.encode(config), opened, "open", vocabulary)
         with self._writing() as db:
             try:
@@ -115,12 +113,12 @@ class Store(Database):
             insert_optional_event(db, event)
 
     def note_stop(self, key: int, stop: str) -> None:
-        """A limit was met. The session stays open, but will not forget it."""
+        """Record that a session reached a limit. It stays open."""
         with self._writing() as db:
             db.execute("UPDATE sessions SET stop=? WHERE key=?", (stop, key))
 
     def delete_session(self, key: int, event: NewEvent | None = None) -> None:
-        """With everything that was recorded of it. Of its events only `event` stays, so that followers learn of it."""
+        """Delete a session and everything recorded of it. Of its events only `event` stays, so that followers learn of it."""
         with self._writing() as db:
             for table in ("nodes", "preambles", "outcomes", "tool_calls"):
                 db.execute(f"DELETE FROM {table} WHERE session=?", (key,))
@@ -132,14 +130,14 @@ class Store(Database):
         return next(self._rows("WHERE id=?", (session_id,)), None)
 
     def find_key(self, key: int) -> SessionRow | None:
-        """By the store's own number, which no other session ever has; an id can be taken again when its session is deleted."""
+        """Find a session by the store's own number, which is never reused. An id may be, after its session is deleted."""
         return next(self._rows("WHERE key=?", (key,)), None)
 
     def find_secret(self, secret: bytes) -> SessionRow | None:
         return next(self._rows("WHERE secret=?", (secret,)), None)
 
     def sessions(self, *, status: str | None = None, before: int | None = None, limit: int = 100) -> list[SessionRow]:
-        """Newest first. One that is damaged is among them, and marked."""
+        """Sessions, newest first. A damaged session is included and marked."""
         wheres, values = ["key < ?"], [before if before is not None else 2**62]
         parameters: list[object] = list(values)
         if status is not None:
@@ -155,7 +153,7 @@ class Store(Database):
         ]
 
     def ids(self, limit: int) -> list[str]:
-        """Of sessions, newest first; also of those that are damaged."""
+        """Ids of sessions, newest first, including damaged ones."""
         with self._reading() as db:
             return [session for (session,) in db.execute("SELECT id FROM sessions ORDER BY key DESC LIMIT ?", (limit,))]
 
@@ -165,7 +163,7 @@ class Store(Database):
             return db.execute("SELECT id, secret, opened FROM sessions WHERE status='open'").fetchall()
 
     def _rows(self, where: str, values: Sequence[object], *, marked: bool = False) -> Iterator[SessionRow]:
-        """`marked`: those whose settings are damaged too, rather than an error."""
+        """Read rows. A session with damaged settings is an error, or with `marked` a marked row."""
         columns = "key, id, CAST(config AS BLOB), opened, closed, status, stop, vocabulary"
         with self._reading() as db:
             rows = db.execute(f"SELECT {columns} FROM sessions {where}", values).fetchall()
@@ -182,12 +180,12 @@ class Store(Database):
             yield SessionRow(key, session_id, settings, *rest)
 
     def commit(self, turns: Iterable[NewTurn]) -> None:
-        """Make turns durable. All or none."""
+        """Write turns, all or none."""
         with self._writing() as db:
             for turn in turns:
                 if turn.preamble is not None:
                     db.execute("INSERT OR IGNORE INTO preambles VALUES (?,?,?,?)", (turn.session, *turn.preamble))
-                if turn.context is not None:  # another call of the same request may have stored it meanwhile
+                if turn.context is not None:  # a repeated call may have stored it already
                     row = _node_row(turn.session, turn.context, turn.context_messages)
                     db.execute(_INSERT_CONTEXT, row)
                 row = _node_row(turn.session, turn.sampled, turn.message)
@@ -205,7 +203,7 @@ class Store(Database):
             )
 
     def load(self, row: SessionRow) -> Session:
-        """The session with its whole trace, checked."""
+        """Load a session with its whole trace, and verify its checksums."""
         session = Session(row.id, row.key, row.config, row.opened)
         session.status, session.stop = row.status, row.stop
         session.truncated = row.stop == "context_tokens"
@@ -250,12 +248,12 @@ class Store(Database):
                 )
 
     def messages(self, session: int) -> dict[int, bytes]:
-        """What each node's tokens stand for, as JSON: a list for a context, one message for a sampled node."""
+        """The messages of each node as JSON: a list for a context, one message for a sampled node."""
         with self._reading() as db:
             return dict(db.execute("SELECT id, messages FROM nodes WHERE session=?", (session,)).fetchall())
 
     def shapes(self, first: int, last: int) -> dict[int, tuple[int, int]]:
-        """Of sessions with keys in a range, how many turns and how many roots they have; none that has neither."""
+        """The numbers of turns and roots of the sessions with keys in a range. Sessions without either are missing."""
         query = "SELECT session, sum(kind='sampled'), sum(parent IS NULL) FROM nodes WHERE session BETWEEN ? AND ? GROUP BY session"
         with self._reading() as db:
             return {session: (turns, roots) for session, turns, roots in db.execute(query, (first, last)).fetchall()}
@@ -274,7 +272,7 @@ class Store(Database):
         self.set_settings({name: value}, event)
 
     def set_settings(self, values: Mapping[str, str], event: NewEvent | None = None) -> None:
-        """All of them or none: what only together says where the gateway stands."""
+        """Write several settings, all or none."""
         with self._writing() as db:
             db.executemany(
                 "INSERT INTO settings VALUES (?,?) ON CONFLICT (name) DO UPDATE SET value=excluded.value",
@@ -283,7 +281,7 @@ class Store(Database):
             insert_optional_event(db, event)
 
     def change_setting(self, name: str, change: Callable[[str | None], str]) -> None:
-        """A new value made of the old one, in one transaction: nobody else's change is lost."""
+        """Compute a new value from the old one, in one transaction, so that no concurrent change is lost."""
         with self._writing() as db:
             row = db.execute("SELECT value FROM settings WHERE name=?", (name,)).fetchone()
             db.execute(
@@ -292,14 +290,14 @@ class Store(Database):
             )
 
     def probe(self) -> None:
-        """Is it possible to write again, as much as a large turn needs? Raises StoreError if not."""
+        """Test whether as much as a large turn can be written. Raises StoreError if not."""
         self.set_setting("probe", "x" * 256_000)
         self.set_setting("probe", "ok")
 
 
 _INTO_NODES = "INTO nodes (session, id, parent, kind, ids, logprobs, info, messages, checksum)"
 _INSERT_CONTEXT = f"INSERT OR IGNORE {_INTO_NODES} VALUES (?,?,?,?,?,?,?,?,?)"
-# Only while its session is there: in one statement, since a question of its own costs as much as the answer is worth.
+# Only if its session exists. In one statement: a separate query would cost as much again.
 _INSERT_SAMPLED = (
     f"INSERT {_INTO_NODES} SELECT ?1,?2,?3,?4,?5,?6,?7,?8,?9 WHERE EXISTS (SELECT 1 FROM sessions WHERE key=?1)"
 )

@@ -49,7 +49,7 @@ class ToolCalls:
     def add(
         self, session: int, name: str, tool: str, arguments: bytes, repeat: str, reply: bytes | None, most: int
     ) -> HostToolCall | None:
-        """A new call, with its event; None: there are as many as there may be. `name`: the session's id."""
+        """Add a call and its event. None if the session already has `most` calls. `name`: the session's id."""
         with self._writing() as db:
             (count,) = db.execute("SELECT count(*) FROM tool_calls WHERE session=?", (session,)).fetchone()
             if count >= most:
@@ -79,7 +79,7 @@ class ToolCalls:
         return next(iter(self._select(session, "call=?", call)), None)
 
     def find_repeat(self, session: int, repeat: str) -> HostToolCall | None:
-        """The call that its caller marked so."""
+        """Find a call by the mark that its caller gave it."""
         return next(iter(self._select(session, "repeat=? LIMIT 1", repeat)), None)
 
     def _select(self, session: int, where: str, *values: object) -> list[HostToolCall]:
