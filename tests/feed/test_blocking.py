@@ -87,7 +87,7 @@ def _interrupted(t: Trained, loop: asyncio.AbstractEventLoop) -> None:
         threading.Thread(target=interrupt, daemon=True).start()
         with pytest.raises(KeyboardInterrupt):
             feed.next(scaled(20))
-        asked = feed._asked
+        asked = feed._pending
         assert asked is not None and not asked.done()  # interrupted while it waited, not at the end of that
         rollout(1.0)
         concurrent.futures.wait([asked], scaled(20))  # it arrives while no reader waits for it

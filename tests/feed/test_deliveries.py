@@ -230,7 +230,7 @@ def wire(**change: Any) -> WireDelivery:
         ({"logprobs": np.array([-1.0, np.nan], "<f4").tobytes()}, "has no log-probability"),
         ({"logprobs": b"\0" * 4}, "log-probabilities for spans"),
         ({"mask": b""}, "bytes of mask"),
-        ({"mask": np.packbits([0, 1, 1, 1]).tobytes()}, "mask is not that of its turns"),
+        ({"mask": np.packbits([0, 1, 1, 1]).tobytes()}, "mask does not match its turns"),
         ({"spans": ()}, "log-probabilities for spans"),
         ({"ids": np.arange(3, dtype="<i4").tobytes()}, "a turn from 2 to 4 in a row of 3"),
         ({"advantage": None}, "no advantage"),

@@ -18,7 +18,7 @@ from turngate.client.gateway import GatewayClient, GatewayUnreachable, RequestRe
 from turngate.config import ServeConfig
 from turngate.errors import ConfigError, Unauthorized
 from turngate.gateway.events import LARGEST, PAGE, Events
-from turngate.store.events import Event
+from turngate.store.events import GatewayEvent
 from turngate.store.sqlite import Store
 
 HELLO = lambda request, index: say("Hello.")  # noqa: E731
@@ -32,7 +32,7 @@ async def told(g: Running, path: str = "/admin/events", **query: Any) -> list[An
 
 
 def kinds(events: list[Any]) -> list[str]:
-    return [event.kind if isinstance(event, Event) else event["kind"] for event in events]
+    return [event.kind if isinstance(event, GatewayEvent) else event["kind"] for event in events]
 
 
 @asynccontextmanager

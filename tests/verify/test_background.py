@@ -19,7 +19,7 @@ from tests.exact.test_rows import SYSTEM, talk, user
 from tests.speed import scaled
 from turngate.config import load_config
 from turngate.errors import ConfigError, StoreError
-from turngate.gateway.events import Event
+from turngate.gateway.events import GatewayEvent
 from turngate.views.verdict import VerifierProcess
 
 pytestmark = pytest.mark.process
@@ -32,7 +32,7 @@ async def spoken(world: World) -> Agent:
     return agent
 
 
-async def verified(world: World, session_id: str) -> Event:
+async def verified(world: World, session_id: str) -> GatewayEvent:
     async with asyncio.timeout(scaled(60)):
         async for event in world.gateway.events.follow(session_id):
             if event is not None and event.kind == "verified":

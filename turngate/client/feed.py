@@ -1,4 +1,4 @@
-"""A trainer's end of a feed: deliveries as they are completed, each once, as numpy rows.
+"""A trainer's end of a feed: complete groups as they come, each once, as numpy rows.
 
     async with GatewayClient(url, key) as gateway, await Feed.open(gateway, "math", FeedConfig(n=8)) as feed:
         async for delivery in feed:
@@ -6,12 +6,12 @@
             save_checkpoint(delivery.number)
             await feed.commit(delivery.number)
 
-    with BlockingFeed(url, key, "math", FeedConfig(n=8)) as feed:      # the same, for a plain thread
+    with BlockingFeed(url, key, "math", FeedConfig(n=8)) as feed:      # the same for synchronous code
         for delivery in feed: …
 
-A trainer that is started again goes on past the number it committed, or past the one that its own checkpoint has (`after=`, with the feed's
-`mark=`: a number of a feed that was deleted means nothing in the one that has its name since, and is refused: `OtherFeed`). Restarts
-of the gateway are waited out. A second trainer that opens the same feed takes it over, and the first one is told so: `TakenOver`.
+A restarted trainer continues after the number that it committed, or after the one in its own checkpoint (`after=`, with the feed's `mark=`:
+a number means nothing in another feed of the same name, and is rejected with `OtherFeed`). The client waits for a restarting gateway. A
+second trainer that opens the same feed takes it over, and the first one gets `TakenOver`.
 """
 
 from __future__ import annotations
@@ -53,33 +53,33 @@ __all__ = [
 
 T = TypeVar("T")
 log = logging.getLogger("turngate")
-_WAIT_S = 30  # that one question waits for an answer at the gateway
+_WAIT_S = 30  # that one request waits at the gateway
 _RESTART_S = 60.0  # to wait for a gateway that restarts
 _delivery = msgspec.msgpack.Decoder(WireDelivery)
 
 
 class TakenOver(TurngateError):
-    """Somebody else reads this feed now, or has deleted it. What this trainer has not committed, the other one trains."""
+    """Another trainer reads this feed now, or the feed was deleted. The other trainer gets what this one has not committed."""
 
     status = 409
     kind = "feed_taken_over"
 
 
 class OtherFeed(TurngateError):
-    """The feed of that name is not the one that the checkpoint is of: its numbers count other rollouts."""
+    """The feed of that name is not the one of the checkpoint: its numbers count other rollouts."""
 
     status = 409
     kind = "feed_is_another"
 
 
 class DamagedDelivery(TurngateError):
-    """What came over the wire is not a row that could be trained."""
+    """A delivery is damaged: a row of it cannot be trained."""
 
     kind = "delivery_damaged"
 
 
 class Row(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """One training row. `logprobs` is NaN where nothing was sampled; never where `mask` is set."""
+    """One training row. `logprobs` is NaN for tokens that were not sampled, never where `mask` is set."""
 
     ids: Ids
     mask: np.ndarray  # bool: the tokens that are trained
@@ -100,13 +100,13 @@ class DeliveredRollout(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     reward: float | None
     resolved: bool | None
     advantage: float | None  # None: it is not trained
-    excluded: str  # why not; empty if it is
-    truncated: bool  # a limit or its time cut it short
+    excluded: str  # the reason; empty if it is trained
+    truncated: bool  # by a limit or by its time
     timed_out: bool
     rows: tuple[Row, ...]
     turns: int
     sampled_tokens: int
-    data: Json  # of its outcome: the runner's own
+    data: Json  # the runner's own data of its outcome
 
 
 class Delivery(msgspec.Struct, frozen=True, eq=False, kw_only=True):
@@ -119,12 +119,12 @@ class Delivery(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     rollouts: tuple[DeliveredRollout, ...]
 
     def rows(self) -> list[Row]:
-        """Of all rollouts that are trained."""
+        """The rows of all rollouts that are trained."""
         return [row for rolled in self.rollouts for row in rolled.rows]
 
 
 class Feed(AbstractAsyncContextManager["Feed"]):
-    """Made by `open`. An iterator over deliveries that waits for more. For one task at a time."""
+    """An iterator over deliveries that waits for more. Create it with `open`, and use it in one task at a time."""
 
     def __init__(
         self,
@@ -139,7 +139,9 @@ class Feed(AbstractAsyncContextManager["Feed"]):
     ) -> None:
         self.name = name
         self.config = config
-        self.mark = mark  # of this very feed, whatever is opened under its name later; for the trainer's checkpoint
+        self.mark = (
+            mark  # identifies this feed, for the trainer's checkpoint; a later feed of that name has another mark
+        )
         self.committed = committed
         self._gateway = gateway
         self._reader = reader
@@ -199,7 +201,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
                 yield delivery
 
     async def next(self, timeout_s: float) -> Delivery | None:
-        """The next delivery; None if there is none within so many seconds. Being cancelled loses none."""
+        """The next delivery; None if there is none within `timeout_s`. Cancelling it loses no delivery."""
         end = time.monotonic() + timeout_s
         backoff = Backoff()
         while not self._ready:
@@ -214,7 +216,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         return self._ready.popleft()
 
     async def commit(self, number: int) -> None:
-        """All up to a number is in this trainer's checkpoint: no reader starts before it again. As often as one likes."""
+        """Commit up to a number, which is in this trainer's checkpoint: no reader starts before it again. May be repeated."""
         told = await _retry_as_reader(lambda: self._gateway.commit_feed(self.name, self._reader, number))
         self.committed = max(self.committed, told)
 
@@ -226,7 +228,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         found = [_decode_delivery(_delivery.decode(raw)) for raw in page.deliveries]
         for expected, delivery in enumerate(found, self._after + 1):
             if delivery.number != expected:
-                raise DamagedDelivery(f"feed {self.name}: delivery {delivery.number} came where {expected} was due")
+                raise DamagedDelivery(f"feed {self.name}: got delivery {delivery.number} instead of {expected}")
         self._ready.extend(found)
         self._after += len(found)
 
@@ -258,7 +260,7 @@ async def _as_reader(request: Coroutine[Any, Any, T]) -> T:
 
 
 class BlockingFeed(AbstractContextManager["BlockingFeed"]):
-    """The same for a plain thread. Its connection lives in a thread of its own; Ctrl-C while it waits loses nothing."""
+    """The same for synchronous code. Its connection has a thread of its own; Ctrl-C while it waits loses nothing."""
 
     def __init__(
         self,
@@ -277,8 +279,8 @@ class BlockingFeed(AbstractContextManager["BlockingFeed"]):
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"turngate-feed-{name}", daemon=True)
         self._gateway: GatewayClient | None = None
         self._feed: Feed | None = None
-        # What was asked for and not yet given: an interrupted wait goes on with it, so that its delivery is not lost.
-        self._asked: concurrent.futures.Future[Delivery | None] | None = None
+        # The pending request: an interrupted wait continues with it, so that its delivery is not lost.
+        self._pending: concurrent.futures.Future[Delivery | None] | None = None
 
     @property
     def committed(self) -> int:
@@ -303,23 +305,23 @@ class BlockingFeed(AbstractContextManager["BlockingFeed"]):
         self.close()
 
     def __iter__(self) -> Iterator[Delivery]:
-        """For as long as it is open."""
+        """Iterate for as long as the feed is open."""
         while not self._loop.is_closed():
             if (delivery := self.next(_WAIT_S)) is not None:
                 yield delivery
 
     def next(self, timeout_s: float) -> Delivery | None:
-        """The next delivery; None if there is none within so many seconds."""
-        if self._asked is None:
-            self._asked = asyncio.run_coroutine_threadsafe(self._opened.next(timeout_s), self._loop)
+        """The next delivery; None if there is none within `timeout_s`."""
+        if self._pending is None:
+            self._pending = asyncio.run_coroutine_threadsafe(self._opened.next(timeout_s), self._loop)
         try:
-            found = self._asked.result()
+            found = self._pending.result()
         except KeyboardInterrupt:
-            raise  # it is still asked for, by whoever comes next
+            raise  # the request goes on, for the next call
         except BaseException:
-            self._asked = None
+            self._pending = None
             raise
-        self._asked = None
+        self._pending = None
         return found
 
     def commit(self, number: int) -> None:
@@ -393,7 +395,7 @@ def _decode_rollout(wire: WireRollout) -> DeliveredRollout:
 
 
 def _decode_row(wire: WireRow, rolled: WireRollout) -> Row:
-    """Checked: a trainer that takes it need not."""
+    """Decode and verify a row, so that trainers need not."""
     where = f"session {rolled.session}, branch {wire.branch}"
     ids = np.frombuffer(wire.ids, "<i4").astype(ID_DTYPE)
     if len(wire.mask) != -(-len(ids) // 8):
@@ -412,9 +414,9 @@ def _decode_row(wire: WireRow, rolled: WireRollout) -> Row:
         trained[span.start : span.end] = span.trained
         at += span.end - span.start
     if not np.array_equal(mask, trained):
-        raise DamagedDelivery(f"{where}: its mask is not that of its turns")
+        raise DamagedDelivery(f"{where}: its mask does not match its turns")
     if not np.isfinite(logprobs[mask]).all():
-        raise DamagedDelivery(f"{where}: a token that is to be trained has no log-probability")
+        raise DamagedDelivery(f"{where}: a trained token has no log-probability")
     assert rolled.advantage is not None
     return Row(
         ids=ids,

@@ -1,11 +1,11 @@
-"""The gate of a gateway in another process: the same calls, taken and answered over HTTP.
+"""A client of the gate: a trainer in another process takes model calls and answers them over HTTP.
 
     async with GatewayClient(url, key) as client, RemoteGate(client) as gate:
         async for call in gate:
             await call.answer(*sample(call.prompt, call.max_tokens, call.sampling))
 
-A call that was taken is leased, and the lease is renewed for as long as the gate is open and its event loop runs; if the process dies, its
-calls go to somebody else. So sample in a thread (`asyncio.to_thread`), or take a lease that outlasts it.
+A taken call is leased. The lease is renewed while the gate is open and its event loop runs; if the process dies, another trainer gets its
+calls. So sample in a thread (`asyncio.to_thread`), or use a lease that lasts longer than sampling.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _POLL_S = 20.0
 
 
 class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
-    """`lease_s`: how soon others get the calls of a trainer that died. Calls are renewed three times in that."""
+    """Takes calls and answers them. `lease_s`: how soon another trainer gets the calls of one that died."""
 
     def __init__(self, client: GatewayClient, *, lease_s: float = 60.0) -> None:
         self._client = client
@@ -54,14 +54,14 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Calls that were taken and not answered are given back."""
+        """Give back calls that were taken and not answered."""
         self._closed.set()
         if self._renewing is not None:
             self._renewing.cancel()
             with suppress(asyncio.CancelledError):
                 await self._renewing
         for call in list(self._mine.values()):
-            with suppress(TurngateError):  # it is over, or its lease will run out
+            with suppress(TurngateError):  # it is over, or its lease will expire
                 await call.__aexit__()
 
     def __aiter__(self) -> AsyncIterator[GateCall]:
@@ -72,9 +72,9 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
             yield found[0]
 
     async def take(self, limit: int = 1, *, wait_s: float | None = None) -> list[GateCall]:
-        """The oldest calls, at least one and at most `limit`; none only when `wait_s` is over.
+        """Take the oldest calls, at most `limit`. Waits for the first; returns none only after `wait_s`.
 
-        A gateway that is not there is waited for, unless it refuses: a wrong key, or an engine that is no gate.
+        Waits for a gateway that cannot be reached. Raises for a wrong key, or if the gateway's engine is not a gate.
         """
         loop = asyncio.get_running_loop()
         end = None if wait_s is None else loop.time() + wait_s
@@ -116,7 +116,7 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
         call = self._mine[handed.id] = GateCall(self, handed.id, handed.lease, asked)
         return call
 
-    # ── a desk: what a call is answered with ────────────────────────────────────────────────────────────────────
+    # ── a desk: how a call is answered ──────────────────────────────────────────────────────────────────────────
 
     async def piece(
         self, call: GateCall, ids: Ids, logprobs: Logprobs | None, finish: GateFinish | None, version: int | None
@@ -143,9 +143,9 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
         self._mine.pop(call.id, None)
 
     async def _tell(self, call: GateCall, verb: str, sent: object) -> None:
-        """Again where no receipt came: the gateway knows a piece that it has."""
+        """Send, and repeat if no receipt came: the gateway recognises a piece that it already has."""
         path = f"/admin/gate/calls/{quote(call.id, safe='')}/{verb}"
-        lost = False  # a receipt
+        is_receipt_lost = False
         for pause in (*PAUSES_S, None):
             try:
                 await self._client.post_msgpack(path, sent, dict)
@@ -153,12 +153,12 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
             except GatewayUnreachable:
                 if pause is None:
                     raise
-                lost = True
+                is_receipt_lost = True
                 await asyncio.sleep(pause)
             except RequestRejected as error:
-                if lost and verb != "answer" and error.answered == 409:
-                    return  # it was done the first time
-                if error.answered != 400:  # what was wrong can be put right; all else is the end of it
+                if is_receipt_lost and verb != "answer" and error.answered == 409:
+                    return  # the first attempt arrived
+                if error.answered != 400:  # after a 400 the caller can correct its answer
                     self._mine.pop(call.id, None)
                 if error.answered in _MEANS:
                     raise _MEANS[error.answered](error.message) from None

@@ -16,7 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from turngate.errors import BadRequest
-from turngate.store.events import Event, new_event
+from turngate.store.events import GatewayEvent, new_event
 from turngate.store.sqlite import Store
 from turngate.trace.session import SESSION_ID
 from turngate.types import BATCH_STREAM, Json
@@ -77,7 +77,7 @@ class Events:
         """Whether a session has events, even before it is opened."""
         return self._log.knows(session)
 
-    def page(self, session: str = "", after: int = 0, limit: int = PAGE) -> list[Event]:
+    def page(self, session: str = "", after: int = 0, limit: int = PAGE) -> list[GatewayEvent]:
         """The oldest events past `after`, of one session or of all."""
         return self._log.page(session, after, limit)
 
@@ -87,7 +87,7 @@ class Events:
 
     async def follow(
         self, session: str = "", after: int = 0, *, wait: bool = True
-    ) -> AsyncGenerator[Event | None, None]:
+    ) -> AsyncGenerator[GatewayEvent | None, None]:
         """Yield the events of one session (or all) past `after`, until the gateway stops. None is a sign of life.
 
         With `wait=False` it ends after the last event. A cursor past the newest event belongs to another data folder; such a
@@ -158,4 +158,4 @@ class Events:
         return False
 
 
-__all__ = ["Event", "Events"]
+__all__ = ["Events", "GatewayEvent"]

@@ -15,7 +15,7 @@ import msgspec
 from turngate.client.gateway import GatewayClient
 from turngate.errors import TurngateError
 from turngate.rollout.plan import batch_stream
-from turngate.store.events import Event
+from turngate.store.events import GatewayEvent
 
 
 class RetryReply(NamedTuple):
@@ -33,7 +33,7 @@ class RetryRequest(msgspec.Struct, frozen=True):
         return RetryReply(True, f"it is tried again, as attempt {self.attempt + 1}")
 
 
-def parse_request(event: Event) -> RetryRequest | None:
+def parse_request(event: GatewayEvent) -> RetryRequest | None:
     """Read the request in an event, if it is one."""
     if event.kind != "retry":
         return None
@@ -65,7 +65,7 @@ async def send_reply(gateway: GatewayClient, batch: str, seq: int, reply: RetryR
         await gateway.announce(batch_stream(batch), "note", data)
 
 
-def _parse_reply(event: Event) -> int | None:
+def _parse_reply(event: GatewayEvent) -> int | None:
     """Return the position of the request that an event accepts or rejects. A postponed request is still open."""
     data = event.data if event.kind == "note" else {}
     seq = data.get("retry")

@@ -23,7 +23,7 @@ from turngate.common.aio import run_to_completion
 from turngate.engines.http import error_from_status, extract_message, map_errors
 from turngate.errors import EngineError, TurngateError
 from turngate.sandboxes.relay import GATEWAY_HEADER
-from turngate.store.events import Event
+from turngate.store.events import GatewayEvent
 from turngate.store.outcomes import RecordedOutcome
 from turngate.trace.session import CallError, EngineSilence
 from turngate.types import Json
@@ -228,10 +228,12 @@ class DirectModeClient(GatewayClient):
     async def record(self, session: str, recorded: RecordedOutcome, *, replace: bool = False) -> None:
         return
 
-    async def events(self, session: str = "", after: int = 0, *, wait: bool = True) -> AsyncGenerator[Event, None]:
+    async def events(
+        self, session: str = "", after: int = 0, *, wait: bool = True
+    ) -> AsyncGenerator[GatewayEvent, None]:
         """No events. With `wait`, never returns."""
         if wait:
             await asyncio.Event().wait()
-        nothing: tuple[Event, ...] = ()
+        nothing: tuple[GatewayEvent, ...] = ()
         for event in nothing:
             yield event

@@ -12,7 +12,7 @@ from turngate.errors import StoreError
 from turngate.service.active_rollout import ActiveRollout
 from turngate.service.result import RolloutEvent
 from turngate.service.storage import ServiceStorage
-from turngate.store.events import Event as GatewayEvent
+from turngate.store.events import GatewayEvent
 from turngate.types import Json
 
 log = logging.getLogger("turngate")

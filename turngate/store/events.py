@@ -33,7 +33,7 @@ _NOTE_PRUNED = (
 )
 
 
-class Event(msgspec.Struct, frozen=True):
+class GatewayEvent(msgspec.Struct, frozen=True):
     seq: int
     time: float
     session: str
@@ -67,7 +67,7 @@ def insert_optional_event(db: sqlite3.Connection, event: NewEvent | None) -> Non
         insert_event(db, event)
 
 
-class EventLog:
+class EventTable:
     def __init__(self, writing: Connect, reading: Connect) -> None:
         self._writing = writing
         self._reading = reading
@@ -76,13 +76,13 @@ class EventLog:
         with self._writing() as db:
             return insert_event(db, event)
 
-    def page(self, session: str, after: int, limit: int) -> list[Event]:
+    def page(self, session: str, after: int, limit: int) -> list[GatewayEvent]:
         """The oldest events after a number, of one session or (empty) of all."""
         only, values = ("session=? AND ", (session,)) if session else ("", ())
         query = f"SELECT seq, time, session, kind, data FROM events WHERE {only}seq>? ORDER BY seq LIMIT ?"
         with self._reading() as db:
             rows = db.execute(query, (*values, after, limit)).fetchall()
-        return [Event(seq, when, of, kind, msgspec.json.decode(data)) for seq, when, of, kind, data in rows]
+        return [GatewayEvent(seq, when, of, kind, msgspec.json.decode(data)) for seq, when, of, kind, data in rows]
 
     def newest(self) -> int:
         """The highest number ever given to an event, even if that event was removed."""

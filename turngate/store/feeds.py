@@ -239,8 +239,10 @@ class FeedLog:
             return db.execute(query, (number, feed, reader)).rowcount == 1
 
     def commit(self, feed: int, reader: str, number: int) -> FeedRow | None:
-        """Commit up to a number, if that was handed out, to this reader or an earlier one. Returns the feed; None if it has another reader or
-        was deleted."""
+        """Commit up to a number, if that was handed out, to this reader or an earlier one.
+
+        Returns the feed; None if it has another reader or was deleted.
+        """
         with self._writing() as db:
             query = "UPDATE feeds SET committed=max(committed, iif(?1<=handed, ?1, 0)) WHERE key=?2 AND reader=?3"
             if db.execute(query, (number, feed, reader)).rowcount != 1:

@@ -18,7 +18,7 @@ import numpy as np
 from turngate.common.sharding import SINGLE_SHARD, Shard
 from turngate.errors import StoreError
 from turngate.store.database import Database, Durability
-from turngate.store.events import EventLog, NewEvent, insert_optional_event
+from turngate.store.events import EventTable, NewEvent, insert_optional_event
 from turngate.store.feeds import FeedLog
 from turngate.store.outcomes import DAMAGED_OUTCOME, DamagedOutcome, Outcomes
 from turngate.store.queries import RolloutQueries
@@ -79,7 +79,7 @@ class Store(Database):
         return store
 
     def _add_tables(self, version: int = SCHEMA_VERSION) -> None:
-        self.events = EventLog(self._writing, self._reading)
+        self.events = EventTable(self._writing, self._reading)
         self.feeds = FeedLog(self._writing, self._reading, there=version > BEFORE_FEEDS)
         self.outcomes = Outcomes(self._writing, self._reading, self.feeds.enter, there=version > BEFORE_EVENTS)
         self.tool_calls = ToolCalls(self._writing, self._reading)

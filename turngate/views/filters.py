@@ -1,4 +1,4 @@
-"""Which rollouts and groups are wanted, and in which order."""
+"""Filter and sort rollouts and groups."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from turngate.views.groups import GroupRow
 from turngate.views.rollout_index import STATUSES, RolloutEntry, yield_interpreter
 
 
-class RolloutFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which rollouts, in which order. Several values of one field: any of them; none: all."""
+class RolloutQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Which rollouts to list, and in which order. A field with several values matches any of them; an empty one matches all."""
 
     status: tuple[str, ...] = ()
     kind: tuple[str, ...] = ()
@@ -30,7 +30,7 @@ class RolloutFilter(msgspec.Struct, frozen=True, kw_only=True):
     limit: int = 50
 
 
-def matches(kept: RolloutEntry, wanted: RolloutFilter) -> bool:
+def matches(kept: RolloutEntry, wanted: RolloutQuery) -> bool:
     row = kept.row
     return (
         (not wanted.status or row.status in wanted.status)
@@ -52,7 +52,7 @@ def _search_text(kept: RolloutEntry) -> str:
     return kept.found
 
 
-def group_matches(group: GroupRow, wanted: RolloutFilter) -> bool:
+def group_matches(group: GroupRow, wanted: RolloutQuery) -> bool:
     text = f"{group.group}\n{group.agent}\n{group.model}".casefold()
     return (
         (not wanted.task or group.task in wanted.task)
@@ -93,7 +93,7 @@ GROUP_SORT_KEYS: Mapping[str, Callable[[GroupRow], Json]] = {
 def sort_by(
     found: list[Json], how: str, keys: Mapping[str, Callable[[Json], Json]], tie: Callable[[Json], str]
 ) -> list[Json]:
-    """Unknown values last, whichever way; equal ones always in the same order, so that pages do not overlap."""
+    """Sort. Unknown values are last in both directions; `tie` orders equal ones, so that pages do not overlap."""
     name = how.removeprefix("-")
     key = keys.get(name)
     if key is None:

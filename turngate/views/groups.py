@@ -1,4 +1,4 @@
-"""What the rollouts of a group come to."""
+"""Summaries of groups."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def summarize_group(name: str, rows: Sequence[RolloutRow]) -> GroupRow:
 
 
 def last_attempts(rows: Sequence[RolloutRow]) -> list[RolloutRow]:
-    """Of each rollout the last attempt: what was tried again is no rollout of its own."""
+    """Keep the last attempt of each rollout."""
     newest: dict[str, int] = {}
     for row in rows:
         if row.name:
@@ -76,7 +76,7 @@ def _rewards_differ(known: Sequence[float]) -> bool | None:
 
 
 def mean(known: Sequence[float]) -> float | None:
-    """As a feed reckons: what is too large for that has no say."""
+    """The mean of the rewards, computed as in a feed: rewards that are too large do not count."""
     found = _usable_rewards(known)
     return fsum(found) / len(found) if found else None
 

@@ -1,4 +1,4 @@
-"""What is asked of all rollouts. Every question brings the answer up to date first."""
+"""Answers about all rollouts of a data folder. Each answer is brought up to date first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from turngate.trace.advantage import compute_advantages
 from turngate.trace.pass_at_k import pass_curve
 from turngate.types import BATCH_STREAM, Json
 from turngate.views import trends
-from turngate.views.filters import GROUP_SORT_KEYS, SORT_KEYS, RolloutFilter, group_matches, matches, sort_by
+from turngate.views.filters import GROUP_SORT_KEYS, SORT_KEYS, RolloutQuery, group_matches, matches, sort_by
 from turngate.views.groups import last_attempts, standard_deviation, summarize_group
 from turngate.views.rollout_index import ACTIVE_STATUSES, CHUNK, STATUSES, RolloutIndex, RolloutRow, yield_interpreter
 
@@ -23,7 +23,7 @@ _MOST_CHANGED = 200
 
 
 class Overview(RolloutIndex):
-    """Of one data folder."""
+    """The rollouts of one data folder: lists, groups, changes."""
 
     def sums(self, store: Store) -> dict[str, Json]:
         cursor, now = self.refresh(store), time.time()
@@ -43,7 +43,7 @@ class Overview(RolloutIndex):
             "tasks": len({row.task for row in rows if row.task}),
         }
 
-    def rollouts(self, store: Store, wanted: RolloutFilter) -> dict[str, Json]:
+    def rollouts(self, store: Store, wanted: RolloutQuery) -> dict[str, Json]:
         cursor, now = self.refresh(store), time.time()
         found = [kept for kept in self.all(now) if matches(kept, wanted)]
         if wanted.sort.removeprefix("-") == "version":
@@ -60,7 +60,7 @@ class Overview(RolloutIndex):
         }
 
     def rollout(self, store: Store, session: str) -> tuple[RolloutRow, int, int]:
-        """Its row, the key of its session (0: it has none), and the cursor."""
+        """A rollout's row, the key of its session (0 if it has none), and the cursor."""
         cursor = self.refresh(store)
         kept = self.entries.get(session)
         if kept is None:
@@ -68,28 +68,28 @@ class Overview(RolloutIndex):
         return self.refresh_row(kept, time.time(), store), kept.key, cursor
 
     def damage(self, session: str) -> str:
-        """What of a rollout cannot be read; empty: nothing, as far as a list knows."""
+        """What of a rollout cannot be read; empty if all of it can, as far as the index knows."""
         kept = self.entries.get(session)
         return "" if kept is None else kept.damage
 
     def check_retry(self, store: Store, session: str) -> tuple[RolloutRow, str]:
-        """Why a rollout cannot be tried again; empty if it can, where its batch agrees."""
+        """A rollout's row, and why it cannot be tried again; empty if it can."""
         row, _, _ = self.rollout(store, session)
         if row.status in ACTIVE_STATUSES:
-            return row, "it is still at work"
+            return row, "it is still running"
         if damage := self.damage(session):
             return row, damage
         if row.kind and row.kind != "infrastructure fault":
             return row, f"it has been judged: {row.kind}"
         if not row.kind and row.status != "cancelled":
-            return row, "nothing failed: nobody was asked to grade it"
+            return row, "nothing failed: it was not to be graded"
         if not row.batch or not row.name:
-            return row, "it is of no batch: whoever ran it has to run it again"
+            return row, "it belongs to no batch; run it again where it was run"
         later = max(kept.row.attempt for kept in self.entries.values() if kept.row.name == row.name)
         return row, f"attempt {later} of it is there already" if later > row.attempt else ""
 
     def list_changes(self, store: Store, after: int) -> dict[str, Json]:
-        """What happened past a cursor: the rows that are other ones since, and who is gone."""
+        """The changes after a cursor: the rows that changed, and the rollouts that were deleted."""
         cursor, now = self.refresh(store), time.time()
         touched = store.queries.list_changed(after, _MOST_CHANGED)
         rows = [
@@ -98,7 +98,7 @@ class Overview(RolloutIndex):
         gone = [one for one in touched[:_MOST_CHANGED] if one not in self.entries and not one.startswith(BATCH_STREAM)]
         return {"cursor": cursor, "rollouts": rows, "gone": gone, "more": len(touched) > _MOST_CHANGED}
 
-    def groups(self, store: Store, wanted: RolloutFilter) -> dict[str, Json]:
+    def groups(self, store: Store, wanted: RolloutQuery) -> dict[str, Json]:
         cursor, now = self.refresh(store), time.time()
         found = []
         for number, (name, rows) in enumerate(self._members(now).items(), 1):
@@ -117,7 +117,7 @@ class Overview(RolloutIndex):
         }
 
     def list_graded(self, store: Store, name: str) -> list[tuple[str, int]]:
-        """Ids and session keys of the rollouts of a group that have a reward."""
+        """Ids and session keys of the graded rollouts of a group."""
         self.refresh(store)
         return [
             (one.row.id, one.key)
@@ -133,7 +133,7 @@ class Overview(RolloutIndex):
         if not kept or not name:
             raise NotFound("name: there is no such group", param="name")
         rows = [self.refresh_row(one, now, store) for one in kept]
-        # As a feed counts: one of which nothing can be trained has no say.
+        # As in a feed: a rollout without anything to train does not count.
         counted = [one.row.reward if trains.get(one.key, one.row.sampled_tokens > 0) else None for one in kept]
         summed = summarize_group(name, rows)
         known = [row.reward for row in last_attempts(rows) if row.reward is not None]
@@ -160,7 +160,7 @@ class Overview(RolloutIndex):
         }
 
     def members(self, store: Store, name: str) -> list[tuple[str, int]]:
-        """Ids and session keys of a group's rollouts, oldest first; only those that have a session."""
+        """Ids and session keys of the rollouts of a group that have a session, oldest first."""
         self.refresh(store)
         kept = [one for one in self.entries.values() if one.row.group == name and one.key]
         if not kept or not name:

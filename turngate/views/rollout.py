@@ -1,4 +1,4 @@
-"""One rollout, closely: its tree, its conversation, its tokens, and what is taken along of it."""
+"""One rollout in detail: its tree, its conversation, its tokens, and its exports."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from turngate.types import Ids, Json, Message
 from turngate.views.session import SessionView
 from turngate.views.tokens import TokenDecoder, TokenTexts
 
-MAX_CHARS = 20_000  # characters of a text that are told before it is asked for whole
+MAX_CHARS = 20_000  # of a text; a longer one is shortened unless requested whole
 _LABEL = 90
 _DIGITS = 6  # of a log-probability
 
 
 class RolloutView:
-    """`tokenizer`: None where it is not on this machine."""
+    """Everything that the page shows of one rollout. `tokenizer`: None where it is not on this machine."""
 
     def __init__(self, shown: SessionView, tokenizer: Tokenizer | None) -> None:
         self._shown = shown
         self._decoder = TokenDecoder(tokenizer)
         self._said: dict[int, list[Message]] = {}
 
-    # ── what is known of nodes ──────────────────────────────────────────────────────────────────────────────────
+    # ── nodes ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     @cached_property
     def nodes(self) -> list[Node]:
@@ -50,7 +50,7 @@ class RolloutView:
 
     @cached_property
     def numbers(self) -> dict[int, int]:
-        """Of turns, in the order in which they were stored."""
+        """The number of each turn, in the order of recording."""
         return {node.id: n for n, node in enumerate((n for n in self.nodes if isinstance(n, Sampled)), 1)}
 
     @cached_property
@@ -63,14 +63,14 @@ class RolloutView:
 
     @cached_property
     def row_of(self) -> dict[int, int]:
-        """By turn, which of the rows trains it."""
+        """By turn, the row that trains it."""
         return {span.node: n for n, row in enumerate(self.rows) for span in row.spans if span.trained}
 
     def _reason(self, turn: Sampled) -> str:
         return untrainable_reason(turn, self.roles[turn.id], self._shown.session.config.policy)
 
     def read_messages(self, node: Node) -> list[Message]:
-        """In no particular wire format."""
+        """The messages of a node, decoded."""
         if node.id not in self._said:
             raw = self._shown.texts[node.id]
             if isinstance(node, Context):
@@ -163,11 +163,11 @@ class RolloutView:
     # ── forks ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def forks(self) -> list[dict[str, Json]]:
-        """Where a call did not go on from what was there, and the first token at which the two differ."""
+        """The calls that did not continue an existing branch, and the first token that differs."""
         return [fork for node in self.nodes if (fork := self._fork(node)) is not None]
 
     def _fork(self, node: Node) -> dict[str, Json] | None:
-        other = self._left(node)
+        other = self._find_left_branch(node)
         if other is None and node.info.cause is None:
             return None
         told: dict[str, Json] = {"node": node.id, "cause": node.info.cause, "from": None, "at": None, "shared": None}
@@ -185,8 +185,8 @@ class RolloutView:
             "now": self._token(node, at),
         }
 
-    def _left(self, node: Node) -> Node | None:
-        """The end of the line that a node left; None: it left none."""
+    def _find_left_branch(self, node: Node) -> Node | None:
+        """The end of the branch that a node forked from; None if it is no fork."""
         siblings: Sequence[Node]
         if node.parent is not None:
             siblings = node.parent.children
@@ -194,13 +194,13 @@ class RolloutView:
             return earlier[0] if earlier else None
         if node.info.cause is None:
             return None
-        # Another beginning: of the conversations before it, the one that it has most in common with.
+        # A new root: it forked from the earlier conversation with the longest common prefix.
         ends = [_deepest(root, node.id) for root in self._shown.session.trace.roots if root.id < node.id]
         ours = path_ids(node)
         return max(ends, key=lambda end: (_common_prefix(ours, path_ids(end)), end.length), default=None)
 
     def _token(self, end: Node, at: int) -> dict[str, Json] | None:
-        """The token at a place on the way to `end`; None: that way is shorter."""
+        """The token at a position of the path to `end`; None if the path is shorter."""
         for node in path_to(end):
             start = node.length - node.size
             if start <= at < node.length:
@@ -218,12 +218,12 @@ class RolloutView:
         nodes = [node for node in nodes if node.id == only] if whole else [node for node in nodes if node.id > after]
         page = nodes[:limit]
         return {
-            "nodes": [self._spoken(node, whole=whole) for node in page],
+            "nodes": [self._messages_to_json(node, whole=whole) for node in page],
             "next": page[-1].id if page else after,
             "more": len(nodes) > len(page),
         }
 
-    def _spoken(self, node: Node, *, whole: bool) -> dict[str, Json]:
+    def _messages_to_json(self, node: Node, *, whole: bool) -> dict[str, Json]:
         about: dict[str, Json] = {
             "id": node.id,
             "parent": None if node.parent is None else node.parent.id,
@@ -251,7 +251,7 @@ class RolloutView:
     # ── the tokens ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def tokens(self, *, node: int | None = None, token: int = 0, limit: int = 4000, branch: int | None = None) -> Json:
-        """From a token of a node on, as many as are wanted or a few more: a part never ends within a character."""
+        """Up to `limit` tokens from a token of a node on, or a few more: a part never ends inside a character."""
         nodes = self._along(branch)
         ids = [one.id for one in nodes]
         place = 0 if node is None else ids.index(node) if node in ids else len(ids)
@@ -305,7 +305,7 @@ class RolloutView:
         del turn["started"], turn["ended"]
         return {**about, **turn, "logprobs": _round_logprobs(node, start, end)}
 
-    # ── what a group is told of it ──────────────────────────────────────────────────────────────────────────────
+    # ── what a group shows of it ────────────────────────────────────────────────────────────────────────────────
 
     def facts(self) -> dict[str, Json]:
         known = [
@@ -337,12 +337,12 @@ class RolloutView:
     def _turns(self) -> Iterator[Sampled]:
         return (node for node in self.nodes if isinstance(node, Sampled))
 
-    # ── what is taken along ─────────────────────────────────────────────────────────────────────────────────────
+    # ── exports ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def training_rows(
         self, outcome: RecordedOutcome | None, advantage: float | None, about: Mapping[str, Json]
     ) -> Iterator[Json]:
-        """As `turngate export rows` writes them. `about`: of its session, what the trace does not know."""
+        """The training rows, as `turngate export rows` writes them. `about`: facts of the session that the trace does not have."""
         session = self._shown.session
         status = outcome.data.get("status") if outcome and isinstance(outcome.data, dict) else None
         for row in self.rows:
@@ -366,7 +366,7 @@ class RolloutView:
             }
 
     def conversations(self, about: Mapping[str, Json]) -> Iterator[Json]:
-        """One for each branch, in OpenAI's form."""
+        """The conversation of each branch, in the OpenAI format."""
         preambles = self._shown.preambles
         for branch in self.branches:
             nodes = path_to(self.by_id[branch.branch])
@@ -385,14 +385,14 @@ class RolloutView:
 
 
 def _common_prefix(ours: Ids, theirs: Ids) -> int:
-    """How many tokens two ways have in common from the beginning."""
+    """The number of tokens that two paths have in common from the start."""
     size = min(len(ours), len(theirs))
     other = np.flatnonzero(ours[:size] != theirs[:size])
     return int(other[0]) if len(other) else size
 
 
 def _deepest(root: Context, before: int) -> Node:
-    """The end of the longest way from a root, as it was before a node came."""
+    """The end of the longest path from a root, as it was before a node was added."""
     best: Node = root
     waiting: list[Node] = [root]
     while waiting:
@@ -410,7 +410,7 @@ def _mean_logprob(turn: Sampled) -> float | None:
 
 
 def _round_logprobs(turn: Sampled, start: int, end: int) -> Json:
-    """None where there is none for each token; a single one that is missing is null."""
+    """Round log-probabilities. None unless there is one for each token; a single missing one is null."""
     if turn.logprobs is None or len(turn.logprobs) != turn.size:
         return None
     return np.round(turn.logprobs[start:end].astype(np.float64), _DIGITS)

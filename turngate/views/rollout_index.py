@@ -1,4 +1,4 @@
-"""What is known of every rollout, and how it is kept up to date: sessions, outcomes and events, never a trace."""
+"""An index of all rollouts, built from sessions, outcomes and events, never from a trace."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Else = TypeVar("Else")
 Status = Literal["starting", "running", "finishing", "done", "cancelled"]
 STATUSES: tuple[Status, ...] = ("starting", "running", "finishing", "done", "cancelled")
 ACTIVE_STATUSES: tuple[Status, ...] = ("starting", "running", "finishing")
-DONE = "done"  # the stage that a runner tells last
+DONE = "done"  # the last stage that a runner reports
 DAMAGED = "its outcome is damaged on disk"
 BUCKET_S = 10.0  # of time, in which turns are counted together
-CHUNK = 1000  # rollouts that are looked at in one go
+CHUNK = 1000  # rollouts between two pauses for other threads
 _PAGE = 2000  # sessions or events that are read at once
-_SILENT_S = 3600.0  # after which a runner that told no end is taken for gone
+_SILENT_S = 3600.0  # after which a runner that reported no end counts as gone
 _DELIVERIES = 10_000  # that are remembered at most
 _LONG = 2000  # characters of a message in a list
-_YIELD_S = 0.0002  # between two pieces of work: whoever serves calls comes first
+_YIELD_S = 0.0002  # between two pieces of work: serving calls comes first
 
 
 class RolloutRow(msgspec.Struct, kw_only=True, rename={"kind": "class"}):
@@ -62,7 +62,7 @@ class RolloutRow(msgspec.Struct, kw_only=True, rename={"kind": "class"}):
 
 
 class _OutcomeSummary(msgspec.Struct, frozen=True):
-    """What a list needs of an outcome; the rest of it is passed over."""
+    """The fields of an outcome that a list needs; decoding skips the rest."""
 
     kind: OutcomeClass
     reward: float | None = None
@@ -74,7 +74,7 @@ class _OutcomeSummary(msgspec.Struct, frozen=True):
 
 
 class _SessionSettings(msgspec.Struct, frozen=True):
-    """Likewise, of a session's settings."""
+    """The settings of a session that a list needs."""
 
     model: str = ""
     mode: Mode = "exact"
@@ -82,7 +82,7 @@ class _SessionSettings(msgspec.Struct, frozen=True):
 
 
 class _StageEvent(msgspec.Struct, frozen=True):
-    """What runners tell of a stage. Whoever announces may say anything, so nothing is taken for granted."""
+    """A runner's report of a stage. Any client may send one with any content, so every field is optional."""
 
     stage: Json = ""
     rollout: Json = ""
@@ -93,7 +93,7 @@ class _StageEvent(msgspec.Struct, frozen=True):
     model: Json = ""
     batch: Json = ""
     status: Json = ""
-    kind: Annotated[Json, msgspec.Meta(description="of the last one")] = msgspec.field(default=None, name="class")
+    kind: Annotated[Json, msgspec.Meta(description="of the last stage")] = msgspec.field(default=None, name="class")
     message: Json = ""
 
 
@@ -130,23 +130,23 @@ _delivery_decoder = msgspec.json.Decoder(_DeliveryEvent)
 
 
 class RolloutEntry:
-    """One rollout: the row, and what it is made of."""
+    """One rollout: its row, and what the row is computed from."""
 
     __slots__ = ("damage", "done", "found", "key", "recorded", "row", "state", "versions_of")
 
     def __init__(self, row: RolloutRow) -> None:
         self.row = row
-        self.key = 0  # of its session; 0: none is open yet
+        self.key = 0  # of its session; 0: it has none yet
         self.state = ""  # of that session
         self.damage = ""  # what of it cannot be read
-        self.done = ""  # how its runner said that it ended; empty: it has not said so
-        self.recorded: float | None = None  # when its outcome was
-        self.versions_of = 0, 0  # turns and tokens, when its versions were looked up
-        self.found = ""  # what text is looked for in; empty: to be put together
+        self.done = ""  # the end that its runner reported; empty: none yet
+        self.recorded: float | None = None  # the time of its outcome
+        self.versions_of = 0, 0  # turns and tokens at the time when its versions were read
+        self.found = ""  # the text to search in; empty: not built yet
 
 
 class RolloutIndex:
-    """Of one data folder. Made empty; `refresh` reads what there is, and then what happened since."""
+    """The rollouts of one data folder. `refresh` reads everything at first, and then only new events."""
 
     def __init__(self) -> None:
         self._clear()
@@ -158,15 +158,15 @@ class RolloutIndex:
         self.versions: list[tuple[float, int]] = []  # when each came into force
         self.deliveries: list[DeliveryRecord] = []
         self.whole = True  # events go back to the beginning
-        self._gone: set[str] = set()  # ids whose session was deleted, and that nobody has taken again
+        self._gone: set[str] = set()  # ids of deleted sessions that no other session has
 
     # ── being up to date ────────────────────────────────────────────────────────────────────────────────────────
 
     def refresh(self, store: Store) -> int:
-        """The cursor of what it knows now."""
+        """Read what is new. Returns the number of the last event that was read."""
         with store.snapshot():
             newest = store.events.newest()
-            # What was removed before it was followed is never told again.
+            # Events that were removed before they were read are lost: build it again.
             if self._cursor < 0 or newest < self._cursor or self._cursor < store.events.last_pruned():
                 self._clear()
                 self._build(store)
@@ -199,13 +199,13 @@ class RolloutIndex:
             self._take_gateway(fact)
 
     def _is_whole(self, store: Store) -> bool:
-        """Whether nothing was removed for its age. What went with a deleted session is missed by nobody; a folder of an older version
-        has sessions that nothing was told of."""
+        """Whether no event was removed for its age. Events of deleted sessions do not count; a folder of an older version has sessions
+        without events."""
         oldest = min(self.entries.values(), key=lambda one: one.key, default=None)
         return not store.events.last_pruned() and (oldest is None or store.queries.has_opened_event(oldest.row.id))
 
     def _count_old(self, store: Store, oldest: float | None) -> None:
-        """Of sessions whose first events were removed, turns are counted in the trace."""
+        """Count the turns of sessions whose first events were removed, in their traces."""
         for kept in self.entries.values():
             if kept.key and (oldest is None or kept.row.opened < oldest):
                 yield_interpreter()
@@ -213,7 +213,7 @@ class RolloutIndex:
                 kept.row.turns, kept.row.sampled_tokens = counted.turns, counted.sampled_tokens
 
     def _follow(self, store: Store) -> None:
-        changed: dict[str, None] = {}  # sessions that are to be read again
+        changed: dict[str, None] = {}  # sessions to read again
         while page := store.queries.list_events_after(self._cursor, _PAGE):
             for fact in page:
                 self._take(fact, changed, store)
@@ -231,7 +231,7 @@ class RolloutIndex:
 
     def _take(self, fact: RawEvent, changed: dict[str, None], store: Store) -> None:
         kept = self.entries.get(fact.session)
-        if kept is None and fact.kind == "opened":  # its first turn may come before it is read
+        if kept is None and fact.kind == "opened":  # its first turn may come before the session is read
             kept = self.entries[fact.session] = RolloutEntry(RolloutRow(id=fact.session, opened=fact.time))
             self._gone.discard(fact.session)
         if kept is not None:
@@ -274,7 +274,7 @@ class RolloutIndex:
         outcomes = store.queries.outcomes([session.key for session in sessions])
         for session in sessions:
             kept = self.entries.get(session.id)
-            if kept is None or kept.key not in (0, session.key):  # an id is used again when its session was deleted
+            if kept is None or kept.key not in (0, session.key):  # an id may be reused after its session was deleted
                 kept = self.entries[session.id] = RolloutEntry(RolloutRow(id=session.id))
             self._settle(kept, session, outcomes.get(session.key))
 
@@ -295,7 +295,7 @@ class RolloutIndex:
             kept.recorded, written = outcome
             row.seen = max(row.seen, kept.recorded)
             recorded = _decode_or(_outcome_decoder, written, None)
-            if recorded is None:  # nobody knows any more how it was judged
+            if recorded is None:  # its grade is lost
                 row.kind, row.reward, row.resolved = "", None, None
                 row.message = kept.damage = DAMAGED
                 return
@@ -306,11 +306,11 @@ class RolloutIndex:
 
     def _take_stage(self, fact: RawEvent, store: Store) -> None:
         if not fact.session or fact.session.startswith(BATCH_STREAM):
-            return  # of no rollout
+            return  # not of a rollout
         told = _decode_or(_stage_decoder, fact.data, _StageEvent())
         kept = self.entries.get(fact.session)
         if kept is None and fact.session in self._gone:
-            return  # its runner goes on telling; there is nothing to show any more
+            return  # its runner goes on reporting, but its session was deleted
         if kept is None:
             kept = self.entries[fact.session] = RolloutEntry(RolloutRow(id=fact.session, opened=fact.time))
             begun = store.queries.first_stage(fact.session)
@@ -332,7 +332,7 @@ class RolloutIndex:
             kept.row.message = kept.row.message or _text(told.message)[:_LONG]
 
     def _describe(self, row: RolloutRow, told: _StageEvent) -> None:
-        """What a runner says of a rollout whose session is not open, and may never be."""
+        """Fill in what a runner reports of a rollout that has no session yet, and may never have one."""
         row.name = row.name or _text(told.rollout)
         row.task, row.agent, row.model = (
             row.task or _text(told.task),
@@ -360,11 +360,11 @@ class RolloutIndex:
     # ── one row ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def refresh_row(self, kept: RolloutEntry, now: float, store: Store) -> RolloutRow:
-        """Its row as of now, with the versions, which are looked up only for what is looked at."""
+        """Bring a rollout's row up to date and return it. Its versions are read only here, since few rows are shown."""
         row = kept.row
         row.status = _status(kept, now)
         row.seconds = round(max(0.0, (row.closed or now) - row.opened), 3)
-        sampled = row.turns, row.sampled_tokens  # of what was cut short there are tokens, and no turn
+        sampled = row.turns, row.sampled_tokens  # an aborted turn has tokens but does not count as a turn
         if kept.key and sampled != kept.versions_of:
             found = store.queries.versions(kept.key)
             row.version_start, row.version_end = found or (None, None)
@@ -372,7 +372,7 @@ class RolloutIndex:
         return row
 
     def all(self, now: float) -> Iterator[RolloutEntry]:
-        """Each with its status as of now. Some at a time: whoever serves calls comes in between."""
+        """All rollouts with their current status. Pauses in between, so that calls are served."""
         for number, kept in enumerate(self.entries.values(), 1):
             kept.row.status = _status(kept, now)
             yield kept
@@ -380,7 +380,7 @@ class RolloutIndex:
                 yield_interpreter()
 
     def version_at(self, at: float) -> int | None:
-        """The policy's version at a moment; None: nobody knows any more."""
+        """The policy version at a time; None if it is no longer known."""
         place = bisect_right(self.versions, at, key=lambda one: one[0])
         if place:
             return self.versions[place - 1][1]
@@ -408,7 +408,7 @@ def _status(kept: RolloutEntry, now: float) -> Status:
 
 
 def _decode_or(decoder: msgspec.json.Decoder[T], written: bytes, otherwise: Else) -> T | Else:
-    """`otherwise`: it is damaged on disk, and the list goes on without."""
+    """Decode stored JSON. Returns `otherwise` if it is damaged on disk, so that the list goes on without it."""
     try:
         return decoder.decode(written)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -424,5 +424,5 @@ def _positive_int(value: Json) -> int:
 
 
 def yield_interpreter() -> None:
-    """Let the thread that serves calls go on: this one would otherwise be asked for the interpreter only every few milliseconds."""
+    """Let the thread that serves calls run. Without this, it would get the interpreter only every few milliseconds."""
     time.sleep(_YIELD_S)

@@ -1,7 +1,7 @@
-"""Whole sessions for those who look: the tree with ids, log-probabilities and messages, and the rows of it.
+"""Whole sessions as JSON: the tree with ids, log-probabilities and messages, and the training rows.
 
-A long session takes the better part of a second to write down, in which nobody else would be served. So it is done in a thread of its own,
-from what the store has of the session: whatever was answered is there, and one moment is read as a whole, whoever writes meanwhile.
+Encoding a long session takes most of a second. It is done in a thread of its own, from the store, so that the event loop goes on serving;
+the thread reads the session as of one moment, even while turns are written.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ T = TypeVar("T")
 
 
 class SessionView(msgspec.Struct, frozen=True):
-    """One session as the store has it, and what its ids stand for."""
+    """One stored session, and the messages that its ids stand for."""
 
     session: Session
     texts: Mapping[int, bytes]  # by node, JSON: a list of messages for a context, one for a turn
     preambles: Mapping[bytes, tuple[bytes, bytes]]  # tools and template arguments
 
     def trace(self) -> dict[str, Json]:
-        """The whole tree."""
+        """The whole tree, as `GET /admin/sessions/{id}/trace` sends it."""
         session = self.session
         role_of = assign_roles(session.trace)
         preambles = {
@@ -60,7 +60,7 @@ class SessionView(msgspec.Struct, frozen=True):
 
 
 class SessionViews:
-    """`close` when the gateway stops."""
+    """Builds views in a thread of its own. Call `close` when the gateway stops."""
 
     def __init__(self, store: Store) -> None:
         self._reader = StoreReader(store, "looks")
@@ -69,8 +69,7 @@ class SessionViews:
         self._reader.close()
 
     async def build(self, session_id: str, make: Callable[[SessionView], T]) -> T:
-        """What is made of a session, in the thread. What that takes is best done in pieces: a single long call into C keeps the
-        interpreter from everybody."""
+        """Load a session and run `make` on it in the thread. `make` should work in small pieces: a long call into C blocks all threads."""
 
         def look(store: Store) -> T:
             with store.snapshot():
@@ -80,7 +79,7 @@ class SessionViews:
         return await self._reader.run(look)
 
     async def shapes(self, first: int, last: int) -> dict[int, tuple[int, int]]:
-        """Of sessions with keys in a range: turns and roots."""
+        """The numbers of turns and roots of the sessions with keys in a range."""
         return await self._reader.run(lambda store: store.shapes(first, last))
 
 
@@ -88,7 +87,7 @@ def load_session_view(store: Store, session_id: str) -> SessionView:
     row = store.find(session_id)
     if row is None:
         raise NotFound(f"there is no session {redact_known(session_id)!r}")
-    # In this order: where others write meanwhile, there is a text for every node.
+    # In this order: nodes that are added in between must not lack their messages.
     session = store.load(row)
     return SessionView(session, store.messages(row.key), store.preambles(row.key))
 
@@ -98,14 +97,14 @@ def encode_json(value: object) -> bytes:
 
 
 def encode_piece(value: object) -> msgspec.Raw:
-    """Of a larger answer, written down already."""
+    """Encode a part of a larger reply."""
     return msgspec.Raw(encode_json(value))
 
 
 def encode_array(value: object) -> Json:
-    """For `msgspec.json.encode`: arrays become lists, with null where there is no number."""
+    """An `enc_hook` for `msgspec.json.encode`: arrays become lists, with null for NaN."""
     if isinstance(value, np.ndarray):
-        # As 64-bit numbers: the shortest spelling of a 32-bit one would read back as another 64-bit one.
+        # As 64-bit numbers: the shortest form of a 32-bit number would be read back as another 64-bit number.
         wide = value.astype(np.float64 if value.dtype.kind == "f" else np.int64)
         return msgspec.Raw(orjson.dumps(wide, option=orjson.OPT_SERIALIZE_NUMPY))
     raise TypeError(f"cannot encode {type(value).__name__}")

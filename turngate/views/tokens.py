@@ -1,4 +1,4 @@
-"""The text of tokens, one by one. In a vocabulary of bytes a character may be spread over several of them; none of them is it."""
+"""The text of single tokens. In a byte vocabulary one character may take several tokens, none of which has a text of its own."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from turngate.types import Ids, Json
 
 
 class TokenTexts(msgspec.Struct, frozen=True):
-    """The text that each token of a node stands for. Where a character is spread over several, none of them has a text of its own."""
+    """The text of each token of a node; None for a token that is only part of a character."""
 
     text: list[str | None]
-    runs: list[tuple[int, int, str | None]]  # first, past the last, and what they are together; None: never a character
+    runs: list[
+        tuple[int, int, str | None]
+    ]  # first, past the last, and their text together; None: they never become a character
 
     def end(self, place: int) -> int:
-        """Where a part may end at the earliest, from a place on: never inside a character."""
+        """The first position from `place` on that is not inside a character."""
         for first, past, _ in self.runs:
             if first < place < past:
                 return past
@@ -61,14 +63,13 @@ class TokenDecoder:
 
 
 def decode_tokens(tokenizer: Tokenizer, ids: Ids) -> TokenTexts:
-    """What each token adds, never wrong: a token that holds but a part of a character has no text, and the run that makes the
-    character has it."""
+    """Decode each token on its own. A token that is only part of a character has no text; the run that makes up the character has it."""
     if tokenizer.vocabulary.table is None:
         return _decode_streaming(tokenizer, ids)
     text: list[str | None] = []
     runs: list[tuple[int, int, str | None]] = []
     known: dict[int, str | None] = {}
-    held, begun = b"", 0  # bytes of a character that is not whole, and where it began
+    held, begun = b"", 0  # bytes of an incomplete character, and where it began
     for place, token in enumerate(ids.tolist()):
         if not held:
             if token not in known:
@@ -90,7 +91,7 @@ def decode_tokens(tokenizer: Tokenizer, ids: Ids) -> TokenTexts:
         elif len(more) > len(held) and _incomplete_prefix(more):
             text.append(None)
             held = more
-        else:  # it never becomes a character; what comes now may begin another one
+        else:  # it never becomes a character; this token may begin another one
             runs.append((begun, place, None))
             piece = _decode_whole(tokenizer.bytes_of(token))
             text.append(piece)
@@ -104,7 +105,7 @@ def decode_tokens(tokenizer: Tokenizer, ids: Ids) -> TokenTexts:
 
 
 def _decode_whole(spelled: bytes) -> str | None:
-    """None: not whole characters, or no bytes at all: an id that is past the vocabulary."""
+    """None for incomplete characters, and for an id outside the vocabulary, which has no bytes."""
     try:
         return spelled.decode() or None
     except UnicodeDecodeError:
@@ -112,7 +113,7 @@ def _decode_whole(spelled: bytes) -> str | None:
 
 
 def _incomplete_prefix(spelled: bytes) -> bytes:
-    """The same, if more bytes can still make characters of it; else nothing."""
+    """Return the bytes if more bytes can complete them to a character, else nothing."""
     try:
         spelled.decode()
     except UnicodeDecodeError as error:
@@ -121,7 +122,7 @@ def _incomplete_prefix(spelled: bytes) -> bytes:
 
 
 def _decode_streaming(tokenizer: Tokenizer, ids: Ids) -> TokenTexts:
-    """A vocabulary that is not of bytes: its own decoder says when something is whole."""
+    """Decode with the tokenizer's own streaming decoder, for vocabularies that are not of bytes."""
     decoder = tokenizer.decoder()
     text: list[str | None] = []
     runs: list[tuple[int, int, str | None]] = []

@@ -1,7 +1,6 @@
-"""A trace's JSON view (`GET /admin/sessions/{id}/trace`), read back call by call: what each was asked, in ids and in words.
+"""Read a trace's JSON view (`GET /admin/sessions/{id}/trace`) back, call by call: the prompt of each in ids and in messages.
 
-The bridges to formats that want a record per model call use it, here in the gateway (`server/openenv.py`) and on the trainer's side
-(`trainers/`), so that both say the same. What may be trained is decided by the rule that makes rows (`trace/sample.py`).
+For formats with a record per model call, in the gateway and in trainers alike. `trace/sample.py` decides what may be trained.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ _CHAT = "chat"
 
 
 class ContextView(msgspec.Struct, frozen=True):
-    """Messages that were added, and their ids."""
+    """A context node: the messages that were added, and their ids."""
 
     id: int
     parent: int | None
     ids: list[int]
-    messages: list[Json]  # in OpenAI's form
+    messages: list[Json]  # in the OpenAI format
     tools: list[Json]  # as the agent sent them, in its dialect
     dialect: str
     cause: str | None
@@ -38,14 +37,14 @@ class ContextView(msgspec.Struct, frozen=True):
 
 
 class TurnView(msgspec.Struct, frozen=True):
-    """One model call. `untrained` says why it may not be trained; empty if it may."""
+    """One model call. `untrained` is the reason why it may not be trained; empty if it may."""
 
     id: int
     parent: int  # its context
-    root: int  # the context that its conversation began with
+    root: int  # the first context of its conversation
     ids: list[int]
-    logprobs: list[float] | None  # None: not one for each id, whatever the reason
-    message: Json  # in OpenAI's form
+    logprobs: list[float] | None  # None unless there is one for each id
+    message: Json  # in the OpenAI format
     role: TurnRole
     untrained: str
     finish: str
@@ -62,7 +61,7 @@ class TurnView(msgspec.Struct, frozen=True):
 
 
 class TraceView:
-    """The tree of one session."""
+    """The tree of one session, by context and turn."""
 
     def __init__(self, view: Mapping[str, Any]) -> None:
         self.session: str = view["session"]
@@ -87,7 +86,7 @@ class TraceView:
         return context if parent is None else self._turns[parent].root
 
     def path(self, turn: TurnView) -> list[ContextView | TurnView]:
-        """From the root to `turn`."""
+        """The nodes from the root to `turn`."""
         found: list[ContextView | TurnView] = [turn]
         while True:
             context = self.contexts[found[-1].parent]  # type: ignore[index]  # a turn always has one
@@ -104,7 +103,7 @@ class TraceView:
         return ids
 
     def messages(self, turn: TurnView) -> list[Json]:
-        """The conversation that it answers, in OpenAI's form."""
+        """The conversation that a turn answers, in the OpenAI format."""
         found: list[Json] = []
         for node in self.path(turn)[:-1]:
             found += [node.message] if isinstance(node, TurnView) else node.messages
@@ -115,7 +114,7 @@ class TraceView:
 
 
 def parse_trace(view: Mapping[str, Any]) -> TraceView:
-    """A view as the admin API tells it."""
+    """Parse the trace that the admin API sends."""
     missing = [name for name in ("session", "status", "stop", "config", "preambles", "nodes") if name not in view]
     if missing:
         raise BadRequest(f"trace: {', '.join(missing)}: missing; give what GET /admin/sessions/ID/trace answers")
@@ -123,7 +122,7 @@ def parse_trace(view: Mapping[str, Any]) -> TraceView:
 
 
 def training_role(role: TurnRole) -> Literal["agent", "auxiliary", "discarded"]:
-    """The role of a turn, in the words of those who know three."""
+    """Map the role of a turn to the three roles of compatible formats."""
     if role in ("main", "subagent"):
         return "agent"
     return "auxiliary" if role == "side" else "discarded"
@@ -170,12 +169,12 @@ def _turn(node: Mapping[str, Any], root: int, policy: TrainingPolicy) -> TurnVie
 
 
 def _is_logprob(value: float | None) -> bool:
-    """A log-probability is a number, and never above 0."""
+    """Whether a value is a log-probability: a finite number of at most 0."""
     return value is not None and math.isfinite(value) and value <= 0
 
 
 def _to_sampled(node: Mapping[str, Any]) -> Sampled:
-    """As much of the node as the rule about training looks at."""
+    """Rebuild as much of the node as `untrainable` reads."""
     context = Context(node["parent"], None, np.empty(0, ID_DTYPE), ContextInfo(b"", b"", "", False))
     given = node["logprobs"]
     logprobs = None if given is None else np.array([np.nan if v is None else v for v in given], LOGPROB_DTYPE)

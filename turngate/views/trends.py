@@ -1,4 +1,4 @@
-"""How it went over time: rewards, staleness, throughput; and what went wrong how often. Asked through `questions.py`."""
+"""Trends over time: rewards, staleness and throughput; and the most frequent failures."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def summarize_training(known: RolloutIndex, store: Store, prefix: str, buckets: 
 
 
 def _throughput(known: RolloutIndex, first: float, now: float, width: float) -> list[Json]:
-    """Of the whole gateway, without gaps."""
+    """Turns, tokens and rollouts of the whole gateway by time, without gaps."""
     start, end = int(first // width), int(now // width)
     sums = {number: [0, 0, 0] for number in range(start, end + 1)}
     for number, counted in known.spans.items():
@@ -69,7 +69,7 @@ def _throughput(known: RolloutIndex, first: float, now: float, width: float) -> 
                 into[place] += counted[place]
     told = []
     for number, (turns, tokens, outcomes) in sums.items():
-        # The first and the last are not whole.
+        # The first and the last interval are incomplete.
         lasted = min(now, (number + 1) * width) - max(first - first % BUCKET_S, number * width)
         lasted = max(lasted, BUCKET_S)
         told.append(
@@ -88,7 +88,7 @@ def _list_deliveries(known: RolloutIndex, prefix: str) -> list[Json]:
     newest = [one for one in known.deliveries if one.group.startswith(prefix)][-_MOST_DELIVERIES:]
     told = []
     for one in newest:
-        # A group may be handed out in parts: what was recorded by then was in it.
+        # A group may be delivered in parts: it had what was recorded by then.
         rows = [kept.row for kept in members.get(one.group, ()) if (kept.recorded or 0) <= one.at]
         sampled = [row.version_start for row in rows if row.version_start is not None]
         rewards = [row.reward for row in rows if row.reward is not None]
@@ -110,7 +110,7 @@ def _list_deliveries(known: RolloutIndex, prefix: str) -> list[Json]:
 
 
 def _staleness(known: RolloutIndex, kept: Iterable[RolloutEntry]) -> list[Json]:
-    """Of each rollout that has an outcome, by how many versions the policy had moved on by then."""
+    """By how many versions the policy had moved on when each outcome was recorded."""
     behind: Counter[int] = Counter()
     for one in kept:
         if one.recorded is not None and one.row.version_start is not None:
@@ -121,7 +121,7 @@ def _staleness(known: RolloutIndex, kept: Iterable[RolloutEntry]) -> list[Json]:
 
 
 def summarize_failures(known: RolloutIndex, store: Store, prefix: str) -> dict[str, Json]:
-    """By class, what was said, most frequent first. Numbers in it do not make two messages of one."""
+    """The messages of failures by class, most frequent first. Messages that differ only in numbers count as one."""
     cursor, now = known.refresh(store), time.time()
     said: dict[str, dict[str, list[RolloutRow]]] = {}
     for kept in known.all(now):
@@ -163,7 +163,7 @@ def _rewards_over_time(graded: Sequence[tuple[float, RolloutRow]], width: float)
 
 
 def _rewards_by_version(rows: Iterable[RolloutRow]) -> list[Json]:
-    """By the version at a rollout's first token."""
+    """Mean reward by the policy version of a rollout's first token."""
     found: dict[int, list[float]] = {}
     for row in rows:
         if row.version_start is not None and row.reward is not None:
@@ -172,7 +172,7 @@ def _rewards_by_version(rows: Iterable[RolloutRow]) -> list[Json]:
 
 
 def _bucket_width(least: float) -> float:
-    """Of a bucket: a round number of seconds."""
+    """The width of a bucket: a round number of seconds."""
     for width in (10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, 86400):
         if width >= least:
             return float(width)

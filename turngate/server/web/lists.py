@@ -14,7 +14,7 @@ from turngate.server.http import int_param, json_response
 from turngate.server.web.reader import PageReader
 from turngate.server.web.view_cache import summarize_drift
 from turngate.types import Json
-from turngate.views.filters import RolloutFilter
+from turngate.views.filters import RolloutQuery
 from turngate.views.rollout_index import STATUSES
 
 CLASSES = ("graded", "agent failed", "invalid task", "infrastructure fault", "none")
@@ -74,7 +74,7 @@ class ListRoutes:
         return await self._reader.respond(lambda store: self._views.overview.failures(store, prefix))
 
 
-def _parse_filters(request: Request, sort: str) -> RolloutFilter:
+def _parse_filters(request: Request, sort: str) -> RolloutQuery:
     query = request.query_params
 
     def values_of(name: str) -> tuple[str, ...]:
@@ -87,7 +87,7 @@ def _parse_filters(request: Request, sort: str) -> RolloutFilter:
                 raise BadRequest(f"{name}: {value[:100]!r} is not one of {', '.join(known)}", param=name)
         return values
 
-    return RolloutFilter(
+    return RolloutQuery(
         status=choices_of("status", STATUSES),
         kind=choices_of("class", CLASSES),
         group=values_of("group"),
