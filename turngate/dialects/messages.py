@@ -1,8 +1,7 @@
 """Anthropic Messages: `POST /v1/messages` and `POST /v1/messages/count_tokens`.
 
-Decoding scans the body into raw messages and looks inside only those that are new; every other field is checked here, so that a
-wrong one is refused by name in Anthropic's own error shape. `messages_history.py` reads what is said, `messages_stream.py` writes
-the replies.
+Decoding splits the body into raw messages and decodes only those that are new. Every other field is checked here, so that a wrong one is
+refused by name in Anthropic's own error format. `messages_history.py` reads the conversation and `messages_reply.py` writes the replies.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from turngate.dialects.wire import (
 from turngate.errors import BadRequest, TurngateError
 from turngate.types import Call, Constraint, Done, History, Json
 
-# Claude Code's note to its provider, another one with every call: no part of what the model is told.
+# Claude Code's note to its provider, which changes with every call. The model does not see it.
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 _FORWARDED_HEADERS = ("anthropic-version", "anthropic-beta")
 # Chat templates know no effort unsupported this.
@@ -79,7 +78,7 @@ class _Request(msgspec.Struct):
     tool_choice: _ToolChoice | None = None
     thinking: _Thinking | None = None
     output_config: _OutputConfig | None = None
-    output_format: _Format | None = None  # the older place of output_config.format
+    output_format: _Format | None = None  # the older name of output_config.format
     stop_sequences: list[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -125,7 +124,7 @@ class Messages:
         items = [*wire.known_items, *map(bytes, request.messages)]
         history = MessagesHistory(items, tools, _decode_system_prompt(request.system), wire.history)
         if not history.raws:
-            raise field_error("messages", "none of them says anything")
+            raise field_error("messages", "all of them are empty")
         if history.last == "assistant" and wire.verb != "count":
             raise field_error(
                 "messages",
@@ -155,7 +154,7 @@ class Messages:
 
     def extend_call(self, call: Call, history: History, wire: WireRequest) -> Call | None:
         if not isinstance(history, MessagesHistory) or history.last == "assistant":
-            return None  # which is refused, or not
+            return None  # `decode` decides whether to refuse it
         return msgspec.structs.replace(
             call, history=history, body=wire.received_body, **call_fields_from_headers(wire.headers, _FORWARDED_HEADERS)
         )
@@ -197,7 +196,7 @@ def _decode_system_prompt(system: str | list[_SystemPart] | None) -> str:
     texts = []
     for n, part in enumerate(system or ()):
         if part.type != "text":
-            raise field_error(f"system.{n}.type", f"{part.type!r} blocks are not supported here; send text")
+            raise field_error(f"system.{n}.type", f"{part.type!r} blocks are not supported; send text")
         texts.append(_BILLING.sub("", part.text or ""))
     return "\n".join(text for text in texts if text)
 
@@ -206,23 +205,19 @@ def _refuse_unsupported(request: _Request) -> None:
     if not request.messages:
         raise field_error("messages", "at least one message is required")
     if request.max_tokens is not None and request.max_tokens < 1:
-        raise field_error("max_tokens", f"{request.max_tokens} is less than 1; there is no cache to warm")
+        raise field_error("max_tokens", f"{request.max_tokens} is less than 1")
     if is_given(request.mcp_servers) and bytes(request.mcp_servers) != b"[]":
-        raise field_error(
-            "mcp_servers", "are not connected to from here; let the agent do it and give the model its tools"
-        )
+        raise field_error("mcp_servers", "are not supported; let the agent connect to them and declare their tools")
     if is_given(request.container):
-        raise field_error("container", "there are no containers and skills here; leave it out")
+        raise field_error("container", "containers and skills are not supported; leave it out")
     if is_given(request.compaction):
-        raise field_error("compaction", "is not done here; ask the model for a summary in a message")
+        raise field_error("compaction", "is not supported; ask the model for a summary in a message")
     if is_given(request.thread):
-        raise reply.ThreadsUnsupported(
-            "thread: conversations are not kept for the caller here; send all messages", param="thread"
-        )
+        raise reply.ThreadsUnsupported("thread: conversations are not stored; send all messages", param="thread")
 
 
 def _template_hints(request: _Request) -> dict[str, Json]:
-    """What the request says about thinking, under the names that chat templates have for it."""
+    """Translate the request's thinking options into the arguments that chat templates know."""
     hints: dict[str, Json] = {}
     thinking, output = request.thinking, request.output_config
     if thinking is not None:
@@ -238,7 +233,7 @@ def _template_hints(request: _Request) -> dict[str, Json]:
 
 
 def _decode_constraint(request: _Request, tools: MessagesTools | None, *, parallel: bool) -> Constraint | None:
-    """What the output is forced into."""
+    """Decode the shape that the output must have."""
     forced = _decode_tool_choice(request.tool_choice, tools, parallel=parallel)
     form, field = request.output_format, "output_format"
     if request.output_config is not None and request.output_config.format is not None:
@@ -250,7 +245,7 @@ def _decode_constraint(request: _Request, tools: MessagesTools | None, *, parall
     if form.schema is None:
         raise field_error(f"{field}.schema", "is missing")
     if forced is not None:
-        raise field_error("tool_choice", f"a forced tool and {field} cannot both hold; leave one out")
+        raise field_error("tool_choice", f"a forced tool and {field} cannot be combined; leave one out")
     return Constraint("json_schema", require_shallow(form.schema, f"{field}.schema"))
 
 

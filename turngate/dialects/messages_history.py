@@ -1,7 +1,4 @@
-"""Anthropic Messages, what is said: the turns of a conversation and the tools, from their blocks to our types.
-
-Called by `messages.py` alone. Raw until it is asked for.
-"""
+"""Anthropic Messages, reading: the turns of a conversation and the tools, from raw blocks to our types, decoded on demand."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from turngate.dialects import messages_reply as reply
+from turngate.dialects.messages_roundtrip import call_id_from_wire, decode_signature, unwrap_arguments
 from turngate.dialects.wire import (
     ABSENT,
     DECODE_ERRORS,
@@ -28,7 +25,7 @@ from turngate.errors import BadRequest
 from turngate.types import History, Message, Tool, ToolCall
 
 _ROLES = ("user", "assistant", "system")
-# How nearly every client begins a message, so that most need not be looked into to know whose it is.
+# How nearly every client starts a message, so that most roles are known without decoding.
 _ROLE_BEGINNINGS = tuple((f'{{"role":{space}"{role}"'.encode(), role) for space in ("", " ") for role in _ROLES)
 _ERROR_PREFIXES = ("error", "<error", "<tool_use_error")
 
@@ -63,7 +60,7 @@ class _WireMessage(msgspec.Struct):
 
 
 class _RoleOnly(msgspec.Struct):
-    """As much of a message as tells whose it is."""
+    """A message's role, without the rest of it."""
 
     role: str
 
@@ -85,8 +82,8 @@ _tools = msgspec.json.Decoder(list[_WireTool])
 class MessagesHistory:
     """The messages of one request, decoded one turn at a time.
 
-    Messages of one speaker in a row are one turn, as they are for Anthropic, so they are one piece. `before`: the history of a request
-    that these messages begin with.
+    Consecutive messages of one role are one turn, as Anthropic treats them, and so one piece. `before`: the history of an earlier request
+    with whose messages these start.
     """
 
     def __init__(
@@ -99,10 +96,10 @@ class MessagesHistory:
         self.items = items
         self._tools = tools
         self._system = system
-        self._first: list[int | None] = []  # where in the request a piece begins; None: it is the system prompt
+        self._first: list[int | None] = []  # the index of each piece's first message; None: the system prompt
         self._roles: list[str] = []
         self.raws: list[bytes] = []
-        self.last = ""  # who spoke last
+        self.last = ""  # the role of the last message
         if isinstance(before, MessagesHistory) and before._system == system:
             self._first, self._roles, self.raws = before._first.copy(), before._roles.copy(), before.raws.copy()
             self.last = before.last
@@ -118,8 +115,8 @@ class MessagesHistory:
         return MessagesHistory(items, self._tools, self._system, self)
 
     def _add(self, start: int) -> None:
-        """The items from there on."""
-        piece = self.raws[-1:]  # what the last one is made of
+        """Add the items from index `start` on."""
+        piece = self.raws[-1:]  # the messages of the last piece
         for index in range(start, len(self.items)):
             raw = self.items[index]
             role = _read_role(raw, index)
@@ -153,7 +150,7 @@ class MessagesHistory:
             for m, block in enumerate(_blocks_of(wire))
         ]
         role = self._roles[index]
-        if any(wire.role != role for wire in wires):  # how a message began is not whose it is
+        if any(wire.role != role for wire in wires):  # the role at its start was overridden later
             raise BadRequest(f"{where}.role: is given twice", param=f"{where}.role")
         if role == "assistant":
             return (_decode_assistant(blocks),)
@@ -168,19 +165,19 @@ class MessagesTools:
         self._known: dict[str, tuple[Tool, bool]] | None = None
 
     def decode(self) -> tuple[Tool, ...]:
-        """Those that the model is told of at once; the others wait until a message refers to them."""
+        """The tools that the prompt declares. Deferred ones are declared when a message refers to them."""
         return tuple(tool for tool, deferred in self._all().values() if not deferred)
 
-    def declared(self, name: str, where: str) -> Tool:
-        """The one of this name; of no name, the first."""
+    def find(self, name: str, where: str) -> Tool:
+        """Find a tool by name; without a name, the first one."""
         tools = self._all()
         found = tools.get(name) if name else next(iter(tools.values()), None)
         if found is None:
-            raise BadRequest(f"{where}: there is no tool {name!r} among the tools", param=where)
+            raise BadRequest(f"{where}: {name!r} is not among the tools", param=where)
         return found[0]
 
     def _all(self) -> dict[str, tuple[Tool, bool]]:
-        """By name, and whether each one waits. Read once, since messages may refer to them thousands of times."""
+        """All tools by name, and whether each is deferred. Decoded once, since messages may refer to them thousands of times."""
         if self._known is None:
             try:
                 wires = _tools.decode(self.raw)
@@ -189,14 +186,14 @@ class MessagesTools:
             known: dict[str, tuple[Tool, bool]] = {}
             for n, wire in enumerate(wires):
                 if wire.name in known:
-                    raise BadRequest(f"tools: two of them are called {wire.name!r}; rename one", param="tools")
+                    raise BadRequest(f"tools: two tools are named {wire.name!r}; rename one", param="tools")
                 known[wire.name] = _decode_tool(wire, f"tools.{n}"), bool(wire.defer_loading)
             self._known = known
         return self._known
 
 
 def _describe_item_error(error: Exception) -> str:
-    """The reason, of a list that we made ourselves or that has no name."""
+    """Describe an error in a list that we built ourselves or that has no name, without the list's index."""
     return re.sub(r"^\[(\.\.\.|\d+)\]\.?(?=\w|:)", "", describe_error(error))
 
 
@@ -216,13 +213,13 @@ def _read_role(raw: bytes, index: int) -> str:
 
 
 def _is_option_only(raw: bytes) -> bool:
-    """Whether a system message only sets an option from here on, which is a hint at best."""
+    """Whether a system message has no content and only sets an option."""
     if b'"output_config"' not in raw:
         return False
     try:
         [wire] = _messages.decode(b"[" + raw + b"]")
     except DECODE_ERRORS:
-        return False  # told when it is read
+        return False  # reported when it is decoded
     return not wire.content
 
 
@@ -231,7 +228,7 @@ def _blocks_of(wire: _WireMessage) -> list[_Block]:
 
 
 def _why_unsupported(block: _Block, where: str) -> str:
-    """Why a block cannot be read here."""
+    """Say why a block cannot be read."""
     match block.type:
         case "image":
             fix = "this model reads text only; describe the image in a text block"
@@ -241,7 +238,7 @@ def _why_unsupported(block: _Block, where: str) -> str:
             fix = "it has no type"
         case _:
             fix = "only text, thinking, tool_use and tool_result blocks are; leave it out"
-    return f"{where}: {block.type!r} blocks are not supported here: {fix}"
+    return f"{where}: {block.type!r} blocks are not supported: {fix}"
 
 
 def _decode_assistant(blocks: Sequence[tuple[_Block, str]]) -> Message:
@@ -251,15 +248,15 @@ def _decode_assistant(blocks: Sequence[tuple[_Block, str]]) -> Message:
             case "text":
                 texts.append(block.text or "")
             case "thinking":
-                thoughts.append(block.thinking or reply.decode_signature(block.signature or ""))
+                thoughts.append(block.thinking or decode_signature(block.signature or ""))
                 signature = signature or block.signature or ""
             case "redacted_thinking":
-                pass  # sealed by another provider: nobody here can read it
+                pass  # encrypted by another provider
             case "tool_use":
                 calls.append(_decode_call(block, where))
             case _:
                 unsupported = unsupported or _why_unsupported(block, where)
-    # Blocks are cut where something else came in between; the words themselves run on.
+    # A text is split into blocks where something else came in between; the text itself continues.
     reasoning = "\n\n".join(thought for thought in thoughts if thought)
     return Message("assistant", "".join(texts), reasoning, tuple(calls), signature=signature, unsupported=unsupported)
 
@@ -268,11 +265,11 @@ def _decode_call(block: _Block, where: str) -> ToolCall:
     if not block.name:
         raise BadRequest(f"{where}.name: is missing", param=f"{where}.name")
     arguments = bytes(block.input).decode() if is_given(block.input) else "{}"
-    return ToolCall(reply.call_id_from_wire(block.id or ""), block.name, reply.unwrap_arguments(arguments))
+    return ToolCall(call_id_from_wire(block.id or ""), block.name, unwrap_arguments(arguments))
 
 
 def _decode_user(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | None) -> list[Message]:
-    """Results and words, in the order they came in."""
+    """Decode tool results and text, in their own order."""
     messages: list[Message] = []
     for is_result, run in groupby(blocks, lambda placed: placed[0].type == "tool_result"):
         if is_result:
@@ -290,8 +287,8 @@ def _decode_result(block: _Block, where: str, tools: MessagesTools | None) -> Me
     parts = [_Block("text", text=block.content)] if isinstance(block.content, str) else block.content or ()
     text, unsupported = _decode_text([(part, f"{where}.content.{n}") for n, part in enumerate(parts)], tools)
     if block.is_error and not text.lower().startswith(_ERROR_PREFIXES):
-        text = f"Error: {text}" if text else "Error"  # the model has no other way to know
-    return Message("tool", text, tool_call_id=reply.call_id_from_wire(block.tool_use_id), unsupported=unsupported)
+        text = f"Error: {text}" if text else "Error"  # the model has no other way to know that it is an error
+    return Message("tool", text, tool_call_id=call_id_from_wire(block.tool_use_id), unsupported=unsupported)
 
 
 def _decode_system(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | None) -> Message:
@@ -300,7 +297,7 @@ def _decode_system(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | 
 
 
 def _decode_text(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | None) -> tuple[str, str]:
-    """What some blocks say, and why that is not all."""
+    """Read the text of some blocks, and why a text-only model cannot read all of them, if so."""
     texts, unsupported = [], ""
     for block, where in blocks:
         match block:
@@ -321,18 +318,18 @@ def _decode_text(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | No
 
 
 def _describe_tool(name: str, tools: MessagesTools | None, where: str) -> str:
-    """A tool that becomes known in the middle of a conversation, as the model reads of it."""
+    """The text that declares a tool in the middle of a conversation."""
     if tools is None:
         return f"The tool {name} is available now."
-    tool = tools.declared(name, where)
+    tool = tools.find(name, where)
     return f"<function>{json.dumps(tool.wire['function'], ensure_ascii=False)}</function>"
 
 
 def _decode_tool(wire: _WireTool, where: str) -> Tool:
     if wire.type not in (None, "custom"):
         raise BadRequest(
-            f"{where}.type: {wire.type!r} is a tool of Anthropic's own models and servers and does not exist here; "
-            "leave it out, or declare one of your own with a name and an input_schema",
+            f"{where}.type: {wire.type!r} is run by Anthropic's own models and servers and is not supported; "
+            "leave it out, or declare a tool of your own with a name and an input_schema",
             param=f"{where}.type",
         )
     if not wire.name:
