@@ -338,7 +338,7 @@ WRONG: dict[str, tuple[dict[str, Json], str, str]] = {
     "logprobs": ({"include": ["message.output_text.logprobs"]}, "include", "not given to agents"),
     "top_logprobs": ({"top_logprobs": 3}, "top_logprobs", "not given to agents"),
     "context_management": ({"context_management": [{"type": "compaction"}]}, "context_management", "does not compact"),
-    "moderation": ({"moderation": {"model": "x"}}, "moderation", "is not done here"),
+    "moderation": ({"moderation": {"model": "x"}}, "moderation", "is not supported"),
     "temperature": ({"temperature": 3}, "temperature", "Expected `float` <= 2.0"),
     "max_output_tokens": ({"max_output_tokens": 0}, "max_output_tokens", "less than 1"),
     "truncation": ({"truncation": "maybe"}, "truncation", "Invalid enum value"),
@@ -375,7 +375,7 @@ WRONG: dict[str, tuple[dict[str, Json], str, str]] = {
     "two shapes": (
         {"tools": [RUN], "tool_choice": "required", "text": {"format": {"type": "json_object"}}},
         "tool_choice",
-        "cannot both hold",
+        "cannot be combined",
     ),
 }
 

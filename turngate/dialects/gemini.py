@@ -1,7 +1,7 @@
-"""Gemini, Google's Generative Language API: `POST /v1beta/models/{model}:generateContent` and its siblings.
+"""Gemini, Google's Generative Language API: `POST /v1beta/models/{model}:generateContent` and related routes.
 
-Decoding scans the body into raw turns and looks inside only those that are new (`gemini_contents`); every other field is checked here,
-so that a wrong one is refused by name in Google's own error shape. Fields may be spelled `camelCase` or `snake_case`, as there.
+Decoding splits the body into raw turns and decodes only those that are new (`gemini_history.py`). Every other field is checked here, so
+that a wrong one is refused by name in Google's own error format. Fields may be spelled `camelCase` or `snake_case`, as with Google.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Thinking(msgspec.Struct, rename="camel"):
 
 
 class _Config(msgspec.Struct, rename="camel"):
-    """`generationConfig`. What is not here says nothing to a model that writes text."""
+    """`generationConfig`, with the fields that matter to a model that writes text."""
 
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -129,7 +129,7 @@ class Gemini:
         )
 
     def stored_history(self, raws: Sequence[bytes]) -> GeminiHistory:
-        return GeminiHistory(raws, recorded=True)
+        return GeminiHistory(raws, stored=True)
 
     def stored_tools(self, raw: bytes) -> GeminiTools:
         return GeminiTools(raw)
@@ -179,7 +179,7 @@ def _decode_request(wire: WireRequest) -> dict[str, msgspec.Raw]:
     if wire.verb == "count" and "generateContentRequest" in request:
         request = read_fields(request["generateContentRequest"], "generateContentRequest")
     if "cachedContent" in request:
-        raise field_error("cachedContent", "is not supported, since nothing is cached here; send the whole contents")
+        raise field_error("cachedContent", "is not supported; send the whole contents")
     return request
 
 
@@ -205,7 +205,9 @@ def _convert_fields(given: Json, kind: type[T], where: str) -> T:
         raise field_error(where, "must be an object")
     known = {to_camel(name): asked for name, asked in given.items() if asked is not None}
     try:
-        return msgspec.convert(known, kind, strict=False)  # numbers may come as strings, and whole ones with a point
+        return msgspec.convert(
+            known, kind, strict=False
+        )  # numbers may be strings, and integers may have a decimal point
     except msgspec.ValidationError as error:
         raise BadRequest(
             f"{where}.{describe_error(error)}", param=f"{where}.{error_field(error) or ''}".rstrip(".")
@@ -229,9 +231,7 @@ def _refuse_unsupported(config: _Config) -> None:
         if asked is not None:
             raise field_error(f"{_CONFIG_FIELD}.{name}", "is not supported; this gateway answers in text")
     if config.continuation_token:
-        raise field_error(
-            f"{_CONFIG_FIELD}.continuationToken", "is not supported; no reply of this gateway asks for it"
-        )
+        raise field_error(f"{_CONFIG_FIELD}.continuationToken", "is not supported; leave it out")
     if config.max_output_tokens is not None and config.max_output_tokens < 1:
         raise field_error(f"{_CONFIG_FIELD}.maxOutputTokens", f"{config.max_output_tokens} is less than 1")
 
@@ -241,7 +241,7 @@ def _decode_thinking(config: _Config) -> _Thinking:
 
 
 def _template_hints(thinking: _Thinking) -> dict[str, Json]:
-    """What a thinking configuration means to a chat template, where it knows such a thing."""
+    """Translate a thinking configuration into the arguments that chat templates know."""
     hints: dict[str, Json] = {}
     if thinking.thinking_budget is not None:
         hints["enable_thinking"] = hints["thinking"] = thinking.thinking_budget != 0
@@ -254,7 +254,7 @@ def _template_hints(thinking: _Thinking) -> dict[str, Json]:
 
 
 def _decode_tools(request: dict[str, msgspec.Raw], config: _Config) -> tuple[GeminiTools | None, Constraint | None]:
-    """The tools that are offered, and what the output is forced into."""
+    """Decode the tools that are offered and the shape that the output must have."""
     raw = bytes(request.get("tools", b"[]"))
     tools = GeminiTools(raw) if raw not in (b"[]", b"{}") else None
     mode, allowed = _decode_calling_config(request)
@@ -263,7 +263,7 @@ def _decode_tools(request: dict[str, msgspec.Raw], config: _Config) -> tuple[Gem
         return None, shape
     if mode == "ANY":
         if shape is not None:
-            raise field_error(_MODE, "forced calls and a response schema cannot both hold; leave one out")
+            raise field_error(_MODE, "forced calls and a response schema cannot be combined; leave one out")
         return tools, _require_call(tools, allowed)
     if mode == "VALIDATED" and allowed and tools is not None:
         _require_declared(tools, allowed)
@@ -277,7 +277,7 @@ _ALLOWED = f"{_CALLING}.allowedFunctionNames"
 
 
 def _decode_calling_config(request: dict[str, msgspec.Raw]) -> tuple[str, dict[str, None]]:
-    """How functions may be called, and which of them."""
+    """Decode how functions may be called, and which of them."""
     found = read_fields(request["toolConfig"], "toolConfig") if "toolConfig" in request else {}
     if "functionCallingConfig" not in found:
         return "AUTO", {}
@@ -307,7 +307,7 @@ def _require_declared(tools: GeminiTools, allowed: Collection[str]) -> None:
 
 
 def _decode_response_shape(config: _Config) -> Constraint | None:
-    """What a reply that is no call has to look like."""
+    """Decode the shape of a reply that is not a tool call."""
     schema = require_shallow(config.response_json_schema, f"{_CONFIG_FIELD}.responseJsonSchema")
     if config.response_schema is not None:
         schema = to_json_schema(config.response_schema, f"{_CONFIG_FIELD}.responseSchema")

@@ -1,8 +1,8 @@
-"""The contents of a Gemini request, wire JSON → our messages. Used by `gemini.py` only.
+"""Gemini, reading: the contents of a request → our messages.
 
-A conversation is a list of contents, each by one role and made of parts. Contents in a row by the same role are one turn, however an
-agent cuts them: streaming SDKs keep every chunk as a content of its own, Gemini CLI joins them. So a turn is one raw piece here, and
-cutting it otherwise changes nothing.
+A conversation is a list of contents, each by one role and made of parts. Agents split contents differently: streaming SDKs keep every
+chunk as a content, Gemini CLI joins them. Consecutive contents of one role are therefore one turn and one raw piece, so the split does
+not matter.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ Speaker = Literal["system", "user", "model"]
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _raws = msgspec.json.Decoder(list[msgspec.Raw])
 
-# A part is one of these. What else it may carry says nothing to a model that reads text.
+# A part is one of these. Its other fields mean nothing to a text model.
 _KINDS = ("text", "functionCall", "functionResponse")
-_MEDIA = ("inlineData", "fileData")  # which only an endpoint of this dialect may be able to see
+_MEDIA = ("inlineData", "fileData")  # only an endpoint of this dialect may be able to read them
 _EXTRA_FIELDS = ("thought", "thoughtSignature", "partMetadata", "videoMetadata", "mediaResolution")
 _SPEAKERS: dict[str, Speaker] = {"": "user", "user": "user", "function": "user", "model": "model", "system": "system"}
-# How most clients spell a role. An object that ends so has it as its own last field: nothing inside it can look like this.
+# How most clients spell a role. In an object that ends like this it is the last field, since nothing nested can end like this.
 _ROLE_ENDINGS: tuple[tuple[Speaker, tuple[bytes, ...]], ...] = (
     ("model", (b',"role":"model"}', b', "role": "model"}')),
     ("user", (b',"role":"user"}', b', "role": "user"}')),
 )
-_OWN_SIGNATURE = b"tg1."  # what our own thought signatures begin with
-# Arguments have to be an object in this format. What a model wrote instead is delivered as the text that it is.
+_OWN_SIGNATURE = b"tg1."  # the prefix of our own thought signatures
+# Arguments must be an object in this format. Anything else that a model wrote is delivered as text under this name.
 RAW_ARGUMENTS = "__arguments__"
 
 
 def to_camel(name: str) -> str:
-    """Fields may be spelled `camelCase` or `snake_case`."""
+    """Convert a field's name to `camelCase`; it may be spelled `snake_case`."""
     if "_" not in name.strip("_"):
         return name
     head, *rest = name.split("_")
@@ -50,7 +50,7 @@ def to_camel(name: str) -> str:
 
 
 def read_fields(raw: msgspec.Raw | bytes, where: str) -> dict[str, msgspec.Raw]:
-    """An object's fields that are not null, each as it came."""
+    """Read an object's fields that are not null, each as raw JSON."""
     try:
         found = _fields.decode(raw)
     except DECODE_ERRORS as error:
@@ -59,7 +59,7 @@ def read_fields(raw: msgspec.Raw | bytes, where: str) -> dict[str, msgspec.Raw]:
 
 
 def read_items(raw: msgspec.Raw | bytes, where: str) -> list[msgspec.Raw]:
-    """A list's items. A single one may stand for a list of one."""
+    """Read a list's items. A single object may stand for a list of one."""
     plain = bytes(raw)
     if plain.startswith(b"{"):
         return [msgspec.Raw(plain)]
@@ -70,7 +70,7 @@ def read_items(raw: msgspec.Raw | bytes, where: str) -> list[msgspec.Raw]:
 
 
 def read_json(raw: msgspec.Raw, where: str) -> Json:
-    """A value that is data."""
+    """Decode any JSON value."""
     try:
         return msgspec.json.decode(raw)
     except DECODE_ERRORS as error:
@@ -78,7 +78,7 @@ def read_json(raw: msgspec.Raw, where: str) -> Json:
 
 
 def read_field(found: dict[str, msgspec.Raw], name: str, kind: type[T], default: T, where: str) -> T:
-    """One field of an object, in its type."""
+    """Decode one field of an object."""
     if name not in found:
         return default
     try:
@@ -88,13 +88,15 @@ def read_field(found: dict[str, msgspec.Raw], name: str, kind: type[T], default:
 
 
 def encode_signature(reasoning: str) -> str:
-    """A thought signature of our own: it carries the reasoning, which most agents do not send back otherwise."""
+    """Encode reasoning as a thought signature of our own, since most agents do not send reasoning back otherwise."""
     return base64.urlsafe_b64encode(_OWN_SIGNATURE + reasoning.encode()).decode()
 
 
 def decode_signature(signature: str) -> str | None:
-    """The reasoning in a signature of our own; None if it is somebody else's. An agent may write what it likes into one, as it may
-    into any thought that it sends: it is what the agent says that the model thought, and no more."""
+    """Decode the reasoning in a signature of our own; None if it is another provider's.
+
+    An agent can forge one, just as it can write any thought: it is only the agent's claim about what the model thought.
+    """
     try:
         plain = base64.b64decode(signature.translate(_STANDARD_ALPHABET), validate=True)
         return plain.removeprefix(_OWN_SIGNATURE).decode() if plain.startswith(_OWN_SIGNATURE) else None
@@ -106,26 +108,28 @@ _STANDARD_ALPHABET = str.maketrans("-_", "+/")
 
 
 class _Turn(msgspec.Struct):
-    """Contents in a row by one speaker."""
+    """Consecutive contents of one speaker."""
 
     speaker: Speaker
     contents: list[bytes]
-    at: int  # index of the first of them in the request
+    at: int  # index of the first content in the request
 
 
 class GeminiHistory:
-    """The turns of one request, decoded one at a time. The system instruction is the first, in a form of our own. `before`: of a request
-    whose contents these begin with."""
+    """The turns of one request, decoded one at a time. The system instruction is the first turn, in a form of our own.
+
+    `before`: the history of an earlier request with whose contents these start.
+    """
 
     def __init__(
-        self, items: Sequence[bytes], system: bytes = b"", *, recorded: bool = False, before: History | None = None
+        self, items: Sequence[bytes], system: bytes = b"", *, stored: bool = False, before: History | None = None
     ) -> None:
         self.items = items
         self._system = system
         self._turns: list[_Turn] = []
         self.raws: list[bytes] = []
         start = 0
-        turn: _Turn | None = None  # that is not over yet
+        turn: _Turn | None = None  # the one being built
         if isinstance(before, GeminiHistory) and before._system == system and before._turns:
             *self._turns, last = before._turns
             self.raws = before.raws[:-1]
@@ -134,7 +138,7 @@ class GeminiHistory:
             turn = _Turn("system", [system], -1)
         for at in range(start, len(items)):
             speaker = _read_speaker(items[at], at)
-            if speaker == "system" and not recorded:
+            if speaker == "system" and not stored:
                 raise field_error(f"contents[{at}].role", "'system' is not a valid role; use systemInstruction")
             if turn is not None and turn.speaker == speaker != "system":
                 turn.contents.append(items[at])
@@ -164,7 +168,7 @@ class GeminiHistory:
 
 
 def build_system_piece(raw: msgspec.Raw) -> bytes:
-    """The system instruction as the first piece of a history. Whatever role it came with, it is the system's."""
+    """Build the first piece of a history from the system instruction, ignoring the role that it came with."""
     parts = read_fields(raw, "systemInstruction").get("parts", msgspec.Raw(b"[]"))
     return b'{"role":"system","parts":' + bytes(parts) + b"}"
 
@@ -181,7 +185,7 @@ def _read_speaker(raw: bytes, at: int) -> Speaker:
 
 
 def _read_parts(turn: _Turn) -> Iterator[tuple[str, dict[str, msgspec.Raw]]]:
-    """The parts of a turn, and where each one stands in the request."""
+    """Read the parts of a turn, each with its position in the request."""
     for offset, raw in enumerate(turn.contents):
         where = f"contents[{turn.at + offset}]" if turn.speaker != "system" else "systemInstruction"
         for n, part in enumerate(
@@ -191,12 +195,12 @@ def _read_parts(turn: _Turn) -> Iterator[tuple[str, dict[str, msgspec.Raw]]]:
 
 
 def _read_kind(part: dict[str, msgspec.Raw], where: str, kinds: Sequence[str], speaker: str) -> str:
-    """What a part is. One that only carries a signature is a text of nothing."""
+    """Read the kind of a part. One that only carries a signature is an empty text."""
     for name in part:
         if name in _EXTRA_FIELDS or name in kinds:
             continue
         if name in _KINDS:
-            raise field_error(f"{where}.{name}", f"cannot stand in {speaker}")
+            raise field_error(f"{where}.{name}", f"is not allowed in {speaker}")
         raise field_error(f"{where}.{name}", "is not supported; this gateway takes text and functions only")
     return next((name for name in kinds if name in part), "text")
 
@@ -257,8 +261,8 @@ def _decode_arguments(found: dict[str, msgspec.Raw], where: str) -> str:
         raise field_error(f"{where}.args", str(error)) from None
 
 
-def _decode_user(turn: _Turn, answered: _Turn | None) -> tuple[Message, ...]:
-    """What the user says, and what its tools answer, in the order in which it stands there."""
+def _decode_user(turn: _Turn, model_turn: _Turn | None) -> tuple[Message, ...]:
+    """Decode the user's texts and tool results, in their own order."""
     messages: list[Message] = []
     texts: list[str] = []
     unsupported = ""
@@ -277,7 +281,7 @@ def _decode_user(turn: _Turn, answered: _Turn | None) -> tuple[Message, ...]:
                 messages.append(Message("user", "\n".join(texts), unsupported=unsupported))
                 texts, unsupported = [], ""
             if calls is None:
-                calls = _OpenCalls(_decode_model(_read_parts(answered)).tool_calls if answered is not None else ())
+                calls = _OpenCalls(_decode_model(_read_parts(model_turn)).tool_calls if model_turn is not None else ())
             messages.append(_decode_result(part["functionResponse"], f"{where}.functionResponse", calls))
     if texts:
         messages.append(Message("user", "\n".join(texts), unsupported=unsupported))
@@ -287,7 +291,7 @@ def _decode_user(turn: _Turn, answered: _Turn | None) -> tuple[Message, ...]:
 
 
 class _OpenCalls:
-    """The calls of a turn that are not answered yet, by id and by name: a turn may hold thousands."""
+    """The unanswered calls of a turn, indexed by id and by name, since a turn may hold thousands."""
 
     def __init__(self, calls: Sequence[ToolCall]) -> None:
         self._open = dict(enumerate(calls))
@@ -298,16 +302,16 @@ class _OpenCalls:
             self._names.setdefault(call.name, deque()).append(n)
 
     def take(self, call_id: str, name: str) -> ToolCall | None:
-        """The first that has this id; else the first of this name."""
-        for places in (self._ids.get(call_id), self._names.get(name)):
-            while places:
-                if call := self._open.pop(places.popleft(), None):
+        """Remove and return the first call with this id, else the first of this name."""
+        for candidates in (self._ids.get(call_id), self._names.get(name)):
+            while candidates:
+                if call := self._open.pop(candidates.popleft(), None):
                     return call
         return None
 
 
 def _decode_result(raw: msgspec.Raw, where: str, calls: _OpenCalls) -> Message:
-    """The answer to a call. Many clients send it without an id: then it answers the first open call of its name."""
+    """Decode the result of a call. Many clients send no id: then it answers the first open call of its name."""
     found = read_fields(raw, where)
     unsupported = media = ""
     if "parts" in found and read_items(found["parts"], f"{where}.parts"):
@@ -321,18 +325,18 @@ def _decode_result(raw: msgspec.Raw, where: str, calls: _OpenCalls) -> Message:
 
 
 def _response_text(response: dict[str, Json]) -> str:
-    """What the model reads of a response. `output`, `result` and `error` are the names that clients wrap plain answers in."""
+    """The text that the model reads of a response. Clients wrap plain results as `output`, `result` or `error`."""
     wrapped = [name for name in ("output", "result") if name in response]
     if len(wrapped) > 1 or not response.keys() <= {*wrapped, "error"}:
         return _to_text(response)
-    said = [_to_text(response[name]) for name in wrapped]
+    texts = [_to_text(response[name]) for name in wrapped]
     if response.get("error") is not None:
-        said.append(_error_text(response["error"]))
-    return "\n".join(filter(None, said))
+        texts.append(_error_text(response["error"]))
+    return "\n".join(filter(None, texts))
 
 
-def _to_text(said: Json) -> str:
-    return said if isinstance(said, str) else json.dumps(said, ensure_ascii=False)
+def _to_text(value: Json) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _error_text(error: Json) -> str:

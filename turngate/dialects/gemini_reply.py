@@ -1,4 +1,4 @@
-"""What we answer in Gemini's format: replies, whole and streamed, and errors. Used by `gemini.py` only."""
+"""Gemini, writing: replies (streamed and whole) and errors."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _MAX_DEPTH = 64  # nesting of arguments that all clients can read
 
 
 class GeminiReplyOptions(msgspec.Struct, frozen=True):
-    """What of the request decides how it is answered. `Call.wire` of this dialect."""
+    """What the request asks of the reply."""
 
-    thoughts: bool = False  # are they to be shown?
-    sse: bool = True  # a stream of events; otherwise a JSON list that grows
+    thoughts: bool = False  # show them
+    sse: bool = True  # stream server-sent events; otherwise a JSON list
 
 
 class GeminiStream:
-    """One streamed reply. Every chunk holds a part: SDKs take a reply with an empty chunk in it for a broken one, and drop it."""
+    """One streamed reply. Every chunk holds a part: SDKs discard a reply that contains an empty chunk."""
 
     def __init__(self, call: Call) -> None:
-        wanted = call.reply_options if isinstance(call.reply_options, GeminiReplyOptions) else GeminiReplyOptions()
-        self.media = "text/event-stream" if wanted.sse else "application/json; charset=UTF-8"
-        self._wanted = wanted
+        options = call.reply_options if isinstance(call.reply_options, GeminiReplyOptions) else GeminiReplyOptions()
+        self.media = "text/event-stream" if options.sse else "application/json; charset=UTF-8"
+        self._options = options
         self._head = _reply_head(call)
         self._reasoning: list[str] = []
-        self._signed = False  # a signature is out, or not wanted any more
-        self._begun = False
+        self._signed = False  # a signature was sent, or none is needed any more
+        self._started = False
 
     def begin(self) -> bytes:
-        return b"" if self._wanted.sse else b"["
+        return b"" if self._options.sse else b"["
 
     def event(self, event: ReplyEvent) -> bytes:
         match event:
@@ -45,7 +45,7 @@ class GeminiStream:
                 return self._chunk([{"text": text}])
             case Delta(kind="reasoning", text=text):
                 self._reasoning.append(text)
-                return self._chunk([{"text": text, "thought": True}]) if self._wanted.thoughts else b""
+                return self._chunk([{"text": text, "thought": True}]) if self._options.thoughts else b""
             case Delta(text=signature):
                 self._signed = True
                 return self._chunk([{"text": "", "thoughtSignature": signature}])
@@ -54,23 +54,23 @@ class GeminiStream:
                 self._signed = True
                 return self._chunk([_build_call_part(call, signature)])
             case KeepAlive():
-                # White space is all that every client takes: a comment, or a chunk without a part, breaks some.
+                # White space is the only thing that every client accepts: a comment, or a chunk without a part, breaks some.
                 return b"\n"
             case Done() as done:
-                return self._chunk([{"text": ""}], done) + (b"" if self._wanted.sse else b"]")
+                return self._chunk([{"text": ""}], done) + (b"" if self._options.sse else b"]")
 
     def error(self, error: TurngateError) -> bytes:
-        """As a bare object, where events are lines of data: the SDKs know an error in a stream by that."""
+        """Encode an error. Among server-sent events it is a bare object: the SDKs recognise an error in a stream by that."""
         body = orjson.dumps(error_body(error))
-        return body + b"\n\n" if self._wanted.sse else self._comma() + body + b"]"
+        return body + b"\n\n" if self._options.sse else self._comma() + body + b"]"
 
     def _chunk(self, parts: Sequence[Json], done: Done | None = None) -> bytes:
         body = orjson.dumps({**_build_reply(parts, done), **self._head})
-        return b"data: " + body + b"\r\n\r\n" if self._wanted.sse else self._comma() + body
+        return b"data: " + body + b"\r\n\r\n" if self._options.sse else self._comma() + body
 
     def _comma(self) -> bytes:
-        begun, self._begun = self._begun, True
-        return b",\r\n" if begun else b""
+        started, self._started = self._started, True
+        return b",\r\n" if started else b""
 
 
 def encode_reply(call: Call, done: Done) -> bytes:
@@ -102,7 +102,7 @@ def _build_call_part(call: ToolCall, signature: str) -> Json:
 
 
 def _encode_arguments(arguments: str) -> Json:
-    """An object as the model wrote it. Anything else, or one that clients choke on, as the text that it is."""
+    """Encode an object as the model wrote it. Anything else, or a too deeply nested object, is sent as text."""
     if not arguments:
         return {}
     try:
@@ -159,7 +159,7 @@ def _reply_head(call: Call) -> dict[str, Json]:
     return {"modelVersion": call.model, "responseId": os.urandom(16).hex()}
 
 
-# By the status of ours: the provider's own, and its word for it.
+# Our status → the provider's status and its name.
 _STATUS = {
     400: (400, "INVALID_ARGUMENT"),
     401: (400, "INVALID_ARGUMENT"),

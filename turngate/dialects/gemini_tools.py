@@ -1,4 +1,4 @@
-"""The tools of a Gemini request: function declarations, and the schemas that this API writes in its own form. Used by `gemini.py` only."""
+"""Gemini, reading: function declarations, and schemas in this API's own form."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from turngate.dialects.gemini_history import read_field, read_fields, read_items
 from turngate.dialects.wire import field_error, function_tool, require_shallow
 from turngate.types import Json, Tool
 
-# Whole numbers come as strings, the way protocol buffers write 64 bits.
+# Integers are strings, as protocol buffers write 64 bits.
 _INTEGER_FIELDS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 _SCHEMA_LISTS = ("anyOf", "prefixItems")
 _MAX_DEPTH = 64
 
 
 class GeminiTools:
-    """The tools of one request, or those of them that it allows."""
+    """The tools of one request, or the allowed ones among them."""
 
     def __init__(self, raw: bytes, allowed: Collection[str] = ()) -> None:
         self.raw = raw
@@ -35,12 +35,13 @@ class GeminiTools:
 
 
 def _read_declarations(raw: bytes) -> Iterator[tuple[str, str, bytes]]:
-    """Where each declaration stands, the name of its function, and itself."""
+    """Read the declarations: the position of each, its function's name, and its JSON."""
     for n, tool in enumerate(read_items(raw, "tools")):
         for kind, declared in read_fields(tool, f"tools[{n}]").items():
             if kind != "functionDeclarations":
                 raise field_error(
-                    f"tools[{n}].{kind}", "is not supported, since nobody here runs it; declare a function of your own"
+                    f"tools[{n}].{kind}",
+                    "is not supported, since the gateway runs no tools; declare a function of your own",
                 )
             for m, declaration in enumerate(read_items(declared, f"tools[{n}].{kind}")):
                 where = f"tools[{n}].{kind}[{m}]"
@@ -55,12 +56,12 @@ def _decode_tool(name: str, found: dict[str, msgspec.Raw], where: str) -> Tool:
     tool = function_tool(name, description or None, _decode_schema(found, "parameters", where))
     returns = _decode_schema(found, "response", where)
     if returns is not None:
-        tool.wire["function"]["return"] = returns  # as chat templates know it
+        tool.wire["function"]["return"] = returns  # the name that chat templates use
     return tool
 
 
 def _decode_schema(found: dict[str, msgspec.Raw], name: str, where: str) -> Json:
-    """A schema that may be given in either of two forms."""
+    """Decode a schema, which may be given in either of two forms."""
     if f"{name}JsonSchema" in found:
         place = f"{where}.{name}JsonSchema"
         return require_shallow(read_json(found[f"{name}JsonSchema"], place), place)
@@ -68,11 +69,11 @@ def _decode_schema(found: dict[str, msgspec.Raw], name: str, where: str) -> Json
 
 
 def to_json_schema(schema: Json, where: str, depth: int = 0) -> Json:
-    """This API's own schema as a JSON schema: types in small letters, `nullable` as a type, order as order."""
+    """Convert this API's schema to a JSON schema: lower-case types, `nullable` as a type, properties in their given order."""
     if depth > _MAX_DEPTH:
         raise field_error(where, f"is nested more than {_MAX_DEPTH} deep")
     if not isinstance(schema, dict):
-        return schema  # where a JSON schema may have true or false
+        return schema  # a JSON schema may be true or false
     found = {to_camel(name): part for name, part in schema.items() if part is not None}
     plain: dict[str, Json] = {}
     for name, part in found.items():
@@ -98,7 +99,7 @@ def to_json_schema(schema: Json, where: str, depth: int = 0) -> Json:
             case (("nullable" | "propertyOrdering"), _):
                 pass
             case "format", "enum":
-                pass  # says again that there is an enum
+                pass  # repeats that there is an enum
             case _:
                 plain["$ref" if name == "ref" else name] = part
     return _allow_null(plain) if found.get("nullable") is True else plain

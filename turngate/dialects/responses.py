@@ -1,7 +1,7 @@
-"""OpenAI Responses: `POST /v1/responses`, and `/v1/responses/input_tokens`, which counts.
+"""OpenAI Responses: `POST /v1/responses`, and `/v1/responses/input_tokens`, which counts tokens.
 
-Every field of a request is checked here. What it says is in `responses_items`, what it offers in `responses_tools`, and how it is
-answered in `responses_stream`. Nothing is kept for later calls: each one brings its whole conversation along.
+Every field of a request is checked here. `responses_history.py` reads the conversation, `responses_tools.py` the tools, and
+`responses_reply.py` writes the replies. Responses are not stored: each call brings its whole conversation along.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high", "ultra": "high"}
 
 
 class PreviousResponseNotFound(BadRequest):
-    """No response can be found by its id: none is kept."""
+    """A response cannot be found by its id, because responses are not stored."""
 
     kind = "previous_response_not_found"
 
@@ -124,12 +124,12 @@ class Responses:
         text = _decode_text(request)
         constraint, tools = _decode_constraint(request, text, offered, renewed=bool(items.offered))
         reasoning = request.reasoning or _Reasoning()
-        asked = {"temperature": request.temperature, "top_p": request.top_p}
+        sampling = {"temperature": request.temperature, "top_p": request.top_p}
         return Call(
             model=request.model or "",
             history=items,
             tools=tools,
-            sampling=validate_sampling({name: value for name, value in asked.items() if value is not None}),
+            sampling=validate_sampling({name: value for name, value in sampling.items() if value is not None}),
             max_tokens=_max_tokens(request),
             constraint=constraint,
             parallel_tool_calls=request.parallel_tool_calls is not False,
@@ -150,7 +150,7 @@ class Responses:
 
     def extend_call(self, call: Call, history: History, wire: WireRequest) -> Call | None:
         if not isinstance(history, ResponsesHistory) or history.offered or history.found:
-            return None  # tools that come with the items are among those of the call
+            return None  # the items bring tools along, which are part of the call
         return msgspec.structs.replace(
             call, history=history, body=wire.received_body, **call_fields_from_headers(wire.headers, FORWARDED_HEADERS)
         )
@@ -186,7 +186,7 @@ class Responses:
         return orjson.dumps(error_body(error, code="model_not_found" if missing else None))
 
     def sends_in_stream(self, error: TurngateError) -> bool:
-        # Agents look for it there, and make room. All else they understand by its HTTP status.
+        # Agents look for an overflow in the stream, and compact. They recognise every other error by its HTTP status.
         return isinstance(error, ContextOverflow)
 
 
@@ -199,9 +199,9 @@ def _refuse_unsupported(request: _Request) -> None:
         )
     for name, value in (("conversation", request.conversation), ("prompt", request.prompt)):
         if is_given(value):
-            raise field_error(name, "nothing is stored here that it could name; send the whole conversation as input")
+            raise field_error(name, "is not supported, since nothing is stored; send the whole conversation as input")
     if request.background:
-        raise field_error("background", "is not supported, since no response is kept; stream it, or wait for it")
+        raise field_error("background", "is not supported, since no response is stored; stream it, or wait for it")
     if request.top_logprobs or _LOGPROBS in (request.include or ()):
         field = "top_logprobs" if request.top_logprobs else "include"
         raise field_error(
@@ -209,10 +209,10 @@ def _refuse_unsupported(request: _Request) -> None:
         )
     if is_given(request.context_management) and bytes(request.context_management) != b"[]":
         raise field_error(
-            "context_management", "the gateway does not compact conversations; leave it out and do so yourself"
+            "context_management", "the gateway does not compact conversations; leave it out and compact them yourself"
         )
     if is_given(request.moderation):
-        raise field_error("moderation", "is not done here; leave it out")
+        raise field_error("moderation", "is not supported; leave it out")
 
 
 def _decode_history(request: _Request, wire: WireRequest) -> ResponsesHistory:
@@ -232,12 +232,12 @@ def _decode_history(request: _Request, wire: WireRequest) -> ResponsesHistory:
 
 
 def _build_message_item(role: str, text: str) -> bytes:
-    """A piece for what stands outside the list of items, in the form of an item."""
+    """Build an item for a text outside the list of items."""
     return msgspec.json.encode({"role": role, "content": text})
 
 
 def _collect_tools(request: _Request, items: ResponsesHistory) -> bytes | None:
-    """All tools, whether they came with the request or with its items, as one list."""
+    """Collect the tools of the request and of its items in one list."""
     raw = bytes(request.tools) if is_given(request.tools) else b"[]"
     if items.offered:
         try:
@@ -277,7 +277,7 @@ def _decode_text(request: _Request) -> _Text:
 def _decode_constraint(
     request: _Request, text: _Text, offered: bytes | None, *, renewed: bool
 ) -> tuple[Constraint | None, ResponsesTools | None]:
-    """What the output is forced into, and the tools that the model is shown."""
+    """Decode the shape that the output must have, and the tools that the model sees."""
     try:
         choice: Json = msgspec.json.decode(request.tool_choice)
     except DECODE_ERRORS as error:
@@ -286,7 +286,7 @@ def _decode_constraint(
     forced, shown = _decode_tool_choice(choice, tools, parallel=request.parallel_tool_calls is not False)
     shape = _decode_text_format(text)
     if forced is not None and shape is not None:
-        raise field_error("tool_choice", "a forced tool and text.format cannot both hold; leave one out")
+        raise field_error("tool_choice", "a forced tool and text.format cannot be combined; leave one out")
     return forced or shape, shown
 
 
@@ -309,7 +309,7 @@ def _decode_tool_choice(
             some = [tool for tool in _require_tools(tools) if tool.name in names]
             if mode == "required":
                 return require_any_tool(some, parallel=parallel), tools
-            # Only what the model is not shown it will surely not call.
+            # The model can only be kept from calling a tool by hiding it.
             return None, tools.restrict_to(names) if tools is not None and some else None
         case {"type": str(kind)} if kind not in ("function", "custom", "allowed_tools"):
             raise field_error("tool_choice", f"{kind!r} is run by the provider, and this gateway runs no tools")
@@ -355,8 +355,10 @@ def _decode_text_format(text: _Text) -> Constraint | None:
 
 
 def _echo_request(request: _Request, reasoning: _Reasoning) -> bytes:
-    """The request as the response repeats it; where it did otherwise than it was asked, what it did. Spelled as JSON, without its
-    braces: calls that share a frame share this too."""
+    """Encode the fields of the response that repeat the request, or what the gateway did instead.
+
+    They are a JSON object without its braces, which calls that share a frame share too.
+    """
 
     def as_sent(raw: msgspec.Raw, default: Json) -> Json:
         return orjson.Fragment(one_line(bytes(raw).decode())) if is_given(raw) else default
