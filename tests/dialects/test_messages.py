@@ -295,7 +295,7 @@ DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/p
 def test_what_is_more_than_text_is_named_by_its_place(block: Json, at: str) -> None:
     """A provider of this dialect may be given it; a model that reads text cannot, and says so (`prompt.py`)."""
     [unsupported] = [m.unsupported for m in results(text("Look:"), block) if m.unsupported]
-    assert unsupported.startswith(f"{at}: '") and "not supported here" in unsupported
+    assert unsupported.startswith(f"{at}: '") and "not supported" in unsupported
 
 
 @pytest.mark.parametrize("kind", ["server_tool_use", "web_search_tool_result", "mcp_tool_use", "compaction", "image"])

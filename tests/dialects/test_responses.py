@@ -348,7 +348,7 @@ WRONG: dict[str, tuple[dict[str, Json], str, str]] = {
     "tool of the provider": ({"tools": [{"type": "code_interpreter"}]}, "tools[0].type", "run by the provider"),
     "unknown tool": ({"tools": [{"type": "teleport"}]}, "tools[0].type", "is not supported"),
     "tool without a name": ({"tools": [{"type": "function"}]}, "tools[0].name", "is missing"),
-    "tools of one name": ({"tools": [RUN, RUN]}, "tools", "two of them are called 'run'"),
+    "tools of one name": ({"tools": [RUN, RUN]}, "tools", "two tools are named 'run'"),
     "namespace": ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name", "is missing"),
     "tool in a namespace": (
         {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]},

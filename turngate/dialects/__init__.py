@@ -19,7 +19,7 @@ _raws = msgspec.json.Decoder(list[msgspec.Raw])
 
 def decode_stored_messages(dialect: str, raw: bytes) -> list[Message]:
     """Decode a stored JSON list of messages in the dialect they arrived in."""
-    history = _by_name[dialect].stored_history([bytes(piece) for piece in _raws.decode(raw)])
+    history = _by_name[dialect].read_stored_history([bytes(piece) for piece in _raws.decode(raw)])
     return [message for index in range(len(history.raws)) for message in history.decode(index)]
 
 
@@ -29,7 +29,7 @@ def decode_stored_tools(dialect: str, raw: bytes) -> tuple[Tool, ...]:
         return ()
     if dialect not in _by_name:
         raise BadRequest(f"{dialect!r} is not a dialect")
-    return _by_name[dialect].stored_tools(raw).decode()
+    return _by_name[dialect].read_stored_tools(raw).decode()
 
 
 __all__ = [

@@ -87,10 +87,10 @@ class Dialect(Protocol):
         None: the request has to be decoded whole.
         """
 
-    def stored_history(self, raws: Sequence[bytes]) -> History:
+    def read_stored_history(self, raws: Sequence[bytes]) -> History:
         """Messages as a trace stores them."""
 
-    def stored_tools(self, raw: bytes) -> Tools:
+    def read_stored_tools(self, raw: bytes) -> Tools:
         """Tools as a trace stores them."""
 
     def open_stream(self, call: Call) -> Stream: ...

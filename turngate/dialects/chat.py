@@ -218,10 +218,10 @@ class Chat:
             call, history=history, body=wire.received_body, **call_fields_from_headers(wire.headers, FORWARDED_HEADERS)
         )
 
-    def stored_history(self, raws: Sequence[bytes]) -> ChatHistory:
+    def read_stored_history(self, raws: Sequence[bytes]) -> ChatHistory:
         return ChatHistory(raws)
 
-    def stored_tools(self, raw: bytes) -> ChatTools:
+    def read_stored_tools(self, raw: bytes) -> ChatTools:
         return ChatTools(raw)
 
     def open_stream(self, call: Call) -> ChatStream:

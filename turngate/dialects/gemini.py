@@ -128,10 +128,10 @@ class Gemini:
             call, history=history, body=wire.received_body, **call_fields_from_headers(wire.headers, _FORWARDED_HEADERS)
         )
 
-    def stored_history(self, raws: Sequence[bytes]) -> GeminiHistory:
+    def read_stored_history(self, raws: Sequence[bytes]) -> GeminiHistory:
         return GeminiHistory(raws, stored=True)
 
-    def stored_tools(self, raw: bytes) -> GeminiTools:
+    def read_stored_tools(self, raw: bytes) -> GeminiTools:
         return GeminiTools(raw)
 
     def open_stream(self, call: Call) -> GeminiStream:

@@ -37,7 +37,7 @@ from turngate.types import Call, Constraint, Done, History, Json
 # Claude Code's note to its provider, which changes with every call. The model does not see it.
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 _FORWARDED_HEADERS = ("anthropic-version", "anthropic-beta")
-# Chat templates know no effort unsupported this.
+# Chat templates know no higher effort.
 _EFFORTS = {"xhigh": "high", "max": "high"}
 
 
@@ -159,10 +159,10 @@ class Messages:
             call, history=history, body=wire.received_body, **call_fields_from_headers(wire.headers, _FORWARDED_HEADERS)
         )
 
-    def stored_history(self, raws: Sequence[bytes]) -> MessagesHistory:
+    def read_stored_history(self, raws: Sequence[bytes]) -> MessagesHistory:
         return MessagesHistory(raws)
 
-    def stored_tools(self, raw: bytes) -> MessagesTools:
+    def read_stored_tools(self, raw: bytes) -> MessagesTools:
         return MessagesTools(raw)
 
     def open_stream(self, call: Call) -> reply.MessagesStream:

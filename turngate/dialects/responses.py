@@ -37,7 +37,7 @@ from turngate.types import Call, Constraint, Done, History, Json, Tool
 
 _ENCRYPTED = "reasoning.encrypted_content"
 _LOGPROBS = "message.output_text.logprobs"
-# Chat templates know no effort unsupported these.
+# Chat templates know no other efforts.
 _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high", "ultra": "high"}
 
 
@@ -141,7 +141,7 @@ class Responses:
             body=wire.received_body,
             reply_options=ResponsesReplyOptions(
                 echo=_echo_request(request, reasoning),
-                tools=OfferedTools((*((offered,) if offered is not None else ()), *items.searched_tools())),
+                tools=OfferedTools((*((offered,) if offered is not None else ()), *items.list_searched_tools())),
                 summary=bool(reasoning.summary or reasoning.generate_summary),
                 encrypt_reasoning=_ENCRYPTED in (request.include or ()),
             ),
@@ -149,16 +149,16 @@ class Responses:
         )
 
     def extend_call(self, call: Call, history: History, wire: WireRequest) -> Call | None:
-        if not isinstance(history, ResponsesHistory) or history.offered or history.found:
+        if not isinstance(history, ResponsesHistory) or history.offered or history.search_outputs:
             return None  # the items bring tools along, which are part of the call
         return msgspec.structs.replace(
             call, history=history, body=wire.received_body, **call_fields_from_headers(wire.headers, FORWARDED_HEADERS)
         )
 
-    def stored_history(self, raws: Sequence[bytes]) -> ResponsesHistory:
+    def read_stored_history(self, raws: Sequence[bytes]) -> ResponsesHistory:
         return ResponsesHistory(raws)
 
-    def stored_tools(self, raw: bytes) -> ResponsesTools:
+    def read_stored_tools(self, raw: bytes) -> ResponsesTools:
         return ResponsesTools.from_stored(raw)
 
     def open_stream(self, call: Call) -> ResponsesStream:
@@ -216,12 +216,12 @@ def _refuse_unsupported(request: _Request) -> None:
 
 
 def _decode_history(request: _Request, wire: WireRequest) -> ResponsesHistory:
-    said = request.input
+    given_input = request.input
     items = (
-        [bytes(item) for item in said]
-        if isinstance(said, list)
-        else [_build_message_item("user", said)]
-        if said
+        [bytes(item) for item in given_input]
+        if isinstance(given_input, list)
+        else [_build_message_item("user", given_input)]
+        if given_input
         else []
     )
     instructions = _build_message_item("system", request.instructions) if request.instructions else b""

@@ -1,10 +1,8 @@
-"""The items of a Responses call → messages.
+"""OpenAI Responses, reading: the items of a call → messages, decoded on demand.
 
-The format spreads one turn of the model over several items: reasoning, text, calls. Here they are one piece again, so that a turn is
-compared and read as the one message that it was. Items that follow each other belong together, unless the ids that we gave them
-say that they came with different replies; by the same ids, calls that an agent has mixed with their results are put back.
-
-What is in the items is only looked at when a piece is new.
+The format spreads one turn of the model over several items: reasoning, text, calls. Here they become one piece again, so that a turn is
+compared and decoded as one message. Consecutive items belong together, unless the ids that we gave them show that they came with
+different replies. The same ids also reunite calls that an agent has mixed with their results.
 """
 
 from __future__ import annotations
@@ -23,12 +21,12 @@ from turngate.dialects.wire import ABSENT, DECODE_ERRORS, describe_error, is_giv
 from turngate.errors import BadRequest
 from turngate.types import History, Message, Role, ToolCall
 
-REASONING_PREFIX = "tg1."  # how reasoning begins that the agent keeps for us
-WHOLE_INPUT_PREFIX = "ctcw"  # begins the ids of custom calls whose input is all that the model gave as arguments
+REASONING_PREFIX = "tg1."  # the prefix of reasoning that we encoded for the agent to send back
+WHOLE_INPUT_PREFIX = "ctcw"  # the id prefix of custom calls whose input is the model's complete arguments
 
 _CALLS = frozenset({"function_call", "custom_tool_call", "tool_search_call"})
 _RESULTS = frozenset({"function_call_output", "custom_tool_call_output", "tool_search_output"})
-# What tools that the provider runs leave behind. Only the provider can read it.
+# Items of tools that the provider runs. Only the provider can read them.
 _HOSTED = frozenset(
     {
         "web_search_call",
@@ -55,7 +53,7 @@ _HOSTED_RESULTS = frozenset(
         "program_output",
     }
 )
-# Items that are part of a turn of the model's, besides its messages.
+# Items that are part of a model's turn, besides its messages.
 _TURN = frozenset({"reasoning"}) | _CALLS | _HOSTED
 _ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
@@ -114,21 +112,23 @@ _tools_item = msgspec.json.Decoder(_ToolsItem)
 
 
 class ResponsesHistory:
-    """The pieces of one request, read one at a time. `instructions` come before the items, in the form of one. `before`: of a request
-    whose items these begin with."""
+    """The pieces of one request, decoded one at a time. `instructions` precede the items, in the form of an item.
+
+    `before`: the history of an earlier request with whose items these start.
+    """
 
     def __init__(self, items: Sequence[bytes], instructions: bytes = b"", before: History | None = None) -> None:
         self.items = items
         self._instructions = instructions
-        self.offered: list[bytes] = []  # tools that come with the items rather than with the request
-        self.found: list[bytes] = []  # results of the agent's own search for tools
-        self._pieces: list[tuple[int, ...]] = []  # the items that each is made of; the instructions are item -1
-        self.raws: list[bytes] = []  # and what they say
-        self._turn: int | None = None  # the piece that is a turn and still open for more items
-        self._mark = ""  # of that turn
+        self.offered: list[bytes] = []  # tools in the items rather than in the request
+        self.search_outputs: list[bytes] = []  # items with results of the agent's own tool search
+        self._pieces: list[tuple[int, ...]] = []  # the items of each piece; the instructions are item -1
+        self.raws: list[bytes] = []
+        self._turn: int | None = None  # the piece that is a turn and may get more items
+        self._mark = ""  # the reply mark of that turn
         self._adjacent = False
         if isinstance(before, ResponsesHistory) and before._instructions == instructions:
-            self.offered, self.found = before.offered.copy(), before.found.copy()
+            self.offered, self.search_outputs = before.offered.copy(), before.search_outputs.copy()
             self._pieces, self.raws = before._pieces.copy(), before.raws.copy()
             self._turn, self._mark, self._adjacent = before._turn, before._mark, before._adjacent
             self._add(len(before.items))
@@ -141,14 +141,14 @@ class ResponsesHistory:
         return ResponsesHistory(items, self._instructions, self)
 
     def _add(self, start: int) -> None:
-        """The items from there on."""
-        grown: dict[int, list[int]] = {}  # pieces that more items belong to
+        """Add the items from index `start` on."""
+        grown: dict[int, list[int]] = {}  # more items of existing pieces
         for n in range(start, len(self.items)):
             item = self.items[n]
             head = self._read(item, n)
             kind = head.type or _default_type(head.role)
             if kind in _TURN or (kind == "message" and head.role == "assistant"):
-                if self._goes_on(_reply_mark(head.id) if head.id else ""):
+                if self._belongs_to_turn(_reply_mark(head.id) if head.id else ""):
                     assert self._turn is not None
                     grown.setdefault(self._turn, []).append(n)
                 else:
@@ -159,22 +159,22 @@ class ResponsesHistory:
             else:
                 self._adjacent = False
                 if kind not in _RESULTS:
-                    self._turn = None  # somebody else spoke
+                    self._turn = None  # another speaker
                 elif kind == "tool_search_output":
-                    self.found.append(item)
+                    self.search_outputs.append(item)
                 self._begin(n, item)
         for piece, more in grown.items():
             self._pieces[piece] = (*self._pieces[piece], *more)
             self.raws[piece] = b",".join([self.raws[piece], *(self.items[n] for n in more)])
 
-    def _goes_on(self, own: str) -> bool:
-        """Whether an item of a turn, marked so, belongs to the one that is open."""
+    def _belongs_to_turn(self, own: str) -> bool:
+        """Whether an item of a turn belongs to the open turn. `own`: the reply mark in the item's id."""
         mark = self._mark
         same = own == mark or not (own and mark) if self._adjacent else own != "" and own == mark
         self._adjacent = True
-        goes_on = self._turn is not None and same
-        self._mark = (mark or own) if goes_on else own
-        return goes_on
+        belongs = self._turn is not None and same
+        self._mark = (mark or own) if belongs else own
+        return belongs
 
     def _begin(self, n: int, item: bytes) -> None:
         self._pieces.append((n,))
@@ -190,9 +190,9 @@ class ResponsesHistory:
             return (_decode_turn(items, places),)
         return (_decode_other(items[0], places[0]),)
 
-    def searched_tools(self) -> list[bytes]:
-        """The lists of tools that the agent's searches brought."""
-        return [b"[" + b",".join(_read_tools(item, "input")) + b"]" for item in self.found]
+    def list_searched_tools(self) -> list[bytes]:
+        """The lists of tools that the agent's searches found."""
+        return [b"[" + b",".join(_read_tools(item, "input")) + b"]" for item in self.search_outputs]
 
     def _read(self, item: bytes, n: int) -> _Head:
         try:
@@ -205,7 +205,7 @@ class ResponsesHistory:
 
 
 def encode_reasoning(reasoning: str) -> str:
-    """Reasoning as an opaque value. It is not secret: the agent has seen it, or could."""
+    """Encode reasoning as an opaque value. It is not secret: the agent may see it."""
     raw = reasoning.encode("utf-8", "surrogatepass")
     return REASONING_PREFIX + base64.urlsafe_b64encode(_checksum(raw) + raw).decode()
 
@@ -218,7 +218,7 @@ def decode_reasoning(value: str, where: str) -> str:
         raw, text = b"", ""
     if raw[:8] != _checksum(raw[8:]):
         raise InvalidEncryptedContent(
-            f"{where}.encrypted_content: could not be verified; give it back as it came, or leave the item out",
+            f"{where}.encrypted_content: could not be verified; send it back unchanged, or leave the item out",
             param=f"{where}.encrypted_content",
         )
     return text
@@ -229,12 +229,12 @@ def _checksum(raw: bytes) -> bytes:
 
 
 def _default_type(role: str | None) -> str:
-    """What an item without a type is."""
+    """The type of an item that has none."""
     return "message" if role else "item_reference"
 
 
 def _reply_mark(item_id: str) -> str:
-    """What the ids of one reply of ours have in common; empty if it is none of ours."""
+    """The mark that all ids of one of our replies share; empty for other ids."""
     return item_id.partition("_tg")[2][:24]
 
 
@@ -246,7 +246,7 @@ def _read_tools(item: bytes, where: str) -> list[bytes]:
 
 
 def _item_error(error: Exception, places: list[str]) -> BadRequest:
-    """msgspec's message, at our place: an item of its own, or one of several in a list."""
+    """Build an error from msgspec's message, with the position of the item in the request."""
     found = re.fullmatch(r"(?s)(?:\[(\d+)\])?\.?([\w.\[\]]*): (Expected .*)", describe_error(error))
     if found is None:
         return BadRequest(f"{places[0]}: {describe_error(error)}", param=places[0])
@@ -254,7 +254,7 @@ def _item_error(error: Exception, places: list[str]) -> BadRequest:
     return BadRequest(f"{where}: {found[3]}", param=where)
 
 
-# ── a turn of the model's ───────────────────────────────────────────────────────────────────────────────────────────
+# ── the model's turns ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _decode_turn(items: list[_Item], places: list[str]) -> Message:
@@ -276,16 +276,16 @@ def _decode_turn(items: list[_Item], places: list[str]) -> Message:
                 calls.append(_decode_call(item, where))
             case kind:
                 unsupported = (
-                    unsupported or f"{where}.type: {kind!r} items are the provider's own; this gateway cannot read them"
+                    unsupported or f"{where}.type: {kind!r} items belong to the provider; this gateway cannot read them"
                 )
-    # What was streamed in pieces is put together without anything in between.
+    # Texts that were streamed in pieces are joined without a separator.
     return Message(
         "assistant", "".join(content), "".join(reasoning), tuple(calls), signature=signature, unsupported=unsupported
     )
 
 
 def _read_reasoning(item: _Item, where: str) -> tuple[str, str]:
-    """The reasoning, and what a provider has sealed it with."""
+    """Read the reasoning, and the provider's signature of it."""
     kept = item.encrypted_content or ""
     if kept.startswith(REASONING_PREFIX):
         return decode_reasoning(kept, where), ""
@@ -314,13 +314,13 @@ def _decode_call(item: _Item, where: str) -> ToolCall:
 
 
 def _decode_arguments(raw: msgspec.Raw) -> str:
-    """JSON text in a string, or the value itself."""
+    """Decode arguments: JSON text in a string, or the JSON value itself."""
     given_as = bytes(raw)
     text = msgspec.json.decode(given_as, type=str) if given_as.startswith(b'"') else given_as.decode()
     return "{}" if text in ("", "null") else text
 
 
-# ── what others say ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── other messages ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _decode_other(item: _Item, where: str) -> Message:
@@ -346,15 +346,15 @@ def _decode_other(item: _Item, where: str) -> Message:
             tools = decode_tools(bytes(item.tools), f"{where}.tools") if is_given(item.tools) else []
             try:
                 text = orjson.dumps([tool.wire for tool in tools]).decode()
-            except orjson.JSONEncodeError as error:  # a number that no 64 bits can hold
+            except orjson.JSONEncodeError as error:  # a number of more than 64 bits
                 raise BadRequest(f"{where}.tools: {error}", param=f"{where}.tools") from None
             return Message("tool", text, tool_call_id=_require_call_id(item, where))
         case kind if kind in _HOSTED_RESULTS:
-            unsupported = f"{where}.type: {kind!r} items answer a tool of the provider's; this gateway cannot read them"
+            unsupported = f"{where}.type: {kind!r} items answer a provider's tool; this gateway cannot read them"
             return Message("tool", tool_call_id=item.call_id or "", unsupported=unsupported)
         case "item_reference":
             raise BadRequest(
-                f"{where}: refers to an item by its id, but nothing is stored here under an id; send the item itself",
+                f"{where}: refers to an item by its id, but items are not stored; send the item itself",
                 param=where,
             )
         case kind:
@@ -368,7 +368,7 @@ def _require_call_id(item: _Item, where: str) -> str:
 
 
 def _read_texts(content: str | list[_Part] | None, where: str) -> tuple[list[str], str]:
-    """The texts of some content, and why it is more than text, if it is."""
+    """Read the texts of some content, and why a text-only model cannot read all of it, if so."""
     if content is None or isinstance(content, str):
         return [content or ""], ""
     texts = []
@@ -379,7 +379,7 @@ def _read_texts(content: str | list[_Part] | None, where: str) -> tuple[list[str
                 texts.append(part.text or "")
             case "refusal":
                 texts.append(part.refusal or "")
-            case "encrypted_content":  # of a message between agents: an argument that a model of ours gave
+            case "encrypted_content":  # in a message between agents: an argument that one of our models gave
                 texts.append(part.encrypted_content or "")
             case "input_image" | "input_file" | "input_audio":
                 texts.append(placeholder(part.type, msgspec.json.encode(part)))
@@ -391,7 +391,7 @@ def _read_texts(content: str | list[_Part] | None, where: str) -> tuple[list[str
 
 
 def _join_texts(texts: list[str]) -> str:
-    """Parts on lines of their own."""
+    """Join texts, each on a line of its own."""
     text = ""
     for more in texts:
         text += ("\n" if text and not text.endswith("\n") else "") + more

@@ -1,12 +1,12 @@
-"""A Responses reply, event by event. One that is not streamed is the last event's response.
+"""OpenAI Responses, writing: a reply, event by event. A reply that is not streamed is the response of the last event.
 
     created, in_progress → per item: added, its parts and deltas, done → completed, incomplete or failed
 
-An item is open while text of its kind comes; a call comes whole. Ids of items carry the mark of their reply, by which the turn is
-known again when the agent sends it back (`responses_items`).
+An item is open while text of its kind arrives; a call arrives complete. The ids of items carry the mark of their reply, which identifies
+the turn when the agent sends it back (`responses_history.py`).
 
-A reply has a dozen events besides its text, and three of them repeat the request. So events are templates with holes: what never changes
-is written once, the request's part once for all calls that share it, and a text or an item once for all events that tell it.
+A reply has about a dozen events besides its text, and three of them repeat the request. Events are therefore templates with holes: constant
+parts are encoded once, the request's part once for all calls that share it, and a text or an item once for all events that contain it.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from turngate.types import Call, CallDelta, Delta, Done, Json, KeepAlive, ReplyE
 
 
 class OfferedTools:
-    """Lists of tools, by which calls are told apart; read when the first call comes."""
+    """The lists of tools that say what kind each call is, decoded when the first call arrives."""
 
     def __init__(self, lists: tuple[bytes, ...] = ()) -> None:
         self._lists = lists
 
     @cached_property
-    def named(self) -> dict[str, AgentTool]:
+    def by_name(self) -> dict[str, AgentTool]:
         return index_tools(self._lists)
 
 
 class ResponsesReplyOptions(msgspec.Struct, frozen=True):
-    """What of the request its reply needs."""
+    """What the request asks of the reply."""
 
-    echo: bytes  # fields of the response that repeat the request, as the inside of a JSON object
+    echo: bytes  # fields of the response that repeat the request: a JSON object without its braces
     tools: OfferedTools
-    summary: bool = False  # reasoning is given as a summary
+    summary: bool = False  # reasoning is returned as a summary
     encrypt_reasoning: bool = False  # reasoning is returned as `encrypted_content`, which the agent sends back
 
 
 # ── templates ───────────────────────────────────────────────────────────────────────────────────────────────────────
-# `%b` is JSON that is put in as it is (or, between quotes, an id), `%d` a number. The first hole of an event is its own number.
+# `%b` is JSON that is inserted verbatim (or, between quotes, an id), `%d` a number. The first hole of an event is its sequence number.
 
 
 def _event(name: str, fields: bytes) -> bytes:
@@ -68,14 +68,14 @@ _STATUS_EVENTS = {
 
 _ADDED = _event("output_item.added", b'"output_index":%d,"item":%b')
 _DONE = _event("output_item.done", b'"output_index":%d,"item":%b')
-_PLACE = b'"item_id":"%b","output_index":%d,'  # of an event inside an item
+_PLACE = b'"item_id":"%b","output_index":%d,'  # the position of an event inside an item
 
 
 class _TextForm(msgspec.Struct, frozen=True):
-    """How one kind of text is told. The events have their place and what they tell as holes."""
+    """The templates of one kind of text."""
 
     prefix: bytes  # of the item's id
-    item: bytes  # of a message: its id, its status, its parts; of reasoning: its id, its parts, its signature
+    item: bytes  # holes: id, status and parts of a message; id, parts and signature of reasoning
     part: bytes
     part_added: bytes
     delta: bytes
@@ -86,7 +86,7 @@ class _TextForm(msgspec.Struct, frozen=True):
 def _build_text_form(
     prefix: bytes, item: bytes, part: bytes, events: tuple[str, str], index: bytes, more: bytes = b""
 ) -> _TextForm:
-    """`events`: what those of the text and those of the part are called. `index`: of the part, which is the only one."""
+    """Build the templates. `events`: the names of the text's and the part's events. `index`: the field for the part's index, always 0."""
     place = _PLACE + b'"%b":0,' % index
     of_text, of_part = events
     return _TextForm(
@@ -125,9 +125,9 @@ _SUMMARY = _build_text_form(
 
 
 class _CallForm(msgspec.Struct, frozen=True):
-    """How one kind of call is told."""
+    """The templates of one kind of call."""
 
-    item: bytes  # its id, its status, what it is called, what it is given
+    item: bytes  # holes: id, status, call fields, arguments
     delta: bytes
     done: bytes
 
@@ -156,16 +156,18 @@ class _OpenItem(msgspec.Struct):
 
 
 class ResponsesStream:
+    """One reply, streamed or whole."""
+
     media = "text/event-stream; charset=utf-8"
 
     def __init__(self, call: Call) -> None:
         assert isinstance(call.reply_options, ResponsesReplyOptions), "a call of this dialect"
-        self._asked = call.reply_options
+        self._options = call.reply_options
         self._mark = os.urandom(12).hex().encode()
-        self._sequence = 2  # the beginning is written last, when there is something to follow it
-        self._output: list[bytes] = []  # items that are whole
+        self._sequence = 2  # `begin` uses 0 and 1
+        self._output: list[bytes] = []  # complete items
         self._item: _OpenItem | None = None
-        self._head = _HEAD % (self._mark, int(time.time()), orjson.dumps(call.model), self._asked.echo)
+        self._head = _HEAD % (self._mark, int(time.time()), orjson.dumps(call.model), self._options.echo)
 
     def begin(self) -> bytes:
         response = _RESPONSE % (self._head, b"in_progress", b"null", b"null", b"null", b"", b"null")
@@ -174,22 +176,24 @@ class ResponsesStream:
     def event(self, event: ReplyEvent) -> bytes:
         match event:
             case Delta(kind="signature", text=signature):
-                return self._sealed(signature)
+                return self._sign(signature)
             case Delta(kind=kind, text=text):
-                return self._text(_MESSAGE if kind == "content" else self._thought(), text) if text else b""
+                return self._text(_MESSAGE if kind == "content" else self._reasoning_form(), text) if text else b""
             case CallDelta(call=call):
                 return self._close() + self._call(call)
             case KeepAlive():
-                return self._told("in_progress")
+                return self._encode_status("in_progress")
             case Done() as done:
                 data, status, response = self._finish(done)
                 return data + _STATUS_EVENTS[status] % (self._next(), response)
 
     def error(self, error: TurngateError) -> bytes:
-        return self._told("failed", error=orjson.dumps({"code": _error_code(error), "message": error_message(error)}))
+        return self._encode_status(
+            "failed", error=orjson.dumps({"code": _error_code(error), "message": error_message(error)})
+        )
 
     def whole(self, done: Done) -> bytes:
-        """The reply at once."""
+        """Encode the whole reply."""
         message = done.message
         for event in (
             Delta("reasoning", message.reasoning),
@@ -202,8 +206,8 @@ class ResponsesStream:
 
     # ── items ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _thought(self) -> _TextForm:
-        return _SUMMARY if self._asked.summary else _REASONING
+    def _reasoning_form(self) -> _TextForm:
+        return _SUMMARY if self._options.summary else _REASONING
 
     def _text(self, form: _TextForm, text: str) -> bytes:
         item, opening = self._item, b""
@@ -214,14 +218,14 @@ class ResponsesStream:
         item.text.append(text)
         return opening + form.delta % (self._next(), item.id, len(self._output), orjson.dumps(text))
 
-    def _sealed(self, signature: str) -> bytes:
+    def _sign(self, signature: str) -> bytes:
         item, opening = self._item, b""
-        if item is None or item.form is _MESSAGE:  # sealed reasoning of which nothing was shown
+        if item is None or item.form is _MESSAGE:  # signed reasoning without any text
             opening = self._close()
-            item, added = self._open(self._thought())
+            item, added = self._open(self._reasoning_form())
             opening += added
         item.signature = signature
-        return opening + self._close()  # what follows is sealed apart
+        return opening + self._close()  # later reasoning has a signature of its own
 
     def _open(self, form: _TextForm) -> tuple[_OpenItem, bytes]:
         self._item = item = _OpenItem(form, self._id(form.prefix))
@@ -235,44 +239,46 @@ class ResponsesStream:
             return b""
         self._item = None
         form, place = item.form, len(self._output)
-        said = "".join(item.text)
-        text = orjson.dumps(said)
+        plain = "".join(item.text)
+        text = orjson.dumps(plain)
         part = form.part % text
         data = form.done % (self._next(), item.id, place, text)
         data += form.part_done % (self._next(), item.id, place, part)
         if form is _MESSAGE:
-            return data + self._done(form.item % (item.id, status, part))
-        return data + self._done(form.item % (item.id, part if said else b"", self._kept(item, said)))
+            return data + self._add_item(form.item % (item.id, status, part))
+        return data + self._add_item(form.item % (item.id, part if plain else b"", self._encode_encrypted(item, plain)))
 
-    def _kept(self, item: _OpenItem, said: str) -> bytes:
-        """What the agent keeps of reasoning for whoever sealed it."""
-        signature = item.signature or (encode_reasoning(said) if said and self._asked.encrypt_reasoning else "")
+    def _encode_encrypted(self, item: _OpenItem, reasoning: str) -> bytes:
+        """Encode the opaque form of reasoning that the agent sends back."""
+        signature = item.signature or (
+            encode_reasoning(reasoning) if reasoning and self._options.encrypt_reasoning else ""
+        )
         return b',"encrypted_content":' + orjson.dumps(signature) if signature else b""
 
     def _call(self, call: ToolCall) -> bytes:
-        """A call as the kind of item that its tool asks for."""
-        known = self._asked.tools.named.get(call.name) or AgentTool("function", call.name)
-        called = _CALL_FIELDS % (orjson.dumps(call.id), orjson.dumps(known.name))
-        if known.namespace:
-            called += b',"namespace":' + orjson.dumps(known.namespace)
-        if known.kind == "custom":
+        """Encode a call as the kind of item that its tool expects."""
+        tool = self._options.tools.by_name.get(call.name) or AgentTool("function", call.name)
+        fields = _CALL_FIELDS % (orjson.dumps(call.id), orjson.dumps(tool.name))
+        if tool.namespace:
+            fields += b',"namespace":' + orjson.dumps(tool.namespace)
+        if tool.kind == "custom":
             text = _free_text(call.arguments)
             item_id = self._id(b"ctc" if text is not None else WHOLE_INPUT_PREFIX.encode())
-            return self._called(_CUSTOM, item_id, called, call.arguments if text is None else text)
-        if known.kind == "function":
-            return self._called(_FUNCTION, self._id(b"fc"), called, call.arguments)
+            return self._encode_call(_CUSTOM, item_id, fields, call.arguments if text is None else text)
+        if tool.kind == "function":
+            return self._encode_call(_FUNCTION, self._id(b"fc"), fields, call.arguments)
         item = _SEARCH % (self._id(b"tsc"), orjson.dumps(call.id), _encode_arguments(call.arguments))
-        return _ADDED % (self._next(), len(self._output), item) + self._done(item)
+        return _ADDED % (self._next(), len(self._output), item) + self._add_item(item)
 
-    def _called(self, form: _CallForm, item_id: bytes, called: bytes, text: str) -> bytes:
+    def _encode_call(self, form: _CallForm, item_id: bytes, fields: bytes, text: str) -> bytes:
         place, given = len(self._output), orjson.dumps(text)
-        data = _ADDED % (self._next(), place, form.item % (item_id, b"in_progress", called, b'""'))
+        data = _ADDED % (self._next(), place, form.item % (item_id, b"in_progress", fields, b'""'))
         if text:
             data += form.delta % (self._next(), item_id, place, given)
         data += form.done % (self._next(), item_id, place, given)
-        return data + self._done(form.item % (item_id, b"completed", called, given))
+        return data + self._add_item(form.item % (item_id, b"completed", fields, given))
 
-    def _done(self, item: bytes) -> bytes:
+    def _add_item(self, item: bytes) -> bytes:
         self._output.append(item)
         return _DONE % (self._next(), len(self._output) - 1, item)
 
@@ -280,18 +286,18 @@ class ResponsesStream:
         return b"%b_tg%b%02x" % (kind, self._mark, len(self._output))
 
     def _next(self) -> int:
-        """The number of an event."""
+        """The next sequence number."""
         self._sequence += 1
         return self._sequence - 1
 
     # ── the response ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _finish(self, done: Done) -> tuple[bytes, str, bytes]:
-        """What is still to be told, how it ended, and the whole response."""
+        """Finish the reply: return the remaining events, the final status and the whole response."""
         cut = done.finish == "length"
         data = b""
         if self._item is None and not self._output:
-            # An answer of nothing is one too: the agent has to have something to send back.
+            # An empty reply still has a message, so that the agent can send the turn back.
             data = self._open(_MESSAGE)[1]
         data += self._close(b"incomplete" if cut else b"completed")
         if cut:
@@ -305,12 +311,12 @@ class ResponsesStream:
         output = b",".join(self._output)
         return _RESPONSE % (self._head, status.encode(), ended, error, incomplete, output, _usage_to_wire(usage))
 
-    def _told(self, status: str, *, error: bytes = b"null") -> bytes:
+    def _encode_status(self, status: str, *, error: bytes = b"null") -> bytes:
         return _STATUS_EVENTS[status] % (self._next(), self._response(status, error=error))
 
 
 def error_message(error: TurngateError) -> str:
-    """The message, in the words that agents look for."""
+    """The error's message, in the wording that agents look for."""
     if isinstance(error, ContextOverflow):
         known = error.limit is not None and error.size is not None
         sizes = f" (The maximum context length is {error.limit} tokens; your input has {error.size}.)" if known else ""
@@ -321,7 +327,7 @@ def error_message(error: TurngateError) -> str:
 
 
 def _error_code(error: TurngateError) -> str:
-    """Why a response failed. Agents repeat a call after a `server_error`, but not after what is wrong with it."""
+    """The code of a failed response. Agents retry after a `server_error`, but not after an invalid request."""
     if isinstance(error, ContextOverflow):
         return error.kind
     if error.status == 429:
@@ -330,7 +336,7 @@ def _error_code(error: TurngateError) -> str:
 
 
 def _free_text(arguments: str) -> str | None:
-    """The input of a custom tool, if the arguments are that and nothing else."""
+    """The input of a custom tool, if the arguments contain nothing else."""
     try:
         match orjson.loads(arguments):
             case {"input": str(text), **rest} if not rest:
@@ -341,7 +347,7 @@ def _free_text(arguments: str) -> str | None:
 
 
 def _encode_arguments(arguments: str) -> bytes:
-    """Arguments as the object that they spell; what spells none stays text."""
+    """Encode arguments as a JSON object, or as text if they are not one."""
     try:
         spelled: Json = orjson.loads(arguments)
     except orjson.JSONDecodeError:

@@ -1,8 +1,8 @@
-"""The tools of a Responses call ⇄ functions that a chat template can show.
+"""OpenAI Responses: tools ⇄ functions that a chat template can show.
 
-The model sees plain functions. A custom tool is one with a single string `input`; a function in a namespace is called
-`namespace__name`; the agent's own `tool_search` is one like any other. `named` is the way back, from the function that the model
-called to the kind of item that the agent expects.
+The model sees plain functions. A custom tool is a function with a single string `input`; a function in a namespace is named
+`namespace__name`; the agent's own `tool_search` is a function too. `index_tools` leads back from the function that the model called to the
+kind of item that the agent expects.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from turngate.dialects.wire import DECODE_ERRORS, describe_error, function_tool,
 from turngate.errors import BadRequest
 from turngate.types import Json, Tool
 
-DEFAULT_NAMESPACES = ("", "functions")  # the namespaces that need not be told
+DEFAULT_NAMESPACES = ("", "functions")  # the namespaces that a function's name leaves out
 SEARCH = "tool_search"
 
 _HOSTED = {
@@ -24,9 +24,9 @@ _HOSTED = {
     "code_interpreter": "is run by the provider, and this gateway runs no tools; give the model a function that runs code",
     "mcp": "is run by the provider, and this gateway runs no tools; connect to the server yourself and offer its functions",
     "programmatic_tool_calling": "is run by the provider, and this gateway runs no tools; leave it out",
-    "local_shell": "has a form of its own; offer a function that runs commands instead",
-    "shell": "has a form of its own; offer a function that runs commands instead",
-    "apply_patch": "has a form of its own; offer a custom tool that takes a patch instead",
+    "local_shell": "is not supported; offer a function that runs commands instead",
+    "shell": "is not supported; offer a function that runs commands instead",
+    "apply_patch": "is not supported; offer a custom tool that takes a patch instead",
 }
 
 
@@ -47,7 +47,7 @@ class _WireTool(msgspec.Struct):
 
 
 class _Name(msgspec.Struct):
-    """As much of a tool as its name needs."""
+    """The part of a tool that gives its name."""
 
     type: str = ""
     name: str = ""
@@ -62,7 +62,7 @@ class _AllowedTools(msgspec.Struct):
 
 
 class AgentTool(msgspec.Struct, frozen=True):
-    """What a function that the model sees is to the agent."""
+    """The agent's tool behind a function that the model sees."""
 
     kind: Literal["function", "custom", "tool_search"]
     name: str
@@ -76,8 +76,8 @@ _names = msgspec.json.Decoder(list[_Name])
 class ResponsesTools:
     """The tools of one request.
 
-    `allowed`: the names of those that the model is shown, where not all are. `renewed`: some came in the course of the conversation
-    and take the place of earlier ones.
+    `allowed`: the names of the tools that the model sees; None: all. `renewed`: tools may replace earlier ones of the same name, because
+    some arrived in the course of the conversation.
     """
 
     def __init__(self, raw: bytes, allowed: Collection[str] | None = None, *, renewed: bool = False) -> None:
@@ -92,7 +92,7 @@ class ResponsesTools:
         found: dict[str, Tool] = {}
         for tool in decode_tools(self._tools, "tools"):
             if tool.name in found and not self.renewed:
-                raise BadRequest(f"tools: two of them are called {tool.name!r}; rename one", param="tools")
+                raise BadRequest(f"tools: two tools are named {tool.name!r}; rename one", param="tools")
             found[tool.name] = tool
         return tuple(tool for name, tool in found.items() if self._allowed is None or name in self._allowed)
 
@@ -109,7 +109,7 @@ class ResponsesTools:
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """The one name under which the model knows a function."""
+    """The name by which the model knows a function."""
     return name if (namespace or "") in DEFAULT_NAMESPACES else f"{namespace}__{name}"
 
 
@@ -122,7 +122,7 @@ def decode_tools(raw: bytes, where: str) -> list[Tool]:
 
 
 def index_tools(raws: Sequence[bytes]) -> dict[str, AgentTool]:
-    """By the names that the model sees, what the tools of these lists are. They were read before; here nothing is refused."""
+    """Index the tools of these lists by the names that the model sees. They were validated before, so nothing is refused here."""
     found: dict[str, AgentTool] = {}
     for raw in raws:
         try:
@@ -141,7 +141,7 @@ def index_tools(raws: Sequence[bytes]) -> dict[str, AgentTool]:
 
 
 def is_ignored(kind: str) -> bool:
-    """Tools that agents offer by habit and that the provider would run: the model is not shown them."""
+    """Whether a tool is hidden from the model: one that agents always offer and that only the provider can run."""
     return kind.startswith("web_search") or kind == "image_generation"
 
 
@@ -154,7 +154,7 @@ def _decode_tool(wire: _WireTool, where: str) -> Iterator[Tool]:
         case "namespace":
             yield from _decode_namespace(wire, where)
         case "tool_search":
-            # One that the provider runs finds what is in the list anyway, which the model is shown whole.
+            # A search that the provider runs would only find tools of this list, which the model sees anyway.
             if wire.execution == "client":
                 parameters = require_shallow(wire.parameters, f"{where}.parameters")
                 yield function_tool(SEARCH, wire.description, parameters)

@@ -116,15 +116,15 @@ class NodeMessages:
         raws = [bytes(piece) for piece in _pieces.decode(context.row.messages)]
         match context.info.dialect:
             case "chat":
-                return Chat().stored_history(raws)
+                return Chat().read_stored_history(raws)
             case "responses":
-                return Responses().stored_history(raws)
+                return Responses().read_stored_history(raws)
             case "gemini":
-                return Gemini().stored_history(raws)
+                return Gemini().read_stored_history(raws)
             case "messages":
                 stored = self._session.preambles.get(context.info.preamble)
                 if stored is None or stored.tools in (b"", b"[]") or b"tool_" not in context.row.messages:
-                    return Messages().stored_history(raws)
+                    return Messages().read_stored_history(raws)
                 return MessagesHistory(raws, MessagesTools(stored.tools))  # messages may refer to tools
             case other:
                 raise BadRequest(f"{other!r} is not a dialect")
