@@ -1,4 +1,4 @@
-"""Chat templates ⇄ token ids. `load` finds the renderer for a tokenizer folder and certifies it. No network, no engine."""
+"""Chat templates ⇄ token ids. `load_renderer` loads and certifies the renderer of a tokenizer folder. No network, no engine."""
 
 from __future__ import annotations
 
@@ -30,30 +30,32 @@ BUILTIN_TOKENIZER = Path(__file__).parent / "builtin"
 def load_renderer(
     folder: Path, *, model: str = "", family: str = "auto", anew: bool = False
 ) -> tuple[Renderer, Certificate]:
-    """The renderer for a tokenizer folder.
+    """Load the renderer of a tokenizer folder.
 
-    `family`: `auto` takes a hand-written one where the `renderers` package knows the model's very name, `template` always
-    derives, anything else names a family. `anew`: probe again what is known.
+    `family`: `auto` uses a hand-written renderer if the `renderers` package knows the model's exact name, `template` always derives one
+    from the chat template, anything else names a family. `anew`: ignore the cached certificate and probe again.
     """
     name = record_name(folder, model, family)
-    known = None if anew else load_record(name)
-    if known is None:
+    record = None if anew else load_record(name)
+    if record is None:
         tokenizer = Tokenizer(folder, name=model)
     else:
-        tokenizer = Tokenizer(folder, name=model, vocabulary=known.vocabulary, fast=known.fast)
+        tokenizer = Tokenizer(folder, name=model, vocabulary=record.vocabulary, fast=record.fast)
     derived = TemplateRenderer(tokenizer) if (hand_written := _load_family(tokenizer, model, family)) is None else None
     renderer = hand_written or derived
     assert renderer is not None
-    certificate = certify(renderer) if known is None else known.certificate
-    if known is None:
+    certificate = certify(renderer) if record is None else record.certificate
+    if record is None:
         save_record(name, CertificateRecord(tokenizer.vocabulary, tokenizer.fast, certificate))
-    if derived is not None:  # else reported, not acted upon: a family's bridge is its author's word
+    if (
+        derived is not None
+    ):  # a failed certificate of a hand-written family is only reported: its author vouches for the bridge
         derived.bridges = certificate.passed
     return renderer, certificate
 
 
 def _load_family(tokenizer: Tokenizer, model: str, family: str) -> Renderer | None:
-    # The package's names are all of the form owner/model; anything else saves us importing it.
+    # All names that the package knows have the form owner/model. Any other name saves us the import.
     if family == "template" or (family == "auto" and "/" not in model):
         return None
     if find_spec("renderers") is None:
@@ -69,10 +71,10 @@ def _load_family(tokenizer: Tokenizer, model: str, family: str) -> Renderer | No
 
 
 def find_tokenizer(name: str) -> Path:
-    """A folder as it is, or a model's newest snapshot in the local Hugging Face cache. Nothing is downloaded."""
+    """Find a tokenizer folder: the folder itself, or a model's newest snapshot in the local Hugging Face cache. Downloads nothing."""
     folder = Path(name).expanduser()
     if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        return folder  # whatever is wrong with it is said when it is read
+        return folder  # problems with it are reported when it is read
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     hub = Path(os.environ.get("HF_HUB_CACHE", str(home / "hub")))
     snapshots = sorted(

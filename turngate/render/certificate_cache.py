@@ -1,8 +1,8 @@
-"""What was found out about a tokenizer folder before, kept in `$TURNGATE_CACHE/certified`: reading and probing take longer than all
+"""A cache of vocabularies and certificates in `$TURNGATE_CACHE/certified`. Reading a tokenizer and probing its template take longer than
 the rest of a start.
 
-The name of a record is a digest of everything that the answer depends on: the folder's files, the family, our own rendering code and the
-versions of what it uses. So a record is never wrong, only absent.
+The name of a record is a digest of everything that its contents depend on: the folder's files, the family, our rendering code and the
+versions of the packages it uses. A record is therefore never stale, only absent.
 """
 
 from __future__ import annotations
@@ -19,24 +19,26 @@ from turngate.render.certify import Certificate
 from turngate.render.vocabulary import Vocabulary
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-_MAX_RECORDS = 64  # records, of 2 MB each for a large vocabulary
+_MAX_RECORDS = 64  # a record of a large vocabulary takes 2 MB
 _PACKAGES = ("tokenizers", "tiktoken", "jinja2", "renderers")
 
 
 class CertificateRecord(msgspec.Struct, frozen=True):
+    """What is cached about a tokenizer folder."""
+
     vocabulary: Vocabulary
-    fast: bool  # the fast encoder agrees with the true one
+    fast: bool  # the fast encoder agrees with the reference encoder
     certificate: Certificate
 
 
 def record_name(folder: Path, model: str, family: str) -> str:
-    """The record's name. A folder that cannot be read has one too: what is wrong with it is said when it is loaded."""
-    loaded_for = blake2b(f"{model}\0{family}".encode(), digest_size=8)
-    return f"{_tokenizer_digest(folder)}-{loaded_for.hexdigest()}"
+    """Compute a record's name. An unreadable folder has one too: loading it reports the problem."""
+    purpose = blake2b(f"{model}\0{family}".encode(), digest_size=8)
+    return f"{_tokenizer_digest(folder)}-{purpose.hexdigest()}"
 
 
 def _tokenizer_digest(folder: Path) -> str:
-    """The part of the name that tells the tokenizer and what reads it."""
+    """Digest the tokenizer's files, our rendering code and the packages that it uses."""
     digest = blake2b(sys.version.encode(), digest_size=16)
     for path in [*(folder / file for file in _FILES), *sorted(Path(__file__).parent.glob("*.py"))]:
         digest.update(path.name.encode() + b"\0")
@@ -55,10 +57,10 @@ def load_record(name: str) -> CertificateRecord | None:
 
 
 def load_any_record(folder: Path) -> CertificateRecord | None:
-    """Whatever model and family it was loaded for: the vocabulary is the same."""
+    """Load a record of the folder for any model and family: the vocabulary is the same."""
     try:
         records = map(_read_record, _cache_folder().glob(f"{_tokenizer_digest(folder)}-*.msgpack"))
-        return next((known for known in records if known is not None), None)
+        return next((record for record in records if record is not None), None)
     except RuntimeError:
         return None
 
@@ -73,13 +75,13 @@ def _read_record(path: Path) -> CertificateRecord | None:
         return None
 
 
-def save_record(name: str, known: CertificateRecord) -> None:
-    """Where the cache cannot be written, the next start probes again."""
+def save_record(name: str, record: CertificateRecord) -> None:
+    """Save a record. If the cache cannot be written, the next start probes again."""
     try:
         _cache_folder().mkdir(parents=True, exist_ok=True, mode=0o700)
         part = _cache_folder() / f"{name}.{os.getpid()}"
-        record = msgspec.msgpack.encode(known)
-        part.write_bytes(_checksum(record) + b"\n" + record)
+        encoded = msgspec.msgpack.encode(record)
+        part.write_bytes(_checksum(encoded) + b"\n" + encoded)
         part.replace(_cache_folder() / f"{name}.msgpack")
         newest = sorted(_cache_folder().glob("*.msgpack"), key=lambda file: file.stat().st_mtime, reverse=True)
         for old in newest[_MAX_RECORDS:]:

@@ -1,8 +1,8 @@
-"""Does extending the sampled ids say what the whole template would say? Asked case by case, before a template is trusted.
+"""Certify a renderer: does extending the sampled ids give what rendering the whole conversation would give?
 
-For each probe conversation and each assistant's turn in it: the prompt, the turn as the template writes it, and the bridge must
-make the same ids as rendering everything anew. A difference that is only past thinking, which templates drop and we keep, is no
-fault. A renderer with a fault renders every turn whole, and says so.
+For each probe conversation and each assistant turn in it, the prompt, the turn as the template writes it, and the bridge must have the same
+ids as rendering everything again. A difference only in past thinking, which templates drop and we keep, is allowed. A renderer that
+fails renders every turn whole, and reports it.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Certificate(msgspec.Struct, frozen=True):
 
     @property
     def passed(self) -> bool:
-        """No case differs. A conversation that the template itself refuses says nothing about the bridge."""
+        """Whether no case differs. A conversation that the template itself rejects says nothing about the bridge."""
         return not any(f.verdict == "differs" for f in self.findings)
 
 
 def certify(renderer: Renderer) -> Certificate:
-    """Try every case, with the assistant's turns whole and cut short of their close."""
+    """Run every case, with the assistant's turns complete and without their closing token."""
     findings = [_run_case(renderer, case, truncated=truncated) for case in CASES for truncated in (False, True)]
     return Certificate(renderer.name, tuple(findings))
 
@@ -77,7 +77,7 @@ def _run_case(renderer: Renderer, case: ProbeCase, *, truncated: bool) -> ProbeR
 
 
 def _assistant_turns(messages: tuple[Message, ...]) -> Iterator[int]:
-    """The assistant's turns that something follows."""
+    """The indices of assistant turns that another message follows."""
     return (i for i, m in enumerate(messages[:-1]) if m.role == "assistant")
 
 
@@ -96,8 +96,8 @@ def _compare(renderer: Renderer, case: ProbeCase, at: int, truncated: bool) -> t
     decode = renderer.tokenizer.decode
     whole = renderer.render(case.messages[:end], case.tools, case.kwargs)
     ours, theirs = decode([*prompt, *sampled, *bridge]), decode(whole)
-    # The bridge must be the template's own ids. Before it, where the model's words meet the prompt, only the text can agree:
-    # a template rendered whole may merge across that seam, a model cannot.
+    # The bridge must have the template's own ids. Before it only the text has to agree: a whole render may merge tokens across
+    # the end of the prompt, which a model cannot do.
     if ours == theirs and whole[len(whole) - len(bridge) :] == bridge:
         return "same", ""
     if _without_thinking(ours) == _without_thinking(theirs):
@@ -106,7 +106,7 @@ def _compare(renderer: Renderer, case: ProbeCase, at: int, truncated: bool) -> t
 
 
 def _write_turn(renderer: Renderer, case: ProbeCase, at: int, prompt: list[int]) -> list[int]:
-    """The turn as the model would have sampled it: reasoning, content, calls, close."""
+    """Encode the turn as the model would have sampled it: reasoning, content, calls, closing token."""
     tokenizer = renderer.tokenizer
     before = tokenizer.decode(prompt)
     whole = tokenizer.decode(renderer.render(case.messages[: at + 1], case.tools, case.kwargs, generate=False))
@@ -115,7 +115,7 @@ def _write_turn(renderer: Renderer, case: ProbeCase, at: int, prompt: list[int])
         closes = [n for n, i in enumerate(turn) if i in renderer.stop_ids]
         if closes:
             return turn[: closes[0] + 1]
-    # The template writes past turns unlike the ones it asks for (thinking in the generation prompt, say): the turn by hand.
+    # The template writes past turns differently from new ones (thinking in the generation prompt, say): write the turn by hand.
     message = case.messages[at]
     thinking = f"<think>\n{message.reasoning}\n</think>\n\n" if message.reasoning else ""
     return [*tokenizer.encode(thinking + message.content), renderer.stop_ids[0]]

@@ -1,7 +1,7 @@
-"""Hand-written renderers of the `renderers` package (extra `families`), behind our renderer seam.
+"""Hand-written renderers of the `renderers` package (extra `families`), behind our `Renderer` interface.
 
-Used where the model's name is one that the package knows, or where `--family` says so. Imported only then: the package takes a
-second to import.
+They are used if the package knows the model's name or `--family` names one. The module is imported only then, since importing the package
+takes a second.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ _PROBE_TOOL = Tool(
 
 
 def family_of(model: str) -> str | None:
-    """The family that the package has for this very model name."""
+    """The package's family for this exact model name, if any."""
     found: str | None = MODEL_RENDERER_MAP.get(model)
     return found
 
 
 class FamilyRenderer:
-    """One family of the package."""
+    """Renders with one family of the package."""
 
     def __init__(self, tokenizer: Tokenizer, family: str) -> None:
         self.name = f"family:{family}"
         self.tokenizer = tokenizer
         self._family = family
-        self._made: dict[bytes, Any] = {}
-        plain = self._of({})
+        self._renderers: dict[bytes, Any] = {}
+        plain = self._renderer_for({})
         self.stop_ids = tuple(plain.get_stop_token_ids())
         self.bridges = True
         self._knows = template_field_names(plain.config)
         user = {"role": "user", "content": "x"}
         text = tokenizer.decode(plain.render_ids([user, _message_to_wire(Message("assistant", tool_calls=(_PROBE,)))]))
-        self.syntax = detect_syntax(text)  # None: only the package can read its calls
+        self.syntax = detect_syntax(text)  # None: only the package can parse its calls
         self._declares = "probe_tool" in tokenizer.decode(plain.render_ids([user], tools=[_PROBE_TOOL.wire]))
 
     def render(
@@ -62,14 +62,14 @@ class FamilyRenderer:
             messages = add_to_system_prompt(messages, declare_tools(tools, tail="\n</tools>"))
             tools = ()
         try:
-            ids: list[int] = self._of(kwargs).render_ids(
+            ids: list[int] = self._renderer_for(kwargs).render_ids(
                 [_message_to_wire(m) for m in messages],
                 tools=[t.wire for t in tools] or None,
                 add_generation_prompt=generate,
             )
         except (ValueError, TypeError, KeyError) as error:
             raise BadRequest(
-                f"the renderer {self.name} refuses this conversation: {error}", param="messages"
+                f"the renderer {self.name} rejects this conversation: {error}", param="messages"
             ) from error
         return ids
 
@@ -78,14 +78,14 @@ class FamilyRenderer:
     ) -> list[int] | None:
         context, sampled = last.context.tolist(), last.sampled.tolist()
         wire_tools = [t.wire for t in tools] if tools and self._declares else None
-        rendered = self._of(kwargs).bridge_to_next_turn(
+        rendered = self._renderer_for(kwargs).bridge_to_next_turn(
             context, sampled, [_message_to_wire(m) for m in new], tools=wire_tools
         )
         if rendered is None:
             return None
         ids: list[int] = rendered.token_ids
         known = len(context) + len(sampled)
-        # The package promises this prefix; a promise that breaks must not reach a trace.
+        # The package promises this prefix. If it breaks the promise, the ids must not reach a trace.
         return ids[known:] if ids[:known] == context + sampled else None
 
     def render_ids(self, messages: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]) -> Ids:
@@ -114,20 +114,20 @@ class FamilyRenderer:
         return _PackageReader(self, syntax, parser, context, tools, stop, one_call)
 
     def package_parse(self, ids: list[int], context: Ids, tools: Sequence[Tool]) -> ParsedResponse:
-        parsed: ParsedResponse = self._of({}).parse_response(
+        parsed: ParsedResponse = self._renderer_for({}).parse_response(
             ids, tools=[t.wire for t in tools] or None, prompt_ids=context.tolist()
         )
         return parsed
 
-    def _of(self, kwargs: dict[str, Json]) -> Any:
+    def _renderer_for(self, kwargs: dict[str, Json]) -> Any:
         key = orjson.dumps(kwargs, option=orjson.OPT_SORT_KEYS)
-        if key not in self._made:
-            if len(self._made) >= 64:
-                self._made.pop(next(iter(self._made)))
-            self._made[key] = self._make(kwargs)
-        return self._made[key]
+        if key not in self._renderers:
+            if len(self._renderers) >= 64:
+                self._renderers.pop(next(iter(self._renderers)))
+            self._renderers[key] = self._create(kwargs)
+        return self._renderers[key]
 
-    def _make(self, kwargs: dict[str, Json]) -> Any:
+    def _create(self, kwargs: dict[str, Json]) -> Any:
         try:
             config = config_from_name(self._family)
         except ValueError as error:
@@ -145,7 +145,7 @@ class FamilyRenderer:
 
 
 class _PackageReader(ReplyReader):
-    """For call syntaxes that only the package can read: text flows until the first other marker; the rest comes at the end."""
+    """Reads call syntaxes that only the package can parse: streams text up to the first unknown marker, and the rest at the end."""
 
     def __init__(
         self,
@@ -185,17 +185,17 @@ class _PackageReader(ReplyReader):
         events += [Delta("reasoning", reasoning)] if reasoning else []
         events += [Delta("content", content)] if content else []
         calls = [c for c in whole.tool_calls if c.status == ToolCallParseStatus.OK]
-        made = tuple(
+        tool_calls = tuple(
             ToolCall(f"call_{os.urandom(12).hex()}", c.name or "", _arguments_to_text(c.arguments))
             for c in calls[: 1 if self._one_call else None]
         )
-        events += [CallDelta(n, call) for n, call in enumerate(made)]
-        done = Message("assistant", message.content + content, message.reasoning + reasoning, made)
+        events += [CallDelta(n, call) for n, call in enumerate(tool_calls)]
+        done = Message("assistant", message.content + content, message.reasoning + reasoning, tool_calls)
         return events, Parsed(done, reasoning_open=whole.reasoning_complete is False)
 
 
 def _missing_text(shown: str, whole: str) -> str:
-    """What of `whole` was not shown yet; nothing where the two do not agree, since what was shown cannot be taken back."""
+    """The part of `whole` that was not shown yet; empty if the two disagree, since shown text cannot be taken back."""
     return whole[len(shown) :] if whole.startswith(shown) else ""
 
 

@@ -1,8 +1,8 @@
-"""Sampled text → reasoning, content and tool calls, as it comes.
+"""Parse sampled text into reasoning, content and tool calls, incrementally.
 
-One incremental parser serves streaming and not: what it emits is what the agent gets and what the trace stores as the turn's
-message. A `Syntax` says how a model marks reasoning and calls; `detect` reads it off a template. What does not parse as a call
-is never dropped and never guessed at: it is delivered as content.
+The same parser serves streamed and whole replies: what it emits is what the agent receives and what the trace stores as the turn's message.
+A `Syntax` says how a model marks reasoning and calls; `detect_syntax` finds it from a template. Text that does not parse as a call is
+never dropped or guessed at: it is delivered as content. `template_fallbacks.py` writes the Hermes syntax that is parsed here.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ BodyParser = Callable[[str, Sequence[Tool]], list[tuple[str, str]]]
 
 
 class MalformedCall(Exception):
-    """The text between call markers is not a call."""
+    """The text between the call markers is not a valid call."""
 
 
 class Syntax(msgspec.Struct, frozen=True):
     """How a model writes reasoning and tool calls.
 
     `call_open`/`call_close` bracket one call (or, with an empty close, everything to the end); `noise` are wrapper markers
-    that carry nothing; `bare`: a reply that starts like JSON is a call.
+    without meaning; `bare`: a reply that starts like JSON is a call.
     """
 
     name: str
@@ -55,7 +55,7 @@ _hermes = msgspec.json.Decoder(_HermesCall)
 
 
 def _parse_json_call(text: str, tools: Sequence[Tool]) -> tuple[str, str]:
-    """One `{"name": …, "arguments": …}` object; the arguments stay the very text that was sampled."""
+    """Parse one `{"name": …, "arguments": …}` object. The arguments stay exactly as sampled."""
     try:
         call = _hermes.decode(text.encode("utf-8", "surrogatepass"))
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
@@ -69,9 +69,9 @@ def _parse_json_call(text: str, tools: Sequence[Tool]) -> tuple[str, str]:
 
 
 def _parse_tagged_call(text: str, tools: Sequence[Tool]) -> tuple[str, str]:
-    """`<function=name><parameter=key>value</parameter></function>`; values that the schema calls strings stay verbatim.
+    """Parse `<function=name><parameter=key>value</parameter></function>`. Values that are strings in the schema stay verbatim.
 
-    By plain searching: a regular expression takes a minute over what a policy that repeats itself may write here.
+    Uses plain searches: a regular expression can take a minute on the output of a policy that repeats itself.
     """
     name, body = _parse_tag(text, "<function=", "</function>")[:2]
     types = _parameter_types(name, tools)
@@ -83,7 +83,7 @@ def _parse_tagged_call(text: str, tools: Sequence[Tool]) -> tuple[str, str]:
 
 
 def _parse_tag(text: str, opening: str, closing: str) -> tuple[str, str, str]:
-    """Name, body and what follows, of the first such element."""
+    """Split at the first such element: its name, its body and the rest."""
     start = text.find(opening) + len(opening)
     named = text.find(">", start)
     end = text.find(closing, named)
@@ -94,7 +94,7 @@ def _parse_tag(text: str, opening: str, closing: str) -> tuple[str, str, str]:
 
 
 def _parameter_types(name: str, tools: Sequence[Tool]) -> dict[str, Json]:
-    """What the tool's schema says of its parameters, as far as it is one."""
+    """The types that the tool's schema declares for its parameters, if it is valid."""
     for tool in tools:
         if tool.name == name:
             schema = tool.wire["function"].get("parameters")
@@ -130,7 +130,7 @@ def _parse_deepseek_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, st
 
 
 def _parse_list_body(text: str, tools: Sequence[Tool]) -> list[tuple[str, str]]:
-    """A JSON list of calls, one call, or several joined by `;` (Llama, Mistral, forced calls)."""
+    """Parse a JSON list of calls, one call, or several joined by `;` (Llama, Mistral, forced calls)."""
     text = text.strip()
     try:
         if text.startswith("["):
@@ -178,7 +178,7 @@ _BODY_PARSERS: dict[str, BodyParser] = {
 
 
 def detect_syntax(rendered_call: str) -> Syntax | None:
-    """Which syntax a template uses, from the text it renders for one assistant message with one call."""
+    """Find a template's syntax in the text that it renders for an assistant message with one call."""
     for syntax in (HERMES, DEEPSEEK, MISTRAL):
         if syntax.call_open in rendered_call:
             return syntax
@@ -186,14 +186,14 @@ def detect_syntax(rendered_call: str) -> Syntax | None:
 
 
 class Parsed(msgspec.Struct, frozen=True):
-    """What the whole turn came to."""
+    """The parsed turn."""
 
     message: Message
     reasoning_open: bool  # the text ended inside reasoning
 
 
 class Parser:
-    """Feed it text; it gives back what may be shown. `finish` gives the rest and the whole message."""
+    """Parses text as it arrives. `feed` returns what may be shown; `finish` returns the rest and the whole message."""
 
     def __init__(
         self,
@@ -214,14 +214,14 @@ class Parser:
             self._state = "held" if constraint.kind in ("tool", "tools") else "content"
         elif in_reasoning:
             self._state = "reasoning"
-        self._spaces: list[str] = []  # white space that may turn out to precede a marker, and then counts for nothing
-        self._searched = 0  # how much of the buffer is known not to hold the end of a call
+        self._spaces: list[str] = []  # white space that is dropped if a marker follows
+        self._searched = 0  # how much of the buffer does not hold the end of a call
         self._reasoning: list[str] = []
         self._content: list[str] = []
         self._calls: list[ToolCall] = []
-        self._fresh = in_reasoning  # nothing of the present span was shown yet: leading newlines are the template's
+        self._fresh = in_reasoning  # nothing of the current span was shown yet: leading newlines belong to the template
         self._wants_calls = bool(tools)
-        self.satisfied = False  # one call was asked for and is whole: sampling may stop
+        self.satisfied = False  # the one requested call is complete: sampling may stop
 
     def feed(self, text: str) -> list[Delta | CallDelta]:
         self._buffer += text
@@ -236,7 +236,7 @@ class Parser:
         reasoning_open = self._state == "reasoning"
         if self._state == "reasoning":
             self._show(events, "reasoning", rest)
-            self._calls_in_reasoning(events)
+            self._take_calls_in_reasoning(events)
         elif self._state == "call":
             self._take_call(events, rest, closed=False)
         elif self._state == "held":
@@ -248,7 +248,7 @@ class Parser:
         return events, Parsed(message, reasoning_open)
 
     def _step(self, events: list[Delta | CallDelta]) -> bool:
-        """One transition; True if there may be another."""
+        """Make one transition; return True if another may follow."""
         if self.satisfied:
             self._buffer = ""
             return False
@@ -291,7 +291,7 @@ class Parser:
         marker: str,
         then: Literal["content", "call"],
     ) -> bool:
-        """Show text up to `marker`; hold back what may be the beginning of it, and white space that may turn out to precede it."""
+        """Show text up to `marker`. Hold back a possible start of the marker, and white space that may precede it."""
         for noise in self._syntax.noise:
             self._buffer = self._buffer.replace(noise, "")
         at = self._buffer.find(marker) if marker else -1
@@ -356,7 +356,7 @@ class Parser:
         self.satisfied = self._one_call
 
     def _take_held(self, events: list[Delta | CallDelta], text: str) -> None:
-        """A reply that is nothing but calls: forced ones, or bare JSON."""
+        """Parse a reply that consists only of calls: forced ones, or bare JSON."""
         try:
             if self._constraint is not None and self._constraint.kind == "tool":
                 _require_json(text)
@@ -369,8 +369,8 @@ class Parser:
             return
         self._emit_calls(events, calls)
 
-    def _calls_in_reasoning(self, events: list[Delta | CallDelta]) -> None:
-        """The model forgot to close its reasoning before it called: the calls count, if they are whole."""
+    def _take_calls_in_reasoning(self, events: list[Delta | CallDelta]) -> None:
+        """Take complete calls from reasoning that the model forgot to close."""
         opening, close = self._syntax.call_open, self._syntax.call_close
         if not (self._wants_calls and opening and close):
             return
@@ -387,7 +387,7 @@ class Parser:
 
 
 def _partial_marker_size(text: str, markers: Sequence[str]) -> int:
-    """How many characters at the end of `text` may belong to a marker that is not whole yet."""
+    """Count the characters at the end of `text` that may be the start of a marker."""
     partial = 0
     for marker in markers:
         for size in range(min(len(marker) - 1, len(text)), partial, -1):
@@ -398,12 +398,12 @@ def _partial_marker_size(text: str, markers: Sequence[str]) -> int:
 
 
 class StopStrings:
-    """Cuts a text stream at the first of some strings, which is not shown. Holds back what may be the beginning of one."""
+    """Cuts a stream of text at the first stop string, which is not shown. Holds back a possible start of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._buffer = ""
-        self.met = ""  # which one was found
+        self.met = ""  # the one that was found
 
     @property
     def hit(self) -> bool:

@@ -1,6 +1,7 @@
-"""Tools for templates that have none: declared in the system prompt, called and answered in the Hermes form.
+"""Rewrite conversations for chat templates that lack a feature: tools, or system messages.
 
-The form is the one Qwen and Hermes models are trained on; `parse.py` reads it back.
+Tools are declared in the system prompt; calls and results are written in the Hermes form, on which Qwen and Hermes models are trained.
+`parse.py` reads that form.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ _TAIL = (
 
 
 def declare_tools(tools: Sequence[Tool], tail: str = _TAIL) -> str:
-    """The system-prompt text that tells a model about its tools."""
+    """Write the system-prompt text that declares tools."""
     return _HEAD + "\n".join(json.dumps(tool.wire, ensure_ascii=False) for tool in tools) + tail
 
 
 def rewrite_tools_as_hermes(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-    """The same conversation in plain system, user and assistant messages."""
+    """Rewrite a conversation with tools as plain system, user and assistant messages."""
     out = [_write_calls(message) for message in _merge_results(messages)]
     return add_to_system_prompt(out, declare_tools(tools)) if tools else out
 
 
 def add_to_system_prompt(messages: Sequence[Message], declaration: str) -> list[Message]:
-    """The conversation with `declaration` at the end of its system prompt, or as one."""
+    """Append `declaration` to the system prompt, or add one."""
     if messages and messages[0].role == "system":
         text = f"{messages[0].content}\n\n{declaration}" if messages[0].content else declaration
         return [Message("system", text), *messages[1:]]
@@ -42,7 +43,7 @@ def add_to_system_prompt(messages: Sequence[Message], declaration: str) -> list[
 
 
 def move_system_to_user(messages: Sequence[Message]) -> Sequence[Message]:
-    """For templates that refuse a system message: its text goes to the top of the first question."""
+    """Move the system message to the top of the first user message, for templates that reject system messages."""
     match messages:
         case [Message(role="system") as system, Message(role="user") as user, *rest]:
             return [Message("user", f"{system.content}\n\n{user.content}"), *rest]
@@ -53,7 +54,7 @@ def move_system_to_user(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def move_late_system_to_user(messages: Sequence[Message]) -> list[Message]:
-    """For templates that have one place for a system message: what comes later would change the beginning, so the user says it."""
+    """Turn later system messages into user messages, for templates that would move them to the start of the prompt."""
     out: list[Message] = []
     for message in messages:
         before = out[-1] if out else None
@@ -67,7 +68,7 @@ def move_late_system_to_user(messages: Sequence[Message]) -> list[Message]:
 
 
 def _merge_results(messages: Sequence[Message]) -> list[Message]:
-    """Runs of tool results become one user message."""
+    """Join consecutive tool results into one user message."""
     out: list[Message] = []
     run: list[str] = []
     for message in messages:
