@@ -16,7 +16,7 @@ from tests.golden import recording
 from tests.golden.recording import IDS, Json
 from turngate.agents.launch import resolve_signals
 from turngate.agents.spec import CheckCall, CheckStep, find_agent
-from turngate.dialects.messages_reply import decode_signature
+from turngate.dialects.messages_roundtrip import decode_signature
 from turngate.engines.scripted import Scripted
 from turngate.rollout.agent_check import MODEL
 from turngate.rollout.playbook import format_step
