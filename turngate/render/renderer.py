@@ -1,7 +1,7 @@
-"""The renderer seam: a conversation → prompt ids; sampled ids → what the agent sees; and the bridge from one turn to the next.
+"""The `Renderer` interface: a conversation → prompt ids, sampled ids → what the agent sees, and the bridge from one turn to the next.
 
-`TemplateRenderer` does it for any chat template, deriving the bridge from the template itself; `families.py` has the
-hand-written ones. Called by `turn.py`; `certify.py` judges whether a bridge says what the whole template would say.
+`TemplateRenderer` implements it for any chat template and derives the bridge from the template itself; `families.py` has hand-written
+renderers. `certify.py` tests whether a bridge gives what rendering the whole conversation would give.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from turngate.render.tokenizer import Tokenizer
 from turngate.types import ID_DTYPE, CallDelta, Constraint, Delta, Ids, Json, Message, Tool, ToolCall
 
 _MAX_FORMS = 256
-_MAX_FORM_MESSAGES = 64  # messages; finding a form renders them twenty times, which more of them would not be worth
-# Texts that a template may trim, unwrap, parse or otherwise look into.
+_MAX_FORM_MESSAGES = 64  # messages; finding a form renders them about twenty times
+# Texts that a template may trim, unwrap, parse or otherwise inspect.
 _TRICKY_TEXTS = (
     "",
     "  x\n\n",
@@ -42,41 +42,41 @@ _TRICKY_TEXTS = (
 
 
 class LastTurn(msgspec.Struct, frozen=True):
-    """Where a bridge starts: the sampled turn that the new messages follow."""
+    """The sampled turn that a bridge starts from."""
 
-    context: Ids  # the ids added just before it; they end with the generation prompt
+    context: Ids  # the ids just before it, which end with the generation prompt
     sampled: Ids
-    message: Message  # as the agent holds it
+    message: Message  # as the agent has it
     reasoning_open: bool = False  # sampling ended inside reasoning
-    system: str = ""  # the conversation's system prompt, which some templates look into at every turn
+    system: str = ""  # the conversation's system prompt, which some templates inspect at every turn
 
 
 class Renderer(Protocol):
     name: str
     tokenizer: Tokenizer
     stop_ids: tuple[int, ...]
-    bridges: bool  # False: the bridge was found to disagree with the template, so every turn is rendered whole
+    bridges: bool  # False: the bridge disagrees with the template, so every turn is rendered whole
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json], *, generate: bool = True
     ) -> list[int]:
-        """The whole conversation; `generate`: up to where the next turn begins."""
+        """Render the whole conversation. `generate`: with the generation prompt for the next turn."""
 
     def knows(self, name: str) -> bool:
-        """Whether a template argument of this name makes a difference."""
+        """Whether the template uses an argument of this name."""
 
     def bridge(
         self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
     ) -> list[int] | None:
-        """The ids between the last sampled id and the next generation. None where these messages cannot be rendered alone."""
+        """Render the ids between the last sampled id and the next turn. None: these messages cannot be rendered alone."""
 
     def render_ids(self, messages: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]) -> Ids:
-        """`render`, as the array that a trace keeps."""
+        """Like `render`, but return the array that a trace stores."""
 
     def bridge_ids(
         self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
     ) -> Ids | None:
-        """`bridge`, likewise."""
+        """Like `bridge`, but return an array."""
 
     def reader(
         self, context: Ids, tools: Sequence[Tool], stop: Sequence[str], constraint: Constraint | None, one_call: bool
@@ -84,7 +84,7 @@ class Renderer(Protocol):
 
 
 class ReplyReader:
-    """Sampled ids → events, incrementally: detokenise, drop stop and special tokens, cut at stop strings, parse."""
+    """Turns sampled ids into events, incrementally: detokenise, drop stop and special tokens, cut at stop strings, parse."""
 
     def __init__(
         self, tokenizer: Tokenizer, syntax: Syntax, stop_ids: tuple[int, ...], parser: Parser, stop: Sequence[str]
@@ -96,12 +96,12 @@ class ReplyReader:
 
     @property
     def satisfied(self) -> bool:
-        """Nothing more is wanted: a stop string was met, or the one call that was asked for is whole."""
+        """Whether sampling may stop: a stop string was found, or the one requested call is complete."""
         return self._stops.hit or self._parser.satisfied
 
     @property
     def stopped_by(self) -> str:
-        """The stop string that was met, if one was."""
+        """The stop string that was found, if any."""
         return self._stops.met
 
     def feed(self, ids: Sequence[int]) -> list[Delta | CallDelta]:
@@ -116,15 +116,15 @@ class ReplyReader:
         return events + more, parsed
 
 
-@lru_cache(maxsize=4)  # a gateway has one; every turn asks
+@lru_cache(maxsize=4)  # a gateway has one renderer, and every turn asks
 def _find_hidden_ids(tokenizer: Tokenizer, syntax: Syntax, stop_ids: tuple[int, ...]) -> frozenset[int]:
-    """Tokens that are never shown."""
+    """Find the tokens that are never shown."""
     markers = {tokenizer.added.get(marker) for marker in syntax.markers()}
     return (tokenizer.special_ids - markers) | frozenset(stop_ids)
 
 
 class BridgeForm(msgspec.Struct, frozen=True):
-    """The text around new messages: one part before each, and one after the last."""
+    """The text that a template writes around new messages: one part before each, and one after the last."""
 
     close: int
     parts: tuple[str, ...]
@@ -133,12 +133,12 @@ class BridgeForm(msgspec.Struct, frozen=True):
         return "".join(part for pair in zip(self.parts, contents, strict=False) for part in pair) + self.parts[-1]
 
 
-_encode_sorted = json.JSONEncoder(sort_keys=True).encode  # made once: that takes longer than the spelling
-_NOT_SEARCHED = BridgeForm(0, ())  # a form that was not looked for yet; None is one that there is not
+_encode_sorted = json.JSONEncoder(sort_keys=True).encode  # built once: building it takes longer than encoding
+_NOT_SEARCHED = BridgeForm(0, ())  # not searched for yet; None: there is no form
 
 
 class TemplateRenderer:
-    """Any chat template. The bridge is what the template itself writes after an assistant's turn."""
+    """Renders with any chat template. The bridge is what the template itself writes after an assistant turn."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         if tokenizer.chat_template is None:
@@ -154,13 +154,13 @@ class TemplateRenderer:
         self.stop_ids = self._find_stops()
         if not self.stop_ids:
             raise ConfigError(
-                f"{tokenizer.folder}: nothing tells where an assistant's turn ends: the chat template writes no special token "
+                f"{tokenizer.folder}: the end of an assistant turn is unknown: the chat template writes no special token "
                 "after it, and tokenizer_config.json names no eos_token; add one",
                 param="tokenizer",
             )
         self._stop_texts = tuple(tokenizer.decode(i) for i in self.stop_ids)
         self.syntax = self._find_syntax()
-        self.bridges = True  # until certified otherwise
+        self.bridges = True  # until certification fails
 
     def text(
         self, messages: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json], *, generate: bool = True
@@ -173,7 +173,7 @@ class TemplateRenderer:
         return self.tokenizer.encode(self.text(messages, tools, kwargs, generate=generate), remember=True)
 
     def render_ids(self, messages: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]) -> Ids:
-        # Rollouts of one task begin alike: their system prompt, tools and question are encoded once.
+        # Rollouts of one task start alike: their system prompt, tools and question are encoded once.
         return self.tokenizer.ids(self.text(messages, tools, kwargs), remember=True)
 
     def bridge(
@@ -191,9 +191,9 @@ class TemplateRenderer:
         ids = self.tokenizer.ids(after[1])
         if len(last.sampled) and int(last.sampled[-1]) in self.stop_ids:
             return ids
-        # Cut short: what closes the turn was not sampled, so it is context.
-        open_still = self.tokenizer.encode(self.syntax.reasoning_close) if last.reasoning_open else []
-        return np.concatenate([np.array([*open_still, after[0]], ID_DTYPE), ids])
+        # Truncated: the closing tokens were not sampled, so they are context.
+        closing = self.tokenizer.encode(self.syntax.reasoning_close) if last.reasoning_open else []
+        return np.concatenate([np.array([*closing, after[0]], ID_DTYPE), ids])
 
     def knows(self, name: str) -> bool:
         return name in self.template.variables
@@ -208,7 +208,7 @@ class TemplateRenderer:
     def _after_turn(
         self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
     ) -> tuple[int, str] | None:
-        """The close token of an assistant's turn, and the text that the template writes after it for `new`."""
+        """The closing token of an assistant turn, and the text that the template writes after it for `new`."""
         if len(new) > _MAX_FORM_MESSAGES:
             return self._render_after(last.message, last.system, new, tools, kwargs)
         speakers = tuple((m.role, m.name if m.role == "user" else "") for m in new)
@@ -226,9 +226,9 @@ class TemplateRenderer:
     def _find_form(
         self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
     ) -> BridgeForm | None:
-        """What the template writes around messages of this shape, if it leaves the messages themselves alone.
+        """Find the text that the template writes around messages of this shape, if it does not change the messages themselves.
 
-        Tried with texts that a template may be tempted to change, and with other call ids and names. None: it has to be asked
+        Tested with texts that templates are likely to change, and with other call ids and names. None: these messages have to be rendered
         every time.
         """
         holes = [f"turngateHOLE{n}END" for n in range(len(new))]
@@ -257,9 +257,8 @@ class TemplateRenderer:
         tools: Sequence[Tool],
         kwargs: dict[str, Json],
     ) -> tuple[int, str] | None:
-        """The template's own words, behind a stand-in for the conversation: one question, and an assistant's turn of the same
-        shape as the last one."""
-        # Whether there are tools may matter to a template; which ones may not (certification looks at that).
+        """Render the new messages after a stand-in for the conversation: one question, and an assistant turn of the same shape."""
+        # Whether there are tools may matter to a template; which ones must not, and certification checks that.
         stand_in = [Message("user", "x"), _build_stand_in(message)]
         if system:
             stand_in.insert(0, Message("system", system))
@@ -275,7 +274,7 @@ class TemplateRenderer:
             return None
         at, which = min(found)
         after = text[at + len(self._stop_texts[which]) :]
-        # Some templates gather system messages at the top: such a message cannot be added later.
+        # Some templates move system messages to the top: such a message cannot be added later.
         if any(m.role == "system" and m.content.strip() not in after for m in new):
             return None
         return self.stop_ids[which], after
@@ -284,7 +283,7 @@ class TemplateRenderer:
         stops = dict.fromkeys(_read_generation_stops(self.tokenizer))
         if self.tokenizer.eos_token_id is not None:
             stops[self.tokenizer.eos_token_id] = None
-        # The token with which the template itself closes a turn may be another one.
+        # The template itself may close a turn with another token.
         text = self.text([Message("user", "x"), Message("assistant", SENTINEL), Message("user", "y")], (), {})
         following = text.partition(SENTINEL)[2].lstrip()
         for token, token_id in self.tokenizer.added.items():
@@ -301,7 +300,7 @@ class TemplateRenderer:
 
 
 def _build_stand_in(message: Message) -> Message:
-    """An assistant's turn of the same shape, whose end can be found in the rendered text."""
+    """Build an assistant turn of the same shape whose end can be found in the rendered text."""
     if not message.tool_calls:
         return Message("assistant", SENTINEL)
     marked = orjson.dumps({"k": SENTINEL}).decode()

@@ -1,8 +1,8 @@
-"""Chat templates as Hugging Face runs them, and what a template can express.
+"""Chat templates as Hugging Face runs them, and what each template can express.
 
-`Template` compiles and renders; `Traits` says, from probing it, whether it declares tools, renders calls and results, wants
-arguments as objects or text, and which close token ends an assistant's turn. No `transformers` needed: the environment here is
-the documented one (sandboxed Jinja, `tojson`, `raise_exception`, `strftime_now`), and the tests hold it against `transformers`.
+`Template` compiles and renders. `Traits` records, from probing a template, whether it declares tools, renders calls and results, and takes
+arguments as objects or as text. `transformers` is not needed: the environment here is the documented one (sandboxed Jinja, `tojson`,
+`raise_exception`, `strftime_now`), and tests compare it with `transformers`.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def _build_environment() -> ImmutableSandboxedEnvironment:
 class Traits(msgspec.Struct, frozen=True):
     """What one template can do, found by rendering probes with it."""
 
-    native_tools: bool  # declares tools, renders calls and results; otherwise all of that is done in Hermes form
-    text_arguments: bool  # wants call arguments as JSON text rather than as objects
-    null_content: bool  # renders calls only where content is null
-    system: bool  # takes a system message
-    late_system: bool = True  # and shows one where it stands, later in the conversation
+    native_tools: bool  # declares tools and renders calls and results; otherwise the Hermes form is used
+    text_arguments: bool  # takes call arguments as JSON text rather than as objects
+    null_content: bool  # renders calls only if content is null
+    system: bool  # accepts a system message
+    late_system: bool = True  # renders a later system message in its place
 
 
 class Template:
@@ -87,7 +87,7 @@ class Template:
     def text(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generate: bool, kwargs: dict[str, Json]
     ) -> str:
-        """The whole conversation as text, with the generation prompt if `generate`."""
+        """Render the whole conversation as text. `generate`: with the generation prompt."""
         if not self.traits.native_tools:
             messages, tools = rewrite_tools_as_hermes(messages, tools), ()
         if not self.traits.late_system:
@@ -97,9 +97,9 @@ class Template:
         try:
             return self._render(messages, tools, generate, kwargs)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            # A template is somebody's program: it may refuse a conversation by raising, or fall over one it does not expect.
+            # A template is a third party's program: it may reject a conversation by raising, or fail on one it does not expect.
             raise BadRequest(
-                f"the model's chat template refuses this conversation: {error}", param="messages"
+                f"the model's chat template rejects this conversation: {error}", param="messages"
             ) from error
 
     def _render(
@@ -114,7 +114,7 @@ class Template:
         )
 
     def _wire(self, message: Message) -> dict[str, Json]:
-        """The dictionary form that chat templates are written for."""
+        """Encode a message as the dictionary that chat templates expect."""
         wire: dict[str, Json] = {"role": message.role, "content": message.content}
         if message.name:
             wire["name"] = message.name
@@ -141,11 +141,11 @@ class Template:
         try:
             return orjson.loads(text or "{}")
         except orjson.JSONDecodeError:
-            return text  # malformed by the model: shown as it was written
+            return text  # malformed by the model: rendered as written
 
     def _probe(self) -> Traits:
         system = self._shows(SENTINEL, [Message("system", SENTINEL), Message("user", "x")])
-        late_system = self._late_system()
+        late_system = self._shows_late_system()
         for text_arguments in (False, True):
             for null_content in (False, True):
                 self.traits = Traits(
@@ -155,13 +155,13 @@ class Template:
                     system=system,
                     late_system=late_system,
                 )
-                if self._tools_native():
+                if self._shows_tools():
                     return self.traits
         return Traits(
             native_tools=False, text_arguments=False, null_content=False, system=system, late_system=late_system
         )
 
-    def _late_system(self) -> bool:
+    def _shows_late_system(self) -> bool:
         last, late = Message("user", "lastSENTINEL"), Message("system", SENTINEL)
         try:
             text = self._render([Message("user", "x"), Message("assistant", "y"), last, late], (), True, {})
@@ -169,7 +169,7 @@ class Template:
             return False
         return text.find(SENTINEL) > text.find(last.content)
 
-    def _tools_native(self) -> bool:
+    def _shows_tools(self) -> bool:
         tool = Tool(
             "probe_tool",
             {

@@ -1,8 +1,8 @@
-"""A Hugging Face tokenizer folder as text ⇄ ids, without `transformers`.
+"""A Hugging Face tokenizer folder: text ⇄ ids, without `transformers`.
 
-Reads `tokenizer.json`, `tokenizer_config.json` and the chat template. Encoding has a fast path (tiktoken over the same merges)
-that is used only after it gave the same ids as `tokenizers` on a probe corpus; decoding of byte-level vocabularies is a table.
-Used by every renderer here, and handed to the `renderers` package as its tokenizer.
+It reads `tokenizer.json`, `tokenizer_config.json` and the chat template. Encoding has a fast path (tiktoken over the same merges), which is
+used only if it gives the same ids as `tokenizers` on a probe corpus. Byte-level vocabularies are decoded with a table. The `renderers`
+package uses this class as its tokenizer too.
 """
 
 from __future__ import annotations
@@ -30,38 +30,37 @@ from turngate.types import ID_DTYPE, Ids, Json
 
 _NFC = NFC()
 _NO_TOKEN = -1
-_MIN_CACHED_PIECE = 1_000  # characters of a piece that is worth remembering
-_MAX_CACHED_CHARACTERS = 1_000_000  # characters that are remembered
-# Pre-tokenizers that never put the end of one line and the beginning of the next into one token, so that lines can be encoded one by
-# one: Qwen's and Llama's. In both, whatever matches a line break goes on to the last one of the white space that it stands in, and
-# ends there; and nothing looks back. (GPT-2's is none of them: its `\s+` takes the indentation of the next line along.)
+_MIN_CACHED_PIECE = 1_000  # characters; shorter pieces are not cached
+_MAX_CACHED_CHARACTERS = 1_000_000  # characters
+# Pre-tokenizers that never put the end of one line and the start of the next into one token, so that lines can be encoded one by
+# one: Qwen's and Llama's. In both, a match of a line break extends to the last line break in that white space and ends there, and
+# nothing looks back. (GPT-2's does not qualify: its `\s+` includes the indentation of the next line.)
 _LINE_SAFE_PATTERNS = frozenset(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
     + digits
     + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     for digits in (r"\p{N}", r"\p{N}{1,3}")
 )
-_LINE = re.compile(r"[^\n]*\n(?:\s*[\r\n])?|[^\n]+")  # with the blank lines after it
-_MAX_CACHED_LINES = 16_384  # that are remembered, twice: those of late, and those before
-_MAX_CACHED_LINE = 400  # characters; longer ones do not come again
-_MAX_TEXT_BY_LINES = 64_000  # characters of a text that is encoded whole, since that gives up the interpreter lock
-# Latin, punctuation, symbols, CJK and Hangul: how these normalise was settled long ago, whatever the Unicode version.
+_LINE = re.compile(r"[^\n]*\n(?:\s*[\r\n])?|[^\n]+")  # a line with the blank lines after it
+_MAX_CACHED_LINES = 16_384  # in each of two generations
+_MAX_CACHED_LINE = 400  # characters; longer lines rarely repeat
+_MAX_TEXT_BY_LINES = 64_000  # characters; longer texts are encoded whole, which releases the interpreter lock
+# Outside Latin, punctuation, symbols, CJK and Hangul, whose normalisation is the same in all Unicode versions.
 _UNSETTLED = re.compile("[^\u0000-\u02ff\u2000-\u9fff\uac00-\ud7a3]")
 
 
 class Tokenizer:
-    """Text ⇄ ids for one vocabulary, plus the chat template that came with it."""
+    """Text ⇄ ids for one vocabulary, with its chat template."""
 
     def __init__(
         self, folder: Path, *, name: str = "", vocabulary: Vocabulary | None = None, fast: bool | None = None
     ) -> None:
-        """`vocabulary`: of this very folder, if it was read before. `fast`: whether the fast encoder is known to be right; None: it
-        is probed."""
+        """`vocabulary`: the folder's, if it was read before. `fast`: whether the fast encoder is known to be right; None: probe it."""
         self.folder = folder
         self.name_or_path = name or str(folder)
-        self._true = _LazyBackend(folder / "tokenizer.json")
+        self._lazy_backend = _LazyBackend(folder / "tokenizer.json")
         self.vocabulary = vocabulary or read_vocabulary(folder / "tokenizer.json")
-        self.digest = self.vocabulary.digest  # names it
+        self.digest = self.vocabulary.digest
         config = read_json(folder / "tokenizer_config.json", optional=True)
         self.added = self.vocabulary.added
         self.special_ids = frozenset(self.vocabulary.special)
@@ -77,15 +76,15 @@ class Tokenizer:
         self.chat_template = _load_chat_template(folder, config)
         self.model_max_length = _parse_length(config.get("model_max_length"))
         self._bytes = self.vocabulary.table
-        self._fast = _FastEncoder.of(self.vocabulary) if fast is not False else None
-        if self._fast is not None and fast is None and not self._fast.agrees(self._slow, self._bytes or []):
+        self._fast = _FastEncoder.build(self.vocabulary) if fast is not False else None
+        if self._fast is not None and fast is None and not self._fast.agrees(self._encode_slow, self._bytes or []):
             self._fast = None
         if self._fast is None:
-            self._true.get()  # what is wrong with it is said now
+            self._lazy_backend.get()  # report problems now
 
     @property
     def _backend(self) -> Backend:
-        return self._true.get()
+        return self._lazy_backend.get()
 
     @property
     def vocab_size(self) -> int:
@@ -93,24 +92,24 @@ class Tokenizer:
 
     @property
     def fast(self) -> bool:
-        """Whether the fast encoder was proven equal and is in use."""
+        """Whether the fast encoder passed its probe and is in use."""
         return self._fast is not None
 
     def encode(self, text: str, *_: Any, remember: bool = False, **__: Any) -> list[int]:
-        """Ids of `text`; added tokens in it count as such; nothing is added around it.
+        """Encode `text`. Added tokens in it are recognised; no tokens are added around it.
 
-        `remember`: its long pieces will be asked for again.
+        `remember`: cache its long pieces, because they will be encoded again.
         """
         ids: list[int] = self.ids(text, remember=remember).tolist()
         return ids
 
     def ids(self, text: str, *, remember: bool = False) -> Ids:
-        """The same as an array: what is remembered never becomes Python numbers, which takes longer than finding it."""
+        """Encode `text` as an array. Cached ids are never converted to Python numbers, which would take longer than the lookup."""
         fast = self._fast.ids(text, remember=remember) if self._fast is not None else None
-        return np.array(self._slow(text), ID_DTYPE) if fast is None else fast
+        return np.array(self._encode_slow(text), ID_DTYPE) if fast is None else fast
 
-    def _slow(self, text: str) -> list[int]:
-        # The batch call gives up the interpreter lock, the single one does not: a megabyte would stop everything for a second.
+    def _encode_slow(self, text: str) -> list[int]:
+        # The batch call releases the interpreter lock; the single one does not, and a megabyte would block everything for a second.
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
@@ -125,12 +124,12 @@ class Tokenizer:
     def all_bytes_of(self, ids: Sequence[int]) -> bytes:
         table = self._bytes
         assert table is not None
-        if ids and min(ids) >= 0 and max(ids) < len(table):  # as always
+        if ids and min(ids) >= 0 and max(ids) < len(table):  # nearly always
             return b"".join([table[i] for i in ids])
         return b"".join(map(self.bytes_of, ids))
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes of one token of a byte-level vocabulary. Ids past the vocabulary (padding rows) have none."""
+        """The bytes of one token of a byte-level vocabulary. Ids outside the vocabulary (padding rows) have none."""
         assert self._bytes is not None
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
 
@@ -144,7 +143,7 @@ class Tokenizer:
         return found
 
     def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:
-        """The `renderers` package asks by this name."""
+        """Required by the `renderers` package under this name."""
         if isinstance(tokens, str):
             found = self.token_id(tokens)
             return self.unk_token_id if found is None else found
@@ -161,10 +160,10 @@ _Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class StreamDecoder:
-    """Ids → text as they come: what is not yet whole UTF-8 is held back until it is, or until `flush`."""
+    """Decodes ids incrementally. Incomplete UTF-8 is held back until it is complete, or until `flush`."""
 
     def __init__(self, tokenizer: Tokenizer, backend: Backend | None) -> None:
-        """`backend`: None where the vocabulary is of bytes."""
+        """`backend`: None for a byte-level vocabulary."""
         self._tokenizer = tokenizer
         self._backend = backend
         self._utf8 = _Utf8("replace")
@@ -181,23 +180,23 @@ class StreamDecoder:
 
 
 class _LazyBackend:
-    """The true encoder, read when it is first needed. It takes half a second and 100 MB; what knows a vocabulary by heart and has a fast
-    encoder for it may never need it."""
+    """The reference encoder, loaded on first use. Loading takes half a second and 100 MB, and with a cached vocabulary and a fast encoder
+    it may never be needed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
-        self._found: Backend | None = None
+        self._backend: Backend | None = None
 
     def get(self) -> Backend:
         with self._lock:
-            if self._found is None:
+            if self._backend is None:
                 backend = _load_backend(self._path)
-                # A chat render may exceed any length limit that was saved with it; the gateway checks context itself.
+                # A prompt may exceed the length limit saved with the tokenizer; the gateway checks the context length itself.
                 backend.no_truncation()
                 backend.no_padding()
-                self._found = backend
-            return self._found
+                self._backend = backend
+            return self._backend
 
 
 class _FastEncoder:
@@ -210,11 +209,11 @@ class _FastEncoder:
         self._gaps = _NO_TOKEN in rank_to_id
         self._nfc = nfc
         self._added = {token: np.array([token_id], ID_DTYPE).tobytes() for token, token_id in added.items()}
-        # Ids are kept as the bytes of their array.
-        self._memory: OrderedDict[str, bytes] = OrderedDict()
-        self._remembers = 0  # characters in it
+        # Ids are cached as the bytes of their array.
+        self._cache: OrderedDict[str, bytes] = OrderedDict()
+        self._cached_characters = 0
         self._by_lines = encoding._pat_str in _LINE_SAFE_PATTERNS
-        # Lines and their ids. Rollouts of one task read the same files and see the same errors, again and again.
+        # Lines and their ids. Rollouts of one task read the same files and see the same errors again and again.
         self._lines: dict[str, bytes] = {}
         self._older_lines: dict[str, bytes] = {}
         self._lock = threading.Lock()  # large prompts are rendered in threads
@@ -224,59 +223,63 @@ class _FastEncoder:
         return None if ids is None else ids.tolist()
 
     def ids(self, text: str, *, remember: bool = False) -> Ids | None:
-        """None: this text is for the slow encoder."""
+        """Encode `text`; None: only the slow encoder can."""
         parts: list[bytes] = []
-        # Added tokens are cut out first, and what is between them is encoded piece by piece.
+        # Added tokens are split off first; the pieces between them are encoded one by one.
         for n, piece in enumerate(self._added_pattern.split(text)):
             if not piece:
                 continue
             if n % 2:
                 parts.append(self._added[piece])
                 continue
-            part = self._remembered(piece) if remember and len(piece) >= _MIN_CACHED_PIECE else self._plain(piece)
+            part = (
+                self._encode_cached(piece)
+                if remember and len(piece) >= _MIN_CACHED_PIECE
+                else self._encode_piece(piece)
+            )
             if part is None:
                 return None
             parts.append(part)
         return np.frombuffer(b"".join(parts), ID_DTYPE)
 
-    def _remembered(self, piece: str) -> bytes | None:
+    def _encode_cached(self, piece: str) -> bytes | None:
         with self._lock:
-            known = self._memory.get(piece)
+            known = self._cache.get(piece)
             if known is not None:
-                self._memory.move_to_end(piece)  # the most recently used last
+                self._cache.move_to_end(piece)  # most recently used last
                 return known
-        known = self._plain(piece)
+        known = self._encode_piece(piece)
         if known is None:
             return None
-        with self._lock:  # another thread may have come first
-            if piece not in self._memory:
-                self._memory[piece] = known
-                self._remembers += len(piece)
-            while self._remembers > _MAX_CACHED_CHARACTERS:
-                self._remembers -= len(self._memory.popitem(last=False)[0])
+        with self._lock:  # another thread may have been faster
+            if piece not in self._cache:
+                self._cache[piece] = known
+                self._cached_characters += len(piece)
+            while self._cached_characters > _MAX_CACHED_CHARACTERS:
+                self._cached_characters -= len(self._cache.popitem(last=False)[0])
         return known
 
-    def _plain(self, piece: str) -> bytes | None:
-        """A piece without added tokens in it."""
-        if (known := self._lines.get(piece)) is not None:  # between added tokens there is often but a word
+    def _encode_piece(self, piece: str) -> bytes | None:
+        """Encode a piece that holds no added tokens."""
+        if (known := self._lines.get(piece)) is not None:  # the text between added tokens is often a single word
             return known
         if self._nfc and not piece.isascii() and not _surely_nfc(piece):
             piece = _NFC.normalize_str(piece)
         if not self._by_lines or len(piece) > _MAX_TEXT_BY_LINES:
-            return self._unknown(piece)
+            return self._encode_uncached(piece)
         lines = _LINE.findall(piece)
         ids = list(map(self._lines.get, lines))
         if None in ids:
-            ids = [found or self._line(line) for line, found in zip(lines, ids, strict=True)]
+            ids = [found or self._encode_line(line) for line, found in zip(lines, ids, strict=True)]
             if None in ids:
                 return None
         return b"".join(ids)  # type: ignore[arg-type]  # all are known by now
 
-    def _line(self, line: str) -> bytes | None:
-        """The ids of a line that was not seen of late. Threads may do so at the same time: what they add is the same."""
+    def _encode_line(self, line: str) -> bytes | None:
+        """Encode a line that is not in the newer cache. Threads may do this concurrently: they add the same entries."""
         known = self._older_lines.get(line)
         if known is None:
-            known = self._unknown(line)
+            known = self._encode_uncached(line)
             if known is None:
                 return None
         if len(line) <= _MAX_CACHED_LINE:
@@ -285,10 +288,10 @@ class _FastEncoder:
             self._lines[line] = known
         return known
 
-    def _unknown(self, text: str) -> bytes | None:
+    def _encode_uncached(self, text: str) -> bytes | None:
         try:
             ranks = self._encoding.encode_ordinary(text)
-        except ValueError:  # its regex engine gave up, on half a million blanks in a row for instance
+        except ValueError:  # its regex engine fails on half a million blanks in a row, for instance
             return None
         ids = ranks if self._identity else [self._id[rank] for rank in ranks]
         return None if self._gaps and _NO_TOKEN in ids else np.array(ids, ID_DTYPE).tobytes()
@@ -299,7 +302,7 @@ class _FastEncoder:
         return re.compile(f"({tokens or '(?!)'})")
 
     def agrees(self, slow: Callable[[str], list[int]], table: list[bytes]) -> bool:
-        """Whether it gives the true encoder's ids on the probe corpus, and on words of the vocabulary itself."""
+        """Whether it agrees with the slow encoder on the probe corpus and on tokens of the vocabulary."""
         words = [token.decode("utf-8", "ignore") for token in table[:: max(1, len(table) // 1500)]]
         return all(
             fast is None or fast == slow(text)
@@ -308,7 +311,7 @@ class _FastEncoder:
         )
 
     @classmethod
-    def of(cls, vocabulary: Vocabulary) -> _FastEncoder | None:
+    def build(cls, vocabulary: Vocabulary) -> _FastEncoder | None:
         merges, table = vocabulary.merges, vocabulary.table
         if merges is None or table is None:
             return None
@@ -317,9 +320,7 @@ class _FastEncoder:
             return None
         rank_to_id = list(merges.order)
         for byte in range(256):
-            if (
-                bytes([byte]) not in ranks
-            ):  # some vocabularies lack a few bytes: text with those is left to the slow encoder
+            if bytes([byte]) not in ranks:  # a few vocabularies lack some bytes: the slow encoder handles such text
                 ranks[bytes([byte])] = len(rank_to_id)
                 rank_to_id.append(_NO_TOKEN)
         encoding = tiktoken.Encoding("turngate", pat_str=merges.pattern, mergeable_ranks=ranks, special_tokens={})
@@ -327,12 +328,12 @@ class _FastEncoder:
 
 
 def _surely_nfc(text: str) -> bool:
-    """Python's word for it, where it is sure to agree with tokenizers' (their Unicode versions differ)."""
+    """Whether text is NFC, for characters on which Python and `tokenizers` agree despite different Unicode versions."""
     return _UNSETTLED.search(text) is None and unicodedata.is_normalized("NFC", text)
 
 
 def probe_corpus(added: Iterable[str] = ()) -> list[str]:
-    """Texts on which two encoders must agree before one may stand in for the other: code, prose, scripts, spaces, digits."""
+    """Texts on which two encoders must agree before one may replace the other: code, prose, scripts, spaces, digits."""
     code = Path(__file__).read_text(encoding="utf-8")
     lines = [
         code,
@@ -387,7 +388,7 @@ def _parse_length(value: Json) -> int | None:
 
 
 def _load_chat_template(folder: Path, config: Json) -> str | None:
-    """The folder's own template file, else the one in its config (a list there means named ones; `default` is ours)."""
+    """Load the folder's template file, else the template in its config; in a list of named ones, `default`."""
     file = folder / "chat_template.jinja"
     if file.exists():
         return file.read_text(encoding="utf-8")

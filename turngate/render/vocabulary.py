@@ -1,6 +1,6 @@
-"""What is needed of a `tokenizer.json`: added and special ids, the bytes of each id, and the merges in the form that tiktoken takes.
+"""Reads a `tokenizer.json`: added and special ids, the bytes of each id, and the merges in the form that tiktoken takes.
 
-Reading the file and turning its merges around takes most of a second, so `known.py` keeps what came of it.
+Reading the file and reordering its merges takes most of a second, so `certificate_cache.py` caches the result.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from turngate.types import Json
 
 
 class Merges(msgspec.Struct, frozen=True):
-    """A byte-level BPE whose pre-tokenizer is one regular expression: what the fast encoder is made of."""
+    """A byte-level BPE whose pre-tokenizer is one regular expression, for the fast encoder."""
 
     pattern: str
     nfc: bool
@@ -27,7 +27,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
     digest: str  # of the file
     added: dict[str, int]
     special: list[int]
-    table: list[bytes] | None  # of each id; None where the vocabulary is not of bytes
+    table: list[bytes] | None  # the bytes of each id; None if the vocabulary is not byte-level
     merges: Merges | None
 
 
@@ -67,25 +67,25 @@ def _parse_merges(spec: Json) -> Merges | None:
 
 
 def _merge_order(model: Json) -> list[int] | None:
-    """Token ids in merge order: base symbols first, then what each merge makes. None where ranks cannot express the merges.
+    """Token ids in merge order: base symbols first, then the result of each merge. None if ranks cannot express the merges.
 
-    Where one token is made by several merges, the first is the one that counts: a later pair with the same result has a lower
-    priority than tiktoken would give it, so this order is only a candidate until the probe corpus agrees.
+    If several merges make the same token, the first counts: a later pair with the same result has a lower priority than tiktoken would
+    give it, so this order is only a candidate until the probe corpus agrees.
     """
     vocab: dict[str, int] = model["vocab"]
-    made: dict[int, None] = {}
+    merged: dict[int, None] = {}
     for merge in model["merges"]:
         left, right = merge if isinstance(merge, list) else merge.split(" ", 1)
         token = vocab.get(left + right)
         if token is None:
             return None
-        made.setdefault(token)
-    base = sorted(i for token, i in vocab.items() if i not in made and len(token) == 1)
-    return base + list(made)
+        merged.setdefault(token)
+    base = sorted(i for token, i in vocab.items() if i not in merged and len(token) == 1)
+    return base + list(merged)
 
 
 def _single_pattern(pre: Json) -> str | None:
-    """The regular expression that splits text, when the pre-tokenizer is exactly one split followed by byte-level mapping."""
+    """The regular expression that splits text, if the pre-tokenizer is exactly one split followed by byte-level mapping."""
     if pre is None:
         return None
     stages = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
@@ -102,28 +102,28 @@ def _single_pattern(pre: Json) -> str | None:
             {"type": "Digits", "individual_digits": True},
             {"type": "ByteLevel", "add_prefix_space": False, **rest},
         ] if rest.get("use_regex", True):
-            # Digits are cut out one by one first, so the space before one stays with whatever precedes it.
+            # Digits are split off one by one first, so a space before a digit stays with the text before it.
             return r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})|\s+(?!\S)|\s+"
         case _:
             return None
 
 
 def _is_nfc(normalizer: Json) -> bool | None:
-    """True: NFC; False: nothing; None: something the fast path does not do."""
+    """Whether text is normalised to NFC; None: the normalizer is one that the fast path does not support."""
     if normalizer is None or (normalizer["type"] == "Sequence" and not normalizer["normalizers"]):
         return False
     return True if normalizer["type"] == "NFC" else None
 
 
 def _byte_table(spec: Json, added: dict[str, int]) -> list[bytes] | None:
-    """Bytes of each id for a byte-level vocabulary, None for any other."""
+    """The bytes of each id of a byte-level vocabulary; None for any other."""
     decoder = spec.get("decoder") or {}
     kinds = (
         [d["type"] for d in decoder.get("decoders", [])] if decoder.get("type") == "Sequence" else [decoder.get("type")]
     )
     if "ByteLevel" not in kinds or spec["model"].get("type") != "BPE":
         return None
-    # One pass over the whole vocabulary at once: 150,000 small loops in Python are most of a second.
+    # One pass over the whole vocabulary: 150,000 small loops in Python would take most of a second.
     vocab: dict[str, int] = spec["model"]["vocab"]
     to_latin = str.maketrans({char: chr(byte) for byte, char in _byte_chars().items()})
     mapped = "\uffff".join(vocab).translate(to_latin).split("\uffff")
