@@ -402,7 +402,7 @@ AREAS = (  # the innermost frame that fits says where a sample belongs; the firs
     ),
     (
         "tokenising and rendering what is new",
-        ("turngate/render/tokenizer.py:encode", "turngate/render/tokenizer.py:_p"),
+        ("turngate/render/tokenizer.py:encode", "turngate/render/tokenizer.py:_encode"),
     ),
     ("parsing what was sampled", ("turngate/render/",)),
     ("talking to the engine", ("turngate/engines/", "aiohttp/")),
