@@ -25,7 +25,7 @@ def certify_tokenizer(tokenizer: str, model: str, family: str, as_json: bool) ->
         folder,
         model=model or (tokenizer if "/" in tokenizer and not Path(tokenizer).exists() else ""),
         family=family,
-        anew=True,
+        recertify=True,
     )
     if as_json:
         print(

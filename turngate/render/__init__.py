@@ -28,15 +28,15 @@ BUILTIN_TOKENIZER = Path(__file__).parent / "builtin"
 
 
 def load_renderer(
-    folder: Path, *, model: str = "", family: str = "auto", anew: bool = False
+    folder: Path, *, model: str = "", family: str = "auto", recertify: bool = False
 ) -> tuple[Renderer, Certificate]:
     """Load the renderer of a tokenizer folder.
 
     `family`: `auto` uses a hand-written renderer if the `renderers` package knows the model's exact name, `template` always derives one
-    from the chat template, anything else names a family. `anew`: ignore the cached certificate and probe again.
+    from the chat template, anything else names a family. `recertify`: ignore the cached certificate and probe again.
     """
     name = record_name(folder, model, family)
-    record = None if anew else load_record(name)
+    record = None if recertify else load_record(name)
     if record is None:
         tokenizer = Tokenizer(folder, name=model)
     else:

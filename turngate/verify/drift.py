@@ -146,23 +146,23 @@ class _CauseCheck:
         )
 
     def _check_edited(self) -> str:
-        begun = any(self._same_tools(root) and self._same_first_message(root) for root in self._earlier)
+        same_start = any(self._same_tools(root) and self._same_first_message(root) for root in self._earlier)
         return (
             ""
-            if self._has_assistant or (self._is_root and begun)
+            if self._has_assistant or (self._is_root and same_start)
             else "its cause is edited, but nothing in it was edited"
         )
 
     def _check_compaction(self) -> str:
         thread = self._signals.thread
-        goes_on = any(thread and root.info.signals.thread == thread for root in self._earlier)
-        begun = [root for root in self._earlier if self._same_tools(root) and self._same_first_message(root)]
-        if not (self._is_root and (goes_on or begun)):
+        continues = any(thread and root.info.signals.thread == thread for root in self._earlier)
+        similar = [root for root in self._earlier if self._same_tools(root) and self._same_first_message(root)]
+        if not (self._is_root and (continues or similar)):
             return "its cause is compaction, but no earlier conversation starts like it"
         kept = [
             root.id
-            for root in begun
-            if not goes_on and not self._same_question(root) and self._keeps_first_answer(root)
+            for root in similar
+            if not continues and not self._same_question(root) and self._keeps_first_answer(root)
         ]
         return f"its cause is compaction, but it keeps the first answer of context {kept[0]}" if kept else ""
 

@@ -419,11 +419,11 @@ class SessionReader:
         version = self._read_number("policy_version")
         if not self._has_events:
             return RelatedRecords(version=version)
-        ended = self._db.execute(_OUTCOME, (key,)).fetchone()
-        told = self._db.execute(_EVENTS, (session_id,)).fetchall()
+        outcome = self._db.execute(_OUTCOME, (key,)).fetchone()
+        events = self._db.execute(_EVENTS, (session_id,)).fetchall()
         return RelatedRecords(
-            outcome=None if ended is None else StoredOutcome(*ended),
-            events=tuple(StoredEvent(*cells) for cells in told),
+            outcome=None if outcome is None else StoredOutcome(*outcome),
+            events=tuple(StoredEvent(*cells) for cells in events),
             pruned=self._read_number("events_pruned") or 0,
             version=version,
         )
