@@ -41,7 +41,7 @@ def test_the_second_start_probes_nothing_and_is_the_same(
         assert second.tokenizer.decode(ids) == first.tokenizer.decode(ids)
     monkeypatch.undo()
     assert second.tokenizer.vocab_size == first.tokenizer.vocab_size  # reads the true encoder after all
-    assert second.tokenizer._slow("Hello") == second.tokenizer.encode("Hello")
+    assert second.tokenizer._encode_slow("Hello") == second.tokenizer.encode("Hello")
 
 
 def test_the_vocabulary_is_known_whatever_it_was_loaded_for(folder: Path, tmp_path: Path) -> None:
