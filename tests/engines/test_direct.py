@@ -95,7 +95,7 @@ def test_a_reply_however_it_comes_and_its_connection_serves_the_next(loop: str, 
     async def story() -> None:
         async with connected(replies(*pieces)) as (server, connections):
             for n in range(3):
-                response = await connections.ask("POST", "/p", b'{"n":%d}' % n, {"X-Session-ID": "s"})
+                response = await connections.request("POST", "/p", b'{"n":%d}' % n, {"X-Session-ID": "s"})
                 assert (response.status, await response.read(), await response.readany()) == (200, b"hello", b"")
                 response.close()
             assert server.connections == 1
@@ -111,7 +111,7 @@ def test_a_reply_that_ends_with_its_connection(loop: str) -> None:
     async def story() -> None:
         async with connected(replies(b"HTTP/1.1 200 OK\r\n\r\nhel", b"lo", close=True)) as (server, connections):
             for _ in range(2):
-                response = await connections.ask("POST", "/", b"", {})
+                response = await connections.request("POST", "/", b"", {})
                 assert await response.read() == b"hello"
                 response.close()
             assert server.connections == 2
@@ -136,7 +136,7 @@ def test_a_reply_that_is_none(loop: str, pieces: tuple[bytes, ...], error: type[
     async def story() -> None:
         async with connected(replies(*pieces, close=True)) as (_, connections):
             with pytest.raises(error, match=words):
-                response = await connections.ask("POST", "/", b"", {})
+                response = await connections.request("POST", "/", b"", {})
                 await response.read()
 
     on(loop, story())
@@ -146,11 +146,11 @@ def test_a_reply_that_is_none(loop: str, pieces: tuple[bytes, ...], error: type[
 def test_whoever_leaves_early_hangs_up(loop: str) -> None:
     async def story() -> None:
         async with connected(replies(CHUNKED, b"2\r\nhe\r\n")) as (server, connections):
-            response = await connections.ask("POST", "/", b"", {})
+            response = await connections.request("POST", "/", b"", {})
             assert await response.readany() == b"he"
             response.close()
             await server.hung_up.wait()
-            again = await connections.ask("POST", "/", b"", {})
+            again = await connections.request("POST", "/", b"", {})
             again.close()
             assert server.connections == 2
 
@@ -161,7 +161,7 @@ def test_whoever_leaves_early_hangs_up(loop: str) -> None:
 def test_a_call_that_is_cancelled_hangs_up(loop: str) -> None:
     async def story() -> None:
         async with connected(replies()) as (server, connections):
-            call = asyncio.create_task(connections.ask("POST", "/", b"x", {}))
+            call = asyncio.create_task(connections.request("POST", "/", b"x", {}))
             while not server.requests:
                 await asyncio.sleep(0.01)
             call.cancel()
@@ -183,7 +183,7 @@ def test_silence_counts_from_byte_to_byte(loop: str) -> None:
 
     async def story() -> None:
         async with connected(slow, silence_s=scaled(0.15)) as (_, connections):
-            response = await connections.ask("POST", "/", b"", {})
+            response = await connections.request("POST", "/", b"", {})
             got = b""
             with pytest.raises(TimeoutError):
                 while True:
@@ -199,14 +199,14 @@ def test_a_connection_that_was_idle_for_too_long_or_that_the_server_closed_is_no
     async def story() -> None:
         async with connected(replies(HELLO), keep_s=0.05) as (server, connections):
             for _ in range(2):
-                response = await connections.ask("POST", "/", b"", {})
+                response = await connections.request("POST", "/", b"", {})
                 await response.read()
                 response.close()
                 await asyncio.sleep(0.1)
             assert server.connections == 2
         async with connected(replies(HELLO, close=True)) as (server, connections):
             for _ in range(2):
-                response = await connections.ask("POST", "/", b"", {})
+                response = await connections.request("POST", "/", b"", {})
                 await response.read()
                 response.close()
                 while connections._all:
@@ -232,7 +232,7 @@ def test_what_nobody_fetches_makes_the_engine_wait(loop: str, monkeypatch: pytes
 
     async def story() -> None:
         async with connected(floods, silence_s=scaled(0.2)) as (_, connections):
-            response = await connections.ask("POST", "/", b"", {})
+            response = await connections.request("POST", "/", b"", {})
             await asyncio.sleep(scaled(0.3))  # and that is no silence of the engine's
             assert sent < total
             assert len(await response.read()) == total
@@ -247,7 +247,7 @@ def test_where_nobody_listens(loop: str) -> None:
         given: dict[str, Any] = {"connect_s": 1.0, "silence_s": None, "keep_s": 1.0, "headers": {}}
         for url in ("http://127.0.0.1:1", "http://nowhere.invalid"):
             with pytest.raises(ConnectFailed):
-                await ConnectionPool(url, **given).ask("POST", "/", b"", {})
+                await ConnectionPool(url, **given).request("POST", "/", b"", {})
 
     on(loop, story())
 
@@ -264,7 +264,7 @@ def test_many_calls_at_once(loop: str) -> None:
         async with connected(replies(CHUNKED, b"5\r\nhello\r\n0\r\n\r\n")) as (server, connections):
 
             async def one() -> bytes:
-                response = await connections.ask("POST", "/", b"y" * 300_000, {})
+                response = await connections.request("POST", "/", b"y" * 300_000, {})
                 try:
                     return await response.read()
                 finally:

@@ -141,7 +141,7 @@ def test_layers_that_are_computed_again_give_the_same_gradients() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "mixtral"}, "model_type 'mixtral'; it knows llama"),
+        ({"model_type": "mixtral"}, "model_type 'mixtral'; it supports llama"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),

@@ -86,7 +86,7 @@ async def test_a_vllm_with_other_weights_than_those_in_force_counts_as_down(
 async def test_sglang() -> None:
     server = StandIn(says({"success": True, "message": "ok"}), {"/get_model_info": {"model_path": "/m/0"}})
     async with serving(server), started(SGLang(server.url)) as engine:
-        with pytest.raises(EngineRejected, match="it is not known"):
+        with pytest.raises(EngineRejected, match="weights it was started with are unknown"):
             await engine.original(frozen=False)
         await engine.pause()
         await engine.load(MODEL, frozen=True)

@@ -263,7 +263,7 @@ async def test_a_replica_that_was_started_again_gets_no_calls_until_it_has_the_a
             session = await g.open()
             assert (await g.ask(session.key, "Hi")).content == "[/a/1][/a/1]"
         shown = (await g.admin.get("/admin/weights")).json()
-        assert "has no policy-v1: it was started again" in shown["replicas"][0]["detail"]
+        assert "has no policy-v1: it was restarted" in shown["replicas"][0]["detail"]
         assert (await refused(g, version=1, lora_path="/a/other"))[0] == 409
         fakes[1].asked.clear()
         await load(g, version=1, lora_path="/a/1")

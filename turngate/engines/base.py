@@ -1,6 +1,6 @@
 """The engine seam: token ids in, token ids with log-probabilities out, streamed.
 
-Implementations: `vllm`, `sglang`, `scripted`, `gate`; `pool` spreads sessions over several of them. Called by `turn.py` only.
+Implementations: `vllm`, `sglang`, `local`, `scripted`, `gate`; `pool` spreads sessions over several of them.
 """
 
 from __future__ import annotations
@@ -24,26 +24,25 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
     constraint: Constraint | None = None
-    stream: bool = True  # False: one chunk with everything is enough
+    stream: bool = True  # False: a single chunk is enough
     session: str = ""  # for affinity; never a secret
     request_id: str = ""
     cache_salt: str = ""
-    version: int = 0  # of the policy, when it was asked
-    model: str = ""  # under which the engine knows that version; empty: the engine's own
+    version: int = 0  # of the policy, at the request
+    model: str = ""  # the engine's name of that version; empty: its default
     echo_prompt: bool = False  # ask the engine which prompt ids it saw, as a check
 
     def body(self, field: str, others: dict[str, Any]) -> bytes:
-        """A JSON object that begins with the prompt. The ids never become Python numbers on the way, and are copied once."""
+        """Encode a JSON object that starts with the prompt. The ids never become Python integers, and are copied once."""
         inside = self.prompt.items if isinstance(self.prompt, PromptIds) else ids_to_json(self.prompt)
         return b"".join((f'{{"{field}":['.encode(), inside, b"],", orjson.dumps(others)[1:]))
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """What the engine sampled since the last chunk.
+    """Tokens sampled since the last chunk.
 
-    `ids` include a sampled stop token. `logprobs` has one entry per id; None where the engine gave none. `prompt` is the prompt
-    that the engine says it saw, when it was asked to echo it. `versions`: the policy's at the first and last of these tokens, where the
-    engine knows better than the fence.
+    `ids` include a sampled stop token. `logprobs` has one entry per id; None if the engine gave none. `prompt`: the prompt ids that the
+    engine echoed, if requested. `versions`: of the policy at the first and last of these tokens, if the engine knows them.
     """
 
     ids: Sequence[int]
@@ -54,7 +53,7 @@ class Chunk(msgspec.Struct, frozen=True):
 
 
 class Health(msgspec.Struct, frozen=True):
-    """One replica, as last seen."""
+    """The state of a replica at its last check."""
 
     url: str
     ok: bool
@@ -62,14 +61,14 @@ class Health(msgspec.Struct, frozen=True):
     model: str = ""
     max_context: int | None = None
     in_flight: int = 0
-    wrong: bool = False  # it answers, and must not be used all the same
+    wrong: bool = False  # it answers, but must not be used
 
 
 class Engine(Protocol):
     """Implementations raise only `EngineError`s and `ContextOverflow`.
 
-    `generate` is a context manager around a stream of chunks: leaving it early, by whatever way, aborts the generation.
-    Entering it does nothing yet; all work and waiting happens in the stream.
+    `generate` is a context manager around a stream of chunks: leaving it early, in any way, aborts the generation.
+    Entering it does no work; all work and waiting happens in the stream.
     The last chunk has `finish` set; a stream that ends without one raises `EngineUnavailable` inside the implementation.
     """
 
@@ -84,28 +83,28 @@ class Engine(Protocol):
     def generate(self, request: Generate) -> AbstractAsyncContextManager[AsyncIterator[Chunk]]: ...
 
     def release(self, session: str) -> None:
-        """The session is over; forget its placement."""
+        """Forget the placement of a session that has ended."""
 
 
 class RelayRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One call to relay (observe mode), with the gateway's model and sampling laid over it.
+    """A call to relay (observe mode), with the gateway's model and sampling.
 
-    To an endpoint of its own dialect it goes as it came (`call.body`); to another one, as what it means.
+    An endpoint of the same dialect gets the original body (`call.body`); another one gets a translation.
     """
 
     call: Call
-    model: str = ""  # empty: as the agent asked
+    model: str = ""  # empty: the one that the agent requested
     sampling: Sampling | None = None  # the session's pinned sampling, if any
     max_tokens: int | None = None
     session: str = ""
     request_id: str = ""
     verbatim: Mapping[
         int, bytes
-    ] = {}  # by index of the raw piece: turns as this endpoint wrote them (`RelayChunk.verbatim`)
+    ] = {}  # by index of the raw message: turns as this endpoint wrote them (`RelayChunk.verbatim`)
 
 
 class RelayChunk(msgspec.Struct, frozen=True):
-    """What the endpoint answered since the last chunk, with whatever token data it gave along."""
+    """Output of the endpoint since the last chunk, with the token data it gave."""
 
     events: tuple[Delta | CallDelta, ...] = ()
     ids: Sequence[int] | None = None
@@ -114,14 +113,14 @@ class RelayChunk(msgspec.Struct, frozen=True):
     finish: Finish | None = None
     usage: Usage | None = None
     stopped_by: str = ""  # the stop string that ended it, if one did
-    fault: str = ""  # why the turn is not the model's own last word: a filter of the provider's ended it
-    lost: tuple[str, ...] = ()  # what the agent asked for and this endpoint was not told
-    biases: tuple[str, ...] = ()  # what the endpoint was told that may change how it samples
-    verbatim: bytes = b""  # the whole turn in the endpoint's own words, where those must be given back as they are
+    fault: str = ""  # why the turn is not the model's own output: a filter of the provider ended it
+    lost: tuple[str, ...] = ()  # what the agent requested and this endpoint does not support
+    biases: tuple[str, ...] = ()  # settings sent to the endpoint that may bias its sampling
+    verbatim: bytes = b""  # the whole turn in the endpoint's format, if it must be returned unchanged
 
 
 class Relay(Protocol):
-    """The observe-mode seam: an endpoint that renders and parses by itself."""
+    """The seam of observe mode: an endpoint that renders and parses by itself."""
 
     name: str
 
@@ -134,4 +133,4 @@ class Relay(Protocol):
     def relay(self, request: RelayRequest) -> AbstractAsyncContextManager[AsyncIterator[RelayChunk]]: ...
 
     async def count(self, request: RelayRequest) -> int:
-        """How many tokens the prompt has; `NotFound` where the endpoint cannot tell."""
+        """Count the tokens of the prompt; raises `NotFound` if the endpoint cannot."""

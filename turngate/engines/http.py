@@ -1,10 +1,9 @@
-"""HTTP to an engine: one client per engine, server-sent events, and every upstream failure as one of our errors.
+"""HTTP to an engine: one client per engine, server-sent events, and upstream failures as `TurngateError`s.
 
-Used by every engine and relay that speaks HTTP. Nothing here knows what an engine's JSON means. Two rules hold throughout:
+Nothing here knows what an engine's JSON means. Two rules hold throughout:
 
-- Leaving `Client.post` before the engine said that it is finished closes the connection, which is how an engine learns
-  that it must abort.
-- What is raised is a `TurngateError` whose message is safe to show to an agent: no URL, no key, no request headers.
+- Leaving `EngineClient.post` before the generation is finished closes the connection, which tells the engine to abort.
+- Errors are `TurngateError`s whose message is safe to show to an agent: no URL, no key, no request headers.
 """
 
 from __future__ import annotations
@@ -33,26 +32,26 @@ from turngate.types import Json
 
 T = TypeVar("T")
 
-MESSAGE_CHARS = 500  # of an engine's own words, in our errors
+MESSAGE_CHARS = 500  # of an engine's message in our errors
 EVENT_BYTES = 64 * 2**20  # an event longer than this is not an event
-DRAIN_S = 0.25  # how long a finished reply may take to end before its connection is given up
+DRAIN_S = 0.25  # to read the end of a finished reply before its connection is closed
 PROBE_S = 5.0  # for health checks and aborts, which must never hang
-# uvicorn, under both vLLM and SGLang, drops idle connections after 5 s. A POST on a connection that the server is just
-# closing fails as if the engine were gone, so ours are dropped first.
+# uvicorn, under both vLLM and SGLang, drops idle connections after 5 s. A POST on a connection that the server is closing
+# fails as if the engine were gone, so ours are dropped first.
 KEEPALIVE_S = 2.0
-# vLLM writes this where it has no log-probability for the sampled token, or one that is not a number.
+# vLLM sends this if it has no log-probability for the sampled token, or NaN.
 NO_LOGPROB = -9999.0
 
 _DONE = b"[DONE]"
-# "Does not fit" in the words of vLLM, SGLang, OpenAI, Anthropic, Gemini and those who copy them.
+# Context overflow in the words of vLLM, SGLang, OpenAI, Anthropic, Gemini and compatible servers.
 _OVERFLOW = re.compile(
     r"context_length_exceeded|maximum context length|maximum model length|model's context length"
     r"|input length \(\d+ tokens\) exceeds|context window|prompt is too long|exceed context limit"
     r"|input token count.{0,20} exceeds the maximum"
-    r"|max_tokens must be at least 1, got 0",  # vLLM, of a prompt that leaves no room for a single token
+    r"|max_tokens must be at least 1, got 0",  # vLLM, if the prompt leaves no room for a single token
     re.IGNORECASE,
 )
-# The numbers in those words: how much there was, by the total where one is told, and how much fits.
+# The numbers in those messages: the size of the request (the total, if given), and the limit.
 _SIZES = tuple(
     re.compile(pattern)
     for pattern in (
@@ -70,9 +69,9 @@ _SIZES = tuple(
 _LIMITS = re.compile(
     r"(?:tokens|\d) > (\d+)|(?:context|model) length (?:is|of) (\d+)|context length \((\d+) tokens\)|tokens allowed \(?(\d+)"
 )
-# Gemini's word for a key that is not valid comes with a 400.
+# Gemini reports an invalid key with a 400.
 _NO_KEY = re.compile(r"API_KEY_INVALID|API key not valid|API key expired", re.IGNORECASE)
-# What providers call their failures where they give no number: in a stream, after its status line had said 200.
+# Error types of providers without a status: in a stream whose status line was 200.
 _STATUS_OF = {
     "invalid_request_error": 400,
     "invalid_prompt": 400,
@@ -89,55 +88,55 @@ _STATUS_OF = {
     "timeout_error": 504,
     "UNAVAILABLE": 503,
 }
-# vLLM and SGLang turn requests away with a 503 when their queues are full. They are up, and merely busy.
+# vLLM and SGLang reject requests with a 503 when their queues are full. They are up, only busy.
 _BUSY = re.compile(r"currently busy|backlog limit|queue is full|higher priority request|overloaded", re.IGNORECASE)
-# vLLM's last words, with a 500, when its engine process has died. The server follows within a second.
+# vLLM reports this with a 500 when its engine process has died. The server exits within a second.
 _DYING = re.compile(r"EngineCore encountered an issue")
 
 
 def error_from_status(engine: str, status: int, message: str, evidence: str = "") -> TurngateError:
-    """An upstream HTTP status as one of our errors. `message` is the readable part of its body, `evidence` all."""
-    said = f"{engine}: {message}" if message else f"{engine} answered {status}"
+    """Map an upstream HTTP status to an error. `message` is the readable part of the body, `evidence` all of it."""
+    text = f"{engine}: {message}" if message else f"{engine} answered {status}"
     words = f"{message} {evidence}"
     if status == 401 or (status == 400 and _NO_KEY.search(words)):
-        # The gateway's own credentials are wrong. Providers quote parts of the key here, so their words stay here.
+        # The gateway's own credentials are wrong. Providers quote parts of the key here, so their message is not passed on.
         return EngineError(f"{engine} refused the gateway's credentials")
     if status in (
         402,
         403,
-    ):  # a model that was not bought, a feature that is switched off: not the agent's fault either
-        return EngineError(said)
-    if status in (429, 529):  # 529: Anthropic, of itself
-        return EngineBusy(said)
+    ):  # a model or feature that is not available to the account: not the agent's fault either
+        return EngineError(text)
+    if status in (429, 529):  # 529: Anthropic is overloaded
+        return EngineBusy(text)
     if status in (408, 504):
-        return EngineTimeout(said)
+        return EngineTimeout(text)
     if 400 <= status < 500:
-        return parse_overflow(said, words) if _OVERFLOW.search(words) else EngineRejected(said)
+        return parse_overflow(text, words) if _OVERFLOW.search(words) else EngineRejected(text)
     if status in (502, 503):
-        return EngineBusy(said) if _BUSY.search(words) else EngineUnavailable(said)
-    return EngineUnavailable(said) if _DYING.search(words) else EngineError(said)
+        return EngineBusy(text) if _BUSY.search(words) else EngineUnavailable(text)
+    return EngineUnavailable(text) if _DYING.search(words) else EngineError(text)
 
 
-def parse_overflow(said: str, words: str) -> ContextOverflow:
-    """A prompt that does not fit, with the numbers that the words tell."""
+def parse_overflow(text: str, words: str) -> ContextOverflow:
+    """Build a context overflow with the numbers of the engine's message."""
     sizes = next((found for pattern in _SIZES if (found := pattern.search(words))), None)
     size = None if sizes is None else sum(int(n) for n in sizes.groups())
-    mosts = _LIMITS.search(words)
-    most = None if mosts is None else next(int(n) for n in mosts.groups() if n)
-    if size is not None and most is not None and size <= most:
-        size = None  # another number than the one that was too large
-    return ContextOverflow(said, limit=most, size=size)
+    limits = _LIMITS.search(words)
+    limit = None if limits is None else next(int(n) for n in limits.groups() if n)
+    if size is not None and limit is not None and size <= limit:
+        size = None  # not the number that was too large
+    return ContextOverflow(text, limit=limit, size=size)
 
 
 def make_abort_error(engine: str) -> EngineBusy:
-    """A call that the engine aborted before its first token, as a pause for new weights does. It can be made again."""
+    """Build the error for a call that the engine aborted before its first token, as during a weight update. It is retryable."""
     return EngineBusy(f"{engine} aborted the call before its first token")
 
 
 class map_errors:  # used like a function
-    """The one place where foreign exceptions become ours. Never around a `yield`: it would catch the caller's own.
+    """Map foreign exceptions to `TurngateError`s. Never use it around a `yield`: it would catch the caller's exceptions.
 
-    A class, since it is entered several times a turn and a generator takes ten times as long.
+    A class, because it is entered several times per turn, and a generator is ten times slower.
     """
 
     __slots__ = ("_engine",)
@@ -149,8 +148,8 @@ class map_errors:  # used like a function
         pass
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is not None and (ours := _map_error(self._engine, error)) is not None:
-            raise ours from error
+        if error is not None and (mapped := _map_error(self._engine, error)) is not None:
+            raise mapped from error
 
 
 def _map_error(engine: str, error: BaseException) -> TurngateError | None:
@@ -172,7 +171,7 @@ def _map_error(engine: str, error: BaseException) -> TurngateError | None:
 
 
 def _reason(error: Exception) -> str:
-    """Why a connection failed, without the address: aiohttp's own texts name it, and agents read ours."""
+    """Return why a connection failed, without the address: agents read these messages."""
     if isinstance(error, aiohttp.ServerDisconnectedError):
         return "it hung up without an answer"
     if isinstance(error, aiohttp.ClientPayloadError):
@@ -185,7 +184,7 @@ def _reason(error: Exception) -> str:
 
 
 def extract_message(body: bytes) -> str:
-    """The readable part of an error body: OpenAI's `error.message`, FastAPI's `detail`, or the text as it is."""
+    """Extract the readable part of an error body: OpenAI's `error.message`, FastAPI's `detail`, or the plain text."""
     try:
         return _readable(msgspec.json.decode(body))
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -199,13 +198,13 @@ def _readable(value: Json) -> str:
         for field in ("error", "message", "detail"):
             if value.get(field):
                 return _readable(value[field])
-    if isinstance(value, list) and len(value) == 1:  # how Gemini says it where a stream was asked for
+    if isinstance(value, list) and len(value) == 1:  # Gemini's form for streams
         return _readable(value[0])
     return msgspec.json.encode(value).decode() if value else ""
 
 
 def align_logprobs(engine: str, ids: Sequence[int], logprobs: Sequence[float | None] | None) -> list[float | None]:
-    """One entry per id, None where the engine gave none. A list of another length is refused: it cannot be aligned."""
+    """Return one entry per id, None if the engine gave none. A list of another length is rejected."""
     if logprobs is None:
         return [None] * len(ids)
     if len(logprobs) != len(ids):
@@ -214,22 +213,22 @@ def align_logprobs(engine: str, ids: Sequence[int], logprobs: Sequence[float | N
 
 
 def clean_logprobs(logprobs: Sequence[float | None]) -> list[float | None]:
-    """With None for the value by which an engine means that it has none."""
+    """Replace the engine's marker for a missing log-probability by None."""
     return [None if value is None or value <= NO_LOGPROB else value for value in logprobs]
 
 
 class EventParser:
-    """Splits server-sent events out of a byte stream, wherever the reads happen to cut it. Comments are dropped."""
+    """Parses server-sent events from a byte stream that may be cut anywhere. Comments are dropped."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []
 
     def feed(self, read: bytes) -> list[bytes]:
-        """The data of the events that this read completed."""
-        whole = self._plain(read)
-        if whole is not None:
-            return whole
+        """Return the data of the events that this read completed."""
+        complete = self._parse_simple(read)
+        if complete is not None:
+            return complete
         lines = (self._rest + read).split(b"\n")
         self._rest = lines.pop()
         if len(self._rest) > EVENT_BYTES:
@@ -244,8 +243,8 @@ class EventParser:
                 self._data.clear()
         return found
 
-    def _plain(self, read: bytes) -> list[bytes] | None:
-        """A read that is nothing but whole events of one line each, which is how they mostly come. None: it is not."""
+    def _parse_simple(self, read: bytes) -> list[bytes] | None:
+        """Parse a read of complete one-line events, the usual case. None: it is something else."""
         if self._rest or self._data or not read.endswith(b"\n\n"):
             return None
         if not read.startswith(b"data: ") or b"\r" in read:
@@ -255,11 +254,10 @@ class EventParser:
 
 
 class Reply:
-    """One POST: sent by the first read, closed when `Client.post` is left.
+    """A POST: sent by the first read, closed when `EngineClient.post` is left.
 
-    `sent` says that the engine may be working on it. `finished` says that it no longer is: an engine's implementation
-    sets it once it has seen the end of the generation, and what is left of the reply is then only drained. `done` says
-    that a stream was closed by the engine, and not cut.
+    `sent`: the engine may be working on it. `finished`: it no longer is; the engine's implementation sets it at the end of the
+    generation, and the rest of the reply is only drained. `done`: the engine closed the stream properly.
     """
 
     def __init__(self, client: EngineClient, path: str, body: bytes, headers: Mapping[str, str]) -> None:
@@ -282,22 +280,22 @@ class Reply:
         await self.leave()
 
     async def whole(self) -> AsyncIterator[list[bytes]]:
-        """The body, as the only event of the only batch: not streaming is streaming, read at once."""
+        """Yield the whole body as a single batch with one event, like a stream."""
         yield [await self.document()]
 
     async def events(self) -> AsyncIterator[list[bytes]]:
-        """Batches of events, one batch per read, up to the end of the body or `[DONE]`."""
+        """Yield batches of events, one per read, up to the end of the body or `[DONE]`."""
         while (batch := await self.batch()) is not None:
             yield batch
 
     async def document(self) -> bytes:
-        """The whole body."""
+        """Read the whole body."""
         response = await self.open()
         with map_errors(self._client.engine):
             return await response.read()
 
     async def batch(self) -> list[bytes] | None:
-        """The events of the next read that holds any. None: there are no more."""
+        """Return the events of the next read that has any; None at the end."""
         response = await self.open()
         while not self.done:
             with map_errors(self._client.engine):
@@ -313,24 +311,24 @@ class Reply:
         return None
 
     async def leave(self) -> None:
-        """Close. A finished reply is read to its end first, so that its connection can serve the next call."""
+        """Close the reply. A finished one is read to its end first, so that its connection can be reused."""
         self._left = True
         if self._response is None:
             return
         if isinstance(self._response, Response) and self._response.over:
-            return  # its connection serves the next call already
+            return  # its connection is already free
         try:
             if self.finished:
                 async with asyncio.timeout(DRAIN_S):
                     while await _readany(self._response):
                         pass
         except (TimeoutError, aiohttp.ClientError, ConnectionCut, MalformedReply):
-            pass  # the answer is complete; only its connection is lost
+            pass  # the answer is complete; only the connection is lost
         finally:
             self._response.close()
 
     async def open(self) -> aiohttp.ClientResponse | Response:
-        """Send, unless that is done. After a refusal it may be called again, with another `body`."""
+        """Send the request unless it was sent. After a rejection, it may be called again with another `body`."""
         if self._response is not None:
             return self._response
         self.finished = False
@@ -355,11 +353,11 @@ class Reply:
         if self._client.direct is not None:
             with map_errors(self._client.engine):
                 try:
-                    return await self._client.direct.ask("POST", self._path, self.body, self._headers)
+                    return await self._client.direct.request("POST", self._path, self.body, self._headers)
                 except ConnectFailed:
                     self.sent = False
                     raise
-        data = self.body if len(self.body) < 2**20 else io.BytesIO(self.body)  # what aiohttp wants of a large body
+        data = self.body if len(self.body) < 2**20 else io.BytesIO(self.body)  # as aiohttp requires for large bodies
         with map_errors(self._client.engine):
             try:
                 return await self._client.session.post(
@@ -371,10 +369,10 @@ class Reply:
 
 
 class EngineClient:
-    """One engine's HTTP connections. `silence_s` bounds the time without a single byte; None is no bound.
+    """HTTP connections of one engine. `silence_s` bounds the time without a byte; None: no bound.
 
-    `headers` go with every request. Left out, they are the key in the `Authorization` header. `direct`: calls go by the short way,
-    for engines that take and give plain JSON.
+    `headers` are sent with every request; by default, the key in the `Authorization` header. `direct`: use the minimal client of
+    `http1.py`, for engines that speak plain JSON.
     """
 
     def __init__(
@@ -399,7 +397,7 @@ class EngineClient:
         self._session: aiohttp.ClientSession | None = None
 
     def __repr__(self) -> str:
-        return f"Client({self.engine!r}, {self.url!r})"
+        return f"EngineClient({self.engine!r}, {self.url!r})"
 
     @property
     def session(self) -> aiohttp.ClientSession:
@@ -434,24 +432,24 @@ class EngineClient:
             await session.close()
 
     def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> Reply:
-        """One streamed call, to be entered and left. Nothing is sent before the reply is first read from."""
+        """Return a streamed call, as a context manager. It is sent by the first read."""
         return Reply(self, path, body, headers)
 
     async def get(self, path: str, shape: type[T]) -> T:
-        """A small JSON document, soon or not at all."""
+        """Fetch a small JSON document, within a short timeout."""
         body = await self._probe("GET", path, b"")
         return self.decode(msgspec.json.Decoder(shape).decode, body)
 
     async def ping(self, path: str) -> None:
-        """That the path answers 200, whatever it says."""
+        """Check that the path answers 200."""
         await self._probe("GET", path, b"")
 
-    async def tell(self, path: str, body: bytes) -> None:
-        """A short message whose answer does not matter, such as an abort."""
+    async def notify(self, path: str, body: bytes) -> None:
+        """Send a message whose reply does not matter, such as an abort."""
         await self._probe("POST", path, body)
 
     async def command(self, path: str, sent: Json, within_s: float) -> bytes:
-        """Something to be done, which may take its time; the answer, of whatever shape."""
+        """Send a command that may take long. Returns the body of the reply."""
         return await self._probe("POST", path, msgspec.json.encode(sent), within_s)
 
     def decode(self, decoder: Callable[[bytes], T], data: bytes) -> T:
@@ -463,20 +461,20 @@ class EngineClient:
             return list(map(decoder, batch))
 
     def failure(self, status: int, body: bytes) -> TurngateError:
-        """What an HTTP error means, in the engine's words, shortened and without our key."""
+        """Map an HTTP error, with the engine's message, shortened and without our key."""
         return error_from_status(
-            self.engine, status, self.shown(extract_message(body)), body[:4096].decode("utf-8", "replace")
+            self.engine, status, self.redact(extract_message(body)), body[:4096].decode("utf-8", "replace")
         )
 
     def failure_in_stream(self, error: msgspec.Raw, default_status: int) -> TurngateError:
-        """The same for an error that came as an event, after the status line had said 200."""
+        """Map an error event of a stream, whose status line was 200."""
         value = msgspec.json.decode(error)
-        told = [value.get(field) for field in ("code", "status", "type")] if isinstance(value, dict) else []
-        statuses = [code if isinstance(code, int) else _STATUS_OF.get(str(code), 0) for code in told]
+        codes = [value.get(field) for field in ("code", "status", "type")] if isinstance(value, dict) else []
+        statuses = [code if isinstance(code, int) else _STATUS_OF.get(str(code), 0) for code in codes]
         status = next((status for status in statuses if 400 <= status < 600), default_status)
         return self.failure(status, bytes(error))
 
-    def shown(self, text: str) -> str:
+    def redact(self, text: str) -> str:
         if self._key:
             text = text.replace(self._key, "[key]")
         return text if len(text) <= MESSAGE_CHARS else text[: MESSAGE_CHARS - 1] + "…"
@@ -493,21 +491,21 @@ class EngineClient:
                 allow_redirects=False,
             ) as response:
                 answer = await response.read()
-        return self._fine(response.status, answer)
+        return self._check_status(response.status, answer)
 
     async def _probe_directly(
         self, direct: ConnectionPool, method: str, path: str, body: bytes, within_s: float
     ) -> bytes:
         with map_errors(self.engine):
             async with asyncio.timeout(within_s):
-                response = await direct.ask(method, path, body, {})
+                response = await direct.request(method, path, body, {})
                 try:
                     answer = await response.read()
                 finally:
                     response.close()
-        return self._fine(response.status, answer)
+        return self._check_status(response.status, answer)
 
-    def _fine(self, status: int, answer: bytes) -> bytes:
+    def _check_status(self, status: int, answer: bytes) -> bytes:
         if status != 200:
             raise self.failure(status, answer)
         return answer
@@ -517,6 +515,6 @@ async def _readany(response: aiohttp.ClientResponse | Response) -> bytes:
     return await (response.readany() if isinstance(response, Response) else response.content.readany())
 
 
-def is_error(error: msgspec.Raw) -> bool:
-    """Whether an `error` field that was decoded as raw JSON holds one."""
+def is_present(error: msgspec.Raw) -> bool:
+    """Whether a field that was decoded as raw JSON has a value."""
     return bytes(error) not in (b"", b"null")

@@ -1,8 +1,7 @@
-"""HTTP/1.1 to one engine with as little in between as possible: a request, its reply as it comes, connections that are kept.
+"""A minimal HTTP/1.1 client for one engine, with keep-alive and streamed replies.
 
-Every turn goes through here, and a general client costs as much as all of the turn's own bookkeeping. So this one knows nothing of cookies,
-redirects, proxies or compression, which no engine that takes token ids needs; relays use aiohttp (`http.py`). The parsing is
-httptools', as in the server.
+Every turn goes through here, and a general client costs as much as all other work of a turn. This one has no cookies, redirects, proxies or
+compression, which engines that take token ids do not need; relays use aiohttp (`http.py`). httptools parses, as in the server.
 """
 
 from __future__ import annotations
@@ -15,24 +14,24 @@ from urllib.parse import unquote, urlsplit
 
 import httptools
 
-_PAUSE_AT = 4 * 2**20  # bytes that were not fetched yet, from which on the engine has to wait
+_PAUSE_AT = 4 * 2**20  # unread bytes at which reading from the engine pauses
 _MAX_HEAD = 2**16
 
 
 class ConnectFailed(OSError):
-    """There is no connection, and nothing was sent."""
+    """The connection failed before anything was sent."""
 
 
 class ConnectionCut(OSError):
-    """The engine hung up: before its answer, or in the middle of it."""
+    """The engine closed the connection before its answer, or in the middle of it."""
 
 
 class MalformedReply(Exception):
-    """What came is no HTTP."""
+    """The reply is not valid HTTP."""
 
 
 class ConnectionPool:
-    """Kept connections to one origin. The newest is used first, so that a quiet hour leaves few."""
+    """Keep-alive connections to one origin. The newest is used first, so that idle ones expire."""
 
     def __init__(
         self, url: str, *, connect_s: float, silence_s: float | None, keep_s: float, headers: Mapping[str, str]
@@ -51,8 +50,8 @@ class ConnectionPool:
         self._idle: list[tuple[_Connection, float]] = []
         self._all: set[_Connection] = set()
 
-    async def ask(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> Response:
-        """Sends, and waits for the head of the answer."""
+    async def request(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> Response:
+        """Send a request, and wait for the head of the reply."""
         head = b"".join(
             (
                 f"{method} {self._base}{path} HTTP/1.1\r\n".encode("ascii"),
@@ -61,10 +60,10 @@ class ConnectionPool:
                 b"Content-Length: %d\r\n\r\n" % len(body),
             )
         )
-        connection = self._kept() or await self._connected()
+        connection = self._reuse() or await self._connect()
         response = connection.send(head, body, self._silence_s)
         try:
-            await response.begun()
+            await response.wait_for_head()
         except BaseException:
             response.close()
             raise
@@ -75,7 +74,7 @@ class ConnectionPool:
             connection.abort()
         self._idle.clear()
 
-    def _kept(self) -> _Connection | None:
+    def _reuse(self) -> _Connection | None:
         now = asyncio.get_running_loop().time()
         while self._idle:
             connection, since = self._idle.pop()
@@ -84,7 +83,7 @@ class ConnectionPool:
             connection.abort()
         return None
 
-    async def _connected(self) -> _Connection:
+    async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
         secure = ssl.create_default_context() if self._secure else None
         connection = _Connection(self)
@@ -92,7 +91,7 @@ class ConnectionPool:
             async with asyncio.timeout(self._connect_s):
                 await loop.create_connection(lambda: connection, self._host, self._port, ssl=secure)
         except TimeoutError:
-            connection.abort()  # it may have been made in the last moment
+            connection.abort()  # it may have been established at the last moment
             raise ConnectFailed("it could not be reached in time") from None
         except ssl.SSLCertVerificationError as error:
             raise ConnectFailed("its certificate is not to be trusted") from error
@@ -105,14 +104,14 @@ class ConnectionPool:
             raise
         return connection
 
-    def made(self, connection: _Connection) -> None:
+    def add(self, connection: _Connection) -> None:
         self._all.add(connection)
 
-    def lost(self, connection: _Connection) -> None:
+    def remove(self, connection: _Connection) -> None:
         self._all.discard(connection)
 
-    def back(self, connection: _Connection) -> None:
-        """Its reply was read to the end: it can serve another call."""
+    def release(self, connection: _Connection) -> None:
+        """Return a connection whose reply was read to the end."""
         now = asyncio.get_running_loop().time()
         while self._idle and now - self._idle[0][1] >= self._keep_s:
             self._idle.pop(0)[0].abort()
@@ -120,40 +119,40 @@ class ConnectionPool:
 
 
 class Response:
-    """One answer, as it comes."""
+    """A reply, read as it arrives."""
 
     def __init__(self, connection: _Connection, silence_s: float | None) -> None:
         self.status = 0
         self._connection = connection
-        self.parts: list[bytes] = []  # of the body, that were not fetched yet
-        self._size = 0  # of what was read meanwhile
+        self.parts: list[bytes] = []  # of the body, not yet read
+        self._size = 0  # bytes received since the last read
         self._ended = False
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._silence_s = silence_s
-        self._heard = self._loop.time()
-        self._watch = self._loop.call_later(silence_s, self._silent) if silence_s is not None else None
+        self._last_read = self._loop.time()
+        self._watch = self._loop.call_later(silence_s, self._check_silence) if silence_s is not None else None
 
     @property
     def over(self) -> bool:
-        """All of it has come."""
+        """Whether the whole reply has arrived."""
         return self._ended
 
-    async def begun(self) -> None:
+    async def wait_for_head(self) -> None:
         while not self.status:
-            await self._more()
+            await self._wait_more()
 
     async def readany(self) -> bytes:
-        """What has come since; b"" at the end."""
+        """Return what has arrived since the last read; b"" at the end."""
         while not self.parts and not self._ended:
-            await self._more()
+            await self._wait_more()
         if not self.parts:
             return b""
         data = self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
         self.parts.clear()
         if self._size > _PAUSE_AT:
-            self._connection.go_on()
+            self._connection.resume()
         self._size = 0
         return data
 
@@ -164,12 +163,12 @@ class Response:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def close(self) -> None:
-        """Ends the connection, unless all was heard: so an engine learns that it must abort. Else it serves another call already."""
+        """Close the connection unless the reply is complete. This tells the engine to abort."""
         self._unwatch()
         if self._connection.response is self:
             self._connection.abort()
 
-    async def _more(self) -> None:
+    async def _wait_more(self) -> None:
         if self._error is not None:
             raise self._error
         self._waiter = self._loop.create_future()
@@ -178,16 +177,16 @@ class Response:
         finally:
             self._waiter = None
 
-    # ── told by the connection ──────────────────────────────────────────────────────────────────────────────────
+    # ── called by the connection ─────────────────────────────────────────────────────────────────────────────────
 
     def head(self, status: int) -> None:
         self.status = status
 
-    def came(self, size: int) -> None:
-        """A read is over; what it held is among the parts."""
+    def on_read(self, size: int) -> None:
+        """Handle the end of a read; its data is in `parts`."""
         self._size += size
         if self._size > _PAUSE_AT and self.parts and not self._ended:
-            self._connection.wait()
+            self._connection.pause()
         self._wake()
 
     def end(self) -> None:
@@ -201,22 +200,22 @@ class Response:
             self._unwatch()
             self._wake()
 
-    def heard(self) -> None:
-        self._heard = self._loop.time()
+    def touch(self) -> None:
+        self._last_read = self._loop.time()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _silent(self) -> None:
+    def _check_silence(self) -> None:
         assert self._silence_s is not None
-        rest = self._heard + self._silence_s - self._loop.time()
-        if rest > 0:
-            self._watch = self._loop.call_later(rest, self._silent)
-        elif self._connection.waiting:  # it is we who do not listen
-            self._watch = self._loop.call_later(self._silence_s, self._silent)
+        remaining = self._last_read + self._silence_s - self._loop.time()
+        if remaining > 0:
+            self._watch = self._loop.call_later(remaining, self._check_silence)
+        elif self._connection.paused:  # our own reader is slow
+            self._watch = self._loop.call_later(self._silence_s, self._check_silence)
         else:
-            self.fail(TimeoutError("nothing came for too long"))
+            self.fail(TimeoutError("nothing arrived for too long"))
             self._connection.abort()
 
     def _unwatch(self) -> None:
@@ -226,26 +225,26 @@ class Response:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection. `response` is the answer that it waits for or receives, None while it is idle."""
+    """A connection. `response` is the reply that it waits for or receives; None while it is idle."""
 
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
         self._transport: asyncio.Transport
         self.response: Response | None = None
         self.open = False
-        self.waiting = False  # for our own reader
+        self.paused = False  # until our own reader catches up
         self._parser: httptools.HttpResponseParser
         self._read = 0
         self._until_end = False  # the body ends with the connection
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as it always is
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # always a Transport
         self._transport = transport
         self.open = True
-        self._pool.made(self)
+        self._pool.add(self)
 
     def send(self, head: bytes, body: bytes, silence_s: float | None) -> Response:
         self.response = Response(self, silence_s)
-        self.on_body = self.response.parts.append  # called by the parser for each chunk, of which a stream has many
+        self.on_body = self.response.parts.append  # called by the parser for each chunk
         self._parser = httptools.HttpResponseParser(self)
         self._read = 0
         self._until_end = True
@@ -257,34 +256,34 @@ class _Connection(asyncio.Protocol):
             self.open = False
             self._transport.abort()
 
-    def wait(self) -> None:
-        if not self.waiting and self.open:
-            self.waiting = True
+    def pause(self) -> None:
+        if not self.paused and self.open:
+            self.paused = True
             self._transport.pause_reading()
 
-    def go_on(self) -> None:
-        if self.waiting and self.open:
-            self.waiting = False
+    def resume(self) -> None:
+        if self.paused and self.open:
+            self.paused = False
             self._transport.resume_reading()
 
     # ── asyncio's ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def data_received(self, data: bytes) -> None:
         response = self.response
-        if response is None:  # nobody asked
+        if response is None:  # unrequested data
             self.abort()
             return
-        response.heard()
+        response.touch()
         self._read += len(data)
         try:
             self._parser.feed_data(data)
-            response.came(len(data))
+            response.on_read(len(data))
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             response.fail(MalformedReply(str(error)))
             self.abort()
             return
         if not response.status and self._read > _MAX_HEAD:
-            response.fail(MalformedReply("the head of its answer does not end"))
+            response.fail(MalformedReply("the head of its reply is too long"))
             self.abort()
 
     def eof_received(self) -> None:
@@ -292,7 +291,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.open = False
-        self._pool.lost(self)
+        self._pool.remove(self)
         response, self.response = self.response, None
         if response is None:
             return
@@ -319,20 +318,20 @@ class _Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         response = self.response
         if response is None or not response.status:
-            self._until_end = True  # "100 Continue" and its like: the answer is still to come
+            self._until_end = True  # an interim reply such as "100 Continue"
             return
         self.response = None
         response.end()
-        heard_out = self._transport.get_write_buffer_size() == 0  # else it answered before it had read all
-        if self._parser.should_keep_alive() and self.open and heard_out and not self.waiting:
-            self._pool.back(self)
+        all_sent = self._transport.get_write_buffer_size() == 0  # else it replied before it had read the request
+        if self._parser.should_keep_alive() and self.open and all_sent and not self.paused:
+            self._pool.release(self)
         else:
             self._transport.close()
 
 
 def _encode_headers(headers: Mapping[str, str]) -> bytes:
     lines = [f"{name}: {value}\r\n" for name, value in headers.items()]
-    written = "".join(lines).encode("latin-1")
-    if written.count(b"\n") != len(lines) or written.count(b"\r") != len(lines):
-        raise ValueError("a header must not hold a line break")
-    return written
+    encoded = "".join(lines).encode("latin-1")
+    if encoded.count(b"\n") != len(lines) or encoded.count(b"\r") != len(lines):
+        raise ValueError("a header must not contain a line break")
+    return encoded

@@ -1,13 +1,13 @@
-"""Several engines as one: sessions stay where their prefix is cached, and move when that replica goes away.
+"""Several engines as one: sessions stay where their prefix is cached, and move when that replica is down.
 
-Built from the configuration and used by `turn.py` like any other engine. The words here: a *replica* is one engine as
-configured, with its own health; a *lane* is one place to generate on: a replica, or one data-parallel rank of it.
+A *replica* is one configured engine, with its own health. A *lane* is one place to generate on: a replica, or one data-parallel
+rank of it.
 
-- A session's first call goes to the lane with the fewest calls in flight, then the fewest sessions; the others follow.
-- A replica that cannot be reached is down until a health check finds it again, checks becoming rarer with each miss.
-- A call that fails *before its first chunk* because its replica is unavailable is made again elsewhere: nothing was
-  sampled that anybody saw. The session moves along. A replica that is merely busy is passed over once. All other
-  errors, and every error after the first chunk, belong to the caller.
+- A session's first call goes to the lane with the fewest calls in flight, then the fewest sessions; later calls follow it.
+- An unreachable replica is down until a health check succeeds; checks become rarer with each miss.
+- A call that fails *before its first chunk* because its replica is unavailable is retried elsewhere, and the session moves
+  along: the caller has seen nothing yet. A busy replica is skipped once. All other errors, and every error after the first
+  chunk, are raised.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @runtime_checkable
 class HasLanes(Protocol):
-    """An engine with several data-parallel ranks. Its lanes share its connections; they are not started or closed."""
+    """An engine with several data-parallel ranks. Its lanes share its connections; only the engine is started and closed."""
 
     def lanes(self) -> Sequence[Engine]: ...
 
@@ -37,10 +37,10 @@ class HasLanes(Protocol):
 class Pool:
     """An engine made of engines.
 
-    Replicas that are up are checked every `check_s`, lost ones after `backoff_s` and then ever later, up to
-    `backoff_max_s`. `misses` failed checks in a row take a replica out: under load a single one proves little, and
-    moving its sessions costs their caches. A call is tried on at most `attempts` lanes. At most `max_sessions`
-    placements are remembered, the least recently used being forgotten first.
+    Replicas that are up are checked every `check_s`; those that are down after `backoff_s`, with exponential backoff up to
+    `backoff_max_s`. `misses` consecutive failed checks take a replica down: a single one proves little under load, and moving
+    its sessions costs their caches. A call is tried on at most `attempts` lanes. At most `max_sessions` placements are
+    remembered; the least recently used is forgotten first.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class Pool:
         return [replica.engine for replica in self._replicas]
 
     async def check(self) -> None:
-        """Look at every replica now: something is known to have changed."""
+        """Check every replica now."""
         await asyncio.gather(*(replica.check() for replica in self._replicas))
 
     async def health(self) -> list[Health]:
-        """As last seen, which is at most `check_s` ago."""
-        return [health for replica in self._replicas for health in replica.seen()]
+        """Return the health of all replicas as of the last check."""
+        return [health for replica in self._replicas for health in replica.snapshot()]
 
     def release(self, session: str) -> None:
         lane = self._forget(session)
@@ -99,23 +99,23 @@ class Pool:
         return _Call(self, request)
 
     def place(self, session: str) -> _Lane:
-        """Where the session's call goes: home, if it has one that is up, or else where there is most room."""
+        """Choose the lane of a session's call: its own if that is up, else the least loaded one."""
         home = self._placed.get(session)
         if home is not None and home.replica.up:
             self._placed.move_to_end(session)
             return home
-        # With none up, as far as is known, one is tried all the same: it may be back, and a refusal costs nothing.
-        return self._settle(session, self._freest(()) or home or min(self._lanes, key=_Lane.load))
+        # If all seem down, one is tried anyway: it may be back, and a failure costs nothing.
+        return self._settle(session, self._least_loaded(()) or home or min(self._lanes, key=_Lane.load))
 
-    def place_again(self, session: str, tried: Sequence[_Lane]) -> _Lane | None:
-        """Where the call goes after it has failed. None: everything that is worth trying was tried."""
-        lane = self._freest(tried) if len(tried) < self._attempts else None
+    def place_retry(self, session: str, tried: Sequence[_Lane]) -> _Lane | None:
+        """Choose another lane after a failure; None if there is no lane left to try."""
+        lane = self._least_loaded(tried) if len(tried) < self._attempts else None
         return None if lane is None else self._settle(session, lane)
 
-    def _freest(self, tried: Sequence[_Lane]) -> _Lane | None:
+    def _least_loaded(self, tried: Sequence[_Lane]) -> _Lane | None:
         lanes = [lane for lane in self._lanes if lane.replica.up and lane not in tried]
         used = {lane.replica for lane in tried}
-        elsewhere = [lane for lane in lanes if lane.replica not in used]  # ranks share their replica's fate, and queue
+        elsewhere = [lane for lane in lanes if lane.replica not in used]  # ranks share their replica's state and queue
         return min(elsewhere or lanes, key=_Lane.load, default=None)
 
     def _settle(self, session: str, lane: _Lane) -> _Lane:
@@ -148,31 +148,31 @@ class _Lane:
 
 
 class _Replica:
-    """One engine, its lanes, and whether it is there."""
+    """One engine, its lanes, and whether it is up."""
 
     def __init__(self, engine: Engine, check_s: float, backoff_s: float, backoff_max_s: float, misses: int) -> None:
         self.engine = engine
         self.lanes = [_Lane(self, lane) for lane in (engine.lanes() if isinstance(engine, HasLanes) else [engine])]
         self.up = True
-        self._known = False  # whether it was ever there
+        self._known = False  # whether it was ever up
         self._misses = 0
         self._allowed = misses
         self._check_s, self._backoff_s, self._backoff_max_s = check_s, backoff_s, backoff_max_s
         self._lost = asyncio.Event()
         self._seen: list[Health] = []
 
-    def seen(self) -> list[Health]:
+    def snapshot(self) -> list[Health]:
         in_flight = sum(lane.in_flight for lane in self.lanes)
         return [msgspec.structs.replace(health, ok=health.ok and self.up, in_flight=in_flight) for health in self._seen]
 
-    def lose(self, error: EngineError) -> None:
-        """A call found it gone."""
+    def mark_lost(self, error: EngineError) -> None:
+        """Record that a call could not reach it."""
         self._misses = max(self._misses, self._allowed)
         self._down(error.message)
         self._lost.set()
 
-    def found(self) -> None:
-        """A call or a check found it there."""
+    def mark_up(self) -> None:
+        """Record that a call or a check succeeded."""
         if not self.up:
             log.warning("%s is back", self._address())
         self.up = self._known = True
@@ -182,7 +182,7 @@ class _Replica:
         self._seen = await self.engine.health()
         missing = next((health for health in self._seen if not health.ok), None)
         if missing is None:
-            self.found()
+            self.mark_up()
             return
         self._misses += 1
         if self._misses >= self._allowed or not self._known or missing.wrong:
@@ -194,13 +194,13 @@ class _Replica:
         self.up = False
 
     async def watch(self) -> None:
-        """Check for ever: at a steady pace while it is up, ever more slowly while it is down."""
+        """Check forever: regularly while it is up, with backoff while it is down."""
         while True:
             try:
                 async with asyncio.timeout(self._pause()):
                     await self._lost.wait()
                 self._lost.clear()
-                await asyncio.sleep(self._backoff_s)  # what a call has just found will not have changed yet
+                await asyncio.sleep(self._backoff_s)  # a check right after a failed call would tell nothing new
             except TimeoutError:
                 pass  # the pause is over
             await self.check()
@@ -216,13 +216,13 @@ class _Replica:
 
 
 class _Call:
-    """The chunks of one call, from whichever lane it ends up on. Nothing happens before the first is asked for."""
+    """The chunks of one call, from the lane that answers it. It starts when the first chunk is requested."""
 
     def __init__(self, pool: Pool, request: Generate) -> None:
         self._pool = pool
         self._request = request
-        self._lane: _Lane | None = None  # that counts it
-        self._generation: AbstractAsyncContextManager[AsyncIterator[Chunk]] | None = None  # that was entered there
+        self._lane: _Lane | None = None  # that it counts on
+        self._generation: AbstractAsyncContextManager[AsyncIterator[Chunk]] | None = None  # entered on that lane
         self._chunks: AsyncIterator[Chunk] | None = None
 
     async def __aenter__(self) -> AsyncIterator[Chunk]:
@@ -250,7 +250,7 @@ class _Call:
                 lane.in_flight -= 1
 
     async def _first(self) -> Chunk:
-        """The first chunk, from the first lane that gives one."""
+        """Return the first chunk, from the first lane that gives one."""
         tried: list[_Lane] = []
         was_busy = False
         lane = self._pool.place(self._request.session)
@@ -259,7 +259,7 @@ class _Call:
             try:
                 return await self._begin(lane)
             except EngineUnavailable as error:
-                lane.replica.lose(error)
+                lane.replica.mark_lost(error)
                 failed = error
             except EngineBusy as error:
                 if was_busy:
@@ -267,7 +267,7 @@ class _Call:
                 was_busy, failed = True, error
             await self.leave()
             tried.append(lane)
-            other = self._pool.place_again(self._request.session, tried)
+            other = self._pool.place_retry(self._request.session, tried)
             if other is None:
                 raise failed
             lane = other
@@ -279,6 +279,6 @@ class _Call:
         chunks = await generation.__aenter__()
         self._generation = generation
         chunk = await anext(chunks)
-        self._chunks = chunks  # from here on there is no other lane
-        lane.replica.found()
+        self._chunks = chunks  # from here on the lane is fixed
+        lane.replica.mark_up()
         return chunk

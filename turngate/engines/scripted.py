@@ -1,7 +1,7 @@
-"""The deterministic engine: plays back exact token ids, with faults where they are wanted. In process, no HTTP.
+"""The deterministic engine: plays back exact token ids, with faults on request. In process, without HTTP.
 
-For tests, for the demo and for `turngate serve --engine scripted`. Its log-probabilities follow from the prompt and the
-ids (`derived_logprobs`), so whoever holds a recorded turn can check that it was conditioned on exactly that prompt.
+For tests and for `turngate serve --engine scripted`. Its log-probabilities follow from the prompt and the ids
+(`derive_logprobs`), so that a recorded turn proves which prompt it was conditioned on.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from turngate.engines.http import align_logprobs
 from turngate.errors import ContextOverflow, EngineBusy, EngineError, EngineTimeout, EngineUnavailable
 from turngate.types import Ids, PromptIds
 
-# Multiples of 2^-18 are exact in float32, so what is stored equals what was sent.
 SYNTHETIC_NOTE = "the scripted engine answered: nothing was sampled, and its log-probabilities are made up"
-_STEPS = 2**18
-_REMEMBERED = 10_000  # sessions and prompts that are counted, before the oldest is forgotten
+_STEPS = 2**18  # multiples of 2^-18 are exact in float32, so stored values equal those sent
+_REMEMBERED = 10_000  # sessions and prompts to count, before the oldest is forgotten
 
 
 class ScriptedTurn(msgspec.Struct, frozen=True):
-    """One generation, as it shall happen: what is sampled, how fast, and what goes wrong."""
+    """One scripted generation: what is sampled, how fast, and what goes wrong."""
 
     ids: Sequence[int] = ()
     logprobs: Sequence[float | None] | None = None  # None: derived from prompt and ids
@@ -52,7 +51,7 @@ Script = Callable[[Generate, int], ScriptedTurn]
 
 
 def derive_logprobs(prompt: Ids | PromptIds, ids: Sequence[int]) -> list[float]:
-    """A log-probability per id in (-5, 0) that depends on every id before it. Exact in float32."""
+    """Compute a log-probability per id in (-5, 0) that depends on all ids before it. Exact in float32."""
     state = _hash(prompt)
     values = []
     for token in ids:
@@ -66,11 +65,11 @@ def _hash(prompt: Ids | PromptIds) -> int:
 
 
 class Scripted:
-    """An engine that does as it is told.
+    """An engine that follows a script.
 
-    `script` is a list of turns, or a function of the request and its index. Either way the index counts the calls of
-    one session, so that sessions do not disturb each other. `keep` says how many of the requests stay in `received`,
-    newest last. `silence_s` is what it is for the HTTP engines: how long nothing may come before the call fails.
+    `script` is a list of turns, or a function of the request and its index. The index counts the calls of a session, so that
+    sessions are independent. `keep`: how many requests stay in `received`, newest last. `silence_s`: as for the HTTP engines,
+    how long the stream may be silent before the call fails.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class Scripted:
         delay_s: float = 0.0,
         pace_s: float = 0.0,
     ) -> Scripted:
-        """Any ids but the stop ids, then one of those. Follows from the seed, the prompt and how often it came."""
+        """Create an engine that samples random ids and then a stop id, from the seed, the prompt and its repetitions."""
         plain = [token for token in range(vocab_size) if token not in set(stop_ids)]
         seen = _Counter()
 
@@ -145,14 +144,14 @@ class Scripted:
         return self._script(request, self._calls.next(request.session))
 
     def _room(self, request: Generate) -> int:
-        """How many tokens may be sampled; below 1 the prompt does not fit."""
+        """Return how many tokens may be sampled; below 1 the prompt does not fit."""
         if self._max_context is None:
             return request.max_tokens
         return min(request.max_tokens, self._max_context - len(request.prompt))
 
 
 class _Call:
-    """One generation under way. `over` once it ended by itself, be it well or badly."""
+    """A running generation. `over`: it ended by itself, successfully or not."""
 
     def __init__(self, name: str, request: Generate, turn: ScriptedTurn, room: int, silence_s: float | None) -> None:
         self.over = False
@@ -164,16 +163,16 @@ class _Call:
 
     async def chunks(self) -> AsyncIterator[Chunk]:
         try:
-            async for chunk in self._sampled():
+            async for chunk in self._sample():
                 self.over = chunk.finish is not None
                 yield chunk
         except (EngineError, ContextOverflow):
             self.over = True
             raise
 
-    async def _sampled(self) -> AsyncIterator[Chunk]:
+    async def _sample(self) -> AsyncIterator[Chunk]:
         turn, request = self._turn, self._request
-        await self._refuse()
+        await self._fail_first()
         ids = list(turn.ids)[: self._room]
         logprobs = self._logprobs(ids)
         finish = turn.finish if len(ids) == len(turn.ids) else "length"
@@ -191,7 +190,7 @@ class _Call:
             if start == 0:
                 await self._wait(turn.silent_for)
 
-    async def _refuse(self) -> None:
+    async def _fail_first(self) -> None:
         turn = self._turn
         if turn.fail_before:
             raise EngineUnavailable(f"{self._name} is not there")
@@ -220,7 +219,7 @@ class _Call:
 
 
 class _Counter:
-    """How often each key came, for a bounded number of keys."""
+    """Counts keys, for a bounded number of keys."""
 
     def __init__(self) -> None:
         self._counts: OrderedDict[str, int] = OrderedDict()

@@ -1,16 +1,16 @@
-"""SGLang as an engine: token ids to its native `/generate`, sampled ids and log-probabilities back.
+"""The SGLang engine: sends token ids to its native `/generate`, and receives sampled ids and log-probabilities.
 
 Written from SGLang's public source (`http_server.py`, `io_struct.py`, `tokenizer_manager.py`, `sampling_params.py`) and
-tested against a stand-in that speaks those shapes. It has NOT been run against a live SGLang.
+tested against a stand-in with the same messages. It has NOT been run against a live SGLang.
 
-What its wire does that others do not:
+Peculiarities of its wire format:
 
-- A stream repeats everything sampled so far in every event, unless the server runs with incremental streaming. Versions
-  differ in whether that is true of the ids, the log-probabilities, or both. `completion_tokens` counts what was sampled
-  so far, and so tells for each list which of the two it is.
-- An adapter is asked for as `lora_path`, by the name it was loaded under.
-- `/abort_request` takes a request id and stops every request whose id *starts* with it. Ours end in random digits of a
-  fixed length, so that they only ever match themselves.
+- Every event of a stream repeats all tokens so far, unless the server uses incremental streaming. Versions differ in whether
+  this applies to the ids, the log-probabilities, or both. `completion_tokens` counts all tokens so far, which tells the two
+  cases apart for each list.
+- An adapter is selected with `lora_path`, by the name it was loaded under.
+- `/abort_request` stops every request whose id *starts* with the given one. Ours end in random digits of a fixed length, so
+  that they only match themselves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import msgspec
 import orjson
 
 from turngate.engines.base import Chunk, Generate, Health
-from turngate.engines.http import EngineClient, Reply, align_logprobs, is_error, make_abort_error
+from turngate.engines.http import EngineClient, Reply, align_logprobs, is_present, make_abort_error
 from turngate.engines.weights import COMMAND_S, LOAD_S, Load
 from turngate.errors import EngineError, EngineRejected, EngineUnavailable, TurngateError
 from turngate.types import Constraint, Sampling
@@ -37,7 +37,7 @@ _FINISH: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "lengt
 
 
 class _Position(msgspec.Struct, array_like=True):
-    """`[logprob, token_id, text]`, of which the text is skipped."""
+    """`[logprob, token_id, text]`; the text is skipped."""
 
     logprob: float | None
     token_id: int
@@ -76,7 +76,7 @@ class _ServerInfo(msgspec.Struct):
 
 
 class _Done(msgspec.Struct):
-    """The answer to a change of weights. A refusal may come with a 200."""
+    """The reply to a change of weights. A rejection may have status 200."""
 
     success: bool = True
     message: str | None = None
@@ -98,8 +98,8 @@ _decode_echo = msgspec.json.Decoder(_EchoEvent).decode
 class SGLang:
     """One SGLang server, or an SGLang router in front of several.
 
-    `rank` and `ranks` are as in `VLLM`: data-parallel ranks of this one server. `silence_s` counts from byte to byte,
-    so a call that is not streamed has to be whole within it.
+    `rank` and `ranks` are as in `VLLM`: data-parallel ranks of this server. `silence_s` bounds the time between two bytes, so a
+    call that is not streamed has to finish within it.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class SGLang:
         self.model = model
         self._rank = rank
         self._ranks = ranks
-        self._started_with = ""  # the model's folder, once another one is loaded
+        self._started_with = ""  # the original model's folder, once another one is loaded
         self._client = EngineClient(name, url, key=key, connect_s=connect_s, silence_s=silence_s, direct=True)
         self._aborts: set[asyncio.Task[None]] = set()
         self._about: tuple[str, int | None] | None = None
@@ -134,19 +134,19 @@ class SGLang:
         await self._client.close()
 
     def release(self, session: str) -> None:
-        """Nothing to forget: SGLang's cache ages by itself."""
+        """Do nothing: SGLang's cache expires by itself."""
 
     def lanes(self) -> Sequence[SGLang]:
-        """One view per data-parallel rank, all on this engine's connections."""
+        """Return one view per data-parallel rank, all on this engine's connections."""
         if self._ranks == 1:
             return [self]
-        return [self._pinned(rank) for rank in range(self._ranks)]
+        return [self._for_rank(rank) for rank in range(self._ranks)]
 
     async def health(self) -> list[Health]:
         seen = Health(url=self._client.url, ok=True, model=self.model, in_flight=self._client.in_flight)
         try:
             await self._client.ping("/health")
-            if self._about is None:  # asking is dear (it queries every rank) and the answer does not change
+            if self._about is None:  # expensive (it queries every rank), and constant
                 self._about = await self._describe()
         except TurngateError as error:
             return [msgspec.structs.replace(seen, ok=False, detail=error.message)]
@@ -163,7 +163,7 @@ class SGLang:
                 if reply.sent and not reply.finished:
                     self._abort(rid)
 
-    def _pinned(self, rank: int) -> SGLang:
+    def _for_rank(self, rank: int) -> SGLang:
         lane = copy.copy(self)
         lane._rank = rank
         lane._ranks = 1
@@ -176,7 +176,7 @@ class SGLang:
         return self._client.url
 
     def expect(self, load: Load | None) -> None:
-        """Not looked at: SGLang versions differ in how, and whether, they tell which weights they have."""
+        """Do nothing: SGLang versions differ in whether they report their weights."""
 
     async def pause(self) -> None:
         await self._command("/pause_generation", {"mode": "in_place"})
@@ -196,7 +196,7 @@ class SGLang:
 
     async def original(self, *, frozen: bool) -> None:
         if not self._started_with:
-            raise EngineRejected(f"{self.name}: it is not known which weights it was started with")
+            raise EngineRejected(f"{self.name}: the weights it was started with are unknown")
         sent = {"model_path": self._started_with, "flush_cache": not frozen}
         await self._command("/update_weights_from_disk", sent, LOAD_S)
 
@@ -211,10 +211,10 @@ class SGLang:
         try:
             done = msgspec.json.decode(answer or b"{}", type=_Done)
         except msgspec.DecodeError:
-            return  # some of them answer with a line of text
+            return  # some endpoints reply with a line of text
         if not done.success:
-            why = self._client.shown(done.message or done.error_message or "no reason given")
-            raise EngineRejected(f"{self.name}: {path} failed: {why}")
+            reason = self._client.redact(done.message or done.error_message or "no reason given")
+            raise EngineRejected(f"{self.name}: {path} failed: {reason}")
 
     async def _describe(self) -> tuple[str, int | None]:
         model = await self._client.get("/get_model_info", _ModelInfo)
@@ -225,14 +225,14 @@ class SGLang:
         return model.model_path, models.data[0].max_model_len if models.data else None
 
     def _abort(self, rid: str) -> None:
-        """Closing the connection aborts too, but only when SGLang next looks (seconds) and not through every router."""
+        """Abort a request. Closing the connection aborts too, but only after seconds, and not through every router."""
         task = asyncio.create_task(self._send_abort(rid))
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
     async def _send_abort(self, rid: str) -> None:
-        with suppress(TurngateError):  # the connection is closed anyway, and nobody waits for this answer
-            await self._client.tell("/abort_request", orjson.dumps({"rid": rid}))
+        with suppress(TurngateError):  # the connection is closed anyway
+            await self._client.notify("/abort_request", orjson.dumps({"rid": rid}))
 
     def _headers(self, request: Generate) -> dict[str, str]:
         headers = {"X-Request-Id": request.request_id, "X-SMG-Routing-Key": request.session}
@@ -243,16 +243,16 @@ class SGLang:
             "rid": rid,
             "sampling_params": _sampling(request),
             "return_logprob": True,
-            "logprob_start_len": -1,  # of what is sampled only: the prompt's would cost a prefill without the cache
+            "logprob_start_len": -1,  # only of sampled tokens: the prompt's would need a prefill without the cache
             "top_logprobs_num": 0,
             "return_text_in_logprobs": False,
             "stream": request.stream,
         }
         if request.cache_salt:
-            body["extra_key"] = request.cache_salt  # what separates cache entries, in every version that can
+            body["extra_key"] = request.cache_salt  # separates cache entries
         if self._rank is not None:
             body["routed_dp_rank"] = self._rank
-            body["data_parallel_rank"] = self._rank  # its name until the middle of the 0.5 versions
+            body["data_parallel_rank"] = self._rank  # its name in early 0.5 versions
         if request.echo_prompt:
             body["return_prompt_token_ids"] = True
         if request.model:
@@ -267,7 +267,7 @@ class SGLang:
             if not chunk.ids and chunk.finish is None and chunk.prompt is None:
                 continue
             sampled += len(chunk.ids)
-            echo = echo and chunk.prompt is None  # every event repeats it, and once is enough
+            echo = echo and chunk.prompt is None  # every event repeats it
             reply.finished = chunk.finish is not None
             if chunk.finish == "abort" and not sampled:
                 raise make_abort_error(self.name)
@@ -277,33 +277,33 @@ class SGLang:
         raise EngineUnavailable(f"{self.name} ended its reply without finishing")
 
     def _chunk(self, batch: Sequence[bytes], sampled: int, echo: bool) -> Chunk:
-        """Everything that arrived in one read after the first `sampled` tokens, as one chunk."""
+        """Merge the events of one read, after the first `sampled` tokens, into one chunk."""
         ids: list[int] = []
         logprobs: list[float | None] = []
         finish: Literal["stop", "length", "abort"] | None = None
         prompt: list[int] | None = None
         for data in batch:
             event = self._client.decode(_decode_echo if echo else _decode, data)
-            if is_error(event.error):
+            if is_present(event.error):
                 raise self._client.failure_in_stream(event.error, default_status=400)
             if event.meta_info is None:
                 raise EngineError(f"{self.name} sent an event without meta_info")
             finish = self._finish(event.meta_info.finish_reason)
-            new, new_logprobs = self._fresh(event.output_ids, event.meta_info, sampled + len(ids))
+            new, new_logprobs = self._select_new(event.output_ids, event.meta_info, sampled + len(ids))
             ids += new
             logprobs += new_logprobs
             if isinstance(event, _EchoEvent):
                 prompt = event.prompt_token_ids
         return Chunk(ids, logprobs, finish, prompt)
 
-    def _fresh(self, output_ids: list[int] | None, meta: _Meta, seen: int) -> tuple[list[int], list[float | None]]:
-        """What an event adds to the `seen` tokens before it."""
+    def _select_new(self, output_ids: list[int] | None, meta: _Meta, seen: int) -> tuple[list[int], list[float | None]]:
+        """Return the ids and log-probabilities that an event adds to the `seen` tokens before it."""
         total = meta.completion_tokens
         positions = meta.output_token_logprobs
-        added = None if positions is None else self._added(positions, seen, total)
+        added = None if positions is None else self._slice_new(positions, seen, total)
         if output_ids is not None:
-            ids = list(self._added(output_ids, seen, total))
-        elif added is not None:  # old versions send the ids with the log-probabilities only
+            ids = list(self._slice_new(output_ids, seen, total))
+        elif added is not None:  # old versions send the ids only with the log-probabilities
             ids = [position.token_id for position in added]
         else:
             raise EngineError(f"{self.name} sent no token ids")
@@ -313,8 +313,8 @@ class SGLang:
             raise EngineError(f"{self.name} sent log-probabilities of other tokens than it sampled")
         return ids, align_logprobs(self.name, ids, [position.logprob for position in added])
 
-    def _added(self, items: Sequence[T], seen: int, total: int) -> Sequence[T]:
-        """The new ones of a list that holds either all `total` items, or only those after the first `seen`."""
+    def _slice_new(self, items: Sequence[T], seen: int, total: int) -> Sequence[T]:
+        """Return the new items of a list that holds either all `total` items, or only those after the first `seen`."""
         if len(items) == total:
             return items[seen:]
         if len(items) == total - seen:
@@ -324,7 +324,7 @@ class SGLang:
     def _finish(self, reason: _Finish | None) -> Literal["stop", "length", "abort"] | None:
         if reason is None:
             return None
-        if reason.status_code is not None:  # a refusal or a failure, dressed as the end of a generation
+        if reason.status_code is not None:  # a rejection or failure, reported as the end of a generation
             raise self._client.failure(reason.status_code, (reason.message or "").encode())
         if reason.type not in _FINISH:
             raise EngineError(f"{self.name} ended a generation with {reason.type!r}")
@@ -338,7 +338,7 @@ def _sampling(request: Generate) -> dict[str, Any]:
         "max_new_tokens": request.max_tokens,
         "stop_token_ids": request.stop_ids,
         "ignore_eos": False,
-        # The text is thrown away, but stop strings are looked for in it, and must see what was sampled.
+        # The text is discarded, but stop strings are searched in it, so that it has to be complete.
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
         "no_stop_trim": True,
@@ -351,7 +351,7 @@ def _sampling(request: Generate) -> dict[str, Any]:
 
 
 def _drawing(sampling: Sampling) -> dict[str, Any]:
-    """All of it, neutral values too: SGLang fills what is missing from the server's `preferred_sampling_params`."""
+    """Return all sampling fields, also neutral ones: SGLang fills missing ones from `preferred_sampling_params`."""
     drawing: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -368,7 +368,7 @@ def _drawing(sampling: Sampling) -> dict[str, Any]:
 
 
 def _schema(constraint: Constraint) -> str:
-    """SGLang takes the schema as a string, and has no other way to say "some JSON object"."""
+    """Encode the schema as a string; SGLang has no other way to request any JSON object."""
     if constraint.kind == "json_object":
         return '{"type": "object"}'
     if constraint.schema is None:

@@ -1,14 +1,14 @@
-"""vLLM as an engine: token ids to `/v1/completions` or `/inference/v1/generate`, ids and log-probabilities back.
+"""The vLLM engine: sends token ids to `/v1/completions` or `/inference/v1/generate`, and receives ids and log-probabilities.
 
-Written against the request and response models of vLLM 0.32. What the server needs:
+Written against the request and response models of vLLM 0.32. Requirements for the server:
 
-- `--logprobs-mode processed_logprobs`, so that log-probabilities are those of the distribution that was really sampled;
-- for `api="generate"`, `--enable-scale-out` on versions that hide the endpoint behind it;
+- `--logprobs-mode processed_logprobs`, so that log-probabilities are those of the sampled distribution;
+- for `api="generate"`, `--enable-scale-out` on versions that require it;
 - for `ranks`, an API server in front of several data-parallel ranks that honours `X-data-parallel-rank`;
-- for weights that are loaded while it serves (`pause`, `load` …), `VLLM_SERVER_DEV_MODE=1` in its environment; for adapters
+- to load weights while it serves (`pause`, `load` …), `VLLM_SERVER_DEV_MODE=1` in its environment; for adapters
   `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`.
 
-Every sampling field is sent, neutral ones too: vLLM fills what is missing from the model's `generation_config.json`.
+All sampling fields are sent, also neutral ones: vLLM fills missing ones from the model's `generation_config.json`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Literal
 import msgspec
 
 from turngate.engines.base import Chunk, Generate, Health
-from turngate.engines.http import EngineClient, Reply, clean_logprobs, is_error, make_abort_error
+from turngate.engines.http import EngineClient, Reply, clean_logprobs, is_present, make_abort_error
 from turngate.engines.weights import COMMAND_S, LOAD_S, Load
 from turngate.errors import EngineError, EngineRejected, EngineUnavailable, TurngateError
 from turngate.types import Constraint, Json, Sampling
@@ -29,7 +29,7 @@ Api = Literal["completions", "generate"]
 
 _PATHS: dict[Api, str] = {"completions": "/v1/completions", "generate": "/inference/v1/generate"}
 _NAMED = "token_id:"
-_LOADING = "turngate: loading "  # the mark of weights that are not whole
+_LOADING = "turngate: loading "  # prefix of the version of incomplete weights
 _FINISH: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -56,7 +56,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """A response or a stream event. It holds the prompt's ids too, maybe 70k of them, skipped unless asked for."""
+    """A response or a stream event. The prompt's ids, maybe 70k of them, are skipped unless requested."""
 
     choices: tuple[_Choice, ...] = ()
     error: msgspec.Raw = msgspec.Raw()
@@ -90,11 +90,11 @@ _decode_echo = msgspec.json.Decoder(_EchoEvent).decode
 
 
 class VLLM:
-    """One vLLM API server. An empty `model` is whatever it serves.
+    """One vLLM API server. An empty `model` is the one it serves.
 
-    `rank` pins every call to one data-parallel rank. `ranks` says how many there are, so that a `Pool` keeps each
-    session on one of them; outside a pool it changes nothing. `silence_s` counts from byte to byte, so a call that is
-    not streamed has to be whole within it.
+    `rank` pins every call to one data-parallel rank. `ranks`: how many there are, so that a `Pool` keeps each session on one of
+    them; without a pool it has no effect. `silence_s` bounds the time between two bytes, so a call that is not streamed has to
+    finish within it.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class VLLM:
         self._rank = rank
         self._ranks = ranks
         self._expected: Load | None = None
-        self._tells_weights = True  # it has a mark for them; all that is asked where it has not, is once
+        self._reports_weights = True  # whether it reports a version of its weights
         root = url.rstrip("/").removesuffix("/v1")
         self._client = EngineClient(name, root, key=key, connect_s=connect_s, silence_s=silence_s, direct=True)
 
@@ -130,13 +130,13 @@ class VLLM:
         await self._client.close()
 
     def release(self, session: str) -> None:
-        """Nothing to forget: vLLM's cache ages by itself."""
+        """Do nothing: vLLM's cache expires by itself."""
 
     def lanes(self) -> Sequence[VLLM]:
-        """One view per data-parallel rank, all on this engine's connections."""
+        """Return one view per data-parallel rank, all on this engine's connections."""
         if self._ranks == 1:
             return [self]
-        return [self._pinned(rank) for rank in range(self._ranks)]
+        return [self._for_rank(rank) for rank in range(self._ranks)]
 
     async def health(self) -> list[Health]:
         seen = Health(url=self._client.url, ok=True, model=self.model, in_flight=self._client.in_flight)
@@ -174,9 +174,7 @@ class VLLM:
             return
         served = await self._client.get("/v1/models", _Models)
         if any(card.id == load.name for card in served.data):
-            await self.unload(
-                load.name
-            )  # another try, perhaps with other weights: as a new one nothing cached is taken for its own
+            await self.unload(load.name)  # a retry may have other weights: as a new adapter it shares no cache
         await self._command("/v1/load_lora_adapter", {"lora_name": load.name, "lora_path": load.lora_path}, LOAD_S)
 
     async def original(self, *, frozen: bool) -> None:
@@ -189,31 +187,31 @@ class VLLM:
         await self._command("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def _reload(self, what: dict[str, str], mark: str, frozen: bool) -> None:
-        """Marked while it is under way: one that fails half-way kills the engine at its next call, and must get none."""
+        """Reload weights, marked as loading in between: a failed reload crashes the engine at its next call."""
         await self._command("/update_weight_version", {"new_version": _LOADING + mark})
         await self._command("/collective_rpc", {"method": "reload_weights", "kwargs": what}, LOAD_S)
-        if not frozen:  # else calls hold on to it; versions do not share what is cached in any case
+        if not frozen:  # else calls in flight need it; versions never share a cache
             await self._command("/reset_prefix_cache")
         await self._command("/update_weight_version", {"new_version": mark})
 
     async def _wrong_weights(self, served: _Models) -> str:
-        """Why it must not be used, if its weights are not those that are in force."""
+        """Return why it must not be used, if its weights are not the expected ones."""
         expected = self._expected
         if expected is not None and expected.is_adapter:
             if any(card.id == expected.name for card in served.data):
                 return ""
-            return f"has no {expected.name}: it was started again; repeat POST /admin/weights"
-        if not self._tells_weights:
+            return f"has no {expected.name}: it was restarted; repeat POST /admin/weights"
+        if not self._reports_weights:
             return ""
         try:
             mark = (await self._client.get("/weight_info", _WeightInfo)).weight_version
         except EngineRejected:
-            self._tells_weights = False  # so nothing was loaded into it from here either
+            self._reports_weights = False  # so no weights were loaded into it either
             return ""
         except TurngateError as error:
             return error.message
         if mark.startswith(_LOADING):
-            return f"an update of its weights to {mark.removeprefix(_LOADING)} was not completed; start it again"
+            return f"an update of its weights to {mark.removeprefix(_LOADING)} was not completed; restart it"
         if expected is not None and mark != str(expected.version):
             return f"has weights {mark!r}, not version {expected.version}; repeat POST /admin/weights"
         return ""
@@ -230,7 +228,7 @@ class VLLM:
     def generate(self, request: Generate) -> VLLMGeneration:
         return VLLMGeneration(self, request)
 
-    def _pinned(self, rank: int) -> VLLM:
+    def _for_rank(self, rank: int) -> VLLM:
         lane = copy.copy(self)
         lane._rank = rank
         lane._ranks = 1
@@ -255,39 +253,37 @@ class VLLM:
         return self._client.post(_PATHS[self._api], self._body(request), self._headers(request))
 
     def chunk(self, batch: Sequence[bytes], echo: bool) -> Chunk | None:
-        """Everything that arrived in one read, as one chunk."""
+        """Merge the events of one read into one chunk."""
         ids: list[int] = []
-        names: list[
-            str
-        ] = []  # of ids that come after those; they are read together, since a stream has one in each event
+        names: list[str] = []  # of ids after those; parsed together, because a stream has one per event
         logprobs: list[float | None] = []
         finish: Literal["stop", "length", "abort"] | None = None
         prompt: list[int] | None = None
         for event in self._client.decode_all(_decode_echo if echo else _decode, batch):
-            if event.error and is_error(event.error):
+            if event.error and is_present(event.error):
                 raise self._client.failure_in_stream(event.error, default_status=500)
             for choice in event.choices:
                 given = choice.logprobs
                 if choice.token_ids is not None:
-                    ids += self._read(names) + choice.token_ids
+                    ids += self._parse_names(names) + choice.token_ids
                     names = []
                     logprobs += self._logprobs(choice.token_ids, given)
                 elif given is not None and given.tokens is not None:
                     names += given.tokens
                     logprobs += self._logprobs(given.tokens, given)
-                elif choice.text:  # else it is an event that adds nothing
+                elif choice.text:  # else the event adds nothing
                     raise self._no_ids()
                 if choice.finish_reason is not None:
                     finish = self._finish(choice.finish_reason)
             if echo:
                 prompt = prompt or _prompt(event)
-        ids += self._read(names)
+        ids += self._parse_names(names)
         if not ids and finish is None and prompt is None:
             return None
         return Chunk(ids, clean_logprobs(logprobs), finish, prompt)
 
-    def _read(self, names: list[str]) -> list[int]:
-        """The ids that are named: "token_id:123". All of them as one JSON list, which is four times as fast as one by one."""
+    def _parse_names(self, names: list[str]) -> list[int]:
+        """Parse names such as "token_id:123", as one JSON list, which is four times as fast as one by one."""
         joined = ",".join(names)
         if joined.count(_NAMED) != len(names):
             raise self._no_ids()
@@ -321,16 +317,16 @@ class VLLM:
 
 
 class VLLMGeneration:
-    """One call: entered, it is a stream of chunks; left, it is aborted if it had not come to its end.
+    """A call: a stream of chunks, aborted if it is left before its end.
 
-    An iterator, and no generator: one of those that is left before its end costs the event loop a task to close it.
+    An iterator, not a generator: leaving a generator early costs the event loop a task to close it.
     """
 
     def __init__(self, engine: VLLM, request: Generate) -> None:
         self._engine, self._request = engine, request
         self._reply: Reply
-        self._begun = False  # something was sampled
-        self._read = False  # all of a reply that is not streamed
+        self._started = False  # something was sampled
+        self._read = False  # the whole reply, if it is not streamed
 
     async def __aenter__(self) -> AsyncIterator[Chunk]:
         self._reply = await self._engine.post(self._request).__aenter__()
@@ -349,13 +345,13 @@ class VLLMGeneration:
         while chunk is None:
             chunk = self._engine.chunk(await self._batch(), self._request.echo_prompt)
         self._reply.finished = chunk.finish is not None
-        self._begun = self._begun or bool(chunk.ids)
-        if chunk.finish == "abort" and not self._begun:
+        self._started = self._started or bool(chunk.ids)
+        if chunk.finish == "abort" and not self._started:
             raise make_abort_error(self._engine.name)
         return chunk
 
     async def _batch(self) -> list[bytes]:
-        """The next events. A reply that is not streamed is one of them."""
+        """Return the next events. A reply that is not streamed is a single event."""
         batch = None
         if self._request.stream:
             batch = await self._reply.batch()
@@ -363,7 +359,7 @@ class VLLMGeneration:
             self._read, batch = True, [await self._reply.document()]
         if batch is not None:
             return batch
-        if self._reply.done and not self._begun:  # how a `completions` stream tells of an abort
+        if self._reply.done and not self._started:  # a `completions` stream ends so after an abort
             raise make_abort_error(self._engine.name)
         raise EngineUnavailable(f"{self._engine.name} ended its reply without finishing")
 
@@ -376,10 +372,10 @@ def _prompt(event: _Event) -> list[int] | None:
 
 
 def _completions(request: Generate) -> tuple[str, dict[str, Any]]:
-    """What the prompt is called, and everything else."""
+    """Return the name of the prompt field, and all other fields."""
     return "prompt", {
-        # `return_token_ids` would send the whole prompt back, 300 KB of it in a long rollout; the ids as names of the
-        # log-probabilities say the same without.
+        # `return_token_ids` would return the whole prompt, 300 KB in a long rollout; ids as names of the log-probabilities
+        # do not.
         **({"return_token_ids": True} if request.echo_prompt else {"return_tokens_as_token_ids": True}),
         **_sampling(request),
     }
@@ -387,13 +383,13 @@ def _completions(request: Generate) -> tuple[str, dict[str, Any]]:
 
 def _generate(request: Generate) -> tuple[str, dict[str, Any]]:
     return "token_ids", {
-        "return_token_ids": request.echo_prompt,  # here it means the prompt's; the sampled ones always come
+        "return_token_ids": request.echo_prompt,  # of the prompt; sampled ids are always returned
         "sampling_params": {**_sampling(request), "detokenize": bool(request.stop)},  # only stop strings need the text
     }
 
 
 def _sampling(request: Generate) -> dict[str, Any]:
-    """The fields that both APIs share, under the names that both give them."""
+    """Return the fields that both APIs share."""
     params: dict[str, Any] = {
         **_drawing(request.sampling),
         "n": 1,
@@ -401,7 +397,7 @@ def _sampling(request: Generate) -> dict[str, Any]:
         "logprobs": 0,  # the sampled token's own, no alternatives
         "stop_token_ids": request.stop_ids,
         "ignore_eos": False,
-        # The text is thrown away, but stop strings are looked for in it, and must see what was sampled.
+        # The text is discarded, but stop strings are searched in it, so that it has to be complete.
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
     }

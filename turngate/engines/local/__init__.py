@@ -1,21 +1,21 @@
 """The in-process engine (extra `local`): a dense Llama, Qwen2 or Qwen3 on this machine's CPU or on one GPU.
 
-    shape     what a model folder's config.json says
-    model     the network itself; a trainer's forward and the sampling forward over the same parameters
-    weights   parameters from and to a Hugging Face folder
-    cache     keys and values of the calls under way and of those before: slots, shared prefixes
-    sampler   scores → ids, and the log-probabilities of what was really drawn
-    decode    one step for all slots, on a CPU; graphs and kernels, the same on a GPU
-    worker    the thread that samples
+    shape     the network's sizes, from config.json
+    model     the network; training and sampling use the same parameters
+    weights   load and save Hugging Face folders
+    cache     keys and values of running and earlier calls: slots, shared prefixes
+    sampler   scores → ids, with the log-probabilities of the sampled distribution
+    decode    one step for all slots, on a CPU; graphs and kernels do the same on a GPU
+    worker    the sampling thread; outbox hands over its results
     engine    the engine seam: calls in, chunks out
 
-Imports torch; nothing outside of this folder does so unless it was asked for the local engine.
+Imports torch.
 """
 
 import os
 
-# Before torch is loaded: its threads wait for each other hundreds of times in a step, by spinning. Where others want the cores too, such as
-# agents in their sandboxes, a step took five times as long on two threads as on one.
+# Before torch is loaded: its threads wait for each other by spinning, hundreds of times per step. When agents use the cores, a step took
+# five times as long on two threads as on one.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from turngate.engines.local.engine import LocalEngine

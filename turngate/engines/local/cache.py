@@ -1,7 +1,7 @@
-"""Keys and values of the calls under way and of those before them. Used by `decode.py` (the tensors) and `worker.py` (who has which slot).
+"""Keys and values of running and earlier calls.
 
-A *slot* holds one sequence. It stays as it is when its call ends, so a conversation's next turn goes on in it, and calls with a common
-beginning copy that instead of computing it. Nothing is shared between different salts (policy versions).
+A *slot* holds one sequence. It is kept when its call ends, so that a conversation's next turn continues in it, and calls with a common
+prefix copy it instead of computing it. Nothing is shared between different salts (policy versions).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from turngate.engines.local.shape import Shape
 from turngate.types import ID_DTYPE, Ids
 
 Places = NDArray[np.int64]  # numbers of slots, or positions in them
-_WORTH = 16  # ids of a common beginning for which it is worth to wait until they are computed
-_HEAD = 64  # ids by which sequences are told apart before all of them are compared
+_WORTH = 16  # ids of a common prefix that are worth waiting for
+_HEAD = 64  # ids to compare first, before whole sequences
 
 
 class PromptPiece(msgspec.Struct, frozen=True):
-    """Ids that go into one slot, from `start` on."""
+    """Ids of a prompt for one slot, from `start` on."""
 
     slot: int
     start: int
@@ -33,13 +33,13 @@ class PromptPiece(msgspec.Struct, frozen=True):
 
 
 class KeyValues:
-    """The tensors: (layers, 2, slots, kv_heads, length, head). The last place is where slots write that do not sample."""
+    """The tensors: (layers, 2, slots, kv_heads, length, head). Slots that do not sample write to the last position."""
 
     def __init__(self, shape: Shape, slots: int, length: int, device: torch.device, dtype: torch.dtype) -> None:
         self.spare = _round_up(length) - 1
         size = (shape.layers, 2, slots, shape.kv_heads, self.spare + 1, shape.head)
         if device.type == "cpu":
-            # Memory that numpy promises as zeros is only taken when it is written; torch would write all of it.
+            # numpy allocates zeros lazily; torch would write all of them.
             raw = np.zeros(size, np.float32 if dtype == torch.float32 else np.uint16)
             self.tensor = torch.from_numpy(raw) if dtype == torch.float32 else torch.from_numpy(raw).view(dtype)
         else:
@@ -53,7 +53,7 @@ class KeyValues:
         self.tensor[:, :, target, :, :size] = self.tensor[:, :, source, :, :size]
 
     def filling(self, pieces: Sequence[PromptPiece], slots: Tensor, positions: Tensor) -> Attend:
-        """Attention for the ids of several pieces, one after the other in one batch: each sees its own slot."""
+        """Return the attention for several pieces in one batch: each sees its own slot."""
         masks = [_causal_mask(len(p.ids), p.start, self.tensor.device) for p in pieces]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class KeyValues:
         return attend
 
     def stepping(self, slots: Places, positions: Places) -> Attend:
-        """Attention for one id of each of these slots (ascending). Neighbours are read in one go, without copying anything."""
+        """Return the attention for one id of each of these slots (ascending). Adjacent slots are read without a copy."""
         index, place = torch.from_numpy(slots), torch.from_numpy(positions)
         runs = []
         for rows in np.split(np.arange(len(slots)), np.flatnonzero(np.diff(slots) != 1) + 1):
@@ -105,18 +105,18 @@ class KeyValues:
 
 
 def _round_up(length: int) -> int:
-    """One place more, and as GPUs like it."""
+    """Round up to a multiple of 64, with room for the spare position."""
     return (length // 64 + 1) * 64
 
 
 def _causal_mask(size: int, start: int, device: torch.device) -> Tensor:
-    """What `size` ids from `start` on may see: (size, start + size)."""
+    """Build the causal mask of `size` ids from `start` on: (size, start + size)."""
     places = torch.arange(start + size, device=device)
     return places <= places[start:, None]
 
 
 class Slots:
-    """Which ids lie in which slot. `known` of them are computed; up to `wanted` will be. `taken`: a call is in it."""
+    """The ids of each slot. `known` of them are computed; up to `wanted` will be. `taken`: a call uses it."""
 
     def __init__(self, slots: int, length: int) -> None:
         self.count = slots
@@ -127,18 +127,17 @@ class Slots:
         self._salts = [""] * slots
         self._used = np.zeros(slots, np.int64)
         self._clock = 0
-        self.reused = 0  # ids that were found here and not computed again
+        self.reused = 0  # ids that did not have to be computed
 
     def forget(self) -> None:
-        """The weights have changed: nothing that was computed holds any more."""
+        """Discard everything computed: the weights have changed."""
         self.known[:] = 0
         self.wanted[:] = 0
 
     def take(self, ids: Ids, salt: str) -> tuple[int, int, int] | None:
-        """A slot for a call with these ids: the slot, the one to copy from (itself, where nothing is to be copied), and how many are known.
+        """Take a slot for a call. Returns the slot, the one to copy from (itself if nothing is to be copied), and the known ids.
 
-        None: none is free, or one is being filled with a beginning that is worth waiting for. The last of the ids is never known:
-        it is what the first step is fed with.
+        None: no slot is free, or a useful prefix is being computed. The last id is never known: it is the input of the first step.
         """
         free = np.flatnonzero(~self.taken)
         if not free.size:
@@ -164,7 +163,7 @@ class Slots:
         return slot, source, size
 
     def leave(self, slot: int, known: int) -> None:
-        """The call in this slot is over; this many of its ids are computed."""
+        """Free a slot, of which this many ids are computed."""
         self._clock += 1
         self.taken[slot] = False
         self.known[slot] = self.wanted[slot] = known
@@ -174,7 +173,7 @@ class Slots:
         return int(free[np.where(self.known[free] == 0, -1, self._used[free]).argmin()])
 
     def _common(self, ids: Ids, salt: str) -> Places:
-        """How many ids each slot has in common with the beginning of these."""
+        """Return the length of the common prefix with each slot."""
         most = len(ids) - 1
         common = np.zeros(self.count, np.int64)
         candidates = np.array([slot for slot in np.flatnonzero(self.wanted) if self._salts[slot] == salt], np.int64)

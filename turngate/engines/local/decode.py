@@ -1,7 +1,6 @@
-"""One step for all slots that sample: the network, the drawing, and the state that goes from step to step.
+"""One step for all slots that sample: the network, the drawing, and the state between steps. Runs in the worker's thread.
 
-Called by `worker.py`, in its thread.
-`Decoder` is the plain one, for a CPU: it computes only the slots that sample. `graphs.GraphDecoder` does the same on a GPU.
+`Decoder` is for a CPU and computes only the slots that sample. `graphs.GraphDecoder` does the same on a GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from turngate.types import ID_DTYPE, Ids, Logprobs
 
 
 class SlotStart(msgspec.Struct, frozen=True):
-    """What a slot begins to sample with: its last id, that id's position, and how it is drawn."""
+    """The state with which a slot starts to sample: its last id, the position of that id, and the sampling."""
 
     slot: int
     token: int
@@ -34,76 +33,76 @@ class SlotStart(msgspec.Struct, frozen=True):
 
 
 class Pending(msgspec.Struct, frozen=True):
-    """A step under way: its rows' slots, and where the results will be."""
+    """A launched step: its slots, and where the results will be."""
 
     slots: Places
     ids: Tensor
     logprobs: Tensor
-    arrived: torch.cuda.Event | None = None  # when, where that is not at once
+    arrived: torch.cuda.Event | None = None  # set when the results are on the host; None: at once
 
 
 class Decoder:
-    """`ahead`: how many steps may be under way before the first is collected."""
+    """Runs steps. `ahead`: how many may be launched before the first is collected."""
 
     ahead = 0
 
     def __init__(self, model: Model, slots: int, length: int) -> None:
         self.model = model
         self.cache = KeyValues(model.shape, slots, length, model.device, model.dtype)
-        # Of each slot: the id to go on from, its position, the call's seed, and how many it has drawn.
+        # Per slot: the last id, its position, the seed, and the number of drawn tokens.
         self.state = torch.zeros((4, slots), dtype=torch.int64, device=model.device)
         self.temperature = torch.ones(slots, device=model.device)
         self.state[1] = self.cache.spare
 
     def here(self) -> AbstractContextManager[None]:
-        """What the thread that uses the decoder has to be in."""
+        """Return the context that the worker's thread needs."""
         return nullcontext()
 
     def arm(self, armed: Sequence[SlotStart]) -> None:
-        """These slots sample from the next step on."""
-        slots = self._moved(np.array([a.slot for a in armed], np.int64))
+        """Start sampling in these slots with the next step."""
+        slots = self._to_device(np.array([a.slot for a in armed], np.int64))
         values = np.array([(a.token, a.position, a.seed, a.drawn) for a in armed], np.int64).T
-        self.state[:, slots] = self._moved(values)
-        self.temperature[slots] = self._moved(np.array([a.temperature for a in armed], np.float32))
+        self.state[:, slots] = self._to_device(values)
+        self.temperature[slots] = self._to_device(np.array([a.temperature for a in armed], np.float32))
 
     def park(self, slots: Sequence[int]) -> None:
-        """These slots sample no more."""
-        self.state[1, self._moved(np.array(slots, np.int64))] = self.cache.spare
+        """Stop sampling in these slots."""
+        self.state[1, self._to_device(np.array(slots, np.int64))] = self.cache.spare
 
     def fill(self, pieces: Sequence[PromptPiece]) -> None:
         """Compute the keys and values of these ids."""
         sizes = [len(piece.ids) for piece in pieces]
-        ids = self._moved(np.concatenate([piece.ids for piece in pieces]).astype(np.int64))
-        slots = self._moved(np.repeat(np.array([piece.slot for piece in pieces], np.int64), sizes))
+        ids = self._to_device(np.concatenate([piece.ids for piece in pieces]).astype(np.int64))
+        slots = self._to_device(np.repeat(np.array([piece.slot for piece in pieces], np.int64), sizes))
         places = [np.arange(p.start, p.start + n, dtype=np.int64) for p, n in zip(pieces, sizes, strict=True)]
-        positions = self._moved(np.concatenate(places))
+        positions = self._to_device(np.concatenate(places))
         self.model.run(ids, positions, self._filling(pieces, slots, positions))
 
     def _filling(self, pieces: Sequence[PromptPiece], slots: Tensor, positions: Tensor) -> Attend:
         return self.cache.filling(pieces, slots, positions)
 
-    def _moved(self, values: NDArray[Any]) -> Tensor:
-        """To the model's device, without waiting for what is under way there."""
+    def _to_device(self, values: NDArray[Any]) -> Tensor:
+        """Copy to the model's device without synchronizing."""
         here = torch.from_numpy(np.ascontiguousarray(values))
         return here.pin_memory().to(self.state.device, non_blocking=True) if self.state.is_cuda else here
 
-    def launch(self, slots: Places, bent: Sequence[Adjustment]) -> Pending:
-        """Begin a step for these slots (ascending). With anything bent, all steps before it must have been collected."""
+    def launch(self, slots: Places, adjustments: Sequence[Adjustment]) -> Pending:
+        """Launch a step for these slots (ascending). With adjustments, all steps before it must have been collected."""
         index = torch.from_numpy(slots)
         tokens, positions, seeds, drawn = self.state[:, index]
         attend = self.cache.stepping(slots, positions.numpy())
-        scores = self._scored(self.model.run(tokens, positions, attend))
-        for row in bent:
+        scores = self._compute_scores(self.model.run(tokens, positions, attend))
+        for row in adjustments:
             adjust_scores(scores, row)
-        warm = self.temperature[index]
-        ids, logprobs = draw(scores, warm, seeds, drawn, some_greedy=bool((warm == 0).any()))
+        temperature = self.temperature[index]
+        ids, logprobs = draw(scores, temperature, seeds, drawn, some_greedy=bool((temperature == 0).any()))
         self.state[0, index] = ids
         self.state[1, index] = positions + 1
         self.state[3, index] = drawn + 1
         return Pending(slots, ids, logprobs)
 
-    def _scored(self, hidden: Tensor) -> Tensor:
-        """In float32. On a GPU they are never rounded to bfloat16, in which scores of 16 and more lie an eighth apart."""
+    def _compute_scores(self, hidden: Tensor) -> Tensor:
+        """Compute scores in float32. They are never rounded to bfloat16, whose steps above 16 are an eighth."""
         if hidden.is_cuda and hidden.dtype != torch.float32:
             return torch.mm(hidden, self.model.head.t(), out_dtype=torch.float32)
         return self.model.scores(hidden).float()
@@ -112,8 +111,8 @@ class Decoder:
         return pending.ids.numpy().astype(ID_DTYPE), pending.logprobs.numpy()
 
     def settle(self) -> None:
-        """Return when nothing is under way any more."""
+        """Wait for all launched work."""
 
     def reset(self) -> None:
-        """After a failure: no slot samples."""
+        """Stop sampling in all slots, after a failure."""
         self.state[1] = self.cache.spare

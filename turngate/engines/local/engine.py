@@ -1,11 +1,11 @@
-"""The engine seam for a model in this process: calls in, chunks out. Built by `server/app.py` and by trainers; called by `turn.py`.
+"""The engine seam for a model in this process: calls in, chunks out.
 
     engine = LocalEngine("path/to/model")
     await engine.start()
-    async with engine.updating(version=1):   # nothing is sampled in here; calls under way wait, and go on with the new weights
+    async with engine.updating(version=1):   # sampling pauses; calls in flight continue with the new weights
         optimizer.step()                     # over engine.model.parameters()
 
-The event loop never computes: `worker.py` has a thread of its own, and this file turns its batches into streams.
+The event loop never computes: `worker.py` has its own thread, and this file turns its batches into streams.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _FILL_S = {"cpu": 0.0, "cuda": 0.015}
 
 
 class LocalEngine:
-    """A model that samples here. `model` is a folder, or a model that somebody else trains.
+    """An engine that samples in this process. `model` is a folder, or a model that is being trained.
 
-    `dtype` "auto" is float32 on a CPU and bfloat16 on a GPU. Where the model given has another one, the engine samples from a copy that
-    is renewed after every update; else trainer and engine have the same parameters. `slots` is how many calls are sampled at once; more of
-    them wait. `max_context` is at most the model's own, and what is reserved for each slot.
+    `dtype` "auto" is float32 on a CPU and bfloat16 on a GPU. If the given model has another one, the engine samples from a copy that is
+    refreshed after every update; else trainer and engine share parameters. `slots`: how many calls are sampled at once; others wait.
+    `max_context`: at most the model's own; it is reserved for each slot.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class LocalEngine:
         self.max_context = min(max_context or self.model.shape.context, self.model.shape.context)
         self._own = None if self.model.dtype == wanted else copy.deepcopy(self.model).requires_grad_(False).to(wanted)
         sampled = self._own or self.model
-        self.slots = slots or _slots(sampled, self.max_context, kind)
+        self.slots = slots or _choose_slots(sampled, self.max_context, kind)
         self._decoder = _decoder(sampled, self.slots, self.max_context)
         self._table = Slots(self.slots, self.max_context)
         self._worker = Worker(
@@ -101,16 +101,14 @@ class LocalEngine:
 
     @property
     def reused_tokens(self) -> int:
-        """Ids of prompts that were found in the cache and not computed again."""
+        """Prompt tokens that were found in the cache."""
         return self._table.reused
 
     async def start(self) -> None:
         if self._state == "new":
             self._state = "started"
             self._worker.start()
-            atexit.register(
-                self._worker.end
-            )  # a thread that computes while the interpreter is taken down would crash it
+            atexit.register(self._worker.end)  # a running thread would crash the interpreter at exit
 
     async def close(self) -> None:
         started, self._state = self._state == "started", "closed"
@@ -122,7 +120,7 @@ class LocalEngine:
         detail = self._worker.broken or ("" if self._state == "started" else f"the local engine is {self._state}")
         wrong = self._expected is not None and self._expected != self._version
         if wrong:
-            detail = detail or f"has not the weights of version {self._expected}; repeat POST /admin/weights"
+            detail = detail or f"does not have the weights of version {self._expected}; repeat POST /admin/weights"
         return [
             Health(
                 url=self.address,
@@ -136,18 +134,19 @@ class LocalEngine:
         ]
 
     def release(self, session: str) -> None:
-        """Nothing to forget: what a session has computed is overwritten when its slot is the stalest."""
+        """Do nothing: a session's cache is overwritten when its slot is the oldest."""
 
     def generate(self, request: Generate) -> LocalGeneration:
         return LocalGeneration(self, request)
 
     @asynccontextmanager
     async def updating(self, version: int | None = None, *, drain: bool = False) -> AsyncIterator[Model]:
-        """Sampling stands still inside. Calls under way go on afterwards, with the new weights; `drain`: they end first, and new ones
-        wait. What was computed with the old weights is computed again, so every log-probability is that of one set of weights over the
-        whole context.
+        """Pause sampling to change the weights.
 
-        `version`: the policy's from then on. Chunks then say which version sampled them; else that is for the gateway's fence to say.
+        Calls in flight continue afterwards with the new weights; `drain`: wait for them to end first. Everything computed with the old
+        weights is computed again, so that every log-probability belongs to one set of weights over the whole context.
+
+        `version`: of the policy from then on. Chunks then carry the version that sampled them; else the gateway's fence decides.
         """
         reached = self._worker.hold(drain)
         ends: int | None = self._version
@@ -161,7 +160,7 @@ class LocalEngine:
 
     @contextmanager
     def updating_here(self, version: int | None = None, *, drain: bool = False) -> Iterator[Model]:
-        """The same, for a thread without an event loop."""
+        """Pause sampling like `updating`, for a thread without an event loop."""
         reached = self._worker.hold(drain)
         ends: int | None = self._version
         try:
@@ -178,7 +177,7 @@ class LocalEngine:
 
     def _renew(self) -> None:
         if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)  # the trainer's stream is not ours
+            torch.cuda.synchronize(self.model.device)  # the trainer uses another stream
         if self._own is not None:
             with torch.no_grad():
                 for mine, theirs in zip(self._own.parameters(), self.model.parameters(), strict=True):
@@ -203,21 +202,23 @@ class LocalEngine:
             self._worker.resume(self._version)
 
     async def load(self, load: Load, *, frozen: bool) -> None:
-        """Calls in flight go on with the new weights over their whole context, frozen or not."""
+        """Load weights. Calls in flight continue with them over their whole context, frozen or not."""
         if load.is_adapter:
             raise EngineRejected(f"{self.name} loads whole models; merge the adapter {load.name!r} into one first")
         await self._load(load.path, load.version)
 
     async def original(self, *, frozen: bool) -> None:
         if self._folder is None:
-            raise EngineRejected(f"{self.name} samples from a model that its trainer changes; load weights there")
+            raise EngineRejected(
+                f"{self.name} samples from a model that its trainer changes; load weights in the trainer"
+            )
         await self._load(self._folder, None)
 
     async def abort_all(self) -> None:
         self._worker.give_up()
 
     async def unload(self, name: str) -> None:
-        """There are no adapters here."""
+        """Do nothing: this engine has no adapters."""
 
     def expect(self, load: Load | None) -> None:
         self._expected = None if load is None else load.version
@@ -231,8 +232,8 @@ class LocalEngine:
 
     # ── calls ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def order(self, request: Generate) -> SamplingOrder:
-        """What the thread is asked for; refused here where it cannot be done."""
+    def build_order(self, request: Generate) -> SamplingOrder:
+        """Build the order for the thread, or reject a request that it cannot serve."""
         if self._state != "started" or self._worker.broken:
             why = self._worker.broken or ("it was closed" if self._state == "closed" else "it was not started")
             raise EngineUnavailable(f"{self.name} does not sample: {why}")
@@ -243,12 +244,12 @@ class LocalEngine:
             )
         prompt = np.ascontiguousarray(request.prompt, ID_DTYPE)
         if not prompt.size:
-            raise EngineRejected(f"{self.name} was asked to go on from an empty prompt")
+            raise EngineRejected(f"{self.name} got an empty prompt")
         vocabulary = self.model.shape.vocabulary
         if prompt.min() < 0 or prompt.max() >= vocabulary:
             wrong = int(prompt[(prompt < 0) | (prompt >= vocabulary)][0])
             raise EngineRejected(
-                f"{self.name}: id {wrong} is not one of the model's {vocabulary}: the tokenizer is another's"
+                f"{self.name}: id {wrong} is not one of the model's {vocabulary}: this is not its tokenizer"
             )
         room = self.max_context - prompt.size
         if room < 1:
@@ -275,13 +276,13 @@ class LocalEngine:
             self._worker.abort(serial)
 
     def _deliver(self, batch: SampledBatch) -> None:
-        """In the thread: to the event loop of each call, in one go."""
+        """Pass a batch to the event loop of each call. Runs in the worker's thread."""
         with self._guard:
             loops = {generation.loop for generation in self._open.values()}
         for loop in loops:
             try:
                 loop.call_soon_threadsafe(self._hand_out, loop, batch)
-            except RuntimeError:  # a loop that was closed over its calls
+            except RuntimeError:  # the loop was closed with open calls
                 self._abandon(loop)
 
     def _abandon(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -291,7 +292,7 @@ class LocalEngine:
             self.leave(serial, over=False)
 
     def _hand_out(self, loop: asyncio.AbstractEventLoop, batch: SampledBatch) -> None:
-        """In the event loop."""
+        """Hand a batch to the calls of this event loop. Runs in the event loop."""
         bounds = np.flatnonzero(np.diff(batch.serials)) + 1
         for serials, ids, logprobs in zip(
             np.split(batch.serials, bounds), np.split(batch.ids, bounds), np.split(batch.logprobs, bounds), strict=True
@@ -306,7 +307,7 @@ class LocalEngine:
 
 
 class LocalGeneration:
-    """One call: entered, it is a stream of chunks; left before its end, it is aborted. Nothing happens before the first is asked for."""
+    """A call: a stream of chunks, aborted if it is left before its end. It starts when the first chunk is requested."""
 
     def __init__(self, engine: LocalEngine, request: Generate) -> None:
         self.loop = asyncio.get_running_loop()
@@ -316,10 +317,10 @@ class LocalGeneration:
         self._logprobs: list[float] = []
         self._versions: tuple[int | None, int | None] = (None, None)
         self._end: End | None = None
-        self._told = False  # the last chunk was given
+        self._done = False  # the last chunk was returned
         self._news: asyncio.Future[None] | None = None
         self._echo = request.echo_prompt
-        self._in_pieces = request.stream or bool(request.stop)  # whoever looks for stop strings may leave early
+        self._in_pieces = request.stream or bool(request.stop)  # a stop string may end the call early
 
     async def __aenter__(self) -> AsyncIterator[Chunk]:
         return self
@@ -332,18 +333,18 @@ class LocalGeneration:
         return self
 
     async def __anext__(self) -> Chunk:
-        if self._told:
+        if self._done:
             raise StopAsyncIteration
         if not self._serial:
-            order = self._engine.order(self._request)
+            order = self._engine.build_order(self._request)
             self._serial = order.serial
             self._engine.submit(order, self)
         while self._end is None and not (self._ids and self._in_pieces):
             self._news = self.loop.create_future()
             await self._news
         if self._end is not None and not isinstance(self._end, str) and not self._ids:
-            self._told = True
-            raise type(self._end)(self._end.message)  # one of its own for each call
+            self._done = True
+            raise type(self._end)(self._end.message)  # a separate exception for each call
         return self._chunk()
 
     def take(self, ids: list[int], logprobs: list[float], version: int | None) -> None:
@@ -367,13 +368,13 @@ class LocalGeneration:
         ids, self._ids = self._ids, []
         logprobs, self._logprobs = self._logprobs, []
         finish = self._end if isinstance(self._end, str) else None
-        self._told = finish is not None
+        self._done = finish is not None
         prompt = self._request.prompt.tolist() if self._echo else None
         self._echo = False
         return Chunk(ids, logprobs, finish, prompt, self._span())
 
     def _span(self) -> tuple[int, int] | None:
-        """The versions at the first and last of these tokens. What was sampled before any is known is of the version asked for."""
+        """Return the versions of the first and last of these tokens. Before any is known, it is the requested version."""
         first, last = self._versions
         return None if last is None else (self._request.version if first is None else first, last)
 
@@ -396,8 +397,8 @@ def _dtype(wanted: str, kind: str) -> torch.dtype:
     return _DTYPES[wanted]
 
 
-def _slots(model: Model, length: int, kind: str) -> int:
-    """As many as usual, or as fit into half of the memory that is there."""
+def _choose_slots(model: Model, length: int, kind: str) -> int:
+    """Choose the number of slots: the usual one, or as many as fit into half of the memory."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = torch.cuda.mem_get_info(model.device)[0] if kind == "cuda" else machine
     return max(1, min(_SLOTS[kind], memory // 2 // KeyValues.bytes_per_slot(model.shape, length, model.dtype)))

@@ -1,9 +1,8 @@
-"""`Decoder` on a GPU, where a small model's step is bound by the launching of its thousand operations, not by their work.
+"""`Decoder` for a GPU, where launching a thousand operations takes longer than a small model's computation.
 
-A step is recorded once as a CUDA graph and replayed with one launch: network, drawing, and the state that the next step starts from, so
-that a step is launched while the results of the one before it are still on their way. A graph has a fixed number of rows: the slots from
-the first up to the last one that samples. Those between that do not sample are computed too, write to the cache's spare place, and are
-ignored.
+A step is recorded once as a CUDA graph and replayed with one launch: network, drawing, and the state for the next step. So the next step is
+launched while the results of the last are being copied. A graph has a fixed number of rows, up to the last slot that samples. Slots in
+between that do not sample are computed too, write to the cache's spare position, and are ignored.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _MASK = 1 << 28  # the largest mask of a filling, in elements
 
 
 class _Results(msgspec.Struct):
-    """Where one step's results arrive on the host, and when they have."""
+    """Host buffers for the results of one step, and the event of their arrival."""
 
     ids: Tensor
     logprobs: Tensor
@@ -43,13 +42,13 @@ class GraphDecoder(Decoder):
         super().__init__(model, slots, length)
         self._ids = torch.zeros(slots, dtype=torch.int64, device=model.device)
         self._logprobs = torch.zeros(slots, device=model.device)
-        self._scores: Tensor | None = None  # only for steps whose scores are bent
+        self._scores: Tensor | None = None  # only for steps with adjustments
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._pool: tuple[int, int] | None = None
         self._results: list[_Results] = []
         self._turn = 0
         model.angles(model.device)
-        if model.device.type == "cuda":  # else only the arithmetic is tried
+        if model.device.type == "cuda":  # else a test of the arithmetic
             self._stream = torch.cuda.Stream(model.device)
             self._results = [
                 _Results(
@@ -66,12 +65,12 @@ class GraphDecoder(Decoder):
         with torch.cuda.device(self.model.device), torch.cuda.stream(self._stream):
             yield
 
-    def launch(self, slots: Places, bent: Sequence[Adjustment]) -> Pending:
+    def launch(self, slots: Places, adjustments: Sequence[Adjustment]) -> Pending:
         rows = _round_rows(int(slots[-1]) + 1, _ROWS, self.state.shape[1])
-        self._replay(rows, draws=not bent)
-        if bent:
+        self._replay(rows, draws=not adjustments)
+        if adjustments:
             assert self._scores is not None
-            for row in bent:
+            for row in adjustments:
                 adjust_scores(self._scores, msgspec.structs.replace(row, row=int(slots[row.row])))
             self._draw(self._scores[:rows], rows)
         results = self._results[self._turn % len(self._results)]
@@ -87,14 +86,14 @@ class GraphDecoder(Decoder):
         return pending.ids.numpy()[pending.slots].astype(ID_DTYPE), pending.logprobs.numpy()[pending.slots]
 
     def fill(self, pieces: Sequence[PromptPiece]) -> None:
-        for group in self._alike(pieces):
+        for group in self._group_by_size(pieces):
             super().fill(group)
 
     def settle(self) -> None:
         torch.cuda.synchronize(self.model.device)
 
     def reset(self) -> None:
-        torch.cuda.synchronize(self.model.device)  # which fails where the device is lost
+        torch.cuda.synchronize(self.model.device)  # fails if the device is lost
         super().reset()
         torch.cuda.empty_cache()
 
@@ -102,11 +101,11 @@ class GraphDecoder(Decoder):
 
     def _replay(self, rows: int, draws: bool) -> None:
         if (rows, draws) not in self._graphs:
-            self._graphs[rows, draws] = self._recorded(rows, draws)
+            self._graphs[rows, draws] = self._record_graph(rows, draws)
         self._graphs[rows, draws].replay()
 
-    def _recorded(self, rows: int, draws: bool) -> torch.cuda.CUDAGraph:
-        """The first run is not recorded: libraries set themselves up in it. What it drew is taken back, what it computed is right."""
+    def _record_graph(self, rows: int, draws: bool) -> torch.cuda.CUDAGraph:
+        """Record a step. A run before it lets libraries initialize; its draws are undone, its cache entries are valid."""
         if not draws and self._scores is None:
             size = (self.state.shape[1], self.model.shape.vocabulary)
             self._scores = torch.zeros(size, device=self.model.device)
@@ -122,8 +121,8 @@ class GraphDecoder(Decoder):
 
     def _step(self, rows: int, draws: bool) -> None:
         tokens, positions = self.state[0, :rows], self.state[1, :rows]
-        within = positions.clamp(max=self.model.shape.context - 1)  # slots that do not sample are beyond it
-        scores = self._scored(self.model.run(tokens, within, self._attend(rows, positions)))
+        within = positions.clamp(max=self.model.shape.context - 1)  # idle slots are beyond it
+        scores = self._compute_scores(self.model.run(tokens, within, self._attend(rows, positions)))
         if draws:
             self._draw(scores, rows)
         else:
@@ -151,8 +150,8 @@ class GraphDecoder(Decoder):
 
     # ── prompts ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _alike(self, pieces: Sequence[PromptPiece]) -> Iterator[list[PromptPiece]]:
-        """Pieces of about the same size, which are computed side by side, the shorter ones padded."""
+    def _group_by_size(self, pieces: Sequence[PromptPiece]) -> Iterator[list[PromptPiece]]:
+        """Group pieces of similar size, which are padded and computed together."""
         group: list[PromptPiece] = []
         heads = self.model.shape.heads
         for piece in sorted(pieces, key=lambda p: len(p.ids)):
@@ -169,11 +168,11 @@ class GraphDecoder(Decoder):
         sizes = [len(piece.ids) for piece in pieces]
         size, span = max(sizes), _round_up(max(p.start + n for p, n in zip(pieces, sizes, strict=True)))
         span = min(span, self.cache.spare + 1)
-        which = self._moved(np.array([p.slot for p in pieces], np.int64))
-        # Where each id of the flat batch lies in the padded one.
+        which = self._to_device(np.array([p.slot for p in pieces], np.int64))
+        # Positions of the flat batch in the padded one.
         flat = np.concatenate([row * size + np.arange(n) for row, n in enumerate(sizes)])
-        at = self._moved(flat.astype(np.int64))
-        starts = self._moved(np.array([p.start for p in pieces], np.int64))
+        at = self._to_device(flat.astype(np.int64))
+        starts = self._to_device(np.array([p.start for p in pieces], np.int64))
         places = starts[:, None] + torch.arange(size, device=device)
         seen = torch.arange(span, device=device) <= places[..., None]  # (pieces, size, span)
         mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
@@ -198,7 +197,7 @@ class GraphDecoder(Decoder):
 
 
 def _round_rows(wanted: int, least: int, most: int) -> int:
-    """The smallest of least, 2 least, 4 least … that is enough, but never more than `most`."""
+    """Round up to `least` times a power of two, at most `most`."""
     size = least
     while size < wanted:
         size *= 2

@@ -1,8 +1,7 @@
-"""Attention of one query per slot over the cache: what a step on a GPU spends most of its time with. Called by `graphs.py`.
+"""Attention of one query per slot over the cache, the most expensive part of a step on a GPU.
 
-Each program reads the keys and values of one slot and one head, as many as there are, whatever the cache could hold. Four times as fast as
-torch's own attention, which wants the same length for all slots. triton comes with torch's CUDA builds on Linux; where it is missing, the
-plain version below does the same by reading the whole cache.
+Each program reads the keys and values of one slot and head, up to its length. That is four times as fast as torch's attention, which needs
+the same length for all slots. triton comes with torch's CUDA builds on Linux; without it, the plain version below reads the whole cache.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ if TYPE_CHECKING or importlib.util.find_spec("triton") is not None:
 def attend_slots(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, spare: int) -> Tensor:
     """`q` (rows, heads, head) over `keys` and `values` (slots, kv_heads, length, head), row n over slot n up to its position."""
     if not q.is_cuda or importlib.util.find_spec("triton") is None:
-        return _attend_plainly(q, keys, values, positions)
+        return _attend_plain(q, keys, values, positions)
     rows, heads, head = q.shape
     kv_heads = keys.shape[1]
     out = torch.empty((rows, heads, head), dtype=q.dtype, device=q.device)
@@ -102,7 +101,7 @@ def attend_slots(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, spa
     return out
 
 
-def _attend_plainly(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+def _attend_plain(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
     rows = q.shape[0]
     seen = torch.arange(keys.shape[2], device=q.device) <= positions[:, None]
     asked = q.unflatten(1, (keys.shape[1], -1))  # heads that share keys are rows of one query

@@ -1,10 +1,10 @@
 """The network: dense Llama, Qwen2 and Qwen3, one class for trainer and engine.
 
 `Model.forward` is the trainer's: padded or packed rows in, scores out, with gradients. `Model.run` is what both share: the layers
-over tokens of any arrangement, with the attention left to the caller. The engine calls it with one that reads and writes its
-cache (`cache.py`), so sampling and training go through the same parameters, and nothing is ever copied between them.
+over tokens of any arrangement, with the caller's attention. The engine passes one that reads and writes its cache
+(`cache.py`), so that sampling and training use the same parameters without a copy.
 
-Parameters that are multiplied with the same input lie in one matrix (queries, keys and values; gate and up): a small model is bound
+Parameters that are multiplied with the same input are one matrix (queries, keys and values; gate and up): a small model is bound
 by the number of operations, not by their size. `weights.py` translates to and from the names of Hugging Face folders.
 """
 
@@ -20,12 +20,12 @@ from torch.utils.checkpoint import checkpoint
 
 from turngate.engines.local.shape import Rope, Shape
 
-# Layer, queries (…, heads, head), keys and values (…, kv_heads, head) → what each query found (…, heads, head).
+# Layer, queries (…, heads, head), keys and values (…, kv_heads, head) → the attention output (…, heads, head).
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Model(nn.Module):
-    """A language model. `recompute`: layers are computed again in the backward pass, which saves most of a training step's memory."""
+    """A language model. `recompute`: recompute layers in the backward pass, which saves most of the memory of a training step."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -46,17 +46,17 @@ class Model(nn.Module):
         return self.embedding.weight.dtype
 
     def forward(self, ids: Tensor, segments: Tensor | None = None, at: Tensor | None = None) -> Tensor:
-        """Scores (rows, length, vocabulary) for `ids` (rows, length).
+        """Compute scores (rows, length, vocabulary) for `ids` (rows, length).
 
-        Rows may be padded at their end with any ids. Several samples packed into one row are told apart by `segments` (rows,
-        length): tokens see only their own number, and positions count from its first. `at` (rows, length, bool): only the scores
-        at these places, as (places, vocabulary); the rest of that large array is never made.
+        Rows may be padded at their end with any ids. `segments` (rows, length) separates samples packed into one row: tokens see
+        only their own segment, and positions count from its start. `at` (rows, length, bool): only the scores at these positions,
+        as (positions, vocabulary).
         """
-        hidden = self.hidden(ids, segments)
+        hidden = self.compute_hidden(ids, segments)
         return self.scores(hidden if at is None else hidden[at])
 
-    def hidden(self, ids: Tensor, segments: Tensor | None = None) -> Tensor:
-        """The same up to the output layer: (rows, length, hidden)."""
+    def compute_hidden(self, ids: Tensor, segments: Tensor | None = None) -> Tensor:
+        """Compute the hidden states before the output layer: (rows, length, hidden)."""
         if segments is None:
             positions = torch.arange(ids.shape[1], device=ids.device)
             return self.run(ids, positions, _causal(None))
@@ -76,7 +76,7 @@ class Model(nn.Module):
         return self.embedding.weight if self.output is None else self.output.weight
 
     def run(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """All layers over tokens in any arrangement; who sees whom is `attend`'s business."""
+        """Run all layers over tokens in any arrangement; `attend` computes the attention."""
         x = self.embedding(ids)
         cos, sin = (table[positions].to(x.dtype)[..., None, :] for table in self.angles(x.device))
         again = self.recompute and torch.is_grad_enabled()
@@ -85,7 +85,7 @@ class Model(nn.Module):
         return self.norm(x)
 
     def angles(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, (context, head / 2). Always float32, whatever the parameters are: a position in the thousands needs it."""
+        """Return cosines and sines, (context, head / 2), in float32: large positions need the precision."""
         if device not in self._tables:
             with torch.inference_mode(False), torch.device("cpu"):
                 speeds = _speeds(self.shape.rope, self.shape.head)
@@ -121,7 +121,7 @@ class _Layer(nn.Module):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Each pair of a head's first and second half, turned by its position's angle."""
+    """Rotate each pair of a head's first and second half by its position's angle."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -139,7 +139,7 @@ def _speeds(rope: Rope, head: int) -> Tensor:
 
 
 def _causal(mask: Tensor | None) -> Attend:
-    """Attention within rows: (rows, length, heads, head). Without a mask, each token sees itself and those before it."""
+    """Return the attention within rows: (rows, length, heads, head). Without a mask, it is causal."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))

@@ -1,8 +1,7 @@
-"""Scores → ids, with the log-probabilities of the distribution that was really drawn from. Called by `decode.py`.
+"""Scores → ids, with the log-probabilities of the distribution that was sampled.
 
-A row is drawn with one number between 0 and 1 that follows from the call's seed and how many tokens it has: what else is in the batch
-changes nothing. `draw` is all that a plain call needs, and runs inside a GPU's graph; what bends the distribution (`Bent`) is done
-before it, row by row.
+A row is drawn with one random number that follows from the call's seed and its number of tokens, independent of the batch. `draw` is enough
+for a plain call, and runs inside a GPU's graph; adjustments of the distribution (`Adjustment`) are made before it, row by row.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from torch.nn import functional as F
 
 from turngate.types import Ids, Sampling
 
-_BITS = 48  # of a number between 0 and 1; few enough that no rounding makes it a 1
+_BITS = 48  # of a random number in [0, 1); few enough that rounding never gives 1
 _MASK = (1 << 63) - 1
 _BLOCKS = (256, 128, 64)
 
 
 class Adjustment(msgspec.Struct, frozen=True):
-    """A row whose scores are changed before it is drawn: by its sampling, and by what it holds so far."""
+    """How to adjust the scores of a row: its sampling settings, and its tokens so far."""
 
     row: int
     sampling: Sampling
@@ -33,15 +32,13 @@ class Adjustment(msgspec.Struct, frozen=True):
 def draw(
     scores: Tensor, temperature: Tensor, seed: Tensor, drawn: Tensor, *, some_greedy: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """One id per row of `scores` (rows, vocabulary; float32, and changed), and its log-probability.
+    """Draw one id per row of `scores` (rows, vocabulary; float32, modified in place), with its log-probability.
 
-    Temperature 0 takes the likeliest, for certain; `some_greedy` False promises that there is no such row.
+    Temperature 0 takes the likeliest; `some_greedy` False promises that there is no such row.
     """
     greedy = temperature == 0
     likely = F.softmax(scores.div_(torch.where(greedy, 1.0, temperature)[:, None]), dim=-1)
-    ids = _reach(likely, uniform(seed, drawn)).clamp_(
-        max=scores.shape[-1] - 1
-    )  # beyond it only where scores are no numbers
+    ids = _reach(likely, uniform(seed, drawn)).clamp_(max=scores.shape[-1] - 1)  # beyond it only if scores are NaN
     if some_greedy:
         ids = torch.where(greedy, likely.argmax(dim=-1), ids)
     found = likely.gather(-1, ids[:, None])[:, 0].log()
@@ -49,9 +46,9 @@ def draw(
 
 
 def _reach(likely: Tensor, share: Tensor) -> Tensor:
-    """The id at which the probabilities of a row, added up from its start, exceed this share of them all.
+    """Return the id at which the cumulative probability of a row exceeds this share of the total.
 
-    First the block of ids, then the id in it: adding up a whole vocabulary exactly is the dearest part of a step on a CPU.
+    First the block of ids, then the id in it: an exact sum over the vocabulary is the most expensive part of a step on a CPU.
     """
     width = next((size for size in _BLOCKS if likely.shape[-1] % size == 0), 0)
     if not width:
@@ -70,7 +67,7 @@ def _reach(likely: Tensor, share: Tensor) -> Tensor:
 
 
 def uniform(seed: Tensor, index: Tensor) -> Tensor:
-    """A number in [0, 1) for each pair: whole-number arithmetic, the same on every device."""
+    """Compute a number in [0, 1) for each pair, with integer arithmetic: the same on every device."""
     x = seed + (index + 1) * -7046029254386353131  # wraps around, as do the products below
     x = (x ^ _right(x, 30)) * -4658895280553007687
     x = (x ^ _right(x, 27)) * -7723592293110705685
@@ -79,16 +76,16 @@ def uniform(seed: Tensor, index: Tensor) -> Tensor:
 
 
 def _right(x: Tensor, by: int) -> Tensor:
-    """A shift that brings in zeros, whatever the sign."""
+    """Shift right logically, also for negative numbers."""
     return (x >> by) & (_MASK >> (by - 1))
 
 
-def adjust_scores(scores: Tensor, bent: Adjustment) -> None:
-    """Change one row of scores in place so that drawing from it is drawing as asked: penalties, then what is cut off."""
-    row, sampling = scores[bent.row], bent.sampling
-    _penalise(row, bent)
-    if len(bent.sampled) < sampling.min_tokens and bent.stop_ids:
-        row[torch.tensor(bent.stop_ids, device=row.device)] = -torch.inf
+def adjust_scores(scores: Tensor, adjustment: Adjustment) -> None:
+    """Adjust one row of scores in place: penalties first, then min-p, top-k and top-p."""
+    row, sampling = scores[adjustment.row], adjustment.sampling
+    _penalise(row, adjustment)
+    if len(adjustment.sampled) < sampling.min_tokens and adjustment.stop_ids:
+        row[torch.tensor(adjustment.stop_ids, device=row.device)] = -torch.inf
     if sampling.temperature == 0:
         return
     if sampling.min_p > 0:
@@ -103,14 +100,16 @@ def adjust_scores(scores: Tensor, bent: Adjustment) -> None:
         row[order[beyond]] = -torch.inf
 
 
-def _penalise(row: Tensor, bent: Adjustment) -> None:
-    """Repetition counts what is in the prompt too; presence and frequency count what was sampled."""
-    sampling = bent.sampling
+def _penalise(row: Tensor, adjustment: Adjustment) -> None:
+    """Apply penalties: repetition counts the prompt too; presence and frequency count sampled tokens."""
+    sampling = adjustment.sampling
     if sampling.repetition_penalty != 1:
-        seen = torch.from_numpy(np.unique(np.concatenate((bent.prompt, bent.sampled))).astype(np.int64)).to(row.device)
+        seen = torch.from_numpy(np.unique(np.concatenate((adjustment.prompt, adjustment.sampled))).astype(np.int64)).to(
+            row.device
+        )
         was = row[seen]
         row[seen] = torch.where(was > 0, was / sampling.repetition_penalty, was * sampling.repetition_penalty)
-    if (sampling.presence_penalty or sampling.frequency_penalty) and len(bent.sampled):
-        ids, counts = np.unique(bent.sampled, return_counts=True)
+    if (sampling.presence_penalty or sampling.frequency_penalty) and len(adjustment.sampled):
+        ids, counts = np.unique(adjustment.sampled, return_counts=True)
         cost = sampling.presence_penalty + sampling.frequency_penalty * counts
         row[torch.from_numpy(ids.astype(np.int64)).to(row.device)] -= torch.from_numpy(cost).to(row)

@@ -1,4 +1,4 @@
-"""What a model folder's config.json says about the network. Read by `weights.py`; everything else in this folder asks the `Shape`."""
+"""The sizes of the network, from a model folder's config.json."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _ROPES = ("default", "linear", "llama3")
 
 
 class Rope(msgspec.Struct, frozen=True):
-    """How positions are turned into angles. `factor` and what follows only count where `kind` says so."""
+    """Rotary position embedding. `factor` and the fields after it depend on `kind`."""
 
     theta: float = 10_000.0
     kind: str = "default"
     factor: float = 1.0
-    low: float = 1.0  # llama3: wavelengths above original / low are stretched whole,
-    high: float = 4.0  # those below original / high not at all
+    low: float = 1.0  # llama3: wavelengths above original / low are fully stretched,
+    high: float = 4.0  # those below original / high are not
     original: int = 8192
 
 
@@ -34,9 +34,9 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     layers: int
     heads: int
     kv_heads: int
-    head: int  # size of one
+    head: int  # size of a head
     epsilon: float
-    context: int  # the longest that the model was made for
+    context: int  # maximum length of the model
     rope: Rope
     tied: bool  # the output layer is the embedding
     qkv_bias: bool
@@ -69,7 +69,7 @@ class _Config(msgspec.Struct, kw_only=True):
 
 
 def read_shape(folder: Path) -> Shape:
-    """The shape of the model in `folder`. What this engine cannot compute exactly is refused."""
+    """Read the shape of the model in `folder`. Rejects models that this engine cannot compute exactly."""
     path = folder / "config.json"
     try:
         config = msgspec.json.decode(path.read_bytes(), type=_Config)
@@ -78,7 +78,7 @@ def read_shape(folder: Path) -> Shape:
     except msgspec.DecodeError as error:
         raise ConfigError(f"model folder: {path}: {error}", param="model_folder") from None
     if config.model_type not in _KNOWN:
-        raise _unsupported(path, f"model_type {config.model_type!r}; it knows {', '.join(_KNOWN)}")
+        raise _unsupported(path, f"model_type {config.model_type!r}; it supports {', '.join(_KNOWN)}")
     if config.hidden_act != "silu":
         raise _unsupported(path, f"hidden_act {config.hidden_act!r}")
     if config.use_sliding_window:
@@ -108,7 +108,7 @@ def _rope(path: Path, config: _Config) -> Rope:
     given = config.rope_parameters or config.rope_scaling or {}
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in _ROPES:
-        raise _unsupported(path, f"rope type {kind!r}; it knows {', '.join(_ROPES)}")
+        raise _unsupported(path, f"rope type {kind!r}; it supports {', '.join(_ROPES)}")
     if given.get("partial_rotary_factor", 1.0) != 1.0:
         raise _unsupported(path, "partial_rotary_factor")
     theta = float(given.get("rope_theta") or config.rope_theta or 10_000.0)

@@ -1,7 +1,7 @@
-"""Parameters from and to a Hugging Face folder. Called by `LocalEngine`, and by trainers that save what they trained.
+"""Load and save Hugging Face folders.
 
-The network holds matrices of the same input in one piece (see `model.py`); a folder has them apart. `named` gives a model's
-parameters under the folder's names without copying any: for whoever sends weights to another engine.
+The network joins matrices of the same input (see `model.py`); a folder has them separately. `list_weights` gives a model's parameters under
+the folder's names without a copy, to send weights to another engine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LAYER = {
 
 
 def load(folder: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Model:
-    """The model in `folder` (config.json and model.safetensors, in one file or several)."""
+    """Load the model in `folder` (config.json and model.safetensors, in one file or several)."""
     folder = Path(folder)
     with torch.device("meta"):
         model = Model(read_shape(folder))
@@ -50,7 +50,7 @@ def load(folder: str | Path, device: str = "cpu", dtype: torch.dtype = torch.flo
 
 
 def load_into(model: Model, folder: str | Path) -> None:
-    """Other weights for a model, in place. All of them are read before the first is changed."""
+    """Replace the weights of a model in place. All are read before the first is changed."""
     folder = Path(folder)
     if (other := read_shape(folder)) != model.shape:
         wrong = [name for name in Shape.__struct_fields__ if getattr(other, name) != getattr(model.shape, name)]
@@ -68,7 +68,7 @@ def _state(model: Model, folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     for name, tensor in state.items():
         if tensor.shape != expected[name].shape:
             raise ConfigError(
-                f"model folder: {folder}: {name} is {tuple(tensor.shape)}, and config.json means "
+                f"model folder: {folder}: {name} is {tuple(tensor.shape)}, but config.json says "
                 f"{tuple(expected[name].shape)}",
                 param="model_folder",
             )
@@ -76,7 +76,7 @@ def _state(model: Model, folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def fresh(shape: Shape, device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> Model:
-    """A model of this shape that has learnt nothing: for tests and for measuring."""
+    """Create a model of this shape with random weights, for tests and benchmarks."""
     torch.manual_seed(seed)
     with torch.device(device):
         model = Model(shape).to(dtype)
@@ -88,7 +88,7 @@ def fresh(shape: Shape, device: str = "cpu", dtype: torch.dtype = torch.float32,
 
 
 def list_weights(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """The parameters under the names of a Hugging Face folder. Views: they change with the model."""
+    """Yield the parameters under the names of a Hugging Face folder. They are views, and change with the model."""
     parameters = dict(model.named_parameters())
     for ours, theirs in _names(model):
         pieces = parameters[ours].detach().split(_sizes(model.shape, len(theirs), ours)) if len(theirs) > 1 else None
@@ -97,7 +97,7 @@ def list_weights(model: Model) -> Iterator[tuple[str, Tensor]]:
 
 
 def save(model: Model, folder: str | Path, source: str | Path | None = None) -> None:
-    """Write the model as a folder that every other engine can load. `source`: the folder it came from, for config and tokenizer."""
+    """Write the model as a Hugging Face folder. `source`: the folder it came from, for config and tokenizer."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name in _EXTRA_FILES if source is not None else ():
@@ -105,11 +105,11 @@ def save(model: Model, folder: str | Path, source: str | Path | None = None) -> 
             shutil.copyfile(found, folder / name)
     new = folder / (_WEIGHTS + ".new")
     save_file({name: tensor.contiguous().cpu() for name, tensor in list_weights(model)}, new, metadata={"format": "pt"})
-    new.replace(folder / _WEIGHTS)  # whoever looks meanwhile sees the old file or the new one
+    new.replace(folder / _WEIGHTS)  # atomic: readers see the old file or the new one
 
 
 class _Folder:
-    """The tensors of a folder by name, from whichever file holds them."""
+    """The tensors of a folder by name, over all its files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -144,7 +144,7 @@ def _join(given: _Folder, names: tuple[str, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _names(model: Model) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Each parameter's own name, and the names that its pieces have in a folder."""
+    """Yield each parameter's name, and the names of its parts in a folder."""
     for name, _ in model.named_parameters():
         part, _, rest = name.partition(".")
         if part == "layers":

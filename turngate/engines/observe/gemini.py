@@ -16,7 +16,7 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from turngate.engines.base import Health, RelayChunk, RelayRequest
-from turngate.engines.http import EngineClient, clean_logprobs, is_error
+from turngate.engines.http import EngineClient, clean_logprobs, is_present
 from turngate.engines.observe.relay import StreamingRelay
 from turngate.engines.observe.translate import (
     RelayBody,
@@ -351,7 +351,7 @@ class _Answer:
 
     def add(self, data: bytes) -> RelayChunk | None:
         event = self._client.decode(_decode, data)
-        if is_error(event.error):
+        if is_present(event.error):
             raise self._client.failure_in_stream(event.error, default_status=500)
         if event.usage_metadata is not None:
             self._usage = _usage(event.usage_metadata)
@@ -380,7 +380,7 @@ class _Answer:
 
     def _add(self, part: _Part) -> list[Delta | CallDelta]:
         foreign = (part.inline_data, part.executable_code, part.code_execution_result, part.tool_call)
-        if any(is_error(value) for value in foreign) or (part.function_call and part.function_call.will_continue):
+        if any(is_present(value) for value in foreign) or (part.function_call and part.function_call.will_continue):
             raise EngineError(
                 f"{self._client.engine} answered with more than text and calls, which cannot be passed on"
             )

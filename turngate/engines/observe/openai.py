@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from turngate.engines.base import Health, RelayChunk, RelayRequest
-from turngate.engines.http import EngineClient, Reply, align_logprobs, clean_logprobs, is_error
+from turngate.engines.http import EngineClient, Reply, align_logprobs, clean_logprobs, is_present
 from turngate.engines.observe.relay import stream_answer
 from turngate.engines.observe.translate import (
     SHRINKS,
@@ -471,7 +471,7 @@ class _Answer:
     def add(self, data: bytes) -> RelayChunk | None:
         """What one event adds. The end is held back for `end`: usage comes after it."""
         event = self._client.decode(_decode, data)
-        if is_error(event.error):
+        if is_present(event.error):
             raise self._client.failure_in_stream(event.error, default_status=500)
         self._usage = _usage(event.usage) or self._usage
         choice = next((one for one in event.choices or () if one.index == 0), _Choice())

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from turngate.engines.base import Health, RelayChunk, RelayRequest
-from turngate.engines.http import EngineClient, clean_logprobs, is_error
+from turngate.engines.http import EngineClient, clean_logprobs, is_present
 from turngate.engines.observe.relay import StreamingRelay
 from turngate.engines.observe.translate import (
     RelayBody,
@@ -419,7 +419,7 @@ class _Answer:
         """It may be told in three places."""
         inside = event.response.error if event.response is not None else msgspec.Raw()
         bare = msgspec.json.encode({"code": event.code, "message": event.message or "it failed"})
-        error = next((raw for raw in (event.error, inside) if is_error(raw)), msgspec.Raw(bare))
+        error = next((raw for raw in (event.error, inside) if is_present(raw)), msgspec.Raw(bare))
         return self._client.failure_in_stream(error, default_status=500)
 
 
