@@ -75,7 +75,7 @@ def heard(message: Json) -> ConversationMessage:
         ({"role": "assistant", "tool_calls": {"a": 1}}, "", [""]),
         ({"role": "user", "content": 5}, "5", []),
         ({"role": "user", "content": [{"text": "a"}, "b", {"type": "image"}, {"text": {"c": 1}}, {}]}, 'ab[image]{"c": 1}[part]', []),
-        ({"role": "user", "content": DEEP}, "[nested too deeply to be shown]", []),
+        ({"role": "user", "content": DEEP}, "[nested too deeply to show]", []),
         ("no object", "no object", []),
         (None, "", []),
     ],

@@ -31,29 +31,29 @@ async def check_reachable(context: DoctorContext) -> list[CheckOutcome]:
         return [not_checked("the engine is the trainer, which connects by itself", "docs/gate.md describes how")]
     if config.engine == "local":
         return [await asyncio.to_thread(_check_local, config.model_folder or config.tokenizer)]
-    found = []
+    results = []
     for url, health in await context.health():
         if not health.ok:
-            found.append(
+            results.append(
                 failure(f"{_label(url, config.engine)}: {health.detail}", _suggest_fix(config.engine, health.detail))
             )
             continue
         length = f", {health.max_context:,} tokens of context" if health.max_context else ""
         model = f"serves {health.model}" if health.model else "answers"
-        found.append(ok(f"{_label(url, config.engine)}: {model}{length}"))
-    return found
+        results.append(ok(f"{_label(url, config.engine)}: {model}{length}"))
+    return results
 
 
 def _check_local(folder: str) -> CheckOutcome:
     for module in ("torch", "safetensors"):
         if find_spec(module) is None:
             return failure(f"local: {module} is not installed", "pip install 'turngate[local]'")
-    found = find_tokenizer(folder)
-    if not (found / "config.json").is_file() or not list(Path(found).glob("*.safetensors")):
+    path = find_tokenizer(folder)
+    if not (path / "config.json").is_file() or not list(Path(path).glob("*.safetensors")):
         return failure(
-            f"local: {found} has no config.json and model.safetensors", "set --model-folder to the model's folder"
+            f"local: {path} has no config.json and model.safetensors", "set --model-folder to the model's folder"
         )
-    return ok(f"local: {found} has a model; the gateway loads it when it starts")
+    return ok(f"local: {path} has a model; the gateway loads it when it starts")
 
 
 def _label(url: str, engine: str) -> str:
@@ -83,13 +83,13 @@ async def check_call(context: DoctorContext) -> list[CheckOutcome]:
             else "the engine starts only with the gateway"
         )
         return [not_checked(why, "to make one: turngate run --prompt 'say hello' …")]
-    found = []
+    results = []
     for url, health in await context.health():
         if not health.ok:
-            found.append(not_checked(f"{_label(url, config.engine)} is not usable"))
+            results.append(not_checked(f"{_label(url, config.engine)} is not usable"))
             continue
-        found.append(await _make_call(context, url))
-    return found
+        results.append(await _make_call(context, url))
+    return results
 
 
 async def _make_call(context: DoctorContext, url: str) -> CheckOutcome:
@@ -161,17 +161,17 @@ async def check_logprobs(context: DoctorContext) -> list[CheckOutcome]:
     config = context.config
     if config.engine not in ("vllm", "sglang"):
         return [not_checked(f"the engine {config.engine} has only one mode")]
-    found = []
+    results = []
     for url, health in await context.health():
         name = _label(url, config.engine)
         if not health.ok:
-            found.append(not_checked(f"{name} is not usable"))
+            results.append(not_checked(f"{name} is not usable"))
             continue
         try:
-            found.append(await _detect_logprobs_mode(context, url, name))
+            results.append(await _detect_logprobs_mode(context, url, name))
         except TurngateError as error:
-            found.append(not_checked(f"{name}: {error.message}"))
-    return found
+            results.append(not_checked(f"{name}: {error.message}"))
+    return results
 
 
 async def _detect_logprobs_mode(context: DoctorContext, url: str, name: str) -> CheckOutcome:

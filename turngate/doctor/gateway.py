@@ -36,15 +36,15 @@ async def check_reachable(context: DoctorContext) -> list[CheckOutcome]:
     except TurngateError as error:
         return [failure(error.message, "start it (turngate serve), or correct --gateway")]
     took = (time.perf_counter() - start) * 1000
-    found = [ok(f"{context.gateway}: answers in {took:.0f} ms, policy version {fence.version}")]
+    results = [ok(f"{context.gateway}: answers in {took:.0f} ms, policy version {fence.version}")]
     if fence.paused:
-        found.append(
+        results.append(
             warning(
                 "it holds all calls until new weights are loaded",
                 "if no trainer is updating weights: POST /admin/fence/resume (docs/weights.md)",
             )
         )
-    return found
+    return results
 
 
 async def check_engines(context: DoctorContext) -> list[CheckOutcome]:
@@ -147,18 +147,18 @@ async def check_load(context: DoctorContext) -> list[CheckOutcome]:
         return [not_checked("the gateway does not answer")]
     if response.status != 200:
         return [not_checked(f"GET /metrics failed with status {response.status}")]
-    found = [_check_loop_lag(text)]
+    results = [_check_loop_lag(text)]
     silent = _sum_metric(text, "turngate_workers_silent")
     if silent:
-        found.append(
+        results.append(
             warning(f"{silent:.0f} of its workers do not answer", "read in its log whether they are restarting")
         )
     turns, errors = _sum_metric(text, "turngate_turns_total"), _sum_metric(text, "turngate_engine_errors_total")
     if errors > 10 and errors > 0.05 * turns:
-        found.append(
+        results.append(
             warning(f"{errors:.0f} engine calls failed and {turns:.0f} turns succeeded", "read the reasons in its log")
         )
-    return found
+    return results
 
 
 def _check_loop_lag(text: str) -> CheckOutcome:

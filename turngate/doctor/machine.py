@@ -287,14 +287,14 @@ def _listener(port: int) -> str:
 
 
 def _inodes(port: int) -> list[str]:
-    found = []
+    inodes = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with suppress(OSError):
             for line in Path(table).read_text(encoding="ascii").splitlines()[1:]:
                 fields = line.split()
                 if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
-                    found.append(fields[9])
-    return found
+                    inodes.append(fields[9])
+    return inodes
 
 
 # ── clock, limits ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -58,23 +58,23 @@ async def check_agreement(context: DoctorContext) -> list[CheckOutcome]:
     if config.engine not in ("vllm", "sglang"):
         return [not_checked(f"the engine {config.engine} uses the gateway's tokenizer")]
     renderer, _ = await context.renderer()
-    found = []
+    results = []
     for url, health in await context.health():
         if not health.ok:
-            found.append(not_checked(f"{config.engine} at {url} is not usable"))
+            results.append(not_checked(f"{config.engine} at {url} is not usable"))
             continue
         root = url.rstrip("/").removesuffix("/v1")
         client = EngineClient(config.engine, root, key=read_engine_key(config), direct=False)
         await client.start()
         try:
-            found += await _compare_tokens(
+            results += await _compare_tokens(
                 _EngineTokenizer(client, health.model, config.engine), f"{config.engine} at {url}", renderer
             )
         except TurngateError as error:
-            found.append(not_checked(f"{config.engine} at {url} failed to tokenise: {error.message}"))
+            results.append(not_checked(f"{config.engine} at {url} failed to tokenise: {error.message}"))
         finally:
             await client.close()
-    return found
+    return results
 
 
 class _EngineTokenizer:
@@ -118,10 +118,10 @@ async def _compare_tokens(engine: _EngineTokenizer, name: str, renderer: Rendere
     for one in ids:
         if (there := await engine.decode([one])) != (here := tokenizer.decode(one)):
             return [failure(f"{name}: id {one} is {here!r} here and {there!r} in the engine", fix)]
-    found = [ok(f"{name}: the same ids for a text, and the same text for {len(ids)} ids of {size:,}")]
+    results = [ok(f"{name}: the same ids for a text, and the same text for {len(ids)} ids of {size:,}")]
     if engine.kind == "sglang":
-        return [*found, not_checked(f"{name} cannot render a conversation to compare; its vocabulary was compared")]
-    return [*found, await _compare_renderings(engine, name, renderer)]
+        return [*results, not_checked(f"{name} cannot render a conversation to compare; its vocabulary was compared")]
+    return [*results, await _compare_renderings(engine, name, renderer)]
 
 
 async def _compare_renderings(engine: _EngineTokenizer, name: str, renderer: Renderer) -> CheckOutcome:

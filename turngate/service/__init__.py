@@ -1,2 +1,1 @@
-"""Rollouts as a service: start one, watch it, abort it, have its result. MCP, the OpenEnv environment and the Python API are skins
-over it."""
+"""Rollouts as a service: start, watch, abort and finalize them. MCP, the OpenEnv environment and the Python API are thin layers over it."""

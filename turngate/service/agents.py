@@ -52,13 +52,13 @@ class Agents:
 
     def find(self, name: str) -> AgentSpec:
         """The agent of that name; the default if the name is empty."""
-        found = self._specs.get(name or self._default)
-        if found is None:
+        spec = self._specs.get(name or self._default)
+        if spec is None:
             raise BadRequest(
                 f"agent: {name[:80]!r} is not allowed on this server; choose one of {', '.join(self._specs)}",
                 param="agent",
             )
-        return found
+        return spec
 
     def options(self, spec: AgentSpec) -> Mapping[str, str]:
         return self._options.get(spec.name, {})

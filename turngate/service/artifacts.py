@@ -62,7 +62,7 @@ def _is_unchanged(path: Path, before: Path) -> bool:
 def _find_files(folder: Path) -> tuple[list[tuple[str, float]], list[str], bool]:
     """Find the regular files below a folder, with their times; the names that are not text; and whether there are more than
     `_MAX_FILES`."""
-    found: list[tuple[str, float]] = []
+    files: list[tuple[str, float]] = []
     unnamed: list[str] = []
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(set(folders) - _SKIPPED)
@@ -70,14 +70,14 @@ def _find_files(folder: Path) -> tuple[list[tuple[str, float]], list[str], bool]
             path = Path(place, name)
             if path.is_symlink() or not path.is_file():
                 continue
-            if len(found) + len(unnamed) >= _MAX_FILES:
-                return found, unnamed, True
+            if len(files) + len(unnamed) >= _MAX_FILES:
+                return files, unnamed, True
             shown = make_encodable(str(path.relative_to(folder)))
             if shown == str(path.relative_to(folder)):
-                found.append((shown, path.stat().st_mtime))
+                files.append((shown, path.stat().st_mtime))
             else:  # the name that a result shows would not open the file
                 unnamed.append(shown)
-    return found, unnamed, False
+    return files, unnamed, False
 
 
 def _note_unnamed(field: str, names: Sequence[str], truncator: Truncator) -> None:

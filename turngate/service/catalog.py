@@ -93,8 +93,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def urls(self) -> list[str]:
-        given = [self.url] if isinstance(self.url, str) else list(self.url)
-        return [url for url in given if url] or ([self.kind.url] if self.kind.url else [])
+        urls = [self.url] if isinstance(self.url, str) else list(self.url)
+        return [url for url in urls if url] or ([self.kind.url] if self.kind.url else [])
 
     @property
     def served(self) -> str:
@@ -106,19 +106,19 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def supported_modes(self) -> tuple[Mode, ...]:
         """The modes that its kind and settings allow; the first is the default."""
-        kind, found = self.kind, list[Mode]()
+        kind, modes = self.kind, list[Mode]()
         if self.scheme == "gateway":
             return tuple(self.modes) or ("exact",)
         renders = bool(self.tokenizer or self.model_folder) or self.scheme == "scripted"
         if kind.exact and renders:
-            found.append("exact")
+            modes.append("exact")
         if kind.observe and len(self.urls) == 1:  # only engines that take token ids can have replicas
-            found.append("observe")
+            modes.append("observe")
         if kind.exact and renders:
-            found.append("gate")
+            modes.append("gate")
         if kind.speaks and len(self.urls) == 1 and not self.key_env:
-            found.append("direct")
-        return tuple(found)
+            modes.append("direct")
+        return tuple(modes)
 
     @property
     def allowed(self) -> tuple[Mode, ...]:
@@ -131,8 +131,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def check(self) -> Endpoint:
         """Validate what the types cannot express. `ConfigError` names the entry and the field."""
-        found = _KEY.fullmatch(self.key)
-        if found is None or found[1] not in KINDS:
+        match = _KEY.fullmatch(self.key)
+        if match is None or match[1] not in KINDS:
             raise ConfigError(
                 f'endpoints: {self.key[:80]!r} has to be KIND://NAME, like "vllm://Qwen3-8B"; kinds are {", ".join(KINDS)}',
                 param="endpoints",
@@ -143,7 +143,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise ConfigError(f"{where}.url: contains credentials; use key_env instead", param="url")
         if self.scheme == "gateway":
             if len(self.urls) != 1:
-                raise ConfigError(f"{where}.url: give the one URL of the gateway", param="url")
+                raise ConfigError(f"{where}.url: set it to the one URL of the gateway", param="url")
             if "direct" in self.modes:
                 raise ConfigError(f"{where}.modes: a gateway always records; remove direct", param="modes")
         elif not self.supported_modes:
@@ -286,8 +286,8 @@ class Catalog:
         self._check_host(url)
         known = self._entries.get(model_key)
         if known is None:
-            found = _KEY.fullmatch(model_key)
-            if found is None or not KINDS.get(found[1], EndpointKind()).speaks:
+            match = _KEY.fullmatch(model_key)
+            if match is None or not KINDS.get(match[1], EndpointKind()).speaks:
                 kinds = [name for name, kind in KINDS.items() if kind.speaks]
                 raise BadRequest(
                     f"model_key: with endpoint_url it has to be KIND://MODEL, with one of {', '.join(kinds)}",
@@ -299,13 +299,13 @@ class Catalog:
         return msgspec.structs.replace(known, url=url, key_env="")
 
     def _check_host(self, url: str) -> None:
-        found = _URL.fullmatch(url)
-        if found is None or "/.." in url:
+        match = _URL.fullmatch(url)
+        if match is None or "/.." in url:
             raise BadRequest(
                 "endpoint_url: has to be a plain http(s) URL, without user, password, query or fragment",
                 param="endpoint_url",
             )
-        scheme, host, port = found[1], found[2].lower(), int(found[3] or _PORTS[found[1]])
+        scheme, host, port = match[1], match[2].lower(), int(match[3] or _PORTS[match[1]])
         exact = [f"{host}:{port}"] + ([host] if port == _PORTS[scheme] else [])
         if not any(name in self._hosts for name in exact):
             raise BadRequest(

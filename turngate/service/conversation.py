@@ -121,13 +121,13 @@ def _join_parts(content: Json) -> str:
     """Join content parts. A part that is not text becomes its type in brackets."""
     if not isinstance(content, list):
         return _to_text(content)
-    found = []
+    texts = []
     for part in content:
         if not isinstance(part, dict):
-            found.append(_to_text(part))
+            texts.append(_to_text(part))
         else:
-            found.append(_to_text(part["text"]) if "text" in part else f"[{_to_text(part.get('type')) or 'part'}]")
-    return "".join(found)
+            texts.append(_to_text(part["text"]) if "text" in part else f"[{_to_text(part.get('type')) or 'part'}]")
+    return "".join(texts)
 
 
 def _to_list(value: Json) -> list[Json]:
@@ -141,7 +141,7 @@ def _to_text(value: Json) -> str:
     try:
         return make_encodable(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
     except RecursionError:
-        return "[nested too deeply to be shown]"
+        return "[nested too deeply to show]"
 
 
 def _build_calls(field: str, message: _Message, truncator: Truncator) -> list[ConversationToolCall]:

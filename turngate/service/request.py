@@ -95,21 +95,21 @@ class RolloutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"upload_files: {len(self.upload_files)} files are too many; send at most {MAX_FILES}",
                 param="upload_files",
             )
-        found: dict[str, str | Base64File] = {}
+        files: dict[str, str | Base64File] = {}
         for name, content in self.upload_files.items():
             where = f"upload_files[{name[:80]!r}]"
             path = _normalize_path(name, where)
-            if path in found:
+            if path in files:
                 raise BadRequest(f"{where}: is the same path as another file", param="upload_files")
-            found[path] = content
-        for path in found:
+            files[path] = content
+        for path in files:
             for folder in PurePosixPath(path).parents:
-                if str(folder) in found:
+                if str(folder) in files:
                     raise BadRequest(
                         f"upload_files[{str(folder)!r}]: is a file, but {path!r} needs a folder of that name",
                         param="upload_files",
                     )
-        return found
+        return files
 
     def size(self) -> int:
         """Estimate the bytes that the caller's files take on disk."""

@@ -21,9 +21,8 @@ if TYPE_CHECKING:  # reading the schemas does not import the service
 
 MAX_WAIT_S = 60.0  # for events: clients limit the time of a call
 
-Wait = Callable[
-    [str, float | None], Awaitable[RolloutResult]
-]  # for a rollout's end, so many seconds; tells the caller how far it is
+# Waits for a rollout's end, at most so many seconds, and reports progress to the caller meanwhile.
+Wait = Callable[[str, float | None], Awaitable[RolloutResult]]
 Arguments = Mapping[str, Json]
 
 # An argument has the same meaning in every tool.
