@@ -7,7 +7,15 @@ from typing import Any, get_args
 import pytest
 
 from turngate.errors import Boundary, ContextOverflow, EngineRejected
-from turngate.rollout.classify import PATIENCE_S, SESSION_LIMITS, SILENT_SHARE, Ending, Verdict, classify, timeout_error
+from turngate.rollout.classify import (
+    PATIENCE_S,
+    SESSION_LIMITS,
+    SILENT_SHARE,
+    Classification,
+    Ending,
+    classify,
+    timeout_error,
+)
 from turngate.rollout.outcome import Fault, Stage, Status
 from turngate.rollout.spec import EndAction, EndPolicy
 from turngate.tasks.grading.types import Grade
@@ -41,7 +49,7 @@ def ending(status: Status = "finished", **facts: Any) -> Ending:
     return Ending(**{"ran_s": 100.0, "turns": 2, "complete": True, **RUNS[status], **facts})
 
 
-def summary(verdict: Verdict) -> tuple[str, str | None, float | None, str]:
+def summary(verdict: Classification) -> tuple[str, str | None, float | None, str]:
     return verdict.status, verdict.kind, verdict.reward, verdict.retry
 
 

@@ -16,10 +16,10 @@ from tests.render.test_template import CHATML, folder_with
 from tests.verify.kit import all_fine
 from turngate.engines.scripted import ScriptedTurn
 from turngate.render import Renderer, load_renderer
-from turngate.verify import Fork
+from turngate.verify import ForkReport
 
 
-async def forks(folder: Path, renderer: Renderer, story: Any, **config: Any) -> list[Fork]:
+async def forks(folder: Path, renderer: Renderer, story: Any, **config: Any) -> list[ForkReport]:
     """The forks of one session that a story makes."""
     async with World.of(folder, renderer) as world:
         agent = world.agent(**config)

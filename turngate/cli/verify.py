@@ -28,7 +28,7 @@ from turngate.rollout.transcript_diff import compare_transcript
 from turngate.types import Json
 from turngate.verify import (
     TOLERANCE,
-    Fork,
+    ForkReport,
     Part,
     Renderers,
     Replay,
@@ -362,7 +362,7 @@ def _print_forks(verdict: Verdict, console: Console) -> None:
     say(console, Text(f"  In all: {counted}: {_describe_cost(verdict.forks)}", "dim"))
 
 
-def _describe_cost(forks: Sequence[Fork]) -> str:
+def _describe_cost(forks: Sequence[ForkReport]) -> str:
     sent, shared, wasted = map(sum, zip(*((f.sent, f.shared, f.wasted) for f in forks), strict=True))
     return f"sent {sent} · shared {shared} · wasted {wasted}"
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from turngate.client.gateway import GatewayClient
 from turngate.common.aio import run_to_completion, wait_for_tasks
 from turngate.errors import TurngateError
-from turngate.rollout.classify import Verdict
+from turngate.rollout.classify import Classification
 from turngate.rollout.concurrency import Concurrency, Slot
 from turngate.rollout.connection import GatewayConnector
 from turngate.rollout.health import BatchHealth
@@ -84,7 +84,7 @@ class AttemptRunner:
 
     async def _run_rollout(
         self, item: RolloutItem, started: AttemptStarted, take_slot: Callable[[], Slot]
-    ) -> tuple[Outcome, Verdict]:
+    ) -> tuple[Outcome, Classification]:
         spec = self._plan.rollout_spec(item.task, item.index, self._results.batch, started.attempt, item.round)
         slot = take_slot()
         seen = 0
@@ -111,7 +111,9 @@ class AttemptRunner:
             slot.leave()
         return rollout.outcome, rollout.verdict
 
-    async def _settle(self, item: RolloutItem, started: AttemptStarted, outcome: Outcome, verdict: Verdict) -> None:
+    async def _settle(
+        self, item: RolloutItem, started: AttemptStarted, outcome: Outcome, verdict: Classification
+    ) -> None:
         results, state = self._results, self._results.state
         if is_unrecorded(outcome):
             finished = await results.postpone(item, started, outcome, verdict)
@@ -128,7 +130,7 @@ class AttemptRunner:
             await results.finish(build_finished(item, started, outcome, verdict))
 
     async def _settle_fault(
-        self, item: RolloutItem, started: AttemptStarted, outcome: Outcome, verdict: Verdict
+        self, item: RolloutItem, started: AttemptStarted, outcome: Outcome, verdict: Classification
     ) -> None:
         results, message = self._results, describe_failure(outcome)
         faults = results.state.faults.get(item.id, 0)

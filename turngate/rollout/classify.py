@@ -68,7 +68,7 @@ class Ending(msgspec.Struct, kw_only=True):
     grade: Grade | None = None  # the grader's
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class Classification(msgspec.Struct, frozen=True, kw_only=True):
     """What the facts amount to."""
 
     status: Status
@@ -91,7 +91,7 @@ class _Cause(msgspec.Struct, frozen=True):
     note: str = ""
 
 
-def classify(ending: Ending, policy: EndPolicy) -> Verdict:
+def classify(ending: Ending, policy: EndPolicy) -> Classification:
     """Judge the facts known so far."""
     cause = _find_cause(ending)
     status: Status = cause.status
@@ -99,7 +99,7 @@ def classify(ending: Ending, policy: EndPolicy) -> Verdict:
         status = "cancelled"
     grade = None if status == "cancelled" else _find_grade(ending, cause, policy)
     kind = _find_class(ending, status, cause.stop, grade)
-    return Verdict(
+    return Classification(
         status=status,
         kind=kind,
         grade=grade,

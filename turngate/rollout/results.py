@@ -13,7 +13,7 @@ import msgspec
 
 from turngate.client.protocol import SessionInfo
 from turngate.common.aio import run_to_completion
-from turngate.rollout.classify import Verdict
+from turngate.rollout.classify import Classification
 from turngate.rollout.group_closer import GroupCloser
 from turngate.rollout.ledger import (
     AttemptEnded,
@@ -100,7 +100,7 @@ class BatchResults:
         )
 
     async def postpone(
-        self, item: RolloutItem, started: AttemptStarted, outcome: Outcome, verdict: Verdict
+        self, item: RolloutItem, started: AttemptStarted, outcome: Outcome, verdict: Classification
     ) -> FinishedRollout:
         """Write that a rollout is done, but the gateway has not recorded it: that is done when the batch is resumed."""
         await self.save_outcome(started.session, outcome)
@@ -181,7 +181,9 @@ def describe_unrecorded(finished: FinishedRollout, why: str) -> str:
     )
 
 
-def build_finished(item: RolloutItem, started: AttemptStarted, outcome: Outcome, verdict: Verdict) -> FinishedRollout:
+def build_finished(
+    item: RolloutItem, started: AttemptStarted, outcome: Outcome, verdict: Classification
+) -> FinishedRollout:
     assert verdict.kind is not None, "it has been graded if it had to be"
     fault = outcome.fault
     return FinishedRollout(

@@ -40,7 +40,7 @@ from turngate.common.aio import run_to_completion
 from turngate.common.safe_text import make_encodable
 from turngate.errors import AgentError, TurngateError
 from turngate.rollout.agent_run import GRACE_S, build_launch, check_program, run_agent
-from turngate.rollout.classify import Ending, Verdict, classify
+from turngate.rollout.classify import Classification, Ending, classify
 from turngate.rollout.collect import collect
 from turngate.rollout.connection import Connection, GatewayConnector
 from turngate.rollout.grading import grade_with_retries
@@ -113,7 +113,7 @@ class Rollout:
         )
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> Classification:
         return classify(self._ending, self._spec.policy)
 
     async def run(self) -> Outcome:
@@ -400,7 +400,7 @@ class Rollout:
 
     # ── outcome ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _update_outcome(self) -> Verdict:
+    def _update_outcome(self) -> Classification:
         """Write what is known by now into the outcome."""
         outcome, verdict = self.outcome, self.verdict
         grade = verdict.grade

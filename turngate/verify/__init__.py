@@ -22,7 +22,7 @@ from turngate.verify.events import check_events
 from turngate.verify.findings import (
     CheckResults,
     Counts,
-    Fork,
+    ForkReport,
     Note,
     Part,
     Replay,
@@ -43,7 +43,7 @@ from turngate.verify.structure import check_structure
 
 __all__ = [
     "TOLERANCE",
-    "Fork",
+    "ForkReport",
     "Note",
     "Part",
     "Renderers",

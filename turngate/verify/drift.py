@@ -12,7 +12,7 @@ import numpy as np
 
 from turngate.render import Renderer
 from turngate.types import Ids, Message
-from turngate.verify.findings import CheckResults, Fork
+from turngate.verify.findings import CheckResults, ForkReport
 from turngate.verify.messages import NodeMessages, classify_change, same_meaning
 from turngate.verify.store_reader import StoredContext, StoredNode, StoredSession, StoredTurn, path, path_ids
 
@@ -274,14 +274,14 @@ class _ForkDescriber:
         ]
         return tokens if through and beside else 0
 
-    def describe_turn(self, turn: StoredTurn) -> Fork:
+    def describe_turn(self, turn: StoredTurn) -> ForkReport:
         """Describe another answer to the same prompt."""
         left = max((a for a in turn.parent.children if a.id < turn.id), key=lambda a: a.id)
         same_ids = _common_prefix_size(turn.ids, left.ids)
         prompt = turn.parent.length
         recorded = turn.info.cause or ""
         lost = recorded == "retry" or left.info.finish == "abort" or not left.delivered  # else both answers count
-        return Fork(
+        return ForkReport(
             node=turn.id,
             recorded=recorded,
             cause=_CAUSE_NAMES.get(recorded, "asked at the same time"),
@@ -297,12 +297,12 @@ class _ForkDescriber:
             wasted=len(left.ids) if lost and not left.children else 0,
         )
 
-    def describe_context(self, context: StoredContext) -> Fork:
+    def describe_context(self, context: StoredContext) -> ForkReport:
         prompt = path_ids(context)
         left, token = self._find_departure(context, prompt)
         other = path_ids(left)
         cause, detail = self._cause(context, left, token)
-        return Fork(
+        return ForkReport(
             node=context.id,
             recorded=context.info.cause or "",
             cause=cause,

@@ -50,7 +50,7 @@ class TemplateDifference(msgspec.Struct, frozen=True):
     template: str
 
 
-class Fork(msgspec.Struct, frozen=True):
+class ForkReport(msgspec.Struct, frozen=True):
     """A call that did not continue an existing branch: why, where it departs, and what that costs."""
 
     node: int
@@ -98,7 +98,7 @@ class Verdict(msgspec.Struct, frozen=True):
     findings: tuple[VerifyFinding, ...]
     notes: tuple[Note, ...] = ()
     unchecked: tuple[SkippedCheck, ...] = ()
-    forks: tuple[Fork, ...] = ()
+    forks: tuple[ForkReport, ...] = ()
     differences: tuple[TemplateDifference, ...] = ()
     replay: Replay | None = None
 
@@ -141,7 +141,7 @@ class CheckResults:
     def __init__(self) -> None:
         self._checks: list[tuple[VerifyCheck, str]] = []
         self.notes: list[Note] = []
-        self.forks: list[Fork] = []
+        self.forks: list[ForkReport] = []
         self.differences: list[TemplateDifference] = []
         self.replay: Replay | None = None
 
