@@ -94,12 +94,12 @@ def turns(report: CheckReport, role: str) -> list[Any]:
 
 def rows(report: CheckReport, role: str) -> int:
     """How many rows train turns of a role."""
-    return sum(any(span["role"] == role and span["trained"] for span in row["spans"]) for row in report.samples)
+    return sum(any(span.role == role and span.trained for span in row.spans) for row in report.samples)
 
 
 def trained_once(report: CheckReport) -> bool:
     """Every turn of the agent and its helpers is trained in one row, and nothing else in any."""
-    counted = Counter(span["node"] for row in report.samples for span in row["spans"] if span["trained"])
+    counted = Counter(span.node for row in report.samples for span in row.spans if span.trained)
     return counted == Counter(node["id"] for role in ("main", "subagent") for node in turns(report, role))
 
 

@@ -65,9 +65,9 @@ async def test_helpers_side_by_side_are_branches_of_their_own(run: Check, agent:
     assert kit.rows(report, "main") == 1 and kit.rows(report, "subagent") == 2
     assert kit.trained_once(report)
     one, other = (
-        [turn for turn in turns(report, "subagent") if turn["id"] in {span["node"] for span in row["spans"]}]
+        [turn for turn in turns(report, "subagent") if turn["id"] in {span.node for span in row.spans}]
         for row in report.samples
-        if any(span["role"] == "subagent" for span in row["spans"])
+        if any(span.role == "subagent" for span in row.spans)
     )
     assert one[0]["started"] < other[-1]["ended"] and other[0]["started"] < one[-1]["ended"], "they worked at once"
 
@@ -102,9 +102,9 @@ async def test_a_codex_agent_that_inherits_its_parents_history_forks_there(run: 
     report = await run("codex", staging=staging)
     assert report.passed, findings(report)
     assert branches(report) == [Branch(None, ("main",) * 3), Branch("subagent", ("subagent",) * 2)]
-    [shared] = [row for row in report.samples if row["spans"][-1]["role"] == "subagent"]
-    assert [span["role"] for span in shared["spans"]] == ["main", "subagent", "subagent"]
-    assert [span["trained"] for span in shared["spans"]] == [False, True, True]
+    [shared] = [row for row in report.samples if row.spans[-1].role == "subagent"]
+    assert [span.role for span in shared.spans] == ["main", "subagent", "subagent"]
+    assert [span.trained for span in shared.spans] == [False, True, True]
     assert kit.rows(report, "main") == 1 and kit.trained_once(report)
 
 
@@ -185,7 +185,7 @@ async def test_a_context_overflow_is_understood(run: Check, agent: str) -> None:
         assert causes == [None]
         assert kit.rows(report, "main") == 1
     assert kit.trained_once(report)
-    assert all(len(row["ids"]) < most for row in report.samples)
+    assert all(len(row.ids) < most for row in report.samples)
 
 
 # ── an end in the middle of a turn ──────────────────────────────────────────────────────────────────────────────────

@@ -88,18 +88,18 @@ async def test_every_token_is_captured_as_vllm_saw_it(
     *before, _ = (node for node in nodes.values() if node["kind"] == "sampled")
     # Pi leaves an answer that was cut off out of its history, mini-swe-agent one without a tool call: what follows is another row.
     dropped = [turn for turn in before if agent == "mini-swe-agent" or turn["finish"] == "length"]
-    assert len(samples) == 1 + len(dropped) and sum(len(row["spans"]) for row in samples) == count
+    assert len(samples) == 1 + len(dropped) and sum(len(row.spans) for row in samples) == count
     for row in samples:
-        for span in row["spans"]:
-            turn = nodes[span["node"]]
-            assert turn["capture"] == "tokens" and span["trained"], span
-            assert row["ids"][: span["start"]] == prompt(nodes, turn)
-            assert row["ids"][span["start"] : span["end"]] == turn["ids"]
-        assert all((p is not None and p <= 0) == bool(m) for p, m in zip(row["logprobs"], row["mask"], strict=True))
-        for at in [n for n, sampled in enumerate(row["mask"]) if sampled][:: len(samples) * 3]:
-            again = score_token(smollm2, row["ids"][:at], row["ids"][at])
-            assert abs(again - row["logprobs"][at]) < 2e-3, "vLLM gives the recorded log-probability again"
-    assert sum(sum(row["mask"]) for row in samples) == outcome.sampled_tokens > count
+        for span in row.spans:
+            turn = nodes[span.node]
+            assert turn["capture"] == "tokens" and span.trained, span
+            assert row.ids[: span.start] == prompt(nodes, turn)
+            assert row.ids[span.start : span.end] == turn["ids"]
+        assert all((p is not None and p <= 0) == bool(m) for p, m in zip(row.logprobs, row.mask, strict=True))
+        for at in [n for n, sampled in enumerate(row.mask) if sampled][:: len(samples) * 3]:
+            again = score_token(smollm2, row.ids[:at], row.ids[at])
+            assert abs(again - row.logprobs[at]) < 2e-3, "vLLM gives the recorded log-probability again"
+    assert sum(sum(row.mask) for row in samples) == outcome.sampled_tokens > count
 
 
 def prompt(nodes: dict[int, Json], turn: Json) -> list[int]:

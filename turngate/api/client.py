@@ -40,6 +40,7 @@ from turngate.api.progress import REFRESH_S, ProgressBoard, ProgressScreen
 from turngate.api.result import Result, Results
 from turngate.api.result_builder import TokenReader, build_result
 from turngate.api.task import AnyTask
+from turngate.client.protocol import SampleRow
 from turngate.common.aio import run_to_completion
 from turngate.errors import BadRequest, TurngateError
 from turngate.service.catalog import Endpoint
@@ -243,7 +244,7 @@ class Client:
         work = None if self._data is None else rollouts.artifacts_folder(rollout) / "work"
         return await asyncio.to_thread(build_result, result, job.group, trace, rows, self._reader, work, notes)
 
-    async def _read_recording(self, rollout: str, session: str) -> tuple[Json, list[Json], list[str]]:
+    async def _read_recording(self, rollout: str, session: str) -> tuple[Json, list[SampleRow], list[str]]:
         """Read the trace and the rows from the gateway. A trace of None: nothing was recorded."""
         if not session:
             return None, [], []

@@ -11,11 +11,12 @@ import numpy as np
 
 from turngate.api.result import Result
 from turngate.api.result_data import Turn
+from turngate.client.protocol import SampleRow
 from turngate.errors import ConfigError
 from turngate.render import BUILTIN_TOKENIZER, Tokenizer, find_tokenizer
 from turngate.service.catalog import Endpoint
 from turngate.service.result import RolloutResult
-from turngate.trace.sample import RowSpan, Sample
+from turngate.trace.sample import Sample
 from turngate.types import ID_DTYPE, LOGPROB_DTYPE, Json, Message
 from turngate.views.trace import TraceView, TurnView, parse_trace
 
@@ -48,21 +49,11 @@ class TokenReader:
             return self._loaded
 
 
-class _Row(msgspec.Struct):
-    """One row of `GET /admin/sessions/{id}/samples`."""
-
-    branch: int
-    ids: list[int]
-    mask: list[bool | int]
-    logprobs: list[float | None]
-    spans: tuple[RowSpan, ...]
-
-
 def build_result(
     result: RolloutResult,
     group: str,
     trace: Json,
-    rows: list[Json],
+    rows: list[SampleRow],
     reader: TokenReader,
     work: Path | None,
     notes: Sequence[str],
@@ -85,7 +76,7 @@ def build_result(
         wall_s=result.wall_s,
         seconds=result.seconds,
         turns=_turns(trace, reader) if trace is not None else (),
-        rows=tuple(_sample(msgspec.convert(row, _Row)) for row in rows),
+        rows=tuple(_sample(row) for row in rows),
         files=result.workdir_files,
         work=work if work is not None and work.is_dir() else None,
         logs=result.log_tails,
@@ -134,7 +125,7 @@ def _turn(view: TraceView, turn: TurnView, numbers: dict[int, int], message: Mes
     )
 
 
-def _sample(row: _Row) -> Sample:
+def _sample(row: SampleRow) -> Sample:
     logprobs = [np.nan if value is None else value for value in row.logprobs]
     return Sample(
         row.branch,

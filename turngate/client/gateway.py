@@ -21,6 +21,8 @@ from turngate.client.protocol import (
     ModelList,
     OpenedSession,
     PauseMode,
+    SampleList,
+    SampleRow,
     SessionInfo,
     SessionList,
     ToolCallPage,
@@ -100,11 +102,10 @@ class GatewayClient(GatewayTransport):
     async def trace(self, session: str) -> Json:
         return await self._request("GET", f"/admin/sessions/{quote(session)}/trace", dict[str, Json])
 
-    async def samples(self, session: str, *, everything: bool = False) -> list[Json]:
+    async def samples(self, session: str, *, everything: bool = False) -> list[SampleRow]:
         suffix = "?all=1" if everything else ""
         path = f"/admin/sessions/{quote(session)}/samples{suffix}"
-        found: list[Json] = (await self._request("GET", path, dict[str, Json]))["samples"]
-        return found
+        return (await self._request("GET", path, SampleList)).samples
 
     async def seal(self, session: str, stop: str = "") -> SessionInfo:
         return await self._request("POST", f"/admin/sessions/{quote(session)}/seal", SessionInfo, {"stop": stop})

@@ -131,6 +131,21 @@ class ModelList(msgspec.Struct, frozen=True):
     data: list[SessionId]
 
 
+class SampleRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One training row of a session, as JSON. `logprobs` is None for tokens that were not sampled."""
+
+    branch: int
+    ids: list[int]
+    mask: list[int | bool]
+    logprobs: list[float | None]
+    spans: tuple[RowSpan, ...]
+
+
+class SampleList(msgspec.Struct, frozen=True):
+    session: str
+    samples: list[SampleRow]
+
+
 class ToolCallView(msgspec.Struct, frozen=True, kw_only=True):
     """One call of a host tool."""
 

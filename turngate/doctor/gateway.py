@@ -106,12 +106,9 @@ async def _make_call(context: DoctorContext, client: GatewayClient, opened: Open
         )
     took = time.perf_counter() - start
     rows = await client.samples(opened.id, everything=True)
-    trained = sum(sum(row["mask"]) for row in rows)
+    trained = sum(sum(row.mask) for row in rows)
     known = all(
-        value is not None
-        for row in rows
-        for value, sampled in zip(row["logprobs"], row["mask"], strict=True)
-        if sampled
+        value is not None for row in rows for value, sampled in zip(row.logprobs, row.mask, strict=True) if sampled
     )
     if not trained or not known:
         return warning(

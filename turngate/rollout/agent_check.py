@@ -17,6 +17,7 @@ from turngate.agents.install import Installation
 from turngate.agents.launch import ModelLimits
 from turngate.agents.spec import AgentSpec, CheckStep
 from turngate.client.gateway import GatewayClient
+from turngate.client.protocol import SampleRow
 from turngate.config import ServeConfig
 from turngate.engines.scripted import Scripted, derive_logprobs
 from turngate.errors import AgentError
@@ -52,7 +53,7 @@ class CheckReport(msgspec.Struct, frozen=True):
     outcome: Outcome
     results: tuple[PromiseResult, ...]
     trace: Json
-    samples: list[Json]
+    samples: list[SampleRow]
     folder: Path
 
     @property
@@ -165,7 +166,7 @@ async def prepare_check(
 
 
 def _evaluate(
-    outcome: Outcome, trace: Json, samples: list[Json], engine: Scripted, folder: Path, *, usual: bool
+    outcome: Outcome, trace: Json, samples: list[SampleRow], engine: Scripted, folder: Path, *, usual: bool
 ) -> list[PromiseResult]:
     turns = [node for node in trace["nodes"] if node["kind"] == "sampled"]
     fault = f"{outcome.fault.stage}: {outcome.fault.message}" if outcome.fault else _describe_end(outcome)
@@ -206,10 +207,10 @@ def _check_work(folder: Path) -> PromiseResult:
     )
 
 
-def _check_rows(samples: list[Json]) -> PromiseResult:
-    main = [row for row in samples if any(span["role"] == "main" for span in row["spans"])]
-    trained = [row for row in main if any(row["mask"])]
-    turns = [len(row["spans"]) for row in main]
+def _check_rows(samples: list[SampleRow]) -> PromiseResult:
+    main = [row for row in samples if any(span.role == "main" for span in row.spans)]
+    trained = [row for row in main if any(row.mask)]
+    turns = [len(row.spans) for row in main]
     return PromiseResult(
         "the main conversation is exactly one row", len(main) == len(trained) == 1, f"rows of {turns} turns"
     )
@@ -233,14 +234,14 @@ def _check_exactness(trace: Json, turns: list[Json], engine: Scripted) -> Promis
     return PromiseResult("every recorded id is what the engine saw or sampled", ok, f"{len(turns)} turns")
 
 
-def _check_side_calls(samples: list[Json]) -> PromiseResult:
+def _check_side_calls(samples: list[SampleRow]) -> PromiseResult:
     wrong = [
-        span["role"]
+        span.role
         for row in samples
-        for span in row["spans"]
-        if span["trained"] != (span["role"] in ("main", "subagent")) and not span["reason"].startswith("trained in")
+        for span in row.spans
+        if span.trained != (span.role in ("main", "subagent")) and not span.reason.startswith("trained in")
     ]
-    sides = sum(span["role"] == "side" for row in samples for span in row["spans"])
+    sides = sum(span.role == "side" for row in samples for span in row.spans)
     return PromiseResult("side calls are labelled and not trained", not wrong, f"{sides} side calls")
 
 

@@ -18,7 +18,7 @@ from aiohttp import web
 from yarl import URL
 
 from turngate.client.gateway import GatewayClient
-from turngate.client.protocol import OpenedSession, SessionInfo, SessionSettings, ToolCallView
+from turngate.client.protocol import OpenedSession, SampleRow, SessionInfo, SessionSettings, ToolCallView
 from turngate.common.aio import run_to_completion
 from turngate.engines.http import error_from_status, extract_message, map_errors
 from turngate.errors import EngineError, TurngateError
@@ -215,7 +215,7 @@ class DirectModeClient(GatewayClient):
     async def cancel(self, session: str) -> SessionInfo:
         return await self.show(session)
 
-    async def samples(self, session: str, *, everything: bool = False) -> list[Json]:
+    async def samples(self, session: str, *, everything: bool = False) -> list[SampleRow]:
         return []
 
     async def tool_calls(self, session: str) -> list[ToolCallView]:

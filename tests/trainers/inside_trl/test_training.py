@@ -69,7 +69,8 @@ def wanted() -> tuple[Task, ...]:
 
 async def recorded(stage: cpu.Stage) -> list[Any]:
     async with GatewayClient(stage.url, stage.key) as gateway:
-        return [row for session in await gateway.sessions() for row in await gateway.samples(session)]
+        rows = [row for session in await gateway.sessions() for row in await gateway.samples(session)]
+        return [msgspec.to_builtins(row) for row in rows]
 
 
 async def left_open(stage: cpu.Stage) -> list[str]:
