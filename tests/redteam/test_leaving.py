@@ -118,7 +118,7 @@ async def test_more_than_can_be_taken_is_the_agent_s_own_doing(
     monkeypatch.setattr("turngate.sandboxes.posix.FOLDER_LIMIT", 1_000_000)
     task = kit.scripted(tmp_path / "task")
     work = await worked(task, walled, "truncate -s 1T endless", tmp_path / "work")
-    assert "more in its working folder than can be taken" in work.lost and not list(work.folder.iterdir())
+    assert "working folder is too large to copy" in work.lost and not list(work.folder.iterdir())
     found = await kit.graded(task, work, walled)
     assert (found.kind, found.reward) == ("agent failed", None)
 

@@ -88,6 +88,6 @@ async def test_a_log_is_kept_by_its_ends_and_without_secrets(walled: GradingEnvi
     found = await kit.graded(task, kit.worked(tmp_path / "work", {"prices.py": kit.FIX}, kit.FOLDER), ground)
     assert (found.kind, found.reward) == ("graded", 1.0)
     whole = (tmp_path / "logs" / "grade.log").read_bytes()
-    assert b"\nbegin\nkey ***\n" in whole and whole.endswith(b"\nend\n") and b"bytes were left out" in whole
+    assert b"\nbegin\nkey ***\n" in whole and whole.endswith(b"\nend\n") and b"bytes omitted" in whole
     assert len(whole) < 40_000_000 and len(found.log) <= 8000 and found.log.endswith("end\n")
     assert b"hunter22" not in whole

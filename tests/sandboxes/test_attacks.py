@@ -287,7 +287,7 @@ async def test_a_tunnel_ends_with_its_owner() -> None:
 import asyncio
 from turngate.sandboxes import tunnel
 async def main():
-    async with tunnel.opened("sh -c 'echo http://abc.example; (setsid sleep 77125 &); exec sleep 77125'", "http://127.0.0.1:9"):
+    async with tunnel.open_tunnel("sh -c 'echo http://abc.example; (setsid sleep 77125 &); exec sleep 77125'", "http://127.0.0.1:9"):
         print("up", flush=True)
         await asyncio.sleep(3600)
 asyncio.run(main())

@@ -33,13 +33,13 @@ def enforceable_limits(mount: Path = MOUNT) -> frozenset[str]:
 
 def not_enforced(limits: Resources, mount: Path = MOUNT) -> tuple[str, ...]:
     """Return the requested limits that cannot be enforced here."""
-    return tuple(field for field in _requested_limits(limits) if field not in enforceable_limits(mount))
+    return tuple(field for field in _limits_by_field(limits) if field not in enforceable_limits(mount))
 
 
 def apply_limits(name: str, limits: Resources, processes: Iterable[int], mount: Path = MOUNT) -> None:
     """Apply the enforceable limits to processes and everything they will start."""
     enforceable = {
-        field: value for field, value in _requested_limits(limits).items() if field in enforceable_limits(mount)
+        field: value for field, value in _limits_by_field(limits).items() if field in enforceable_limits(mount)
     }
     try:
         for field, value in enforceable.items():
@@ -65,7 +65,7 @@ def _is_unified(mount: Path) -> bool:
     return (mount / "cgroup.controllers").exists()
 
 
-def _requested_limits(limits: Resources) -> dict[str, float]:
+def _limits_by_field(limits: Resources) -> dict[str, float]:
     limits_by_field = {"cpus": limits.cpus, "memory_mb": limits.memory_mb, "pids": limits.pids}
     return {field: value for field, value in limits_by_field.items() if value is not None}
 

@@ -135,7 +135,7 @@ async def run_grader(
             f"task: {task.id}: FAIL_TO_PASS and PASS_TO_PASS are empty; name at least one test", param="FAIL_TO_PASS"
         )
     async with grading_sandbox.open_sandbox(task, environment, life_s=grader.timeout_s + INSTALL_S) as sandbox:
-        test_files = _TestFiles(_find_patched_tests(task, grader), await _list_files(sandbox), _expected_cases(grader))
+        test_files = _TestFiles(_find_patched_tests(task, grader), await _list_files(sandbox), _all_cases(grader))
         found = await _checksum_files(sandbox, test_files) if work is not None else {}
         await _apply_test_patch(sandbox, task, grader, test_files.changed, log)
         base = await _list_files(sandbox)
@@ -446,7 +446,7 @@ async def _run_tests(sandbox: Sandbox, grader: Swe, own: Iterable[str], log: Gra
     return RunEvidence(cases=cases, report=report), int(last)
 
 
-def _expected_cases(grader: Swe) -> tuple[str, ...]:
+def _all_cases(grader: Swe) -> tuple[str, ...]:
     return (*grader.fail_to_pass, *grader.pass_to_pass)
 
 
@@ -464,13 +464,13 @@ def _check_decisive(grader: Swe, evidence: RunEvidence, code: int, *, untouched:
         and not any(evidence.cases.get(case) == "passed" for case in grader.pass_to_pass)
     ):
         raise Undecided("none of the PASS_TO_PASS tests passes on the untouched task")
-    if untouched and not code and not any(case in evidence.cases for case in _expected_cases(grader)):
+    if untouched and not code and not any(case in evidence.cases for case in _all_cases(grader)):
         raise Undecided("the log contains none of the task's tests")
 
 
 def _find_doubtful(grader: Swe, evidence: RunEvidence) -> frozenset[str]:
     """Return the cases that passed by the log but not by the witness; all that passed if pytest was changed."""
-    passed = frozenset(case for case in _expected_cases(grader) if evidence.cases.get(case) == "passed")
+    passed = frozenset(case for case in _all_cases(grader) if evidence.cases.get(case) == "passed")
     if evidence.report.tampered:
         return passed
     return frozenset(case for case in passed if not evidence.report.passed(case))
@@ -492,7 +492,7 @@ def _weigh_doubts(
         doubt = _find_doubtful(grader, RunEvidence(cases=evidence.cases, report=known))
     if not doubt:
         return evidence, ()
-    cases = {**evidence.cases, **{case: _unwitnessed_outcome(case, evidence.report) for case in doubt}}
+    cases = {**evidence.cases, **{case: _outcome_without_witness(case, evidence.report) for case in doubt}}
     how = (
         f"the work changed how tests are decided ({', '.join(sorted(changed)[:5])})"
         if changed
@@ -512,7 +512,7 @@ def _without_tampering(evidence: RunEvidence) -> RunEvidence:
     )
 
 
-def _unwitnessed_outcome(case: str, report: WitnessReport) -> CaseOutcome:
+def _outcome_without_witness(case: str, report: WitnessReport) -> CaseOutcome:
     return "failed" if report.knows(case) else "missing"
 
 
@@ -524,7 +524,7 @@ def _case_outcome(case: str, evidence: RunEvidence) -> CaseOutcome:
 
 
 def _grade(grader: Swe, evidence: RunEvidence, notes: Iterable[str]) -> Grade:
-    expected = _expected_cases(grader)
+    expected = _all_cases(grader)
     cases = {case: _case_outcome(case, evidence) for case in expected}
     passed = sum(case == "passed" for case in cases.values())
     resolved = passed == len(cases)

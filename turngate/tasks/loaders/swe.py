@@ -80,7 +80,7 @@ _START, _END = ">>>>> Start Test Output", ">>>>> End Test Output"
 HIDE_HISTORY = r"""
 set -eu
 [ -e .git ] || exit 0
-[ -d .git ] || { echo "setup: .git is no folder, so its history cannot be hidden" >&2; exit 1; }
+[ -d .git ] || { echo "setup: .git is not a folder, so later history cannot be removed" >&2; exit 1; }
 git rev-parse --git-dir >/dev/null 2>&1 || git config --global --add safe.directory "$PWD"
 g() {
   git -c core.hooksPath=/dev/null -c gc.auto=0 -c maintenance.auto=false -c core.logAllRefUpdates=false \
@@ -89,7 +89,7 @@ g() {
 base=$(g rev-parse --verify --quiet "@BASE@^{commit}") || { echo "setup: the repository has no commit @BASE@" >&2; exit 1; }
 branch=$(g symbolic-ref --quiet --short HEAD) || branch=main
 head=$(g rev-parse HEAD)
-# Images of SWE-bench have one commit on top of the base: what their making changed, and the tests need.
+# SWE-bench images have one commit on top of the base, with changes of the build that the tests need.
 if [ "$head" != "$base" ] && [ "$(g log -1 --format=%s%P HEAD)" != "SWE-bench$base" ]; then
   g checkout --quiet --force --detach "$base"
 else
@@ -103,7 +103,7 @@ if ! g diff --cached --quiet; then
 fi
 head=$(g rev-parse HEAD)
 g remote | while read -r name; do g remote remove "$name"; done
-# Tags of before stay, since version numbers are made from them.
+# Earlier tags stay, because version numbers are derived from them.
 g for-each-ref --merged "$head" --format='%(refname)' refs/tags >.git/turngate-kept
 g for-each-ref --format='%(refname)' >.git/turngate-refs
 awk 'FILENAME == ARGV[1] { kept[$0] = 1; next } !($0 in kept) { print "delete " $0 }' \
@@ -129,7 +129,7 @@ if [ -s .git/turngate-left ]; then
   g prune --expire=now
   g prune-packed -q
   left
-  if [ -s .git/turngate-left ]; then echo "setup: later commits could not be taken out of the repository" >&2; exit 1; fi
+  if [ -s .git/turngate-left ]; then echo "setup: could not remove later commits from the repository" >&2; exit 1; fi
 fi
 rm -f .git/turngate-*
 """
