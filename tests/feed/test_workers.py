@@ -8,7 +8,7 @@ import pytest
 
 from tests.feed.kit import Trained, poll_without_end, reader_waits
 from tests.kit import until
-from tests.server.test_siblings import Crew, crew
+from tests.server.test_forwarding import Crew, crew
 from tests.speed import scaled
 from turngate.client.feed import Feed
 from turngate.client.gateway import GatewayClient

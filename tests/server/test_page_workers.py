@@ -7,8 +7,8 @@ from contextlib import aclosing
 
 import pytest
 
+from tests.server.test_forwarding import crew
 from tests.server.test_page import OWN, entered, events, told
-from tests.server.test_siblings import crew
 from tests.speed import scaled
 from turngate.common.sharding import SESSION_PATH, slot_from_head
 from turngate.server.web.files import SECURITY_HEADERS

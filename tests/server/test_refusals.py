@@ -1,4 +1,4 @@
-"""What goes wrong, as the openai client's own exceptions: the right class, a message that helps, the field's name."""
+"""Errors as exceptions of the openai client: the right class, a helpful message, and the field's name."""
 
 from __future__ import annotations
 

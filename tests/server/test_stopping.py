@@ -1,4 +1,4 @@
-"""Whoever is still served when the time to stop is up."""
+"""Requests that are still running when shutdown times out."""
 
 from __future__ import annotations
 

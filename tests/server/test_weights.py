@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 
 from tests.kit import Opened, Running, gateway, renderer, say, until
-from tests.server.test_siblings import crew
+from tests.server.test_forwarding import crew
 from tests.speed import scaled
 from turngate.engines.pool import Pool
 from turngate.engines.vllm import VLLM

@@ -27,7 +27,7 @@ _MAX_BEHIND = 10_000  # events; a client that is further behind has to reload
 _MAX_STREAMS = 128
 
 
-class LiveRoutes:
+class EventStreamRoutes:
     """`describe_gateway` returns the gateway's current state for the page's header."""
 
     def __init__(

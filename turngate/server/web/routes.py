@@ -22,7 +22,7 @@ from turngate.gateway.sessions import Sessions
 from turngate.render import Tokenizer
 from turngate.server.auth import Auth
 from turngate.server.http import decode_body, error_response, json_response
-from turngate.server.web.event_streams import LiveRoutes
+from turngate.server.web.event_streams import EventStreamRoutes
 from turngate.server.web.export import ExportRoutes
 from turngate.server.web.files import StaticFiles
 from turngate.server.web.lists import ListRoutes
@@ -66,7 +66,7 @@ class WebPage:
         self._rollout = RolloutRoutes(self._reader, sessions)
         self._actions = ActionRoutes(self._reader, sessions, events, store)
         self._exports = ExportRoutes(self._reader)
-        self._live = LiveRoutes(self._reader, sessions, events, store, self.login, self._describe_gateway)
+        self._live = EventStreamRoutes(self._reader, sessions, events, store, self.login, self._describe_gateway)
 
     def close(self) -> None:
         self._reader.close()

@@ -1,4 +1,4 @@
-"""Sessions that nobody uses for a moment leave memory, and nobody can tell."""
+"""Idle sessions leave memory without any visible effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole sessions, for those who look: made beside the event loop, of one moment, and of what is stored."""
+"""Views of whole sessions: built off the event loop, from one consistent snapshot of the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents crash, give up and are stopped. Whatever way a call ends, what was sampled is recorded and the session goes on exactly."""
+"""Agents crash, give up and are stopped. However a call ends, its samples are recorded and the session continues exactly."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Several workers, in this process: each with its own way in, so that a test can call at the one that it wants.
+"""Several workers in this process, each with its own address, so that a test can choose which one it calls.
 
-They share a data folder and talk over their private sockets as real ones do. What needs real processes is in `tests/workers`.
+They share a data folder and talk over private sockets, as real workers do. Tests that need real processes are in `tests/workers`.
 """
 
 from __future__ import annotations
