@@ -1,9 +1,11 @@
-"""What hostile eyes found once: each was a wrong row, a stall or a leak, and stays mended."""
+"""Regression tests of attacks: each once caused a wrong row, a stall or a leak."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from tests.exact.invariants import check
 from tests.exact.test_rows import SYSTEM, causes, role_list, say, talk, user
 from tests.render.test_template import CHATML, folder_with
 from tests.speed import scaled
-from turngate.engines.base import RelayChunk
+from turngate.engines.base import Chunk, RelayChunk
 from turngate.engines.scripted import ScriptedTurn
 from turngate.errors import StoreError
 from turngate.gateway.prompt import build_observed_prompt
@@ -332,3 +334,25 @@ async def test_an_observed_turn_with_holes_is_no_row(tmp_path: Path) -> None:
         assert assign_roles(session.trace)[turn.id] == "main"
     finally:
         await gateway.stop()
+
+
+async def test_an_engine_that_ends_without_finishing_is_an_aborted_turn_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = world.agent()
+    agent.messages = [SYSTEM, user("hi")]
+
+    @asynccontextmanager
+    async def generate(request: object) -> AsyncIterator[AsyncIterator[Chunk]]:
+        async def chunks() -> AsyncIterator[Chunk]:
+            yield Chunk([5, 6], [-0.1, -0.2])
+
+        yield chunks()
+
+    monkeypatch.setattr(world.engine, "generate", generate)
+    reply = await agent.call(ScriptedTurn([1]))
+    assert reply.status == 503 and reply.error is not None
+    assert "ended its reply without finishing" in reply.error["message"]
+    (turn,) = agent.session.trace.turns()
+    assert (turn.ids.tolist(), turn.info.finish, agent.session.live_tokens) == ([5, 6], "abort", 0)
+    assert "without finishing" in turn.info.fault and build_samples(agent.session.trace) == []

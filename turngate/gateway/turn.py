@@ -224,7 +224,9 @@ class TurnPipeline:
                         finish = "stop" if reader.satisfied else chunk.finish or "length"
                         break
                     timer.mark_waiting()
-            is_complete = finish != "abort"
+            if finish == "abort":
+                raise EngineUnavailable(f"{engine.name} ended its reply without finishing")
+            is_complete = True
         except TimeoutError:
             finish, is_complete = "length", True  # the session's time is over: what was sampled stands
         except TurngateError as error:
@@ -345,7 +347,9 @@ class TurnPipeline:
                         raise EngineUnavailable("the endpoint aborted this generation")
                     finish = chunk.finish or finish
                     timer.mark_waiting()
-            is_complete = finish != "abort"
+            if finish == "abort":
+                raise EngineUnavailable(f"{relay.name} ended its reply without finishing")
+            is_complete = True
         except TimeoutError:
             finish, is_complete = "length", True
         except TurngateError as error:
