@@ -21,12 +21,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "turngate"
+SHARED_NAMES = {"TurngateEnv"}  # the environment of verifiers and the client of OpenEnv: each bridge's own convention
 METHODS, FUNCTION_LINES, FILE_LINES = 30, 60, 600
 
 PARTICIPLES = re.compile(
     "asked|begun|beaten|bent|born|bought|bound|broken|brought|built|burnt|caught|chosen|come|done|drawn|driven|dug|eaten|fallen|felt|flown|forgotten"
     "|fought|found|frozen|given|gone|gotten|grown|heard|held|hidden|kept|known|laid|left|lent|lost|made|meant|met|paid|risen|said|seen|sent|shown"
-    "|shut|sold|spent|spoken|stolen|stood|struck|swept|taken|taught|thought|thrown|told|torn|understood|woken|won|worn|written|[a-z]{3,}ed"
+    "|sold|spent|spoken|stolen|stood|struck|swept|taken|taught|thought|thrown|told|torn|understood|woken|won|worn|written|[a-z]{3,}ed"
+)
+# First words of a noun phrase: `_expected_cases()` returns them. Alone, they are actions.
+ADJECTIVES = re.compile(
+    "allowed|expected|installed|known|observed|recorded|requested|required|sampled|stored|supported"
 )
 VERBS = re.compile("embed|exceed|feed|heed|need|proceed|seed|shed|speed|succeed")
 MODULES = re.compile(
@@ -41,8 +46,8 @@ BANNED = re.compile(
 
 def is_participle(name: str) -> bool:
     """Say whether the first word of a function's name is a past participle."""
-    word = name.strip("_").partition("_")[0]
-    return bool(PARTICIPLES.fullmatch(word)) and not VERBS.fullmatch(word)
+    word, _, noun = name.strip("_").partition("_")
+    return bool(PARTICIPLES.fullmatch(word)) and not VERBS.fullmatch(word) and not (noun and ADJECTIVES.fullmatch(word))
 
 
 def names_an_action(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
@@ -83,7 +88,7 @@ def check_class_names(paths: list[Path]) -> Iterator[str]:
     for path in paths:
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                if node.name in first:
+                if node.name in first and node.name not in SHARED_NAMES:
                     yield f"{path.relative_to(ROOT)}:{node.lineno}: class {node.name} is also in {first[node.name].relative_to(ROOT)}"
                 first.setdefault(node.name, path)
 
