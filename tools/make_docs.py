@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import sys
@@ -171,7 +172,37 @@ def metrics() -> str:
     return "\n".join(rows) + "\n"
 
 
+def modules() -> str:
+    """One table per package, with the first sentence of each module's docstring."""
+    parts = []
+    for package in sorted({path.parent for path in (ROOT / "turngate").rglob("*.py")}):
+        files = sorted(path for path in package.glob("*.py") if path.name not in ("__init__.py", "__main__.py"))
+        if files:
+            rows = [f"| `{path.name}` | {_first_sentence(path)} |" for path in files]
+            name = package.relative_to(ROOT).as_posix()
+            parts.append(
+                "\n".join(
+                    [
+                        f"### `{name}/`\n",
+                        _first_sentence(package / "__init__.py") + "\n",
+                        "| file | |",
+                        "|---|---|",
+                        *rows,
+                    ]
+                )
+            )
+    return "\n\n".join(parts) + "\n"
+
+
+def _first_sentence(path: Path) -> str:
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    if not text:
+        raise SystemExit(f"{path.relative_to(ROOT)} has no docstring")
+    return re.split(r"(?<=[.?!])\s", _prose(text.partition("\n\n")[0]), maxsplit=1)[0]
+
+
 PARTS = {
+    "modules": ("architecture.md", modules),
     "checks": ("doctor.md", checks),
     "metrics": ("observability.md", metrics),
     "settings": ("configuration.md", settings),

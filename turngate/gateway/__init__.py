@@ -1,0 +1,1 @@
+"""What a gateway does with model calls, sessions, feeds and weight updates. Read `turn.py` first."""

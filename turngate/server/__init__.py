@@ -1,0 +1,1 @@
+"""HTTP: the app, its routes and its processes."""

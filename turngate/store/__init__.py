@@ -1,0 +1,1 @@
+"""A gateway's own store: one SQLite file in the data folder."""

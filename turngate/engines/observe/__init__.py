@@ -1,0 +1,1 @@
+"""Relays to hosted endpoints, for sessions that are only observed."""

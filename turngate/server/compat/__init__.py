@@ -1,0 +1,1 @@
+"""Other projects' APIs: prime-rl's rollout gateway and OpenEnv's capture API."""

@@ -1,0 +1,1 @@
+"""The web page's API, login and files."""

@@ -1,0 +1,1 @@
+"""Tasks from Harbor folders, rows of SWE data sets and JSON lines."""
