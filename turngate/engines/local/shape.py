@@ -78,11 +78,11 @@ def read_shape(folder: Path) -> Shape:
     except msgspec.DecodeError as error:
         raise ConfigError(f"model folder: {path}: {error}", param="model_folder") from None
     if config.model_type not in _KNOWN:
-        raise _unsupported(path, f"model_type {config.model_type!r}; it supports {', '.join(_KNOWN)}")
+        raise _make_error(path, f"model_type {config.model_type!r}; it supports {', '.join(_KNOWN)}")
     if config.hidden_act != "silu":
-        raise _unsupported(path, f"hidden_act {config.hidden_act!r}")
+        raise _make_error(path, f"hidden_act {config.hidden_act!r}")
     if config.use_sliding_window:
-        raise _unsupported(path, "use_sliding_window")
+        raise _make_error(path, "use_sliding_window")
     qwen2 = config.model_type == "qwen2"
     return Shape(
         kind=config.model_type,
@@ -108,9 +108,9 @@ def _rope(path: Path, config: _Config) -> Rope:
     given = config.rope_parameters or config.rope_scaling or {}
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in _ROPES:
-        raise _unsupported(path, f"rope type {kind!r}; it supports {', '.join(_ROPES)}")
+        raise _make_error(path, f"rope type {kind!r}; it supports {', '.join(_ROPES)}")
     if given.get("partial_rotary_factor", 1.0) != 1.0:
-        raise _unsupported(path, "partial_rotary_factor")
+        raise _make_error(path, "partial_rotary_factor")
     theta = float(given.get("rope_theta") or config.rope_theta or 10_000.0)
     if kind == "default":
         return Rope(theta)
@@ -127,7 +127,7 @@ def _rope(path: Path, config: _Config) -> Rope:
     )
 
 
-def _unsupported(path: Path, what: str) -> ConfigError:
+def _make_error(path: Path, what: str) -> ConfigError:
     return ConfigError(
         f"model folder: {path}: the local engine cannot compute {what}; serve this model with vLLM or SGLang",
         param="model_folder",

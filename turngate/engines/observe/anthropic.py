@@ -1,7 +1,7 @@
-"""Observe mode: calls relayed to an endpoint of Anthropic's Messages API, `/v1/messages`.
+"""Observe mode: relay calls to Anthropic's Messages API, `/v1/messages`.
 
-A call that came as `messages` goes on as it is; any other is written down anew. The endpoint tells no token ids, so what is
-recorded is text. The key is in the `x-api-key` header of this file's client, and nowhere else.
+A `messages` call is forwarded unchanged; calls of other dialects are translated. The endpoint returns no token ids, so only text is
+recorded. The key is only in the `x-api-key` header of this file's client.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from turngate.errors import BadRequest, EngineError, EngineRejected
 from turngate.types import CallDelta, Constraint, Delta, Finish, Json, Tool, ToolCall, Usage
 
 VERSION = "2023-06-01"
-# The API wants a bound on the answer; an agent of another dialect need not give one. Models that can do less say so.
+# The API requires a bound on the answer, which agents of other dialects may not give. Models with a lower limit reject it.
 MAX_TOKENS = 32_000
 FEWER_TOKENS = 4096
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
@@ -49,12 +49,12 @@ _FINISH: dict[str, Finish] = {
     "model_context_window_exceeded": "length",
     "refusal": "stop",
 }
-# This API has two kinds of seal, an agent's `thinking` block only one place: so thinking that is hidden altogether is marked.
+# This API has two kinds of signatures, but an agent's `thinking` block only one field: redacted thinking is marked by a prefix.
 _REDACTED = "redacted_thinking:"
 
 
 class _Block(msgspec.Struct):
-    """A content block as it begins."""
+    """A content block at its start."""
 
     type: str
     text: str = ""
@@ -71,7 +71,7 @@ class _StopDetails(msgspec.Struct):
 
 
 class _Delta(msgspec.Struct):
-    """What is added to a block, or said of the whole message."""
+    """An addition to a block, or to the message."""
 
     type: str = ""
     text: str = ""
@@ -117,7 +117,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class AnthropicRelay(StreamingRelay):
-    """One endpoint. `url` is its base as Anthropic's SDKs take it: without `/v1`, though one that has it is understood."""
+    """One endpoint. `url` is its base as for Anthropic's SDKs, with or without `/v1`."""
 
     dialect = "messages"
 
@@ -149,7 +149,7 @@ class AnthropicRelay(StreamingRelay):
         else:
             written = _translate(request, frozenset()).body
             body = {name: written[name] for name in ("model", "system", "messages", "tools") if name in written}
-        return (await self._ask("/v1/messages/count_tokens", body, _Count, request)).input_tokens
+        return (await self._request("/v1/messages/count_tokens", body, _Count, request)).input_tokens
 
     def _path(self, request: RelayRequest) -> str:
         return "/v1/messages"
@@ -164,7 +164,7 @@ class AnthropicRelay(StreamingRelay):
 
 
 def _override_body(request: RelayRequest) -> dict[str, Any]:
-    """The agent's body with the gateway's model, limit and sampling over it. All else stays as it is."""
+    """Override model, limit and sampling in the agent's body. Everything else is unchanged."""
     laid: dict[str, Any] = {**parse_fields("the body", request.call.body), "stream": True}
     if request.model:
         laid["model"] = request.model
@@ -173,14 +173,14 @@ def _override_body(request: RelayRequest) -> dict[str, Any]:
     if request.sampling is not None:
         for name in _SAMPLING:
             laid.pop(name, None)
-        laid.update(translate_pinned("anthropic", request.sampling, _SAMPLING))  # left out is neutral here
+        laid.update(translate_pinned("anthropic", request.sampling, _SAMPLING))  # absent fields are neutral here
     if _REDACTED.encode() in request.call.body:
         laid["messages"] = [_restore_redacted(message) for message in msgspec.json.decode(laid["messages"])]
     return laid
 
 
 def _restore_redacted(message: Json) -> Json:
-    """With the blocks that the endpoint knows for those that were handed out in their place."""
+    """Restore the redacted thinking blocks, which were handed out as signatures."""
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return message
     return {**message, "content": [_restore_block(block) for block in message["content"]]}
@@ -194,7 +194,7 @@ def _restore_block(block: Json) -> Json:
             return block
 
 
-# ── what a call of another dialect means, in this format ────────────────────────────────────────────────────────────────
+# ── translation from other dialects ────────────────────────────────────────────────────────────────────────────────────
 
 
 def _translate(request: RelayRequest, without: frozenset[str]) -> RelayBody:
@@ -208,7 +208,7 @@ def _translate(request: RelayRequest, without: frozenset[str]) -> RelayBody:
     if request.max_tokens is None:
         loose["max_tokens"] = ("max_tokens",)
         body["max_tokens"] = FEWER_TOKENS if "max_tokens" in without else MAX_TOKENS
-    if "cache_control" not in without:  # an agent of another dialect counts on a provider that caches by itself
+    if "cache_control" not in without:  # agents of other dialects expect automatic caching
         loose["cache_control"] = ("cache_control",)
         body["cache_control"] = {"type": "ephemeral"}
     if system:
@@ -225,16 +225,16 @@ def _translate(request: RelayRequest, without: frozenset[str]) -> RelayBody:
     if request.sampling is not None:
         body |= translate_pinned("anthropic", request.sampling, _SAMPLING)
     else:
-        drawn, unsaid = translate_sampling(call, _SAMPLING, without)
-        loose |= {name: (name,) for name in drawn}
-        lost += unsaid
-        body |= drawn
+        sampling, unsupported = translate_sampling(call, _SAMPLING, without)
+        loose |= {name: (name,) for name in sampling}
+        lost += unsupported
+        body |= sampling
     lost += list_unsupported(call)
     return RelayBody(body, loose, tuple(dict.fromkeys(lost)))
 
 
 def _messages(said: Sequence[RelayMessage], as_user: bool, lost: list[str]) -> list[Json]:
-    """Turn by turn. What a user says right after the results of tools is one message with them."""
+    """Translate the messages. A user message right after tool results is merged with them."""
     messages: list[dict[str, Any]] = []
     for one in said:
         message = one.message
@@ -266,7 +266,7 @@ def _turn(one: RelayMessage, lost: list[str]) -> list[Json]:
         blocks: list[Json] = msgspec.json.decode(one.turn)
         return blocks
     if one.message.reasoning:
-        lost.append("reasoning of earlier turns")  # the API takes only what it has signed
+        lost.append("reasoning of earlier turns")  # the API only accepts signed reasoning
     calls = [
         {"type": "tool_use", "id": _id(call.id), "name": call.name, "input": parse_arguments(call.arguments)}
         for call in one.message.tool_calls
@@ -275,12 +275,12 @@ def _turn(one: RelayMessage, lost: list[str]) -> list[Json]:
 
 
 def _text(text: str) -> list[Json]:
-    """Blank text is no text here: the API refuses it."""
+    """Build a text block. The API rejects blank text."""
     return [{"type": "text", "text": text}] if text.strip() else []
 
 
 def _id(call_id: str) -> str:
-    """In the letters that the API allows."""
+    """Replace characters that the API does not allow."""
     return re.sub(r"[^a-zA-Z0-9_-]", "_", call_id)
 
 
@@ -306,7 +306,7 @@ def _choice(constraint: Constraint | None, tools: Sequence[Tool], *, parallel: b
 def _thinking(
     request: RelayRequest, without: frozenset[str], loose: dict[str, tuple[str, ...]], lost: list[str]
 ) -> dict[str, Json]:
-    """How hard to think, and in what shape to answer: one field for both."""
+    """Build the fields for thinking and for structured output."""
     said: dict[str, Json] = {}
     config: dict[str, Json] = {}
     constraint = request.call.constraint
@@ -330,18 +330,18 @@ def _thinking(
     return {**said, "output_config": config} if config else said
 
 
-# ── what the endpoint answers ───────────────────────────────────────────────────────────────────────────────────────────
+# ── the answer ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class _Answer:
-    """Collects one reply, event by event. `keeps`: the agent's dialect may have no place for what has to be given back."""
+    """Collects a reply, event by event. `keeps`: keep the turn verbatim, because the agent's dialect may not return all of it."""
 
     def __init__(self, client: EngineClient, *, keeps: bool) -> None:
         self.finish: Finish | None = None
         self._client = client
         self._keeps = keeps
         self._usage = _Usage()
-        self._blocks: list[dict[str, Any]] = []  # the turn in the endpoint's words
+        self._blocks: list[dict[str, Any]] = []  # the turn in the endpoint's format
         self._open: _Block | None = None
         self._input: list[str] = []
         self._calls: list[ToolCall] = []
@@ -375,7 +375,7 @@ class _Answer:
         sealed = any(block["type"] in ("thinking", "redacted_thinking") for block in self._blocks)
         return RelayChunk(
             finish=self.finish,
-            usage=self._told(),
+            usage=self._build_usage(),
             stopped_by=self._stopped_by,
             fault=self._fault,
             verbatim=encode_verbatim(self._blocks, [call.id for call in self._calls])
@@ -391,7 +391,7 @@ class _Answer:
                 return self._more("text", "content", block.text)
             case "thinking":
                 self._blocks.append({"type": "thinking", "thinking": "", "signature": ""})
-                return self._more("thinking", "reasoning", block.thinking) + self._sealed(block.signature)
+                return self._more("thinking", "reasoning", block.thinking) + self._add_signature(block.signature)
             case "redacted_thinking":
                 self._blocks.append({"type": "redacted_thinking", "data": block.data})
                 return [] if self._keeps else [Delta("signature", _REDACTED + block.data)]
@@ -408,10 +408,10 @@ class _Answer:
             case "thinking_delta":
                 return self._more("thinking", "reasoning", delta.thinking)
             case "signature_delta":
-                return self._sealed(delta.signature)
+                return self._add_signature(delta.signature)
             case "input_json_delta":
                 self._input.append(delta.partial_json)
-        return []  # citations: what they say of the text, an agent can do without
+        return []  # citations are dropped
 
     def _more(self, field: str, kind: Any, text: str) -> list[Delta | CallDelta]:
         if not text:
@@ -419,7 +419,7 @@ class _Answer:
         self._blocks[-1][field] += text
         return [Delta(kind, text)]
 
-    def _sealed(self, signature: str) -> list[Delta | CallDelta]:
+    def _add_signature(self, signature: str) -> list[Delta | CallDelta]:
         if not signature:
             return []
         self._blocks[-1]["signature"] += signature
@@ -447,12 +447,12 @@ class _Answer:
             self._fault = f"{self._client.engine} refused to answer" + (f": {why}" if why else "")
 
     def _count(self, usage: _Usage | None) -> None:
-        """Later numbers are totals, and take the place of earlier ones."""
+        """Update the usage. Later numbers are totals, and replace earlier ones."""
         for name in _Usage.__struct_fields__ if usage is not None else ():
             if (value := getattr(usage, name)) is not None:
                 setattr(self._usage, name, value)
 
-    def _told(self) -> Usage | None:
+    def _build_usage(self) -> Usage | None:
         seen = self._usage
         if seen.input_tokens is None and seen.output_tokens is None:
             return None

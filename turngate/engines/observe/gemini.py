@@ -1,8 +1,7 @@
-"""Observe mode: calls relayed to an endpoint of Google's Gemini API, `/v1beta/models/{model}:streamGenerateContent`.
+"""Observe mode: relay calls to Google's Gemini API, `/v1beta/models/{model}:streamGenerateContent`.
 
-A call that came as `gemini` goes on as it is; any other is written down anew. What is recorded is text, and log-probabilities
-where they are asked for (`capture="logprobs"`), which few of its models give. The key is in the `x-goog-api-key` header of this
-file's client, and nowhere else.
+A `gemini` call is forwarded unchanged; calls of other dialects are translated. Text is recorded, and log-probabilities on request
+(`capture="logprobs"`), which few of its models return. The key is only in the `x-goog-api-key` header of this file's client.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ _SAMPLING = {
 }
 _LEVELS = {"minimal": "MINIMAL", "low": "LOW", "medium": "MEDIUM", "high": "HIGH", "xhigh": "HIGH", "max": "HIGH"}
 _FINISH: dict[str, Finish] = {"STOP": "stop", "MAX_TOKENS": "length", "CONTINUATION": "length"}
-# Endings by which the provider keeps an answer back. All that is not here and above means that the model did not get along.
+# Finish reasons by which the provider withholds an answer. Any other reason means that the model failed.
 _FILTERS = ("SAFETY", "RECITATION", "LANGUAGE", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII")
-# What this API takes for the signature of a call that it did not make itself.
+# The signature that this API accepts for calls of another provider.
 _UNSIGNED = "skip_thought_signature_validator"
 _SNAKE = re.compile(r"(?<!^)(?=[A-Z])")
 
@@ -159,7 +158,7 @@ class GeminiRelay(StreamingRelay):
             written = _translate(request, frozenset(), logprobs=False).body
             asked = {name: written[name] for name in ("systemInstruction", "contents", "tools") if name in written}
             body = {"generateContentRequest": {"model": model, **asked}}
-        return (await self._ask(f"/models/{_model(request)}:countTokens", body, _Count, request)).total_tokens
+        return (await self._request(f"/models/{_model(request)}:countTokens", body, _Count, request)).total_tokens
 
     def _path(self, request: RelayRequest) -> str:
         return f"/models/{_model(request)}:streamGenerateContent?alt=sse"
@@ -174,18 +173,18 @@ class GeminiRelay(StreamingRelay):
 
 
 def _model(request: RelayRequest) -> str:
-    """The model's name for a path: an agent may ask for whatever it likes, but not for another path."""
+    """Return the model's name, quoted for a path: an agent may not choose another path."""
     return quote((request.model or request.call.model).removeprefix("models/"), safe="")
 
 
 def _find_spelling(body: dict[str, Any], name: str) -> str:
-    """The spelling of a field that the agent used: both are allowed."""
+    """Find the spelling of a field in the agent's body: snake case and camel case are allowed."""
     snake = _SNAKE.sub("_", name).lower()
     return snake if snake in body else name
 
 
 def _override_body(request: RelayRequest, *, logprobs: bool) -> dict[str, Any]:
-    """The agent's body with the gateway's limit, sampling and question over it. All else stays as it is."""
+    """Override limit, sampling and log-probabilities in the agent's body. Everything else is unchanged."""
     laid: dict[str, Any] = {**parse_fields("the body", request.call.body)}
     place = _find_spelling(laid, "generationConfig")
     config: dict[str, Any] = {**parse_fields(place, bytes(laid.get(place, b"null")))}
@@ -204,7 +203,7 @@ def _override_body(request: RelayRequest, *, logprobs: bool) -> dict[str, Any]:
 
 
 def _translate_pinned(sampling: Sampling) -> dict[str, Json]:
-    """Neutral values are said too: the models' own defaults are not neutral."""
+    """Translate the session's sampling, with neutral values: the models' defaults are not neutral."""
     return {
         "temperature": sampling.temperature,
         "topP": sampling.top_p,
@@ -212,7 +211,7 @@ def _translate_pinned(sampling: Sampling) -> dict[str, Json]:
     }
 
 
-# ── what a call of another dialect means, in this format ────────────────────────────────────────────────────────────────
+# ── translation from other dialects ────────────────────────────────────────────────────────────────────────────────────
 
 
 def _translate(request: RelayRequest, without: frozenset[str], *, logprobs: bool) -> RelayBody:
@@ -237,10 +236,10 @@ def _translate(request: RelayRequest, without: frozenset[str], *, logprobs: bool
     if request.sampling is not None:
         config |= _translate_pinned(request.sampling)
     else:
-        drawn, unsaid = translate_sampling(call, _SAMPLING, without)
-        loose |= {name: (name, _SNAKE.sub("_", name).lower()) for name in drawn}
-        lost += unsaid
-        config |= drawn
+        sampling, unsupported = translate_sampling(call, _SAMPLING, without)
+        loose |= {name: (name, _SNAKE.sub("_", name).lower()) for name in sampling}
+        lost += unsupported
+        config |= sampling
     if logprobs:
         config["responseLogprobs"] = True
     lost += list_unsupported(call, "thinking_budget")
@@ -248,7 +247,7 @@ def _translate(request: RelayRequest, without: frozenset[str], *, logprobs: bool
 
 
 def _contents(said: Sequence[RelayMessage], unsigned: bool, lost: list[str]) -> list[Json]:
-    """Turn by turn. The results of one turn's calls have to stand together, and right after it."""
+    """Translate the messages. The results of a turn's calls have to be together, right after it."""
     contents: list[dict[str, Any]] = []
     answering = False
     for one in said:
@@ -277,7 +276,7 @@ def _turn(one: RelayMessage, unsigned: bool, lost: list[str]) -> list[Json]:
         return own
     message = one.message
     if message.reasoning:
-        lost.append("reasoning of earlier turns")  # the API takes only what it has signed
+        lost.append("reasoning of earlier turns")  # the API only accepts signed reasoning
     parts: list[Json] = [{"text": message.content}] if message.content else []
     for n, call in enumerate(message.tool_calls):
         part: Json = {"functionCall": {"id": call.id, "name": call.name, "args": parse_arguments(call.arguments)}}
@@ -315,7 +314,7 @@ def _shape(constraint: Constraint | None) -> dict[str, Json]:
 def _thinking(
     request: RelayRequest, without: frozenset[str], loose: dict[str, tuple[str, ...]], lost: list[str]
 ) -> dict[str, Json]:
-    """Thoughts are asked for wherever the model has some, since they are part of what is recorded."""
+    """Build the thinking settings. Thoughts are always requested, because they are recorded."""
     thinks, wanted = wants_thinking(request.call), reasoning_effort(request.call)
     loose["thinkingLevel"] = ("thinkinglevel", "thinking_level", "thinking level")
     loose["thinking"] = ("thinkingconfig", "thinking_config", "thinking is not", "thinkingbudget", "thinking_budget")
@@ -333,18 +332,18 @@ def _thinking(
     return {"thinkingConfig": config}
 
 
-# ── what the endpoint answers ───────────────────────────────────────────────────────────────────────────────────────────
+# ── the answer ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class _Answer:
-    """Collects one reply, event by event. `keeps`: the agent's dialect may have no place for what has to be given back."""
+    """Collects a reply, event by event. `keeps`: keep the turn verbatim, because the agent's dialect may not return all of it."""
 
     def __init__(self, client: EngineClient, *, keeps: bool) -> None:
         self.finish: Finish | None = None
         self._client = client
         self._keeps = keeps
         self._usage: Usage | None = None
-        self._parts: list[dict[str, Any]] = []  # the turn in the endpoint's words
+        self._parts: list[dict[str, Any]] = []  # the turn in the endpoint's format
         self._ids: list[str] = []  # of the calls, as the endpoint gave them, if it did
         self._said = False
         self._fault = ""
@@ -395,7 +394,7 @@ class _Answer:
         return said
 
     def _keep(self, part: _Part) -> None:
-        """Thoughts are not wanted back, signatures are. Text that came in pieces is one part, up to where it is signed."""
+        """Keep a part for the next request: signatures, but no thoughts. Text pieces are joined up to a signature."""
         if part.thought and not part.thought_signature:
             return
         text = "" if part.thought else part.text or ""
@@ -413,7 +412,7 @@ class _Answer:
         part: dict[str, Any] = {"functionCall": {**wire, "id": call.id} if call.id else wire}
         self._parts.append({**part, "thoughtSignature": signature} if signature else part)
         self._ids.append(call.id or "")
-        # An agent answers a call by its id, so one that came without gets one.
+        # An agent refers to a call by its id, so a call without one gets one.
         name = call.id or f"call_{uuid.uuid4().hex[:24]}"
         seal = "" if self._keeps else signature
         return [CallDelta(len(self._ids) - 1, ToolCall(name, call.name, "{}" if args == "null" else args, seal))]

@@ -1,9 +1,8 @@
-"""Observe mode: calls relayed to any OpenAI-compatible `/v1/chat/completions`.
+"""Observe mode: relay calls to any OpenAI-compatible `/v1/chat/completions`.
 
-A call that came as `chat` goes on as it is; any other is written down anew. The endpoint renders and parses; what it can tell
-about tokens is recorded along. How much that is depends on the endpoint, so the relay asks for as much as it gives (`capture`):
-token ids and log-probabilities from a vLLM, log-probabilities from many, text from all. The provider's key is in the
-`Authorization` header of this file's client, and nowhere else.
+A `chat` call is forwarded unchanged; calls of other dialects are translated. The endpoint renders and parses; its token data is
+recorded. The relay requests as much as the endpoint gives (`capture`): token ids and log-probabilities from vLLM, log-probabilities
+from many, text from all. The provider's key is only in the `Authorization` header of this file's client.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ from turngate.types import (
 
 _DIALECT = "chat"
 
-# What each level adds to the body. `tokens` is vLLM's; there, its own sampling fields are understood too.
+# Fields that each capture level adds. `tokens` is vLLM's, which also supports its own sampling fields.
 _CAPTURE_FIELDS: dict[Capture, dict[str, bool]] = {
     "tokens": {"return_token_ids": True, "logprobs": True},
     "logprobs": {"logprobs": True},
@@ -65,8 +64,8 @@ _LEVELS: tuple[Capture, ...] = ("text", "logprobs", "tokens")
 _STANDARD = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed")
 _EXTENSIONS = ("top_k", "min_p", "repetition_penalty", "min_tokens")
 _BEYOND_OPENAI = re.compile(r"return_token_ids|" + "|".join(_EXTENSIONS))
-# Fields of an agent's body that leave the drawing of tokens alone, or whose part in it is recorded: sampling and constraint. Servers
-# have many more (`allowed_token_ids`, `structured_outputs`, `use_beam_search` …), and new ones with every version.
+# Fields of an agent's body that do not affect sampling, or whose effect is recorded: sampling and constraint. Servers have many more
+# (`allowed_token_ids`, `structured_outputs`, `use_beam_search` …), and new ones with every version.
 _HARMLESS = frozenset((*_STANDARD, *_EXTENSIONS)) - {"min_tokens"} | {
     *("model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens", "stop", "n"),
     *("tools", "tool_choice", "parallel_tool_calls", "response_format", "modalities", "logprobs", "top_logprobs"),
@@ -164,8 +163,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 class OpenAIRelay:
     """One OpenAI-compatible endpoint. `url` is its base: one with a path (`https://host/v1`) is taken as it is.
 
-    `capture="auto"` starts by asking for everything, and asks for less from then on when the endpoint refuses it by
-    name. A fixed level is insisted on.
+    `capture="auto"` first requests everything, and less once the endpoint rejects a field by name. A fixed level never changes.
     """
 
     def __init__(
@@ -180,8 +178,8 @@ class OpenAIRelay:
     ) -> None:
         self.name = name
         self._adapts = capture == "auto"
-        self._asks = _CaptureRequest("tokens" if capture == "auto" else capture)
-        self._unwanted = RejectedFields()
+        self._capture_request = _CaptureRequest("tokens" if capture == "auto" else capture)
+        self._rejected = RejectedFields()
         root = url.rstrip("/")
         base = root if urlsplit(root).path else f"{root}/v1"
         self._client = EngineClient(name, base, key=key, connect_s=connect_s, silence_s=silence_s)
@@ -191,8 +189,8 @@ class OpenAIRelay:
 
     @property
     def capture(self) -> Capture:
-        """What is asked for at present. What came is seen in the chunks."""
-        return self._asks.capture
+        """The level that is requested at present. The chunks have what was returned."""
+        return self._capture_request.capture
 
     async def start(self) -> None:
         await self._client.start()
@@ -206,7 +204,7 @@ class OpenAIRelay:
             models = await self._client.get("/models", _Models)
         except TurngateError as error:
             return [msgspec.structs.replace(seen, ok=False, detail=error.message)]
-        if len(models.data) != 1:  # a provider of many models has no context length of its own
+        if len(models.data) != 1:  # a provider of many models has no single context length
             return [seen]
         return [msgspec.structs.replace(seen, model=models.data[0].id, max_context=models.data[0].max_model_len)]
 
@@ -233,23 +231,25 @@ class OpenAIRelay:
                 yield chunk
 
     async def _open(self, reply: Reply, request: RelayRequest) -> RelayBody:
-        """Send, and again with less where the endpoint refuses what the relay added, or what can be left out."""
+        """Send the call, and again without optional fields that the endpoint rejects."""
         model = request.model or request.call.model
         shrinks = 0 if request.call.dialect == _DIALECT else SHRINKS
         while True:
-            asked, without = self._asks, self._unwanted.of(model)
-            written = self._write(request, asked, without)
+            capture, without = self._capture_request, self._rejected.for_model(model)
+            written = self._write(request, capture, without)
             reply.body = msgspec.json.encode(written.body)
             try:
                 await reply.open()
                 return written
             except EngineRejected as error:
-                less = asked.without(error.message, self._adapts)
-                refused = written.refused(error.message) - without
+                less = capture.without(error.message, self._adapts)
+                rejected = written.find_rejected(error.message) - without
                 if less is not None:
-                    self._asks = self._asks.at_most(less)  # another call may have learned more meanwhile
-                elif refused:
-                    self._unwanted.add(model, refused)
+                    self._capture_request = self._capture_request.at_most(
+                        less
+                    )  # another call may have lowered it already
+                elif rejected:
+                    self._rejected.add(model, rejected)
                 else:
                     raise
             except ContextOverflow as error:
@@ -266,13 +266,13 @@ class OpenAIRelay:
 
 
 class _CaptureRequest(msgspec.Struct, frozen=True):
-    """What the relay adds to a body."""
+    """What the relay requests in addition to the agent."""
 
     capture: Capture
     usage: bool = True  # of a stream: `stream_options.include_usage`
 
     def without(self, refusal: str, adapts: bool) -> _CaptureRequest | None:
-        """Less than this, if the refusal names some of it."""
+        """Return a smaller request, if the rejection names a part of this one."""
         if self.usage and "stream_options" in refusal:
             return _CaptureRequest(self.capture, usage=False)
         if adapts and self.capture == "tokens" and _BEYOND_OPENAI.search(refusal):
@@ -286,7 +286,7 @@ class _CaptureRequest(msgspec.Struct, frozen=True):
 
 
 def _override_body(body: dict[str, msgspec.Raw], request: RelayRequest, asks: _CaptureRequest) -> dict[str, Any]:
-    """The agent's body with the gateway's model, limits, sampling and questions over it. All else stays as it is."""
+    """Override model, limits, sampling and capture in the agent's body. Everything else is unchanged."""
     laid: dict[str, Any] = {**body, **_CAPTURE_FIELDS[asks.capture]}
     if "stream" in body:
         laid["stream"] = bytes(body["stream"]) == b"true"
@@ -304,13 +304,15 @@ def _override_body(body: dict[str, msgspec.Raw], request: RelayRequest, asks: _C
 
 
 def _biases(body: dict[str, Any]) -> tuple[str, ...]:
-    """The agent's own fields by which the endpoint may sample otherwise than the policy would."""
-    told = [name for name, value in body.items() if isinstance(value, msgspec.Raw) and bytes(value) not in _NOTHING]
-    return tuple(f"field {name}" for name in told if name not in _HARMLESS)
+    """List the agent's fields that may bias the endpoint's sampling."""
+    set_fields = [
+        name for name, value in body.items() if isinstance(value, msgspec.Raw) and bytes(value) not in _NOTHING
+    ]
+    return tuple(f"field {name}" for name in set_fields if name not in _HARMLESS)
 
 
 def _override_sampling(laid: dict[str, Any], sampling: Sampling, *, everything: bool) -> None:
-    """Fields that only some servers know are sent where they matter, or where the server is known to know them."""
+    """Set the session's sampling. Extensions are sent if they are not neutral, or if the server supports them."""
     values, neutral = msgspec.structs.asdict(sampling), msgspec.structs.asdict(Sampling())
     for name in _STANDARD:
         if values[name] is not None:
@@ -321,7 +323,7 @@ def _override_sampling(laid: dict[str, Any], sampling: Sampling, *, everything: 
             laid[name] = values[name] if name != "top_k" else values[name] or -1
 
 
-# ── what a call of another dialect means, in this format ────────────────────────────────────────────────────────────────
+# ── translation from other dialects ────────────────────────────────────────────────────────────────────────────────────
 
 
 def _translate(request: RelayRequest, asks: _CaptureRequest, without: frozenset[str]) -> RelayBody:
@@ -336,7 +338,7 @@ def _translate(request: RelayRequest, asks: _CaptureRequest, without: frozenset[
     body |= _CAPTURE_FIELDS[asks.capture]
     if asks.usage:
         body["stream_options"] = {"include_usage": True}
-    if request.max_tokens is not None:  # OpenAI's own newer models know it by another name
+    if request.max_tokens is not None:  # newer OpenAI models use another name
         loose["max_tokens"] = ("max_completion_tokens",)
         body["max_completion_tokens" if "max_tokens" in without else "max_tokens"] = request.max_tokens
     if call.stop:
@@ -357,7 +359,7 @@ def _message(one: RelayMessage, without: frozenset[str], loose: dict[str, tuple[
         wire: dict[str, Json] = {"role": message.role, "content": message.content}
         if message.role == "tool":
             return {**wire, "tool_call_id": message.tool_call_id}
-        if message.role == "system":  # which many chat templates know only at the beginning
+        if message.role == "system":  # many chat templates only accept it at the start
             loose["system"] = ("system message", "system role")
             if "system" in without:
                 lost.append("the role of later system messages")
@@ -404,7 +406,7 @@ def _constraint_fields(constraint: Constraint | None, tools: Sequence[Tool]) -> 
 def _thinking(
     request: RelayRequest, without: frozenset[str], loose: dict[str, tuple[str, ...]], lost: list[str]
 ) -> dict[str, Json]:
-    """How hard to think, or that it should not: the latter has no word of OpenAI's, but one that open models know."""
+    """Build the fields for thinking. OpenAI has no field to disable it; open models do."""
     wanted = reasoning_effort(request.call)
     said: dict[str, Json] = {}
     if wanted:
@@ -440,22 +442,22 @@ def _add_sampling(
     loose: dict[str, tuple[str, ...]],
     lost: list[str],
 ) -> None:
-    """How tokens are to be drawn: as the session pins it, or as the agent wishes and the endpoint understands."""
+    """Add the sampling: the session's, or the agent's as far as the endpoint supports it."""
     if request.sampling is not None:
         _override_sampling(body, request.sampling, everything=asks.capture == "tokens")
         return
     known_here = (*_STANDARD, *_EXTENSIONS) if asks.capture == "tokens" else _STANDARD
-    drawn, unsaid = translate_sampling(request.call, {name: name for name in known_here}, without)
-    loose |= {name: (name,) for name in drawn if name in _STANDARD}
-    lost += unsaid
-    body |= drawn
+    sampling, unsupported = translate_sampling(request.call, {name: name for name in known_here}, without)
+    loose |= {name: (name,) for name in sampling if name in _STANDARD}
+    lost += unsupported
+    body |= sampling
 
 
-# ── what the endpoint answers ───────────────────────────────────────────────────────────────────────────────────────────
+# ── the answer ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class _Answer:
-    """Collects one reply, event by event. `keeps`: agents of another dialect may not give reasoning back."""
+    """Collects a reply, event by event. `keeps`: keep the turn verbatim, because agents of another dialect may not return reasoning."""
 
     def __init__(self, client: EngineClient, *, keeps: bool) -> None:
         self.finish: Finish | None = None
@@ -463,36 +465,36 @@ class _Answer:
         self._keeps = keeps
         self._usage: Usage | None = None
         self._calls = _Calls(client.engine)
-        self._told = True  # of every fragment of a call, its ids came along
+        self._has_ids = True  # every fragment of a call came with its ids
         self._text: dict[str, list[str]] = {"content": [], "reasoning": []}
         self._stopped_by = ""
         self._fault = ""
 
     def add(self, data: bytes) -> RelayChunk | None:
-        """What one event adds. The end is held back for `end`: usage comes after it."""
+        """Return what an event adds. The finish is left to `end`, because usage follows it."""
         event = self._client.decode(_decode, data)
         if is_present(event.error):
             raise self._client.failure_in_stream(event.error, default_status=500)
         self._usage = _usage(event.usage) or self._usage
         choice = next((one for one in event.choices or () if one.index == 0), _Choice())
         message = choice.delta or choice.message or _Message()
-        said = self._said(message)
+        said = self._read_message(message)
         ids, logprobs = self._tokens(choice)
-        self._told = self._told and (ids is not None or not message.tool_calls)
+        self._has_ids = self._has_ids and (ids is not None or not message.tool_calls)
         self._end(choice)
         if not said and not ids and not logprobs and event.prompt_token_ids is None:
             return None
         return RelayChunk(tuple(said), ids, logprobs, event.prompt_token_ids)
 
     def end(self) -> RelayChunk:
-        """The last call is whole only now; the ids that it is made of came with its fragments."""
+        """Return the last chunk, with the last tool call, whose ids came with its fragments."""
         calls = tuple(self._calls.close())
         finish = self.finish
         if self._keeps and self._calls.whole and finish == "stop":
-            finish = "tool_calls"  # some providers say so only of calls that were not forced
+            finish = "tool_calls"  # some providers report it only for calls that were not forced
         return RelayChunk(
             calls,
-            ids=[] if calls and self._told else None,
+            ids=[] if calls and self._has_ids else None,
             finish=finish,
             usage=self._usage,
             stopped_by=self._stopped_by,
@@ -512,9 +514,9 @@ class _Answer:
         if choice.finish_reason == "content_filter":
             self._fault = f"{self._client.engine} kept its answer back (content_filter)"
 
-    def _said(self, message: _Message) -> list[Delta | CallDelta]:
+    def _read_message(self, message: _Message) -> list[Delta | CallDelta]:
         said: list[Delta | CallDelta] = []
-        reasoning = message.reasoning or message.reasoning_content  # two names of one thing; some send both
+        reasoning = message.reasoning or message.reasoning_content  # two names of the same field; some send both
         if reasoning:
             said.append(Delta("reasoning", reasoning))
             self._text["reasoning"].append(reasoning)
@@ -535,7 +537,7 @@ class _Answer:
 
 
 class _Calls:
-    """Puts tool calls together from their fragments. A call is whole when the next one begins, or at the end."""
+    """Assembles tool calls from fragments. A call is complete when the next one starts, or at the end."""
 
     def __init__(self, engine: str) -> None:
         self.whole: list[ToolCall] = []
@@ -559,7 +561,7 @@ class _Calls:
     def close(self) -> list[CallDelta]:
         if not self._open:
             return []
-        # An agent answers a call by its id, so one that came without gets one.
+        # An agent refers to a call by its id, so a call without one gets one.
         call = ToolCall(self._id or f"call_{uuid.uuid4().hex[:24]}", self._name, "".join(self._arguments))
         self._open, self._id, self._name, self._arguments = False, "", "", []
         self.whole.append(call)
@@ -572,11 +574,13 @@ class _Calls:
             raise EngineError(f"{self._engine} went back to a tool call that it had left")
         if fragment.index is not None and fragment.index != self._index:
             return True
-        return bool(fragment.id and self._id and fragment.id != self._id)  # those who send no index, or always 0
+        return bool(
+            fragment.id and self._id and fragment.id != self._id
+        )  # for providers that send no index, or always 0
 
 
 def _finish(reason: str | None) -> Finish | None:
-    """Words that only some providers have (`content_filter`, `eos`) all mean that the model has stopped."""
+    """Map a finish reason. Provider-specific ones (`content_filter`, `eos`) all mean that the model has stopped."""
     return None if reason is None else _FINISH.get(reason, "stop")
 
 

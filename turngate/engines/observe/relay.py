@@ -1,6 +1,6 @@
-"""What the relays of observe mode have in common: the call goes out streamed, in the endpoint's format, and comes back as chunks.
+"""Shared parts of the observe-mode relays: send a call in the endpoint's format, and stream its answer as chunks.
 
-`anthropic`, `gemini` and `responses` fill in the format; `openai` is a world of its own, since it can be asked for tokens.
+`anthropic`, `gemini` and `responses` implement the format; `openai` has its own relay, because it can also return tokens.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class AnswerCollector(Protocol):
     finish: Finish | None
 
     def add(self, data: bytes) -> RelayChunk | None:
-        """What one event adds, if anything."""
+        """Return what an event adds, if anything."""
 
     def end(self) -> RelayChunk:
-        """The last chunk, once the stream is over and `finish` is known."""
+        """Return the last chunk, after the end of the stream."""
 
 
 async def stream_answer(
     endpoint: str, answer: AnswerCollector, reply: Reply, batches: AsyncIterator[list[bytes]]
 ) -> AsyncGenerator[RelayChunk, None]:
-    """The whole answer. What came in one read goes on together; what came before a failure goes on before it."""
+    """Yield the answer. Events of one read are merged; output before a failure is yielded before it is raised."""
     async for batch in batches:
         chunks: list[RelayChunk] = []
         failure: TurngateError | None = None
@@ -59,32 +59,31 @@ async def stream_answer(
 
 
 def _merge_chunks(chunks: Sequence[RelayChunk]) -> list[RelayChunk]:
-    """Chunks in a row as one; but those whose ids are told are never mixed with others, or it would be told of both."""
-    whole: list[RelayChunk] = []
-    for told, group in groupby(chunks, lambda chunk: chunk.ids is not None):
+    """Merge consecutive chunks. Chunks with and without ids are never mixed."""
+    merged: list[RelayChunk] = []
+    for has_ids, group in groupby(chunks, lambda chunk: chunk.ids is not None):
         run = list(group)
         logprobs = [value for chunk in run for value in chunk.logprobs or ()]
-        whole.append(
+        merged.append(
             RelayChunk(
                 tuple(event for chunk in run for event in chunk.events),
-                [token for chunk in run for token in chunk.ids or ()] if told else None,
-                logprobs if logprobs or told else None,
+                [token for chunk in run for token in chunk.ids or ()] if has_ids else None,
+                logprobs if logprobs or has_ids else None,
                 next((chunk.prompt for chunk in run if chunk.prompt is not None), None),
             )
         )
-    return whole
+    return merged
 
 
 class StreamingRelay:
-    """One endpoint. The agent may not have asked for a stream, but it is always one that comes: it can be abandoned half-way,
-    and says more than nothing while a long answer is made."""
+    """One endpoint. Answers are always streamed, also if the agent did not ask for it: a stream can be abandoned half-way."""
 
     name: str
     dialect: str
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
-        self._unwanted = RejectedFields()
+        self._rejected = RejectedFields()
 
     async def start(self) -> None:
         await self._client.start()
@@ -108,37 +107,37 @@ class StreamingRelay:
         raise NotImplementedError
 
     async def _chunks(self, reply: Reply, request: RelayRequest) -> AsyncIterator[RelayChunk]:
-        written = await self._open(reply, request)
-        if written.lost:
-            yield RelayChunk(lost=written.lost)
+        body = await self._open(reply, request)
+        if body.lost:
+            yield RelayChunk(lost=body.lost)
         async with aclosing(stream_answer(self.name, self._answer(request), reply, reply.events())) as chunks:
             async for chunk in chunks:
                 yield chunk
 
     async def _open(self, reply: Reply, request: RelayRequest) -> RelayBody:
-        """Send, and again without what the endpoint refuses, where the call can do without it."""
+        """Send the call, and again without optional fields that the endpoint rejects."""
         model = request.model or request.call.model
         shrinks = 0 if request.call.dialect == self.dialect else SHRINKS
         while True:
-            without = self._unwanted.of(model)
-            written = self._write(request, without)
-            reply.body = msgspec.json.encode(written.body)
+            without = self._rejected.for_model(model)
+            body = self._write(request, without)
+            reply.body = msgspec.json.encode(body.body)
             try:
                 await reply.open()
-                return written
+                return body
             except EngineRejected as error:
-                refused = written.refused(error.message) - without
-                if not refused:
+                rejected = body.find_rejected(error.message) - without
+                if not rejected:
                     raise
-                self._unwanted.add(model, refused)
+                self._rejected.add(model, rejected)
             except ContextOverflow as error:
-                smaller = shrink_to_fit(request, written, error) if shrinks else None
+                smaller = shrink_to_fit(request, body, error) if shrinks else None
                 if smaller is None:
                     raise
                 request, shrinks = smaller, shrinks - 1
 
-    async def _ask(self, path: str, body: object, shape: type[T], request: RelayRequest) -> T:
-        """A question with one JSON document for an answer."""
+    async def _request(self, path: str, body: object, shape: type[T], request: RelayRequest) -> T:
+        """Send a request, and decode the JSON document of the reply."""
         async with self._client.post(path, msgspec.json.encode(body), select_headers(request, self.dialect)) as reply:
             async for [data] in reply.whole():
                 reply.finished = True
@@ -146,7 +145,7 @@ class StreamingRelay:
         raise AssertionError("a document is one batch of one event")
 
     async def _probe(self, path: str) -> list[Health]:
-        """Whether the endpoint answers there."""
+        """Check that the endpoint answers at this path."""
         seen = Health(url=self._client.url, ok=True, in_flight=self._client.in_flight)
         try:
             await self._client.ping(path)

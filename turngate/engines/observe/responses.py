@@ -1,12 +1,10 @@
-"""Observe mode: calls relayed to an endpoint of OpenAI's Responses API, `/v1/responses`.
+"""Observe mode: relay calls to OpenAI's Responses API, `/v1/responses`.
 
-A call that came as `responses` goes on as it is; any other is written down anew, with nothing stored at the provider. What is
-recorded is text, and log-probabilities of the text where they are asked for (`capture="logprobs"`). The key is in the
-`Authorization` header of this file's client, and nowhere else.
+A `responses` call is forwarded almost unchanged; calls of other dialects are translated, with nothing stored at the provider. Text is
+recorded, and its log-probabilities on request (`capture="logprobs"`). The key is only in the `Authorization` header of this file's client.
 
-Two things of a call in its own dialect are changed. The ids of the model's items are the gateway's own in the agent's hands, so
-those that the endpoint does not know are taken off, and what it has sealed gets the id back that it was sealed with. And tools
-that the provider would run by itself are not offered: what they leave behind cannot be passed on.
+Two parts of a `responses` call are changed. Item ids that the gateway gave to the agent are removed, and encrypted items get back the id
+that the endpoint gave them. Tools that the provider runs itself are not offered, because their items cannot be passed on.
 """
 
 from __future__ import annotations
@@ -42,11 +40,11 @@ from turngate.types import CallDelta, Capture, Constraint, Delta, Finish, Json, 
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p"}
 _SEALS = "reasoning.encrypted_content"
 _LOGPROBS = "message.output_text.logprobs"
-_OURS = re.compile(r"[a-z]+_tg[0-9a-f]{24}")  # ids of items that the gateway hands out
-_SEALED = re.compile(r"(?s)([a-z]+_[0-9A-Za-z_-]+):(.+)")  # the endpoint's id of an item, and what it sealed it with
-_UNSEALED = "tg1."  # what the gateway hands out where the endpoint has sealed nothing
+_OURS = re.compile(r"[a-z]+_tg[0-9a-f]{24}")  # item ids of the gateway
+_SEALED = re.compile(r"(?s)([a-z]+_[0-9A-Za-z_-]+):(.+)")  # the endpoint's id of an item, and its encrypted content
+_UNSEALED = "tg1."  # the gateway's placeholder for missing encrypted content
 _HOSTED = ("web_search", "image_generation")
-_PLAIN = (None, "", "functions")  # the namespaces that are not part of a function's name
+_PLAIN = (None, "", "functions")  # namespaces that are not part of a function's name
 _COUNTED = ("model", "instructions", "input", "tools", "tool_choice", "parallel_tool_calls", "reasoning", "text")
 _INCOMPLETE: dict[str, Finish] = {"max_output_tokens": "length", "content_filter": "stop"}
 
@@ -56,7 +54,7 @@ class _Logprob(msgspec.Struct):
 
 
 class _Item(msgspec.Struct):
-    """An item of the answer, when it is whole."""
+    """A complete item of the answer."""
 
     type: str
     id: str | None = None
@@ -150,8 +148,8 @@ class ResponsesRelay(StreamingRelay):
             laid = _translate(request, frozenset(), logprobs=False).body
         body = {name: laid[name] for name in _COUNTED if name in laid}
         try:
-            return (await self._ask("/responses/input_tokens", body, _Count, request)).input_tokens
-        except EngineRejected as error:  # not all who speak this dialect can
+            return (await self._request("/responses/input_tokens", body, _Count, request)).input_tokens
+        except EngineRejected as error:  # not all endpoints of this dialect can count
             raise NotFound(f"tokens cannot be counted; estimate them ({error.message})") from None
 
     def _path(self, request: RelayRequest) -> str:
@@ -167,7 +165,7 @@ class ResponsesRelay(StreamingRelay):
 
 
 def _override_body(request: RelayRequest, without: frozenset[str], *, logprobs: bool) -> RelayBody:
-    """The agent's body with the gateway's model, limit, sampling and questions over it. All else stays as it is."""
+    """Override model, limit, sampling and capture in the agent's body. Everything else is unchanged."""
     laid: dict[str, Any] = {**parse_fields("the body", request.call.body), "stream": True}
     lost: list[str] = []
     if request.model:
@@ -177,7 +175,7 @@ def _override_body(request: RelayRequest, without: frozenset[str], *, logprobs: 
     if request.sampling is not None:
         for name in _SAMPLING:
             laid.pop(name, None)
-        laid.update(translate_pinned("responses", request.sampling, _SAMPLING))  # left out is neutral here
+        laid.update(translate_pinned("responses", request.sampling, _SAMPLING))  # absent fields are neutral here
     asked = {_SEALS, _LOGPROBS} if logprobs else {_SEALS}
     given = [str(msgspec.json.decode(name)) for name in _list(laid.get("include"))]
     wanted = [name for name in sorted(asked - set(given)) if name not in without]
@@ -193,7 +191,7 @@ def _override_body(request: RelayRequest, without: frozenset[str], *, logprobs: 
 
 
 def _list(raw: msgspec.Raw | None) -> list[msgspec.Raw]:
-    """A list in the agent's body, each item as the agent wrote it; none where it is no list."""
+    """Return the raw items of a list in the agent's body; empty if it is not a list."""
     return _raws(raw) if raw is not None and bytes(raw).startswith(b"[") else []
 
 
@@ -208,7 +206,7 @@ def _include_refusals(wanted: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _restore_item(raw: msgspec.Raw) -> Json:
-    """An item as the endpoint knows it."""
+    """Restore an item as the endpoint sent it: its id, and its encrypted content."""
     if b"_tg" not in bytes(raw) and b'"encrypted_content"' not in bytes(raw):
         return raw
     item = msgspec.json.decode(raw)
@@ -224,7 +222,7 @@ def _restore_item(raw: msgspec.Raw) -> Json:
     return item
 
 
-# ── what a call of another dialect means, in this format ────────────────────────────────────────────────────────────────
+# ── translation from other dialects ────────────────────────────────────────────────────────────────────────────────────
 
 
 def _translate(request: RelayRequest, without: frozenset[str], *, logprobs: bool) -> RelayBody:
@@ -253,10 +251,10 @@ def _translate(request: RelayRequest, without: frozenset[str], *, logprobs: bool
     if request.sampling is not None:
         body |= translate_pinned("responses", request.sampling, _SAMPLING)
     else:
-        drawn, unsaid = translate_sampling(call, _SAMPLING, without)
-        loose |= {name: (name,) for name in drawn}
-        lost += unsaid
-        body |= drawn
+        sampling, unsupported = translate_sampling(call, _SAMPLING, without)
+        loose |= {name: (name,) for name in sampling}
+        lost += unsupported
+        body |= sampling
     lost += list_unsupported(call)
     return RelayBody(body, loose, tuple(dict.fromkeys(lost)))
 
@@ -271,7 +269,7 @@ def _items(one: RelayMessage, lost: list[str]) -> list[Json]:
             return items
         case "assistant":
             if message.reasoning:
-                lost.append("reasoning of earlier turns")  # the API takes only what it has sealed
+                lost.append("reasoning of earlier turns")  # the API only accepts encrypted reasoning
             said = [{"type": "output_text", "text": message.content}] if message.content else []
             spoken = [{"type": "message", "role": "assistant", "content": said}] if said else []
             calls = [
@@ -316,7 +314,7 @@ def _constraint_fields(constraint: Constraint | None, tools: Sequence[Tool]) -> 
 def _thinking(
     request: RelayRequest, without: frozenset[str], loose: dict[str, tuple[str, ...]], lost: list[str]
 ) -> dict[str, Json]:
-    """Summaries are asked for wherever the model reasons, since they are part of what is recorded."""
+    """Build the reasoning settings. Summaries are always requested, because they are recorded."""
     wanted = reasoning_effort(request.call) or ("none" if wants_thinking(request.call) is False else "")
     loose["summary"] = ("summar",)
     loose["effort"] = ("effort",)
@@ -332,19 +330,19 @@ def _thinking(
     return {"reasoning": config} if config else {}
 
 
-# ── what the endpoint answers ───────────────────────────────────────────────────────────────────────────────────────────
+# ── the answer ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class _Answer:
-    """Collects one reply, event by event. `keeps`: the agent's dialect may have no place for what has to be given back."""
+    """Collects a reply, event by event. `keeps`: keep the turn verbatim, because the agent's dialect may not return all of it."""
 
     def __init__(self, client: EngineClient, *, keeps: bool) -> None:
         self.finish: Finish | None = None
         self._client = client
         self._keeps = keeps
         self._usage: Usage | None = None
-        self._items: list[msgspec.Raw] = []  # the turn in the endpoint's words
-        self._matters = False  # those have to be given back as they are
+        self._items: list[msgspec.Raw] = []  # the turn in the endpoint's format
+        self._must_return = False  # the items have to be returned unchanged
         self._calls: list[ToolCall] = []
         self._said = False
         self._fault = ""
@@ -364,7 +362,7 @@ class _Answer:
             case "response.reasoning_summary_part.added" if event.summary_index > 0:
                 events = [Delta("reasoning", "\n\n")]
             case "response.output_item.done":
-                events = self._whole(event.item)
+                events = self._add_item(event.item)
             case "response.completed" | "response.incomplete":
                 self._end(event.response or _Response())
             case "response.failed" | "error":
@@ -380,19 +378,19 @@ class _Answer:
             usage=self._usage,
             fault=self._fault,
             verbatim=encode_verbatim(self._items, [call.id for call in self._calls])
-            if self._keeps and self._matters
+            if self._keeps and self._must_return
             else b"",
         )
 
-    def _whole(self, raw: msgspec.Raw) -> list[Delta | CallDelta]:
+    def _add_item(self, raw: msgspec.Raw) -> list[Delta | CallDelta]:
         item = self._client.decode(_item, bytes(raw))
         self._items.append(msgspec.Raw(bytes(raw)))
         match item.type:
             case "message":
-                self._matters = self._matters or item.phase is not None
+                self._must_return = self._must_return or item.phase is not None
                 return []
             case "reasoning":
-                self._matters = self._matters or bool(item.encrypted_content or item.content)
+                self._must_return = self._must_return or bool(item.encrypted_content or item.content)
                 if item.encrypted_content and not self._keeps:
                     return [
                         Delta("signature", f"{item.id}:{item.encrypted_content}" if item.id else item.encrypted_content)
@@ -416,7 +414,7 @@ class _Answer:
                 self._fault = f"{self._client.engine} kept its answer back ({reason})"
 
     def _failure(self, event: _Event) -> TurngateError:
-        """It may be told in three places."""
+        """Build the error from one of the three places that may hold it."""
         inside = event.response.error if event.response is not None else msgspec.Raw()
         bare = msgspec.json.encode({"code": event.code, "message": event.message or "it failed"})
         error = next((raw for raw in (event.error, inside) if is_present(raw)), msgspec.Raw(bare))
@@ -424,7 +422,7 @@ class _Answer:
 
 
 def _call(item: _Item) -> ToolCall:
-    """Under the names that the `responses` dialect has for tools: one name for a function and its namespace, free text as `input`."""
+    """Build a tool call as in the `responses` dialect: the namespace is part of the name, and free text is `input`."""
     name = item.name if item.namespace in _PLAIN else f"{item.namespace}__{item.name}"
     if item.type == "custom_tool_call":
         return ToolCall(item.call_id, name, msgspec.json.encode({"input": item.input}).decode())

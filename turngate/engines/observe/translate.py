@@ -1,8 +1,7 @@
-"""A call as what it means, for an endpoint that speaks another dialect. The relays of observe mode write it down anew with this.
+"""Translate a call for an endpoint of another dialect. No I/O.
 
-A relay has one function that turns a request into a body of its endpoint's format (`Written`). What that format has no word
-for is either refused by name, where the answer would not be the one that was asked for, or left out and said to be lost.
-No I/O.
+A relay has one function that translates a request to its endpoint's format (`RelayBody`). What that format cannot express is either
+rejected by name, if the answer would not be what the agent asked for, or left out and reported as lost.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from turngate.errors import BadRequest, ContextOverflow, EngineRejected
 from turngate.types import Call, Constraint, Json, Message, Sampling, Tool
 
 NEUTRAL = msgspec.structs.asdict(Sampling())
-SHRINKS = 2  # how often an answer is made shorter so that it fits
-_MODELS = 64  # of which it is remembered what they refuse
-# Never passed on, whatever a dialect says: these are the gateway's own, or belong to one connection.
+SHRINKS = 2  # how often the bound on the answer is lowered to fit
+_MODELS = 64  # whose rejected fields are remembered
+# Never forwarded: these belong to the gateway, or to one connection.
 _HELD_BACK = re.compile(
     "authorization|x-api-key|x-goog-api-key|cookie|host|connection|(content|accept|transfer)-.*", re.IGNORECASE
 )
@@ -29,37 +28,37 @@ _HELD_BACK = re.compile(
 class RelayBody(msgspec.Struct, frozen=True):
     """A body for an endpoint.
 
-    `loose` names what it can be written without, and the words by which an endpoint that does not know it refuses it.
+    `loose`: fields that may be left out, and the words by which an endpoint rejects each.
     """
 
     body: dict[str, Any]
     loose: Mapping[str, tuple[str, ...]] = {}
-    lost: tuple[str, ...] = ()  # what of the call it does not say
-    biases: tuple[str, ...] = ()  # what of it may change how tokens are drawn, unrecorded so far
+    lost: tuple[str, ...] = ()  # parts of the call that it does not express
+    biases: tuple[str, ...] = ()  # fields that may bias the sampling
 
-    def refused(self, refusal: str) -> set[str]:
-        """What of it the endpoint does not want."""
-        said = refusal.lower()
-        return {name for name, words in self.loose.items() if any(word.lower() in said for word in words)}
+    def find_rejected(self, message: str) -> set[str]:
+        """Find the fields that a rejection names."""
+        text = message.lower()
+        return {name for name, words in self.loose.items() if any(word.lower() in text for word in words)}
 
 
 class RejectedFields:
-    """What an endpoint has refused by name, model by model."""
+    """Fields that an endpoint has rejected, by model."""
 
     def __init__(self) -> None:
         self._names: dict[str, frozenset[str]] = {}
 
-    def of(self, model: str) -> frozenset[str]:
+    def for_model(self, model: str) -> frozenset[str]:
         return self._names.get(model, frozenset())
 
     def add(self, model: str, names: set[str]) -> None:
-        if len(self._names) >= _MODELS and model not in self._names:  # agents may ask for any name
+        if len(self._names) >= _MODELS and model not in self._names:  # agents may request any name
             self._names.pop(next(iter(self._names)))
-        self._names[model] = self.of(model) | names
+        self._names[model] = self.for_model(model) | names
 
 
 class RelayMessage(msgspec.Struct, frozen=True):
-    """One message, with the endpoint's own words for it where it is a turn of its own that has to be given back as it was."""
+    """A message. `turn`: in the endpoint's own format, if it must be returned unchanged."""
 
     message: Message
     turn: msgspec.Raw | None = None
@@ -74,14 +73,14 @@ _verbatim = msgspec.json.Decoder(_Verbatim)
 
 
 def encode_verbatim(turn: Json, ids: Sequence[str]) -> bytes:
-    """A turn for `RelayChunk.verbatim`: in the endpoint's words, and with the ids that it gave its calls."""
+    """Encode a turn for `RelayChunk.verbatim`: in the endpoint's format, with its ids of the calls."""
     return msgspec.json.encode({"ids": ids, "turn": turn})
 
 
 def read_messages(request: RelayRequest) -> list[RelayMessage]:
-    """The messages of a call. Results name the calls that they answer by the endpoint's own ids, and by tool."""
+    """Read the messages of a call. Tool results refer to calls by the endpoint's ids, and name the tool."""
     history = request.call.history
-    said: list[RelayMessage] = []
+    messages: list[RelayMessage] = []
     calls: dict[str, tuple[str, str]] = {}  # the agent's id of a call → the endpoint's, and the tool's name
     taken: set[str] = set()
     for index in range(len(history.raws)):
@@ -96,18 +95,18 @@ def read_messages(request: RelayRequest) -> list[RelayMessage]:
                     calls[call.id] = its, call.name
                 renamed = [msgspec.structs.replace(c, id=its) for c, its in zip(message.tool_calls, ids, strict=False)]
                 spoken = msgspec.structs.replace(message, tool_calls=tuple(renamed))
-                said.append(RelayMessage(spoken, own.turn if own is not None else None))
+                messages.append(RelayMessage(spoken, own.turn if own is not None else None))
             elif message.role == "tool":
                 its, name = calls.get(message.tool_call_id, (message.tool_call_id, ""))
                 named = msgspec.structs.replace(message, tool_call_id=its, name=message.name or name)
-                said.append(RelayMessage(named))
+                messages.append(RelayMessage(named))
             else:
-                said.append(RelayMessage(message))
-    return said
+                messages.append(RelayMessage(message))
+    return messages
 
 
 def _make_unique(call_id: str, taken: set[str]) -> str:
-    """Some agents count their calls anew in every turn; most endpoints want an id to stand for one call."""
+    """Make an id unique: some agents restart their counter in every turn, but most endpoints need unique ids."""
     found = call_id
     while found in taken:
         found = f"{call_id}_{len(taken)}"
@@ -115,10 +114,10 @@ def _make_unique(call_id: str, taken: set[str]) -> str:
     return found
 
 
-def split_system_prompt(said: list[RelayMessage]) -> tuple[str, list[RelayMessage]]:
-    """The system prompt, and what follows it. Several system messages in a row are one."""
-    count = next((n for n, one in enumerate(said) if one.message.role != "system"), len(said))
-    return "\n\n".join(one.message.content for one in said[:count] if one.message.content), said[count:]
+def split_system_prompt(messages: list[RelayMessage]) -> tuple[str, list[RelayMessage]]:
+    """Split off the system prompt. Several leading system messages are joined."""
+    count = next((n for n, one in enumerate(messages) if one.message.role != "system"), len(messages))
+    return "\n\n".join(one.message.content for one in messages[:count] if one.message.content), messages[count:]
 
 
 def list_tools(call: Call) -> tuple[Tool, ...]:
@@ -126,26 +125,26 @@ def list_tools(call: Call) -> tuple[Tool, ...]:
 
 
 def list_allowed_tools(constraint: Constraint, tools: Sequence[Tool]) -> tuple[str, ...]:
-    """The tools among which a reply has to choose, where those are not all."""
+    """List the tools that a reply has to choose from; empty if those are all."""
     names = [choice["properties"]["name"]["const"] for choice in constraint.schema["items"]["anyOf"]]
     return tuple(names) if set(names) != {tool.name for tool in tools} else ()
 
 
 def reasoning_effort(call: Call) -> str:
-    """How hard the agent wants the model to think, where it says so."""
+    """Return the reasoning effort that the agent requests, if any."""
     return str(call.template_hints.get("reasoning_effort") or "")
 
 
 def wants_thinking(call: Call) -> bool | None:
-    """Whether the agent wants the model to think at all, where it says so."""
+    """Return whether the agent wants the model to think; None if it does not say."""
     if reasoning_effort(call):
         return reasoning_effort(call) != "none"
-    told = call.template_hints.get("enable_thinking")
-    return None if told is None else bool(told)
+    enabled = call.template_hints.get("enable_thinking")
+    return None if enabled is None else bool(enabled)
 
 
 def parse_arguments(text: str) -> dict[str, Json]:
-    """The arguments of a call, for formats that know only objects. What the model wrote wrongly is shown to it as it was."""
+    """Parse the arguments of a call, for formats that only accept objects. Malformed text is kept in a field."""
     try:
         value = msgspec.json.decode(text or "{}")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -153,19 +152,19 @@ def parse_arguments(text: str) -> dict[str, Json]:
     return value if isinstance(value, dict) else {"malformed_arguments": text}
 
 
-def list_unsupported(call: Call, *sayable: str) -> list[str]:
-    """What an agent may ask of any model's thinking and style, and few endpoints have a word for."""
-    asked = [name for name in ("thinking_budget", "verbosity") if call.template_hints.get(name) is not None]
-    asked += ["chat_template_kwargs"] if call.template_kwargs else []
-    return [name for name in asked if name not in sayable]
+def list_unsupported(call: Call, *supported: str) -> list[str]:
+    """List requested settings of thinking and style that the endpoint does not support."""
+    requested = [name for name in ("thinking_budget", "verbosity") if call.template_hints.get(name) is not None]
+    requested += ["chat_template_kwargs"] if call.template_kwargs else []
+    return [name for name in requested if name not in supported]
 
 
-def shrink_to_fit(request: RelayRequest, written: RelayBody, error: ContextOverflow) -> RelayRequest | None:
-    """The same call with a bound on its answer that leaves room for the prompt, where the bound was all that was too large.
+def shrink_to_fit(request: RelayRequest, body: RelayBody, error: ContextOverflow) -> RelayRequest | None:
+    """Lower the bound on the answer so that the prompt fits, if only the bound was too large.
 
     An agent of another dialect asks for as long an answer as its own provider's models can give.
     """
-    bound = next((written.body[name] for name in _BOUNDS if name in written.body), None)
+    bound = next((body.body[name] for name in _BOUNDS if name in body.body), None)
     if bound is None or error.limit is None or error.size is None:
         return None
     room = error.limit - (error.size - int(bound))
@@ -176,12 +175,12 @@ _BOUNDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
 def translate_pinned(endpoint: str, sampling: Sampling, names: Mapping[str, str]) -> dict[str, Json]:
-    """The session's sampling under the endpoint's `names`, less what is neutral. All of it can be said, or none is."""
+    """Translate the session's sampling to the endpoint's `names`, without neutral values. Fails if one is not supported."""
     values = {name: value for name, value in msgspec.structs.asdict(sampling).items() if value != NEUTRAL[name]}
-    unsayable = [name for name in values if name not in names]
-    if unsayable:
+    unsupported = [name for name in values if name not in names]
+    if unsupported:
         raise EngineRejected(
-            f"this session pins {', '.join(unsayable)}, for which {endpoint} has no word; open it without"
+            f"this session pins {', '.join(unsupported)}, for which {endpoint} has no word; open it without"
         )
     return {names[name]: value for name, value in values.items()}
 
@@ -189,14 +188,14 @@ def translate_pinned(endpoint: str, sampling: Sampling, names: Mapping[str, str]
 def translate_sampling(
     call: Call, names: Mapping[str, str], without: frozenset[str]
 ) -> tuple[dict[str, Json], list[str]]:
-    """The agent's own sampling under the endpoint's `names`, and what of it gets lost."""
+    """Translate the agent's sampling to the endpoint's `names`. Also returns what is lost."""
     values = {name: value for name, value in call.sampling.items() if value != NEUTRAL[name]}
-    sayable = {names[name]: value for name, value in values.items() if name in names and names[name] not in without}
-    return sayable, [name for name in values if name not in names or names[name] in without]
+    translated = {names[name]: value for name, value in values.items() if name in names and names[name] not in without}
+    return translated, [name for name in values if name not in names or names[name] in without]
 
 
 def parse_fields(name: str, json: bytes) -> dict[str, msgspec.Raw]:
-    """The fields of an object in the agent's body, each as the agent wrote it."""
+    """Parse an object of the agent's body into its raw fields."""
     try:
         return _fields(json) or {}
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -207,7 +206,7 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw] | None).decode
 
 
 def select_headers(request: RelayRequest, dialect: str) -> dict[str, str]:
-    """The agent's headers that go along to an endpoint of its own dialect. Never a key."""
+    """Select the agent's headers to forward to an endpoint of the same dialect. Never a key."""
     if request.call.dialect != dialect:
         return {}
     return {name: value for name, value in request.call.forwarded_headers.items() if not _HELD_BACK.fullmatch(name)}
