@@ -67,7 +67,8 @@ async def test_a_reward_that_is_not_known_is_none_and_one_that_is_0_is_0(url: st
         assert broken.observation.result["wall_s"] > 0
 
 
-def test_from_code_that_does_not_await(url: str) -> None:
+def test_from_code_that_does_not_await(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("turngate.openenv.client.WAIT_S", scaled(60))  # so that one call of finalize is enough
     with TurngateEnv(url).sync() as env:
         assert env.reset().observation.endpoints
         result = env.run_rollout(MODEL, ASK, GOOD, task_id="sum", agent_timeout_s=scaled(60))
