@@ -101,9 +101,9 @@ class Builder:
         self._db.execute(_INSERT_CONTEXT if isinstance(node, Context) else _INSERT_SAMPLED, row)
 
     def outcome(self, key: int, name: str, outcome: RecordedOutcome, at: float) -> None:
-        written = outcome.check()
+        written = outcome.encode()
         self._db.execute("INSERT OR REPLACE INTO outcomes VALUES (?,?,?)", (key, at, written))
-        self.event(name, "outcome", outcome.facts(), at)
+        self.event(name, "outcome", outcome.event_data(), at)
         self._store.feeds.enter(self._db, key, name, written)
 
 

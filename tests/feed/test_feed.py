@@ -425,7 +425,7 @@ async def test_the_loop_goes_on_while_a_feed_is_filled_and_numbers_are_in_order(
         vocabulary = t.g.app.renderer.tokenizer.digest
         for number in range(3000):
             key = t.g.app.store.add_session(f"s{number}", f"{number}".encode(), SessionConfig(), 0.0, vocabulary)
-            written = msgspec.structs.replace(outcome, group=f"g{number // 4}").check()
+            written = msgspec.structs.replace(outcome, group=f"g{number // 4}").encode()
             t.g.app.store.outcomes.put(key, written, new_event(f"s{number}", "outcome", {}), replace=False)
         opening = asyncio.create_task(Feed.open(t.client, "f", FeedConfig(n=4, from_start=True)))
         await until(lambda: t.g.rows("SELECT count(*) FROM rolled") > [(200,)])

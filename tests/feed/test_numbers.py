@@ -127,7 +127,7 @@ def test_a_feed_is_what_a_simple_list_would_be(steps: list[tuple[Any, ...]]) -> 
                     case ("record", session, kind, group) if store.find_key(session) is not None:
                         outcome = RecordedOutcome(kind=kind, group=group, reward=1.0 if kind == "graded" else None)
                         changed = recorded.get(session) != (kind, group)
-                        store.outcomes.put(session, outcome.check(), new_event("s", "outcome", {}), replace=True)
+                        store.outcomes.put(session, outcome.encode(), new_event("s", "outcome", {}), replace=True)
                         if changed:
                             recorded.pop(session, None)
                             recorded[session] = (kind, group)
@@ -175,7 +175,7 @@ def test_what_is_recorded_while_a_feed_is_filled_comes_after_what_was_there_what
 
         def record(session: int, group: str, when: float) -> None:
             outcome = RecordedOutcome(kind="graded", group=group, reward=1.0)
-            store.outcomes.put(session, outcome.check(), NewEvent("s", "outcome", b"{}", when), replace=True)
+            store.outcomes.put(session, outcome.encode(), NewEvent("s", "outcome", b"{}", when), replace=True)
 
         try:
             for number in range(1, 8):

@@ -116,7 +116,7 @@ async def test_only_finite_rewards(reward: str) -> None:
         response = await g.admin.put(f"/admin/sessions/{session.id}/outcome", content=body)
         assert response.status_code == 400
         with pytest.raises(BadRequest, match="reward"):
-            RecordedOutcome(kind="graded", reward=float(reward.replace("1e999", "inf"))).check()
+            RecordedOutcome(kind="graded", reward=float(reward.replace("1e999", "inf"))).encode()
 
 
 async def test_no_secret_of_a_session_gets_at_it() -> None:

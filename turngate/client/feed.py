@@ -217,8 +217,8 @@ class Feed(AbstractAsyncContextManager["Feed"]):
 
     async def commit(self, number: int) -> None:
         """Commit up to a number, which is in this trainer's checkpoint: no reader starts before it again. May be repeated."""
-        told = await _retry_as_reader(lambda: self._gateway.commit_feed(self.name, self._reader, number))
-        self.committed = max(self.committed, told)
+        committed = await _retry_as_reader(lambda: self._gateway.commit_feed(self.name, self._reader, number))
+        self.committed = max(self.committed, committed)
 
     async def _fetch(self, wait_s: float) -> None:
         page = await _as_reader(

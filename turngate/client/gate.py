@@ -171,12 +171,12 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
                 continue
             leases = {call.id: call.lease for call in self._mine.values()}
             try:
-                told = await self._client.post_msgpack(
+                renewed = await self._client.post_msgpack(
                     "/admin/gate/renew", RenewLeases(leases), RenewedLeases, self._lease_s
                 )
             except TurngateError as error:
                 log.warning("the leases of %d calls could not be renewed: %s", len(leases), error.message)
                 continue
-            for call_id, why in told.over.items():
+            for call_id, why in renewed.over.items():
                 if (call := self._mine.pop(call_id, None)) is not None and not call.over:
                     call.gone = why

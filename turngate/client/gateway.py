@@ -124,7 +124,7 @@ class GatewayClient(GatewayTransport):
 
     async def record(self, session: str, recorded: RecordedOutcome, *, replace: bool = False) -> None:
         """Record the outcome of a rollout. The same outcome again is fine; another one is rejected without `replace`."""
-        recorded.check()
+        recorded.encode()  # rejects what the gateway would reject
         suffix = "?replace=1" if replace else ""
         path = f"/admin/sessions/{quote(session)}/outcome{suffix}"
         await self._request("PUT", path, _Ignored, msgspec.to_builtins(recorded))

@@ -22,12 +22,12 @@ class OutcomeRecorder:
 
     def record(self, session_id: str, outcome: RecordedOutcome, *, replace: bool = False) -> None:
         """Store the outcome of an ended session, once. Recording the same outcome again is fine."""
-        written = outcome.check()
+        written = outcome.encode()
         row = self._sessions.find_row(session_id)
         live = self._sessions.find_live(session_id)
         if (live.status if live else row.status) == "open":
             raise Conflict(f"session {session_id} is still open; seal it first, then record how it ended")
-        event = new_event(session_id, "outcome", outcome.facts())
+        event = new_event(session_id, "outcome", outcome.event_data())
         before = self._outcomes.put(row.key, written, event, replace=replace)
         if before is not None and before != written and not replace:
             raise Conflict(f"session {session_id} has another outcome already; replace it with ?replace=1")

@@ -319,6 +319,6 @@ def _read_metadata(db: sqlite3.Connection, session: int) -> tuple[str, str]:
     except (msgspec.DecodeError, ValueError):
         config = None
     metadata: Json = config.get("metadata") if isinstance(config, dict) else None
-    told = [metadata.get(name) if isinstance(metadata, dict) else None for name in ("group", "task")]
-    group, task = (value if isinstance(value, str) else "" for value in told)
+    values = [metadata.get(name) if isinstance(metadata, dict) else None for name in ("group", "task")]
+    group, task = (value if isinstance(value, str) else "" for value in values)
     return group, task

@@ -40,7 +40,7 @@ class RecordedOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     attempt: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 1
     data: Json = None  # the runner's own
 
-    def facts(self) -> dict[str, Json]:
+    def event_data(self) -> dict[str, Json]:
         """The data of its event."""
         return {
             "kind": self.kind,
@@ -51,7 +51,7 @@ class RecordedOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             "attempt": self.attempt,
         }
 
-    def check(self) -> bytes:
+    def encode(self) -> bytes:
         """Validate it and encode it for the store: equal outcomes give equal bytes. Raises `BadRequest`."""
         if self.reward is not None and not math.isfinite(self.reward):
             raise BadRequest(f"reward: {self.reward} is not a finite number", param="reward")

@@ -30,53 +30,53 @@ class RolloutQuery(msgspec.Struct, frozen=True, kw_only=True):
     limit: int = 50
 
 
-def matches(kept: RolloutEntry, wanted: RolloutQuery) -> bool:
-    row = kept.row
+def matches(entry: RolloutEntry, query: RolloutQuery) -> bool:
+    row = entry.row
     return (
-        (not wanted.status or row.status in wanted.status)
-        and (not wanted.kind or (row.kind or "none") in wanted.kind)
-        and (not wanted.group or row.group in wanted.group)
-        and (not wanted.task or row.task in wanted.task)
-        and (not wanted.agent or row.agent in wanted.agent)
-        and (not wanted.model or row.model in wanted.model)
-        and (not wanted.mode or row.mode in wanted.mode)
-        and (not wanted.text or wanted.text in _search_text(kept))
+        (not query.status or row.status in query.status)
+        and (not query.kind or (row.kind or "none") in query.kind)
+        and (not query.group or row.group in query.group)
+        and (not query.task or row.task in query.task)
+        and (not query.agent or row.agent in query.agent)
+        and (not query.model or row.model in query.model)
+        and (not query.mode or row.mode in query.mode)
+        and (not query.text or query.text in _search_text(entry))
     )
 
 
-def _search_text(kept: RolloutEntry) -> str:
-    if not kept.found:
-        row = kept.row
+def _search_text(entry: RolloutEntry) -> str:
+    if not entry.found:
+        row = entry.row
         parts = (row.id, row.name, row.group, row.task, row.agent, row.model, row.message, row.stop)
-        kept.found = "\n".join(dict.fromkeys(parts)).casefold()
-    return kept.found
+        entry.found = "\n".join(dict.fromkeys(parts)).casefold()
+    return entry.found
 
 
-def group_matches(group: GroupRow, wanted: RolloutQuery) -> bool:
+def group_matches(group: GroupRow, query: RolloutQuery) -> bool:
     text = f"{group.group}\n{group.agent}\n{group.model}".casefold()
     return (
-        (not wanted.task or group.task in wanted.task)
-        and (not wanted.agent or group.agent in wanted.agent)
-        and (not wanted.model or group.model in wanted.model)
-        and (not wanted.text or wanted.text in text)
+        (not query.task or group.task in query.task)
+        and (not query.agent or group.agent in query.agent)
+        and (not query.model or group.model in query.model)
+        and (not query.text or query.text in text)
     )
 
 
 SORT_KEYS: Mapping[str, Callable[[RolloutEntry], Json]] = {
-    "opened": lambda kept: kept.row.opened,
-    "closed": lambda kept: kept.row.closed,
-    "seen": lambda kept: kept.row.seen,
-    "seconds": lambda kept: (kept.row.closed or time.time()) - kept.row.opened,
-    "reward": lambda kept: kept.row.reward,
-    "turns": lambda kept: kept.row.turns,
-    "sampled_tokens": lambda kept: kept.row.sampled_tokens,
-    "task": lambda kept: kept.row.task or None,
-    "group": lambda kept: kept.row.group or None,
-    "status": lambda kept: STATUSES.index(kept.row.status),
-    "class": lambda kept: kept.row.kind or None,
-    "agent": lambda kept: kept.row.agent or None,
-    "model": lambda kept: kept.row.model or None,
-    "version": lambda kept: kept.row.version_start,
+    "opened": lambda entry: entry.row.opened,
+    "closed": lambda entry: entry.row.closed,
+    "seen": lambda entry: entry.row.seen,
+    "seconds": lambda entry: (entry.row.closed or time.time()) - entry.row.opened,
+    "reward": lambda entry: entry.row.reward,
+    "turns": lambda entry: entry.row.turns,
+    "sampled_tokens": lambda entry: entry.row.sampled_tokens,
+    "task": lambda entry: entry.row.task or None,
+    "group": lambda entry: entry.row.group or None,
+    "status": lambda entry: STATUSES.index(entry.row.status),
+    "class": lambda entry: entry.row.kind or None,
+    "agent": lambda entry: entry.row.agent or None,
+    "model": lambda entry: entry.row.model or None,
+    "version": lambda entry: entry.row.version_start,
 }
 GROUP_SORT_KEYS: Mapping[str, Callable[[GroupRow], Json]] = {
     "latest": lambda group: group.latest,

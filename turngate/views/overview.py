@@ -27,7 +27,7 @@ class Overview(RolloutIndex):
 
     def sums(self, store: Store) -> dict[str, Json]:
         cursor, now = self.refresh(store), time.time()
-        rows = [kept.row for kept in self.all(now)]
+        rows = [entry.row for entry in self.all(now)]
         statuses = Counter(row.status for row in rows)
         classes: Counter[str] = Counter(row.kind for row in rows)
         return {
@@ -43,34 +43,34 @@ class Overview(RolloutIndex):
             "tasks": len({row.task for row in rows if row.task}),
         }
 
-    def rollouts(self, store: Store, wanted: RolloutQuery) -> dict[str, Json]:
+    def rollouts(self, store: Store, query: RolloutQuery) -> dict[str, Json]:
         cursor, now = self.refresh(store), time.time()
-        found = [kept for kept in self.all(now) if matches(kept, wanted)]
-        if wanted.sort.removeprefix("-") == "version":
-            for kept in found:
-                self.refresh_row(kept, now, store)
-        found = sort_by(found, wanted.sort, SORT_KEYS, lambda kept: kept.row.id)
-        page = found[wanted.offset : wanted.offset + wanted.limit]
+        found = [entry for entry in self.all(now) if matches(entry, query)]
+        if query.sort.removeprefix("-") == "version":
+            for entry in found:
+                self.refresh_row(entry, now, store)
+        found = sort_by(found, query.sort, SORT_KEYS, lambda entry: entry.row.id)
+        page = found[query.offset : query.offset + query.limit]
         return {
-            "rollouts": [self.refresh_row(kept, now, store) for kept in page],
+            "rollouts": [self.refresh_row(entry, now, store) for entry in page],
             "total": len(found),
-            "offset": wanted.offset,
-            "limit": wanted.limit,
+            "offset": query.offset,
+            "limit": query.limit,
             "cursor": cursor,
         }
 
     def rollout(self, store: Store, session: str) -> tuple[RolloutRow, int, int]:
         """A rollout's row, the key of its session (0 if it has none), and the cursor."""
         cursor = self.refresh(store)
-        kept = self.entries.get(session)
-        if kept is None:
+        entry = self.entries.get(session)
+        if entry is None:
             raise NotFound(f"there is no rollout {session!r}")
-        return self.refresh_row(kept, time.time(), store), kept.key, cursor
+        return self.refresh_row(entry, time.time(), store), entry.key, cursor
 
     def damage(self, session: str) -> str:
         """What of a rollout cannot be read; empty if all of it can, as far as the index knows."""
-        kept = self.entries.get(session)
-        return "" if kept is None else kept.damage
+        entry = self.entries.get(session)
+        return "" if entry is None else entry.damage
 
     def check_retry(self, store: Store, session: str) -> tuple[RolloutRow, str]:
         """A rollout's row, and why it cannot be tried again; empty if it can."""
@@ -85,7 +85,7 @@ class Overview(RolloutIndex):
             return row, "nothing failed: it was not to be graded"
         if not row.batch or not row.name:
             return row, "it belongs to no batch; run it again where it was run"
-        later = max(kept.row.attempt for kept in self.entries.values() if kept.row.name == row.name)
+        later = max(entry.row.attempt for entry in self.entries.values() if entry.row.name == row.name)
         return row, f"attempt {later} of it is there already" if later > row.attempt else ""
 
     def list_changes(self, store: Store, after: int) -> dict[str, Json]:
@@ -98,21 +98,21 @@ class Overview(RolloutIndex):
         gone = [one for one in touched[:_MOST_CHANGED] if one not in self.entries and not one.startswith(BATCH_STREAM)]
         return {"cursor": cursor, "rollouts": rows, "gone": gone, "more": len(touched) > _MOST_CHANGED}
 
-    def groups(self, store: Store, wanted: RolloutQuery) -> dict[str, Json]:
+    def groups(self, store: Store, query: RolloutQuery) -> dict[str, Json]:
         cursor, now = self.refresh(store), time.time()
         found = []
         for number, (name, rows) in enumerate(self._members(now).items(), 1):
             group = summarize_group(name, rows)
-            if group_matches(group, wanted):
+            if group_matches(group, query):
                 found.append(group)
             if number % (CHUNK // 8) == 0:
                 yield_interpreter()
-        found = sort_by(found, wanted.sort, GROUP_SORT_KEYS, lambda group: group.group)
+        found = sort_by(found, query.sort, GROUP_SORT_KEYS, lambda group: group.group)
         return {
-            "groups": found[wanted.offset : wanted.offset + wanted.limit],
+            "groups": found[query.offset : query.offset + query.limit],
             "total": len(found),
-            "offset": wanted.offset,
-            "limit": wanted.limit,
+            "offset": query.offset,
+            "limit": query.limit,
             "cursor": cursor,
         }
 
@@ -129,12 +129,14 @@ class Overview(RolloutIndex):
         """Its rollouts, with what a trainer would make of their rewards. `trains`: by session key, whether anything of it can be
         trained; of those that are not in it, whatever has sampled tokens counts."""
         cursor, now = self.refresh(store), time.time()
-        kept = sorted((one for one in self.entries.values() if one.row.group == name), key=lambda one: one.row.opened)
-        if not kept or not name:
+        entries = sorted(
+            (one for one in self.entries.values() if one.row.group == name), key=lambda one: one.row.opened
+        )
+        if not entries or not name:
             raise NotFound("name: there is no such group", param="name")
-        rows = [self.refresh_row(one, now, store) for one in kept]
+        rows = [self.refresh_row(one, now, store) for one in entries]
         # As in a feed: a rollout without anything to train does not count.
-        counted = [one.row.reward if trains.get(one.key, one.row.sampled_tokens > 0) else None for one in kept]
+        counted = [one.row.reward if trains.get(one.key, one.row.sampled_tokens > 0) else None for one in entries]
         summed = summarize_group(name, rows)
         known = [row.reward for row in last_attempts(rows) if row.reward is not None]
         ways = {how: compute_advantages(counted, how) for how in ("normalised", "leave_one_out")}
@@ -162,10 +164,10 @@ class Overview(RolloutIndex):
     def members(self, store: Store, name: str) -> list[tuple[str, int]]:
         """Ids and session keys of the rollouts of a group that have a session, oldest first."""
         self.refresh(store)
-        kept = [one for one in self.entries.values() if one.row.group == name and one.key]
-        if not kept or not name:
+        entries = [one for one in self.entries.values() if one.row.group == name and one.key]
+        if not entries or not name:
             raise NotFound("group: there is no such group, or none of it has begun", param="group")
-        return [(one.row.id, one.key) for one in sorted(kept, key=lambda one: one.key)]
+        return [(one.row.id, one.key) for one in sorted(entries, key=lambda one: one.key)]
 
     def training(self, store: Store, prefix: str, buckets: int) -> dict[str, Json]:
         return trends.summarize_training(self, store, prefix, buckets)
@@ -175,9 +177,9 @@ class Overview(RolloutIndex):
 
     def _members(self, now: float) -> dict[str, list[RolloutRow]]:
         found: dict[str, list[RolloutRow]] = {}
-        for kept in self.all(now):
-            if kept.row.group:
-                found.setdefault(kept.row.group, []).append(kept.row)
+        for entry in self.all(now):
+            if entry.row.group:
+                found.setdefault(entry.row.group, []).append(entry.row)
         return found
 
 

@@ -170,14 +170,14 @@ class RolloutView:
         other = self._find_left_branch(node)
         if other is None and node.info.cause is None:
             return None
-        told: dict[str, Json] = {"node": node.id, "cause": node.info.cause, "from": None, "at": None, "shared": None}
-        told |= {"was": None, "now": None}
+        fork: dict[str, Json] = {"node": node.id, "cause": node.info.cause, "from": None, "at": None, "shared": None}
+        fork |= {"was": None, "now": None}
         if other is None:
-            return told
+            return fork
         ours, theirs = path_ids(node), path_ids(other)
         at = _common_prefix(ours, theirs)
         return {
-            **told,
+            **fork,
             "from": other.id,
             "at": at,
             "shared": at,
@@ -425,17 +425,17 @@ def _message_to_json(message: Message, *, whole: bool) -> dict[str, Json]:
         cut[name] = len(text)
         return f"{text[: MAX_CHARS * 3 // 4]}\n…\n{text[-MAX_CHARS // 4 :]}"
 
-    told: dict[str, Json] = {"role": message.role, "content": short("content", message.content)}
+    encoded: dict[str, Json] = {"role": message.role, "content": short("content", message.content)}
     if message.reasoning:
-        told["reasoning"] = short("reasoning", message.reasoning)
+        encoded["reasoning"] = short("reasoning", message.reasoning)
     if message.tool_calls:
-        told["tool_calls"] = [
+        encoded["tool_calls"] = [
             {"id": call.id, "name": call.name, "arguments": short(f"tool_calls.{n}.arguments", call.arguments)}
             for n, call in enumerate(message.tool_calls)
         ]
     rest = {"tool_call_id": message.tool_call_id, "name": message.name, "beyond": message.unsupported}
-    told |= {name: value for name, value in rest.items() if value}
-    return {**told, "cut": cut} if cut else told
+    encoded |= {name: value for name, value in rest.items() if value}
+    return {**encoded, "cut": cut} if cut else encoded
 
 
 def _one_line(text: str) -> str:

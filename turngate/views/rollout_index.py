@@ -181,22 +181,22 @@ class RolloutIndex:
         self._take_sessions(store)
         self.whole = self._is_whole(store)
         self._gone = {session for session in survey.list_deleted() if session not in self.entries}
-        for heard in survey.sum_events():
-            kept = self.entries.get(heard.session)
-            if kept is not None:
-                kept.row.turns, kept.row.sampled_tokens = heard.turns, heard.sampled_tokens
-                kept.row.seen = max(kept.row.seen, heard.at)
+        for totals in survey.sum_events():
+            entry = self.entries.get(totals.session)
+            if entry is not None:
+                entry.row.turns, entry.row.sampled_tokens = totals.turns, totals.sampled_tokens
+                entry.row.seen = max(entry.row.seen, totals.at)
         if not self.whole:
             self._count_old(store, oldest)
         yield_interpreter()
-        for number, fact in enumerate(survey.last_stages()):
+        for number, event in enumerate(survey.last_stages()):
             if number % _PAGE == 0:
                 yield_interpreter()
-            self._take_stage(fact, store)
+            self._take_stage(event, store)
         for moment in survey.bucket_events(BUCKET_S):
             self.spans[moment.number] = [moment.turns, moment.sampled_tokens, moment.outcomes]
-        for fact in survey.list_gateway_events(("fence", "delivery")):
-            self._take_gateway(fact)
+        for event in survey.list_gateway_events(("fence", "delivery")):
+            self._take_gateway(event)
 
     def _is_whole(self, store: Store) -> bool:
         """Whether no event was removed for its age. Events of deleted sessions do not count; a folder of an older version has sessions
@@ -206,17 +206,17 @@ class RolloutIndex:
 
     def _count_old(self, store: Store, oldest: float | None) -> None:
         """Count the turns of sessions whose first events were removed, in their traces."""
-        for kept in self.entries.values():
-            if kept.key and (oldest is None or kept.row.opened < oldest):
+        for entry in self.entries.values():
+            if entry.key and (oldest is None or entry.row.opened < oldest):
                 yield_interpreter()
-                counted = store.queries.count_turns(kept.key)
-                kept.row.turns, kept.row.sampled_tokens = counted.turns, counted.sampled_tokens
+                counted = store.queries.count_turns(entry.key)
+                entry.row.turns, entry.row.sampled_tokens = counted.turns, counted.sampled_tokens
 
     def _follow(self, store: Store) -> None:
         changed: dict[str, None] = {}  # sessions to read again
         while page := store.queries.list_events_after(self._cursor, _PAGE):
-            for fact in page:
-                self._take(fact, changed, store)
+            for event in page:
+                self._take(event, changed, store)
             self._cursor = page[-1].seq
             if len(page) < _PAGE:
                 break
@@ -225,40 +225,40 @@ class RolloutIndex:
             sessions = store.queries.find_sessions(list(changed))
             there = {session.id for session in sessions}
             for gone in changed.keys() - there:
-                if (kept := self.entries.get(gone)) is not None and kept.key:
+                if (entry := self.entries.get(gone)) is not None and entry.key:
                     del self.entries[gone]
             self._take_in(sessions, store)
 
-    def _take(self, fact: RawEvent, changed: dict[str, None], store: Store) -> None:
-        kept = self.entries.get(fact.session)
-        if kept is None and fact.kind == "opened":  # its first turn may come before the session is read
-            kept = self.entries[fact.session] = RolloutEntry(RolloutRow(id=fact.session, opened=fact.time))
-            self._gone.discard(fact.session)
-        if kept is not None:
-            kept.row.seen = max(kept.row.seen, fact.time)
-        match fact.kind:
+    def _take(self, event: RawEvent, changed: dict[str, None], store: Store) -> None:
+        entry = self.entries.get(event.session)
+        if entry is None and event.kind == "opened":  # its first turn may come before the session is read
+            entry = self.entries[event.session] = RolloutEntry(RolloutRow(id=event.session, opened=event.time))
+            self._gone.discard(event.session)
+        if entry is not None:
+            entry.row.seen = max(entry.row.seen, event.time)
+        match event.kind:
             case "turn":
-                turn = _decode_or(_turn_decoder, fact.data, _TurnEvent(finish="abort"))
+                turn = _decode_or(_turn_decoder, event.data, _TurnEvent(finish="abort"))
                 counts = turn.finish != "abort"
-                if kept is not None:
-                    kept.row.turns += counts
-                    kept.row.sampled_tokens += turn.sampled_tokens
-                span = self._span(fact.time)
+                if entry is not None:
+                    entry.row.turns += counts
+                    entry.row.sampled_tokens += turn.sampled_tokens
+                span = self._span(event.time)
                 span[0] += counts
                 span[1] += turn.sampled_tokens
             case "stage":
-                self._take_stage(fact, store)
+                self._take_stage(event, store)
             case "opened" | "sealed" | "cancelled" | "limit":
-                changed[fact.session] = None
+                changed[event.session] = None
             case "outcome":
-                changed[fact.session] = None
-                self._span(fact.time)[2] += 1
+                changed[event.session] = None
+                self._span(event.time)[2] += 1
             case "deleted":
-                self.entries.pop(fact.session, None)
-                changed.pop(fact.session, None)
-                self._gone.add(fact.session)
+                self.entries.pop(event.session, None)
+                changed.pop(event.session, None)
+                self._gone.add(event.session)
             case "fence" | "delivery":
-                self._take_gateway(fact)
+                self._take_gateway(event)
 
     def _span(self, at: float) -> list[int]:
         return self.spans.setdefault(int(at / BUCKET_S), [0, 0, 0])
@@ -273,109 +273,109 @@ class RolloutIndex:
     def _take_in(self, sessions: Sequence[RawSession], store: Store) -> None:
         outcomes = store.queries.outcomes([session.key for session in sessions])
         for session in sessions:
-            kept = self.entries.get(session.id)
-            if kept is None or kept.key not in (0, session.key):  # an id may be reused after its session was deleted
-                kept = self.entries[session.id] = RolloutEntry(RolloutRow(id=session.id))
-            self._settle(kept, session, outcomes.get(session.key))
+            entry = self.entries.get(session.id)
+            if entry is None or entry.key not in (0, session.key):  # an id may be reused after its session was deleted
+                entry = self.entries[session.id] = RolloutEntry(RolloutRow(id=session.id))
+            self._settle(entry, session, outcomes.get(session.key))
 
-    def _settle(self, kept: RolloutEntry, session: RawSession, outcome: tuple[float, bytes] | None) -> None:
-        row = kept.row
-        kept.key, kept.state, kept.found = session.key, session.status, ""
+    def _settle(self, entry: RolloutEntry, session: RawSession, outcome: tuple[float, bytes] | None) -> None:
+        row = entry.row
+        entry.key, entry.state, entry.found = session.key, session.status, ""
         row.opened, row.closed, row.stop = session.opened, session.closed, session.stop
         row.seen = max(row.seen, session.closed or session.opened)
         config = _decode_or(_settings_decoder, session.config, _SessionSettings())
-        told = config.metadata
+        metadata = config.metadata
         row.model, row.mode = config.model, config.mode
-        row.name = _text(told.get("rollout")) or row.name
-        row.group, row.task = _text(told.get("group")) or row.group, _text(told.get("task")) or row.task
-        row.agent, row.agent_version = _text(told.get("agent")), _text(told.get("agent_version"))
-        row.sandbox, row.batch = _text(told.get("sandbox")), _text(told.get("batch")) or row.batch
-        row.attempt = _positive_int(told.get("attempt"))
+        row.name = _text(metadata.get("rollout")) or row.name
+        row.group, row.task = _text(metadata.get("group")) or row.group, _text(metadata.get("task")) or row.task
+        row.agent, row.agent_version = _text(metadata.get("agent")), _text(metadata.get("agent_version"))
+        row.sandbox, row.batch = _text(metadata.get("sandbox")), _text(metadata.get("batch")) or row.batch
+        row.attempt = _positive_int(metadata.get("attempt"))
         if outcome is not None:
-            kept.recorded, written = outcome
-            row.seen = max(row.seen, kept.recorded)
+            entry.recorded, written = outcome
+            row.seen = max(row.seen, entry.recorded)
             recorded = _decode_or(_outcome_decoder, written, None)
             if recorded is None:  # its grade is lost
                 row.kind, row.reward, row.resolved = "", None, None
-                row.message = kept.damage = DAMAGED
+                row.message = entry.damage = DAMAGED
                 return
-            kept.damage = ""
+            entry.damage = ""
             row.kind, row.reward, row.resolved = recorded.kind, recorded.reward, recorded.resolved
             row.message, row.attempt = recorded.message[:_LONG], recorded.attempt
             row.group, row.task = recorded.group or row.group, recorded.task or row.task
 
-    def _take_stage(self, fact: RawEvent, store: Store) -> None:
-        if not fact.session or fact.session.startswith(BATCH_STREAM):
+    def _take_stage(self, event: RawEvent, store: Store) -> None:
+        if not event.session or event.session.startswith(BATCH_STREAM):
             return  # not of a rollout
-        told = _decode_or(_stage_decoder, fact.data, _StageEvent())
-        kept = self.entries.get(fact.session)
-        if kept is None and fact.session in self._gone:
+        stage = _decode_or(_stage_decoder, event.data, _StageEvent())
+        entry = self.entries.get(event.session)
+        if entry is None and event.session in self._gone:
             return  # its runner goes on reporting, but its session was deleted
-        if kept is None:
-            kept = self.entries[fact.session] = RolloutEntry(RolloutRow(id=fact.session, opened=fact.time))
-            begun = store.queries.first_stage(fact.session)
+        if entry is None:
+            entry = self.entries[event.session] = RolloutEntry(RolloutRow(id=event.session, opened=event.time))
+            begun = store.queries.first_stage(event.session)
             if begun is not None:
-                kept.row.opened = begun.time
-                self._describe(kept.row, _decode_or(_stage_decoder, begun.data, _StageEvent()))
-        kept.row.stage, kept.row.seen, kept.found = _text(told.stage), max(kept.row.seen, fact.time), ""
-        self._describe(kept.row, told)
-        if told.stage == DONE:
-            kept.done = _text(told.status) or "finished"
-            if not kept.key:
-                kept.row.closed = fact.time
+                entry.row.opened = begun.time
+                self._describe(entry.row, _decode_or(_stage_decoder, begun.data, _StageEvent()))
+        entry.row.stage, entry.row.seen, entry.found = _text(stage.stage), max(entry.row.seen, event.time), ""
+        self._describe(entry.row, stage)
+        if stage.stage == DONE:
+            entry.done = _text(stage.status) or "finished"
+            if not entry.key:
+                entry.row.closed = event.time
             if (
-                not kept.row.kind
-                and not kept.damage
-                and told.kind in ("graded", "agent failed", "invalid task", "infrastructure fault")
+                not entry.row.kind
+                and not entry.damage
+                and stage.kind in ("graded", "agent failed", "invalid task", "infrastructure fault")
             ):
-                kept.row.kind = told.kind
-            kept.row.message = kept.row.message or _text(told.message)[:_LONG]
+                entry.row.kind = stage.kind
+            entry.row.message = entry.row.message or _text(stage.message)[:_LONG]
 
-    def _describe(self, row: RolloutRow, told: _StageEvent) -> None:
+    def _describe(self, row: RolloutRow, stage: _StageEvent) -> None:
         """Fill in what a runner reports of a rollout that has no session yet, and may never have one."""
-        row.name = row.name or _text(told.rollout)
+        row.name = row.name or _text(stage.rollout)
         row.task, row.agent, row.model = (
-            row.task or _text(told.task),
-            row.agent or _text(told.agent),
-            row.model or _text(told.model),
+            row.task or _text(stage.task),
+            row.agent or _text(stage.agent),
+            row.model or _text(stage.model),
         )
-        row.group, row.batch = row.group or _text(told.group), row.batch or _text(told.batch)
-        row.attempt = max(row.attempt, _positive_int(told.attempt))
+        row.group, row.batch = row.group or _text(stage.group), row.batch or _text(stage.batch)
+        row.attempt = max(row.attempt, _positive_int(stage.attempt))
 
-    def _take_gateway(self, fact: RawEvent) -> None:
-        if fact.kind == "fence":
-            version = _decode_or(_fence_decoder, fact.data, _FenceEvent()).version
+    def _take_gateway(self, event: RawEvent) -> None:
+        if event.kind == "fence":
+            version = _decode_or(_fence_decoder, event.data, _FenceEvent()).version
             if version is not None and (not self.versions or version > self.versions[-1][1]):
-                self.versions.append((fact.time, version))
+                self.versions.append((event.time, version))
             return
-        one = _decode_or(_delivery_decoder, fact.data, None)
+        one = _decode_or(_delivery_decoder, event.data, None)
         if one is None:
             return
         self.deliveries.append(
-            DeliveryRecord(feed=one.feed, number=one.number, group=one.group, rollouts=one.rollouts, at=fact.time)
+            DeliveryRecord(feed=one.feed, number=one.number, group=one.group, rollouts=one.rollouts, at=event.time)
         )
         if len(self.deliveries) > _DELIVERIES:
             del self.deliveries[: _DELIVERIES // 2]
 
     # ── one row ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def refresh_row(self, kept: RolloutEntry, now: float, store: Store) -> RolloutRow:
+    def refresh_row(self, entry: RolloutEntry, now: float, store: Store) -> RolloutRow:
         """Bring a rollout's row up to date and return it. Its versions are read only here, since few rows are shown."""
-        row = kept.row
-        row.status = _status(kept, now)
+        row = entry.row
+        row.status = _status(entry, now)
         row.seconds = round(max(0.0, (row.closed or now) - row.opened), 3)
         sampled = row.turns, row.sampled_tokens  # an aborted turn has tokens but does not count as a turn
-        if kept.key and sampled != kept.versions_of:
-            found = store.queries.versions(kept.key)
+        if entry.key and sampled != entry.versions_of:
+            found = store.queries.versions(entry.key)
             row.version_start, row.version_end = found or (None, None)
-            kept.versions_of = sampled
+            entry.versions_of = sampled
         return row
 
     def all(self, now: float) -> Iterator[RolloutEntry]:
         """All rollouts with their current status. Pauses in between, so that calls are served."""
-        for number, kept in enumerate(self.entries.values(), 1):
-            kept.row.status = _status(kept, now)
-            yield kept
+        for number, entry in enumerate(self.entries.values(), 1):
+            entry.row.status = _status(entry, now)
+            yield entry
             if number % CHUNK == 0:
                 yield_interpreter()
 
@@ -388,23 +388,23 @@ class RolloutIndex:
 
     def by_group(self) -> dict[str, list[RolloutEntry]]:
         found: dict[str, list[RolloutEntry]] = {}
-        for kept in self.entries.values():
-            if kept.row.group:
-                found.setdefault(kept.row.group, []).append(kept)
+        for entry in self.entries.values():
+            if entry.row.group:
+                found.setdefault(entry.row.group, []).append(entry)
         return found
 
 
-def _status(kept: RolloutEntry, now: float) -> Status:
-    if not kept.key:
-        if kept.done:
-            return "cancelled" if kept.done == "cancelled" else "done"
-        return "starting" if now - kept.row.seen < _SILENT_S else "done"
-    if kept.state == "open":
+def _status(entry: RolloutEntry, now: float) -> Status:
+    if not entry.key:
+        if entry.done:
+            return "cancelled" if entry.done == "cancelled" else "done"
+        return "starting" if now - entry.row.seen < _SILENT_S else "done"
+    if entry.state == "open":
         return "running"
-    if kept.state == "cancelled":
+    if entry.state == "cancelled":
         return "cancelled"
-    told_all = kept.recorded is not None or kept.done or not kept.row.stage
-    return "done" if told_all or now - kept.row.seen > _SILENT_S else "finishing"
+    is_reported = entry.recorded is not None or entry.done or not entry.row.stage
+    return "done" if is_reported or now - entry.row.seen > _SILENT_S else "finishing"
 
 
 def _decode_or(decoder: msgspec.json.Decoder[T], written: bytes, otherwise: Else) -> T | Else:

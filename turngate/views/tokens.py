@@ -57,7 +57,7 @@ class TokenDecoder:
         return {
             "text": text,
             "bytes": hexed,
-            "runs": [(a - start, b - start, told) for a, b, told in pieces.runs if start <= a and b <= end],
+            "runs": [(a - start, b - start, text) for a, b, text in pieces.runs if start <= a and b <= end],
             "special": [n for n, token in enumerate(ids.tolist()) if token in special],
         }
 

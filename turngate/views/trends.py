@@ -19,13 +19,13 @@ _EXAMPLES = 5
 _DIGITS = re.compile(r"\d+|0x[0-9a-f]+|\b[0-9a-f]{8,}\b")
 
 
-def summarize_training(known: RolloutIndex, store: Store, prefix: str, buckets: int) -> dict[str, Json]:
-    cursor, now = known.refresh(store), time.time()
-    mine = [one for one in known.entries.values() if one.row.group.startswith(prefix)]
+def summarize_training(index: RolloutIndex, store: Store, prefix: str, buckets: int) -> dict[str, Json]:
+    cursor, now = index.refresh(store), time.time()
+    mine = [one for one in index.entries.values() if one.row.group.startswith(prefix)]
     for number, one in enumerate(mine):
         if number % (CHUNK // 2) == 0:
             yield_interpreter()
-        known.refresh_row(one, now, store)
+        index.refresh_row(one, now, store)
     first = min((one.row.opened for one in mine), default=now)
     width = _bucket_width((now - first) / buckets)
     graded = [
@@ -40,10 +40,10 @@ def summarize_training(known: RolloutIndex, store: Store, prefix: str, buckets: 
         "bucket_s": width,
         "time": _rewards_over_time(graded, width),
         "version": _rewards_by_version([row for _, row in graded]),
-        "throughput": _throughput(known, first, now, width),
-        "staleness": _staleness(known, mine),
-        "deliveries": _list_deliveries(known, prefix),
-        "versions": [{"version": version, "at": at} for at, version in known.versions[-_MOST_DELIVERIES:]],
+        "throughput": _throughput(index, first, now, width),
+        "staleness": _staleness(index, mine),
+        "deliveries": _list_deliveries(index, prefix),
+        "versions": [{"version": version, "at": at} for at, version in index.versions[-_MOST_DELIVERIES:]],
         "feeds": [
             {
                 "name": feed.name,
@@ -58,21 +58,21 @@ def summarize_training(known: RolloutIndex, store: Store, prefix: str, buckets: 
     }
 
 
-def _throughput(known: RolloutIndex, first: float, now: float, width: float) -> list[Json]:
+def _throughput(index: RolloutIndex, first: float, now: float, width: float) -> list[Json]:
     """Turns, tokens and rollouts of the whole gateway by time, without gaps."""
     start, end = int(first // width), int(now // width)
     sums = {number: [0, 0, 0] for number in range(start, end + 1)}
-    for number, counted in known.spans.items():
+    for number, counted in index.spans.items():
         into = sums.get(int(number * BUCKET_S // width))
         if into is not None:
             for place in range(3):
                 into[place] += counted[place]
-    told = []
+    points = []
     for number, (turns, tokens, outcomes) in sums.items():
         # The first and the last interval are incomplete.
         lasted = min(now, (number + 1) * width) - max(first - first % BUCKET_S, number * width)
         lasted = max(lasted, BUCKET_S)
-        told.append(
+        points.append(
             {
                 "at": number * width,
                 "turns_s": round(turns / lasted, 4),
@@ -80,20 +80,20 @@ def _throughput(known: RolloutIndex, first: float, now: float, width: float) -> 
                 "rollouts_min": round(outcomes * 60 / lasted, 3),
             }
         )
-    return told
+    return points
 
 
-def _list_deliveries(known: RolloutIndex, prefix: str) -> list[Json]:
-    members = known.by_group()
-    newest = [one for one in known.deliveries if one.group.startswith(prefix)][-_MOST_DELIVERIES:]
-    told = []
+def _list_deliveries(index: RolloutIndex, prefix: str) -> list[Json]:
+    members = index.by_group()
+    newest = [one for one in index.deliveries if one.group.startswith(prefix)][-_MOST_DELIVERIES:]
+    points = []
     for one in newest:
         # A group may be delivered in parts: it had what was recorded by then.
-        rows = [kept.row for kept in members.get(one.group, ()) if (kept.recorded or 0) <= one.at]
+        rows = [entry.row for entry in members.get(one.group, ()) if (entry.recorded or 0) <= one.at]
         sampled = [row.version_start for row in rows if row.version_start is not None]
         rewards = [row.reward for row in rows if row.reward is not None]
-        version, oldest = known.version_at(one.at), min(sampled, default=None)
-        told.append(
+        version, oldest = index.version_at(one.at), min(sampled, default=None)
+        points.append(
             {
                 "feed": one.feed,
                 "number": one.number,
@@ -106,34 +106,34 @@ def _list_deliveries(known: RolloutIndex, prefix: str) -> list[Json]:
                 "rollouts": one.rollouts,
             }
         )
-    return told
+    return points
 
 
-def _staleness(known: RolloutIndex, kept: Iterable[RolloutEntry]) -> list[Json]:
+def _staleness(index: RolloutIndex, entries: Iterable[RolloutEntry]) -> list[Json]:
     """By how many versions the policy had moved on when each outcome was recorded."""
     behind: Counter[int] = Counter()
-    for one in kept:
+    for one in entries:
         if one.recorded is not None and one.row.version_start is not None:
-            version = known.version_at(one.recorded)
+            version = index.version_at(one.recorded)
             if version is not None:
                 behind[version - one.row.version_start] += 1
     return [{"behind": gap, "rollouts": behind[gap]} for gap in sorted(behind)]
 
 
-def summarize_failures(known: RolloutIndex, store: Store, prefix: str) -> dict[str, Json]:
+def summarize_failures(index: RolloutIndex, store: Store, prefix: str) -> dict[str, Json]:
     """The messages of failures by class, most frequent first. Messages that differ only in numbers count as one."""
-    cursor, now = known.refresh(store), time.time()
+    cursor, now = index.refresh(store), time.time()
     said: dict[str, dict[str, list[RolloutRow]]] = {}
-    for kept in known.all(now):
-        row = kept.row
-        kind: str = row.kind or ("damaged" if kept.damage else "cancelled" if row.status == "cancelled" else "")
+    for entry in index.all(now):
+        row = entry.row
+        kind: str = row.kind or ("damaged" if entry.damage else "cancelled" if row.status == "cancelled" else "")
         if kind in ("", "graded") or not row.group.startswith(prefix):
             continue
-        message = row.message or row.stop or kept.done
+        message = row.message or row.stop or entry.done
         said.setdefault(kind, {}).setdefault(_DIGITS.sub("#", message), []).append(row)
     classes = []
     for kind, messages in sorted(said.items(), key=lambda one: -sum(map(len, one[1].values()))):
-        told = sorted(messages.values(), key=len, reverse=True)[:_MOST_MESSAGES]
+        frequent = sorted(messages.values(), key=len, reverse=True)[:_MOST_MESSAGES]
         classes.append(
             {
                 "class": kind,
@@ -144,7 +144,7 @@ def summarize_failures(known: RolloutIndex, store: Store, prefix: str) -> dict[s
                         "count": len(rows),
                         "rollouts": [row.id for row in rows[: -_EXAMPLES - 1 : -1]],
                     }
-                    for rows in told
+                    for rows in frequent
                 ],
             }
         )
