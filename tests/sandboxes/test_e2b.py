@@ -89,7 +89,7 @@ async def test_an_account_that_may_not_keep_it_longer(
     async with remote.sandbox({"lease_s": paced(1)}) as sandbox:
         standin.longest_s = 1
         with caplog.at_level(logging.WARNING):
-            await until(lambda: "can be kept no longer" in caplog.text)
+            await until(lambda: "so it will end" in caplog.text)
         assert KEY not in caplog.text
         await until(lambda: not remote.machine(sandbox).alive)
 

@@ -93,7 +93,7 @@ async def test_a_row_whose_image_cannot_be_had_here() -> None:
     async with served(images=("own/*",)) as service:
         result = await service.rollouts.run(SweRolloutRequest(task=ROW, model_key=KEY))
         assert (result.task_id, result.status, result.kind) == ("own__thing-1", "error", "invalid task")
-        assert result.error is not None and "a local sandbox has none" in result.error.message
+        assert result.error is not None and "a local sandbox has no images" in result.error.message
 
 
 def wrong() -> list[tuple[str, dict[str, Any], tuple[Any, ...]]]:

@@ -31,11 +31,11 @@ REWARD = 'echo "$reward" > "$TURNGATE_LOGS/verifier/reward.txt"\n'
 @pytest.mark.parametrize(
     ("script", "why"),
     [
-        ("exit 0", "left neither reward.txt"),
-        ("kill -9 $$", "ended by signal 9"),
+        ("exit 0", "wrote neither reward.txt"),
+        ("kill -9 $$", "killed by signal 9"),
         ("sleep 60", "took longer than its 2 s"),
         ("reward=much\n" + REWARD, "is not a number"),
-        ("mkdir $TURNGATE_LOGS/verifier/reward.txt", "no plain file"),
+        ("mkdir $TURNGATE_LOGS/verifier/reward.txt", "not a plain file"),
     ],
 )
 async def test_a_grader_that_never_decides_is_an_invalid_task(

@@ -89,7 +89,7 @@ async def test_install_runs_after_the_work_is_laid_down(shop: Task, walled: Grad
     found = await kit.graded(task, kit.worked(tmp_path / "a", {"shop/template": kit.FIX}), walled)
     assert found.reward == 1.0, found.message  # the control cannot be installed, and was not needed
     found = await kit.graded(task, kit.worked(tmp_path / "b", {"shop/prices.py": kit.FIX}), walled)
-    assert (found.kind, found.reward) == ("invalid task", None) and "cannot be installed" in found.message
+    assert (found.kind, found.reward) == ("invalid task", None) and "install command failed" in found.message
 
 
 def _binary(old: bytes, new: bytes) -> str:
@@ -140,10 +140,10 @@ async def test_patches_with_binary_hunks_line_ends_and_no_git(walled: GradingEnv
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"test_patch": kit.TEST_PATCH.replace("total([]) == 0", "nothing like it")}, "cannot be applied"),
-        ({"test_patch": kit.TEST_PATCH.replace("b/tests/test_more", "b/../out")}, "no path in a repository"),
+        ({"test_patch": kit.TEST_PATCH.replace("total([]) == 0", "nothing like it")}, "does not apply"),
+        ({"test_patch": kit.TEST_PATCH.replace("b/tests/test_more", "b/../out")}, "not a path in a repository"),
         ({"test_cmd": "no-such-runner tests"}, "exit code 127"),
-        ({"test_cmd": "kill -9 $PPID $$"}, "before they came to their end"),
+        ({"test_cmd": "kill -9 $PPID $$"}, "the test run was cut short"),
         ({"pass_to_pass": ("tests/test_prices.py::test_no_such",)}, "none does"),
         ({"fail_to_pass": (), "pass_to_pass": ()}, "nothing decides"),
     ],
