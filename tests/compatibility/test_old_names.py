@@ -11,6 +11,7 @@ import pytest
 from turngate import _moved
 
 
+@pytest.mark.filterwarnings("ignore:.*is now:DeprecationWarning")  # of the package that an old module was in
 @pytest.mark.parametrize("name", _moved.MODULES)
 def test_an_old_module_imports(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, name, raising=False)
