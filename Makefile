@@ -3,7 +3,7 @@
 # make test-real  run at least one test for every real part and every promise: twelve minutes, once the parts are installed
 # make test-all   run all tests: 25 minutes, once the parts are installed
 # make soak       run the stress tests (random kills and injected faults) at full size
-# make check      check format, lint, types, layering and generated docs
+# make check      check format, lint, types, layering, names and generated docs
 # make docs       build the documentation site
 # make bench      measure the overhead of the gateway
 # make gauntlet   put Turngate and its peers through the Gauntlet (40 minutes; FAST=1: three minutes, writes nothing)
@@ -53,9 +53,10 @@ check: $(READY)
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy --no-error-summary
 	@$(BIN)/lint-imports --no-cache > .venv/layers.log 2>&1 || { cat .venv/layers.log; exit 1; }
+	@$(BIN)/python tools/check_names.py
 	@$(BIN)/python tools/make_docs.py --check
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
-	@echo "check: format, lint, types, layering and docs are in order"
+	@echo "check: format, lint, types, layering, names and docs pass"
 
 format: $(READY)
 	@$(BIN)/ruff format --quiet .

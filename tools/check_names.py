@@ -77,7 +77,8 @@ def check_file(path: Path) -> Iterator[str]:
             if len(methods) > METHODS:
                 yield f"{place}:{node.lineno}: {node.name} has {len(methods)} methods; at most {METHODS}"
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type in (tokenize.COMMENT, tokenize.STRING) and (found := BANNED.search(token.string)):
+        is_prose = token.type == tokenize.COMMENT or (token.type == tokenize.STRING and " " in token.string)
+        if is_prose and (found := BANNED.search(token.string)):
             line = token.start[0] + token.string[: found.start()].count("\n")
             yield f"{place}:{line}: reword “{found[0]}” in plain English"
 
