@@ -145,7 +145,7 @@ async def test_patches_with_binary_hunks_line_ends_and_no_git(walled: GradingEnv
         ({"test_cmd": "no-such-runner tests"}, "exit code 127"),
         ({"test_cmd": "kill -9 $PPID $$"}, "the test run was cut short"),
         ({"pass_to_pass": ("tests/test_prices.py::test_no_such",)}, "none does"),
-        ({"fail_to_pass": (), "pass_to_pass": ()}, "nothing decides"),
+        ({"fail_to_pass": (), "pass_to_pass": ()}, "name at least one test"),
     ],
 )
 async def test_a_task_that_is_wrong_is_invalid_for_every_work(
