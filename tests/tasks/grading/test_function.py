@@ -86,7 +86,7 @@ async def test_what_the_agent_answered_can_decide(walled: GradingEnvironment, tm
 async def test_one_that_never_decides_is_an_invalid_task(
     name: str, why: str, walled: GradingEnvironment, tmp_path: Path
 ) -> None:
-    task = judged(tmp_path, name, 1.0 if "ran out" in why else None)
+    task = judged(tmp_path, name, 1.0 if "took longer" in why else None)
     found = await kit.graded(task, kit.worked(tmp_path / "w", {}, kit.FOLDER), walled)
     assert (found.kind, found.reward) == ("invalid task", None)
     assert why in found.message
