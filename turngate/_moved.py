@@ -1,4 +1,4 @@
-"""The documented names of version 0.1.0 that have changed, importable until 0.3.0 with a DeprecationWarning."""
+"""Documented names that changed in November 2026. They stay importable until 0.2.0, with a DeprecationWarning."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODULES = {
     "turngate.trainers.openenv": "turngate.views.training_trace",
     "turngate.verdicts": "turngate.views.verdict",
 }
-# Names that changed, as they were in 0.1.0, and today's.
+# Names that changed: the old one, and today's.
 NAMES = {
     "turngate.agents.install.Installed": "turngate.agents.install.Installation",
     "turngate.agents.install.ensure": "turngate.agents.install.ensure_installed",

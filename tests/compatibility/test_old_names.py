@@ -1,4 +1,4 @@
-"""Names that version 0.1.0 documented still import, with a warning that gives the new name."""
+"""Documented names that have changed still import, with a warning that gives the new name."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Data written by version 0.1.0 gives the same answers today.
+"""Data written before the code was reorganised in November 2026 gives the same answers today.
 
-`recorded-0.1.0/` was written by that version over HTTP and the command line: a store with one finished session in each dialect (with forks,
+`recorded-2026-11/` was written by commit b45c528 over HTTP and the command line: a store with one finished session in each dialect (with forks,
 a side call, host tools, outcomes and a feed), an open session and an infrastructure fault; what the admin API answered about them; the
 exports; the ledger and summary of a batch with a real agent; and settings files with what they meant.
 """
@@ -25,7 +25,7 @@ from turngate.trainers.export.base import ExportChoices
 from turngate.verify import Renderers, SessionReader, VerifyOptions, verify
 from turngate.views.verdict import open_row_source
 
-RECORDED = Path(__file__).parent / "recorded-0.1.0"
+RECORDED = Path(__file__).parent / "recorded-2026-11"
 ANSWERS: dict[str, Any] = json.loads((RECORDED / "answers.json").read_text())
 DELIVERIES = "/admin/feeds/train/deliveries"
 SESSIONS = ["chat", "responses", "messages", "gemini", "left-open", "no-reward"]
