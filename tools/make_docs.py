@@ -19,7 +19,7 @@ from turngate.agents.spec import CATALOG, load_spec
 from turngate.doctor import CHECKS
 from turngate.service import catalog
 from turngate.service import config as service_config
-from turngate.service.tools import TOOLS
+from turngate.service.mcp_tools import TOOLS
 from turngate.telemetry.metrics import FAMILIES
 
 ROOT = Path(__file__).parents[1]
@@ -191,7 +191,29 @@ def modules() -> str:
                     ]
                 )
             )
+    pages = [*sorted((ROOT / "turngate/ui").rglob("*.js")), *sorted((ROOT / "turngate/ui").rglob("*.css"))]
+    rows = [f"| `{path.relative_to(ROOT / 'turngate/ui').as_posix()}` | {_first_comment(path)} |" for path in pages]
+    parts.append(
+        "\n".join(
+            [
+                "### `turngate/ui/`\n",
+                "The web page: plain JavaScript modules and CSS.\n",
+                "| file | |",
+                "|---|---|",
+                *rows,
+            ]
+        )
+    )
     return "\n\n".join(parts) + "\n"
+
+
+def _first_comment(path: Path) -> str:
+    """Return the first sentence of the comment that a file of the web page begins with."""
+    found = re.match(r"/\*+\s*(.*?)\*/", path.read_text(encoding="utf-8"), re.S)
+    if not found:
+        raise SystemExit(f"{path.relative_to(ROOT)} does not begin with a comment")
+    text = _prose(re.sub(r"^\s*\*", "", found[1].partition("\n *\n")[0], flags=re.M))
+    return re.split(r"(?<=[.?!])\s", text, maxsplit=1)[0]
 
 
 def _first_sentence(path: Path) -> str:

@@ -1,8 +1,8 @@
 """Data written before the code was reorganised in November 2026 gives the same answers today.
 
-`recorded-2026-11/` was written by commit b45c528 over HTTP and the command line: a store with one finished session in each dialect (with forks,
-a side call, host tools, outcomes and a feed), an open session and an infrastructure fault; what the admin API answered about them; the
-exports; the ledger and summary of a batch with a real agent; and settings files with what they meant.
+`recorded-2026-11/` was written by commit b45c528 over HTTP and the command line: a store with one finished session in each dialect (with
+forks, a side call, host tools, outcomes and a feed), an open session and an infrastructure fault; what the admin API answered about them;
+the exports; the ledger and summary of a batch with a real agent; and settings files with what they meant.
 """
 
 from __future__ import annotations

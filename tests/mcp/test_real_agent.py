@@ -22,7 +22,7 @@ from tests.mcp.test_tools import ROW
 from tests.speed import scaled
 from turngate.agents.launch import Launch, plan_launch
 from turngate.rollout.playbook import Playbook, Scene
-from turngate.service.tools import TOOLS
+from turngate.service.mcp_tools import TOOLS
 
 pytestmark = pytest.mark.full
 

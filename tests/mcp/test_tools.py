@@ -11,7 +11,7 @@ from mcp.shared.exceptions import MCPError
 
 from tests.mcp import kit
 from tests.mcp.kit import MODEL, asked, at, called, refused, until_there
-from turngate.service.tools import TOOLS
+from turngate.service.mcp_tools import TOOLS
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
 

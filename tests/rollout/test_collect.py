@@ -206,12 +206,12 @@ async def test_a_working_folder_that_takes_too_long_is_left_out_and_named(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with a file of a terabyte: what packs the folder comes to no end."""
-    from turngate.rollout import rollout, stages
+    from turngate.rollout import rollout, stage_reporting
     from turngate.sandboxes import posix
 
     limit_s = paced(1.5)
-    for module in (rollout, stages):
-        monkeypatch.setattr(module, "LIMITS_S", {**stages.LIMITS_S, "collect": limit_s})
+    for module in (rollout, stage_reporting):
+        monkeypatch.setattr(module, "LIMITS_S", {**stage_reporting.LIMITS_S, "collect": limit_s})
     monkeypatch.setattr(posix, "DOWNLOAD", "exec sleep 3600")
     outcome = await stage.run('print("done")')
     assert (outcome.status, outcome.collected.work, outcome.collected.stdout) == ("finished", False, "done\n")

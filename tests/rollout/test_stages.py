@@ -22,7 +22,7 @@ from tests.speed import paced, scaled
 from turngate.client.gateway import GatewayClient
 from turngate.engines.scripted import ScriptedTurn
 from turngate.errors import SandboxError
-from turngate.rollout import stages
+from turngate.rollout import stage_reporting
 from turngate.rollout.connection import GatewayConnector
 from turngate.rollout.outcome import Outcome, RolloutProgress
 from turngate.sandboxes.base import SandboxSpec
@@ -316,7 +316,7 @@ async def test_a_folder_for_results_that_cannot_be_written(stage: Stage, tmp_pat
 
 
 async def test_a_stage_that_takes_too_long(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "LIMITS_S", {**stages.LIMITS_S, "files": 0.2})
+    monkeypatch.setattr(stage_reporting, "LIMITS_S", {**stage_reporting.LIMITS_S, "files": 0.2})
 
     class Slow(LocalBackend):
         async def create(self, spec: SandboxSpec) -> Any:

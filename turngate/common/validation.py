@@ -1,4 +1,4 @@
-"""Turn validation errors of settings and request bodies into messages that name the field and its valid values."""
+"""Explain validation errors of settings and admin requests: name the field and its valid values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools for decoding wire JSON that all dialects share: absent fields, error messages, validation of sampling, tools and tool choice."""
+"""Decode and validate the wire JSON of model calls, for all dialects, and explain what is wrong with a field."""
 
 from __future__ import annotations
 

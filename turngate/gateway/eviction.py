@@ -1,6 +1,6 @@
 """Evict the traces of idle and ended sessions from memory. docs/decisions/0013-rest.md.
 
-    a call ─► `idle_s` without another ─► evicted: the trace is only in the store ─► next call: it is read back, as after a restart
+    a call ─► `rest_s` without another ─► evicted: the trace is only in the store ─► next call: it is read back, as after a restart
 
 An agent may run tests for an hour, or never return.
 """
@@ -25,12 +25,12 @@ _SHORTEST_S = 0.01  # between two sweeps
 
 
 class Evictor:
-    """Evicts sessions without a call for `idle_s`; 0: only ended ones."""
+    """Evicts sessions without a call for `rest_s`; 0: only ended ones."""
 
-    def __init__(self, store: Store, sessions: Sessions, idle_s: float) -> None:
+    def __init__(self, store: Store, sessions: Sessions, rest_s: float) -> None:
         self._store = store
         self._sessions = sessions
-        self._idle_s = idle_s or math.inf
+        self._rest_s = rest_s or math.inf
         self._ended: list[Session] = []  # still in memory
         self._evicted = 0  # since memory was last returned
         self._trimmed = 0.0
@@ -38,7 +38,7 @@ class Evictor:
     @property
     def interval_s(self) -> float:
         """How often to sweep."""
-        return min(30.0, max(_SHORTEST_S, self._idle_s / 4))
+        return min(30.0, max(_SHORTEST_S, self._rest_s / 4))
 
     async def sweep(self, now: float) -> int:
         """Evict every session that may be evicted and return their number."""
@@ -56,7 +56,7 @@ class Evictor:
         return evicted
 
     def _is_unused(self, session: Session, now: float) -> bool:
-        return session.status != "open" or now - session.last_used > self._idle_s
+        return session.status != "open" or now - session.last_used > self._rest_s
 
     def _evict(self, session: Session, now: float) -> bool:
         if session.busy and session.status != "open":

@@ -344,7 +344,7 @@ class WeightUpdates:
         self._announce("fence", {"paused": True, "mode": mode, **({"restarted": True} if restarted else {})})
 
     def _announce(self, kind: str, facts: dict[str, Json]) -> None:
-        """Add an event. A failure is only logged: the change itself has new_event."""
+        """Add an event. A failure is only logged: the change itself has taken effect."""
         try:
             self._events.add("", kind, msgspec.to_builtins(facts))
         except StoreError as error:

@@ -27,9 +27,9 @@ from mcp_types import Tool as McpTool
 from turngate import __version__
 from turngate.common.validation import suggestion
 from turngate.errors import TurngateError
+from turngate.service.mcp_tools import TOOLS, ServiceTool
 from turngate.service.result import RolloutResult
 from turngate.service.rollouts import Rollouts
-from turngate.service.tools import TOOLS, ServiceTool
 
 PROGRESS_S = 2.0  # between two progress reports
 INSTRUCTIONS = (

@@ -32,8 +32,8 @@ from websockets.exceptions import ConnectionClosed
 from turngate.errors import BadRequest, NotFound, TurngateError
 from turngate.openenv.models import ReadyObservation, TurngateObservation, TurngateState
 from turngate.service.catalog import EndpointView
+from turngate.service.mcp_tools import EndpointList, StartedRollout
 from turngate.service.result import EventPage, MessagePage, RolloutList, RolloutResult, RolloutState
-from turngate.service.tools import EndpointList, StartedRollout
 from turngate.types import Json
 
 WAIT_S = 5.0  # of one call for a result; other callers of the client wait meanwhile

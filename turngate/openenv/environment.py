@@ -1,6 +1,6 @@
 """One OpenEnv session of a client: `reset`, `step`, `state`. A step is one call of a tool.
 
-The tools are the service's (`service/tools.py`); OpenEnv's server also offers them at `/mcp`, without rewards. All sessions share one
+The tools are the service's (`service/mcp_tools.py`); OpenEnv's server also offers them at `/mcp`, without rewards. All sessions share one
 service, so a rollout outlives the session that started it, and any session can use it by its id.
 """
 
@@ -26,9 +26,9 @@ from turngate.common.validation import suggestion
 from turngate.errors import BadRequest, TurngateError
 from turngate.openenv.models import ReadyObservation, TurngateObservation, TurngateState
 from turngate.openenv.service_host import ServiceHost
+from turngate.service.mcp_tools import TOOLS, Arguments
 from turngate.service.result import RolloutResult, RolloutState
 from turngate.service.rollouts import Rollouts
-from turngate.service.tools import TOOLS, Arguments
 
 NAME = "turngate_env"
 ABOUT = (

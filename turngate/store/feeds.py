@@ -37,7 +37,7 @@ CREATE TABLE IF NOT EXISTS rolled (
     id TEXT NOT NULL,             -- its id
     team TEXT NOT NULL,           -- the name of its group
     number INTEGER,               -- of its delivery; NULL: its group is not complete
-    outcome BLOB NOT NULL,        -- JSON of Recorded, as it was when the number was given
+    outcome BLOB NOT NULL,        -- JSON of RecordedOutcome, as it was when the number was given
     UNIQUE (feed, session)        -- no rollout is in a feed twice
 );
 CREATE INDEX IF NOT EXISTS rolled_waiting ON rolled (feed, team) WHERE number IS NULL;
@@ -52,7 +52,7 @@ CREATE TABLE IF NOT EXISTS later (    -- what came to such a feed meanwhile, and
     feed INTEGER NOT NULL,        -- its key
     session INTEGER,              -- its key; NULL: a group was closed
     id TEXT NOT NULL,             -- its id, or the name of that group
-    outcome BLOB                  -- JSON of Recorded
+    outcome BLOB                  -- JSON of RecordedOutcome
 );
 CREATE INDEX IF NOT EXISTS later_of_a_session ON later (feed, session);
 CREATE INDEX IF NOT EXISTS outcomes_in_order ON outcomes (recorded, session);

@@ -18,7 +18,7 @@ OUTCOME_TABLES = """
 CREATE TABLE IF NOT EXISTS outcomes (
     session INTEGER PRIMARY KEY,  -- its key
     recorded REAL NOT NULL,
-    outcome BLOB NOT NULL         -- JSON of Recorded
+    outcome BLOB NOT NULL         -- JSON of RecordedOutcome
 );
 """
 OutcomeClass = Literal["graded", "agent failed", "invalid task", "infrastructure fault"]

@@ -1,4 +1,4 @@
-"""The tables of the store's file, and the versions of them that this code reads."""
+"""The version of the store's schema, and the tables of sessions and nodes. Other tables are defined beside the code that uses them."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tests.speed import scaled
 from turngate.errors import BadRequest, NotFound
 from turngate.openenv import ReadyObservation, TurngateAction, TurngateEnv, TurngateObservation
 from turngate.openenv.app import MAX_BYTES
-from turngate.service.tools import TOOLS
+from turngate.service.mcp_tools import TOOLS
 
 pytestmark = pytest.mark.process
 

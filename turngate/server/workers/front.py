@@ -1,4 +1,4 @@
-"""The parent process of several workers (`turngate serve --workers N`). It accepts connections and hands each to a worker.
+"""Accept connections and hand each to the worker of its session: the parent process of `turngate serve --workers N`.
 
     accept → read the head of the first request → find the session's worker → pass it the connection, with what was read
 

@@ -1,10 +1,10 @@
-"""From a data folder to files that trainers read. A new format is one file and one line here.
+"""Write files that trainers read, from a data folder. A new format is one file and one line here.
 
-    what = Choices(format="verl", wanted=Wanted(groups=("run1.*",)))
-    told = export(Path("turngate-data"), Path("rows.parquet"), what)
+    choices = ExportChoices(format="verl", wanted=RolloutFilter(groups=("run1.*",)))
+    result = export(Path("turngate-data"), Path("rows.parquet"), choices)
 
-`source.py` reads rollouts, group by group; a format turns each group into records; `files.py` writes them. In memory is one group, and of
-all others the names and keys. The folder may be served by a gateway meanwhile. Called by `turngate export`.
+`source.py` reads rollouts group by group, a format turns each group into records, and `files.py` writes them. Only one group is in
+memory at a time. A gateway may serve the folder meanwhile.
 """
 
 from __future__ import annotations
