@@ -29,7 +29,7 @@ from turngate.engines.local.decode import SlotStart
 from turngate.engines.local.engine import LocalEngine
 from turngate.engines.local.model import Model
 from turngate.engines.local.shape import Rope, Shape
-from turngate.engines.local.weights import fresh, load
+from turngate.engines.local.weights import create_random_model, load
 from turngate.types import Sampling
 
 SMOLLM2 = Shape(
@@ -67,7 +67,9 @@ def main() -> None:
     chosen = {"auto": torch.bfloat16 if asked.device == "cuda" else torch.float32}.get(asked.dtype) or getattr(
         torch, asked.dtype
     )
-    model = load(asked.model, asked.device, chosen) if asked.model else fresh(SMOLLM2, asked.device, chosen)
+    model = (
+        load(asked.model, asked.device, chosen) if asked.model else create_random_model(SMOLLM2, asked.device, chosen)
+    )
     print(f"{asked.device}, {chosen}, {asked.calls} calls in flight, prompts of {asked.prompt}, {asked.tokens} sampled")
     alone(model, asked)
     asyncio.run(served(model, asked))
@@ -82,7 +84,7 @@ def alone(model: Model, asked: argparse.Namespace) -> None:
     """Steps of the decoder one after the other, all slots sampling: what the engine could give at best."""
     decoder = engine_of(model, asked)._decoder
     slots = np.arange(asked.calls)
-    with torch.inference_mode(), decoder.here():
+    with torch.inference_mode(), decoder.thread_context():
         decoder.arm([SlotStart(slot, 1, asked.prompt, slot, 0, 1.0) for slot in slots.tolist()])
         times, pending = [], []
         for _ in range(asked.tokens):

@@ -24,7 +24,7 @@ except ModuleNotFoundError:
 from turngate.engines.base import Generate
 from turngate.engines.local import LocalEngine, Model
 from turngate.engines.local.shape import Rope, Shape
-from turngate.engines.local.weights import fresh
+from turngate.engines.local.weights import create_random_model
 from turngate.types import ID_DTYPE, Sampling
 
 torch.set_num_threads(1)  # threads would only wait for each other
@@ -50,7 +50,7 @@ SHAPE = Shape(
 
 def model(seed: int = 0, **shape: Any) -> Model:
     """Its distributions are neither flat nor certain."""
-    made = fresh(msgspec.structs.replace(SHAPE, **shape), seed=seed)
+    made = create_random_model(msgspec.structs.replace(SHAPE, **shape), seed=seed)
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.ndim > 1:

@@ -123,11 +123,11 @@ def test_a_reply_that_ends_with_its_connection(loop: str) -> None:
 @pytest.mark.parametrize(
     ("pieces", "error", "words"),
     [
-        ((), ConnectionCut, "without an answer"),
-        ((b"HTTP/1.1 200",), ConnectionCut, "without an answer"),
-        ((HELLO[:-2],), ConnectionCut, "cut off"),
-        ((CHUNKED, b"5\r\nhel"), ConnectionCut, "cut off"),
-        ((CHUNKED, b"5\r\nhello\r\n"), ConnectionCut, "cut off"),
+        ((), ConnectionCut, "without a response"),
+        ((b"HTTP/1.1 200",), ConnectionCut, "without a response"),
+        ((HELLO[:-2],), ConnectionCut, "ended early"),
+        ((CHUNKED, b"5\r\nhel"), ConnectionCut, "ended early"),
+        ((CHUNKED, b"5\r\nhello\r\n"), ConnectionCut, "ended early"),
         ((b"SSH-2.0-OpenSSH_9\r\n\r\n",), MalformedReply, "."),
         ((b"HTTP/1.1 200 OK\r\nX: " + b"x" * 70_000,), MalformedReply, "."),
     ],

@@ -88,20 +88,20 @@ async def test_unknown_log_probabilities_are_kept_as_unknown_and_crash_nobody(ga
 @pytest.mark.parametrize(
     ("ids", "logprobs", "finish", "words"),
     [
-        ([4, 10], [-1, -1], "stop", "ids: 10 at 1 is not in the vocabulary of 10 tokens"),
+        ([4, 10], [-1, -1], "stop", "ids: 10 at 1 is outside the vocabulary of 10 tokens"),
         ([4, -1], [-1, -1], "stop", "ids: must be between 0"),
         ([4, 2**40], [-1, -1], "stop", "ids: must be between 0"),
-        ([4.5], [-1], "stop", "ids: must be one list of integers"),
-        ([[4]], [[-1]], "stop", "ids: must be one list of integers"),
-        ([True], [-1], "stop", "ids: must be one list of integers"),
-        (["4"], [-1], "stop", "ids: must be one list of integers"),
-        ([4, 5], [-1], "stop", "logprobs: 1 of them for 2 ids"),
+        ([4.5], [-1], "stop", "ids: must be a flat list of integers"),
+        ([[4]], [[-1]], "stop", "ids: must be a flat list of integers"),
+        ([True], [-1], "stop", "ids: must be a flat list of integers"),
+        (["4"], [-1], "stop", "ids: must be a flat list of integers"),
+        ([4, 5], [-1], "stop", "logprobs: got 1 for 2 ids"),
         ([4], [0.5], "stop", "logprobs: 0.5 at 0 is not a log-probability"),
         ([4], [-np.inf], "stop", "logprobs: -inf at 0 is not a log-probability"),
-        ([4, 5], np.array([-1, np.nan]), "stop", "logprobs: the one at 1 is not a number"),
+        ([4, 5], np.array([-1, np.nan]), "stop", "logprobs: the value at 1 is not a number"),
         ([4], ["x"], "stop", "logprobs: must be"),
-        ([4] * 9, [-1] * 9, "length", "ids: 9 tokens are more than the 8 of max_tokens"),
-        ([], [], "stop", "ids: an answer has at least one token"),
+        ([4] * 9, [-1] * 9, "length", "ids: 9 tokens exceed max_tokens (8"),
+        ([], [], "stop", "ids: an answer must have at least one token"),
         ([STOP, 4], [-1, -1], "stop", "ids: 9 at 0 of 2 is a stop token"),
         ([4, STOP], [-1, -1], "length", "ids: 9 at 1 of 2 is a stop token"),
     ],
@@ -122,7 +122,7 @@ async def test_pieces_together_obey_max_tokens_and_end_at_a_stop_token(gate: Gat
     agent = asyncio.create_task(made(gate, asked()))
     call = await taken(gate)
     await call.send([4] * 6, None)
-    with pytest.raises(BadRequest, match="9 tokens are more than the 8"):
+    with pytest.raises(BadRequest, match=r"9 tokens exceed max_tokens \(8\)"):
         await call.send([4] * 3, None)
     await call.send([STOP], None)
     with pytest.raises(BadRequest, match="ended with a stop token"):
@@ -138,7 +138,7 @@ async def test_versions_span_from_the_taking_to_the_answer_unless_the_trainer_kn
     first, second = await taken(gate), await taken(gate)
     version[0] = 5
     await first.answer([STOP], [-1])
-    with pytest.raises(BadRequest, match="version: 6 is not between 0 and the gateway's present 5"):
+    with pytest.raises(BadRequest, match="version: 6 is not between 0 and the gateway's current version 5"):
         await second.answer([STOP], [-1], version=6)
     await second.answer([STOP], [-1], version=4)
     assert [(await agent)[0].versions for agent in agents] == [(3, 5), (4, 4)]
@@ -153,7 +153,7 @@ async def test_an_answered_call_cannot_be_answered_again(gate: Gate) -> None:
     await call.answer([STOP], [-1])
     with pytest.raises(Conflict, match="already"):
         await call.answer([STOP], [-1])
-    with pytest.raises(Conflict, match="it was answered already"):
+    with pytest.raises(Conflict, match="has already ended: it was answered"):
         gate.accept_piece(call.id, call.lease, 0, np.array([4, STOP], ID_DTYPE), None, "stop")
     with pytest.raises(Conflict):
         gate.fail_call(call.id, call.lease, "x")
@@ -167,7 +167,7 @@ async def test_a_piece_whose_receipt_was_lost_may_be_sent_again(gate: Gate) -> N
     call = await taken(gate)
     for _ in range(2):
         gate.accept_piece(call.id, call.lease, 0, np.array([4], ID_DTYPE), None, None)
-    with pytest.raises(Conflict, match="at: the next piece starts at 1"):
+    with pytest.raises(Conflict, match="at: the next piece must start at 1"):
         gate.accept_piece(call.id, call.lease, 0, np.array([5], ID_DTYPE), None, None)
     for _ in range(2):
         gate.accept_piece(call.id, call.lease, 1, np.array([STOP], ID_DTYPE), None, "stop")
@@ -207,14 +207,14 @@ async def test_a_failed_call_fails_in_the_way_it_is_said(gate: Gate) -> None:
 async def test_a_call_that_nobody_answers_fails_in_time_and_may_be_repeated() -> None:
     silence_s = scaled(0.05)
     gate = Gate(silence_s=silence_s)
-    with pytest.raises(EngineTimeout, match="no trainer took it") as caught:
+    with pytest.raises(EngineTimeout, match="no trainer took this call") as caught:
         await made(gate, asked())
     assert caught.value.retry_safe and empty(gate)
     agent = asyncio.create_task(made(gate, asked()))
     call = await taken(gate)
-    with pytest.raises(EngineTimeout, match="took this call and did not answer"):
+    with pytest.raises(EngineTimeout, match="took this call but sent nothing for"):
         await agent
-    with pytest.raises(Gone, match=f"there was no news of it for {silence_s:g} s"):
+    with pytest.raises(Gone, match=f"it timed out after {silence_s:g} s without an answer"):
         await call.answer([STOP], [-1])
 
 

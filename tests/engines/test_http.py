@@ -65,7 +65,7 @@ async def test_an_event_of_several_lines_is_one() -> None:
 
 async def test_an_endless_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "EVENT_BYTES", 10)
-    with pytest.raises(EngineError, match="endless"):
+    with pytest.raises(EngineError, match="more than 10 bytes"):
         EventParser().feed(b"data: 12345678901")
 
 
@@ -311,7 +311,7 @@ async def test_readable_messages() -> None:
     assert extract_message(b"<html>") == "<html>"
     assert extract_message(b"\xff") == "\ufffd"
     assert extract_message(b"") == ""
-    assert str(error_from_status("engine", 500, "")) == "engine answered 500"
+    assert str(error_from_status("engine", 500, "")) == "engine returned status 500"
 
 
 async def test_pairing_never_fills_and_never_cuts() -> None:

@@ -22,7 +22,7 @@ from turngate.config import ServeConfig
 from turngate.engines.base import Chunk
 from turngate.engines.local import LocalEngine, save
 from turngate.engines.local.cache import PromptPiece
-from turngate.engines.weights import Load, Updatable
+from turngate.engines.weights import PolicyWeights, UpdatableReplica
 from turngate.errors import ConfigError, ContextOverflow, EngineError, EngineRejected, EngineUnavailable
 from turngate.types import Constraint
 
@@ -219,11 +219,11 @@ async def test_a_reply_ends_where_the_context_ends() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"constraint": Constraint("json_object")}, "cannot force"),
-        ({"prompt": np.array([], np.int32)}, "empty prompt"),
-        ({"prompt": np.array([1, 300], np.int32)}, "id 300 is not one of the model's 300"),
+        ({"constraint": Constraint("json_object")}, "does not support constrained output"),
+        ({"prompt": np.array([], np.int32)}, "the prompt is empty"),
+        ({"prompt": np.array([1, 300], np.int32)}, "id 300 is outside the model's vocabulary of 300"),
         ({"prompt": np.array([-1], np.int32)}, "id -1"),
-        ({"max_tokens": 0}, "asked for 0 tokens"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
     ],
 )
 async def test_what_cannot_be_done_is_refused(change: dict[str, Any], words: str) -> None:
@@ -432,12 +432,12 @@ async def test_an_engine_of_another_precision_follows_the_trainers_weights() -> 
 async def test_weights_are_taken_from_a_folder_like_those_of_other_engines(tmp_path: Any) -> None:
     _write(model(seed=1), tmp_path / "new")
     async with started() as engine:
-        assert isinstance(engine, Updatable)
-        engine.expect(Load(version=2, path="new"))
+        assert isinstance(engine, UpdatableReplica)
+        engine.expect(PolicyWeights(version=2, path="new"))
         assert not (await engine.health())[0].ok
         await engine.pause()
         waiting = asyncio.create_task(said(engine, asked([7, 8], 20)))
-        await engine.load(Load(version=2, path=str(tmp_path / "new")), frozen=True)
+        await engine.load(PolicyWeights(version=2, path=str(tmp_path / "new")), frozen=True)
         assert not waiting.done()
         await engine.resume()
         await engine.resume()  # also where nothing is paused
@@ -448,9 +448,9 @@ async def test_weights_are_taken_from_a_folder_like_those_of_other_engines(tmp_p
             < 1e-4
         )
         with pytest.raises(EngineRejected, match="cannot be read"):
-            await engine.load(Load(version=3, path=str(tmp_path / "missing")), frozen=False)
-        with pytest.raises(EngineRejected, match="merge the adapter"):
-            await engine.load(Load(version=3, name="a", lora_path="b"), frozen=False)
+            await engine.load(PolicyWeights(version=3, path=str(tmp_path / "missing")), frozen=False)
+        with pytest.raises(EngineRejected, match="does not support adapters; merge"):
+            await engine.load(PolicyWeights(version=3, name="a", lora_path="b"), frozen=False)
         calls = [asyncio.create_task(said(engine, asked([n], 200))) for n in range(6)]
         await kit.until(lambda: len(engine._open) == 6)
         await engine.abort_all()
@@ -498,9 +498,9 @@ def test_the_gateway_is_told_what_the_local_engine_needs(tmp_path: Any) -> None:
         ServeConfig(engine="local", model_folder="x", engine_slots=0).check()
     with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
         LocalEngine(tmp_path)
-    with pytest.raises(ConfigError, match="sees no CUDA device"):
+    with pytest.raises(ConfigError, match="found no CUDA device"):
         if torch.cuda.is_available():
-            raise ConfigError("torch sees no CUDA device: this machine has one")
+            raise ConfigError("torch found no CUDA device: this machine has one")
         LocalEngine(tmp_path, device="cuda")
 
 

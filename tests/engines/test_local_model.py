@@ -141,7 +141,7 @@ def test_layers_that_are_computed_again_give_the_same_gradients() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "mixtral"}, "model_type 'mixtral'; it supports llama"),
+        ({"model_type": "mixtral"}, r"model_type 'mixtral' \(only llama"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
@@ -165,10 +165,10 @@ def test_settings_of_older_folders_are_understood(tmp_path: Path) -> None:
 
 def test_a_folder_without_weights_or_of_another_shape_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL}))
-    with pytest.raises(ConfigError, match=r"no model\.safetensors that can be read"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read"):
         load(tmp_path)
-    with pytest.raises(ConfigError, match="another shape: kind, vocabulary"):
+    with pytest.raises(ConfigError, match="does not match the loaded model, which differs in kind, vocabulary"):
         load_into(model(), tmp_path)
     save(model(), tmp_path)
-    with pytest.raises(ConfigError, match="has no weights"):
+    with pytest.raises(ConfigError, match="has no tensor"):
         load(tmp_path)

@@ -128,7 +128,7 @@ def test_slots_are_reused_for_what_they_hold_and_the_stalest_is_given_up() -> No
     slots = Slots(3, 100)
     first, second = ids(*range(40)), ids(*range(50, 90))
     assert slots.take(first, "") == (0, 0, 0)
-    slots.known[0] = 39
+    slots.computed[0] = 39
     assert slots.take(first, "") == (1, 0, 39)  # the first is in use, so what it has is copied
     slots.leave(0, 39)
     slots.leave(1, 39)

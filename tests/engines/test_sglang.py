@@ -196,13 +196,13 @@ async def test_null_log_probabilities_stay_null() -> None:
 @pytest.mark.parametrize(
     ("told", "expected"),
     [
-        (output([5, 6], [[-0.1, 5, None]], 2, STOP), "1 entries where 2 of 2 tokens are new"),
-        (output([5], [[-0.1, 6, None]], 1, STOP), "other tokens"),
+        (output([5, 6], [[-0.1, 5, None]], 2, STOP), "1 entries; expected all 2, or the 2 new ones"),
+        (output([5], [[-0.1, 6, None]], 1, STOP), "tokens that it did not sample"),
         (output([5, 6, 7], [[-0.1, 5, None]], 1, STOP), "3 entries"),
         (output(None, None, 1, STOP), "no token ids"),
         (output([5], [[-0.1, 5, None]], 1, {"type": "odd"}), "'odd'"),
         ({"text": "only text"}, "meta_info"),
-        ({"output_ids": [5], "meta_info": {}}, "unexpected"),
+        ({"output_ids": [5], "meta_info": {}}, "cannot be decoded"),
     ],
 )
 async def test_nonsense_is_refused_loudly(told: dict[str, Any], expected: str) -> None:

@@ -12,13 +12,13 @@ from turngate.engines.pool import Pool
 from turngate.engines.scripted import Scripted
 from turngate.engines.sglang import SGLang
 from turngate.engines.vllm import VLLM
-from turngate.engines.weights import Load, Updatable, replicas
+from turngate.engines.weights import PolicyWeights, UpdatableReplica, list_updatable_replicas
 from turngate.errors import EngineRejected
 
 from .standins import StandIn, ask, collected, says, serving
 
-MODEL = Load(version=3, path="/m/3")
-ADAPTER = Load(version=3, lora_path="/a/3", name="policy-v3")
+MODEL = PolicyWeights(version=3, path="/m/3")
+ADAPTER = PolicyWeights(version=3, lora_path="/a/3", name="policy-v3")
 
 
 def told(server: StandIn) -> list[tuple[str, Any]]:
@@ -40,7 +40,7 @@ async def test_vllm() -> None:
         await engine.pause()
         await engine.load(MODEL, frozen=True)
         await engine.resume()
-        await engine.original(frozen=False)
+        await engine.reload_initial_weights(frozen=False)
         await engine.load(ADAPTER, frozen=False)
         await engine.unload("policy-v3")
     assert told(server) == [
@@ -63,14 +63,14 @@ async def test_vllm() -> None:
     [
         ("default", None, ""),
         ("3", MODEL, ""),
-        ("default", MODEL, "has weights 'default', not version 3"),
-        ("turngate: loading 4", None, "an update of its weights to 4 was not completed"),
+        ("default", MODEL, "has weight version 'default' instead of 3"),
+        ("turngate: loading 4", None, "the update of its weights to 4 did not complete"),
         ("default", ADAPTER, ""),
-        ("default", Load(version=4, lora_path="/a/4", name="policy-v4"), "has no policy-v4"),
+        ("default", PolicyWeights(version=4, lora_path="/a/4", name="policy-v4"), "adapter policy-v4 is not loaded"),
     ],
 )
 async def test_a_vllm_with_other_weights_than_those_in_force_counts_as_down(
-    mark: str, expected: Load | None, wrong: str
+    mark: str, expected: PolicyWeights | None, wrong: str
 ) -> None:
     documents = {
         "/health": {},
@@ -86,12 +86,12 @@ async def test_a_vllm_with_other_weights_than_those_in_force_counts_as_down(
 async def test_sglang() -> None:
     server = StandIn(says({"success": True, "message": "ok"}), {"/get_model_info": {"model_path": "/m/0"}})
     async with serving(server), started(SGLang(server.url)) as engine:
-        with pytest.raises(EngineRejected, match="weights it was started with are unknown"):
-            await engine.original(frozen=False)
+        with pytest.raises(EngineRejected, match="cannot restore its initial weights, because their path is unknown"):
+            await engine.reload_initial_weights(frozen=False)
         await engine.pause()
         await engine.load(MODEL, frozen=True)
         await engine.resume()
-        await engine.original(frozen=False)
+        await engine.reload_initial_weights(frozen=False)
         await engine.load(ADAPTER, frozen=False)
         await engine.unload("policy-v3")
         server.answer = says({"success": False, "message": "no such folder"})
@@ -126,6 +126,6 @@ async def test_the_name_of_a_version_is_asked_for() -> None:
 
 def test_which_engines_can() -> None:
     one, other = VLLM("http://127.0.0.1:1", "m"), SGLang("http://127.0.0.1:2")
-    assert isinstance(one, Updatable) and isinstance(other, Updatable)
-    assert replicas(Pool([one, other])) == [one, other] and replicas(one) == [one]
-    assert replicas(Scripted([])) == [] and replicas(None) == []
+    assert isinstance(one, UpdatableReplica) and isinstance(other, UpdatableReplica)
+    assert list_updatable_replicas(Pool([one, other])) == [one, other] and list_updatable_replicas(one) == [one]
+    assert list_updatable_replicas(Scripted([])) == [] and list_updatable_replicas(None) == []

@@ -352,7 +352,7 @@ async def test_an_engine_that_ends_without_finishing_is_an_aborted_turn_once(
     monkeypatch.setattr(world.engine, "generate", generate)
     reply = await agent.call(ScriptedTurn([1]))
     assert reply.status == 503 and reply.error is not None
-    assert "ended its reply without finishing" in reply.error["message"]
+    assert "ended its reply before the generation finished" in reply.error["message"]
     (turn,) = agent.session.trace.turns()
     assert (turn.ids.tolist(), turn.info.finish, agent.session.live_tokens) == ([5, 6], "abort", 0)
-    assert "without finishing" in turn.info.fault and build_samples(agent.session.trace) == []
+    assert "before the generation finished" in turn.info.fault and build_samples(agent.session.trace) == []

@@ -203,7 +203,7 @@ async def test_a_session_whose_time_is_up_leaves_the_gate() -> None:
         asking = g.start(g.ask(session.key, "Hi"))
         [call] = await gate.take(wait_s=scaled(5))
         assert "limit" in (await asking).content
-        with pytest.raises(Gone, match="its session ran out of time"):
+        with pytest.raises(Gone, match="its session timed out"):
             await answer(call)
 
 
@@ -212,7 +212,7 @@ async def test_an_agent_that_nobody_answers_is_told_to_try_again(dialect: str) -
     async with gated(engine_silence_s=0.1) as (g, _):
         session = await g.open()
         async with agent(dialect, g.root, session.key, stream=False) as a:
-            with pytest.raises(Exception, match=r"no trainer took it for 0\.1 s") as caught:
+            with pytest.raises(Exception, match=r"no trainer took this call for 0\.1 s") as caught:
                 await a.ask("Hi")
         status = getattr(caught.value, "status_code", None) or getattr(caught.value, "code", None)
         assert status == 504
@@ -227,7 +227,7 @@ async def test_a_stop_string_ends_the_turn_whatever_the_trainer_still_sends() ->
         ids = words("Hello END")[:-1]
         await call.send(ids, [-1.0] * len(ids))
         assert (await asking).content == "Hello "
-        with pytest.raises(Gone, match="complete before its whole answer"):
+        with pytest.raises(Gone, match="ended before the whole answer arrived"):
             await call.finish()
 
 
@@ -309,7 +309,7 @@ async def test_who_answers_too_late_twice_or_something_else_is_told_so() -> None
         assert (await asking).content == "Hello."
         assert (await posted(g, path, good)).status_code == 200  # the receipt was lost
         other = await posted(g, path, msgspec.structs.replace(good, ids=ids[4:]))
-        assert other.status_code == 409 and "it was answered already" in other.text
+        assert other.status_code == 409 and "has already ended: it was answered" in other.text
         assert (await posted(g, "/admin/gate/calls/none/answer", good)).status_code == 404
         asking = g.start(g.ask(session.key, "Hi"))
         call = await handed(g)

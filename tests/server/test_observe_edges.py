@@ -259,7 +259,7 @@ async def test_an_answer_that_a_filter_ended_is_marked(monkeypatch: pytest.Monke
         heard = await s.agent.ask("Hi")
         assert (heard.text, heard.finish) == ("I would", "stop")
         [turn] = await s.gateway.turns(s.session.id)
-        assert turn["fault"] == "gemini kept its answer back (SAFETY)"
+        assert turn["fault"] == "gemini withheld the answer (SAFETY)"
 
 
 async def test_hidden_thinking_makes_the_round(monkeypatch: pytest.MonkeyPatch) -> None:

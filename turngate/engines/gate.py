@@ -6,8 +6,8 @@
         await call.answer(ids, logprobs)
 
 The pipeline uses it like any other engine; `server/gate.py` serves trainers in other processes. A call is *waiting*, then
-*taken*, then *ended*. Every change happens under one lock, so that an answer and the agent's disconnect cannot both win. Ended calls are
-remembered for a while, so that a late answer gets the reason why it is not needed.
+*taken*, then *ended*. Every change happens under one lock, so that an answer and the agent's disconnect cannot both succeed. Ended calls
+are remembered for a while, so that a late answer gets an error that says why it is not needed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from turngate.types import ID_DTYPE, Ids, Logprobs
 
 __all__ = ["Gate", "GateCall", "QueueStatus"]
 
-_REMEMBERED = 10_000  # ended calls
+_REMEMBERED = 10_000  # maximum ended calls
 _FAULTS: dict[GateFault, type[TurngateError]] = {
     "unavailable": EngineUnavailable,
     "error": EngineError,
@@ -60,7 +60,7 @@ class QueueStatus(msgspec.Struct, frozen=True):
 class Gate:
     """An engine whose calls are answered by the code that iterates over it.
 
-    `silence_s`: a call without news for this long, taken or not, fails with a retryable error.
+    `silence_s`: a call without progress for this long, taken or not, fails with a retryable error.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Gate:
 
     async def health(self) -> list[Health]:
         status = self.queue_status()
-        detail = f"{status.waiting} calls wait, {status.taken} are taken" if status.waiting or status.taken else ""
+        detail = f"{status.waiting} calls waiting, {status.taken} taken" if status.waiting or status.taken else ""
         total = status.waiting + status.taken
         return [Health(self.name, True, detail, self.model, self._max_context, total)]
 
@@ -141,11 +141,11 @@ class Gate:
             if ticket.events:
                 return ticket.events.popleft()
             ticket.notified.clear()
-            silent = None if self._silence_s is None else ticket.heard_at + self._silence_s
-            return min((moment for moment in (silent, ticket.until) if moment is not None), default=None)
+            timeout = None if self._silence_s is None else ticket.last_event_at + self._silence_s
+            return min((moment for moment in (timeout, ticket.until) if moment is not None), default=None)
 
     def check_deadlines(self, ticket: Ticket) -> None:
-        """Requeue a call whose lease has expired, and fail one without news for too long."""
+        """Requeue a call whose lease has expired, and fail one without progress for `silence_s`."""
         now = time.monotonic()
         with self._lock:
             if ticket.id not in self._live:
@@ -156,10 +156,10 @@ class Gate:
                     self._end(ticket, "its lease expired in the middle of the answer")
                 else:
                     self._requeue(ticket)
-            if self._silence_s is not None and now >= ticket.heard_at + self._silence_s:
-                problem = "the trainer took this call and did not answer it" if ticket.lease else "no trainer took it"
-                ticket.push(EngineTimeout(f"{problem} for {self._silence_s:g} s; try again"))
-                self._end(ticket, f"there was no news of it for {self._silence_s:g} s")
+            if self._silence_s is not None and now >= ticket.last_event_at + self._silence_s:
+                problem = "the trainer took this call but sent nothing" if ticket.lease else "no trainer took this call"
+                ticket.push(EngineTimeout(f"{problem} for {self._silence_s:g} s; repeat it"))
+                self._end(ticket, f"it timed out after {self._silence_s:g} s without an answer")
 
     def leave(self, ticket: Ticket, reason: str) -> None:
         with self._lock:
@@ -180,7 +180,7 @@ class Gate:
     ) -> list[GateCall]:
         """Take the oldest calls, at least one and at most `limit`; none only after `wait_s`, or if the gateway stops.
 
-        `lease_s`: after this long without news, a call is queued again. None: for a taker that lives in the gateway's process.
+        `lease_s`: after this long without progress, a call is queued again. None: never, for a taker in the gateway's process.
         """
         loop, woken = asyncio.get_running_loop(), asyncio.Event()
         end = None if wait_s is None else loop.time() + wait_s
@@ -219,10 +219,10 @@ class Gate:
                 return
             ticket = self._find_taken(call_id, lease)
             if at != ticket.sent:
-                raise Conflict(f"at: the next piece starts at {ticket.sent}, not at {at}")
+                raise Conflict(f"at: the next piece must start at {ticket.sent}, not at {at}")
             ticket.check_fits(ids, finish, self._vocabulary)
-            present = ticket.version if self._version is None else self._version()
-            versions = ticket.version_range(version, present)
+            current = ticket.version if self._version is None else self._version()
+            versions = ticket.version_range(version, current)
             scores = None if logprobs is None else [None if np.isnan(v) else v for v in logprobs.tolist()]
             ticket.sent += len(ids)
             ticket.stopped = bool(len(ids)) and int(ids[-1]) in ticket.request.stop_ids
@@ -236,13 +236,13 @@ class Gate:
         with self._lock:
             ticket = self._find_taken(call_id, lease)
             ticket.push(_FAULTS[fault](f"the trainer failed: {message[:500]}"))
-            self._end(ticket, "the trainer failed it", answered=True)
+            self._end(ticket, "the trainer reported a failure", answered=True)
 
     def return_call(self, call_id: str, lease: str) -> None:
         with self._lock:
             ticket = self._find_taken(call_id, lease)
             if ticket.sent:
-                raise Conflict("a call cannot be given back after its first piece; end it with fail")
+                raise Conflict("a call cannot be given back after its first piece; fail it instead")
             self._requeue(ticket)
 
     def renew_lease(self, call_id: str, lease: str) -> None:
@@ -290,7 +290,7 @@ class Gate:
 
     def _renew(self, ticket: Ticket) -> None:
         ticket.until = None if ticket.lease_s is None else time.monotonic() + ticket.lease_s
-        ticket.notify()  # the new deadline may be earlier than the one that is waited for
+        ticket.notify()  # wake the waiter: the new deadline may be earlier
 
     def _requeue(self, ticket: Ticket) -> None:
         """Put a call at the head of the queue: it has waited longest."""
@@ -309,10 +309,10 @@ class Gate:
     def _find_taken(self, call_id: str, lease: str) -> Ticket:
         ticket, ended = self._live.get(call_id), self._ended.get(call_id)
         if ticket is None and ended is None:
-            raise NotFound(f"there is no call {call_id!r}; the gateway may have been restarted since it was taken")
+            raise NotFound(f"there is no call {call_id!r}; the gateway may have restarted since it was taken")
         if ended is not None:
             if ended.answered:
-                raise Conflict(f"call {call_id} has ended: {ended.reason} already")
+                raise Conflict(f"call {call_id} has already ended: {ended.reason}")
             raise Gone(f"call {call_id} no longer needs an answer: {ended.reason}")
         assert ticket is not None
         if ticket.lease != lease:
@@ -362,9 +362,9 @@ class _Generation:
 def _explain_exit(kind: type[BaseException] | None) -> str:
     """Explain why a turn ended before its answer."""
     if kind is None:
-        return "the turn was complete before its whole answer (by a stop string, or a limit of its session)"
+        return "the turn ended before the whole answer arrived (a stop string, or a limit of its session)"
     if issubclass(kind, TimeoutError):
-        return "its session ran out of time"
+        return "its session timed out"
     if issubclass(kind, asyncio.CancelledError):
         return "the agent disconnected, or its session ended"
     return "the turn failed"

@@ -33,7 +33,7 @@ class GateBackend(Protocol):
 
 
 class GateCall:
-    """A call that the trainer has taken. Answer it once, at once or in pieces; from one task at a time.
+    """A call that the trainer has taken. Answer it once, whole or in pieces, from one task at a time.
 
     As a context manager, it gives the call back at the end of the block if it was not answered.
     """
@@ -151,18 +151,21 @@ def to_arrays(
         scores = None if logprobs is None else np.asarray(logprobs)
     except (TypeError, ValueError, RuntimeError) as error:  # a tensor with gradients, or on a device
         raise BadRequest(
-            f"ids, logprobs: cannot be read as arrays ({error}); give lists or arrays on the CPU"
+            f"ids, logprobs: cannot be converted to arrays ({error}); pass lists, or arrays on the CPU"
         ) from None
     if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
         raise BadRequest(
-            f"ids: must be one list of integers, not {given.ndim} dimensions of {given.dtype}", param="ids"
+            f"ids: must be a flat list of integers, not a {given.ndim}-dimensional array of {given.dtype}", param="ids"
         )
     if given.size and not 0 <= int(given.min()) <= int(given.max()) < 2**31:
         raise BadRequest("ids: must be between 0 and the size of the vocabulary", param="ids")
     if scores is None:
         return given.astype(ID_DTYPE), None
     if scores.ndim != 1 or scores.dtype.kind not in "fiuO":
-        raise BadRequest(f"logprobs: must be one list of numbers, not {scores.dtype}", param="logprobs")
+        raise BadRequest(
+            f"logprobs: must be a flat list of numbers, not a {scores.ndim}-dimensional array of {scores.dtype}",
+            param="logprobs",
+        )
     unknown = np.array([value is None for value in scores.tolist()]) if scores.dtype.kind == "O" else np.zeros(0, bool)
     try:
         numbers = scores.astype(np.float64)
@@ -173,7 +176,7 @@ def to_arrays(
         wrong &= ~unknown
     if wrong.any():
         raise BadRequest(
-            f"logprobs: the one at {int(wrong.argmax())} is not a number; give None if it is unknown",
+            f"logprobs: the value at {int(wrong.argmax())} is not a number; pass None if it is unknown",
             param="logprobs",
         )
     return given.astype(ID_DTYPE), numbers.astype(LOGPROB_DTYPE)
@@ -186,11 +189,11 @@ def check_piece(ids: Ids, logprobs: Logprobs | None) -> None:
     if logprobs is None:
         return
     if len(logprobs) != len(ids):
-        raise BadRequest(f"logprobs: {len(logprobs)} of them for {len(ids)} ids", param="logprobs")
+        raise BadRequest(f"logprobs: got {len(logprobs)} for {len(ids)} ids", param="logprobs")
     wrong = np.isinf(logprobs) | (logprobs > LOGPROB_TOLERANCE)
     if wrong.any():
         where = int(wrong.argmax())
         raise BadRequest(
-            f"logprobs: {float(logprobs[where])} at {where} is not a log-probability: they are finite, and at most 0",
+            f"logprobs: {float(logprobs[where])} at {where} is not a log-probability, which must be finite and at most 0",
             param="logprobs",
         )

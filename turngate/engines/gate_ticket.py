@@ -27,8 +27,8 @@ class Ticket:
         self.loop = loop  # of the gateway, which waits for events
         self.notified = asyncio.Event()
         self.events: deque[Chunk | TurngateError] = deque()
-        self.arrived_at = self.heard_at = time.monotonic()  # heard_at: of its last piece
-        self.lease = ""  # of the taker; empty: it waits
+        self.arrived_at = self.last_event_at = time.monotonic()  # heard_at: of its last piece
+        self.lease = ""  # of the taker; empty while it waits
         self.until: float | None = None  # when the lease expires
         self.lease_s: float | None = None
         self.version = 0  # when it was taken
@@ -38,11 +38,11 @@ class Ticket:
 
     def push(self, event: Chunk | TurngateError) -> None:
         self.events.append(event)
-        self.heard_at = time.monotonic()
+        self.last_event_at = time.monotonic()
         self.notify()
 
     def notify(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the gateway's loop is closed, and nothing waits in it
+        with contextlib.suppress(RuntimeError):  # the gateway's loop is closed
             self.loop.call_soon_threadsafe(self.notified.set)
 
     def check_fits(self, ids: Ids, finish: GateFinish | None, vocabulary: int | None) -> None:
@@ -50,34 +50,34 @@ class Ticket:
         request = self.request
         total = self.sent + len(ids)
         if total > request.max_tokens:
-            raise BadRequest(f"ids: {total} tokens are more than the {request.max_tokens} of max_tokens", param="ids")
+            raise BadRequest(f"ids: {total} tokens exceed max_tokens ({request.max_tokens})", param="ids")
         if finish is not None and not total:
-            raise BadRequest("ids: an answer has at least one token; it may be the stop token", param="ids")
+            raise BadRequest("ids: an answer must have at least one token; the stop token counts", param="ids")
         if finish is None and not len(ids):
-            raise BadRequest("ids: a piece has at least one token", param="ids")
+            raise BadRequest("ids: a piece must have at least one token", param="ids")
         if vocabulary is not None and len(ids) and int(ids.max()) >= vocabulary:
             where = int(ids.argmax())
             raise BadRequest(
-                f"ids: {int(ids[where])} at {where} is not in the vocabulary of {vocabulary} tokens", param="ids"
+                f"ids: {int(ids[where])} at {where} is outside the vocabulary of {vocabulary} tokens", param="ids"
             )
         if len(ids) and self.stopped:
-            raise BadRequest("ids: the piece before this one ended with a stop token; finish the call", param="ids")
+            raise BadRequest("ids: the previous piece ended with a stop token; finish the call", param="ids")
         stops = np.flatnonzero(np.isin(ids, request.stop_ids))
         if len(stops) and (stops[0] != len(ids) - 1 or finish == "length"):
             where = int(stops[0])
             raise BadRequest(
-                f"ids: {int(ids[where])} at {where} of {len(ids)} is a stop token: it has to be the last token of an answer "
-                "whose finish is stop",
+                f"ids: {int(ids[where])} at {where} of {len(ids)} is a stop token, which must be the last token of an answer "
+                "with finish stop",
                 param="ids",
             )
 
-    def version_range(self, version: int | None, present: int) -> tuple[int, int]:
-        """Return the policy versions of a piece. `present`: the gateway's version."""
+    def version_range(self, version: int | None, current: int) -> tuple[int, int]:
+        """Return the policy versions of a piece. `current`: the gateway's version."""
         if version is None:
-            return self.version, present
-        if not 0 <= version <= present:
+            return self.version, current
+        if not 0 <= version <= current:
             raise BadRequest(
-                f"version: {version} is not between 0 and the gateway's present {present}; resume its fence at a new one first",
+                f"version: {version} is not between 0 and the gateway's current version {current}; resume at the new version first",
                 param="version",
             )
         return version, version
@@ -92,7 +92,7 @@ class EndedCall(msgspec.Struct, frozen=True):
 
 
 def digest_piece(lease: str, at: int, ids: Ids, logprobs: Logprobs | None, finish: GateFinish | None) -> bytes:
-    """Compute a digest of a piece, to recognize it if it is sent twice because its receipt was lost."""
+    """Compute a digest of a piece, to recognize a piece that is sent again."""
     digest = hashlib.blake2b(f"{lease} {at} {finish} {logprobs is None}".encode(), digest_size=16)
     digest.update(ids.tobytes())
     digest.update(b"" if logprobs is None else logprobs.tobytes())

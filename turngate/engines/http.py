@@ -32,10 +32,10 @@ from turngate.types import Json
 
 T = TypeVar("T")
 
-MESSAGE_CHARS = 500  # of an engine's message in our errors
-EVENT_BYTES = 64 * 2**20  # an event longer than this is not an event
-DRAIN_S = 0.25  # to read the end of a finished reply before its connection is closed
-PROBE_S = 5.0  # for health checks and aborts, which must never hang
+MESSAGE_CHARS = 500  # maximum length of an engine's message in our errors
+EVENT_BYTES = 64 * 2**20  # maximum size of an event
+DRAIN_S = 0.25  # timeout for reading the end of a finished reply
+PROBE_S = 5.0  # timeout for health checks and aborts, which must never hang
 # uvicorn, under both vLLM and SGLang, drops idle connections after 5 s. A POST on a connection that the server is closing
 # fails as if the engine were gone, so ours are dropped first.
 KEEPALIVE_S = 2.0
@@ -43,7 +43,7 @@ KEEPALIVE_S = 2.0
 NO_LOGPROB = -9999.0
 
 _DONE = b"[DONE]"
-# Context overflow in the words of vLLM, SGLang, OpenAI, Anthropic, Gemini and compatible servers.
+# How context overflow is reported by vLLM, SGLang, OpenAI, Anthropic, Gemini and compatible servers.
 _OVERFLOW = re.compile(
     r"context_length_exceeded|maximum context length|maximum model length|model's context length"
     r"|input length \(\d+ tokens\) exceeds|context window|prompt is too long|exceed context limit"
@@ -96,15 +96,12 @@ _DYING = re.compile(r"EngineCore encountered an issue")
 
 def error_from_status(engine: str, status: int, message: str, evidence: str = "") -> TurngateError:
     """Map an upstream HTTP status to an error. `message` is the readable part of the body, `evidence` all of it."""
-    text = f"{engine}: {message}" if message else f"{engine} answered {status}"
+    text = f"{engine}: {message}" if message else f"{engine} returned status {status}"
     words = f"{message} {evidence}"
     if status == 401 or (status == 400 and _NO_KEY.search(words)):
-        # The gateway's own credentials are wrong. Providers quote parts of the key here, so their message is not passed on.
-        return EngineError(f"{engine} refused the gateway's credentials")
-    if status in (
-        402,
-        403,
-    ):  # a model or feature that is not available to the account: not the agent's fault either
+        # The gateway's own key is wrong. Providers quote parts of it here, so their message is not forwarded.
+        return EngineError(f"{engine} rejected the gateway's API key; check the key in the gateway's configuration")
+    if status in (402, 403):  # not available to the account, which is not the agent's fault either
         return EngineError(text)
     if status in (429, 529):  # 529: Anthropic is overloaded
         return EngineBusy(text)
@@ -155,17 +152,17 @@ class map_errors:  # used like a function
 def _map_error(engine: str, error: BaseException) -> TurngateError | None:
     match error:
         case aiohttp.ConnectionTimeoutError():
-            return EngineUnavailable(f"{engine} could not be reached in time")
+            return EngineUnavailable(f"{engine} did not accept the connection in time")
         case MalformedReply():
-            return EngineError(f"{engine} does not speak HTTP as expected: {error}")
+            return EngineError(f"{engine} sent an invalid HTTP response: {error}")
         case TimeoutError():
-            return EngineTimeout(f"{engine} was silent for too long")
+            return EngineTimeout(f"timed out waiting for {engine}")
         case aiohttp.ClientConnectionError() | aiohttp.ClientPayloadError() | OSError():
             return EngineUnavailable(f"the connection to {engine} failed: {_reason(error)}")
         case aiohttp.ClientError():
-            return EngineError(f"{engine} does not speak HTTP as expected: {type(error).__name__}")
+            return EngineError(f"{engine} sent an invalid HTTP response: {type(error).__name__}")
         case msgspec.DecodeError() | UnicodeDecodeError():
-            return EngineError(f"{engine} answered something unexpected: {error}")
+            return EngineError(f"{engine} sent a response that cannot be decoded: {error}")
         case _:
             return None
 
@@ -173,14 +170,14 @@ def _map_error(engine: str, error: BaseException) -> TurngateError | None:
 def _reason(error: Exception) -> str:
     """Return why a connection failed, without the address: agents read these messages."""
     if isinstance(error, aiohttp.ServerDisconnectedError):
-        return "it hung up without an answer"
+        return "it closed the connection without a response"
     if isinstance(error, aiohttp.ClientPayloadError):
-        return "the reply was cut off"
+        return "the response ended early"
     if isinstance(error, ConnectionCut | ConnectFailed) and not error.errno:
         return str(error)
     if isinstance(error, OSError) and error.errno and error.errno > 0:
         return os.strerror(error.errno).lower()
-    return "it cannot be reached"
+    return "it is unreachable"
 
 
 def extract_message(body: bytes) -> str:
@@ -204,7 +201,7 @@ def _readable(value: Json) -> str:
 
 
 def align_logprobs(engine: str, ids: Sequence[int], logprobs: Sequence[float | None] | None) -> list[float | None]:
-    """Return one entry per id, None if the engine gave none. A list of another length is rejected."""
+    """Return one entry per id: None where the engine gave none. Rejects a list of another length."""
     if logprobs is None:
         return [None] * len(ids)
     if len(logprobs) != len(ids):
@@ -232,7 +229,7 @@ class EventParser:
         lines = (self._rest + read).split(b"\n")
         self._rest = lines.pop()
         if len(self._rest) > EVENT_BYTES:
-            raise EngineError("the engine sent an endless event")
+            raise EngineError(f"the engine sent an event of more than {EVENT_BYTES} bytes")
         found = []
         for line in lines:
             line = line.removesuffix(b"\r")
@@ -256,8 +253,8 @@ class EventParser:
 class Reply:
     """A POST: sent by the first read, closed when `EngineClient.post` is left.
 
-    `sent`: the engine may be working on it. `finished`: it no longer is; the engine's implementation sets it at the end of the
-    generation, and the rest of the reply is only drained. `done`: the engine closed the stream properly.
+    `sent`: the engine may be working on it. `finished`: the generation has ended, and the rest of the reply is only drained; set by the
+    engine's implementation. `done`: the engine closed the stream properly.
     """
 
     def __init__(self, client: EngineClient, path: str, body: bytes, headers: Mapping[str, str]) -> None:
@@ -269,7 +266,7 @@ class Reply:
         self._path, self._headers = path, headers
         self._response: aiohttp.ClientResponse | Response | None = None
         self._events = EventParser()
-        self._left = False
+        self._closed = False
 
     async def __aenter__(self) -> Reply:
         self._client.in_flight += 1
@@ -312,7 +309,7 @@ class Reply:
 
     async def leave(self) -> None:
         """Close the reply. A finished one is read to its end first, so that its connection can be reused."""
-        self._left = True
+        self._closed = True
         if self._response is None:
             return
         if isinstance(self._response, Response) and self._response.over:
@@ -333,9 +330,9 @@ class Reply:
             return self._response
         self.finished = False
         response = await self._post()
-        if self._left:  # left by another task while this one was connecting
+        if self._closed:  # by another task while this one was connecting
             response.close()
-            raise EngineUnavailable(f"the call to {self._client.engine} was abandoned")
+            raise EngineUnavailable(f"the call to {self._client.engine} was cancelled while it connected")
         if response.status != 200:
             try:
                 with map_errors(self._client.engine):
@@ -441,16 +438,16 @@ class EngineClient:
         return self.decode(msgspec.json.Decoder(shape).decode, body)
 
     async def ping(self, path: str) -> None:
-        """Check that the path answers 200."""
+        """Check that a GET of the path returns status 200."""
         await self._probe("GET", path, b"")
 
     async def notify(self, path: str, body: bytes) -> None:
         """Send a message whose reply does not matter, such as an abort."""
         await self._probe("POST", path, body)
 
-    async def command(self, path: str, sent: Json, within_s: float) -> bytes:
+    async def command(self, path: str, body: Json, within_s: float) -> bytes:
         """Send a command that may take long. Returns the body of the reply."""
-        return await self._probe("POST", path, msgspec.json.encode(sent), within_s)
+        return await self._probe("POST", path, msgspec.json.encode(body), within_s)
 
     def decode(self, decoder: Callable[[bytes], T], data: bytes) -> T:
         with map_errors(self.engine):

@@ -23,7 +23,7 @@ class ConnectFailed(OSError):
 
 
 class ConnectionCut(OSError):
-    """The engine closed the connection before its answer, or in the middle of it."""
+    """The engine closed the connection before or during its response."""
 
 
 class MalformedReply(Exception):
@@ -92,15 +92,15 @@ class ConnectionPool:
                 await loop.create_connection(lambda: connection, self._host, self._port, ssl=secure)
         except TimeoutError:
             connection.abort()  # it may have been established at the last moment
-            raise ConnectFailed("it could not be reached in time") from None
+            raise ConnectFailed("the connection attempt timed out") from None
         except ssl.SSLCertVerificationError as error:
-            raise ConnectFailed("its certificate is not to be trusted") from error
+            raise ConnectFailed("its TLS certificate could not be verified") from error
         except ssl.SSLError as error:
-            raise ConnectFailed("it does not speak TLS as expected") from error
+            raise ConnectFailed("the TLS handshake failed") from error
         except OSError as error:
             raise ConnectFailed(error.errno, error.strerror) from error
         except BaseException:
-            connection.abort()  # likewise
+            connection.abort()
             raise
         return connection
 
@@ -215,7 +215,7 @@ class Response:
         elif self._connection.paused:  # our own reader is slow
             self._watch = self._loop.call_later(self._silence_s, self._check_silence)
         else:
-            self.fail(TimeoutError("nothing arrived for too long"))
+            self.fail(TimeoutError(f"no data for {self._silence_s:g} s"))
             self._connection.abort()
 
     def _unwatch(self) -> None:
@@ -266,7 +266,7 @@ class _Connection(asyncio.Protocol):
             self.paused = False
             self._transport.resume_reading()
 
-    # ── asyncio's ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── callbacks of asyncio ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def data_received(self, data: bytes) -> None:
         response = self.response
@@ -283,11 +283,11 @@ class _Connection(asyncio.Protocol):
             self.abort()
             return
         if not response.status and self._read > _MAX_HEAD:
-            response.fail(MalformedReply("the head of its reply is too long"))
+            response.fail(MalformedReply("the response headers are too long"))
             self.abort()
 
     def eof_received(self) -> None:
-        """The transport closes by itself."""
+        """Return None: the transport closes itself."""
 
     def connection_lost(self, error: Exception | None) -> None:
         self.open = False
@@ -298,9 +298,13 @@ class _Connection(asyncio.Protocol):
         if response.status and self._until_end and error is None:
             response.end()
         else:
-            response.fail(ConnectionCut("the reply was cut off" if response.status else "it hung up without an answer"))
+            response.fail(
+                ConnectionCut(
+                    "the response ended early" if response.status else "it closed the connection without a response"
+                )
+            )
 
-    # ── the parser's ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── callbacks of the parser ────────────────────────────────────────────────────────────────────────────────────────────
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if name.lower() in (b"content-length", b"transfer-encoding"):
@@ -308,7 +312,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if self.response is None:
-            raise MalformedReply("it answered twice")
+            raise MalformedReply("it sent two responses to one request")
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()

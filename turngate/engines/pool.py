@@ -1,6 +1,6 @@
 """Several engines as one: sessions stay where their prefix is cached, and move when that replica is down.
 
-A *replica* is one configured engine, with its own health. A *lane* is one place to generate on: a replica, or one data-parallel
+A *replica* is one configured engine, with its own health. A *lane* is where calls go: a replica, or one data-parallel
 rank of it.
 
 - A session's first call goes to the lane with the fewest calls in flight, then the fewest sessions; later calls follow it.
@@ -135,7 +135,7 @@ class Pool:
 
 
 class _Lane:
-    """One place to generate on."""
+    """A replica, or one data-parallel rank of it."""
 
     def __init__(self, replica: _Replica, engine: Engine) -> None:
         self.replica = replica
@@ -154,16 +154,19 @@ class _Replica:
         self.engine = engine
         self.lanes = [_Lane(self, lane) for lane in (engine.lanes() if isinstance(engine, HasLanes) else [engine])]
         self.up = True
-        self._known = False  # whether it was ever up
+        self._was_up = False  # ever
         self._misses = 0
         self._allowed = misses
         self._check_s, self._backoff_s, self._backoff_max_s = check_s, backoff_s, backoff_max_s
         self._lost = asyncio.Event()
-        self._seen: list[Health] = []
+        self._last_health: list[Health] = []
 
     def snapshot(self) -> list[Health]:
         in_flight = sum(lane.in_flight for lane in self.lanes)
-        return [msgspec.structs.replace(health, ok=health.ok and self.up, in_flight=in_flight) for health in self._seen]
+        return [
+            msgspec.structs.replace(health, ok=health.ok and self.up, in_flight=in_flight)
+            for health in self._last_health
+        ]
 
     def mark_lost(self, error: EngineError) -> None:
         """Record that a call could not reach it."""
@@ -174,18 +177,18 @@ class _Replica:
     def mark_up(self) -> None:
         """Record that a call or a check succeeded."""
         if not self.up:
-            log.warning("%s is back", self._address())
-        self.up = self._known = True
+            log.warning("%s is up again", self._address())
+        self.up = self._was_up = True
         self._misses = 0
 
     async def check(self) -> None:
-        self._seen = await self.engine.health()
-        missing = next((health for health in self._seen if not health.ok), None)
+        self._last_health = await self.engine.health()
+        missing = next((health for health in self._last_health if not health.ok), None)
         if missing is None:
             self.mark_up()
             return
         self._misses += 1
-        if self._misses >= self._allowed or not self._known or missing.wrong:
+        if self._misses >= self._allowed or not self._was_up or missing.wrong:
             self._down(missing.detail)
 
     def _down(self, reason: str) -> None:
@@ -200,7 +203,7 @@ class _Replica:
                 async with asyncio.timeout(self._pause()):
                     await self._lost.wait()
                 self._lost.clear()
-                await asyncio.sleep(self._backoff_s)  # a check right after a failed call would tell nothing new
+                await asyncio.sleep(self._backoff_s)  # a check right after a failed call would only repeat the failure
             except TimeoutError:
                 pass  # the pause is over
             await self.check()
@@ -212,7 +215,7 @@ class _Replica:
         return min(doubled, self._backoff_max_s)
 
     def _address(self) -> str:
-        return self._seen[0].url if self._seen else self.engine.name
+        return self._last_health[0].url if self._last_health else self.engine.name
 
 
 class _Call:
@@ -221,7 +224,7 @@ class _Call:
     def __init__(self, pool: Pool, request: Generate) -> None:
         self._pool = pool
         self._request = request
-        self._lane: _Lane | None = None  # that it counts on
+        self._lane: _Lane | None = None  # the lane whose in_flight counts this call
         self._generation: AbstractAsyncContextManager[AsyncIterator[Chunk]] | None = None  # entered on that lane
         self._chunks: AsyncIterator[Chunk] | None = None
 

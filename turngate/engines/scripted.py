@@ -1,4 +1,4 @@
-"""The deterministic engine: plays back exact token ids, with faults on request. In process, without HTTP.
+"""The deterministic engine: replays scripted token ids, with faults on request. It runs in process, without HTTP.
 
 For tests and for `turngate serve --engine scripted`. Its log-probabilities follow from the prompt and the ids
 (`derive_logprobs`), so that a recorded turn proves which prompt it was conditioned on.
@@ -22,13 +22,15 @@ from turngate.engines.http import align_logprobs
 from turngate.errors import ContextOverflow, EngineBusy, EngineError, EngineTimeout, EngineUnavailable
 from turngate.types import Ids, PromptIds
 
-SYNTHETIC_NOTE = "the scripted engine answered: nothing was sampled, and its log-probabilities are made up"
+SYNTHETIC_NOTE = (
+    "the scripted engine generated these turns: nothing was sampled, and the log-probabilities are synthetic"
+)
 _STEPS = 2**18  # multiples of 2^-18 are exact in float32, so stored values equal those sent
 _REMEMBERED = 10_000  # sessions and prompts to count, before the oldest is forgotten
 
 
 class ScriptedTurn(msgspec.Struct, frozen=True):
-    """One scripted generation: what is sampled, how fast, and what goes wrong."""
+    """One scripted generation: the ids, their pace, and faults."""
 
     ids: Sequence[int] = ()
     logprobs: Sequence[float | None] | None = None  # None: derived from prompt and ids
@@ -37,14 +39,14 @@ class ScriptedTurn(msgspec.Struct, frozen=True):
     delay_s: float = 0.0  # before the first chunk
     pace_s: float = 0.0  # before every further one
 
-    fail_before: bool = False  # the engine is gone before the first token
-    busy: bool = False  # the engine turns the request away
+    fail_before: bool = False  # the engine is unavailable
+    busy: bool = False  # the engine rejects the request as busy
     overflow: bool = False  # the prompt does not fit
-    cut_after: int | None = None  # the stream dies after so many tokens
-    silent_for: float = 0.0  # seconds of silence after the first chunk
-    null_logprobs: bool = False  # one null per token
+    cut_after: int | None = None  # the stream ends early, after this many tokens
+    silent_for: float = 0.0  # seconds without data after the first chunk
+    null_logprobs: bool = False  # None for every token
     short_logprobs: bool = False  # one entry too few
-    hang: bool = False  # never a first token
+    hang: bool = False  # no token is ever sampled
 
 
 Script = Callable[[Generate, int], ScriptedTurn]
@@ -69,7 +71,7 @@ class Scripted:
 
     `script` is a list of turns, or a function of the request and its index. The index counts the calls of a session, so that
     sessions are independent. `keep`: how many requests stay in `received`, newest last. `silence_s`: as for the HTTP engines,
-    how long the stream may be silent before the call fails.
+    how long the stream may go without data before the call fails.
     """
 
     def __init__(
@@ -184,7 +186,7 @@ class _Call:
             if turn.cut_after is not None and end >= min(turn.cut_after, len(ids)):
                 if turn.cut_after > start:
                     yield Chunk(ids[start : turn.cut_after], logprobs[start : turn.cut_after])
-                raise EngineUnavailable(f"{self._name} ended its reply without finishing")
+                raise EngineUnavailable(f"{self._name} ended its reply before the generation finished")
             prompt = request.prompt.tolist() if request.echo_prompt and start == 0 else None
             yield Chunk(ids[start:end], logprobs[start:end], finish if end == len(ids) else None, prompt)
             if start == 0:
@@ -193,11 +195,13 @@ class _Call:
     async def _fail_first(self) -> None:
         turn = self._turn
         if turn.fail_before:
-            raise EngineUnavailable(f"{self._name} is not there")
+            raise EngineUnavailable(f"{self._name} is unavailable")
         if turn.busy:
             raise EngineBusy(f"{self._name} is busy")
         if turn.overflow or self._room < 1:
-            raise ContextOverflow(f"{self._name}: the prompt has {len(self._request.prompt)} tokens and does not fit")
+            raise ContextOverflow(
+                f"{self._name}: the prompt has {len(self._request.prompt)} tokens and does not fit into the context"
+            )
         if turn.hang:
             await self._wait(float("inf"))
 
@@ -211,7 +215,7 @@ class _Call:
     async def _wait(self, seconds: float) -> None:
         if self._silence_s is not None and seconds > self._silence_s:
             await asyncio.sleep(self._silence_s)
-            raise EngineTimeout(f"{self._name} was silent for too long")
+            raise EngineTimeout(f"timed out waiting for {self._name}")
         if seconds == float("inf"):
             await asyncio.Event().wait()
         elif seconds:
@@ -238,7 +242,7 @@ class _Counter:
 def _play(turns: list[ScriptedTurn], name: str) -> Script:
     def script(request: Generate, index: int) -> ScriptedTurn:
         if index >= len(turns):
-            raise EngineError(f"{name} has a script of {len(turns)} turns, and this is call {index + 1}")
+            raise EngineError(f"{name} has no reply for call {index + 1}: its script has {len(turns)} turns; add more")
         return turns[index]
 
     return script

@@ -1,7 +1,7 @@
 """The SGLang engine: sends token ids to its native `/generate`, and receives sampled ids and log-probabilities.
 
 Written from SGLang's public source (`http_server.py`, `io_struct.py`, `tokenizer_manager.py`, `sampling_params.py`) and
-tested against a stand-in with the same messages. It has NOT been run against a live SGLang.
+tested against a fake server with the same messages. It has NOT been run against a live SGLang.
 
 Peculiarities of its wire format:
 
@@ -27,7 +27,7 @@ import orjson
 
 from turngate.engines.base import Chunk, Generate, Health
 from turngate.engines.http import EngineClient, Reply, align_logprobs, is_present, make_abort_error
-from turngate.engines.weights import COMMAND_S, LOAD_S, Load
+from turngate.engines.weights import COMMAND_S, LOAD_S, PolicyWeights
 from turngate.errors import EngineError, EngineRejected, EngineUnavailable, TurngateError
 from turngate.types import Constraint, Sampling
 
@@ -118,10 +118,10 @@ class SGLang:
         self.model = model
         self._rank = rank
         self._ranks = ranks
-        self._started_with = ""  # the original model's folder, once another one is loaded
+        self._initial_path = ""  # the original model's folder, once another one is loaded
         self._client = EngineClient(name, url, key=key, connect_s=connect_s, silence_s=silence_s, direct=True)
         self._aborts: set[asyncio.Task[None]] = set()
-        self._about: tuple[str, int | None] | None = None
+        self._description: tuple[str, int | None] | None = None
 
     def __repr__(self) -> str:
         return f"SGLang({self._client.url!r}, {self.model!r}, rank={self._rank})"
@@ -146,11 +146,11 @@ class SGLang:
         seen = Health(url=self._client.url, ok=True, model=self.model, in_flight=self._client.in_flight)
         try:
             await self._client.ping("/health")
-            if self._about is None:  # expensive (it queries every rank), and constant
-                self._about = await self._describe()
+            if self._description is None:  # constant, and expensive: it queries every rank
+                self._description = await self._describe()
         except TurngateError as error:
             return [msgspec.structs.replace(seen, ok=False, detail=error.message)]
-        served, context = self._about
+        served, context = self._description
         return [msgspec.structs.replace(seen, model=self.model or served, max_context=context)]
 
     @asynccontextmanager
@@ -175,7 +175,7 @@ class SGLang:
     def address(self) -> str:
         return self._client.url
 
-    def expect(self, load: Load | None) -> None:
+    def expect(self, weights: PolicyWeights | None) -> None:
         """Do nothing: SGLang versions differ in whether they report their weights."""
 
     async def pause(self) -> None:
@@ -184,21 +184,23 @@ class SGLang:
     async def resume(self) -> None:
         await self._command("/continue_generation", {})
 
-    async def load(self, load: Load, *, frozen: bool) -> None:
-        if load.is_adapter:
-            sent: dict[str, Any] = {"lora_name": load.name, "lora_path": load.lora_path}
-            await self._command("/load_lora_adapter", sent, LOAD_S)
+    async def load(self, weights: PolicyWeights, *, frozen: bool) -> None:
+        if weights.is_adapter:
+            body: dict[str, Any] = {"lora_name": weights.name, "lora_path": weights.lora_path}
+            await self._command("/load_lora_adapter", body, LOAD_S)
             return
-        if not self._started_with:
-            self._started_with = (await self._client.get("/get_model_info", _ModelInfo)).model_path
-        sent = {"model_path": load.path, "weight_version": str(load.version), "flush_cache": not frozen}
-        await self._command("/update_weights_from_disk", sent, LOAD_S)
+        if not self._initial_path:
+            self._initial_path = (await self._client.get("/get_model_info", _ModelInfo)).model_path
+        body = {"model_path": weights.path, "weight_version": str(weights.version), "flush_cache": not frozen}
+        await self._command("/update_weights_from_disk", body, LOAD_S)
 
-    async def original(self, *, frozen: bool) -> None:
-        if not self._started_with:
-            raise EngineRejected(f"{self.name}: the weights it was started with are unknown")
-        sent = {"model_path": self._started_with, "flush_cache": not frozen}
-        await self._command("/update_weights_from_disk", sent, LOAD_S)
+    async def reload_initial_weights(self, *, frozen: bool) -> None:
+        if not self._initial_path:
+            raise EngineRejected(
+                f"{self.name}: cannot restore its initial weights, because their path is unknown; restart the engine"
+            )
+        body = {"model_path": self._initial_path, "flush_cache": not frozen}
+        await self._command("/update_weights_from_disk", body, LOAD_S)
 
     async def abort_all(self) -> None:
         await self._command("/abort_request", {"abort_all": True})
@@ -206,8 +208,8 @@ class SGLang:
     async def unload(self, name: str) -> None:
         await self._command("/unload_lora_adapter", {"lora_name": name})
 
-    async def _command(self, path: str, sent: dict[str, Any], within_s: float = COMMAND_S) -> None:
-        answer = await self._client.command(path, sent, within_s)
+    async def _command(self, path: str, body: dict[str, Any], within_s: float = COMMAND_S) -> None:
+        answer = await self._client.command(path, body, within_s)
         try:
             done = msgspec.json.decode(answer or b"{}", type=_Done)
         except msgspec.DecodeError:
@@ -252,7 +254,7 @@ class SGLang:
             body["extra_key"] = request.cache_salt  # separates cache entries
         if self._rank is not None:
             body["routed_dp_rank"] = self._rank
-            body["data_parallel_rank"] = self._rank  # its name in early 0.5 versions
+            body["data_parallel_rank"] = self._rank  # the name of this field in early 0.5 versions
         if request.echo_prompt:
             body["return_prompt_token_ids"] = True
         if request.model:
@@ -274,7 +276,7 @@ class SGLang:
             yield chunk
             if reply.finished:
                 return
-        raise EngineUnavailable(f"{self.name} ended its reply without finishing")
+        raise EngineUnavailable(f"{self.name} ended its reply before the generation finished")
 
     def _chunk(self, batch: Sequence[bytes], sampled: int, echo: bool) -> Chunk:
         """Merge the events of one read, after the first `sampled` tokens, into one chunk."""
@@ -310,7 +312,7 @@ class SGLang:
         if added is None:
             return ids, align_logprobs(self.name, ids, None)
         if [position.token_id for position in added] != ids:
-            raise EngineError(f"{self.name} sent log-probabilities of other tokens than it sampled")
+            raise EngineError(f"{self.name} sent log-probabilities for tokens that it did not sample")
         return ids, align_logprobs(self.name, ids, [position.logprob for position in added])
 
     def _slice_new(self, items: Sequence[T], seen: int, total: int) -> Sequence[T]:
@@ -319,7 +321,9 @@ class SGLang:
             return items[seen:]
         if len(items) == total - seen:
             return items
-        raise EngineError(f"{self.name} sent {len(items)} entries where {total - seen} of {total} tokens are new")
+        raise EngineError(
+            f"{self.name} sent {len(items)} entries; expected all {total}, or the {total - seen} new ones"
+        )
 
     def _finish(self, reason: _Finish | None) -> Literal["stop", "length", "abort"] | None:
         if reason is None:
@@ -327,13 +331,13 @@ class SGLang:
         if reason.status_code is not None:  # a rejection or failure, reported as the end of a generation
             raise self._client.failure(reason.status_code, (reason.message or "").encode())
         if reason.type not in _FINISH:
-            raise EngineError(f"{self.name} ended a generation with {reason.type!r}")
+            raise EngineError(f"{self.name} sent the unknown finish reason {reason.type!r}")
         return _FINISH[reason.type]
 
 
 def _sampling(request: Generate) -> dict[str, Any]:
     params: dict[str, Any] = {
-        **_drawing(request.sampling),
+        **_sampling_fields(request.sampling),
         "n": 1,
         "max_new_tokens": request.max_tokens,
         "stop_token_ids": request.stop_ids,
@@ -350,9 +354,9 @@ def _sampling(request: Generate) -> dict[str, Any]:
     return params
 
 
-def _drawing(sampling: Sampling) -> dict[str, Any]:
+def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
     """Return all sampling fields, also neutral ones: SGLang fills missing ones from `preferred_sampling_params`."""
-    drawing: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,  # off
@@ -363,8 +367,8 @@ def _drawing(sampling: Sampling) -> dict[str, Any]:
         "min_new_tokens": sampling.min_tokens,
     }
     if sampling.seed is not None:
-        drawing["sampling_seed"] = sampling.seed
-    return drawing
+        fields["sampling_seed"] = sampling.seed
+    return fields
 
 
 def _schema(constraint: Constraint) -> str:

@@ -21,7 +21,7 @@ import msgspec
 
 from turngate.engines.base import Chunk, Generate, Health
 from turngate.engines.http import EngineClient, Reply, clean_logprobs, is_present, make_abort_error
-from turngate.engines.weights import COMMAND_S, LOAD_S, Load
+from turngate.engines.weights import COMMAND_S, LOAD_S, PolicyWeights
 from turngate.errors import EngineError, EngineRejected, EngineUnavailable, TurngateError
 from turngate.types import Constraint, Json, Sampling
 
@@ -92,8 +92,8 @@ _decode_echo = msgspec.json.Decoder(_EchoEvent).decode
 class VLLM:
     """One vLLM API server. An empty `model` is the one it serves.
 
-    `rank` pins every call to one data-parallel rank. `ranks`: how many there are, so that a `Pool` keeps each session on one of
-    them; without a pool it has no effect. `silence_s` bounds the time between two bytes, so a call that is not streamed has to
+    `rank` pins every call to one data-parallel rank. `ranks`: how many there are, for a `Pool`, which keeps each session on one of
+    them; it has no effect otherwise. `silence_s` bounds the time between two bytes, so a call that is not streamed has to
     finish within it.
     """
 
@@ -115,7 +115,7 @@ class VLLM:
         self._api = api
         self._rank = rank
         self._ranks = ranks
-        self._expected: Load | None = None
+        self._expected: PolicyWeights | None = None
         self._reports_weights = True  # whether it reports a version of its weights
         root = url.rstrip("/").removesuffix("/v1")
         self._client = EngineClient(name, root, key=key, connect_s=connect_s, silence_s=silence_s, direct=True)
@@ -159,8 +159,8 @@ class VLLM:
     def address(self) -> str:
         return self._client.url
 
-    def expect(self, load: Load | None) -> None:
-        self._expected = load
+    def expect(self, weights: PolicyWeights | None) -> None:
+        self._expected = weights
 
     async def pause(self) -> None:
         await self._command("/pause?mode=keep")
@@ -168,16 +168,18 @@ class VLLM:
     async def resume(self) -> None:
         await self._command("/resume")
 
-    async def load(self, load: Load, *, frozen: bool) -> None:
-        if not load.is_adapter:
-            await self._reload({"weights_path": load.path}, str(load.version), frozen)
+    async def load(self, weights: PolicyWeights, *, frozen: bool) -> None:
+        if not weights.is_adapter:
+            await self._reload({"weights_path": weights.path}, str(weights.version), frozen)
             return
         served = await self._client.get("/v1/models", _Models)
-        if any(card.id == load.name for card in served.data):
-            await self.unload(load.name)  # a retry may have other weights: as a new adapter it shares no cache
-        await self._command("/v1/load_lora_adapter", {"lora_name": load.name, "lora_path": load.lora_path}, LOAD_S)
+        if any(card.id == weights.name for card in served.data):
+            await self.unload(weights.name)  # a retry may have other weights, which must not share its cache
+        await self._command(
+            "/v1/load_lora_adapter", {"lora_name": weights.name, "lora_path": weights.lora_path}, LOAD_S
+        )
 
-    async def original(self, *, frozen: bool) -> None:
+    async def reload_initial_weights(self, *, frozen: bool) -> None:
         await self._reload({}, "default", frozen)
 
     async def abort_all(self) -> None:
@@ -186,11 +188,11 @@ class VLLM:
     async def unload(self, name: str) -> None:
         await self._command("/v1/unload_lora_adapter", {"lora_name": name})
 
-    async def _reload(self, what: dict[str, str], mark: str, frozen: bool) -> None:
-        """Reload weights, marked as loading in between: a failed reload crashes the engine at its next call."""
+    async def _reload(self, options: dict[str, str], mark: str, frozen: bool) -> None:
+        """Reload weights. They are marked as loading meanwhile, because a failed reload crashes the engine at its next call."""
         await self._command("/update_weight_version", {"new_version": _LOADING + mark})
-        await self._command("/collective_rpc", {"method": "reload_weights", "kwargs": what}, LOAD_S)
-        if not frozen:  # else calls in flight need it; versions never share a cache
+        await self._command("/collective_rpc", {"method": "reload_weights", "kwargs": options}, LOAD_S)
+        if not frozen:  # calls in flight need the cache; versions never share it
             await self._command("/reset_prefix_cache")
         await self._command("/update_weight_version", {"new_version": mark})
 
@@ -200,25 +202,25 @@ class VLLM:
         if expected is not None and expected.is_adapter:
             if any(card.id == expected.name for card in served.data):
                 return ""
-            return f"has no {expected.name}: it was restarted; repeat POST /admin/weights"
+            return f"adapter {expected.name} is not loaded, probably after a restart; repeat POST /admin/weights"
         if not self._reports_weights:
             return ""
         try:
             mark = (await self._client.get("/weight_info", _WeightInfo)).weight_version
         except EngineRejected:
-            self._reports_weights = False  # so no weights were loaded into it either
+            self._reports_weights = False  # it has no such route, so no weights were loaded into it either
             return ""
         except TurngateError as error:
             return error.message
         if mark.startswith(_LOADING):
-            return f"an update of its weights to {mark.removeprefix(_LOADING)} was not completed; restart it"
+            return f"the update of its weights to {mark.removeprefix(_LOADING)} did not complete; restart the engine"
         if expected is not None and mark != str(expected.version):
-            return f"has weights {mark!r}, not version {expected.version}; repeat POST /admin/weights"
+            return f"has weight version {mark!r} instead of {expected.version}; repeat POST /admin/weights"
         return ""
 
-    async def _command(self, path: str, sent: Json = None, within_s: float = COMMAND_S) -> None:
+    async def _command(self, path: str, body: Json = None, within_s: float = COMMAND_S) -> None:
         try:
-            await self._client.command(path, {} if sent is None else sent, within_s)
+            await self._client.command(path, {} if body is None else body, within_s)
         except EngineRejected as error:
             if not error.message.endswith(": Not Found"):
                 raise
@@ -293,7 +295,9 @@ class VLLM:
             raise self._no_ids() from None
 
     def _no_ids(self) -> EngineError:
-        return EngineError(f"{self.name} sent no token ids: it must be a vLLM that supports return_tokens_as_token_ids")
+        return EngineError(
+            f"{self.name} sent no token ids; use a vLLM version that supports return_tokens_as_token_ids"
+        )
 
     def _logprobs(self, ids: Sequence[int | str], given: _Logprobs | None) -> Sequence[float | None]:
         if given is None:
@@ -301,7 +305,7 @@ class VLLM:
         if given.content is not None:
             values: Sequence[float | None] | None = [position.logprob for position in given.content]
             if [position.token_id for position in given.content] != list(ids):
-                raise EngineError(f"{self.name} sent log-probabilities of other tokens than it sampled")
+                raise EngineError(f"{self.name} sent log-probabilities for tokens that it did not sample")
         else:
             values = given.token_logprobs
         if values is None:
@@ -312,7 +316,7 @@ class VLLM:
 
     def _finish(self, reason: str) -> Literal["stop", "length", "abort"]:
         if reason not in _FINISH:
-            raise EngineError(f"{self.name} ended a generation with {reason!r}")
+            raise EngineError(f"{self.name} sent the unknown finish reason {reason!r}")
         return _FINISH[reason]
 
 
@@ -325,8 +329,8 @@ class VLLMGeneration:
     def __init__(self, engine: VLLM, request: Generate) -> None:
         self._engine, self._request = engine, request
         self._reply: Reply
-        self._started = False  # something was sampled
-        self._read = False  # the whole reply, if it is not streamed
+        self._started = False  # whether anything was sampled
+        self._read = False  # whether a reply that is not streamed was read
 
     async def __aenter__(self) -> AsyncIterator[Chunk]:
         self._reply = await self._engine.post(self._request).__aenter__()
@@ -361,7 +365,7 @@ class VLLMGeneration:
             return batch
         if self._reply.done and not self._started:  # a `completions` stream ends so after an abort
             raise make_abort_error(self._engine.name)
-        raise EngineUnavailable(f"{self._engine.name} ended its reply without finishing")
+        raise EngineUnavailable(f"{self._engine.name} ended its reply before the generation finished")
 
 
 def _prompt(event: _Event) -> list[int] | None:
@@ -391,7 +395,7 @@ def _generate(request: Generate) -> tuple[str, dict[str, Any]]:
 def _sampling(request: Generate) -> dict[str, Any]:
     """Return the fields that both APIs share."""
     params: dict[str, Any] = {
-        **_drawing(request.sampling),
+        **_sampling_fields(request.sampling),
         "n": 1,
         "max_tokens": request.max_tokens,
         "logprobs": 0,  # the sampled token's own, no alternatives
@@ -408,11 +412,11 @@ def _sampling(request: Generate) -> dict[str, Any]:
     return params
 
 
-def _drawing(sampling: Sampling) -> dict[str, Any]:
-    drawing: dict[str, Any] = {
+def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
+    fields: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,  # off, in every version; 0 only in newer ones
+        "top_k": sampling.top_k or -1,  # -1 disables it in every version; 0 only in newer ones
         "min_p": sampling.min_p,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
@@ -420,8 +424,8 @@ def _drawing(sampling: Sampling) -> dict[str, Any]:
         "min_tokens": sampling.min_tokens,
     }
     if sampling.seed is not None:
-        drawing["seed"] = sampling.seed
-    return drawing
+        fields["seed"] = sampling.seed
+    return fields
 
 
 def _constraint_fields(constraint: Constraint) -> dict[str, Any]:

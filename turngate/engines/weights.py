@@ -1,7 +1,7 @@
 """Engines whose weights can be changed while they serve.
 
-`gateway/weights.py` closes the fence, calls these methods on every replica, and opens the fence at the new version. The trainer itself
-changes an engine in its own process.
+`gateway/weights.py` pauses calls, uses these methods on every replica, and resumes calls at the new version. An engine in the trainer's
+process is updated by the trainer itself.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ LOAD_S = 1800.0  # timeout for loading a model
 COMMAND_S = 60.0  # timeout for other commands
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class PolicyWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A version of the policy: a whole model from a folder, or an adapter that is served under a name.
 
-    Paths are on the engine's machine. A name without a path was loaded by another program.
+    Paths are on the engine's machine. A name without a path: another program has loaded the adapter.
     """
 
     version: int
@@ -34,8 +34,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 @runtime_checkable
-class Updatable(Protocol):
-    """One replica. All of these raise only `TurngateError`s."""
+class UpdatableReplica(Protocol):
+    """A replica whose weights can be changed. Its methods raise only `TurngateError`s."""
 
     @property
     def address(self) -> str: ...
@@ -43,19 +43,19 @@ class Updatable(Protocol):
     async def health(self) -> list[Health]: ...
 
     async def pause(self) -> None:
-        """Pause sampling. Calls in flight are kept, and continue after `resume` with the weights of that time."""
+        """Pause sampling. Calls in flight are kept, and continue after `resume` with the weights loaded by then."""
 
     async def resume(self) -> None:
-        """Resume sampling, also if it was not paused."""
+        """Resume sampling. Does nothing if it is not paused."""
 
-    async def load(self, load: Load, *, frozen: bool) -> None:
+    async def load(self, weights: PolicyWeights, *, frozen: bool) -> None:
         """Load these weights. `frozen`: calls in flight are paused and keep their cache.
 
         After a failed load of a whole model, the engine must not be used, and its health says so.
         """
 
-    async def original(self, *, frozen: bool) -> None:
-        """Reload the weights that it was started with."""
+    async def reload_initial_weights(self, *, frozen: bool) -> None:
+        """Reload the weights that the engine was started with."""
 
     async def abort_all(self) -> None:
         """Abort all calls in flight."""
@@ -63,11 +63,11 @@ class Updatable(Protocol):
     async def unload(self, name: str) -> None:
         """Unload an adapter. Calls in flight may still use it."""
 
-    def expect(self, load: Load | None) -> None:
-        """Count a replica without these weights as down. None: any weights are right."""
+    def expect(self, weights: PolicyWeights | None) -> None:
+        """Report the replica as unhealthy unless it has these weights. None: any weights are accepted."""
 
 
-def replicas(engine: Engine | None) -> list[Updatable]:
-    """List an engine's replicas whose weights can be loaded."""
+def list_updatable_replicas(engine: Engine | None) -> list[UpdatableReplica]:
+    """List the replicas of an engine whose weights can be changed."""
     members: list[object] = list(engine.engines()) if isinstance(engine, Pool) else [engine]
-    return [one for one in members if isinstance(one, Updatable)]
+    return [member for member in members if isinstance(member, UpdatableReplica)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from turngate.engines.weights import Load
+from turngate.engines.weights import PolicyWeights
 from turngate.store.events import NewEvent
 from turngate.store.sqlite import Store
 
@@ -40,19 +40,19 @@ class FenceState:
         """Record a hold before it begins, so that a restarted gateway holds calls too. None: without a time limit."""
         self._store.set_setting(_HELD, _FOREVER if until is None else repr(until))
 
-    def read_weights(self, version: int) -> Load | None:
+    def read_weights(self, version: int) -> PolicyWeights | None:
         """The weights that the engines have at a version, if known."""
         return self._read_load(f"weights:{version}")
 
-    def write_weights(self, load: Load) -> None:
+    def write_weights(self, load: PolicyWeights) -> None:
         """Record the weights of a version before it comes into force: a crash in between leaves nothing incomplete."""
         self._store.set_setting(f"weights:{load.version}", msgspec.json.encode(load).decode())
 
-    def read_unfinished_load(self) -> Load | None:
+    def read_unfinished_load(self) -> PolicyWeights | None:
         """Weights that some engines may have although they never came into force."""
         return self._read_load(_LOADING)
 
-    def write_loading(self, load: Load) -> None:
+    def write_loading(self, load: PolicyWeights) -> None:
         """Record weights before engines load them: until the next resume, some engines may have them."""
         encoded = msgspec.json.encode(load).decode()
         self._store.set_settings({f"weights:{load.version}": encoded, _LOADING: encoded})
@@ -64,6 +64,6 @@ class FenceState:
     def write_frozen(self, frozen: bool) -> None:
         self._store.set_setting(_FROZEN, "1" if frozen else "")
 
-    def _read_load(self, name: str) -> Load | None:
+    def _read_load(self, name: str) -> PolicyWeights | None:
         stored = self._store.setting(name)
-        return msgspec.json.decode(stored, type=Load) if stored else None
+        return msgspec.json.decode(stored, type=PolicyWeights) if stored else None

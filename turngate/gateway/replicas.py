@@ -11,7 +11,7 @@ import msgspec
 
 from turngate.engines.base import Engine, Health
 from turngate.engines.pool import Pool
-from turngate.engines.weights import Load, Updatable, replicas
+from turngate.engines.weights import PolicyWeights, UpdatableReplica, list_updatable_replicas
 from turngate.errors import Conflict, EngineError, StoreError, TurngateError
 from turngate.gateway.fence_state import FenceState
 
@@ -40,9 +40,9 @@ class ReplicaSet:
         self._adapters: list[str] = []  # loaded here and not unloaded yet
         self.is_frozen = False  # the engines are paused with their calls in flight
 
-    def require(self, action: str) -> list[Updatable]:
+    def require(self, action: str) -> list[UpdatableReplica]:
         """The replicas; raises `Conflict` if the engine cannot do `action`."""
-        found = replicas(self._engine)
+        found = list_updatable_replicas(self._engine)
         if not found:
             raise Conflict(f"this gateway's engine cannot {action}: only vllm and sglang can")
         return found
@@ -53,7 +53,7 @@ class ReplicaSet:
     def expect(self, version: int) -> None:
         """Count replicas as down that do not have the weights of a version, where the store knows them."""
         load = self._state.read_weights(version)
-        for replica in replicas(self._engine):
+        for replica in list_updatable_replicas(self._engine):
             replica.expect(load if load is not None and (load.path or load.lora_path) else None)
 
     async def prepare(self, version: int, *, check: bool) -> None:
@@ -78,7 +78,9 @@ class ReplicaSet:
 
     async def thaw(self) -> None:
         """Resume sampling in every replica."""
-        found = await asyncio.gather(*(one.resume() for one in replicas(self._engine)), return_exceptions=True)
+        found = await asyncio.gather(
+            *(one.resume() for one in list_updatable_replicas(self._engine)), return_exceptions=True
+        )
         for error in found:
             if isinstance(error, BaseException):
                 raise error
@@ -90,13 +92,13 @@ class ReplicaSet:
 
     # ── load and roll back ──────────────────────────────────────────────────────────────────────────────────────
 
-    async def load(self, each: list[Updatable], load: Load, *, repair: bool) -> list[ReplicaResult]:
+    async def load(self, each: list[UpdatableReplica], load: PolicyWeights, *, repair: bool) -> list[ReplicaResult]:
         """Load weights into one replica first, so that bad weights cost only that one, then into the others.
 
         `repair`: leave out replicas that are healthy.
         """
 
-        async def load_into(one: Updatable) -> None:
+        async def load_into(one: UpdatableReplica) -> None:
             if not (repair and all(health.ok for health in await one.health())):
                 await one.load(load, frozen=self.is_frozen)
 
@@ -106,13 +108,13 @@ class ReplicaSet:
         return [first, *await asyncio.gather(*(_try_on(one, load, load_into) for one in each[1:]))]
 
     async def roll_back(
-        self, each: list[Updatable], results: list[ReplicaResult], load: Load, before: Load
+        self, each: list[UpdatableReplica], results: list[ReplicaResult], load: PolicyWeights, before: PolicyWeights
     ) -> list[ReplicaResult]:
         """Undo a failed load. A surplus adapter does no harm; whole models have to be loaded again."""
         if load.version == before.version:
             return results
 
-        async def undo(one: Updatable) -> None:
+        async def undo(one: UpdatableReplica) -> None:
             if load.is_adapter:
                 if load.version > before.version:
                     with contextlib.suppress(TurngateError):
@@ -132,26 +134,26 @@ class ReplicaSet:
                 after.append(result)
         return after
 
-    async def restore(self, one: Updatable, before: Load) -> None:
+    async def restore(self, one: UpdatableReplica, before: PolicyWeights) -> None:
         """Load the weights that were in force before."""
         if before.path:
             await one.load(before, frozen=self.is_frozen)
         else:
-            await one.original(frozen=self.is_frozen)
+            await one.reload_initial_weights(frozen=self.is_frozen)
 
     async def undo_unfinished_load(self, present: int) -> None:
         """Restore the version in force in replicas that got another model just before the gateway was killed."""
         load = self._state.read_unfinished_load()
         if load is None or load.is_adapter or load.version <= present:
             return
-        before = self._state.read_weights(present) or Load(version=present)
-        for one in replicas(self._engine):
+        before = self._state.read_weights(present) or PolicyWeights(version=present)
+        for one in list_updatable_replicas(self._engine):
             one.expect(load)
             if all(health.ok for health in await one.health()):
                 log.warning("%s has weights that never came into force; loading version %d again", one.address, present)
                 await self.restore(one, before)
 
-    async def unload_old_adapters(self, each: list[Updatable], names: tuple[str, ...]) -> None:
+    async def unload_old_adapters(self, each: list[UpdatableReplica], names: tuple[str, ...]) -> None:
         """Unload the adapters that no call can be using any more. `names`: the previous and the present one."""
         self._adapters += [name for name in names if name and name not in self._adapters]
         while len(self._adapters) > _KEPT_ADAPTERS:
@@ -161,7 +163,9 @@ class ReplicaSet:
                     await one.unload(old)
 
 
-async def _try_on(one: Updatable, load: Load, action: Callable[[Updatable], Awaitable[None]]) -> ReplicaResult:
+async def _try_on(
+    one: UpdatableReplica, load: PolicyWeights, action: Callable[[UpdatableReplica], Awaitable[None]]
+) -> ReplicaResult:
     try:
         await action(one)
     except TurngateError as error:
@@ -169,7 +173,7 @@ async def _try_on(one: Updatable, load: Load, action: Callable[[Updatable], Awai
     return ReplicaResult(one.address, True, load.version)
 
 
-def load_error(load: Load, before: int, results: list[ReplicaResult]) -> EngineError:
+def load_error(load: PolicyWeights, before: int, results: list[ReplicaResult]) -> EngineError:
     each = "; ".join(
         f"{result.url}: {result.detail or 'rolled back'}, has "
         + ("no usable weights" if result.has is None else f"version {result.has}")

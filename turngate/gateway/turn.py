@@ -225,7 +225,7 @@ class TurnPipeline:
                         break
                     timer.mark_waiting()
             if finish == "abort":
-                raise EngineUnavailable(f"{engine.name} ended its reply without finishing")
+                raise EngineUnavailable(f"{engine.name} ended its reply before the generation finished")
             is_complete = True
         except TimeoutError:
             finish, is_complete = "length", True  # the session's time is over: what was sampled stands
@@ -348,7 +348,7 @@ class TurnPipeline:
                     finish = chunk.finish or finish
                     timer.mark_waiting()
             if finish == "abort":
-                raise EngineUnavailable(f"{relay.name} ended its reply without finishing")
+                raise EngineUnavailable(f"{relay.name} ended its reply before the generation finished")
             is_complete = True
         except TimeoutError:
             finish, is_complete = "length", True

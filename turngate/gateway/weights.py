@@ -19,7 +19,7 @@ import msgspec
 
 from turngate.client.protocol import FenceView, PauseMode
 from turngate.engines.base import Health
-from turngate.engines.weights import Load
+from turngate.engines.weights import PolicyWeights
 from turngate.errors import Conflict, EngineTimeout, StoreError, TurngateError
 from turngate.gateway.events import Events
 from turngate.gateway.fence import Fence
@@ -42,7 +42,7 @@ class LoadReply(FenceView, frozen=True, kw_only=True, omit_defaults=True):
 class WeightsView(FenceView, frozen=True, kw_only=True, omit_defaults=True):
     """The fence, the weights in force, and the health of the replicas."""
 
-    weights: Load | None
+    weights: PolicyWeights | None
     replicas: list[Health]
 
 
@@ -158,7 +158,7 @@ class WeightUpdates:
         async with self._lock:
             self._fence.check(version, model)
             if version is not None and version > self._fence.version:
-                self._state.write_weights(Load(version=version, name=model or ""))
+                self._state.write_weights(PolicyWeights(version=version, name=model or ""))
             else:
                 await self._replicas.undo_unfinished_load(self._fence.version)
             await self._open(version, model)
@@ -258,7 +258,7 @@ class WeightUpdates:
 
     # ── weights that the gateway loads ──────────────────────────────────────────────────────────────────────────
 
-    async def load(self, load: Load, mode: PauseMode | None, limit_s: float) -> LoadReply:
+    async def load(self, load: PolicyWeights, mode: PauseMode | None, limit_s: float) -> LoadReply:
         """Load weights into every replica and resume calls at their version.
 
         `mode` None: drain for a model, hold for an adapter. `limit_s`: how long calls in flight may take to end.
@@ -305,10 +305,10 @@ class WeightUpdates:
             replicas=await self._replicas.health(),
         )
 
-    def _check_load(self, load: Load, mode: PauseMode) -> Load:
+    def _check_load(self, load: PolicyWeights, mode: PauseMode) -> PolicyWeights:
         """Raise if the weights may not be loaded; return those in force. Loading the version in force again repairs replicas."""
         present = self._fence.version
-        in_force = self._state.read_weights(present) or Load(version=present)
+        in_force = self._state.read_weights(present) or PolicyWeights(version=present)
         if load.version < present:
             raise Conflict(f"version: {load.version} is older than the present {present}", param="version")
         if load.version == present and load != in_force:

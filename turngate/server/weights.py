@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from turngate.client.protocol import PauseMode
-from turngate.engines.weights import Load
+from turngate.engines.weights import PolicyWeights
 from turngate.errors import BadRequest
 from turngate.gateway.weights import WeightUpdates
 from turngate.server.auth import Auth
@@ -44,7 +44,7 @@ class WeightsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     mode: PauseMode | None = None  # None: drain for a model, hold for an adapter
     limit_s: Limit = 600.0  # how long to wait for calls in flight
 
-    def to_load(self) -> Load:
+    def to_load(self) -> PolicyWeights:
         if bool(self.path) == bool(self.lora_path):
             raise BadRequest("path: give either the path of a model or the lora_path of an adapter", param="path")
         if self.path and self.mode == "hold":
@@ -55,7 +55,7 @@ class WeightsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         name = self.name.replace("{version}", str(self.version)) if self.lora_path else ""
         if self.lora_path and not name:
             raise BadRequest("name: an adapter needs a name", param="name")
-        return Load(version=self.version, path=self.path, lora_path=self.lora_path, name=name)
+        return PolicyWeights(version=self.version, path=self.path, lora_path=self.lora_path, name=name)
 
 
 class FenceRoutes:

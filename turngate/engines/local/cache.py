@@ -20,7 +20,7 @@ from turngate.engines.local.shape import Shape
 from turngate.types import ID_DTYPE, Ids
 
 Places = NDArray[np.int64]  # numbers of slots, or positions in them
-_WORTH = 16  # ids of a common prefix that are worth waiting for
+_WORTH = 16  # length of a common prefix that is worth waiting for
 _HEAD = 64  # ids to compare first, before whole sequences
 
 
@@ -52,7 +52,7 @@ class KeyValues:
     def copy(self, source: int, target: int, size: int) -> None:
         self.tensor[:, :, target, :, :size] = self.tensor[:, :, source, :, :size]
 
-    def filling(self, pieces: Sequence[PromptPiece], slots: Tensor, positions: Tensor) -> Attend:
+    def prompt_attention(self, pieces: Sequence[PromptPiece], slots: Tensor, positions: Tensor) -> Attend:
         """Return the attention for several pieces in one batch: each sees its own slot."""
         masks = [_causal_mask(len(p.ids), p.start, self.tensor.device) for p in pieces]
 
@@ -78,7 +78,7 @@ class KeyValues:
 
         return attend
 
-    def stepping(self, slots: Places, positions: Places) -> Attend:
+    def step_attention(self, slots: Places, positions: Places) -> Attend:
         """Return the attention for one id of each of these slots (ascending). Adjacent slots are read without a copy."""
         index, place = torch.from_numpy(slots), torch.from_numpy(positions)
         runs = []
@@ -116,13 +116,13 @@ def _causal_mask(size: int, start: int, device: torch.device) -> Tensor:
 
 
 class Slots:
-    """The ids of each slot. `known` of them are computed; up to `wanted` will be. `taken`: a call uses it."""
+    """The ids of each slot. `computed` counts those in the cache; `planned`, those that will be. `taken`: a call uses the slot."""
 
     def __init__(self, slots: int, length: int) -> None:
         self.count = slots
         self.ids = np.zeros((slots, length), ID_DTYPE)
-        self.known = np.zeros(slots, np.int64)
-        self.wanted = np.zeros(slots, np.int64)
+        self.computed = np.zeros(slots, np.int64)
+        self.planned = np.zeros(slots, np.int64)
         self.taken = np.zeros(slots, bool)
         self._salts = [""] * slots
         self._used = np.zeros(slots, np.int64)
@@ -131,52 +131,52 @@ class Slots:
 
     def forget(self) -> None:
         """Discard everything computed: the weights have changed."""
-        self.known[:] = 0
-        self.wanted[:] = 0
+        self.computed[:] = 0
+        self.planned[:] = 0
 
     def take(self, ids: Ids, salt: str) -> tuple[int, int, int] | None:
-        """Take a slot for a call. Returns the slot, the one to copy from (itself if nothing is to be copied), and the known ids.
+        """Take a slot for a call. Returns the slot, the slot to copy from (itself: copy nothing), and how many ids are computed.
 
-        None: no slot is free, or a useful prefix is being computed. The last id is never known: it is the input of the first step.
+        None: no slot is free, or a useful prefix is being computed. The last id is never computed: it is the input of the first step.
         """
         free = np.flatnonzero(~self.taken)
         if not free.size:
             return None
         common = self._common(ids, salt)
-        now, later = np.minimum(common, self.known), np.minimum(common, self.wanted)
+        now, later = np.minimum(common, self.computed), np.minimum(common, self.planned)
         source = int(now.argmax())
         size = int(now[source])
         if later.max() > max(size, _WORTH):
             return None
         if not size:
             slot = source = self._stalest(free)
-        elif not self.taken[source] and (2 * size >= self.known[source] or free.size == 1):
+        elif not self.taken[source] and (2 * size >= self.computed[source] or free.size == 1):
             slot = source
         else:
             slot = self._stalest(free[free != source])
         self._clock += 1
         self.taken[slot] = True
         self.ids[slot, : len(ids)] = ids
-        self.known[slot], self.wanted[slot] = size, len(ids) - 1
+        self.computed[slot], self.planned[slot] = size, len(ids) - 1
         self._salts[slot], self._used[slot] = salt, self._clock
         self.reused += size
         return slot, source, size
 
-    def leave(self, slot: int, known: int) -> None:
-        """Free a slot, of which this many ids are computed."""
+    def leave(self, slot: int, computed: int) -> None:
+        """Free a slot. `computed`: how many of its ids are in the cache."""
         self._clock += 1
         self.taken[slot] = False
-        self.known[slot] = self.wanted[slot] = known
+        self.computed[slot] = self.planned[slot] = computed
         self._used[slot] = self._clock
 
     def _stalest(self, free: Places) -> int:
-        return int(free[np.where(self.known[free] == 0, -1, self._used[free]).argmin()])
+        return int(free[np.where(self.computed[free] == 0, -1, self._used[free]).argmin()])
 
     def _common(self, ids: Ids, salt: str) -> Places:
         """Return the length of the common prefix with each slot."""
         most = len(ids) - 1
         common = np.zeros(self.count, np.int64)
-        candidates = np.array([slot for slot in np.flatnonzero(self.wanted) if self._salts[slot] == salt], np.int64)
+        candidates = np.array([slot for slot in np.flatnonzero(self.planned) if self._salts[slot] == salt], np.int64)
         for size in dict.fromkeys((min(_HEAD, most), most)):
             if not candidates.size or not size:
                 break

@@ -54,7 +54,7 @@ class Decoder:
         self.temperature = torch.ones(slots, device=model.device)
         self.state[1] = self.cache.spare
 
-    def here(self) -> AbstractContextManager[None]:
+    def thread_context(self) -> AbstractContextManager[None]:
         """Return the context that the worker's thread needs."""
         return nullcontext()
 
@@ -76,10 +76,10 @@ class Decoder:
         slots = self._to_device(np.repeat(np.array([piece.slot for piece in pieces], np.int64), sizes))
         places = [np.arange(p.start, p.start + n, dtype=np.int64) for p, n in zip(pieces, sizes, strict=True)]
         positions = self._to_device(np.concatenate(places))
-        self.model.run(ids, positions, self._filling(pieces, slots, positions))
+        self.model.run(ids, positions, self._prompt_attention(pieces, slots, positions))
 
-    def _filling(self, pieces: Sequence[PromptPiece], slots: Tensor, positions: Tensor) -> Attend:
-        return self.cache.filling(pieces, slots, positions)
+    def _prompt_attention(self, pieces: Sequence[PromptPiece], slots: Tensor, positions: Tensor) -> Attend:
+        return self.cache.prompt_attention(pieces, slots, positions)
 
     def _to_device(self, values: NDArray[Any]) -> Tensor:
         """Copy to the model's device without synchronizing."""
@@ -90,7 +90,7 @@ class Decoder:
         """Launch a step for these slots (ascending). With adjustments, all steps before it must have been collected."""
         index = torch.from_numpy(slots)
         tokens, positions, seeds, drawn = self.state[:, index]
-        attend = self.cache.stepping(slots, positions.numpy())
+        attend = self.cache.step_attention(slots, positions.numpy())
         scores = self._compute_scores(self.model.run(tokens, positions, attend))
         for row in adjustments:
             adjust_scores(scores, row)

@@ -36,7 +36,7 @@ from turngate.errors import ConfigError, ContextOverflow, EngineRejected, Engine
 from turngate.types import ID_DTYPE
 
 if TYPE_CHECKING:
-    from turngate.engines.weights import Load
+    from turngate.engines.weights import PolicyWeights
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -70,14 +70,14 @@ class LocalEngine:
     ) -> None:
         self.name = name
         self.served = served or (Path(model).name if not isinstance(model, Model) else name)
-        kind = model.device.type if isinstance(model, Model) else _device(device)
-        wanted = _dtype(dtype, kind)
+        kind = model.device.type if isinstance(model, Model) else _choose_device(device)
+        wanted = _choose_dtype(dtype, kind)
         self.model = model if isinstance(model, Model) else load_model(model, kind, wanted)
         self.max_context = min(max_context or self.model.shape.context, self.model.shape.context)
         self._own = None if self.model.dtype == wanted else copy.deepcopy(self.model).requires_grad_(False).to(wanted)
         sampled = self._own or self.model
         self.slots = slots or _choose_slots(sampled, self.max_context, kind)
-        self._decoder = _decoder(sampled, self.slots, self.max_context)
+        self._decoder = _create_decoder(sampled, self.slots, self.max_context)
         self._table = Slots(self.slots, self.max_context)
         self._worker = Worker(
             self._decoder,
@@ -93,7 +93,7 @@ class LocalEngine:
         self._state: Literal["new", "started", "closed"] = "new"
         self._folder = None if isinstance(model, Model) else model
         self._paused = False
-        self._version: int | None = None  # of the weights, where it is known
+        self._version: int | None = None  # of the weights, if known
         self._expected: int | None = None
 
     def __repr__(self) -> str:
@@ -117,10 +117,10 @@ class LocalEngine:
             atexit.unregister(self._worker.end)
 
     async def health(self) -> list[Health]:
-        detail = self._worker.broken or ("" if self._state == "started" else f"the local engine is {self._state}")
+        detail = self._why_unavailable()
         wrong = self._expected is not None and self._expected != self._version
         if wrong:
-            detail = detail or f"does not have the weights of version {self._expected}; repeat POST /admin/weights"
+            detail = detail or f"the weights of version {self._expected} are not loaded; repeat POST /admin/weights"
         return [
             Health(
                 url=self.address,
@@ -149,33 +149,33 @@ class LocalEngine:
         `version`: of the policy from then on. Chunks then carry the version that sampled them; else the gateway's fence decides.
         """
         reached = self._worker.hold(drain)
-        ends: int | None = self._version
+        next_version: int | None = self._version
         try:
             await asyncio.wrap_future(reached)
             yield self.model
-            await asyncio.to_thread(self._renew)
-            ends = version
+            await asyncio.to_thread(self._refresh_copy)
+            next_version = version
         finally:
-            self._resume(ends)
+            self._resume(next_version)
 
     @contextmanager
     def updating_here(self, version: int | None = None, *, drain: bool = False) -> Iterator[Model]:
         """Pause sampling like `updating`, for a thread without an event loop."""
         reached = self._worker.hold(drain)
-        ends: int | None = self._version
+        next_version: int | None = self._version
         try:
             reached.result()
             yield self.model
-            self._renew()
-            ends = version
+            self._refresh_copy()
+            next_version = version
         finally:
-            self._resume(ends)
+            self._resume(next_version)
 
     def _resume(self, version: int | None) -> None:
         self._version = version
         self._worker.resume(version)
 
-    def _renew(self) -> None:
+    def _refresh_copy(self) -> None:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)  # the trainer uses another stream
         if self._own is not None:
@@ -201,27 +201,27 @@ class LocalEngine:
             self._paused = False
             self._worker.resume(self._version)
 
-    async def load(self, load: Load, *, frozen: bool) -> None:
+    async def load(self, weights: PolicyWeights, *, frozen: bool) -> None:
         """Load weights. Calls in flight continue with them over their whole context, frozen or not."""
-        if load.is_adapter:
-            raise EngineRejected(f"{self.name} loads whole models; merge the adapter {load.name!r} into one first")
-        await self._load(load.path, load.version)
-
-    async def original(self, *, frozen: bool) -> None:
-        if self._folder is None:
+        if weights.is_adapter:
             raise EngineRejected(
-                f"{self.name} samples from a model that its trainer changes; load weights in the trainer"
+                f"{self.name} does not support adapters; merge {weights.name!r} into a whole model and load that"
             )
+        await self._load(weights.path, weights.version)
+
+    async def reload_initial_weights(self, *, frozen: bool) -> None:
+        if self._folder is None:
+            raise EngineRejected(f"{self.name} shares its model with the trainer; load weights in the trainer")
         await self._load(self._folder, None)
 
     async def abort_all(self) -> None:
-        self._worker.give_up()
+        self._worker.abort_all()
 
     async def unload(self, name: str) -> None:
         """Do nothing: this engine has no adapters."""
 
-    def expect(self, load: Load | None) -> None:
-        self._expected = None if load is None else load.version
+    def expect(self, weights: PolicyWeights | None) -> None:
+        self._expected = None if weights is None else weights.version
 
     async def _load(self, folder: str | Path, version: int | None) -> None:
         async with self.updating(version):
@@ -232,34 +232,38 @@ class LocalEngine:
 
     # ── calls ───────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def _why_unavailable(self) -> str:
+        if self._worker.broken or self._state == "started":
+            return self._worker.broken
+        return "the local engine was closed" if self._state == "closed" else "the local engine was not started"
+
     def build_order(self, request: Generate) -> SamplingOrder:
         """Build the order for the thread, or reject a request that it cannot serve."""
-        if self._state != "started" or self._worker.broken:
-            why = self._worker.broken or ("it was closed" if self._state == "closed" else "it was not started")
-            raise EngineUnavailable(f"{self.name} does not sample: {why}")
+        if why := self._why_unavailable():
+            raise EngineUnavailable(f"{self.name} is unavailable: {why}")
         if request.constraint is not None:
             raise EngineRejected(
-                f"{self.name} cannot force an output into a shape ({request.constraint.kind}); "
-                "use vLLM or SGLang, or let the model answer freely"
+                f"{self.name} does not support constrained output ({request.constraint.kind}); "
+                "use vLLM or SGLang, or remove the constraint"
             )
         prompt = np.ascontiguousarray(request.prompt, ID_DTYPE)
         if not prompt.size:
-            raise EngineRejected(f"{self.name} got an empty prompt")
+            raise EngineRejected(f"{self.name}: the prompt is empty")
         vocabulary = self.model.shape.vocabulary
         if prompt.min() < 0 or prompt.max() >= vocabulary:
             wrong = int(prompt[(prompt < 0) | (prompt >= vocabulary)][0])
             raise EngineRejected(
-                f"{self.name}: id {wrong} is not one of the model's {vocabulary}: this is not its tokenizer"
+                f"{self.name}: id {wrong} is outside the model's vocabulary of {vocabulary}; use the model's own tokenizer"
             )
         room = self.max_context - prompt.size
         if room < 1:
             raise ContextOverflow(
-                f"{self.name}: the prompt has {prompt.size} tokens, and the context is {self.max_context}",
+                f"{self.name}: the prompt has {prompt.size} tokens, but the context has only {self.max_context}",
                 limit=self.max_context,
                 size=int(prompt.size),
             )
         if request.max_tokens < 1:
-            raise EngineRejected(f"{self.name} was asked for {request.max_tokens} tokens")
+            raise EngineRejected(f"{self.name}: max_tokens is {request.max_tokens}, but must be 1 or more")
         stop_ids = tuple(i for i in request.stop_ids if 0 <= i < vocabulary)
         most = min(request.max_tokens, room)
         return SamplingOrder(next(self._serials), prompt, most, request.sampling, stop_ids, request.cache_salt)
@@ -287,8 +291,8 @@ class LocalEngine:
 
     def _abandon(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._guard:
-            left = [serial for serial, generation in self._open.items() if generation.loop is loop]
-        for serial in left:
+            serials = [serial for serial, generation in self._open.items() if generation.loop is loop]
+        for serial in serials:
             self.leave(serial, over=False)
 
     def _hand_out(self, loop: asyncio.AbstractEventLoop, batch: SampledBatch) -> None:
@@ -374,27 +378,27 @@ class LocalGeneration:
         return Chunk(ids, logprobs, finish, prompt, self._span())
 
     def _span(self) -> tuple[int, int] | None:
-        """Return the versions of the first and last of these tokens. Before any is known, it is the requested version."""
+        """Return the policy versions of the first and last of these tokens. An unknown first one is the request's version."""
         first, last = self._versions
         return None if last is None else (self._request.version if first is None else first, last)
 
 
-def _device(wanted: str) -> str:
-    if wanted == "auto":
+def _choose_device(device: str) -> str:
+    if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted not in ("cpu", "cuda"):
-        raise ConfigError(f"device: {wanted!r} is not auto, cpu or cuda", param="device")
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: torch sees no CUDA device here; choose cpu", param="device")
-    return wanted
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"device: must be auto, cpu or cuda, not {device!r}", param="device")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: torch found no CUDA device; use cpu", param="device")
+    return device
 
 
-def _dtype(wanted: str, kind: str) -> torch.dtype:
-    if wanted == "auto":
+def _choose_dtype(dtype: str, kind: str) -> torch.dtype:
+    if dtype == "auto":
         return torch.bfloat16 if kind == "cuda" else torch.float32
-    if wanted not in _DTYPES:
-        raise ConfigError(f"dtype: {wanted!r} is not auto, float32 or bfloat16", param="dtype")
-    return _DTYPES[wanted]
+    if dtype not in _DTYPES:
+        raise ConfigError(f"dtype: must be auto, float32 or bfloat16, not {dtype!r}", param="dtype")
+    return _DTYPES[dtype]
 
 
 def _choose_slots(model: Model, length: int, kind: str) -> int:
@@ -404,7 +408,7 @@ def _choose_slots(model: Model, length: int, kind: str) -> int:
     return max(1, min(_SLOTS[kind], memory // 2 // KeyValues.bytes_per_slot(model.shape, length, model.dtype)))
 
 
-def _decoder(model: Model, slots: int, length: int) -> Decoder:
+def _create_decoder(model: Model, slots: int, length: int) -> Decoder:
     if model.device.type == "cuda":
         from turngate.engines.local.graphs import GraphDecoder
 

@@ -61,7 +61,7 @@ class GraphDecoder(Decoder):
             torch.cuda.synchronize(model.device)
 
     @contextmanager
-    def here(self) -> Iterator[None]:
+    def thread_context(self) -> Iterator[None]:
         with torch.cuda.device(self.model.device), torch.cuda.stream(self._stream):
             yield
 
@@ -163,7 +163,7 @@ class GraphDecoder(Decoder):
         if group:
             yield group
 
-    def _filling(self, pieces: Sequence[PromptPiece], slots: Tensor, positions: Tensor) -> Attend:
+    def _prompt_attention(self, pieces: Sequence[PromptPiece], slots: Tensor, positions: Tensor) -> Attend:
         device, dtype = self.model.device, self.model.dtype
         sizes = [len(piece.ids) for piece in pieces]
         size, span = max(sizes), _round_up(max(p.start + n for p, n in zip(pieces, sizes, strict=True)))

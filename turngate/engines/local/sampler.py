@@ -38,14 +38,15 @@ def draw(
     """
     greedy = temperature == 0
     likely = F.softmax(scores.div_(torch.where(greedy, 1.0, temperature)[:, None]), dim=-1)
-    ids = _reach(likely, uniform(seed, drawn)).clamp_(max=scores.shape[-1] - 1)  # beyond it only if scores are NaN
+    ids = _pick_by_share(likely, uniform(seed, drawn))
+    ids.clamp_(max=scores.shape[-1] - 1)  # beyond it only if scores are NaN
     if some_greedy:
         ids = torch.where(greedy, likely.argmax(dim=-1), ids)
     found = likely.gather(-1, ids[:, None])[:, 0].log()
     return ids, torch.where(greedy & found.isfinite(), 0.0, found)
 
 
-def _reach(likely: Tensor, share: Tensor) -> Tensor:
+def _pick_by_share(likely: Tensor, share: Tensor) -> Tensor:
     """Return the id at which the cumulative probability of a row exceeds this share of the total.
 
     First the block of ids, then the id in it: an exact sum over the vocabulary is the most expensive part of a step on a CPU.
@@ -69,13 +70,13 @@ def _reach(likely: Tensor, share: Tensor) -> Tensor:
 def uniform(seed: Tensor, index: Tensor) -> Tensor:
     """Compute a number in [0, 1) for each pair, with integer arithmetic: the same on every device."""
     x = seed + (index + 1) * -7046029254386353131  # wraps around, as do the products below
-    x = (x ^ _right(x, 30)) * -4658895280553007687
-    x = (x ^ _right(x, 27)) * -7723592293110705685
-    x = x ^ _right(x, 31)
-    return _right(x, 64 - _BITS).double() / (1 << _BITS)
+    x = (x ^ _shift_right(x, 30)) * -4658895280553007687
+    x = (x ^ _shift_right(x, 27)) * -7723592293110705685
+    x = x ^ _shift_right(x, 31)
+    return _shift_right(x, 64 - _BITS).double() / (1 << _BITS)
 
 
-def _right(x: Tensor, by: int) -> Tensor:
+def _shift_right(x: Tensor, by: int) -> Tensor:
     """Shift right logically, also for negative numbers."""
     return (x >> by) & (_MASK >> (by - 1))
 

@@ -9,7 +9,7 @@ import msgspec
 
 from turngate.errors import ConfigError
 
-_KNOWN = ("llama", "qwen2", "qwen3")
+_MODEL_TYPES = ("llama", "qwen2", "qwen3")
 _ROPES = ("default", "linear", "llama3")
 
 
@@ -77,8 +77,8 @@ def read_shape(folder: Path) -> Shape:
         raise ConfigError(f"model folder: {path} cannot be read ({error.strerror})", param="model_folder") from None
     except msgspec.DecodeError as error:
         raise ConfigError(f"model folder: {path}: {error}", param="model_folder") from None
-    if config.model_type not in _KNOWN:
-        raise _make_error(path, f"model_type {config.model_type!r}; it supports {', '.join(_KNOWN)}")
+    if config.model_type not in _MODEL_TYPES:
+        raise _make_error(path, f"model_type {config.model_type!r} (only {', '.join(_MODEL_TYPES)})")
     if config.hidden_act != "silu":
         raise _make_error(path, f"hidden_act {config.hidden_act!r}")
     if config.use_sliding_window:
@@ -108,7 +108,7 @@ def _rope(path: Path, config: _Config) -> Rope:
     given = config.rope_parameters or config.rope_scaling or {}
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in _ROPES:
-        raise _make_error(path, f"rope type {kind!r}; it supports {', '.join(_ROPES)}")
+        raise _make_error(path, f"rope type {kind!r} (only {', '.join(_ROPES)})")
     if given.get("partial_rotary_factor", 1.0) != 1.0:
         raise _make_error(path, "partial_rotary_factor")
     theta = float(given.get("rope_theta") or config.rope_theta or 10_000.0)
@@ -127,8 +127,8 @@ def _rope(path: Path, config: _Config) -> Rope:
     )
 
 
-def _make_error(path: Path, what: str) -> ConfigError:
+def _make_error(path: Path, feature: str) -> ConfigError:
     return ConfigError(
-        f"model folder: {path}: the local engine cannot compute {what}; serve this model with vLLM or SGLang",
+        f"model folder: {path}: the local engine does not support {feature}; serve this model with vLLM or SGLang",
         param="model_folder",
     )

@@ -54,7 +54,10 @@ def load_into(model: Model, folder: str | Path) -> None:
     folder = Path(folder)
     if (other := read_shape(folder)) != model.shape:
         wrong = [name for name in Shape.__struct_fields__ if getattr(other, name) != getattr(model.shape, name)]
-        raise ConfigError(f"model folder: {folder} is of another shape: {', '.join(wrong)}", param="model_folder")
+        raise ConfigError(
+            f"model folder: {folder} does not match the loaded model, which differs in {', '.join(wrong)}",
+            param="model_folder",
+        )
     state = _state(model, folder, model.dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -75,7 +78,7 @@ def _state(model: Model, folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     return state
 
 
-def fresh(shape: Shape, device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> Model:
+def create_random_model(shape: Shape, device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> Model:
     """Create a model of this shape with random weights, for tests and benchmarks."""
     torch.manual_seed(seed)
     with torch.device(device):
@@ -123,12 +126,12 @@ class _Folder:
                     self._files = dict.fromkeys(file.keys(), _WEIGHTS)
         except (OSError, SafetensorError, ValueError, KeyError) as error:
             raise ConfigError(
-                f"model folder: {folder} has no {_WEIGHTS} that can be read ({error})", param="model_folder"
+                f"model folder: {folder / _WEIGHTS} cannot be read ({error})", param="model_folder"
             ) from None
 
     def get(self, name: str) -> Tensor:
         if name not in self._files:
-            raise ConfigError(f"model folder: {self._folder} has no weights {name}", param="model_folder")
+            raise ConfigError(f"model folder: {self._folder} has no tensor {name}", param="model_folder")
         try:
             with safe_open(self._folder / self._files[name], "pt") as file:
                 return file.get_tensor(name)

@@ -1,4 +1,4 @@
-"""The sampling thread. It knows nothing of event loops: calls arrive in a queue, and results leave in batches (`outbox.py`).
+"""The sampling thread. It does not use event loops: calls arrive in a queue, and results leave in batches (`outbox.py`).
 
 Each iteration of its loop: run commands (new calls, aborts, hold, end) → place waiting calls into slots → fill (compute a bounded part of
 the prompts) → step (one id for every slot that samples) → flush. The Python cost of a step does not grow with the number of slots: their
@@ -50,21 +50,21 @@ class _Hold(msgspec.Struct):
     drain: bool
 
     def signal(self) -> None:
-        """Signal that nothing is sampled any more. The requester may have gone."""
+        """Signal that nothing is sampled any more. The requester may have stopped waiting."""
         if not self.reached.done() and self.reached.set_running_or_notify_cancel():
             self.reached.set_result(None)
 
 
 class _Running:
-    """A call of the thread. `ids` is its prompt, and what it sampled before it was interrupted (`begun`)."""
+    """A call of the thread. `ids`: its prompt, and what it sampled before an update of the weights interrupted it."""
 
-    __slots__ = ("adjusted", "begun", "drawn", "ids", "order", "seed")
+    __slots__ = ("adjusted", "drawn", "ids", "order", "seed", "was_interrupted")
 
     def __init__(self, order: SamplingOrder) -> None:
         self.order = order
         self.ids = order.prompt
         self.drawn = 0
-        self.begun = False
+        self.was_interrupted = False
         given = order.sampling.seed
         self.seed = int.from_bytes(os.urandom(8), "little", signed=True) if given is None else given
         bias = [name for name in order.sampling.biases() if name != "greedy"]
@@ -91,7 +91,7 @@ class Worker:
         self._filling_since = 0.0
         self._holds: list[_Hold] = []
         self._ending = False
-        self._over = False  # no more calls are accepted
+        self._over = False  # whether new calls are rejected
         self._failures = 0
         self._thread = threading.Thread(target=self._run, name="turngate-local-engine", daemon=True)
         # Per slot: the call that samples in it (0: none), its length, tokens drawn and allowed, stop ids.
@@ -118,9 +118,9 @@ class Worker:
     def abort(self, serial: int) -> None:
         self._commands.put(lambda: self._abort(serial))
 
-    def give_up(self) -> None:
+    def abort_all(self) -> None:
         """Fail all calls, also waiting ones."""
-        self._commands.put(self._give_up)
+        self._commands.put(self._abort_all)
 
     def hold(self, drain: bool) -> Future[None]:
         """Pause sampling. The future is done when nothing is sampled any more; `resume` must follow."""
@@ -149,7 +149,7 @@ class Worker:
             self._free(slot)
             self._decoder.park([slot])
 
-    def _give_up(self) -> None:
+    def _abort_all(self) -> None:
         slots = list(self._running)
         self._fail_all(EngineUnavailable("the local engine aborted all calls"), waiting=True)
         if slots:
@@ -164,7 +164,7 @@ class Worker:
         interrupted = []
         for slot in sorted(self._running, key=lambda slot: self._running[slot].order.serial):
             call = self._running[slot]
-            call.begun = True
+            call.was_interrupted = True
             call.ids, call.drawn = self._slots.ids[slot, : self._length[slot]].copy(), int(self._drawn[slot])
             self._free(slot)
             interrupted.append(call)
@@ -178,7 +178,7 @@ class Worker:
     # ── the loop ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
-        with torch.inference_mode(), self._decoder.here():
+        with torch.inference_mode(), self._decoder.thread_context():
             while not self._ending:
                 try:
                     self._iterate()
@@ -211,8 +211,8 @@ class Worker:
 
     def _is_draining(self) -> bool:
         """Whether started calls have to end first, also those that an update has just interrupted."""
-        begun = bool(self._running) or any(call.begun for call in self._waiting.values())
-        return self._holds[0].drain and begun
+        started = bool(self._running) or any(call.was_interrupted for call in self._waiting.values())
+        return self._holds[0].drain and started
 
     def _await_commands(self) -> None:
         """Run queued commands. Waits for one if there is nothing to do, or sampling is held."""
@@ -231,7 +231,7 @@ class Worker:
         for serial, call in list(self._waiting.items()):
             if self._slots.taken.all():
                 return
-            if self._holds and not call.begun:
+            if self._holds and not call.was_interrupted:
                 continue
             taken = self._slots.take(call.ids, call.order.salt)
             if taken is None:
@@ -260,7 +260,7 @@ class Worker:
         """Compute a bounded part of the pending prompts. Calls whose prompt is complete start to sample."""
         slots, room, pieces = self._slots, self._fill_tokens, []
         for slot in self._filling if self._filling_is_due() else ():
-            start, end = int(slots.known[slot]), int(slots.wanted[slot])
+            start, end = int(slots.computed[slot]), int(slots.planned[slot])
             if start < end and room > 0:
                 end = min(end, start + room)
                 pieces.append(PromptPiece(slot, start, slots.ids[slot, start:end]))
@@ -268,8 +268,8 @@ class Worker:
         if pieces:
             self._decoder.fill(pieces)
         for piece in pieces:
-            slots.known[piece.slot] += len(piece.ids)
-        ready = [slot for slot in self._filling if slots.known[slot] == slots.wanted[slot]]
+            slots.computed[piece.slot] += len(piece.ids)
+        ready = [slot for slot in self._filling if slots.computed[slot] == slots.planned[slot]]
         if ready:
             self._filling = [slot for slot in self._filling if slot not in ready]
             self._filling_since = time.monotonic()
@@ -320,7 +320,7 @@ class Worker:
             self._finish(slots[broken], dict.fromkeys(serials[broken].tolist(), wrong))
             slots, serials, ids, logprobs = slots[~broken], serials[~broken], ids[~broken], logprobs[~broken]
         self._slots.ids[slots, self._length[slots]] = ids
-        self._slots.known[slots] = self._slots.wanted[slots] = self._length[slots]
+        self._slots.computed[slots] = self._slots.planned[slots] = self._length[slots]
         self._length[slots] += 1
         self._drawn[slots] += 1
         self._outbox.samples.append((serials, ids, logprobs))
@@ -344,7 +344,7 @@ class Worker:
         self._adjusted.discard(slot)
         if slot in self._filling:
             self._filling.remove(slot)
-        self._slots.leave(slot, int(self._slots.known[slot]))
+        self._slots.leave(slot, int(self._slots.computed[slot]))
 
     # ── failures ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -361,7 +361,7 @@ class Worker:
         except RuntimeError as lost:  # a faulted GPU no longer responds
             self.broken = f"{message}; the device is lost ({lost}); restart the gateway"
         if self._failures >= _TRIES:
-            self.broken = f"{message}; {_TRIES} times in a row"
+            self.broken = f"{message} ({_TRIES} times in a row); restart the gateway"
         if self.broken:
             self._fail_all(EngineUnavailable(f"the local engine has stopped: {self.broken}"), waiting=True)
             self._ending = True

@@ -160,23 +160,23 @@ class AnthropicRelay(StreamingRelay):
         return _translate(request, without)
 
     def _answer(self, request: RelayRequest) -> _Answer:
-        return _Answer(self._client, keeps=request.call.dialect != self.dialect)
+        return _Answer(self._client, keep_verbatim=request.call.dialect != self.dialect)
 
 
 def _override_body(request: RelayRequest) -> dict[str, Any]:
     """Override model, limit and sampling in the agent's body. Everything else is unchanged."""
-    laid: dict[str, Any] = {**parse_fields("the body", request.call.body), "stream": True}
+    body: dict[str, Any] = {**parse_fields("the body", request.call.body), "stream": True}
     if request.model:
-        laid["model"] = request.model
+        body["model"] = request.model
     if request.max_tokens is not None:
-        laid["max_tokens"] = request.max_tokens
+        body["max_tokens"] = request.max_tokens
     if request.sampling is not None:
         for name in _SAMPLING:
-            laid.pop(name, None)
-        laid.update(translate_pinned("anthropic", request.sampling, _SAMPLING))  # absent fields are neutral here
+            body.pop(name, None)
+        body.update(translate_pinned("anthropic", request.sampling, _SAMPLING))  # absent fields are neutral here
     if _REDACTED.encode() in request.call.body:
-        laid["messages"] = [_restore_redacted(message) for message in msgspec.json.decode(laid["messages"])]
-    return laid
+        body["messages"] = [_restore_redacted(message) for message in msgspec.json.decode(body["messages"])]
+    return body
 
 
 def _restore_redacted(message: Json) -> Json:
@@ -202,46 +202,46 @@ def _translate(request: RelayRequest, without: frozenset[str]) -> RelayBody:
     system, rest = split_system_prompt(read_messages(request))
     tools = list_tools(call)
     body: dict[str, Any] = {"model": request.model or call.model, "stream": True}
-    loose: dict[str, tuple[str, ...]] = {}
+    optional: dict[str, tuple[str, ...]] = {}
     lost: list[str] = []
     body["max_tokens"] = request.max_tokens
     if request.max_tokens is None:
-        loose["max_tokens"] = ("max_tokens",)
+        optional["max_tokens"] = ("max_tokens",)
         body["max_tokens"] = FEWER_TOKENS if "max_tokens" in without else MAX_TOKENS
     if "cache_control" not in without:  # agents of other dialects expect automatic caching
-        loose["cache_control"] = ("cache_control",)
+        optional["cache_control"] = ("cache_control",)
         body["cache_control"] = {"type": "ephemeral"}
     if system:
         body["system"] = system
     body["messages"] = _messages(rest, "system" in without, lost)
-    if any(one.message.role == "system" for one in rest):
-        loose["system"] = ("role",)
+    if any(entry.message.role == "system" for entry in rest):
+        optional["system"] = ("role",)
     if call.stop:
         body["stop_sequences"] = list(call.stop)
     if tools:
         body["tools"] = [_tool(tool) for tool in tools]
         body |= _choice(call.constraint, tools, parallel=call.parallel_tool_calls)
-    body |= _thinking(request, without, loose, lost)
+    body |= _thinking(request, without, optional, lost)
     if request.sampling is not None:
         body |= translate_pinned("anthropic", request.sampling, _SAMPLING)
     else:
         sampling, unsupported = translate_sampling(call, _SAMPLING, without)
-        loose |= {name: (name,) for name in sampling}
+        optional |= {name: (name,) for name in sampling}
         lost += unsupported
         body |= sampling
     lost += list_unsupported(call)
-    return RelayBody(body, loose, tuple(dict.fromkeys(lost)))
+    return RelayBody(body, optional, tuple(dict.fromkeys(lost)))
 
 
-def _messages(said: Sequence[RelayMessage], as_user: bool, lost: list[str]) -> list[Json]:
+def _messages(history: Sequence[RelayMessage], as_user: bool, lost: list[str]) -> list[Json]:
     """Translate the messages. A user message right after tool results is merged with them."""
     messages: list[dict[str, Any]] = []
-    for one in said:
-        message = one.message
+    for entry in history:
+        message = entry.message
         role, blocks = "user", []
         match message.role:
             case "assistant":
-                role, blocks = "assistant", _turn(one, lost)
+                role, blocks = "assistant", _turn(entry, lost)
             case "tool":
                 result = {"type": "tool_result", "tool_use_id": _id(message.tool_call_id)}
                 blocks = [{**result, "content": message.content} if message.content else result]
@@ -261,17 +261,17 @@ def _messages(said: Sequence[RelayMessage], as_user: bool, lost: list[str]) -> l
     return messages
 
 
-def _turn(one: RelayMessage, lost: list[str]) -> list[Json]:
-    if one.turn is not None:
-        blocks: list[Json] = msgspec.json.decode(one.turn)
+def _turn(entry: RelayMessage, lost: list[str]) -> list[Json]:
+    if entry.turn is not None:
+        blocks: list[Json] = msgspec.json.decode(entry.turn)
         return blocks
-    if one.message.reasoning:
+    if entry.message.reasoning:
         lost.append("reasoning of earlier turns")  # the API only accepts signed reasoning
     calls = [
         {"type": "tool_use", "id": _id(call.id), "name": call.name, "input": parse_arguments(call.arguments)}
-        for call in one.message.tool_calls
+        for call in entry.message.tool_calls
     ]
-    return [*_text(one.message.content), *calls]
+    return [*_text(entry.message.content), *calls]
 
 
 def _text(text: str) -> list[Json]:
@@ -296,7 +296,9 @@ def _choice(constraint: Constraint | None, tools: Sequence[Tool], *, parallel: b
         choice = {"type": "tool", "name": constraint.tool}
     elif constraint is not None and constraint.kind == "tools":
         if list_allowed_tools(constraint, tools):
-            raise BadRequest("tool_choice: a choice among some of the tools cannot be said to this endpoint")
+            raise BadRequest(
+                "tool_choice: this endpoint cannot restrict the choice to some of the tools; allow all of them, or name one"
+            )
         choice = {"type": "any"}
     if not parallel:
         choice = {"type": "auto", **choice, "disable_parallel_tool_use": True}
@@ -304,48 +306,51 @@ def _choice(constraint: Constraint | None, tools: Sequence[Tool], *, parallel: b
 
 
 def _thinking(
-    request: RelayRequest, without: frozenset[str], loose: dict[str, tuple[str, ...]], lost: list[str]
+    request: RelayRequest, without: frozenset[str], optional: dict[str, tuple[str, ...]], lost: list[str]
 ) -> dict[str, Json]:
     """Build the fields for thinking and for structured output."""
-    said: dict[str, Json] = {}
+    fields: dict[str, Json] = {}
     config: dict[str, Json] = {}
     constraint = request.call.constraint
     if constraint is not None and constraint.kind == "json_schema":
         config["format"] = {"type": "json_schema", "schema": constraint.schema}
     elif constraint is not None and constraint.kind == "json_object":
-        raise BadRequest("response_format: this endpoint can be held to a JSON schema, but not to 'some JSON object'")
-    thinks, wanted = wants_thinking(request.call), reasoning_effort(request.call)
+        raise BadRequest("response_format: this endpoint supports json_schema, but not json_object; give a schema")
+    thinks, effort = wants_thinking(request.call), reasoning_effort(request.call)
     if thinks is not None:
-        loose["thinking"] = ("thinking", "adaptive")
+        optional["thinking"] = ("thinking", "adaptive")
         if "thinking" not in without:
-            said["thinking"] = {"type": "adaptive", "display": "summarized"} if thinks else {"type": "disabled"}
+            fields["thinking"] = {"type": "adaptive", "display": "summarized"} if thinks else {"type": "disabled"}
         elif not thinks:
-            lost.append("that it should not think")
-    if wanted and thinks:
-        loose["effort"] = ("effort",)
-        if "effort" not in without and wanted in _EFFORTS:
-            config["effort"] = _EFFORTS[wanted]
+            lost.append("disabling of thinking")
+    if effort and thinks:
+        optional["effort"] = ("effort",)
+        if "effort" not in without and effort in _EFFORTS:
+            config["effort"] = _EFFORTS[effort]
         else:
             lost.append("reasoning_effort")
-    return {**said, "output_config": config} if config else said
+    return {**fields, "output_config": config} if config else fields
 
 
 # ── the answer ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class _Answer:
-    """Collects a reply, event by event. `keeps`: keep the turn verbatim, because the agent's dialect may not return all of it."""
+    """Collects a reply, event by event.
 
-    def __init__(self, client: EngineClient, *, keeps: bool) -> None:
+    `keep_verbatim`: keep the turn in the endpoint's format, because the agent's dialect may not return all of it.
+    """
+
+    def __init__(self, client: EngineClient, *, keep_verbatim: bool) -> None:
         self.finish: Finish | None = None
         self._client = client
-        self._keeps = keeps
+        self._keep_verbatim = keep_verbatim
         self._usage = _Usage()
         self._blocks: list[dict[str, Any]] = []  # the turn in the endpoint's format
         self._open: _Block | None = None
         self._input: list[str] = []
         self._calls: list[ToolCall] = []
-        self._said = False
+        self._has_output = False
         self._stopped_by = ""
         self._fault = ""
 
@@ -366,11 +371,11 @@ class _Answer:
                 self._end(event.delta or _Delta())
             case "error":
                 raise self._client.failure_in_stream(event.error, default_status=500)
-        self._said = self._said or bool(events)
+        self._has_output = self._has_output or bool(events)
         return RelayChunk(tuple(events)) if events else None
 
     def end(self) -> RelayChunk:
-        if self._fault and not self._said:
+        if self._fault and not self._has_output:
             raise EngineRejected(self._fault)
         sealed = any(block["type"] in ("thinking", "redacted_thinking") for block in self._blocks)
         return RelayChunk(
@@ -379,7 +384,7 @@ class _Answer:
             stopped_by=self._stopped_by,
             fault=self._fault,
             verbatim=encode_verbatim(self._blocks, [call.id for call in self._calls])
-            if self._keeps and sealed
+            if self._keep_verbatim and sealed
             else b"",
         )
 
@@ -394,12 +399,12 @@ class _Answer:
                 return self._more("thinking", "reasoning", block.thinking) + self._add_signature(block.signature)
             case "redacted_thinking":
                 self._blocks.append({"type": "redacted_thinking", "data": block.data})
-                return [] if self._keeps else [Delta("signature", _REDACTED + block.data)]
+                return [] if self._keep_verbatim else [Delta("signature", _REDACTED + block.data)]
             case "tool_use":
                 self._blocks.append({"type": "tool_use", "id": block.id, "name": block.name, "input": {}})
                 return []
             case _:
-                raise EngineError(f"{self._client.engine} answered with a {block.type}, which cannot be passed on")
+                raise EngineError(f"{self._client.engine} sent a {block.type} block, which is not supported")
 
     def _add(self, delta: _Delta) -> list[Delta | CallDelta]:
         match delta.type:
@@ -423,7 +428,7 @@ class _Answer:
         if not signature:
             return []
         self._blocks[-1]["signature"] += signature
-        return [] if self._keeps else [Delta("signature", signature)]
+        return [] if self._keep_verbatim else [Delta("signature", signature)]
 
     def _close(self) -> list[Delta | CallDelta]:
         block, self._open = self._open, None
@@ -439,7 +444,9 @@ class _Answer:
         if delta.stop_reason is None:
             return
         if delta.stop_reason not in _FINISH:
-            raise EngineError(f"{self._client.engine} ended with {delta.stop_reason!r}, which cannot be passed on")
+            raise EngineError(
+                f"{self._client.engine} sent the stop reason {delta.stop_reason!r}, which is not supported"
+            )
         self.finish = _FINISH[delta.stop_reason]
         self._stopped_by = delta.stop_sequence or ""
         if delta.stop_reason == "refusal":

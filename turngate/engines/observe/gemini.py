@@ -156,8 +156,8 @@ class GeminiRelay(StreamingRelay):
                 body[name] = {**parse_fields(name, body[name]), "model": model}
         else:
             written = _translate(request, frozenset(), logprobs=False).body
-            asked = {name: written[name] for name in ("systemInstruction", "contents", "tools") if name in written}
-            body = {"generateContentRequest": {"model": model, **asked}}
+            fields = {name: written[name] for name in ("systemInstruction", "contents", "tools") if name in written}
+            body = {"generateContentRequest": {"model": model, **fields}}
         return (await self._request(f"/models/{_model(request)}:countTokens", body, _Count, request)).total_tokens
 
     def _path(self, request: RelayRequest) -> str:
@@ -169,7 +169,7 @@ class GeminiRelay(StreamingRelay):
         return _translate(request, without, logprobs=self._logprobs)
 
     def _answer(self, request: RelayRequest) -> _Answer:
-        return _Answer(self._client, keeps=request.call.dialect != self.dialect)
+        return _Answer(self._client, keep_verbatim=request.call.dialect != self.dialect)
 
 
 def _model(request: RelayRequest) -> str:
@@ -185,9 +185,9 @@ def _find_spelling(body: dict[str, Any], name: str) -> str:
 
 def _override_body(request: RelayRequest, *, logprobs: bool) -> dict[str, Any]:
     """Override limit, sampling and log-probabilities in the agent's body. Everything else is unchanged."""
-    laid: dict[str, Any] = {**parse_fields("the body", request.call.body)}
-    place = _find_spelling(laid, "generationConfig")
-    config: dict[str, Any] = {**parse_fields(place, bytes(laid.get(place, b"null")))}
+    body: dict[str, Any] = {**parse_fields("the body", request.call.body)}
+    config_name = _find_spelling(body, "generationConfig")
+    config: dict[str, Any] = {**parse_fields(config_name, bytes(body.get(config_name, b"null")))}
     ours: dict[str, Json] = {}
     if request.max_tokens is not None:
         ours["maxOutputTokens"] = request.max_tokens
@@ -198,8 +198,8 @@ def _override_body(request: RelayRequest, *, logprobs: bool) -> dict[str, Any]:
     if logprobs:
         ours["responseLogprobs"] = True
     if ours:
-        laid[place] = config | {_find_spelling(config, name): value for name, value in ours.items()}
-    return laid
+        body[config_name] = config | {_find_spelling(config, name): value for name, value in ours.items()}
+    return body
 
 
 def _translate_pinned(sampling: Sampling) -> dict[str, Json]:
@@ -218,7 +218,9 @@ def _translate(request: RelayRequest, without: frozenset[str], *, logprobs: bool
     call = request.call
     system, rest = split_system_prompt(read_messages(request))
     tools = list_tools(call)
-    loose: dict[str, tuple[str, ...]] = {"signatures": ("thought_signature", "thought signature", "thoughtsignature")}
+    optional: dict[str, tuple[str, ...]] = {
+        "signatures": ("thought_signature", "thought signature", "thoughtsignature")
+    }
     lost: list[str] = []
     body: dict[str, Any] = {"contents": _contents(rest, "signatures" in without, lost)}
     if system:
@@ -228,7 +230,7 @@ def _translate(request: RelayRequest, without: frozenset[str], *, logprobs: bool
         body |= _calling(call.constraint, tools)
         if not call.parallel_tool_calls:
             lost.append("parallel_tool_calls")
-    config: dict[str, Json] = {**_thinking(request, without, loose, lost), **_shape(call.constraint)}
+    config: dict[str, Json] = {**_thinking(request, without, optional, lost), **_shape(call.constraint)}
     if call.stop:
         config["stopSequences"] = list(call.stop)
     if request.max_tokens is not None:
@@ -237,25 +239,25 @@ def _translate(request: RelayRequest, without: frozenset[str], *, logprobs: bool
         config |= _translate_pinned(request.sampling)
     else:
         sampling, unsupported = translate_sampling(call, _SAMPLING, without)
-        loose |= {name: (name, _SNAKE.sub("_", name).lower()) for name in sampling}
+        optional |= {name: (name, _SNAKE.sub("_", name).lower()) for name in sampling}
         lost += unsupported
         config |= sampling
     if logprobs:
         config["responseLogprobs"] = True
     lost += list_unsupported(call, "thinking_budget")
-    return RelayBody({**body, "generationConfig": config}, loose, tuple(dict.fromkeys(lost)))
+    return RelayBody({**body, "generationConfig": config}, optional, tuple(dict.fromkeys(lost)))
 
 
-def _contents(said: Sequence[RelayMessage], unsigned: bool, lost: list[str]) -> list[Json]:
+def _contents(history: Sequence[RelayMessage], unsigned: bool, lost: list[str]) -> list[Json]:
     """Translate the messages. The results of a turn's calls have to be together, right after it."""
     contents: list[dict[str, Any]] = []
     answering = False
-    for one in said:
-        message = one.message
+    for entry in history:
+        message = entry.message
         role, parts = "user", [{"text": message.content}] if message.content else []
         match message.role:
             case "assistant":
-                role, parts = "model", _turn(one, unsigned, lost)
+                role, parts = "model", _turn(entry, unsigned, lost)
             case "tool":
                 parts = [_result(message.name, message.tool_call_id, message.content)]
             case "system":
@@ -270,11 +272,11 @@ def _contents(said: Sequence[RelayMessage], unsigned: bool, lost: list[str]) -> 
     return contents
 
 
-def _turn(one: RelayMessage, unsigned: bool, lost: list[str]) -> list[Json]:
-    if one.turn is not None:
-        own: list[Json] = msgspec.json.decode(one.turn)
+def _turn(entry: RelayMessage, unsigned: bool, lost: list[str]) -> list[Json]:
+    if entry.turn is not None:
+        own: list[Json] = msgspec.json.decode(entry.turn)
         return own
-    message = one.message
+    message = entry.message
     if message.reasoning:
         lost.append("reasoning of earlier turns")  # the API only accepts signed reasoning
     parts: list[Json] = [{"text": message.content}] if message.content else []
@@ -312,22 +314,22 @@ def _shape(constraint: Constraint | None) -> dict[str, Json]:
 
 
 def _thinking(
-    request: RelayRequest, without: frozenset[str], loose: dict[str, tuple[str, ...]], lost: list[str]
+    request: RelayRequest, without: frozenset[str], optional: dict[str, tuple[str, ...]], lost: list[str]
 ) -> dict[str, Json]:
     """Build the thinking settings. Thoughts are always requested, because they are recorded."""
-    thinks, wanted = wants_thinking(request.call), reasoning_effort(request.call)
-    loose["thinkingLevel"] = ("thinkinglevel", "thinking_level", "thinking level")
-    loose["thinking"] = ("thinkingconfig", "thinking_config", "thinking is not", "thinkingbudget", "thinking_budget")
+    thinks, effort = wants_thinking(request.call), reasoning_effort(request.call)
+    optional["thinkingLevel"] = ("thinkinglevel", "thinking_level", "thinking level")
+    optional["thinking"] = ("thinkingconfig", "thinking_config", "thinking is not", "thinkingbudget", "thinking_budget")
     budget = 0 if thinks is False else request.call.template_hints.get("thinking_budget")
     if "thinking" in without:
-        lost += ["reasoning_effort"] if wanted else ["thinking_budget"] if budget is not None else []
+        lost += ["reasoning_effort"] if effort else ["thinking_budget"] if budget is not None else []
         return {}
     config: dict[str, Json] = {"includeThoughts": True}
-    if budget is not None and not (wanted and thinks):
+    if budget is not None and not (effort and thinks):
         return {"thinkingConfig": {"thinkingBudget": budget, **(config if budget else {})}}
-    if wanted in _LEVELS and "thinkingLevel" not in without:
-        config["thinkingLevel"] = _LEVELS[wanted]
-    elif wanted:
+    if effort in _LEVELS and "thinkingLevel" not in without:
+        config["thinkingLevel"] = _LEVELS[effort]
+    elif effort:
         lost.append("reasoning_effort")
     return {"thinkingConfig": config}
 
@@ -336,16 +338,19 @@ def _thinking(
 
 
 class _Answer:
-    """Collects a reply, event by event. `keeps`: keep the turn verbatim, because the agent's dialect may not return all of it."""
+    """Collects a reply, event by event.
 
-    def __init__(self, client: EngineClient, *, keeps: bool) -> None:
+    `keep_verbatim`: keep the turn in the endpoint's format, because the agent's dialect may not return all of it.
+    """
+
+    def __init__(self, client: EngineClient, *, keep_verbatim: bool) -> None:
         self.finish: Finish | None = None
         self._client = client
-        self._keeps = keeps
+        self._keep_verbatim = keep_verbatim
         self._usage: Usage | None = None
         self._parts: list[dict[str, Any]] = []  # the turn in the endpoint's format
-        self._ids: list[str] = []  # of the calls, as the endpoint gave them, if it did
-        self._said = False
+        self._ids: list[str] = []  # of the calls; empty where the endpoint gave none
+        self._has_output = False
         self._fault = ""
 
     def add(self, data: bytes) -> RelayChunk | None:
@@ -356,42 +361,42 @@ class _Answer:
             self._usage = _usage(event.usage_metadata)
         if event.prompt_feedback is not None and event.prompt_feedback.block_reason:
             self._block(event.prompt_feedback)
-        candidate = next((one for one in event.candidates or () if one.index == 0), _Candidate())
+        candidate = next((candidate for candidate in event.candidates or () if candidate.index == 0), _Candidate())
         content = candidate.content or _Content()
-        said = [event for part in content.parts or () for event in self._add(part)]
-        self._said = self._said or bool(said)
+        events = [delta for part in content.parts or () for delta in self._add(part)]
+        self._has_output = self._has_output or bool(events)
         if candidate.finish_reason:
             self._end(candidate)
         tokens = candidate.logprobs_result.chosen_candidates if candidate.logprobs_result is not None else []
         logprobs = clean_logprobs([token.log_probability for token in tokens])
-        return RelayChunk(tuple(said), logprobs=logprobs or None) if said or logprobs else None
+        return RelayChunk(tuple(events), logprobs=logprobs or None) if events or logprobs else None
 
     def end(self) -> RelayChunk:
-        if self._fault and not self._said:
+        if self._fault and not self._has_output:
             raise EngineRejected(self._fault)
         sealed = any("thoughtSignature" in part for part in self._parts)
         return RelayChunk(
             finish="tool_calls" if self._ids and self.finish == "stop" else self.finish,
             usage=self._usage,
             fault=self._fault,
-            verbatim=encode_verbatim(self._parts, self._ids) if self._keeps and sealed else b"",
+            verbatim=encode_verbatim(self._parts, self._ids) if self._keep_verbatim and sealed else b"",
         )
 
     def _add(self, part: _Part) -> list[Delta | CallDelta]:
         foreign = (part.inline_data, part.executable_code, part.code_execution_result, part.tool_call)
         if any(is_present(value) for value in foreign) or (part.function_call and part.function_call.will_continue):
             raise EngineError(
-                f"{self._client.engine} answered with more than text and calls, which cannot be passed on"
+                f"{self._client.engine} sent content other than text and tool calls, which is not supported"
             )
         if part.function_call is not None:
             return self._call(part.function_call, part.thought_signature or "")
-        said: list[Delta | CallDelta] = []
+        events: list[Delta | CallDelta] = []
         if part.text:
-            said.append(Delta("reasoning" if part.thought else "content", part.text))
-        if part.thought_signature and not self._keeps:
-            said.append(Delta("signature", part.thought_signature))
+            events.append(Delta("reasoning" if part.thought else "content", part.text))
+        if part.thought_signature and not self._keep_verbatim:
+            events.append(Delta("signature", part.thought_signature))
         self._keep(part)
-        return said
+        return events
 
     def _keep(self, part: _Part) -> None:
         """Keep a part for the next request: signatures, but no thoughts. Text pieces are joined up to a signature."""
@@ -414,7 +419,7 @@ class _Answer:
         self._ids.append(call.id or "")
         # An agent refers to a call by its id, so a call without one gets one.
         name = call.id or f"call_{uuid.uuid4().hex[:24]}"
-        seal = "" if self._keeps else signature
+        seal = "" if self._keep_verbatim else signature
         return [CallDelta(len(self._ids) - 1, ToolCall(name, call.name, "{}" if args == "null" else args, seal))]
 
     def _block(self, feedback: _Feedback) -> None:
@@ -429,9 +434,9 @@ class _Answer:
             self.finish = _FINISH[reason]
         elif reason in _FILTERS:
             self.finish = "stop"
-            self._fault = f"{self._client.engine} kept its answer back ({reason}){why}"
+            self._fault = f"{self._client.engine} withheld the answer ({reason}){why}"
         else:
-            raise EngineUnavailable(f"{self._client.engine} gave this turn up ({reason}){why}")
+            raise EngineUnavailable(f"{self._client.engine} failed to finish the turn ({reason}){why}")
 
 
 def _usage(usage: _Usage) -> Usage:

@@ -73,12 +73,12 @@ _HARMLESS = frozenset((*_STANDARD, *_EXTENSIONS)) - {"min_tokens"} | {
     *("include_reasoning", "user", "metadata", "store", "service_tier", "safety_identifier", "usage"),
     *("prompt_cache_key", "prompt_cache_retention", "cache_salt", "priority", "request_id", "session_id"),
 }
-_NOTHING = (b"null", b"{}", b"[]")
+_EMPTY_VALUES = (b"null", b"{}", b"[]")
 _FINISH: dict[str, Finish] = {
     "length": "length",
     "tool_calls": "tool_calls",
     "abort": "abort",
-    "error": "abort",  # OpenRouter, of a provider behind it
+    "error": "abort",  # OpenRouter, if the provider behind it failed
     "insufficient_system_resource": "abort",  # DeepSeek
 }
 
@@ -161,9 +161,9 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class OpenAIRelay:
-    """One OpenAI-compatible endpoint. `url` is its base: one with a path (`https://host/v1`) is taken as it is.
+    """One OpenAI-compatible endpoint. `url` is its base: one with a path (`https://host/v1`) is used unchanged.
 
-    `capture="auto"` first requests everything, and less once the endpoint rejects a field by name. A fixed level never changes.
+    `capture="auto"` first requests everything, and less if the endpoint rejects a field by name. Any other level is fixed.
     """
 
     def __init__(
@@ -189,8 +189,8 @@ class OpenAIRelay:
 
     @property
     def capture(self) -> Capture:
-        """The level that is requested at present. The chunks have what was returned."""
-        return self._capture_request.capture
+        """The level that is requested now. The chunks have what was returned."""
+        return self._capture_request.level
 
     async def start(self) -> None:
         await self._client.start()
@@ -209,7 +209,7 @@ class OpenAIRelay:
         return [msgspec.structs.replace(seen, model=models.data[0].id, max_context=models.data[0].max_model_len)]
 
     async def count(self, request: RelayRequest) -> int:
-        raise NotFound("this endpoint does not count tokens; estimate them")
+        raise NotFound("this endpoint cannot count tokens; estimate them instead")
 
     @asynccontextmanager
     async def relay(self, request: RelayRequest) -> AsyncIterator[AsyncIterator[RelayChunk]]:
@@ -225,7 +225,7 @@ class OpenAIRelay:
         if written.lost or written.biases:
             yield RelayChunk(lost=written.lost, biases=written.biases)
         batches = reply.events() if written.body.get("stream") is True else reply.whole()
-        answer = _Answer(self._client, keeps=request.call.dialect != _DIALECT)
+        answer = _Answer(self._client, keep_verbatim=request.call.dialect != _DIALECT)
         async with aclosing(stream_answer(self.name, answer, reply, batches)) as chunks:
             async for chunk in chunks:
                 yield chunk
@@ -245,9 +245,8 @@ class OpenAIRelay:
                 less = capture.without(error.message, self._adapts)
                 rejected = written.find_rejected(error.message) - without
                 if less is not None:
-                    self._capture_request = self._capture_request.at_most(
-                        less
-                    )  # another call may have lowered it already
+                    # Another call may have lowered it already.
+                    self._capture_request = self._capture_request.at_most(less)
                 elif rejected:
                     self._rejected.add(model, rejected)
                 else:
@@ -258,88 +257,88 @@ class OpenAIRelay:
                     raise
                 request, shrinks = smaller, shrinks - 1
 
-    def _write(self, request: RelayRequest, asks: _CaptureRequest, without: frozenset[str]) -> RelayBody:
+    def _write(self, request: RelayRequest, capture: _CaptureRequest, without: frozenset[str]) -> RelayBody:
         if request.call.dialect == _DIALECT:
-            body = _override_body(parse_fields("the body", request.call.body), request, asks)
+            body = _override_body(parse_fields("the body", request.call.body), request, capture)
             return RelayBody(body, biases=_biases(body))
-        return _translate(request, asks, without)
+        return _translate(request, capture, without)
 
 
 class _CaptureRequest(msgspec.Struct, frozen=True):
     """What the relay requests in addition to the agent."""
 
-    capture: Capture
+    level: Capture
     usage: bool = True  # of a stream: `stream_options.include_usage`
 
     def without(self, refusal: str, adapts: bool) -> _CaptureRequest | None:
         """Return a smaller request, if the rejection names a part of this one."""
         if self.usage and "stream_options" in refusal:
-            return _CaptureRequest(self.capture, usage=False)
-        if adapts and self.capture == "tokens" and _BEYOND_OPENAI.search(refusal):
+            return _CaptureRequest(self.level, usage=False)
+        if adapts and self.level == "tokens" and _BEYOND_OPENAI.search(refusal):
             return _CaptureRequest("logprobs", self.usage)
-        if adapts and self.capture != "text" and "logprobs" in refusal:
+        if adapts and self.level != "text" and "logprobs" in refusal:
             return _CaptureRequest("text", self.usage)
         return None
 
     def at_most(self, other: _CaptureRequest) -> _CaptureRequest:
-        return _CaptureRequest(min(self.capture, other.capture, key=_LEVELS.index), self.usage and other.usage)
+        return _CaptureRequest(min(self.level, other.level, key=_LEVELS.index), self.usage and other.usage)
 
 
-def _override_body(body: dict[str, msgspec.Raw], request: RelayRequest, asks: _CaptureRequest) -> dict[str, Any]:
+def _override_body(body: dict[str, msgspec.Raw], request: RelayRequest, capture: _CaptureRequest) -> dict[str, Any]:
     """Override model, limits, sampling and capture in the agent's body. Everything else is unchanged."""
-    laid: dict[str, Any] = {**body, **_CAPTURE_FIELDS[asks.capture]}
+    overridden: dict[str, Any] = {**body, **_CAPTURE_FIELDS[capture.level]}
     if "stream" in body:
-        laid["stream"] = bytes(body["stream"]) == b"true"
+        overridden["stream"] = bytes(body["stream"]) == b"true"
     if request.model:
-        laid["model"] = request.model
+        overridden["model"] = request.model
     if request.max_tokens is not None:
         names = [name for name in ("max_tokens", "max_completion_tokens") if name in body]
-        laid.update(dict.fromkeys(names or ["max_tokens"], request.max_tokens))
+        overridden.update(dict.fromkeys(names or ["max_tokens"], request.max_tokens))
     if request.sampling is not None:
-        _override_sampling(laid, request.sampling, everything=asks.capture == "tokens")
-    if laid.get("stream") and asks.usage:
+        _override_sampling(overridden, request.sampling, everything=capture.level == "tokens")
+    if overridden.get("stream") and capture.usage:
         options = parse_fields("stream_options", bytes(body.get("stream_options", b"null")))
-        laid["stream_options"] = {**options, "include_usage": True}
-    return laid
+        overridden["stream_options"] = {**options, "include_usage": True}
+    return overridden
 
 
 def _biases(body: dict[str, Any]) -> tuple[str, ...]:
     """List the agent's fields that may bias the endpoint's sampling."""
     set_fields = [
-        name for name, value in body.items() if isinstance(value, msgspec.Raw) and bytes(value) not in _NOTHING
+        name for name, value in body.items() if isinstance(value, msgspec.Raw) and bytes(value) not in _EMPTY_VALUES
     ]
     return tuple(f"field {name}" for name in set_fields if name not in _HARMLESS)
 
 
-def _override_sampling(laid: dict[str, Any], sampling: Sampling, *, everything: bool) -> None:
+def _override_sampling(body: dict[str, Any], sampling: Sampling, *, everything: bool) -> None:
     """Set the session's sampling. Extensions are sent if they are not neutral, or if the server supports them."""
     values, neutral = msgspec.structs.asdict(sampling), msgspec.structs.asdict(Sampling())
     for name in _STANDARD:
         if values[name] is not None:
-            laid[name] = values[name]
+            body[name] = values[name]
     for name in _EXTENSIONS:
-        laid.pop(name, None)
+        body.pop(name, None)
         if everything or values[name] != neutral[name]:
-            laid[name] = values[name] if name != "top_k" else values[name] or -1
+            body[name] = values[name] if name != "top_k" else values[name] or -1
 
 
 # ── translation from other dialects ────────────────────────────────────────────────────────────────────────────────────
 
 
-def _translate(request: RelayRequest, asks: _CaptureRequest, without: frozenset[str]) -> RelayBody:
+def _translate(request: RelayRequest, capture: _CaptureRequest, without: frozenset[str]) -> RelayBody:
     call = request.call
     system, rest = split_system_prompt(read_messages(request))
     tools = list_tools(call)
     lost: list[str] = []
-    loose: dict[str, tuple[str, ...]] = {}
+    optional: dict[str, tuple[str, ...]] = {}
     messages: list[Json] = [{"role": "system", "content": system}] if system else []
-    messages += [_message(one, without, loose, lost) for one in rest]
+    messages += [_message(entry, without, optional, lost) for entry in rest]
     body: dict[str, Any] = {"model": request.model or call.model, "messages": messages, "stream": True}
-    body |= _CAPTURE_FIELDS[asks.capture]
-    if asks.usage:
+    body |= _CAPTURE_FIELDS[capture.level]
+    if capture.usage:
         body["stream_options"] = {"include_usage": True}
     if request.max_tokens is not None:  # newer OpenAI models use another name
-        loose["max_tokens"] = ("max_completion_tokens",)
+        optional["max_tokens"] = ("max_completion_tokens",)
         body["max_completion_tokens" if "max_tokens" in without else "max_tokens"] = request.max_tokens
     if call.stop:
         body["stop"] = list(call.stop)
@@ -348,26 +347,28 @@ def _translate(request: RelayRequest, asks: _CaptureRequest, without: frozenset[
         if not call.parallel_tool_calls:
             body["parallel_tool_calls"] = False
     body |= _constraint_fields(call.constraint, tools)
-    body |= _thinking(request, without, loose, lost)
-    _add_sampling(body, request, asks, without, loose, lost)
-    return RelayBody(body, loose, tuple(dict.fromkeys(lost)))
+    body |= _thinking(request, without, optional, lost)
+    _add_sampling(body, request, capture, without, optional, lost)
+    return RelayBody(body, optional, tuple(dict.fromkeys(lost)))
 
 
-def _message(one: RelayMessage, without: frozenset[str], loose: dict[str, tuple[str, ...]], lost: list[str]) -> Json:
-    message = one.message
+def _message(
+    entry: RelayMessage, without: frozenset[str], optional: dict[str, tuple[str, ...]], lost: list[str]
+) -> Json:
+    message = entry.message
     if message.role != "assistant":
         wire: dict[str, Json] = {"role": message.role, "content": message.content}
         if message.role == "tool":
             return {**wire, "tool_call_id": message.tool_call_id}
         if message.role == "system":  # many chat templates only accept it at the start
-            loose["system"] = ("system message", "system role")
+            optional["system"] = ("system message", "system role")
             if "system" in without:
                 lost.append("the role of later system messages")
                 return {**wire, "role": "user"}
         return {**wire, "name": message.name} if message.name else wire
-    wire = msgspec.json.decode(one.turn) if one.turn is not None else _turn(message)
+    wire = msgspec.json.decode(entry.turn) if entry.turn is not None else _turn(message)
     if "reasoning_content" in wire:
-        loose["reasoning_content"] = ("reasoning_content",)
+        optional["reasoning_content"] = ("reasoning_content",)
         if "reasoning_content" in without:
             del wire["reasoning_content"]
             lost.append("reasoning of earlier turns")
@@ -404,51 +405,51 @@ def _constraint_fields(constraint: Constraint | None, tools: Sequence[Tool]) -> 
 
 
 def _thinking(
-    request: RelayRequest, without: frozenset[str], loose: dict[str, tuple[str, ...]], lost: list[str]
+    request: RelayRequest, without: frozenset[str], optional: dict[str, tuple[str, ...]], lost: list[str]
 ) -> dict[str, Json]:
     """Build the fields for thinking. OpenAI has no field to disable it; open models do."""
-    wanted = reasoning_effort(request.call)
-    said: dict[str, Json] = {}
-    if wanted:
-        loose["reasoning_effort"] = ("reasoning_effort", "reasoning effort")
+    effort = reasoning_effort(request.call)
+    fields: dict[str, Json] = {}
+    if effort:
+        optional["reasoning_effort"] = ("reasoning_effort", "reasoning effort")
         if "reasoning_effort" in without:
             lost.append("reasoning_effort")
         else:
-            said["reasoning_effort"] = wanted
+            fields["reasoning_effort"] = effort
     if "verbosity" in request.call.template_hints:
-        loose["verbosity"] = ("verbosity",)
+        optional["verbosity"] = ("verbosity",)
         if "verbosity" in without:
             lost.append("verbosity")
         else:
-            said["verbosity"] = request.call.template_hints["verbosity"]
+            fields["verbosity"] = request.call.template_hints["verbosity"]
     lost += list_unsupported(request.call, "verbosity", "chat_template_kwargs")
     kwargs = {**request.call.template_kwargs}
     if wants_thinking(request.call) is False:
         kwargs["enable_thinking"] = False
     if kwargs:
-        loose["chat_template_kwargs"] = ("chat_template_kwargs",)
+        optional["chat_template_kwargs"] = ("chat_template_kwargs",)
         if "chat_template_kwargs" in without:
             lost.append("chat_template_kwargs")
         else:
-            said["chat_template_kwargs"] = kwargs
-    return said
+            fields["chat_template_kwargs"] = kwargs
+    return fields
 
 
 def _add_sampling(
     body: dict[str, Any],
     request: RelayRequest,
-    asks: _CaptureRequest,
+    capture: _CaptureRequest,
     without: frozenset[str],
-    loose: dict[str, tuple[str, ...]],
+    optional: dict[str, tuple[str, ...]],
     lost: list[str],
 ) -> None:
     """Add the sampling: the session's, or the agent's as far as the endpoint supports it."""
     if request.sampling is not None:
-        _override_sampling(body, request.sampling, everything=asks.capture == "tokens")
+        _override_sampling(body, request.sampling, everything=capture.level == "tokens")
         return
-    known_here = (*_STANDARD, *_EXTENSIONS) if asks.capture == "tokens" else _STANDARD
+    known_here = (*_STANDARD, *_EXTENSIONS) if capture.level == "tokens" else _STANDARD
     sampling, unsupported = translate_sampling(request.call, {name: name for name in known_here}, without)
-    loose |= {name: (name,) for name in sampling if name in _STANDARD}
+    optional |= {name: (name,) for name in sampling if name in _STANDARD}
     lost += unsupported
     body |= sampling
 
@@ -457,15 +458,18 @@ def _add_sampling(
 
 
 class _Answer:
-    """Collects a reply, event by event. `keeps`: keep the turn verbatim, because agents of another dialect may not return reasoning."""
+    """Collects a reply, event by event.
 
-    def __init__(self, client: EngineClient, *, keeps: bool) -> None:
+    `keep_verbatim`: keep the turn in the endpoint's format, because agents of another dialect may not return reasoning.
+    """
+
+    def __init__(self, client: EngineClient, *, keep_verbatim: bool) -> None:
         self.finish: Finish | None = None
         self._client = client
-        self._keeps = keeps
+        self._keep_verbatim = keep_verbatim
         self._usage: Usage | None = None
         self._calls = _Calls(client.engine)
-        self._has_ids = True  # every fragment of a call came with its ids
+        self._has_ids = True  # whether every fragment of a call came with token ids
         self._text: dict[str, list[str]] = {"content": [], "reasoning": []}
         self._stopped_by = ""
         self._fault = ""
@@ -476,21 +480,21 @@ class _Answer:
         if is_present(event.error):
             raise self._client.failure_in_stream(event.error, default_status=500)
         self._usage = _usage(event.usage) or self._usage
-        choice = next((one for one in event.choices or () if one.index == 0), _Choice())
+        choice = next((choice for choice in event.choices or () if choice.index == 0), _Choice())
         message = choice.delta or choice.message or _Message()
-        said = self._read_message(message)
+        events = self._read_message(message)
         ids, logprobs = self._tokens(choice)
         self._has_ids = self._has_ids and (ids is not None or not message.tool_calls)
         self._end(choice)
-        if not said and not ids and not logprobs and event.prompt_token_ids is None:
+        if not events and not ids and not logprobs and event.prompt_token_ids is None:
             return None
-        return RelayChunk(tuple(said), ids, logprobs, event.prompt_token_ids)
+        return RelayChunk(tuple(events), ids, logprobs, event.prompt_token_ids)
 
     def end(self) -> RelayChunk:
-        """Return the last chunk, with the last tool call, whose ids came with its fragments."""
+        """Return the last chunk, with the last tool call. Its token ids came with its fragments."""
         calls = tuple(self._calls.close())
         finish = self.finish
-        if self._keeps and self._calls.whole and finish == "stop":
+        if self._keep_verbatim and self._calls.whole and finish == "stop":
             finish = "tool_calls"  # some providers report it only for calls that were not forced
         return RelayChunk(
             calls,
@@ -499,7 +503,7 @@ class _Answer:
             usage=self._usage,
             stopped_by=self._stopped_by,
             fault=self._fault,
-            verbatim=self._verbatim() if self._keeps and self._text["reasoning"] else b"",
+            verbatim=self._verbatim() if self._keep_verbatim and self._text["reasoning"] else b"",
         )
 
     def _verbatim(self) -> bytes:
@@ -512,21 +516,21 @@ class _Answer:
         if isinstance(choice.stop_reason, str):
             self._stopped_by = choice.stop_reason
         if choice.finish_reason == "content_filter":
-            self._fault = f"{self._client.engine} kept its answer back (content_filter)"
+            self._fault = f"{self._client.engine} withheld the answer (content_filter)"
 
     def _read_message(self, message: _Message) -> list[Delta | CallDelta]:
-        said: list[Delta | CallDelta] = []
+        events: list[Delta | CallDelta] = []
         reasoning = message.reasoning or message.reasoning_content  # two names of the same field; some send both
         if reasoning:
-            said.append(Delta("reasoning", reasoning))
+            events.append(Delta("reasoning", reasoning))
             self._text["reasoning"].append(reasoning)
         content = message.content or message.refusal
         if content:
-            said.append(Delta("content", content))
+            events.append(Delta("content", content))
             self._text["content"].append(content)
         for fragment in message.tool_calls or ():
-            said += self._calls.add(fragment)
-        return said
+            events += self._calls.add(fragment)
+        return events
 
     def _tokens(self, choice: _Choice) -> tuple[list[int] | None, list[float | None] | None]:
         positions = choice.logprobs.content if choice.logprobs else None
@@ -571,12 +575,11 @@ class _Calls:
         if not self._open:
             return False
         if fragment.index is not None and self._index is not None and fragment.index < self._index:
-            raise EngineError(f"{self._engine} went back to a tool call that it had left")
+            raise EngineError(f"{self._engine} sent a fragment of a tool call that was already complete")
         if fragment.index is not None and fragment.index != self._index:
             return True
-        return bool(
-            fragment.id and self._id and fragment.id != self._id
-        )  # for providers that send no index, or always 0
+        # Some providers send no index, or always 0.
+        return bool(fragment.id and self._id and fragment.id != self._id)
 
 
 def _finish(reason: str | None) -> Finish | None:

@@ -54,7 +54,7 @@ async def stream_answer(
         if failure is not None:
             raise failure
     if answer.finish is None:
-        raise EngineUnavailable(f"{endpoint} ended its reply without finishing")
+        raise EngineUnavailable(f"{endpoint} ended its reply before the generation finished")
     yield answer.end()
 
 
@@ -76,7 +76,7 @@ def _merge_chunks(chunks: Sequence[RelayChunk]) -> list[RelayChunk]:
 
 
 class StreamingRelay:
-    """One endpoint. Answers are always streamed, also if the agent did not ask for it: a stream can be abandoned half-way."""
+    """One endpoint. Answers are always streamed, also if the agent did not ask for it: a stream can be aborted."""
 
     name: str
     dialect: str

@@ -4,7 +4,7 @@ A `responses` call is forwarded almost unchanged; calls of other dialects are tr
 recorded, and its log-probabilities on request (`capture="logprobs"`). The key is only in the `Authorization` header of this file's client.
 
 Two parts of a `responses` call are changed. Item ids that the gateway gave to the agent are removed, and encrypted items get back the id
-that the endpoint gave them. Tools that the provider runs itself are not offered, because their items cannot be passed on.
+that the endpoint gave them. Tools that the provider runs itself are not offered, because the gateway cannot forward their items.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from turngate.errors import BadRequest, EngineError, EngineRejected, NotFound, T
 from turngate.types import CallDelta, Capture, Constraint, Delta, Finish, Json, Tool, ToolCall, Usage
 
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p"}
-_SEALS = "reasoning.encrypted_content"
+_ENCRYPTED_REASONING = "reasoning.encrypted_content"
 _LOGPROBS = "message.output_text.logprobs"
-_OURS = re.compile(r"[a-z]+_tg[0-9a-f]{24}")  # item ids of the gateway
-_SEALED = re.compile(r"(?s)([a-z]+_[0-9A-Za-z_-]+):(.+)")  # the endpoint's id of an item, and its encrypted content
-_UNSEALED = "tg1."  # the gateway's placeholder for missing encrypted content
+_GATEWAY_ITEM_ID = re.compile(r"[a-z]+_tg[0-9a-f]{24}")  # item ids of the gateway
+_ID_AND_ENCRYPTED = re.compile(r"(?s)([a-z]+_[0-9A-Za-z_-]+):(.+)")  # the endpoint's id of an item, and its content
+_PLACEHOLDER_PREFIX = "tg1."  # the gateway's placeholder for missing encrypted content
 _HOSTED = ("web_search", "image_generation")
 _PLAIN = (None, "", "functions")  # namespaces that are not part of a function's name
 _COUNTED = ("model", "instructions", "input", "tools", "tool_choice", "parallel_tool_calls", "reasoning", "text")
@@ -115,7 +115,7 @@ _raws = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 class ResponsesRelay(StreamingRelay):
-    """One endpoint. `url` is its base: one with a path (`https://host/v1`) is taken as it is."""
+    """One endpoint. `url` is its base: one with a path (`https://host/v1`) is used unchanged."""
 
     dialect = "responses"
 
@@ -143,14 +143,14 @@ class ResponsesRelay(StreamingRelay):
 
     async def count(self, request: RelayRequest) -> int:
         if request.call.dialect == self.dialect:
-            laid = _override_body(request, frozenset(), logprobs=False).body
+            body = _override_body(request, frozenset(), logprobs=False).body
         else:
-            laid = _translate(request, frozenset(), logprobs=False).body
-        body = {name: laid[name] for name in _COUNTED if name in laid}
+            body = _translate(request, frozenset(), logprobs=False).body
+        body = {name: body[name] for name in _COUNTED if name in body}
         try:
             return (await self._request("/responses/input_tokens", body, _Count, request)).input_tokens
         except EngineRejected as error:  # not all endpoints of this dialect can count
-            raise NotFound(f"tokens cannot be counted; estimate them ({error.message})") from None
+            raise NotFound(f"this endpoint cannot count tokens; estimate them instead ({error.message})") from None
 
     def _path(self, request: RelayRequest) -> str:
         return "/responses"
@@ -161,33 +161,33 @@ class ResponsesRelay(StreamingRelay):
         return _translate(request, without, logprobs=self._logprobs)
 
     def _answer(self, request: RelayRequest) -> _Answer:
-        return _Answer(self._client, keeps=request.call.dialect != self.dialect)
+        return _Answer(self._client, keep_verbatim=request.call.dialect != self.dialect)
 
 
 def _override_body(request: RelayRequest, without: frozenset[str], *, logprobs: bool) -> RelayBody:
     """Override model, limit, sampling and capture in the agent's body. Everything else is unchanged."""
-    laid: dict[str, Any] = {**parse_fields("the body", request.call.body), "stream": True}
+    body: dict[str, Any] = {**parse_fields("the body", request.call.body), "stream": True}
     lost: list[str] = []
     if request.model:
-        laid["model"] = request.model
+        body["model"] = request.model
     if request.max_tokens is not None:
-        laid["max_output_tokens"] = request.max_tokens
+        body["max_output_tokens"] = request.max_tokens
     if request.sampling is not None:
         for name in _SAMPLING:
-            laid.pop(name, None)
-        laid.update(translate_pinned("responses", request.sampling, _SAMPLING))  # absent fields are neutral here
-    asked = {_SEALS, _LOGPROBS} if logprobs else {_SEALS}
-    given = [str(msgspec.json.decode(name)) for name in _list(laid.get("include"))]
-    wanted = [name for name in sorted(asked - set(given)) if name not in without]
-    if given or wanted:
-        laid["include"] = given + wanted
-    if items := _list(laid.get("input")):
-        laid["input"] = [_restore_item(item) for item in items]
-    if tools := _list(laid.get("tools")):
+            body.pop(name, None)
+        body.update(translate_pinned("responses", request.sampling, _SAMPLING))  # absent fields are neutral here
+    needed = {_ENCRYPTED_REASONING, _LOGPROBS} if logprobs else {_ENCRYPTED_REASONING}
+    given = [str(msgspec.json.decode(name)) for name in _list(body.get("include"))]
+    added = [name for name in sorted(needed - set(given)) if name not in without]
+    if given or added:
+        body["include"] = given + added
+    if items := _list(body.get("input")):
+        body["input"] = [_restore_item(item) for item in items]
+    if tools := _list(body.get("tools")):
         types = [_type(tool) for tool in tools]
         lost += [f"the tool {kind}" for kind in types if kind.startswith(_HOSTED)]
-        laid["tools"] = [tool for tool, kind in zip(tools, types, strict=True) if not kind.startswith(_HOSTED)]
-    return RelayBody(laid, _include_refusals(wanted), tuple(lost))
+        body["tools"] = [tool for tool, kind in zip(tools, types, strict=True) if not kind.startswith(_HOSTED)]
+    return RelayBody(body, _include_refusals(added), tuple(lost))
 
 
 def _list(raw: msgspec.Raw | None) -> list[msgspec.Raw]:
@@ -200,9 +200,9 @@ def _type(tool: msgspec.Raw) -> str:
     return str(found.get("type")) if isinstance(found, dict) else ""
 
 
-def _include_refusals(wanted: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    words = {_SEALS: ("encrypted content", "encrypted_content"), _LOGPROBS: ("logprobs",)}
-    return {name: words[name] for name in wanted}
+def _include_refusals(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    words = {_ENCRYPTED_REASONING: ("encrypted content", "encrypted_content"), _LOGPROBS: ("logprobs",)}
+    return {name: words[name] for name in names}
 
 
 def _restore_item(raw: msgspec.Raw) -> Json:
@@ -212,12 +212,12 @@ def _restore_item(raw: msgspec.Raw) -> Json:
     item = msgspec.json.decode(raw)
     if not isinstance(item, dict):
         return raw
-    if _OURS.match(str(item.get("id"))):
+    if _GATEWAY_ITEM_ID.match(str(item.get("id"))):
         del item["id"]
     seal = item.get("encrypted_content")
-    if isinstance(seal, str) and seal.startswith(_UNSEALED):
+    if isinstance(seal, str) and seal.startswith(_PLACEHOLDER_PREFIX):
         del item["encrypted_content"]
-    elif isinstance(seal, str) and (found := _SEALED.fullmatch(seal)):
+    elif isinstance(seal, str) and (found := _ID_AND_ENCRYPTED.fullmatch(seal)):
         item["id"], item["encrypted_content"] = found.groups()
     return item
 
@@ -228,16 +228,16 @@ def _restore_item(raw: msgspec.Raw) -> Json:
 def _translate(request: RelayRequest, without: frozenset[str], *, logprobs: bool) -> RelayBody:
     call = request.call
     if call.stop:
-        raise BadRequest("stop: this endpoint knows no stop strings; leave them out", param="stop")
+        raise BadRequest("stop: this endpoint does not support stop strings; remove them", param="stop")
     system, rest = split_system_prompt(read_messages(request))
     tools = list_tools(call)
     lost: list[str] = []
     body: dict[str, Any] = {"model": request.model or call.model, "stream": True, "store": False}
     if system:
         body["instructions"] = system
-    body["input"] = [item for one in rest for item in _items(one, lost)]
-    include = [name for name in (_SEALS, *([_LOGPROBS] if logprobs else [])) if name not in without]
-    loose = _include_refusals(include)
+    body["input"] = [item for entry in rest for item in _items(entry, lost)]
+    include = [name for name in (_ENCRYPTED_REASONING, *([_LOGPROBS] if logprobs else [])) if name not in without]
+    optional = _include_refusals(include)
     if include:
         body["include"] = include
     if request.max_tokens is not None:
@@ -247,36 +247,36 @@ def _translate(request: RelayRequest, without: frozenset[str], *, logprobs: bool
         if not call.parallel_tool_calls:
             body["parallel_tool_calls"] = False
     body |= _constraint_fields(call.constraint, tools)
-    body |= _thinking(request, without, loose, lost)
+    body |= _thinking(request, without, optional, lost)
     if request.sampling is not None:
         body |= translate_pinned("responses", request.sampling, _SAMPLING)
     else:
         sampling, unsupported = translate_sampling(call, _SAMPLING, without)
-        loose |= {name: (name,) for name in sampling}
+        optional |= {name: (name,) for name in sampling}
         lost += unsupported
         body |= sampling
     lost += list_unsupported(call)
-    return RelayBody(body, loose, tuple(dict.fromkeys(lost)))
+    return RelayBody(body, optional, tuple(dict.fromkeys(lost)))
 
 
-def _items(one: RelayMessage, lost: list[str]) -> list[Json]:
-    message = one.message
+def _items(entry: RelayMessage, lost: list[str]) -> list[Json]:
+    message = entry.message
     match message.role:
         case "tool":
             return [{"type": "function_call_output", "call_id": message.tool_call_id, "output": message.content}]
-        case "assistant" if one.turn is not None:
-            items: list[Json] = msgspec.json.decode(one.turn)
+        case "assistant" if entry.turn is not None:
+            items: list[Json] = msgspec.json.decode(entry.turn)
             return items
         case "assistant":
             if message.reasoning:
                 lost.append("reasoning of earlier turns")  # the API only accepts encrypted reasoning
-            said = [{"type": "output_text", "text": message.content}] if message.content else []
-            spoken = [{"type": "message", "role": "assistant", "content": said}] if said else []
+            content = [{"type": "output_text", "text": message.content}] if message.content else []
+            texts = [{"type": "message", "role": "assistant", "content": content}] if content else []
             calls = [
                 {"type": "function_call", "call_id": c.id, "name": c.name, "arguments": c.arguments}
                 for c in message.tool_calls
             ]
-            return [*spoken, *calls]
+            return [*texts, *calls]
         case role:
             if message.name:
                 lost.append("names of users")
@@ -312,20 +312,20 @@ def _constraint_fields(constraint: Constraint | None, tools: Sequence[Tool]) -> 
 
 
 def _thinking(
-    request: RelayRequest, without: frozenset[str], loose: dict[str, tuple[str, ...]], lost: list[str]
+    request: RelayRequest, without: frozenset[str], optional: dict[str, tuple[str, ...]], lost: list[str]
 ) -> dict[str, Json]:
     """Build the reasoning settings. Summaries are always requested, because they are recorded."""
-    wanted = reasoning_effort(request.call) or ("none" if wants_thinking(request.call) is False else "")
-    loose["summary"] = ("summar",)
-    loose["effort"] = ("effort",)
-    loose["reasoning"] = ("'reasoning'", "reasoning is not", "reasoning_summary")
+    effort = reasoning_effort(request.call) or ("none" if wants_thinking(request.call) is False else "")
+    optional["summary"] = ("summar",)
+    optional["effort"] = ("effort",)
+    optional["reasoning"] = ("'reasoning'", "reasoning is not", "reasoning_summary")
     if "reasoning" in without:
-        lost += ["reasoning_effort"] if wanted else []
+        lost += ["reasoning_effort"] if effort else []
         return {}
-    config: dict[str, Json] = {} if "summary" in without or wanted == "none" else {"summary": "auto"}
-    if wanted and "effort" not in without:
-        config["effort"] = "xhigh" if wanted == "max" else wanted
-    elif wanted:
+    config: dict[str, Json] = {} if "summary" in without or effort == "none" else {"summary": "auto"}
+    if effort and "effort" not in without:
+        config["effort"] = "xhigh" if effort == "max" else effort
+    elif effort:
         lost.append("reasoning_effort")
     return {"reasoning": config} if config else {}
 
@@ -334,17 +334,20 @@ def _thinking(
 
 
 class _Answer:
-    """Collects a reply, event by event. `keeps`: keep the turn verbatim, because the agent's dialect may not return all of it."""
+    """Collects a reply, event by event.
 
-    def __init__(self, client: EngineClient, *, keeps: bool) -> None:
+    `keep_verbatim`: keep the turn in the endpoint's format, because the agent's dialect may not return all of it.
+    """
+
+    def __init__(self, client: EngineClient, *, keep_verbatim: bool) -> None:
         self.finish: Finish | None = None
         self._client = client
-        self._keeps = keeps
+        self._keep_verbatim = keep_verbatim
         self._usage: Usage | None = None
         self._items: list[msgspec.Raw] = []  # the turn in the endpoint's format
         self._must_return = False  # the items have to be returned unchanged
         self._calls: list[ToolCall] = []
-        self._said = False
+        self._has_output = False
         self._fault = ""
 
     def add(self, data: bytes) -> RelayChunk | None:
@@ -367,18 +370,18 @@ class _Answer:
                 self._end(event.response or _Response())
             case "response.failed" | "error":
                 raise self._failure(event)
-        self._said = self._said or bool(events)
+        self._has_output = self._has_output or bool(events)
         return RelayChunk(tuple(events), logprobs=logprobs or None) if events else None
 
     def end(self) -> RelayChunk:
-        if self._fault and not self._said:
+        if self._fault and not self._has_output:
             raise EngineRejected(self._fault)
         return RelayChunk(
             finish="tool_calls" if self._calls and self.finish == "stop" else self.finish,
             usage=self._usage,
             fault=self._fault,
             verbatim=encode_verbatim(self._items, [call.id for call in self._calls])
-            if self._keeps and self._must_return
+            if self._keep_verbatim and self._must_return
             else b"",
         )
 
@@ -391,7 +394,7 @@ class _Answer:
                 return []
             case "reasoning":
                 self._must_return = self._must_return or bool(item.encrypted_content or item.content)
-                if item.encrypted_content and not self._keeps:
+                if item.encrypted_content and not self._keep_verbatim:
                     return [
                         Delta("signature", f"{item.id}:{item.encrypted_content}" if item.id else item.encrypted_content)
                     ]
@@ -401,22 +404,24 @@ class _Answer:
                 self._calls.append(call)
                 return [CallDelta(len(self._calls) - 1, call)]
             case kind:
-                raise EngineError(f"{self._client.engine} answered with a {kind}, which cannot be passed on")
+                raise EngineError(f"{self._client.engine} sent a {kind} item, which is not supported")
 
     def _end(self, response: _Response) -> None:
         self.finish = "stop"
         self._usage = _usage(response.usage)
         if response.incomplete_details is not None and (reason := response.incomplete_details.reason):
             if reason not in _INCOMPLETE:
-                raise EngineError(f"{self._client.engine} ended with {reason!r}, which cannot be passed on")
+                raise EngineError(
+                    f"{self._client.engine} sent the incomplete reason {reason!r}, which is not supported"
+                )
             self.finish = _INCOMPLETE[reason]
             if reason == "content_filter":
-                self._fault = f"{self._client.engine} kept its answer back ({reason})"
+                self._fault = f"{self._client.engine} withheld the answer ({reason})"
 
     def _failure(self, event: _Event) -> TurngateError:
-        """Build the error from one of the three places that may hold it."""
+        """Build the error: its details may be in any of three fields."""
         inside = event.response.error if event.response is not None else msgspec.Raw()
-        bare = msgspec.json.encode({"code": event.code, "message": event.message or "it failed"})
+        bare = msgspec.json.encode({"code": event.code, "message": event.message or "unknown error"})
         error = next((raw for raw in (event.error, inside) if is_present(raw)), msgspec.Raw(bare))
         return self._client.failure_in_stream(error, default_status=500)
 

@@ -17,10 +17,10 @@ from turngate.errors import BadRequest, ContextOverflow, EngineRejected
 from turngate.types import Call, Constraint, Json, Message, Sampling, Tool
 
 NEUTRAL = msgspec.structs.asdict(Sampling())
-SHRINKS = 2  # how often the bound on the answer is lowered to fit
-_MODELS = 64  # whose rejected fields are remembered
+SHRINKS = 2  # how often the limit on the answer is lowered to fit the context
+_MODELS = 64  # maximum models whose rejected fields are remembered
 # Never forwarded: these belong to the gateway, or to one connection.
-_HELD_BACK = re.compile(
+_NEVER_FORWARDED = re.compile(
     "authorization|x-api-key|x-goog-api-key|cookie|host|connection|(content|accept|transfer)-.*", re.IGNORECASE
 )
 
@@ -28,18 +28,18 @@ _HELD_BACK = re.compile(
 class RelayBody(msgspec.Struct, frozen=True):
     """A body for an endpoint.
 
-    `loose`: fields that may be left out, and the words by which an endpoint rejects each.
+    `optional`: fields that may be left out, each with the words by which endpoints reject it.
     """
 
     body: dict[str, Any]
-    loose: Mapping[str, tuple[str, ...]] = {}
-    lost: tuple[str, ...] = ()  # parts of the call that it does not express
+    optional: Mapping[str, tuple[str, ...]] = {}
+    lost: tuple[str, ...] = ()  # parts of the call that this format cannot express
     biases: tuple[str, ...] = ()  # fields that may bias the sampling
 
     def find_rejected(self, message: str) -> set[str]:
         """Find the fields that a rejection names."""
         text = message.lower()
-        return {name for name, words in self.loose.items() if any(word.lower() in text for word in words)}
+        return {name for name, words in self.optional.items() if any(word.lower() in text for word in words)}
 
 
 class RejectedFields:
@@ -84,8 +84,8 @@ def read_messages(request: RelayRequest) -> list[RelayMessage]:
     calls: dict[str, tuple[str, str]] = {}  # the agent's id of a call → the endpoint's, and the tool's name
     taken: set[str] = set()
     for index in range(len(history.raws)):
-        known = request.verbatim.get(index)
-        own = _verbatim.decode(known) if known else None
+        stored = request.verbatim.get(index)
+        own = _verbatim.decode(stored) if stored else None
         for message in history.decode(index):
             if message.unsupported:
                 raise BadRequest(message.unsupported, param=message.unsupported.partition(": ")[0])
@@ -116,8 +116,8 @@ def _make_unique(call_id: str, taken: set[str]) -> str:
 
 def split_system_prompt(messages: list[RelayMessage]) -> tuple[str, list[RelayMessage]]:
     """Split off the system prompt. Several leading system messages are joined."""
-    count = next((n for n, one in enumerate(messages) if one.message.role != "system"), len(messages))
-    return "\n\n".join(one.message.content for one in messages[:count] if one.message.content), messages[count:]
+    count = next((n for n, entry in enumerate(messages) if entry.message.role != "system"), len(messages))
+    return "\n\n".join(entry.message.content for entry in messages[:count] if entry.message.content), messages[count:]
 
 
 def list_tools(call: Call) -> tuple[Tool, ...]:
@@ -160,7 +160,7 @@ def list_unsupported(call: Call, *supported: str) -> list[str]:
 
 
 def shrink_to_fit(request: RelayRequest, body: RelayBody, error: ContextOverflow) -> RelayRequest | None:
-    """Lower the bound on the answer so that the prompt fits, if only the bound was too large.
+    """Lower the limit on the answer so that the prompt fits, if only that limit was too large.
 
     An agent of another dialect asks for as long an answer as its own provider's models can give.
     """
@@ -180,7 +180,7 @@ def translate_pinned(endpoint: str, sampling: Sampling, names: Mapping[str, str]
     unsupported = [name for name in values if name not in names]
     if unsupported:
         raise EngineRejected(
-            f"this session pins {', '.join(unsupported)}, for which {endpoint} has no word; open it without"
+            f"this session pins {', '.join(unsupported)}, which {endpoint} does not support; open the session without it"
         )
     return {names[name]: value for name, value in values.items()}
 
@@ -209,4 +209,6 @@ def select_headers(request: RelayRequest, dialect: str) -> dict[str, str]:
     """Select the agent's headers to forward to an endpoint of the same dialect. Never a key."""
     if request.call.dialect != dialect:
         return {}
-    return {name: value for name, value in request.call.forwarded_headers.items() if not _HELD_BACK.fullmatch(name)}
+    return {
+        name: value for name, value in request.call.forwarded_headers.items() if not _NEVER_FORWARDED.fullmatch(name)
+    }
