@@ -1,1 +1,1 @@
-"""Where tokens come from: `base` is the seam, the other files fill it, `pool` spreads sessions over several engines."""
+"""Engines, which sample tokens: `base` has the interface, the other modules implement it, `pool` spreads sessions over several."""

@@ -28,8 +28,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
     session: str = ""  # for affinity; never a secret
     request_id: str = ""
     cache_salt: str = ""
-    version: int = 0  # of the policy, at the request
-    model: str = ""  # the engine's name of that version; empty: its default
+    version: int = 0  # of the policy when the call was made
+    model: str = ""  # the engine's name for that version; empty: its default
     echo_prompt: bool = False  # ask the engine which prompt ids it saw, as a check
 
     def body(self, field: str, others: dict[str, Any]) -> bytes:
@@ -93,7 +93,7 @@ class RelayRequest(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     call: Call
-    model: str = ""  # empty: the one that the agent requested
+    model: str = ""  # empty: the model that the agent requested
     sampling: Sampling | None = None  # the session's pinned sampling, if any
     max_tokens: int | None = None
     session: str = ""
@@ -112,8 +112,8 @@ class RelayChunk(msgspec.Struct, frozen=True):
     prompt: Sequence[int] | None = None
     finish: Finish | None = None
     usage: Usage | None = None
-    stopped_by: str = ""  # the stop string that ended it, if one did
-    fault: str = ""  # why the turn is not the model's own output: a filter of the provider ended it
+    stopped_by: str = ""  # the stop string that ended the answer, if any
+    fault: str = ""  # why the turn is not the model's own output: for example, the provider filtered it
     lost: tuple[str, ...] = ()  # what the agent requested and this endpoint does not support
     biases: tuple[str, ...] = ()  # settings sent to the endpoint that may bias its sampling
     verbatim: bytes = b""  # the whole turn in the endpoint's format, if it must be returned unchanged

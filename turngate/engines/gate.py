@@ -172,8 +172,8 @@ class Gate:
         return self._each()
 
     async def _each(self) -> AsyncIterator[GateCall]:
-        while found := await self.take():
-            yield found[0]
+        while calls := await self.take():
+            yield calls[0]
 
     async def take(
         self, limit: int = 1, *, wait_s: float | None = None, lease_s: float | None = None
@@ -186,9 +186,9 @@ class Gate:
         end = None if wait_s is None else loop.time() + wait_s
         while True:
             with self._lock:
-                found = [self._hand_out(lease_s) for _ in range(min(limit, len(self._queue)))]
-                if found or self._closed:
-                    return found
+                calls = [self._hand_out(lease_s) for _ in range(min(limit, len(self._queue)))]
+                if calls or self._closed:
+                    return calls
                 woken.clear()
                 self._takers[woken] = loop
             try:

@@ -112,13 +112,13 @@ class GateCall:
         version: int | None,
     ) -> None:
         self._require_open()
-        given, scores = to_arrays(ids, logprobs)
+        id_array, scores = to_arrays(ids, logprobs)
         try:
-            await self._backend.piece(self, given, scores, finish, version)
+            await self._backend.piece(self, id_array, scores, finish, version)
         except Gone as error:
             self.gone, self.over = error.message, True
             raise
-        self.sent += len(given)
+        self.sent += len(id_array)
         self.over = finish is not None
 
     def _require_open(self) -> None:
@@ -147,20 +147,21 @@ def to_arrays(
 ) -> tuple[Ids, Logprobs | None]:
     """Convert and check a trainer's answer. A log-probability of None becomes NaN."""
     try:
-        given = np.asarray(ids)
+        id_array = np.asarray(ids)
         scores = None if logprobs is None else np.asarray(logprobs)
     except (TypeError, ValueError, RuntimeError) as error:  # a tensor with gradients, or on a device
         raise BadRequest(
             f"ids, logprobs: cannot be converted to arrays ({error}); pass lists, or arrays on the CPU"
         ) from None
-    if given.ndim != 1 or (given.dtype.kind not in "iu" and given.size):
+    if id_array.ndim != 1 or (id_array.dtype.kind not in "iu" and id_array.size):
         raise BadRequest(
-            f"ids: must be a flat list of integers, not a {given.ndim}-dimensional array of {given.dtype}", param="ids"
+            f"ids: must be a flat list of integers, not a {id_array.ndim}-dimensional array of {id_array.dtype}",
+            param="ids",
         )
-    if given.size and not 0 <= int(given.min()) <= int(given.max()) < 2**31:
+    if id_array.size and not 0 <= int(id_array.min()) <= int(id_array.max()) < 2**31:
         raise BadRequest("ids: must be between 0 and the size of the vocabulary", param="ids")
     if scores is None:
-        return given.astype(ID_DTYPE), None
+        return id_array.astype(ID_DTYPE), None
     if scores.ndim != 1 or scores.dtype.kind not in "fiuO":
         raise BadRequest(
             f"logprobs: must be a flat list of numbers, not a {scores.ndim}-dimensional array of {scores.dtype}",
@@ -179,7 +180,7 @@ def to_arrays(
             f"logprobs: the value at {int(wrong.argmax())} is not a number; pass None if it is unknown",
             param="logprobs",
         )
-    return given.astype(ID_DTYPE), numbers.astype(LOGPROB_DTYPE)
+    return id_array.astype(ID_DTYPE), numbers.astype(LOGPROB_DTYPE)
 
 
 def check_piece(ids: Ids, logprobs: Logprobs | None) -> None:

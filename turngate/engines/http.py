@@ -230,18 +230,18 @@ class EventParser:
         self._rest = lines.pop()
         if len(self._rest) > EVENT_BYTES:
             raise EngineError(f"the engine sent an event of more than {EVENT_BYTES} bytes")
-        found = []
+        events = []
         for line in lines:
             line = line.removesuffix(b"\r")
             if line.startswith(b"data:"):
                 self._data.append(line[5:].removeprefix(b" "))
             elif not line and self._data:
-                found.append(b"\n".join(self._data))
+                events.append(b"\n".join(self._data))
                 self._data.clear()
-        return found
+        return events
 
     def _parse_simple(self, read: bytes) -> list[bytes] | None:
-        """Parse a read of complete one-line events, the usual case. None: it is something else."""
+        """Parse a read of complete one-line events, the usual case. None: the read has another form."""
         if self._rest or self._data or not read.endswith(b"\n\n"):
             return None
         if not read.startswith(b"data: ") or b"\r" in read:

@@ -1,7 +1,7 @@
 """A minimal HTTP/1.1 client for one engine, with keep-alive and streamed replies.
 
-Every turn goes through here, and a general client costs as much as all other work of a turn. This one has no cookies, redirects, proxies or
-compression, which engines that take token ids do not need; relays use aiohttp (`http.py`). httptools parses, as in the server.
+Every turn goes through here, and a general-purpose client costs as much as the rest of a turn. This one has no cookies, redirects, proxies
+or compression, which engines that take token ids do not need; relays use aiohttp (`http.py`). httptools parses, as in the server.
 """
 
 from __future__ import annotations

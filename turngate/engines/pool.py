@@ -1,4 +1,4 @@
-"""Several engines as one: sessions stay where their prefix is cached, and move when that replica is down.
+"""A pool of engines: sessions stay where their prefix is cached, and move when that replica is down.
 
 A *replica* is one configured engine, with its own health. A *lane* is where calls go: a replica, or one data-parallel
 rank of it.
@@ -35,7 +35,7 @@ class HasLanes(Protocol):
 
 
 class Pool:
-    """An engine made of engines.
+    """An engine that spreads sessions over several engines.
 
     Replicas that are up are checked every `check_s`; those that are down after `backoff_s`, with exponential backoff up to
     `backoff_max_s`. `misses` consecutive failed checks take a replica down: a single one proves little under load, and moving
@@ -104,7 +104,7 @@ class Pool:
         if home is not None and home.replica.up:
             self._placed.move_to_end(session)
             return home
-        # If all seem down, one is tried anyway: it may be back, and a failure costs nothing.
+        # If all seem down, try one anyway: it may be up again, and a failure costs nothing.
         return self._settle(session, self._least_loaded(()) or home or min(self._lanes, key=_Lane.load))
 
     def place_retry(self, session: str, tried: Sequence[_Lane]) -> _Lane | None:

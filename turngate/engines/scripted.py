@@ -209,8 +209,8 @@ class _Call:
         turn = self._turn
         if turn.null_logprobs:
             return [None] * len(ids)
-        given = derive_logprobs(self._request.prompt, ids) if turn.logprobs is None else turn.logprobs[: len(ids)]
-        return align_logprobs(self._name, ids, given[:-1] if turn.short_logprobs else given)
+        logprobs = derive_logprobs(self._request.prompt, ids) if turn.logprobs is None else turn.logprobs[: len(ids)]
+        return align_logprobs(self._name, ids, logprobs[:-1] if turn.short_logprobs else logprobs)
 
     async def _wait(self, seconds: float) -> None:
         if self._silence_s is not None and seconds > self._silence_s:

@@ -265,14 +265,14 @@ class VLLM:
             if event.error and is_present(event.error):
                 raise self._client.failure_in_stream(event.error, default_status=500)
             for choice in event.choices:
-                given = choice.logprobs
+                scores = choice.logprobs
                 if choice.token_ids is not None:
                     ids += self._parse_names(names) + choice.token_ids
                     names = []
-                    logprobs += self._logprobs(choice.token_ids, given)
-                elif given is not None and given.tokens is not None:
-                    names += given.tokens
-                    logprobs += self._logprobs(given.tokens, given)
+                    logprobs += self._logprobs(choice.token_ids, scores)
+                elif scores is not None and scores.tokens is not None:
+                    names += scores.tokens
+                    logprobs += self._logprobs(scores.tokens, scores)
                 elif choice.text:  # else the event adds nothing
                     raise self._no_ids()
                 if choice.finish_reason is not None:
@@ -299,15 +299,15 @@ class VLLM:
             f"{self.name} sent no token ids; use a vLLM version that supports return_tokens_as_token_ids"
         )
 
-    def _logprobs(self, ids: Sequence[int | str], given: _Logprobs | None) -> Sequence[float | None]:
-        if given is None:
+    def _logprobs(self, ids: Sequence[int | str], scores: _Logprobs | None) -> Sequence[float | None]:
+        if scores is None:
             return [None] * len(ids)
-        if given.content is not None:
-            values: Sequence[float | None] | None = [position.logprob for position in given.content]
-            if [position.token_id for position in given.content] != list(ids):
+        if scores.content is not None:
+            values: Sequence[float | None] | None = [position.logprob for position in scores.content]
+            if [position.token_id for position in scores.content] != list(ids):
                 raise EngineError(f"{self.name} sent log-probabilities for tokens that it did not sample")
         else:
-            values = given.token_logprobs
+            values = scores.token_logprobs
         if values is None:
             return [None] * len(ids)
         if len(values) != len(ids):
@@ -371,8 +371,8 @@ class VLLMGeneration:
 def _prompt(event: _Event) -> list[int] | None:
     if not isinstance(event, _EchoEvent):
         return None
-    given = [choice.prompt_token_ids for choice in event.choices]
-    return next((ids for ids in given if ids), event.prompt_token_ids)
+    prompts = [choice.prompt_token_ids for choice in event.choices]
+    return next((ids for ids in prompts if ids), event.prompt_token_ids)
 
 
 def _completions(request: Generate) -> tuple[str, dict[str, Any]]:

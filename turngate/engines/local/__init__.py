@@ -14,8 +14,8 @@ Imports torch.
 
 import os
 
-# Before torch is loaded: its threads wait for each other by spinning, hundreds of times per step. When agents use the cores, a step took
-# five times as long on two threads as on one.
+# Set this before torch is loaded. Its threads otherwise wait for each other by spinning, hundreds of times per step. With agents on the
+# same cores, a step on two threads took five times as long as on one.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from turngate.engines.local.engine import LocalEngine

@@ -59,22 +59,22 @@ class KeyValues:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self.tensor[layer]
             keys[slots, :, positions], values[slots, :, positions] = k, v
-            found, begin = torch.empty_like(q), 0
+            output, begin = torch.empty_like(q), 0
             for piece, mask in zip(pieces, masks, strict=True):
                 size, end = len(piece.ids), piece.start + len(piece.ids)
-                mine = slice(begin, begin + size)
+                rows = slice(begin, begin + size)
                 # (size, heads, head) → (kv_heads, group * size, head): heads that share keys are rows of one query.
-                asked = q[mine].unflatten(1, (keys.shape[1], -1)).permute(1, 2, 0, 3).flatten(1, 2)
-                group = asked.shape[1] // size
-                got = F.scaled_dot_product_attention(
-                    asked[None],
+                queries = q[rows].unflatten(1, (keys.shape[1], -1)).permute(1, 2, 0, 3).flatten(1, 2)
+                group = queries.shape[1] // size
+                attended = F.scaled_dot_product_attention(
+                    queries[None],
                     keys[piece.slot, None, :, :end],
                     values[piece.slot, None, :, :end],
                     attn_mask=mask.repeat(group, 1),
                 )
-                found[mine] = got[0].unflatten(1, (group, size)).permute(2, 0, 1, 3).flatten(1, 2)
+                output[rows] = attended[0].unflatten(1, (group, size)).permute(2, 0, 1, 3).flatten(1, 2)
                 begin += size
-            return found
+            return output
 
         return attend
 
@@ -92,14 +92,14 @@ class KeyValues:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self.tensor[layer]
             keys[index, :, place], values[index, :, place] = k, v
-            asked = q.unflatten(1, (keys.shape[1], -1))  # heads that share keys are rows of one query
-            found = [
+            queries = q.unflatten(1, (keys.shape[1], -1))  # heads that share keys are rows of one query
+            outputs = [
                 F.scaled_dot_product_attention(
-                    asked[rows], keys[which, :, :span], values[which, :, :span], attn_mask=mask
+                    queries[rows], keys[which, :, :span], values[which, :, :span], attn_mask=mask
                 )
                 for rows, which, span, mask in runs
             ]
-            return torch.cat(found).flatten(1, 2)
+            return torch.cat(outputs).flatten(1, 2)
 
         return attend
 
@@ -174,10 +174,10 @@ class Slots:
 
     def _common(self, ids: Ids, salt: str) -> Places:
         """Return the length of the common prefix with each slot."""
-        most = len(ids) - 1
+        limit = len(ids) - 1
         common = np.zeros(self.count, np.int64)
         candidates = np.array([slot for slot in np.flatnonzero(self.planned) if self._salts[slot] == salt], np.int64)
-        for size in dict.fromkeys((min(_HEAD, most), most)):
+        for size in dict.fromkeys((min(_HEAD, limit), limit)):
             if not candidates.size or not size:
                 break
             same = self.ids[candidates, :size] == ids[:size]

@@ -71,11 +71,15 @@ class LocalEngine:
         self.name = name
         self.served = served or (Path(model).name if not isinstance(model, Model) else name)
         kind = model.device.type if isinstance(model, Model) else _choose_device(device)
-        wanted = _choose_dtype(dtype, kind)
-        self.model = model if isinstance(model, Model) else load_model(model, kind, wanted)
+        sampling_dtype = _choose_dtype(dtype, kind)
+        self.model = model if isinstance(model, Model) else load_model(model, kind, sampling_dtype)
         self.max_context = min(max_context or self.model.shape.context, self.model.shape.context)
-        self._own = None if self.model.dtype == wanted else copy.deepcopy(self.model).requires_grad_(False).to(wanted)
-        sampled = self._own or self.model
+        self._sampling_copy = (
+            None
+            if self.model.dtype == sampling_dtype
+            else copy.deepcopy(self.model).requires_grad_(False).to(sampling_dtype)
+        )
+        sampled = self._sampling_copy or self.model
         self.slots = slots or _choose_slots(sampled, self.max_context, kind)
         self._decoder = _create_decoder(sampled, self.slots, self.max_context)
         self._table = Slots(self.slots, self.max_context)
@@ -178,10 +182,10 @@ class LocalEngine:
     def _refresh_copy(self) -> None:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)  # the trainer uses another stream
-        if self._own is not None:
+        if self._sampling_copy is not None:
             with torch.no_grad():
-                for mine, theirs in zip(self._own.parameters(), self.model.parameters(), strict=True):
-                    mine.copy_(theirs)
+                for copied, trained in zip(self._sampling_copy.parameters(), self.model.parameters(), strict=True):
+                    copied.copy_(trained)
             if self.model.device.type == "cuda":
                 torch.cuda.synchronize(self.model.device)
 
@@ -265,8 +269,8 @@ class LocalEngine:
         if request.max_tokens < 1:
             raise EngineRejected(f"{self.name}: max_tokens is {request.max_tokens}, but must be 1 or more")
         stop_ids = tuple(i for i in request.stop_ids if 0 <= i < vocabulary)
-        most = min(request.max_tokens, room)
-        return SamplingOrder(next(self._serials), prompt, most, request.sampling, stop_ids, request.cache_salt)
+        max_tokens = min(request.max_tokens, room)
+        return SamplingOrder(next(self._serials), prompt, max_tokens, request.sampling, stop_ids, request.cache_salt)
 
     def submit(self, order: SamplingOrder, generation: LocalGeneration) -> None:
         with self._guard:
@@ -301,13 +305,13 @@ class LocalEngine:
         for serials, ids, logprobs in zip(
             np.split(batch.serials, bounds), np.split(batch.ids, bounds), np.split(batch.logprobs, bounds), strict=True
         ):
-            found = self._open.get(int(serials[0])) if serials.size else None
-            if found is not None and found.loop is loop:
-                found.take(ids.tolist(), logprobs.tolist(), batch.version)
+            generation = self._open.get(int(serials[0])) if serials.size else None
+            if generation is not None and generation.loop is loop:
+                generation.take(ids.tolist(), logprobs.tolist(), batch.version)
         for serial, end in batch.ends.items():
-            found = self._open.get(serial)
-            if found is not None and found.loop is loop:
-                found.finish(end)
+            generation = self._open.get(serial)
+            if generation is not None and generation.loop is loop:
+                generation.finish(end)
 
 
 class LocalGeneration:
@@ -322,7 +326,7 @@ class LocalGeneration:
         self._versions: tuple[int | None, int | None] = (None, None)
         self._end: End | None = None
         self._done = False  # the last chunk was returned
-        self._news: asyncio.Future[None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
         self._echo = request.echo_prompt
         self._in_pieces = request.stream or bool(request.stop)  # a stop string may end the call early
 
@@ -344,8 +348,8 @@ class LocalGeneration:
             self._serial = order.serial
             self._engine.submit(order, self)
         while self._end is None and not (self._ids and self._in_pieces):
-            self._news = self.loop.create_future()
-            await self._news
+            self._waiter = self.loop.create_future()
+            await self._waiter
         if self._end is not None and not isinstance(self._end, str) and not self._ids:
             self._done = True
             raise type(self._end)(self._end.message)  # a separate exception for each call
@@ -365,8 +369,8 @@ class LocalGeneration:
         self._wake()
 
     def _wake(self) -> None:
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _chunk(self) -> Chunk:
         ids, self._ids = self._ids, []

@@ -186,20 +186,20 @@ class GraphDecoder(Decoder):
             padded = q.new_zeros((len(pieces) * size, *q.shape[1:]))
             padded[at] = q
             # (pieces * size, heads, head) → (pieces, kv_heads, group * size, head)
-            asked = padded.view(len(pieces), size, kv, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
-            found = F.scaled_dot_product_attention(
-                asked, keys[which, :, :span], values[which, :, :span], attn_mask=bias
+            queries = padded.view(len(pieces), size, kv, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
+            output = F.scaled_dot_product_attention(
+                queries, keys[which, :, :span], values[which, :, :span], attn_mask=bias
             )
-            found = found.unflatten(2, (group, size)).permute(0, 3, 1, 2, 4).reshape(padded.shape)
-            return found[at]
+            output = output.unflatten(2, (group, size)).permute(0, 3, 1, 2, 4).reshape(padded.shape)
+            return output[at]
 
         return attend
 
 
-def _round_rows(wanted: int, least: int, most: int) -> int:
+def _round_rows(rows: int, least: int, most: int) -> int:
     """Round up to `least` times a power of two, at most `most`."""
     size = least
-    while size < wanted:
+    while size < rows:
         size *= 2
     return min(size, most)
 

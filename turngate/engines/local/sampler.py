@@ -37,34 +37,34 @@ def draw(
     Temperature 0 takes the likeliest; `some_greedy` False promises that there is no such row.
     """
     greedy = temperature == 0
-    likely = F.softmax(scores.div_(torch.where(greedy, 1.0, temperature)[:, None]), dim=-1)
-    ids = _pick_by_share(likely, uniform(seed, drawn))
+    probabilities = F.softmax(scores.div_(torch.where(greedy, 1.0, temperature)[:, None]), dim=-1)
+    ids = _pick_by_share(probabilities, uniform(seed, drawn))
     ids.clamp_(max=scores.shape[-1] - 1)  # beyond it only if scores are NaN
     if some_greedy:
-        ids = torch.where(greedy, likely.argmax(dim=-1), ids)
-    found = likely.gather(-1, ids[:, None])[:, 0].log()
-    return ids, torch.where(greedy & found.isfinite(), 0.0, found)
+        ids = torch.where(greedy, probabilities.argmax(dim=-1), ids)
+    logprobs = probabilities.gather(-1, ids[:, None])[:, 0].log()
+    return ids, torch.where(greedy & logprobs.isfinite(), 0.0, logprobs)
 
 
-def _pick_by_share(likely: Tensor, share: Tensor) -> Tensor:
+def _pick_by_share(probabilities: Tensor, share: Tensor) -> Tensor:
     """Return the id at which the cumulative probability of a row exceeds this share of the total.
 
     First the block of ids, then the id in it: an exact sum over the vocabulary is the most expensive part of a step on a CPU.
     """
-    width = next((size for size in _BLOCKS if likely.shape[-1] % size == 0), 0)
+    width = next((size for size in _BLOCKS if probabilities.shape[-1] % size == 0), 0)
     if not width:
         width = _BLOCKS[0]
-        likely = F.pad(likely, (0, -likely.shape[-1] % width))
-    blocks = likely.unflatten(-1, (-1, width))
+        probabilities = F.pad(probabilities, (0, -probabilities.shape[-1] % width))
+    blocks = probabilities.unflatten(-1, (-1, width))
     ends = blocks.sum(dim=-1).double().cumsum(dim=-1)
-    wanted = share[:, None] * ends[:, -1:]
-    block = torch.searchsorted(ends, wanted, right=True).clamp_(max=ends.shape[-1] - 1)
+    target = share[:, None] * ends[:, -1:]
+    block = torch.searchsorted(ends, target, right=True).clamp_(max=ends.shape[-1] - 1)
     before = torch.where(block > 0, ends.gather(-1, (block - 1).clamp(min=0)), 0.0)
     inside = blocks.gather(1, block[..., None].expand(-1, -1, width))[:, 0].cumsum(dim=-1, dtype=torch.float64)
     # The two sums differ in their last bits, and an id of probability 0 must never be reached.
-    wanted = torch.minimum(wanted - before, inside[:, -1:] * (1 - 2.0**-50))
-    place = torch.searchsorted(inside, wanted, right=True).clamp_(max=width - 1)
-    return (block * width + place)[:, 0]
+    target = torch.minimum(target - before, inside[:, -1:] * (1 - 2.0**-50))
+    offset = torch.searchsorted(inside, target, right=True).clamp_(max=width - 1)
+    return (block * width + offset)[:, 0]
 
 
 def uniform(seed: Tensor, index: Tensor) -> Tensor:
@@ -90,13 +90,13 @@ def adjust_scores(scores: Tensor, adjustment: Adjustment) -> None:
     if sampling.temperature == 0:
         return
     if sampling.min_p > 0:
-        likely = F.log_softmax(row / sampling.temperature, dim=-1)
-        row[likely < likely.max() + float(np.log(sampling.min_p))] = -torch.inf
+        logprobs = F.log_softmax(row / sampling.temperature, dim=-1)
+        row[logprobs < logprobs.max() + float(np.log(sampling.min_p))] = -torch.inf
     if 0 < sampling.top_k < row.shape[0]:
         row[row < row.topk(sampling.top_k).values[-1]] = -torch.inf
     if sampling.top_p < 1:
-        likely, order = F.softmax(row / sampling.temperature, dim=-1).sort(descending=True)
-        beyond = likely.double().cumsum(dim=-1) - likely >= sampling.top_p
+        probabilities, order = F.softmax(row / sampling.temperature, dim=-1).sort(descending=True)
+        beyond = probabilities.double().cumsum(dim=-1) - probabilities >= sampling.top_p
         beyond[0] = False  # the likeliest always stays
         row[order[beyond]] = -torch.inf
 
@@ -108,8 +108,8 @@ def _penalise(row: Tensor, adjustment: Adjustment) -> None:
         seen = torch.from_numpy(np.unique(np.concatenate((adjustment.prompt, adjustment.sampled))).astype(np.int64)).to(
             row.device
         )
-        was = row[seen]
-        row[seen] = torch.where(was > 0, was / sampling.repetition_penalty, was * sampling.repetition_penalty)
+        before = row[seen]
+        row[seen] = torch.where(before > 0, before / sampling.repetition_penalty, before * sampling.repetition_penalty)
     if (sampling.presence_penalty or sampling.frequency_penalty) and len(adjustment.sampled):
         ids, counts = np.unique(adjustment.sampled, return_counts=True)
         cost = sampling.presence_penalty + sampling.frequency_penalty * counts

@@ -105,25 +105,25 @@ def read_shape(folder: Path) -> Shape:
 
 
 def _rope(path: Path, config: _Config) -> Rope:
-    given = config.rope_parameters or config.rope_scaling or {}
-    kind = given.get("rope_type", given.get("type", "default"))
+    options = config.rope_parameters or config.rope_scaling or {}
+    kind = options.get("rope_type", options.get("type", "default"))
     if kind not in _ROPES:
         raise _make_error(path, f"rope type {kind!r} (only {', '.join(_ROPES)})")
-    if given.get("partial_rotary_factor", 1.0) != 1.0:
+    if options.get("partial_rotary_factor", 1.0) != 1.0:
         raise _make_error(path, "partial_rotary_factor")
-    theta = float(given.get("rope_theta") or config.rope_theta or 10_000.0)
+    theta = float(options.get("rope_theta") or config.rope_theta or 10_000.0)
     if kind == "default":
         return Rope(theta)
-    factor = float(given.get("factor", 1.0))
+    factor = float(options.get("factor", 1.0))
     if kind == "linear":
         return Rope(theta, kind, factor)
     return Rope(
         theta,
         kind,
         factor,
-        low=float(given.get("low_freq_factor", 1.0)),
-        high=float(given.get("high_freq_factor", 4.0)),
-        original=int(given.get("original_max_position_embeddings", config.max_position_embeddings)),
+        low=float(options.get("low_freq_factor", 1.0)),
+        high=float(options.get("high_freq_factor", 4.0)),
+        original=int(options.get("original_max_position_embeddings", config.max_position_embeddings)),
     )
 
 

@@ -65,9 +65,9 @@ def load_into(model: Model, folder: str | Path) -> None:
 
 
 def _state(model: Model, folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    given = _Folder(folder)
+    tensors = _Folder(folder)
     expected = dict(model.named_parameters())
-    state = {ours: _join(given, theirs, dtype) for ours, theirs in _names(model)}
+    state = {ours: _join(tensors, theirs, dtype) for ours, theirs in _names(model)}
     for name, tensor in state.items():
         if tensor.shape != expected[name].shape:
             raise ConfigError(
@@ -104,8 +104,8 @@ def save(model: Model, folder: str | Path, source: str | Path | None = None) -> 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name in _EXTRA_FILES if source is not None else ():
-        if (found := Path(source or "") / name).is_file() and found.resolve() != (folder / name).resolve():
-            shutil.copyfile(found, folder / name)
+        if (file := Path(source or "") / name).is_file() and file.resolve() != (folder / name).resolve():
+            shutil.copyfile(file, folder / name)
     new = folder / (_WEIGHTS + ".new")
     save_file({name: tensor.contiguous().cpu() for name, tensor in list_weights(model)}, new, metadata={"format": "pt"})
     new.replace(folder / _WEIGHTS)  # atomic: readers see the old file or the new one
@@ -141,9 +141,9 @@ class _Folder:
             ) from None
 
 
-def _join(given: _Folder, names: tuple[str, ...], dtype: torch.dtype) -> Tensor:
-    found = [given.get(name).to(dtype) for name in names]
-    return found[0] if len(found) == 1 else torch.cat(found)
+def _join(tensors: _Folder, names: tuple[str, ...], dtype: torch.dtype) -> Tensor:
+    parts = [tensors.get(name).to(dtype) for name in names]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _names(model: Model) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -37,7 +37,7 @@ class SamplingOrder(msgspec.Struct, frozen=True):
 
     serial: int
     prompt: Ids
-    most: int  # maximum tokens to sample
+    max_tokens: int
     sampling: Sampling
     stop_ids: tuple[int, ...]
     salt: str
@@ -65,8 +65,8 @@ class _Running:
         self.ids = order.prompt
         self.drawn = 0
         self.was_interrupted = False
-        given = order.sampling.seed
-        self.seed = int.from_bytes(os.urandom(8), "little", signed=True) if given is None else given
+        seed = order.sampling.seed
+        self.seed = int.from_bytes(os.urandom(8), "little", signed=True) if seed is None else seed
         bias = [name for name in order.sampling.biases() if name != "greedy"]
         self.adjusted = bool(bias)
 
@@ -99,7 +99,7 @@ class Worker:
         self._serial = np.zeros(count, np.int64)
         self._length = np.zeros(count, np.int64)
         self._drawn = np.zeros(count, np.int64)
-        self._most = np.zeros(count, np.int64)
+        self._max_tokens = np.zeros(count, np.int64)
         self._stops = np.full((count, 1), -1, np.int64)
         self._adjusted: set[int] = set()  # slots whose scores are adjusted
         self._pending: deque[tuple[Pending, Places]] = deque()
@@ -184,7 +184,7 @@ class Worker:
                     self._iterate()
                     if self._outbox.samples or self._outbox.ends:
                         self._failures = 0
-                except Exception as error:  # it is passed on to the waiting calls
+                except Exception as error:  # reported to the waiting calls
                     self._handle_failure(error)
                 self._outbox.flush(self._version)
             self._over = True
@@ -244,7 +244,7 @@ class Worker:
             self._places[serial] = slot
             self._length[slot] = len(call.ids)
             self._drawn[slot] = call.drawn
-            self._most[slot] = call.order.most
+            self._max_tokens[slot] = call.order.max_tokens
             self._set_stops(slot, call.order.stop_ids)
             if not self._filling:
                 self._filling_since = time.monotonic()
@@ -325,7 +325,7 @@ class Worker:
         self._drawn[slots] += 1
         self._outbox.samples.append((serials, ids, logprobs))
         stopped = (ids[:, None] == self._stops[slots]).any(axis=1)
-        over = stopped | (self._drawn[slots] >= self._most[slots])
+        over = stopped | (self._drawn[slots] >= self._max_tokens[slots])
         if over.any():
             why = zip(serials[over].tolist(), stopped[over].tolist(), strict=True)
             self._finish(slots[over], {serial: "stop" if stop else "length" for serial, stop in why})

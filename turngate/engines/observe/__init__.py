@@ -1,1 +1,1 @@
-"""Relays to hosted endpoints, for sessions that are only observed."""
+"""Observe mode: relays to endpoints that render and parse by themselves."""

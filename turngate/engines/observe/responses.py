@@ -177,17 +177,17 @@ def _override_body(request: RelayRequest, without: frozenset[str], *, logprobs: 
             body.pop(name, None)
         body.update(translate_pinned("responses", request.sampling, _SAMPLING))  # absent fields are neutral here
     needed = {_ENCRYPTED_REASONING, _LOGPROBS} if logprobs else {_ENCRYPTED_REASONING}
-    given = [str(msgspec.json.decode(name)) for name in _list(body.get("include"))]
-    added = [name for name in sorted(needed - set(given)) if name not in without]
-    if given or added:
-        body["include"] = given + added
+    requested = [str(msgspec.json.decode(name)) for name in _list(body.get("include"))]
+    added = [name for name in sorted(needed - set(requested)) if name not in without]
+    if requested or added:
+        body["include"] = requested + added
     if items := _list(body.get("input")):
         body["input"] = [_restore_item(item) for item in items]
     if tools := _list(body.get("tools")):
         types = [_type(tool) for tool in tools]
         lost += [f"the tool {kind}" for kind in types if kind.startswith(_HOSTED)]
         body["tools"] = [tool for tool, kind in zip(tools, types, strict=True) if not kind.startswith(_HOSTED)]
-    return RelayBody(body, _include_refusals(added), tuple(lost))
+    return RelayBody(body, _optional_includes(added), tuple(lost))
 
 
 def _list(raw: msgspec.Raw | None) -> list[msgspec.Raw]:
@@ -196,11 +196,11 @@ def _list(raw: msgspec.Raw | None) -> list[msgspec.Raw]:
 
 
 def _type(tool: msgspec.Raw) -> str:
-    found = msgspec.json.decode(tool)
-    return str(found.get("type")) if isinstance(found, dict) else ""
+    decoded = msgspec.json.decode(tool)
+    return str(decoded.get("type")) if isinstance(decoded, dict) else ""
 
 
-def _include_refusals(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def _optional_includes(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
     words = {_ENCRYPTED_REASONING: ("encrypted content", "encrypted_content"), _LOGPROBS: ("logprobs",)}
     return {name: words[name] for name in names}
 
@@ -217,8 +217,8 @@ def _restore_item(raw: msgspec.Raw) -> Json:
     seal = item.get("encrypted_content")
     if isinstance(seal, str) and seal.startswith(_PLACEHOLDER_PREFIX):
         del item["encrypted_content"]
-    elif isinstance(seal, str) and (found := _ID_AND_ENCRYPTED.fullmatch(seal)):
-        item["id"], item["encrypted_content"] = found.groups()
+    elif isinstance(seal, str) and (match := _ID_AND_ENCRYPTED.fullmatch(seal)):
+        item["id"], item["encrypted_content"] = match.groups()
     return item
 
 
@@ -237,7 +237,7 @@ def _translate(request: RelayRequest, without: frozenset[str], *, logprobs: bool
         body["instructions"] = system
     body["input"] = [item for entry in rest for item in _items(entry, lost)]
     include = [name for name in (_ENCRYPTED_REASONING, *([_LOGPROBS] if logprobs else [])) if name not in without]
-    optional = _include_refusals(include)
+    optional = _optional_includes(include)
     if include:
         body["include"] = include
     if request.max_tokens is not None:

@@ -107,11 +107,11 @@ def read_messages(request: RelayRequest) -> list[RelayMessage]:
 
 def _make_unique(call_id: str, taken: set[str]) -> str:
     """Make an id unique: some agents restart their counter in every turn, but most endpoints need unique ids."""
-    found = call_id
-    while found in taken:
-        found = f"{call_id}_{len(taken)}"
-    taken.add(found)
-    return found
+    unique = call_id
+    while unique in taken:
+        unique = f"{call_id}_{len(taken)}"
+    taken.add(unique)
+    return unique
 
 
 def split_system_prompt(messages: list[RelayMessage]) -> tuple[str, list[RelayMessage]]:
