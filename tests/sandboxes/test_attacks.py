@@ -163,9 +163,9 @@ def test_a_crafted_stream_raises_only_sandbox_errors(pax: dict[str, str], tmp_pa
 
 def test_a_copy_has_a_deadline(tmp_path: Path) -> None:
     with pytest.raises(SandboxError, match="longer"):
-        archive.unpack(made(("a", FILE, b"x")), tmp_path, limit=9, within_s=-1)
+        archive.unpack(made(("a", FILE, b"x")), tmp_path, limit=9, timeout_s=-1)
     with pytest.raises(SandboxError, match="longer"):
-        archive.unpack(made(("a", FILE, b"x")), tmp_path, limit=9, stopped=lambda: True)
+        archive.unpack(made(("a", FILE, b"x")), tmp_path, limit=9, is_cancelled=lambda: True)
 
 
 @pytest.mark.needs("bubblewrap")

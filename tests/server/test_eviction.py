@@ -289,14 +289,14 @@ async def test_what_a_look_meets_meanwhile(monkeypatch: pytest.MonkeyPatch) -> N
         session = await g.open(metadata={"group": "g"})
         heard = await g.ask(session.key, HI, tools=[tool()])
         await rest(g)
-        look, read = g.app.looks.build, g.app.stale._reader.run
+        look, read = g.app.session_views.build, g.app.stale._reader.run
 
         async def goes_on(*asked: Any) -> Any:
             seen = await look(*asked)
             await g.ask(session.key, [*HI, heard.message(), user("More")], tools=[tool()])
             return seen
 
-        monkeypatch.setattr(g.app.looks, "build", goes_on)
+        monkeypatch.setattr(g.app.session_views, "build", goes_on)
         shown = await g.app.directory.show(session.id)
         assert (shown.turns, shown.roles) == (2, {"main": 2}), "of one moment"
         await rest(g)

@@ -124,5 +124,5 @@ def test_what_nothing_could_be_learnt_from_is_refused_at_once(root: Path) -> Non
 def test_the_fast_demo_promises_what_the_whole_one_does(capsys: pytest.CaptureFixture[str]) -> None:
     assert "better" not in demo.TOO_SHORT and f"{demo.STEPS} updates" in demo.TOO_SHORT
     with pytest.raises(SystemExit):
-        demo.options(["--help"])
+        demo.parse_options(["--help"])
     assert "two to three minutes" in capsys.readouterr().out

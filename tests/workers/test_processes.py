@@ -80,7 +80,7 @@ def served(data: Path, *arguments: str | Path, workers: int = 2, head_s: float |
     program = ["-m", "turngate"]
     if head_s is not None:
         start = "import runpy; runpy.run_module('turngate', run_name='__main__', alter_sys=True)"
-        program = ["-c", f"from turngate.server import front; front.HEAD_S = {head_s}; {start}"]
+        program = ["-c", f"from turngate.server.workers import front; front.HEAD_S = {head_s}; {start}"]
     data.parent.mkdir(parents=True, exist_ok=True)
     log = data.with_name(data.name + ".log")
     command = [sys.executable, *program, "serve", "--port", "0", "--workers", str(workers), "--data", str(data)]
