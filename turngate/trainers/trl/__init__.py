@@ -6,7 +6,6 @@
     trainer    `CheckpointedTrainer`: records trained deliveries in its checkpoints, so that none is trained twice
     throttle   how far the worker's plan may run ahead of the trainer
     sessions   the alternative: OpenEnv sessions for TRL's own `HarnessRolloutWorker`
-    retry      wait for a gateway that restarts
 
 docs/trl.md compares them; examples/trl/ runs them.
 """
