@@ -104,8 +104,8 @@ def test_a_held_out_set_that_is_not_that_of_the_run_is_told(words: list[str | Pa
     [
         (["--every", "0"], "every: 0 must be at least 1"),
         (["--held-out-n", "0"], "held_out_n: 0 must be at least 1"),
-        (["--held-out", "nope"], "held_out: there is no nope; give a task folder"),
-        (["--tasks", "nope"], "tasks: there is no nope; give a task folder"),
+        (["--held-out", "nope"], "held_out: nope does not exist; give a task folder"),
+        (["--tasks", "nope"], "tasks: nope does not exist; give a task folder"),
     ],
 )
 def test_an_option_that_makes_no_sense_is_named(words: list[str | Path], given: list[str], expected: str) -> None:

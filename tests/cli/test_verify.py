@@ -66,7 +66,7 @@ def test_a_reward_that_is_another_number_is_noticed(data: Path) -> None:
         (["nope"], "session: 'nope' is not recorded here"),
         (["--tolerance", "-1"], "tolerance: -1 must be 0 or more"),
         (["--engine", "sglang"], "engine: 'sglang' cannot score"),
-        (["--tokenizer", "/nope"], "tokenizer: /nope is no tokenizer"),
+        (["--tokenizer", "/nope"], "tokenizer: /nope is not a tokenizer"),
         (["--rollouts", "/nope"], "rollouts: there is no folder /nope"),
         (["--data", "/nope"], "data: there is no /nope/turngate.db"),
     ],
