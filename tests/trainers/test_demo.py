@@ -49,5 +49,5 @@ def test_the_fast_demo_trains_a_real_agent(tmp_path: Path, storm_scale: float) -
     )
     assert (out / "reward.svg").read_text().startswith("<svg")
     assert [one.name for one in (out / "checkpoints").iterdir()] == [f"step-{count:05}"]
-    for told in ("held-out tasks, before", "held-out tasks, after", "passed, held-out tasks", "before", "Picture:"):
+    for told in ("held-out tasks, before", "held-out tasks, after", "passed, held-out tasks", "before", "Plot:"):
         assert told in done.stdout
