@@ -87,7 +87,10 @@ def sessions(data: Path) -> list[tuple[str, str]]:
         (["--task", "/no/such/task"], "task: /no/such/task does not exist; give a folder with an instruction.md"),
         (["--prompt", " "], "task: prompt is empty; write what the agent should do"),
         (["--prompt", "x", "--network", "some"], "network: 'some' is neither none nor open"),
-        (["--prompt", "x", "--sandbox", "vm"], "there is no backend 'vm'; choose one of: local, bubblewrap, docker"),
+        (
+            ["--prompt", "x", "--sandbox", "vm"],
+            "sandbox: there is no backend 'vm'; choose one of: local, bubblewrap, docker",
+        ),
         (["--prompt", "x"], "options.command: shell requires it; give --set command=… (the command line to run"),
         (["--prompt", "x", "--set", "command"], "set: 'command' is not NAME=VALUE"),
         (["--prompt", "x", "--set", "comand=x"], "options.comand: shell has no such option; did you mean command?"),
@@ -114,7 +117,7 @@ def sessions(data: Path) -> list[tuple[str, str]]:
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(arguments: list[str], line: str, data: Path) -> None:
-    command = ["--set", "command=true"] if "shell needs it" not in line and "--set" not in arguments else []
+    command = ["--set", "command=true"] if "shell requires it" not in line and "--set" not in arguments else []
     assert refused("run", "--agent", "shell", "--data", data, *command, *arguments).startswith(line)
     assert not (data / "rollouts").exists()
 
@@ -219,7 +222,7 @@ def test_a_run_that_is_not_the_agents_fault(data: Path, tmp_path: Path) -> None:
     done = ran(*shell(data, "true", "--task", tmp_path / "task"))
     assert done.exit_code == 3
     assert "error after " in done.stdout
-    assert "  fault   task, in stage setup: setup.sh ended with exit code 4: no such thing\n" in done.stdout
+    assert "  fault   task, in stage setup: setup.sh failed with exit code 4: no such thing\n" in done.stdout
     assert sessions(data) == []
 
 
@@ -368,7 +371,7 @@ def test_a_second_time_says_that_it_is_being_done_and_a_third_gives_up(data: Pat
         running.send(signal.SIGINT)
         running.says("Stopping")
         running.send(signal.SIGINT)
-        running.says("Still cleaning up; once more gives up, and leaves what is left to the next run.")
+        running.says("Still cleaning up. Once more quits at once, and leaves the cleanup to the next run.")
         assert running.ended() == 130
         assert "cancelled after" in running.output
     with process(*shell(data, stubborn), before=patience.format(3600), **where) as running:

@@ -121,7 +121,7 @@ async def test_what_goes_wrong_is_a_result() -> None:
             error = result.error
             assert (result.status, result.kind, error and error.boundary, error and error.stage) == told
             assert result.reward is None and result.wall_s > 0 and result.done
-        assert results[0].error is not None and results[0].error.message == "setup_shell: ended with exit code 3: no"
+        assert results[0].error is not None and results[0].error.message == "setup_shell: failed with exit code 3: no"
 
 
 async def test_an_endpoint_that_cannot_be_used_is_a_result_too(tmp_path: Path) -> None:
@@ -381,7 +381,9 @@ async def test_what_found_the_disk_full_is_written_when_there_is_room(
         assert list((tmp_path / "service" / "results").iterdir()) == []
         await service.rollouts.run(service.asked())
         said = await service.rollouts.messages(first.rollout_id)
-        assert (tmp_path / "service" / "results" / f"{first.rollout_id}.json").exists()
+        written = tmp_path / "service" / "results" / f"{first.rollout_id}.json"
+        while not written.exists():  # it is written after the second result is returned
+            await asyncio.sleep(0.01)
         with monkeypatch.context() as full:
             full.setattr(ServiceStorage, "write_result", write)
             last = await service.rollouts.run(service.asked())
@@ -493,7 +495,7 @@ async def test_a_callers_endpoint_is_observed_or_called_by_the_agent_and_gets_no
             direct = await service.rollouts.run(that)
             assert direct.log_tails == {"stdout": "Heard that.\n"} and (direct.mode, direct.reward) == ("direct", 1.0)
             assert (direct.turns, direct.turn_count, direct.capture, direct.session) == ([], 0, "none", "")
-            assert any("nothing was recorded" in note and "1 calls" in note for note in direct.notes)
+            assert any("only the agent's own logs are kept" in note and "1 calls" in note for note in direct.notes)
             kinds = {event.kind for event in await service.all_events(direct.rollout_id)}
             assert kinds == {"queued", "started", "stage", "ended"}
             endpoint.redirects = True
