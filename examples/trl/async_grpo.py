@@ -41,7 +41,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig  # noqa: E402
 from turngate import tasks  # noqa: E402
 from turngate.agents.install import ensure_installed  # noqa: E402
 from turngate.agents.spec import find_agent  # noqa: E402
-from turngate.client.feed import FeedConfig  # noqa: E402
+from turngate.client.protocol import FeedConfig  # noqa: E402
 from turngate.rollout.concurrency import Bounds  # noqa: E402
 from turngate.rollout.plan import BatchPlan  # noqa: E402
 from turngate.sandboxes import get_backend  # noqa: E402
