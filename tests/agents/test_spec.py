@@ -50,7 +50,7 @@ def test_what_the_agent_starts_does_not_inherit_a_key_that_sdks_read(name: str) 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("nmae = 1", "nmae: there is no such field; did you mean name?"),
+        ("nmae = 1", "nmae is not a known field; did you mean name?"),
         ('dialect = "chat', "is not valid TOML"),
         ('command = ["mine", "{modle}"]', "command[1]: {modle} is not a placeholder; did you mean model?"),
         ('command = ["mine", "{api_key}"]', "command[1]: {api_key} may only be used in env, or in a file of mode 0600"),
@@ -60,7 +60,7 @@ def test_what_the_agent_starts_does_not_inherit_a_key_that_sdks_read(name: str) 
         ('command = ["{program}"]', "install: {program} is used, but [install] has no program"),
         ("command = []", "command: is empty"),
         ('name = "Mine!"', "name: 'Mine!' may only contain a-z, 0-9 and -"),
-        ('dialect = "smoke"', "dialect: 'smoke' is not one of chat, responses, messages, gemini, any"),
+        ('dialect = "smoke"', "dialect must be one of chat, responses, messages, gemini, any, not 'smoke'"),
         (
             '[[files]]\npath = "a"\ncontent = "{api_key}"',
             'files[0].mode: is 0644, but the file contains {api_key}; write mode = "0600"',
@@ -86,7 +86,7 @@ def test_what_the_agent_starts_does_not_inherit_a_key_that_sdks_read(name: str) 
             '[transcript]\nturn = "a"\nstdout = true\nformat = "json"',
             'transcript.records: is required for format = "json"',
         ),
-        ("[transcript]\nstdout = true", "transcript.turn: is missing"),
+        ("[transcript]\nstdout = true", "transcript.turn is missing"),
     ],
 )
 def test_what_is_wrong_is_said_with_file_field_and_fix(change: str, message: str) -> None:

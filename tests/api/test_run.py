@@ -197,7 +197,7 @@ def test_a_client_that_is_closed_says_so(tmp_path: Path) -> None:
     client = opened(tmp_path)
     client.close()
     client.close()
-    with pytest.raises(BadRequest, match="client: it is closed"):
+    with pytest.raises(BadRequest, match="the client is closed"):
         client.run("Do it.")
 
 
@@ -264,11 +264,11 @@ def _with(**given: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("task", "given", "told"),
     [
-        ("Do it.", _with(timeout=3), "timeout: there is no such argument; did you mean timeout_s?"),
+        ("Do it.", _with(timeout=3), "timeout is not a known argument; did you mean timeout_s?"),
         ("Do it.", _with(timeout_s="soon"), "timeout_s: Expected `float | null`, got `str`"),
         ("Do it.", _with(timeout_s=-1.0), "timeout_s: -1.0 has to be a number of seconds that is more than 0"),
         ("Do it.", _with(timeout_s=0.0), "timeout_s: 0.0 has to be a number of seconds that is more than 0"),
-        ("Do it.", _with(sanbox="local"), "sanbox: there is no such argument; did you mean sandbox?"),
+        ("Do it.", _with(sanbox="local"), "sanbox is not a known argument; did you mean sandbox?"),
         ("Do it.", _with(data=3), "data: has to be a path, not int"),
         ("Do it.", _with(model=None), "model: NoneType is none; give one like vllm://"),
         ("Do it.", _with(max_turns=0), "max_turns: Expected `int` >= 1"),
@@ -284,7 +284,7 @@ def _with(**given: Any) -> dict[str, Any]:
         ("examples/tasks/fix-ad", _with(), "task: examples/tasks/fix-ad does not exist"),
         ("examples/tasks", _with(), "task: examples/tasks holds several tasks; name one"),
         ("examples/tasks/fix-add", _with(test_script="true"), "test_script: goes with an instruction in words"),
-        ({"id": "a", "instruction": "b", "grade": 1}, _with(), "grade: there is no such field"),
+        ({"id": "a", "instruction": "b", "grade": 1}, _with(), "grade is not a known field"),
         ("Do it.", _with(model="vllm://Qwen/Qwen3-8B"), "model: 'vllm://Qwen/Qwen3-8B' does not say where it listens"),
         ("Do it.", _with(model="Qwen3-8B"), "model: 'Qwen3-8B' is neither a key of the catalog nor KIND://MODEL"),
         ("Do it.", _with(model=""), "model: is missing: give one like vllm://"),

@@ -40,7 +40,7 @@ def test_it_runs_and_spawns_in_its_own_named_thread() -> None:
 
 def test_it_can_be_stopped_twice_and_started_again() -> None:
     thread = LoopThread("worker", param="client")
-    with pytest.raises(BadRequest, match="client: it is closed"):
+    with pytest.raises(BadRequest, match="the client is closed"):
         thread.run(_double(1))
     for _ in range(2):
         thread.start()
@@ -51,7 +51,7 @@ def test_it_can_be_stopped_twice_and_started_again() -> None:
         thread.stop()
         assert not thread.is_running
     assert "worker" not in [one.name for one in threading.enumerate()]
-    with pytest.raises(BadRequest, match="client: it is closed"):
+    with pytest.raises(BadRequest, match="the client is closed"):
         thread.spawn(_double(1))
 
 

@@ -58,5 +58,5 @@ def test_places(text: str, host: str, port: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "here", "here:", "127.0.0.1:x", "127.0.0.1:70000", "http://127.0.0.1:8710/mcp"])
 def test_places_that_are_none(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"http: .* is not HOST:PORT"):
+    with pytest.raises(ConfigError, match=r"http must be HOST:PORT, .* not "):
         HttpSettings.parse(text, KEY)

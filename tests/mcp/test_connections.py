@@ -116,7 +116,7 @@ def test_what_is_wrong_is_told_before_anything_is_served(folder: Path) -> None:
     server = kit.prepared(folder)
     assert cli.refused("mcp").startswith("endpoints: none are configured")
     assert cli.refused("mcp", "--config", server.config, "--http", "nowhere").startswith(
-        "http: 'nowhere' is not HOST:PORT"
+        "http must be HOST:PORT, such as 127.0.0.1:8710, not 'nowhere'"
     )
     short = {"TURNGATE_MCP_KEY": "short"}
     assert "at least 16" in cli.refused("mcp", "--config", server.config, "--http", ":0", env=short)

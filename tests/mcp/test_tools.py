@@ -110,7 +110,7 @@ async def test_rollouts_in_one_call(server: kit.Server, folder: Path) -> None:
 async def test_wrong_arguments_are_named(http: kit.Server) -> None:
     fine = {"model_key": MODEL, "instruction": "x"}
     wrong: list[tuple[str, dict[str, object], str]] = [
-        ("run_rollout", {"instruction": "x"}, "model_key: is missing"),
+        ("run_rollout", {"instruction": "x"}, "model_key is missing"),
         ("run_rollout", {**fine, "model_key": "vllm://other"}, f"model_key: there is no 'vllm://other'.*{MODEL}"),
         (
             "run_rollout",
@@ -118,7 +118,7 @@ async def test_wrong_arguments_are_named(http: kit.Server) -> None:
             "model_key: the server has no key .*TURNGATE_TEST_HOSTED_KEY",
         ),
         ("run_rollout", {**fine, "agent_timeout_s": "long"}, "agent_timeout_s: Expected `float`, got `str`"),
-        ("run_rollout", {**fine, "timeout": 5}, "timeout: there is no such argument"),
+        ("run_rollout", {**fine, "timeout": 5}, "timeout is not a known argument"),
         ("run_rollout", {**fine, "logprobs": "no"}, "logprobs: Expected `bool`"),
         ("run_rollout", {**fine, "upload_files": {"../out": "x"}}, "upload_files.*below the working folder"),
         ("start_rollout", {**fine, "mode": "blind"}, "mode: 'blind' is none of exact, observe"),
@@ -126,7 +126,7 @@ async def test_wrong_arguments_are_named(http: kit.Server) -> None:
         ("start_rollout", {**fine, "agent": "/bin/sh"}, "agent: .*choose one of shell"),
         ("start_rollout", {**fine, "endpoint_url": "http://10.0.0.1/v1"}, "endpoint_url: .*allowed_hosts"),
         ("start_rollout", {**fine, "task": ROW}, "task: send either"),
-        ("start_rollout", {"model_key": MODEL}, "instruction: is missing"),
+        ("start_rollout", {"model_key": MODEL}, "instruction is missing"),
         ("run_swe_rollout", {"model_key": MODEL, "task": {"repo": "a/b"}}, "task"),
         ("get_state", {"rollout_id": "nope"}, "rollout_id: "),
         ("finalize_rollout", {"rollout_id": "nope", "wait_s": -1}, "wait_s: Expected"),
@@ -134,10 +134,10 @@ async def test_wrong_arguments_are_named(http: kit.Server) -> None:
         ("get_messages", {"rollout_id": 5}, "rollout_id: Expected `str`, got `int`"),
         ("subscribe_events", {"rollout_id": "nope", "wait_s": 1000}, "wait_s: Expected"),
         ("list_rollouts", {"limit": 0}, "limit: Expected"),
-        ("list_endpoints", {"all": True}, "all: there is no such argument"),
+        ("list_endpoints", {"all": True}, "all is not a known argument"),
     ]
     for secret in ("api_key", "key", "sandbox", "image", "network"):
-        wrong.append(("start_rollout", {**fine, secret: "x"}, f"{secret}: there is no such argument"))
+        wrong.append(("start_rollout", {**fine, secret: "x"}, f"{secret} is not a known argument"))
     async with at(http) as client:
         before = (await called(client, "list_rollouts"))["rollouts"][:1]
         for tool, arguments, words in wrong:

@@ -149,7 +149,7 @@ def test_without_a_list_no_caller_has_an_endpoint() -> None:
         ({"openai://m": {"modes": ["gate"]}}, "do not accept token ids"),
         ({"openai://m": {"mode": "exact"}}, "mode"),
         ({"openai://m": {"api_key": "sk-1"}}, "key_env"),
-        ({"openai://m": {"temprature": 1}}, "no such setting"),
+        ({"openai://m": {"temprature": 1}}, "temprature is not a known setting"),
         ({"gateway://g": {}}, "set it to the one URL"),
         ({"gateway://g": {"url": "http://h", "modes": ["direct"]}}, "always records; remove direct"),
         ({"vllm://q": {"url": "ftp://h", "tokenizer": "/x"}}, "not an http(s) URL"),

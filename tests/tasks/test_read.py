@@ -245,9 +245,9 @@ def test_an_id_twice_names_both_places(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "complaint"),
     [
-        ({"instruction": "x"}, r"t.jsonl, row 2: id: is missing"),
+        ({"instruction": "x"}, r"t.jsonl, row 2: id is missing"),
         (own(instruction=3), r"t.jsonl, row 2 \(one\): instruction: Expected `str`, got `int`"),
-        (own(grade={}), r"\(one\): grade: there is no such field; did you mean grader"),
+        (own(grade={}), r"\(one\): grade is not a known field; did you mean grader"),
         (own(grader={"type": "scirpt"}), "grader"),
         (own(grader={"type": "script", "timeout": 3}), "grader.timeout"),
         (own(grader={"type": "script"}), "there is no test.sh"),

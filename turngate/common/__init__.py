@@ -1,1 +1,1 @@
-"""Helpers that every layer uses."""
+"""Helpers shared by all layers."""

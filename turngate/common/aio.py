@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
-    """Await work that must not be left half done. A cancellation takes effect only after it has finished."""
+    """Await work that must not be interrupted. A cancellation takes effect only after the work has finished."""
     task = asyncio.ensure_future(work)
     cancelled = False
     while not task.done():
@@ -26,7 +26,7 @@ async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def wait_for_tasks(*tasks: asyncio.Future[Any]) -> None:
-    """Wait until all have ended, and mark their exceptions as retrieved."""
+    """Wait until all tasks have ended, and mark their exceptions as retrieved."""
     await asyncio.wait(tasks)
     for task in tasks:
         if not task.cancelled():

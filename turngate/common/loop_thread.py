@@ -1,4 +1,4 @@
-"""An asyncio event loop in a thread of its own, for synchronous callers and for code whose own loop must not be blocked."""
+"""An asyncio event loop in its own thread, for synchronous callers and for code whose own loop must not block."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from turngate.errors import BadRequest
 T = TypeVar("T")
 _TICK_S = 0.2
 _STILL_CLEANING_UP = (
-    "turngate: still cleaning up; interrupt once more to stop waiting (the next run cleans up the rest)"
+    "turngate: still cleaning up; interrupt again to stop waiting (the next run will finish the cleanup)"
 )
 
 
 class LoopThread:
     """Runs coroutines for other threads, between `start` and `stop`.
 
-    Ctrl-C, or a notebook kernel's interrupt, cancels the coroutine that the interrupted thread waits for in `run`, and waits until it has
-    cleaned up. A forked child process cannot use its parent's loop: there, `run` and `spawn` raise and `stop` does nothing.
+    Ctrl-C or a notebook interrupt cancels the coroutine that the interrupted thread is waiting for in `run`, which then waits for the
+    coroutine to clean up. A forked child process cannot use its parent's loop: there, `run` and `spawn` raise `BadRequest`, and `stop`
+    does nothing.
 
-    `name` is the thread's name, and `param` is what error messages call the loop's owner.
+    `name` is the thread's name. `param` is the noun for the loop's owner in error messages, such as "client".
     """
 
     def __init__(self, name: str, param: str = "thread") -> None:
@@ -38,7 +39,7 @@ class LoopThread:
 
     @property
     def is_running(self) -> bool:
-        """False before `start`, after `stop`, and in a forked child process."""
+        """Whether coroutines can be run: False before `start`, after `stop`, and in a forked child process."""
         return self._loop is not None and not self._is_forked
 
     @property
@@ -46,7 +47,7 @@ class LoopThread:
         return os.getpid() != self._process
 
     def start(self) -> None:
-        """Start the thread, unless it runs. May be called again after `stop`."""
+        """Start the thread unless it is already running. It can be restarted after `stop`."""
         if self.is_running:
             return
         self._keep_parent_loop()
@@ -56,7 +57,7 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T], tick: Callable[[], None] = lambda: None) -> T:
-        """Wait for a coroutine and return its result. The waiting thread calls `tick` several times a second."""
+        """Run a coroutine in the loop and return its result. The calling thread waits, and calls `tick` several times a second."""
         loop = self._loop_for(work)
         running = _RunningTask(work)
         loop.call_soon_threadsafe(running.start, loop)
@@ -83,7 +84,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop_for(work))
 
     def stop(self) -> None:
-        """Cancel everything that runs in the loop, wait for it to clean up, and end the thread. May be called more than once."""
+        """Cancel all tasks, wait for them to clean up, and end the thread. Calling it again has no effect."""
         if self._is_forked:
             self._keep_parent_loop()
             return
@@ -100,16 +101,18 @@ class LoopThread:
             return self._loop
         work.close()
         if self._is_forked:
-            why = f"it was opened by process {self._process} and works only there; open another one in this process"
+            why = f"was opened by process {self._process} and works only there; open a new one in this process"
         elif self._loop is None:
-            why = "it is closed; open another one"
+            why = "is closed; open a new one"
         else:
-            why = "it cannot be called from its own event loop; open another one"
-        raise BadRequest(f"{self._param}: {why}", param=self._param)
+            why = "cannot be called from its own event loop; open a new one"
+        raise BadRequest(f"the {self._param} {why}", param=self._param)
 
     def _keep_parent_loop(self) -> None:
-        """In a forked child: never destroy the parent's loop and tasks. Destroying a task runs its cleanup, on sockets that the parent
-        still uses and that both processes share."""
+        """Keep the parent's loop and tasks alive forever in a forked child.
+
+        Destroying a task would run its cleanup, on sockets that the child shares with the parent.
+        """
         if self._is_forked and self._loop is not None:
             for inherited in (self._loop, *asyncio.all_tasks(self._loop)):
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))
@@ -127,10 +130,11 @@ async def _cancel_all() -> None:
 
 
 class _RunningTask(Generic[T]):
-    """A task of the loop that another thread waits for.
+    """A task in the loop that another thread waits for.
 
-    The waiting thread blocks on a bare lock that the loop releases at the end. A signal may interrupt it anywhere without leaving a lock
-    held that the loop needs, which a condition or a future could."""
+    The waiting thread blocks on a plain lock, which the loop releases when the task ends. With a condition or a future, a signal could
+    interrupt the waiting thread while it holds an internal lock that the loop needs.
+    """
 
     def __init__(self, work: Coroutine[Any, Any, T]) -> None:
         self._work = work
@@ -152,7 +156,10 @@ class _RunningTask(Generic[T]):
         self._gate.release()
 
     def wait(self, seconds: float) -> bool:
-        """Return whether the task has ended. `_ended` is needed too: an interrupt can hit right after the lock was acquired."""
+        """Wait up to `seconds`, and return whether the task has ended.
+
+        `_ended` is checked too, because an interrupt may arrive right after the lock was acquired.
+        """
         return self._ended or self._gate.acquire(timeout=seconds)
 
     def result(self) -> T:

@@ -1,4 +1,4 @@
-"""Assign sessions to workers. A session's id determines its slot, and the slot its worker, so no lookup is needed."""
+"""Assign sessions to workers. A session's id determines its slot, and the slot determines its worker, so no lookup is needed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from urllib.parse import unquote_to_bytes
 
 import msgspec
 
-# A path that names a session.
+# Paths that contain the id or the secret of a session.
 SESSION_PATH = re.compile(rb"/(?:s|rollout|v1/rollouts|admin/sessions|sessions|page/api/rollouts)/([^/?#\s]+)")
 _SECRET_WITH_SLOT = re.compile(rb"(?<![\w-])tg-([0-9a-f]{4})[\w-]{43}(?![\w-])", re.ASCII)
 
 
 def slot_of(name: str) -> int:
-    """Return the slot of a session, given its id or its secret (OpenEnv's paths hold the secret)."""
+    """Return the slot of a session, given its id or its secret. OpenEnv's paths contain the secret."""
     raw = name.encode("utf-8", "surrogatepass")
     if name.startswith("tg-") and (match := _SECRET_WITH_SLOT.fullmatch(raw)):
         return int(match[1], 16)
@@ -24,12 +24,12 @@ def slot_of(name: str) -> int:
 
 
 def new_secret(session_id: str) -> str:
-    """Return a secret of 32 random bytes, prefixed with the slot. The slot is only a hint and reveals no more than the id."""
+    """Return a new secret: the session's slot, then 32 random bytes. The slot reveals nothing that the id does not."""
     return f"tg-{slot_of(session_id):04x}{secrets.token_urlsafe(32)}"
 
 
 def slot_from_head(head: bytes) -> int | None:
-    """Return the slot of the session that a request's head names, or None if it names none."""
+    """Return the slot of the session that a request's head refers to, or None if it refers to no session."""
     line = head.partition(b"\r\n")[0]
     target = line.partition(b" ")[2]
     if match := SESSION_PATH.match(target):
@@ -40,7 +40,7 @@ def slot_from_head(head: bytes) -> int | None:
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """One worker's share of the sessions: its number, and the number of workers."""
+    """The sessions of one worker. `number` is the worker's index, and `workers` the number of workers."""
 
     number: int = 0
     workers: int = 1
@@ -52,7 +52,7 @@ class Shard(msgspec.Struct, frozen=True):
         return self.owner(session_id) == self.number
 
     def new_session_id(self) -> str:
-        """Return a new id that belongs to this shard."""
+        """Return a new session id that belongs to this shard."""
         while True:
             session_id = uuid.uuid4().hex
             if self.owns(session_id):

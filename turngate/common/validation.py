@@ -1,4 +1,4 @@
-"""Explain validation errors of settings and admin requests: name the field and its valid values."""
+"""Explain validation errors in settings and requests: name the field and its valid values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _UNKNOWN_FIELD = re.compile(r"unknown field `([^`]*)`")
 
 
 def explain_error(error: Exception, kind: type, noun: str = "field") -> tuple[str, str | None]:
-    """Return a message for an error from decoding `kind`, and the path of the field it is about."""
+    """Explain an error from decoding `kind`: return a message, and the path of the invalid field, if known.
+
+    The message starts with that path, and calls the field a `noun`.
+    """
     text = str(error)
     match = _FIELD_PATH.search(text)
     path = match[1] if match else ""
@@ -24,29 +27,29 @@ def explain_error(error: Exception, kind: type, noun: str = "field") -> tuple[st
     field_type = _field_type(kind, path)
     if unknown := _UNKNOWN_FIELD.search(reason):
         field = ".".join(part for part in (path, unknown[1]) if part)
-        return f"{field}: there is no such {noun}{suggestion(unknown[1], _field_names(field_type))}", field
+        return f"{field} is not a known {noun}{suggestion(unknown[1], _field_names(field_type))}", field
     if reason.startswith("Invalid enum value") and (values := _literal_values(field_type)):
         wrong = reason.removeprefix("Invalid enum value ")
-        return f"{path}: {wrong} is not one of {', '.join(map(str, values))}", path
+        return f"{path} must be one of {', '.join(map(str, values))}, not {wrong}", path
     if missing := re.search(r"missing required field `([^`]*)`", reason):
         field = ".".join(part for part in (path, missing[1]) if part)
-        return f"{field}: is missing", field
+        return f"{field} is missing", field
     return (f"{path}: {reason}", path) if path else (reason, None)
 
 
 def suggestion(name: str, known: list[str]) -> str:
-    """Return "; did you mean …?" with the closest known name, or the list of known names."""
+    """Return "; did you mean …?" with the closest known name, or "; available: …" with all of them if none is close."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if near:
         return f"; did you mean {near[0]}?"
-    return f"; there are {', '.join(known)}" if known else ""
+    return f"; available: {', '.join(known)}" if known else ""
 
 
 def reject_credentials(url: str, field: str, instead: str) -> None:
     """Reject a URL that contains a user name or password. The error does not repeat the URL."""
-    if "@" in url:  # anywhere: a password may contain a slash, and a path would contain %40
+    if "@" in url:  # in any part: a password may contain a slash, and a path would contain %40
         raise ConfigError(
-            f"{field}: the URL contains a user name or password, which logs and process lists would show; {instead}",
+            f"{field}: the URL contains a user name or password, which would appear in logs and process lists; {instead}",
             param=field,
         )
 

@@ -1,7 +1,7 @@
 """MCP over streamable HTTP, for many clients (`turngate mcp --http`).
 
-A request reaches the SDK only if its Host is a name of this server (against DNS rebinding), its Origin is not a foreign page, and it
-carries the key.
+A request reaches the SDK only if its Host header names this server (which prevents DNS rebinding), its Origin header is absent or
+allowed, and it carries the key.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from turngate.service.rollouts import Rollouts
 PATH = "/mcp"
 KEY = "TURNGATE_MCP_KEY"
 KEY_FILE = "mcp-key"
-MAX_BYTES = 64 * 1024 * 1024  # of a request, which may carry files
+MAX_BYTES = 64 * 1024 * 1024  # maximum size of a request, which may contain files
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 log = logging.getLogger("turngate")
 
 
 class HttpSettings(msgspec.Struct, frozen=True):
-    """The address to listen on, the key, and the names of this server."""
+    """The address to listen on, the key, and the host names of this server."""
 
     host: str
     port: int
     key: str
-    names: Sequence[str] = ()  # more host names that clients use for this machine
+    names: Sequence[str] = ()  # additional host names that clients may use
 
     @classmethod
     def parse(cls, text: str, key: str, names: Sequence[str] = ()) -> HttpSettings:
         """Parse HOST:PORT, :PORT or PORT."""
         host, _, port = text.rpartition(":")
         if not port.isdecimal() or int(port) > 65535:
-            raise ConfigError(f"http: {text!r} is not HOST:PORT, such as 127.0.0.1:8710", param="http")
+            raise ConfigError(f"http must be HOST:PORT, such as 127.0.0.1:8710, not {text!r}", param="http")
         return cls(host.strip("[]") or "127.0.0.1", int(port), key, names)
 
 
 async def serve(rollouts: Rollouts, settings: HttpSettings) -> None:
-    """Serve until cancelled. Then abort all rollouts, answer the calls that wait for them, and stop listening."""
+    """Serve until cancelled. Then abort all rollouts, answer the calls waiting for them, and stop listening."""
     with _listen(settings) as listener:
         access = McpAccess(
             StreamableHTTPSessionManager(build_server(rollouts), max_request_body_size=MAX_BYTES), settings
@@ -70,13 +70,13 @@ async def serve(rollouts: Rollouts, settings: HttpSettings) -> None:
 
 
 class McpAccess:
-    """The ASGI application: rejects a request, or passes it to the SDK."""
+    """ASGI application that checks each request and forwards it to the SDK."""
 
     def __init__(self, manager: StreamableHTTPSessionManager, settings: HttpSettings) -> None:
         self.manager = manager
-        self.is_open = False  # accepts new calls
+        self.is_open = False  # whether new calls are accepted
         self._key = settings.key.encode()
-        # DNS rebinding needs a host name: an attacker's page never has one of our addresses as its host. So any address is fine.
+        # IP addresses are always allowed: DNS rebinding needs a host name, which resolves to our address.
         self._hosts = {
             *_LOOPBACK,
             settings.host,
@@ -95,15 +95,15 @@ class McpAccess:
             return JSONResponse({"status": "ok" if self.is_open else "stopping"}, 200 if self.is_open else 503)
         if not self._is_own_host(headers.get("host", "")):
             return _error_response(
-                421, "Host: is not a name of this server; to allow it, start the server with --allow-host"
+                421, "the Host header does not name this server; to allow it, start the server with --allow-host"
             )
         if (origin := headers.get("origin")) is not None and _parse_host(origin) not in self._pages:
             return _error_response(
                 403,
-                "Origin: pages of other sites may not call this server; to allow one, start the server with --allow-host",
+                "the page in the Origin header may not call this server; to allow it, start the server with --allow-host",
             )
         if path != PATH:
-            return _error_response(404, f"not found; the only path is {PATH}")
+            return _error_response(404, f"path not found; the only path is {PATH}")
         if not self._has_key(headers.get("authorization", "")):
             return _error_response(
                 401,
@@ -129,7 +129,7 @@ class McpAccess:
 
 
 def _parse_host(url: str) -> str:
-    """The host of a URL without its port; empty if there is none."""
+    """Return the host of a URL without its port, or an empty string if it has no host."""
     try:
         return urlsplit(url).hostname or ""
     except ValueError:
@@ -137,7 +137,7 @@ def _parse_host(url: str) -> str:
 
 
 def _error_response(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
-    """An error as JSON-RPC."""
+    """Build a JSON-RPC error response."""
     error = {"code": -32600, "message": message}
     return JSONResponse({"jsonrpc": "2.0", "id": None, "error": error}, status, headers)
 
@@ -146,7 +146,7 @@ def _error_response(status: int, message: str, headers: dict[str, str] | None = 
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without signal handlers: the command line handles signals."""
+    """A uvicorn server without signal handlers, because the command line handles signals."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -163,7 +163,7 @@ def _listen(settings: HttpSettings) -> Iterator[socket.socket]:
             listener.listen(2048)
         except OSError as error:
             raise ConfigError(
-                f"http: cannot listen on {settings.host}:{settings.port} ({error.strerror}); choose another address",
+                f"http: cannot listen on {settings.host}:{settings.port} ({error.strerror}); choose a different address",
                 param="http",
             ) from None
         yield listener

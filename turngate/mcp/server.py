@@ -1,6 +1,6 @@
 """The MCP server: lists and calls the service's tools, and reports the progress of long calls.
 
-Wrong arguments are tool errors, which the calling model reads. A problem with a rollout is in its result.
+Invalid arguments are tool errors, which the calling model reads. A rollout's own problems are in its result.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from turngate.service.mcp_tools import TOOLS, ServiceTool
 from turngate.service.result import RolloutResult
 from turngate.service.rollouts import Rollouts
 
-PROGRESS_S = 2.0  # between two progress reports
+PROGRESS_S = 2.0  # seconds between progress reports
 INSTRUCTIONS = (
     "Runs coding agents on tasks in sandboxes, records every token that their model samples, and grades their work. "
     "list_endpoints lists the models. run_rollout does everything in one call; start_rollout, get_state, get_messages, subscribe_events, "
@@ -83,7 +83,7 @@ async def _call_tool(rollouts: Rollouts, context: Context, params: CallToolReque
     tool = TOOLS.get(params.name)
     if tool is None:
         near = suggestion(params.name, list(TOOLS))
-        raise MCPError(INVALID_PARAMS, f"name: there is no tool {params.name[:80]!r}{near}")
+        raise MCPError(INVALID_PARAMS, f"no tool named {params.name[:80]!r}{near}")
 
     async def wait(rollout_id: str, wait_s: float | None) -> RolloutResult:
         return await _wait_for_result(rollouts, context, rollout_id, wait_s)
@@ -93,16 +93,19 @@ async def _call_tool(rollouts: Rollouts, context: Context, params: CallToolReque
     except TurngateError as error:
         return CallToolResult(content=[TextContent(text=error.message)], is_error=True)
     except Exception:
-        # A bug. The SDK would send the exception's text, which may reveal internals, to the caller.
+        # This is a bug. The SDK would send the exception's text to the caller, which may reveal internals.
         log.exception("tool %s failed", tool.name)
-        raise MCPError(INTERNAL_ERROR, "the server failed; see its log") from None
+        raise MCPError(INTERNAL_ERROR, "the tool failed because of a bug in the server; see the server's log") from None
 
 
 async def _wait_for_result(
     rollouts: Rollouts, context: Context, rollout_id: str, wait_s: float | None
 ) -> RolloutResult:
-    """Wait for the result. A client that asked for progress gets the rollout's id at once and then regular reports, which keep its time
-    limit from ending the call. If the call ends early, the rollout continues."""
+    """Wait for a rollout's result, and report progress to a client that asked for it.
+
+    The first report has the rollout's id and is sent immediately. Further reports keep the client from timing out. If the call ends
+    early, the rollout continues.
+    """
     waiting = asyncio.ensure_future(rollouts.finalize(rollout_id, wait_s))
     try:
         while True:
@@ -117,6 +120,6 @@ async def _wait_for_result(
 
 
 def _to_call_result(result: msgspec.Struct) -> CallToolResult:
-    """Build an answer with the result twice, as MCP requires: structured for programs, and as text for other clients."""
+    """Build an answer that contains the result twice, as MCP requires: as structured content and as text."""
     text = msgspec.json.encode(result)
     return CallToolResult(content=[TextContent(text=text.decode())], structured_content=msgspec.json.decode(text))

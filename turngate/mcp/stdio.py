@@ -1,7 +1,7 @@
 """MCP over stdin and stdout, for the client that started the process (`turngate mcp`).
 
-The SDK reserves stdout for the protocol: while it serves, other output to file descriptor 1, of this process or its children, goes to
-stderr.
+The SDK reserves stdout for the protocol. While it serves, anything else that this process or its children write to file descriptor 1 is
+redirected to stderr.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from turngate.service.rollouts import Rollouts
 
 
 async def serve(rollouts: Rollouts) -> None:
-    """Serve until the client closes stdin, or this is cancelled. Then abort all rollouts, remove their sandboxes, and answer the calls
-    that wait for them, if the client still listens."""
+    """Serve until the client closes stdin or the task is cancelled.
+
+    Then abort all rollouts, remove their sandboxes, and answer the calls waiting for them if the client is still reading.
+    """
     try:
         await _serve(rollouts)
-    except* BrokenPipeError:  # the client is gone; its rollouts are aborted by now
+    except* BrokenPipeError:  # the client has exited, and its rollouts have been aborted
         pass
 
 
@@ -40,7 +42,7 @@ async def _serve(rollouts: Rollouts) -> None:
         drained.cancel()
         lines.closing.set()
         await asyncio.gather(task, drained, return_exceptions=True)
-        sys.stdout.flush()  # while it still goes to stderr: buffered output is not for the client
+        sys.stdout.flush()  # while it is still redirected: buffered output must not reach the client
 
 
 async def _run(server: Server[Any], reading: Any, writing: Any) -> None:
@@ -48,10 +50,11 @@ async def _run(server: Server[Any], reading: Any, writing: Any) -> None:
 
 
 class _StdinLines(anyio.AsyncFile[str]):
-    """The lines of stdin, read in a daemon thread: the SDK's own reader cannot be cancelled while the client is silent. Child processes
-    get an empty stdin.
+    """The lines of stdin, read in a daemon thread because the SDK's own reader cannot be cancelled while it waits for input.
 
-    `drained` is set after the last line. The SDK sees the end only when `closing` is set, because it then drops unanswered calls."""
+    Child processes get an empty stdin. `drained` is set after the last line. At the end of its input the SDK drops unanswered calls, so
+    the end is withheld until `closing` is set.
+    """
 
     def __init__(self) -> None:
         self.drained, self.closing = asyncio.Event(), asyncio.Event()
