@@ -105,7 +105,7 @@ def sessions(data: Path) -> list[tuple[str, str]]:
             ["--prompt", "x", "--public-url", "http://x", "--tunnel", "y"],
             "tunnel: give either a public URL or a tunnel's",
         ),
-        (["--prompt", "x", "--gateway", "here"], "TURNGATE_ADMIN_KEY: is not set; it has to hold the admin key"),
+        (["--prompt", "x", "--gateway", "here"], "TURNGATE_ADMIN_KEY is not set; set it to the gateway's admin key"),
         (
             ["--prompt", "x", "--gateway", "http://x", "--engine", "vllm"],
             "engine: the gateway at http://x has its own; leave",
@@ -152,7 +152,7 @@ async def test_a_gateway_with_another_key(data: Path) -> None:
         with process(*shell(data, "true", "--gateway", g.root), TURNGATE_ADMIN_KEY="wrong" * 5) as running:
             assert await asyncio.to_thread(running.ended) == 2
         assert running.output.startswith("turngate: gateway: the admin key is missing or wrong")
-        assert running.output.endswith("(the key comes from TURNGATE_ADMIN_KEY)\n")
+        assert running.output.endswith("(the key is read from TURNGATE_ADMIN_KEY)\n")
         assert "wrong" * 5 not in running.output
         assert not data.exists()
 

@@ -94,7 +94,7 @@ def test_a_folder_with_nothing_in_it(data: Path) -> None:
     data.mkdir()
     (data / "turngate.db").write_bytes(b"nonsense" * 1000)
     assert refused("show", "--data", data).startswith(f"data: {data}/turngate.db cannot be read")
-    assert "TURNGATE_ADMIN_KEY: is not set" in refused("show", "--gateway", "http://127.0.0.1:9")
+    assert "TURNGATE_ADMIN_KEY is not set" in refused("show", "--gateway", "http://127.0.0.1:9")
     refusal = refused("show", "--gateway", "http://127.0.0.1:9", env={"TURNGATE_ADMIN_KEY": "k" * 20})
     assert refusal.startswith("gateway: http://127.0.0.1:9 cannot be reached")
 

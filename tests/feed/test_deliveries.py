@@ -228,11 +228,11 @@ def wire(**change: Any) -> WireDelivery:
     ("change", "why"),
     [
         ({"logprobs": np.array([-1.0, np.nan], "<f4").tobytes()}, "has no log-probability"),
-        ({"logprobs": b"\0" * 4}, "log-probabilities for spans"),
-        ({"mask": b""}, "bytes of mask"),
-        ({"mask": np.packbits([0, 1, 1, 1]).tobytes()}, "mask does not match its turns"),
-        ({"spans": ()}, "log-probabilities for spans"),
-        ({"ids": np.arange(3, dtype="<i4").tobytes()}, "a turn from 2 to 4 in a row of 3"),
+        ({"logprobs": b"\0" * 4}, "log-probabilities, which does not match the length of its spans"),
+        ({"mask": b""}, "the mask has 0 bytes"),
+        ({"mask": np.packbits([0, 1, 1, 1]).tobytes()}, "mask does not match the trained turns"),
+        ({"spans": ()}, "log-probabilities, which does not match the length of its spans"),
+        ({"ids": np.arange(3, dtype="<i4").tobytes()}, "a turn spans tokens 2 to 4, but the row has 3 tokens"),
         ({"advantage": None}, "no advantage"),
     ],
 )

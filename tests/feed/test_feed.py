@@ -295,7 +295,7 @@ async def test_a_checkpoint_of_a_feed_that_was_deleted_is_of_no_use_to_its_succe
     async with training() as t:
         async with await Feed.open(t.client, "f", config) as elsewhere:
             assert elsewhere.mark != feed.mark
-        with pytest.raises(OtherFeed, match="another data folder"):
+        with pytest.raises(OtherFeed, match="recreated, or the data folder changed"):
             await Feed.open(t.client, "f", config, after=1, mark=feed.mark)
 
 

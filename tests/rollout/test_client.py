@@ -56,9 +56,10 @@ async def test_a_proxy_without_its_gateway_is_not_taken_for_a_wrong_address() ->
     async with open_front() as front, GatewayClient(front.url, "x") as client:
         for status in (502, 503, 504):
             front.instead = [status]
-            with pytest.raises(
-                GatewayUnreachable, match=f"answers {status}, but not as a turngate gateway: .* the address is wrong"
-            ):
+            unreachable = (
+                f"returned status {status}, but the reply is not from a turngate gateway: .* the address is wrong"
+            )
+            with pytest.raises(GatewayUnreachable, match=unreachable):
                 await client.check()
         for status in (200, 404, 500):
             front.instead = [status]

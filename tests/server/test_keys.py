@@ -163,7 +163,7 @@ def test_a_key_file_that_others_can_read_is_refused(mode: int, tmp_path: Path) -
 def test_a_key_file_without_a_key_is_refused(text: str, tmp_path: Path) -> None:
     started(tmp_path)
     (tmp_path / "admin-key").write_text(text)
-    with pytest.raises(ConfigError, match="no usable key"):
+    with pytest.raises(ConfigError, match="does not contain a valid key"):
         started(tmp_path)
 
 
@@ -198,9 +198,9 @@ def test_the_key_may_be_in_a_file_that_the_environment_names(tmp_path: Path, mon
     ("content", "wrong"),
     [
         (None, "TURNGATE_ADMIN_KEY_FILE: .* cannot be read"),
-        (b"", "TURNGATE_ADMIN_KEY_FILE: .* holds no usable key"),
-        (b"\xff" * 40, "TURNGATE_ADMIN_KEY_FILE: .* holds no usable key"),
-        (b"one-key-and-then\nanother-key", "TURNGATE_ADMIN_KEY_FILE: .* holds no usable key"),
+        (b"", "TURNGATE_ADMIN_KEY_FILE: .* does not contain a valid key"),
+        (b"\xff" * 40, "TURNGATE_ADMIN_KEY_FILE: .* does not contain a valid key"),
+        (b"one-key-and-then\nanother-key", "TURNGATE_ADMIN_KEY_FILE: .* does not contain a valid key"),
         (b"short", "16 characters"),
     ],
 )

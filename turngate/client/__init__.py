@@ -1,1 +1,1 @@
-"""The typed protocol between a gateway and its clients, and the clients for the gateway, its feeds and its gate."""
+"""Clients for a gateway, its feeds and its gate, and the typed protocol they use."""

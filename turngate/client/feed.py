@@ -1,4 +1,4 @@
-"""A trainer's end of a feed: complete groups as they come, each once, as numpy rows.
+"""Feed client for trainers: delivers each complete group exactly once, as numpy rows.
 
     async with GatewayClient(url, key) as gateway, await Feed.open(gateway, "math", FeedConfig(n=8)) as feed:
         async for delivery in feed:
@@ -6,12 +6,12 @@
             save_checkpoint(delivery.number)
             await feed.commit(delivery.number)
 
-    with BlockingFeed(url, key, "math", FeedConfig(n=8)) as feed:      # the same for synchronous code
+    with BlockingFeed(url, key, "math", FeedConfig(n=8)) as feed:      # for synchronous code
         for delivery in feed: …
 
-A restarted trainer continues after the number that it committed, or after the one in its own checkpoint (`after=`, with the feed's `mark=`:
-a number means nothing in another feed of the same name, and is rejected with `OtherFeed`). The client waits for a restarting gateway. A
-second trainer that opens the same feed takes it over, and the first one gets `TakenOver`.
+A restarted trainer continues after the last number it committed, or after the number in its own checkpoint (`after=`). Pass the feed's
+`mark=` along with that number: if a different feed now has the same name, opening it raises `OtherFeed`. The client waits while the gateway
+restarts. If a second trainer opens the same feed, it takes the feed over, and the first one gets `TakenOver`.
 """
 
 from __future__ import annotations
@@ -53,45 +53,45 @@ __all__ = [
 
 T = TypeVar("T")
 log = logging.getLogger("turngate")
-_WAIT_S = 30  # that one request waits at the gateway
-_RESTART_S = 60.0  # to wait for a gateway that restarts
+_WAIT_S = 30  # the longest that one request waits at the gateway
+_RESTART_S = 60.0  # how long to wait for a gateway to restart
 _delivery = msgspec.msgpack.Decoder(WireDelivery)
 
 
 class TakenOver(TurngateError):
-    """Another trainer reads this feed now, or the feed was deleted. The other trainer gets what this one has not committed."""
+    """Another trainer has taken over this feed, or the feed was deleted. The new reader receives everything not yet committed."""
 
     status = 409
     kind = "feed_taken_over"
 
 
 class OtherFeed(TurngateError):
-    """The feed of that name is not the one of the checkpoint: its numbers count other rollouts."""
+    """The feed with this name is not the feed in the checkpoint, so the checkpoint's delivery numbers do not apply to it."""
 
     status = 409
     kind = "feed_is_another"
 
 
 class DamagedDelivery(TurngateError):
-    """A delivery is damaged: a row of it cannot be trained."""
+    """A delivery is damaged and cannot be used for training."""
 
     kind = "delivery_damaged"
 
 
 class Row(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """One training row. `logprobs` is NaN for tokens that were not sampled, never where `mask` is set."""
+    """One training row. `logprobs` is NaN for tokens that were not sampled, and always finite where `mask` is set."""
 
     ids: Ids
-    mask: np.ndarray  # bool: the tokens that are trained
+    mask: np.ndarray  # bool: which tokens are trained
     logprobs: Logprobs
-    spans: tuple[RowSpan, ...]  # its turns
+    spans: tuple[RowSpan, ...]  # the turns in the row
     branch: int
-    weight: float  # 1/K where its rollout has K rows
-    advantage: float  # of its rollout
+    weight: float  # 1/K if the rollout has K rows
+    advantage: float  # of the rollout
 
 
 class DeliveredRollout(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """One rollout of a delivery. It has rows only if it is trained."""
+    """One rollout in a delivery. Only a trained rollout has rows."""
 
     session: str
     task: str
@@ -99,14 +99,14 @@ class DeliveredRollout(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     kind: OutcomeClass
     reward: float | None
     resolved: bool | None
-    advantage: float | None  # None: it is not trained
-    excluded: str  # the reason; empty if it is trained
-    truncated: bool  # by a limit or by its time
+    advantage: float | None  # None: not trained
+    excluded: str  # why the rollout is not trained; empty if it is
+    truncated: bool  # cut short by a limit or by a timeout
     timed_out: bool
     rows: tuple[Row, ...]
     turns: int
     sampled_tokens: int
-    data: Json  # the runner's own data of its outcome
+    data: Json  # the runner's own data from the outcome
 
 
 class Delivery(msgspec.Struct, frozen=True, eq=False, kw_only=True):
@@ -115,16 +115,16 @@ class Delivery(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     number: int
     group: str
     task: str
-    version: int  # of the policy, when it was handed out
+    version: int  # policy version when the group was handed out
     rollouts: tuple[DeliveredRollout, ...]
 
     def rows(self) -> list[Row]:
-        """The rows of all rollouts that are trained."""
+        """Return the rows of all trained rollouts."""
         return [row for rolled in self.rollouts for row in rolled.rows]
 
 
 class Feed(AbstractAsyncContextManager["Feed"]):
-    """An iterator over deliveries that waits for more. Create it with `open`, and use it in one task at a time."""
+    """An endless iterator over deliveries, which waits for new ones. Create it with `open`, and use it from one task at a time."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         self.name = name
         self.config = config
         self.mark = (
-            mark  # identifies this feed, for the trainer's checkpoint; a later feed of that name has another mark
+            mark  # identifies this feed in checkpoints; a recreated feed with the same name has a different mark
         )
         self.committed = committed
         self._gateway = gateway
@@ -161,28 +161,28 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         mark: str = "",
         limit: int = 1,
     ) -> Feed:
-        """Open the feed, or find it, and become its reader.
+        """Open the feed, creating it if necessary, and become its reader.
 
-        `after`: the number in the trainer's own checkpoint; None: what was committed. `mark`: the feed's mark there; empty: any feed of
-        that name will do. `limit`: deliveries that are fetched at once. Their
-        staleness is judged when they are fetched, so one that lies around here meanwhile may be older than the feed allows.
+        `after` is the delivery number in the trainer's own checkpoint. `None` means the last committed number. `mark` is the feed's mark in
+        that checkpoint. If it is empty, any feed with this name is accepted. `limit` is the number of deliveries to fetch per request.
+        Staleness is checked when a delivery is fetched, so a prefetched delivery may be staler than the feed allows by the time it is used.
         """
         check_feed_name(name)
         if after is not None and after < 0:
-            raise ValueError(f"after: {after} is no number of a delivery")
-        if mark:  # before one is made in its place
+            raise ValueError(f"after must be 0 or more, not {after}")
+        if mark:  # check first: open_feed would create a new feed in its place
             try:
-                found = (await _retry_as_reader(lambda: gateway.show_feed(name))).mark
+                current = (await _retry_as_reader(lambda: gateway.show_feed(name))).mark
             except TakenOver:
-                found = ""
-            _check_mark(name, mark, found)
-        present = (await _retry(lambda: gateway.open_feed(name, config))).mark
-        _check_mark(name, mark or present, present)
+                current = ""
+            _check_mark(name, mark, current)
+        opened = (await _retry(lambda: gateway.open_feed(name, config))).mark
+        _check_mark(name, mark or opened, opened)
         reader = await _retry_as_reader(lambda: gateway.take_over_feed(name))
         view = await _retry_as_reader(lambda: gateway.show_feed(name))
-        _check_mark(name, present, view.mark)
+        _check_mark(name, opened, view.mark)
         after = view.committed if after is None else after
-        return cls(gateway, name, config, present, reader, view.committed, after, limit)
+        return cls(gateway, name, config, opened, reader, view.committed, after, limit)
 
     async def __aenter__(self) -> Feed:
         return self
@@ -201,7 +201,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
                 yield delivery
 
     async def next(self, timeout_s: float) -> Delivery | None:
-        """The next delivery; None if there is none within `timeout_s`. Cancelling it loses no delivery."""
+        """Return the next delivery, or None if none arrives within `timeout_s`. Cancelling the call loses no delivery."""
         end = time.monotonic() + timeout_s
         backoff = Backoff()
         while not self._ready:
@@ -216,7 +216,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         return self._ready.popleft()
 
     async def commit(self, number: int) -> None:
-        """Commit up to a number, which is in this trainer's checkpoint: no reader starts before it again. May be repeated."""
+        """Commit all deliveries up to `number`, after saving a checkpoint: readers start after it by default. Safe to repeat."""
         committed = await _retry_as_reader(lambda: self._gateway.commit_feed(self.name, self._reader, number))
         self.committed = max(self.committed, committed)
 
@@ -225,19 +225,21 @@ class Feed(AbstractAsyncContextManager["Feed"]):
             self._gateway.fetch_deliveries(self.name, self._reader, after=self._after, wait=wait_s, limit=self._limit)
         )
         self.committed = max(self.committed, page.committed)
-        found = [_decode_delivery(_delivery.decode(raw)) for raw in page.deliveries]
-        for expected, delivery in enumerate(found, self._after + 1):
+        deliveries = [_decode_delivery(_delivery.decode(raw)) for raw in page.deliveries]
+        for expected, delivery in enumerate(deliveries, self._after + 1):
             if delivery.number != expected:
-                raise DamagedDelivery(f"feed {self.name}: got delivery {delivery.number} instead of {expected}")
-        self._ready.extend(found)
-        self._after += len(found)
+                raise DamagedDelivery(f"feed {self.name}: received delivery {delivery.number} instead of {expected}")
+        self._ready.extend(deliveries)
+        self._after += len(deliveries)
 
 
-def _check_mark(name: str, wanted: str, found: str) -> None:
-    if wanted != found:
-        was = "was deleted" if not found else "was deleted, or is of another data folder, and another one has its name"
+def _check_mark(name: str, expected: str, current: str) -> None:
+    """Raise `OtherFeed` if the feed does not have the expected mark. `current` is empty if the feed does not exist."""
+    if expected != current:
+        why = "it was deleted and recreated, or the data folder changed" if current else "it was deleted"
         raise OtherFeed(
-            f"feed {name}: the one that this number is of (mark {wanted}) {was}; begin anew, or with the mark and number of this one"
+            f"feed {name}: the feed this position belongs to (mark {expected}) no longer exists: {why}; "
+            "start from the beginning, or use the mark and a number of the current feed"
         )
 
 
@@ -250,17 +252,17 @@ async def _retry_as_reader(call: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 async def _as_reader(request: Coroutine[Any, Any, T]) -> T:
-    """Await a request. A rejection that means that the feed is gone, or has another reader, is `TakenOver`."""
+    """Await a request. Raise `TakenOver` if it is rejected because the feed is gone or has another reader."""
     try:
         return await request
-    except RequestRejected as refused:
-        if refused.answered == 404 or (refused.answered == 409 and refused.param == "reader"):
-            raise TakenOver(refused.message) from None
+    except RequestRejected as error:
+        if error.answered == 404 or (error.answered == 409 and error.param == "reader"):
+            raise TakenOver(error.message) from None
         raise
 
 
 class BlockingFeed(AbstractContextManager["BlockingFeed"]):
-    """The same for synchronous code. Its connection has a thread of its own; Ctrl-C while it waits loses nothing."""
+    """A `Feed` for synchronous code. The connection runs in its own thread. Ctrl-C during a wait loses no delivery."""
 
     def __init__(
         self,
@@ -279,7 +281,7 @@ class BlockingFeed(AbstractContextManager["BlockingFeed"]):
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"turngate-feed-{name}", daemon=True)
         self._gateway: GatewayClient | None = None
         self._feed: Feed | None = None
-        # The pending request: an interrupted wait continues with it, so that its delivery is not lost.
+        # The pending request. After an interrupted wait, the next call resumes it, so its delivery is not lost.
         self._pending: concurrent.futures.Future[Delivery | None] | None = None
 
     @property
@@ -305,24 +307,24 @@ class BlockingFeed(AbstractContextManager["BlockingFeed"]):
         self.close()
 
     def __iter__(self) -> Iterator[Delivery]:
-        """Iterate for as long as the feed is open."""
+        """Iterate over deliveries for as long as the feed is open."""
         while not self._loop.is_closed():
             if (delivery := self.next(_WAIT_S)) is not None:
                 yield delivery
 
     def next(self, timeout_s: float) -> Delivery | None:
-        """The next delivery; None if there is none within `timeout_s`."""
+        """Return the next delivery, or None if none arrives within `timeout_s`."""
         if self._pending is None:
             self._pending = asyncio.run_coroutine_threadsafe(self._opened.next(timeout_s), self._loop)
         try:
-            found = self._pending.result()
+            delivery = self._pending.result()
         except KeyboardInterrupt:
-            raise  # the request goes on, for the next call
+            raise  # the request continues; the next call picks it up
         except BaseException:
             self._pending = None
             raise
         self._pending = None
-        return found
+        return delivery
 
     def commit(self, number: int) -> None:
         self._run(self._opened.commit(number))
@@ -342,7 +344,7 @@ class BlockingFeed(AbstractContextManager["BlockingFeed"]):
     @property
     def _opened(self) -> Feed:
         if self._feed is None or self._loop.is_closed():
-            raise RuntimeError("the feed is not open: use it in a `with` block")
+            raise RuntimeError("the feed is not open; use it in a `with` block")
         return self._feed
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -375,7 +377,7 @@ def _decode_delivery(wire: WireDelivery) -> Delivery:
 
 def _decode_rollout(wire: WireRollout) -> DeliveredRollout:
     if wire.rows and wire.advantage is None:
-        raise DamagedDelivery(f"session {wire.session}: has rows, but no advantage")
+        raise DamagedDelivery(f"session {wire.session}: the rollout has rows but no advantage")
     return DeliveredRollout(
         session=wire.session,
         task=wire.task,
@@ -395,26 +397,30 @@ def _decode_rollout(wire: WireRollout) -> DeliveredRollout:
 
 
 def _decode_row(wire: WireRow, rolled: WireRollout) -> Row:
-    """Decode and verify a row, so that trainers need not."""
+    """Decode and validate a row, so that trainers do not have to."""
     where = f"session {rolled.session}, branch {wire.branch}"
     ids = np.frombuffer(wire.ids, "<i4").astype(ID_DTYPE)
     if len(wire.mask) != -(-len(ids) // 8):
-        raise DamagedDelivery(f"{where}: {len(wire.mask)} bytes of mask for {len(ids)} tokens")
+        raise DamagedDelivery(f"{where}: the mask has {len(wire.mask)} bytes, which does not fit {len(ids)} tokens")
     mask = np.unpackbits(np.frombuffer(wire.mask, np.uint8), count=len(ids)).astype(np.bool_)
     sampled = np.frombuffer(wire.logprobs, "<f4")
     if len(sampled) != sum(span.end - span.start for span in wire.spans):
-        raise DamagedDelivery(f"{where}: {len(sampled)} log-probabilities for spans of another length")
+        raise DamagedDelivery(
+            f"{where}: the row has {len(sampled)} log-probabilities, which does not match the length of its spans"
+        )
     logprobs = np.full(len(ids), np.nan, LOGPROB_DTYPE)
     trained = np.zeros(len(ids), np.bool_)
     at = 0
     for span in wire.spans:
         if not 0 <= span.start <= span.end <= len(ids):
-            raise DamagedDelivery(f"{where}: a turn from {span.start} to {span.end} in a row of {len(ids)} tokens")
+            raise DamagedDelivery(
+                f"{where}: a turn spans tokens {span.start} to {span.end}, but the row has {len(ids)} tokens"
+            )
         logprobs[span.start : span.end] = sampled[at : at + span.end - span.start]
         trained[span.start : span.end] = span.trained
         at += span.end - span.start
     if not np.array_equal(mask, trained):
-        raise DamagedDelivery(f"{where}: its mask does not match its turns")
+        raise DamagedDelivery(f"{where}: the mask does not match the trained turns")
     if not np.isfinite(logprobs[mask]).all():
         raise DamagedDelivery(f"{where}: a trained token has no log-probability")
     assert rolled.advantage is not None

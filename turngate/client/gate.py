@@ -1,11 +1,12 @@
-"""A client of the gate: a trainer in another process takes model calls and answers them over HTTP.
+"""Gate client: lets a trainer in another process take model calls and answer them over HTTP.
 
     async with GatewayClient(url, key) as client, RemoteGate(client) as gate:
         async for call in gate:
             await call.answer(*sample(call.prompt, call.max_tokens, call.sampling))
 
-A taken call is leased. The lease is renewed while the gate is open and its event loop runs; if the process dies, another trainer gets its
-calls. So sample in a thread (`asyncio.to_thread`), or use a lease that lasts longer than sampling.
+A call is leased to the trainer that takes it. The lease is renewed while the gate is open and its event loop runs. If the process dies,
+another trainer gets its calls. To keep the event loop running, sample in a thread (`asyncio.to_thread`), or use a lease that lasts longer
+than sampling does.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _POLL_S = 20.0
 
 
 class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
-    """Takes calls and answers them. `lease_s`: how soon another trainer gets the calls of one that died."""
+    """Takes calls and answers them. If this process dies, another trainer gets its calls after at most `lease_s` seconds."""
 
     def __init__(self, client: GatewayClient, *, lease_s: float = 60.0) -> None:
         self._client = client
@@ -54,27 +55,28 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Give back calls that were taken and not answered."""
+        """Give back calls that were taken but not answered."""
         self._closed.set()
         if self._renewing is not None:
             self._renewing.cancel()
             with suppress(asyncio.CancelledError):
                 await self._renewing
         for call in list(self._mine.values()):
-            with suppress(TurngateError):  # it is over, or its lease will expire
+            with suppress(TurngateError):  # the call is over, or its lease will expire
                 await call.__aexit__()
 
     def __aiter__(self) -> AsyncIterator[GateCall]:
         return self._each()
 
     async def _each(self) -> AsyncIterator[GateCall]:
-        while found := await self.take():
-            yield found[0]
+        while calls := await self.take():
+            yield calls[0]
 
     async def take(self, limit: int = 1, *, wait_s: float | None = None) -> list[GateCall]:
-        """Take the oldest calls, at most `limit`. Waits for the first; returns none only after `wait_s`.
+        """Take up to `limit` calls, oldest first. Return an empty list if no call arrives within `wait_s` seconds or the gate is closed.
 
-        Waits for a gateway that cannot be reached. Raises for a wrong key, or if the gateway's engine is not a gate.
+        `None` means no time limit. Keep trying while the gateway cannot be reached. Raise an error if the key is wrong or if the gateway
+        has an engine other than the gate.
         """
         loop = asyncio.get_running_loop()
         end = None if wait_s is None else loop.time() + wait_s
@@ -82,15 +84,15 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
         while not self._closed.is_set():
             left = _POLL_S if end is None else max(0.0, min(_POLL_S, end - loop.time()))
             try:
-                wanted = TakeCalls(limit, left, self._lease_s)
-                taken = await self._client.post_msgpack("/admin/gate/take", wanted, LeasedCalls, left + 30)
+                request = TakeCalls(limit, left, self._lease_s)
+                taken = await self._client.post_msgpack("/admin/gate/take", request, LeasedCalls, left + 30)
                 backoff.reset()
                 if taken.calls:
-                    return [self._call(handed) for handed in taken.calls]
-            except RequestRejected as refused:
-                if refused.answered == 404:
+                    return [self._call(leased) for leased in taken.calls]
+            except RequestRejected as error:
+                if error.answered == 404:
                     raise ConfigError(
-                        f"gateway: {self._client.url} answers its calls itself; start it with --engine gate (docs/gate.md)",
+                        f"gateway: {self._client.url} has its own engine; start it with --engine gate (docs/gate.md)",
                         param="gateway",
                     ) from None
                 raise
@@ -100,29 +102,29 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
                 return []
         return []
 
-    def _call(self, handed: LeasedCall) -> GateCall:
-        prompt = np.frombuffer(handed.prompt, "<i4").astype(ID_DTYPE)
-        asked = GateRequest(
-            session=handed.session,
+    def _call(self, leased: LeasedCall) -> GateCall:
+        prompt = np.frombuffer(leased.prompt, "<i4").astype(ID_DTYPE)
+        request = GateRequest(
+            session=leased.session,
             prompt=prompt,
-            max_tokens=handed.max_tokens,
-            sampling=handed.sampling,
-            stop=handed.stop,
-            stop_ids=handed.stop_ids,
-            constraint=handed.constraint,
-            stream=handed.stream,
-            version=handed.version,
+            max_tokens=leased.max_tokens,
+            sampling=leased.sampling,
+            stop=leased.stop,
+            stop_ids=leased.stop_ids,
+            constraint=leased.constraint,
+            stream=leased.stream,
+            version=leased.version,
         )
-        call = self._mine[handed.id] = GateCall(self, handed.id, handed.lease, asked)
+        call = self._mine[leased.id] = GateCall(self, leased.id, leased.lease, request)
         return call
 
-    # ── a desk: how a call is answered ──────────────────────────────────────────────────────────────────────────
+    # ── answering a call ────────────────────────────────────────────────────────────────────────────────────────
 
     async def piece(
         self, call: GateCall, ids: Ids, logprobs: Logprobs | None, finish: GateFinish | None, version: int | None
     ) -> None:
         scores = None if logprobs is None else logprobs.astype("<f4").tobytes()
-        given = CallAnswer(
+        answer = CallAnswer(
             lease=call.lease,
             ids=ids.astype("<i4").tobytes(),
             logprobs=scores,
@@ -130,25 +132,25 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
             finish=finish,
             version=version,
         )
-        await self._tell(call, "answer", given)
+        await self._send(call, "answer", answer)
         if finish is not None:
             self._mine.pop(call.id, None)
 
     async def fail(self, call: GateCall, message: str, fault: GateFault) -> None:
-        await self._tell(call, "fail", CallFailure(call.lease, message, fault))
+        await self._send(call, "fail", CallFailure(call.lease, message, fault))
         self._mine.pop(call.id, None)
 
     async def give_back(self, call: GateCall) -> None:
-        await self._tell(call, "give_back", CallRelease(call.lease))
+        await self._send(call, "give_back", CallRelease(call.lease))
         self._mine.pop(call.id, None)
 
-    async def _tell(self, call: GateCall, verb: str, sent: object) -> None:
-        """Send, and repeat if no receipt came: the gateway recognises a piece that it already has."""
+    async def _send(self, call: GateCall, verb: str, message: object) -> None:
+        """Send a message, and repeat it if no receipt arrives. The gateway recognises a chunk that it already has."""
         path = f"/admin/gate/calls/{quote(call.id, safe='')}/{verb}"
         is_receipt_lost = False
         for pause in (*PAUSES_S, None):
             try:
-                await self._client.post_msgpack(path, sent, dict)
+                await self._client.post_msgpack(path, message, dict)
                 return
             except GatewayUnreachable:
                 if pause is None:
@@ -175,7 +177,7 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
                     "/admin/gate/renew", RenewLeases(leases), RenewedLeases, self._lease_s
                 )
             except TurngateError as error:
-                log.warning("the leases of %d calls could not be renewed: %s", len(leases), error.message)
+                log.warning("could not renew the leases of %d calls: %s", len(leases), error.message)
                 continue
             for call_id, why in renewed.over.items():
                 if (call := self._mine.pop(call_id, None)) is not None and not call.over:

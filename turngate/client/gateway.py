@@ -1,4 +1,4 @@
-"""A client of a gateway's admin API, whether the gateway runs in this process or elsewhere."""
+"""Client for the admin API of a gateway, in this process or elsewhere."""
 
 from __future__ import annotations
 
@@ -36,36 +36,38 @@ from turngate.types import Json
 
 __all__ = ["GatewayClient", "GatewayUnreachable", "InvalidReply", "RequestRejected"]
 
-_PAGE = 100  # tool calls that are requested at once
-_BUILD_S = 120  # for which a gateway may be silent while it builds the rows of a large group
+_PAGE = 100  # tool calls per request
+_BUILD_S = 120  # how long a gateway may be silent while it builds the rows of a large group
 _event_decoder = msgspec.json.Decoder(GatewayEvent)
 
 
 class _Ignored(msgspec.Struct, frozen=True):
-    """A reply of which nothing is read."""
+    """A reply whose content is ignored."""
 
 
 class GatewayClient(GatewayTransport):
-    """The verbs of the admin API."""
+    """The operations of the admin API."""
 
     async def open(self, config: dict[str, Json], session: str | None = None, traceparent: str = "") -> OpenedSession:
-        """Open a session. With an id of the caller's own it can be ended even if the reply is lost. `traceparent`: the parent span of its
-        turns."""
+        """Open a session. If the caller chooses the id (`session`), it can end the session even if this reply is lost.
+
+        `traceparent` is the parent span of the session's turns.
+        """
         headers = {TRACEPARENT: traceparent} if traceparent else {}
         body = {**config, "id": session}
         return await self._request("POST", "/admin/sessions", OpenedSession, body, headers=headers)
 
     async def check(self) -> None:
-        """Check that the gateway answers and accepts the key. `ConfigError` if something else answers."""
+        """Check that the gateway answers and accepts the key. Raise `ConfigError` if the server is not a gateway."""
         await self.fence()
 
     async def fence(self) -> FenceView:
         return await self._request("GET", "/admin/fence", FenceView)
 
     async def pause(self, mode: PauseMode = "hold", limit_s: float | None = None) -> FenceView:
-        """Hold new calls. `drain` returns when calls in flight have ended, however long that takes; `keep` freezes them.
+        """Hold new calls. Mode `drain` also waits until calls in flight have ended, without a time limit; `keep` freezes them.
 
-        `limit_s`: after so long without a resume, calls go on at the old version.
+        After `limit_s` seconds without a resume, calls continue at the old version.
         """
         limit = aiohttp.ClientTimeout(total=None, sock_connect=30)
         return await self._request(
@@ -73,13 +75,16 @@ class GatewayClient(GatewayTransport):
         )
 
     async def resume(self, version: int | None = None, model: str | None = None) -> FenceView:
-        """Let calls go on, at a policy version; None: the present one. `model`: the name under which the engine has it."""
+        """Let calls continue at a policy version. `None` keeps the current one. `model` is the engine's name for that version."""
         return await self._request("POST", "/admin/fence/resume", FenceView, {"version": version, "model": model})
 
     async def load_weights(
         self, version: int, *, path: str = "", lora_path: str = "", name: str = "", mode: PauseMode | None = None
     ) -> FenceView:
-        """Load a model or an adapter on every replica, and resume at that version. `RequestRejected` (502): the old version stays."""
+        """Load a model or an adapter on every replica, and resume at `version`.
+
+        If loading fails, raise `RequestRejected` (502) and keep the old version.
+        """
         body: dict[str, Json] = {"version": version, "path": path, "lora_path": lora_path, "mode": mode}
         limit = aiohttp.ClientTimeout(total=None, sock_connect=30)
         if name:
@@ -87,11 +92,11 @@ class GatewayClient(GatewayTransport):
         return await self._request("POST", "/admin/weights", FenceView, body, within=limit)
 
     async def models(self) -> list[str]:
-        """The names of the models that the gateway serves."""
+        """Return the names of the models that the gateway serves."""
         return [model.id for model in (await self._request("GET", "/v1/models", ModelList)).data]
 
     async def sessions(self) -> list[str]:
-        """Ids of sessions, newest first."""
+        """Return the ids of the newest 1000 sessions, newest first."""
         return [
             session.id for session in (await self._request("GET", "/admin/sessions?limit=1000", SessionList)).sessions
         ]
@@ -114,61 +119,61 @@ class GatewayClient(GatewayTransport):
         return await self._request("POST", f"/admin/sessions/{quote(session)}/cancel", SessionInfo)
 
     async def delete(self, session: str) -> None:
-        """Delete a session with everything recorded of it."""
+        """Delete a session and everything recorded for it."""
         await self._request("DELETE", f"/admin/sessions/{quote(session)}", _Ignored)
 
     async def announce(self, session: str, kind: str, data: dict[str, Json]) -> int:
-        """Add an event to the stream and return its number. The session need not be open yet."""
+        """Add an event to the stream and return its number. The session does not have to be open yet."""
         body = {"session": session, "kind": kind, "data": data}
         return (await self._request("POST", "/admin/events", EventReceipt, body)).seq
 
     async def record(self, session: str, recorded: RecordedOutcome, *, replace: bool = False) -> None:
-        """Record the outcome of a rollout. The same outcome again is fine; another one is rejected without `replace`."""
-        recorded.encode()  # rejects what the gateway would reject
+        """Record the outcome of a rollout. Recording the same outcome again is allowed; a different one requires `replace`."""
+        recorded.encode()  # raises for whatever the gateway would reject
         suffix = "?replace=1" if replace else ""
         path = f"/admin/sessions/{quote(session)}/outcome{suffix}"
         await self._request("PUT", path, _Ignored, msgspec.to_builtins(recorded))
 
     async def close_group(self, group: str) -> None:
-        """Declare a group complete: no further rollout of it will come. May be repeated."""
+        """Declare a group complete, even if it has fewer rollouts than expected. Safe to repeat."""
         await self._request("POST", f"/admin/groups/{quote(group, safe='')}/close", _Ignored)
 
-    # ── feeds; `client/feed.py` is the easy way to read one ───────────────────────────────────────────────────────
+    # ── feeds; use `client/feed.py` to read one ───────────────────────────────────────────────────────────────────
 
     async def feeds(self) -> list[FeedView]:
         return (await self._request("GET", "/admin/feeds", FeedList)).feeds
 
     async def show_feed(self, name: str) -> FeedView:
-        """The state of a feed, with its incomplete groups."""
+        """Return the state of a feed, including its incomplete groups."""
         return await self._request("GET", _feed_path(name), FeedView)
 
     async def open_feed(self, name: str, config: FeedConfig) -> FeedView:
-        """Open the feed of that name, or create it. `RequestRejected` (409) if it exists with other settings."""
+        """Open a feed, creating it if necessary. Raise `RequestRejected` (409) if it exists with different settings."""
         return await self._request("PUT", _feed_path(name), FeedView, msgspec.to_builtins(config))
 
     async def delete_feed(self, name: str) -> None:
         await self._request("DELETE", _feed_path(name), _Ignored)
 
     async def take_over_feed(self, name: str) -> str:
-        """Become the reader of a feed. Returns the token for fetching and committing; the previous reader is rejected from now on."""
+        """Become the reader of a feed, and return the token for fetching and committing. The previous reader's token stops working."""
         return (await self._request("POST", f"{_feed_path(name)}/reader", FeedReader)).reader
 
     async def fetch_deliveries(
         self, name: str, reader: str, *, after: int | None = None, wait: float = 0, limit: int = 1
     ) -> DeliveryPage:
-        """Fetch deliveries after a number (None: the committed one), oldest first. Waits up to `wait` seconds for the first."""
-        asked = f"{_feed_path(name)}/deliveries?reader={quote(reader, safe='')}&wait={wait:.3f}&limit={limit}"
-        past = "" if after is None else f"&after={after}"
+        """Fetch deliveries after a number, or after the last committed one. Wait up to `wait` seconds for the first."""
+        path = f"{_feed_path(name)}/deliveries?reader={quote(reader, safe='')}&wait={wait:.3f}&limit={limit}"
+        start = "" if after is None else f"&after={after}"
         limits = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=wait + _BUILD_S)
-        return await self._request("GET", asked + past, DeliveryPage, msgpack=True, within=limits)
+        return await self._request("GET", path + start, DeliveryPage, msgpack=True, within=limits)
 
     async def commit_feed(self, name: str, reader: str, number: int) -> int:
-        """Commit everything up to a number. Returns what is committed now, which may be more."""
+        """Commit everything up to a number. Return the last committed number, which may be higher."""
         body = {"reader": reader, "number": number}
         return (await self._request("POST", f"{_feed_path(name)}/commit", FeedView, body)).committed
 
     async def tool_calls(self, session: str) -> list[ToolCallView]:
-        """Every call of a host tool, oldest first."""
+        """Return all calls of host tools, oldest first."""
         calls: list[ToolCallView] = []
         while True:
             after = calls[-1].call if calls else 0
@@ -179,16 +184,17 @@ class GatewayClient(GatewayTransport):
                 return calls
 
     async def answer_tool(self, session: str, call: int, reply: Json) -> AnsweredToolCall:
-        """Answer a call that waits for the host. `RequestRejected` (409) if the agent no longer waits."""
+        """Answer a call that is waiting for the host. Raise `RequestRejected` (409) if the agent is no longer waiting."""
         path = f"/admin/sessions/{quote(session)}/tools/{call}/answer"
         return await self._request("POST", path, AnsweredToolCall, {"reply": reply})
 
     async def events(
         self, session: str = "", after: int = 0, *, wait: bool = True
     ) -> AsyncGenerator[GatewayEvent, None]:
-        """Follow the events of a session, or (empty) of all, after a cursor: the `seq` of the last event read, 0 for the beginning.
+        """Follow the events of one session, or of all sessions if `session` is empty.
 
-        Continues through restarts of the gateway without losing or repeating an event. `wait=False`: stops after the present events.
+        `after` is the `seq` of the last event read, or 0 to start at the beginning. The stream survives gateway restarts without losing or
+        repeating an event. With `wait=False`, it stops after the existing events.
         """
         assert self._http is not None, "use it as a context manager"
         path = f"/admin/sessions/{quote(session)}/events" if session else "/admin/events"
@@ -206,11 +212,7 @@ class GatewayClient(GatewayTransport):
                             yield event
                     if not wait and response.status == 200:
                         return
-            except (
-                aiohttp.ClientError,
-                TimeoutError,
-                ValueError,
-            ):  # ValueError: a line that is too long to be one of ours
+            except (aiohttp.ClientError, TimeoutError, ValueError):  # ValueError: a line too long to be a gateway event
                 pass
             await asyncio.sleep(0.5)
 

@@ -1,6 +1,6 @@
-"""The protocol between a gateway and its own clients: what the server encodes and the clients decode.
+"""Messages between a gateway and its clients.
 
-JSON, unless a comment says msgpack. A client ignores fields that it does not know, so that it can talk to a newer gateway.
+Messages are JSON unless a comment says msgpack. Clients ignore unknown fields, so they can talk to a newer gateway.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from turngate.trace.sample import RowSpan
 from turngate.trace.session import CallError, Status
 from turngate.types import Constraint, Json, Mode, Sampling
 
-PauseMode = Literal[
-    "hold", "drain", "keep"
-]  # hold new calls; also wait for calls in flight; also freeze them in the engine
+# All modes hold new calls. `drain` also waits for calls in flight, and `keep` freezes those in the engine.
+PauseMode = Literal["hold", "drain", "keep"]
 CutPolicy = Literal["train", "mask", "exclude"]
-MAX_WAIT_S = 60.0  # the longest that the gateway holds one request for deliveries or gate calls
+MAX_WAIT_S = 60.0  # the longest that a request for deliveries or gate calls waits at the gateway
 ConfigT = TypeVar("ConfigT")
 OutcomeT = TypeVar("OutcomeT")
 _FEED_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
@@ -43,7 +42,7 @@ class ErrorReply(msgspec.Struct, frozen=True):
 
 
 class SessionSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The settings of a session as clients read them: a `SessionConfig`, lenient towards what a newer gateway adds."""
+    """The settings of a session as clients decode them: a `SessionConfig` that tolerates additions by a newer gateway."""
 
     model: str = ""
     mode: Mode = "exact"
@@ -61,7 +60,7 @@ class SessionSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class SessionOutcome(RecordedOutcome, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """The outcome of a session as clients read it."""
+    """The outcome of a session as clients decode it. Unknown fields are ignored."""
 
 
 class Fork(msgspec.Struct, frozen=True):
@@ -70,7 +69,7 @@ class Fork(msgspec.Struct, frozen=True):
 
 
 class SessionSummary(msgspec.Struct, Generic[ConfigT, OutcomeT], frozen=True, kw_only=True, omit_defaults=True):
-    """A session in a list. The gateway encodes its own types for settings and outcome; clients decode lenient ones."""
+    """A session in a list. Settings and outcome have strict types in the gateway and lenient types in clients."""
 
     id: str
     key: int
@@ -80,25 +79,25 @@ class SessionSummary(msgspec.Struct, Generic[ConfigT, OutcomeT], frozen=True, kw
     closed: float | None
     config: ConfigT
     outcome: OutcomeT | None
-    damaged: str = ""  # what of it cannot be read
+    damaged: str = ""  # which part of the session cannot be read
 
 
 class SessionDescription(
     SessionSummary[ConfigT, OutcomeT], Generic[ConfigT, OutcomeT], frozen=True, kw_only=True, omit_defaults=True
 ):
-    """A session with its counters. `tokens`, `roles` and `forks` are None where its trace cannot be read."""
+    """A session with its counters. `tokens`, `roles` and `forks` are None if its trace cannot be read."""
 
     turns: int
     sampled_tokens: int
     in_flight: int
     last_error: CallError | None
-    # For how long calls have waited for the engine. An older gateway does not send it.
+    # How long calls have been waiting for the engine. Older gateways do not send it.
     unheard_s: float = msgspec.field(default_factory=float)
     last_used: float
     tokens: int | None
     roles: dict[str, int] | None
     forks: list[Fork] | None
-    unreadable: str = ""  # why not
+    unreadable: str = ""  # why the trace cannot be read
 
 
 class NewSession(
@@ -109,11 +108,11 @@ class NewSession(
     api_key: str
 
 
-SessionInfo = SessionDescription[SessionSettings, SessionOutcome]  # as clients decode it
+SessionInfo = SessionDescription[SessionSettings, SessionOutcome]  # the type that clients decode
 
 
 class OpenedSession(msgspec.Struct, frozen=True):
-    """What a client needs of a new session."""
+    """The fields of a new session that clients use."""
 
     id: str
     key: str = msgspec.field(name="api_key")  # the secret
@@ -132,7 +131,7 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 class SampleRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One training row of a session, as JSON. `logprobs` is None for tokens that were not sampled."""
+    """One training row of a session. `logprobs` has None for tokens that were not sampled."""
 
     branch: int
     ids: list[int]
@@ -185,56 +184,56 @@ class EventReceipt(msgspec.Struct, frozen=True):
 
 
 class FenceView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The policy version, and whether calls are held for an update."""
+    """The policy version, and whether calls are paused for an update."""
 
     version: int
     paused: bool
     in_flight: int
-    model: str = ""  # the name under which the engine has this version; empty: the engine's own
+    model: str = ""  # the engine's name for this version; empty: the engine's default model
 
 
 # ── feeds ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class FeedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of a feed, fixed when it is opened. A feed with other settings needs another name."""
+    """The settings of a feed, fixed when it is created. A feed with different settings needs a different name."""
 
-    n: Annotated[int, msgspec.Meta(ge=1, le=100_000)]  # rollouts with an outcome that make a group complete
+    n: Annotated[int, msgspec.Meta(ge=1, le=100_000)]  # a group is complete once this many rollouts have an outcome
     advantage: Choice = "normalised"
     max_staleness: Annotated[int, msgspec.Meta(ge=0, le=2**62)] | None = None  # policy versions; None: any
-    on_truncated: CutPolicy = "train"  # rollouts that a limit cut short; mask: in the baseline, but not trained
-    on_timeout: CutPolicy = "train"  # rollouts whose time ran out
-    groups: str = ""  # the feed takes groups whose names begin so
-    from_start: bool = False  # also what was recorded before the feed was opened
+    on_truncated: CutPolicy = "train"  # rollouts cut short by a limit; mask: part of the baseline, but not trained
+    on_timeout: CutPolicy = "train"  # rollouts that timed out
+    groups: str = ""  # only groups whose names start with this prefix
+    from_start: bool = False  # include rollouts recorded before the feed was created
 
 
 class FeedView(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a feed."""
 
     name: str
-    mark: str  # identifies this feed: one that is opened under its name after it was deleted has another mark
+    mark: str  # identifies this feed; a recreated feed with the same name has a different mark
     config: FeedConfig
     opened: float
-    newest: int  # the last number given
-    handed: int  # the highest number that a reader fetched
+    newest: int  # the last number assigned
+    handed: int  # the highest number that a reader has fetched
     committed: int
-    read: bool  # it has, or had, a reader
-    waiting: tuple[IncompleteGroup, ...] = ()  # groups that are not complete
+    read: bool  # it has or had a reader
+    waiting: tuple[IncompleteGroup, ...] = ()
 
 
 class WireRow(msgspec.Struct, frozen=True):
-    """One training row. Numbers are little endian."""
+    """One training row. Numbers are little-endian."""
 
     branch: int
     ids: bytes  # int32
-    mask: bytes  # bits, the first token in the highest bit
-    logprobs: bytes  # float32, one for each token of each span; the other tokens have none
+    mask: bytes  # one bit per token, the first token in the highest bit
+    logprobs: bytes  # float32, one for each token inside a span; tokens outside have none
     spans: tuple[RowSpan, ...]
     weight: float
 
 
 class WireRollout(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout of a delivery."""
+    """One rollout in a delivery."""
 
     session: str
     task: str
@@ -277,7 +276,7 @@ class FeedList(msgspec.Struct, frozen=True):
 
 
 class FeedReader(msgspec.Struct, frozen=True):
-    """The reply to taking over a feed: the token that reads and commits."""
+    """The reply to taking over a feed. `reader` is the token for fetching and committing."""
 
     reader: str
 
@@ -285,16 +284,16 @@ class FeedReader(msgspec.Struct, frozen=True):
 def check_feed_name(name: str) -> None:
     if not _FEED_NAME.fullmatch(name):
         raise BadRequest(
-            f"name: {name[:200]!r} must be 1 to 128 letters, digits, '-', '_', '.' or ':', starting with a letter or digit",
+            f"name must be 1 to 128 letters, digits, '-', '_', '.' or ':', starting with a letter or digit, not {name[:200]!r}",
             param="name",
         )
 
 
-# ── the gate: msgpack, with token ids as int32 and log-probabilities as float32, both little endian ─────────────────
+# ── the gate: msgpack, with token ids as int32 and log-probabilities as float32, both little-endian ─────────────────
 
 
 class TakeCalls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Ask for calls to answer."""
+    """A request for calls to answer."""
 
     limit: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)] = 20.0
@@ -302,7 +301,7 @@ class TakeCalls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LeasedCall(msgspec.Struct, frozen=True, kw_only=True):
-    """One call for a trainer. Only the holder of its `lease` may answer it."""
+    """One call leased to a trainer. Only the holder of the `lease` may answer it."""
 
     id: str
     lease: str
@@ -322,7 +321,7 @@ class LeasedCalls(msgspec.Struct, frozen=True):
 
 
 class CallAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A piece of an answer that follows its first `at` tokens. With `finish` it is the last piece, and may be the only one."""
+    """A chunk of an answer, starting at token `at`. `finish` marks the last chunk, which may be the only one."""
 
     lease: str
     ids: bytes
@@ -339,14 +338,14 @@ class CallFailure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CallRelease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Give a call back, so that another trainer can take it."""
+    """A request to give a call back, so that another trainer can take it."""
 
     lease: str
 
 
 class RenewLeases(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    leases: dict[str, str]  # by call
+    leases: dict[str, str]  # by call id
 
 
 class RenewedLeases(msgspec.Struct, frozen=True):
-    over: dict[str, str]  # calls whose lease is lost, and why
+    over: dict[str, str]  # by call id: why the lease was lost

@@ -1,4 +1,4 @@
-"""Wait for a gateway that restarts. The one place that decides how: every client of a gateway uses it."""
+"""Retry policy for a gateway that restarts, shared by all its clients."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from turngate.client.transport import GatewayUnreachable
 
 T = TypeVar("T")
 log = logging.getLogger("turngate")
-RESTART_S = 40.0  # that a restart may take
-PAUSES_S = (0.05, 0.2, 0.5, 1.0, 2.0)  # between attempts, each longer than the one before
+RESTART_S = 40.0  # how long a restart may take
+PAUSES_S = (0.05, 0.2, 0.5, 1.0, 2.0)  # between successive attempts
 
 
 async def retry_while_unreachable(
@@ -24,9 +24,9 @@ async def retry_while_unreachable(
     unreachable: tuple[type[Exception], ...] = (GatewayUnreachable,),
     warn: bool = False,
 ) -> T:
-    """Repeat a call while the gateway cannot be reached, for `limit_s` seconds (None: `RESTART_S`). Then the last error is raised.
+    """Repeat a call while the gateway cannot be reached. After `limit_s` seconds (default: `RESTART_S`), raise the last error.
 
-    Only for calls that may be repeated. `warn`: log the first failure.
+    Use it only for calls that are safe to repeat. `warn` logs the first failure.
     """
     limit_s = RESTART_S if limit_s is None else limit_s
     deadline = time.monotonic() + limit_s
@@ -37,19 +37,19 @@ async def retry_while_unreachable(
             if time.monotonic() > deadline:
                 raise
             if warn:
-                log.warning("%s; waiting for it, for at most %.0f s", error, limit_s)
+                log.warning("%s; retrying for up to %.0f s", error, limit_s)
                 warn = False
         await asyncio.sleep(pause_s)
 
 
 class Backoff:
-    """Growing pauses for a loop that keeps asking a gateway."""
+    """Growing pauses for a loop that polls a gateway."""
 
     def __init__(self) -> None:
         self._attempts = 0
 
     def reset(self) -> None:
-        """The gateway answered."""
+        """Start again with the shortest pause, because the gateway answered."""
         self._attempts = 0
 
     async def pause(self, at_most_s: float | None = None) -> None:

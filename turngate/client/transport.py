@@ -1,4 +1,4 @@
-"""HTTP to a gateway: one connection pool, the admin key, decoded replies, and errors that say what went wrong."""
+"""HTTP transport to a gateway: connection pool, admin key, decoded replies and typed errors."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from turngate.types import Json
 
 T = TypeVar("T")
 _LIMIT = aiohttp.ClientTimeout(total=60)
-_PROXY_STATUSES = (502, 503, 504)  # what a proxy answers while it cannot reach the gateway
+_PROXY_STATUSES = (502, 503, 504)  # what a proxy returns while it cannot reach the gateway
 
 
 class GatewayUnreachable(TurngateError):
-    """The gateway cannot be reached, is stopping, or cannot write (503), or a proxy reports so. The request may be repeated."""
+    """The gateway cannot be reached, is stopping, or cannot write to its store (503). A retry is safe."""
 
     status = 503
     kind = "gateway_unreachable"
@@ -40,7 +40,7 @@ class RequestRejected(TurngateError):
 
 
 class InvalidReply(TurngateError):
-    """The gateway sent a reply that this client cannot read, for example because it is of another version."""
+    """The gateway sent a reply that this client cannot decode, for example because their versions differ."""
 
     status = 502
     kind = "gateway_reply_invalid"
@@ -50,7 +50,7 @@ class GatewayTransport:
     """Sends requests to one gateway. Use it as a context manager."""
 
     def __init__(self, url: str, admin_key: str) -> None:
-        reject_credentials(url, "gateway", f"the key comes from {ADMIN_KEY}")
+        reject_credentials(url, "gateway", f"set the key in {ADMIN_KEY} instead")
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
             raise ConfigError(f"gateway: {url!r} is not an http(s) URL", param="gateway")
         self.url = url.rstrip("/")
@@ -69,7 +69,7 @@ class GatewayTransport:
             await self._http.close()
 
     async def post_msgpack(self, path: str, message: object, reply: type[T], within_s: float = 60) -> T:
-        """POST msgpack and receive msgpack: what the gate speaks."""
+        """Send a POST request with a msgpack body and decode the msgpack reply, as the gate requires."""
         limit = aiohttp.ClientTimeout(total=within_s)
         return await self._request("POST", path, reply, msgspec.msgpack.encode(message), msgpack=True, within=limit)
 
@@ -84,10 +84,10 @@ class GatewayTransport:
         within: aiohttp.ClientTimeout = _LIMIT,
         headers: Mapping[str, str] = {},
     ) -> T:
-        """`msgpack`: the format of a successful reply. Errors are always JSON."""
+        """Send a request and decode the reply. `msgpack` applies only to successful replies; errors are always JSON."""
         assert self._http is not None, "use it as a context manager"
         try:
-            # A gateway never redirects, and no other server may see its key.
+            # A gateway never redirects. Following a redirect would send the key to another server.
             async with self._http.request(
                 method, self.url + path, **_body_arguments(body), headers=headers, allow_redirects=False, timeout=within
             ) as response:
@@ -106,7 +106,7 @@ class GatewayTransport:
         except msgspec.ValidationError as error:
             message, field = explain_error(error, reply)
             raise InvalidReply(
-                f"gateway: {self.url} sent a reply that cannot be read ({message})", param=field
+                f"gateway: {self.url} sent a reply that this client cannot decode ({message})", param=field
             ) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise InvalidReply(f"gateway: {self.url} sent a damaged reply ({error})") from None
@@ -114,8 +114,8 @@ class GatewayTransport:
     def _to_error(self, status: int, raw: bytes, *, is_ours: bool) -> TurngateError:
         if not is_ours and status in _PROXY_STATUSES:
             return GatewayUnreachable(
-                f"gateway: {self.url} answers {status}, but not as a turngate gateway: a proxy in front of it cannot reach it, "
-                "or the address is wrong",
+                f"gateway: {self.url} returned status {status}, but the reply is not from a turngate gateway: "
+                "a proxy in front of it cannot reach it, or the address is wrong",
                 param="gateway",
             )
         if not is_ours:
@@ -125,7 +125,7 @@ class GatewayTransport:
         except (msgspec.DecodeError, UnicodeDecodeError):
             error = ErrorDetail(message=str(status))
         if status == 401:
-            return Unauthorized(f"gateway: {error.message} (the key comes from {ADMIN_KEY})", param=ADMIN_KEY)
+            return Unauthorized(f"gateway: {error.message} (the key is read from {ADMIN_KEY})", param=ADMIN_KEY)
         if status == GatewayUnreachable.status:
             return GatewayUnreachable(f"gateway: {error.message}", param="gateway")
         return RequestRejected(error.message, status, error.param)

@@ -191,7 +191,7 @@ async def test_a_checkpoint_is_of_one_feed_and_not_of_another_that_has_its_name_
             await rolled(g, "b", reward)  # its number is 1 too, and it is in no weights
         async with following(g, checkpoint=tmp_path, start=False) as worker:
             await apart(worker.update_model_version, 1)
-            with pytest.raises(OtherFeed, match="another one has its name"):
+            with pytest.raises(OtherFeed, match="it was deleted and recreated"):
                 await apart(worker.start)
 
 
