@@ -42,7 +42,7 @@ async def test_every_piece_of_code_of_the_page(tmp_path: Path, capsys: pytest.Ca
             await ran
     assert isinstance(seen["results"], tg.Results) and seen["results"].rewards == [1.0]
     told = capsys.readouterr().out
-    assert "timeout: is not an argument; did you mean timeout_s? timeout" in told
+    assert "timeout is not a known argument; did you mean timeout_s? timeout" in told
 
 
 def test_the_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

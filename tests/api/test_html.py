@@ -148,15 +148,15 @@ def test_a_large_result_is_cut_and_says_so() -> None:
     page = large._repr_html_()
     assert len(page) < 2_000_000
     text = Page(page).text
-    assert "200 turns, 400,000 sampled tokens" in text and "160 turns are not shown" in text
-    assert "characters are not shown" in text and "470 more are not shown" in text
+    assert "200 turns, 400,000 sampled tokens" in text and "160 turns not shown" in text
+    assert "characters not shown" in text and "470 more not shown" in text
     one = Page(display.render_html(result(turns=many), turns=[7], tokens=False, full=True)).text
     assert "turn 7 ·" in one and "turn 8 ·" not in one and long in one
-    assert "4,800 more are not shown" in Page(tg.Results([result()] * 5_000)._repr_html_()).text
+    assert "4,800 more not shown" in Page(tg.Results([result()] * 5_000)._repr_html_()).text
 
 
 def test_a_turn_that_is_not_there_is_named() -> None:
-    with pytest.raises(BadRequest, match="turns: there is no turn 5; choose from 1 to 1"):
+    with pytest.raises(BadRequest, match="turns: turn 5 not found; choose from 1 to 1"):
         result().show(turns=[5])
 
 
@@ -177,7 +177,7 @@ def test_results_count_only_what_is_known() -> None:
         first == pytest.approx(1, abs=1e-4) and second == pytest.approx(-1, abs=1e-4) and (third, alone) == (None, 0.0)
     )
     assert [row.advantage for row in results.rows("none")] == [1.0, 0.0, 1.0]
-    with pytest.raises(BadRequest, match="k: 0 has to be at least 1"):
+    with pytest.raises(BadRequest, match="k must be at least 1, not 0"):
         results.pass_at(0)
 
 

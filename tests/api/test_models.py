@@ -52,12 +52,12 @@ def test_a_catalog_is_chosen_from(tmp_path: Path) -> None:
     file = tmp_path / "service.toml"
     file.write_text('sandbox = "local"\n[endpoints."scripted://one"]\n[endpoints."scripted://two"]\nmodel = "second"\n')
     assert entry("scripted://two", file).served == "second"
-    with pytest.raises(tg.TurngateError, match="model: is missing") as wrong:
+    with pytest.raises(tg.TurngateError, match="model is missing") as wrong:
         entry("", file)
     assert "the catalog has scripted://one, scripted://two" in wrong.value.message
     whole = tg.ServiceConfig(endpoints={"scripted://only": tg.Endpoint()})
     assert entry(whole).key == entry("", whole).key == "scripted://only"
-    with pytest.raises(tg.TurngateError, match="config: the model already is a ServiceConfig"):
+    with pytest.raises(tg.TurngateError, match="config must not be set if model is a ServiceConfig"):
         entry(whole, file)
     own = tg.Endpoint(key="vllm://two", url=["http://a:1", "http://b:1"], model="m", tokenizer="/t")
     assert entry(own).urls == ["http://a:1", "http://b:1"]

@@ -269,27 +269,27 @@ def _with(**given: Any) -> dict[str, Any]:
         ("Do it.", _with(timeout_s=-1.0), "timeout_s: -1.0 has to be a number of seconds that is more than 0"),
         ("Do it.", _with(timeout_s=0.0), "timeout_s: 0.0 has to be a number of seconds that is more than 0"),
         ("Do it.", _with(sanbox="local"), "sanbox is not a known argument; did you mean sandbox?"),
-        ("Do it.", _with(data=3), "data: has to be a path, not int"),
-        ("Do it.", _with(model=None), "model: NoneType is none; give one like vllm://"),
+        ("Do it.", _with(data=3), "data must be a path, not int"),
+        ("Do it.", _with(model=None), "model must be a string such as vllm://"),
         ("Do it.", _with(max_turns=0), "max_turns: Expected `int` >= 1"),
         ("Do it.", _with(agent="py"), "agent: there is none called 'py'"),
         ("Do it.", _with(mode="exactly"), "mode: 'exactly' is none of exact, observe"),
         ("Do it.", _with(sandbox="moon"), "sandbox: 'moon' is none of local, bubblewrap"),
         ("Do it.", _with(files={"/etc/passwd": "x"}), "files['/etc/passwd']: has to be the path of a file below"),
-        ("Do it.", _with(files={"a": 3}), "files['a']: has to be str or bytes, not int"),
+        ("Do it.", _with(files={"a": 3}), "files['a'] must be str or bytes, not int"),
         ("Do it.", _with(concurrency=0), "concurrency: Expected `int` >= 1"),
-        ("Do it.", _with(options={"command": "true"}), "options: are those of an agent; give agent= too"),
+        ("Do it.", _with(options={"command": "true"}), "options is set without an agent; pass agent= too"),
         ("", _with(), "task: is empty; write what the agent should do"),
-        (3, _with(), "task: int is no task; give a Task, a path, a row (a dict), or words"),
+        (3, _with(), "task must be a Task, a path, a row (a dict) or an instruction, not int"),
         ("examples/tasks/fix-ad", _with(), "task: examples/tasks/fix-ad does not exist"),
-        ("examples/tasks", _with(), "task: examples/tasks holds several tasks; name one"),
-        ("examples/tasks/fix-add", _with(test_script="true"), "test_script: goes with an instruction in words"),
+        ("examples/tasks", _with(), "task: examples/tasks contains several tasks; select one"),
+        ("examples/tasks/fix-add", _with(test_script="true"), "test_script applies only to a task that is an instruction"),
         ({"id": "a", "instruction": "b", "grade": 1}, _with(), "grade is not a known field"),
-        ("Do it.", _with(model="vllm://Qwen/Qwen3-8B"), "model: 'vllm://Qwen/Qwen3-8B' does not say where it listens"),
-        ("Do it.", _with(model="Qwen3-8B"), "model: 'Qwen3-8B' is neither a key of the catalog nor KIND://MODEL"),
-        ("Do it.", _with(model=""), "model: is missing: give one like vllm://"),
-        ("Do it.", _with(model="scripted://no.json"), "model: there is no file no.json with replies"),
-        ("Do it.", _with(gateway="localhost:8700"), "gateway: 'localhost:8700' is not an http(s) URL"),
+        ("Do it.", _with(model="vllm://Qwen/Qwen3-8B"), "model 'vllm://Qwen/Qwen3-8B' has no URL"),
+        ("Do it.", _with(model="Qwen3-8B"), "model 'Qwen3-8B' is neither a catalog key nor KIND://MODEL"),
+        ("Do it.", _with(model=""), "model is missing; pass one such as vllm://"),
+        ("Do it.", _with(model="scripted://no.json"), "model: file no.json not found"),
+        ("Do it.", _with(gateway="localhost:8700"), "gateway must be an http(s) URL such as http://127.0.0.1:8700, not 'localhost:8700'"),
     ],
 )
 async def test_a_mistake_is_told_by_the_name_of_the_argument(task: Any, given: Any, told: str) -> None:
@@ -308,5 +308,5 @@ async def test_a_key_that_is_not_set_is_told_by_its_name(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("n", "tasks"), [(0, ["a"]), (True, ["a"]), (1, []), (1, "Do it."), (1, 3)])
 async def test_many_are_asked_for_in_a_way_that_can_be_done(n: Any, tasks: Any) -> None:
-    with pytest.raises(BadRequest, match=r"^(n|tasks): "):
+    with pytest.raises(BadRequest, match=r"^(n|tasks) "):
         await tg.batch(tasks, n, **_with())

@@ -1,16 +1,17 @@
-"""Rollouts from Python: `import turngate as tg; result = await tg.run(task, agent="pi", model=…)`. docs/python.md describes it.
+"""Python API for rollouts: `import turngate as tg; result = await tg.run(task, agent="pi", model=…)`. See docs/python.md.
 
-    client          run, group, batch, Client: with await
-    blocking        run_sync, group_sync, batch_sync, open: without await
-    arguments       their arguments, for type checkers and checked at run time
-    task            a task from a path, a row or an instruction
-    models          a model from one line
-    result          Result and Results; result_data: their fields, and Turn
-    result_builder  a Result from the service's result and the gateway's trace
-    display         results in notebooks and terminals
-    progress        progress while rollouts run
+    client          the async API: run, group, batch and Client
+    blocking        the blocking API: run_sync, group_sync, batch_sync and open
+    arguments       the arguments of both, typed and validated
+    task            loads a task from a path, a row or an instruction
+    models          parses a model such as vllm://MODEL@URL
+    result          Result and Results
+    result_data     the fields of a Result, and Turn
+    result_builder  builds a Result from the service's result and the gateway's trace
+    display         displays results in notebooks and terminals
+    progress        displays progress while rollouts run
 
-`import turngate` loads it on first use.
+`import turngate` loads this package on first use.
 """
 
 from turngate.api.blocking import BlockingClient, batch_sync, group_sync, open, run_sync

@@ -1,6 +1,6 @@
-"""The arguments of `run`, `group`, `batch` and of clients: typed for type checkers, and checked at run time.
+"""The arguments of `run`, `group`, `batch` and clients: typed for type checkers and validated at run time.
 
-An error names the argument that is unknown or of the wrong type, and suggests the one that was meant.
+An error names the argument that is unknown or has the wrong type, and suggests the closest valid name.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class ClientArguments(TypedDict, total=False):
-    """Where rollouts run. All are optional."""
+    """Arguments that set where rollouts run. All are optional."""
 
     agent: str  # a preset (`turngate agents`), or your own TOML file
-    options: Mapping[str, str]  # of that agent
-    gateway: str  # URL of a gateway that already runs; its key comes from TURNGATE_ADMIN_KEY
+    options: Mapping[str, str]  # the agent's options
+    gateway: str  # URL of a running gateway; its key is read from TURNGATE_ADMIN_KEY
     tokenizer: str  # folder with tokenizer.json and a chat template, or a name in the Hugging Face cache
-    key_env: str  # name of the environment variable that holds the endpoint's key
-    config: ServiceConfig | Path | str  # settings of a service, with a catalog of endpoints
+    key_env: str  # name of the environment variable with the endpoint's key
+    config: ServiceConfig | Path | str  # service settings, with a catalog of endpoints
     sandbox: str  # local, bubblewrap (the default), docker, e2b, huggingface
-    image: str  # for sandboxes that have one
-    network: Literal["none", "open"]  # of the sandboxes
-    data: Path | str  # a folder for everything that is recorded; left out, nothing stays on disk
-    concurrency: int  # rollouts at once; left out, 8
+    image: str  # for sandboxes that use images
+    network: Literal["none", "open"]  # network access of the sandboxes
+    data: Path | str  # folder for all recordings; by default, nothing is kept on disk
+    concurrency: int  # number of rollouts that run in parallel; 8 by default
 
 
 class RunArguments(TypedDict, total=False):
-    """How one rollout runs. All are optional; the first four apply only to a task that is an instruction."""
+    """Arguments of one rollout. All are optional. The first four apply only if the task is an instruction."""
 
-    test_script: str  # bash, grades the agent's work in a fresh sandbox; left out, there is no reward
+    test_script: str  # bash script that grades the agent's work in a fresh sandbox; without one, there is no reward
     files: Mapping[str, str | bytes]  # files for the working folder, path → content
-    setup: str  # sh, runs in the working folder before the agent starts
+    setup: str  # sh script that runs in the working folder before the agent starts
     task_id: str
-    agent: str  # instead of the client's
-    mode: str  # exact, observe, gate, direct; left out, the endpoint's default
-    thinking: bool  # whether the model thinks first, if its chat template supports the choice
+    agent: str  # overrides the client's agent
+    mode: str  # exact, observe, gate or direct; by default, the endpoint's mode
+    thinking: bool  # whether the model thinks before it answers, if its chat template supports the switch
     max_tokens_cap: int  # per turn
     max_turns: int
     timeout_s: float  # for the agent
-    progress: bool  # False: display nothing while it runs
+    progress: bool  # False hides the progress display
 
 
 class AllArguments(ClientArguments, RunArguments, total=False):
@@ -92,21 +92,21 @@ _CLIENT_NAMES = frozenset(ClientSettings.__struct_fields__)
 
 
 def split_arguments(everything: AllArguments) -> tuple[ClientArguments, RunArguments]:
-    """Split the arguments into those of the client and those of the run. `agent` goes to the client, which accepts a file too."""
+    """Split the arguments into client arguments and run arguments. `agent` goes to the client, which also accepts a file."""
     known = [*ClientSettings.__struct_fields__, *RunSettings.__struct_fields__]
     for name in everything:
         if name not in known:
-            raise BadRequest(f"{name}: is not an argument{suggestion(name, known)}", param=name)
+            raise BadRequest(f"{name} is not a known argument{suggestion(name, known)}", param=name)
     where = {name: value for name, value in everything.items() if name in _CLIENT_NAMES}
     how = {name: value for name, value in everything.items() if name not in _CLIENT_NAMES}
     return where, how  # type: ignore[return-value]
 
 
 def parse_arguments(given: Mapping[str, Any], kind: type[T]) -> T:
-    """Validate arguments. `BadRequest` names the one that is unknown or of the wrong type."""
+    """Validate arguments. Raise `BadRequest` if one is unknown or has the wrong type."""
     for name, kinds in _PATHS.items():
         if not isinstance(given.get(name), kinds):
-            raise BadRequest(f"{name}: has to be a path, not {type(given[name]).__name__}", param=name)
+            raise BadRequest(f"{name} must be a path, not {type(given[name]).__name__}", param=name)
     try:
         return msgspec.convert(dict(given), kind)
     except msgspec.ValidationError as error:
@@ -116,5 +116,5 @@ def parse_arguments(given: Mapping[str, Any], kind: type[T]) -> T:
 
 def check_n(n: int) -> int:
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise BadRequest(f"n: {n!r} has to be an integer of at least 1", param="n")
+        raise BadRequest(f"n must be an integer of at least 1, not {n!r}", param="n")
     return n

@@ -1,12 +1,13 @@
-"""The same as `client.py` without `await`: for scripts, and for cells of a notebook.
+"""The blocking version of `client.py`, for scripts and notebooks.
 
     result = run_sync("examples/tasks/fix-add", agent="pi", model="vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000")
 
     with open("vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000", agent="pi") as client:
         for result in client.group(task, n=8): …
 
-Everything runs on its own event loop in its own thread. So it also works where a loop already runs, as in a notebook, and rollouts
-continue while the caller computes. Ctrl-C, or a kernel's interrupt, ends the rollouts that the caller waits for, and cleans up.
+Rollouts run on an event loop in a separate thread. So this API also works where a loop is already running, as in a notebook, and
+rollouts continue while the caller does other work. Ctrl-C, or interrupting the kernel, ends the rollouts that the caller is waiting for
+and cleans up.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from turngate.api.result import Result, Results
 from turngate.api.task import AnyTask
 from turngate.common.loop_thread import LoopThread
 
-_OPEN: set[BlockingClient] = set()  # closed at exit, at the latest
+_OPEN: set[BlockingClient] = set()  # clients to close when Python exits
 
 
 class BlockingClient:
-    """Several rollouts on one gateway, until it is closed. Created by `open`; use it from one thread."""
+    """A client that runs several rollouts on one gateway. Create it with `open`, and use it from one thread only."""
 
     def __init__(self, model: AnyModel = "", **where: Unpack[ClientArguments]) -> None:
-        """The arguments are those of `Client`."""
+        """Open the client. The arguments are the same as for `Client`."""
         self._client = Client(model, **where)
         self._loop = LoopThread("turngate", param="client")
         self._loop.start()
@@ -50,7 +51,7 @@ class BlockingClient:
         try:
             self._loop.run(self._client.__aenter__())
         except BaseException:
-            self.close()  # an interrupt may come when the client is already open
+            self.close()  # an interrupt may arrive when the client is already open
             raise
 
     def __enter__(self) -> BlockingClient:
@@ -62,8 +63,8 @@ class BlockingClient:
         self.close()
 
     def close(self) -> None:
-        """End the rollouts that still run, and release everything. May be called more than once. In a forked child process, such as
-        `multiprocessing` may start, it does nothing: the client belongs to the parent."""
+        """End the rollouts that are still running, and release all resources. May be called more than once. Does nothing in a forked
+        child process, such as `multiprocessing` may start: the client belongs to the parent."""
         _OPEN.discard(self)
         try:
             if self._loop.is_running:
@@ -72,27 +73,28 @@ class BlockingClient:
             self._loop.stop()
 
     def run(self, task: AnyTask, **how: Unpack[RunArguments]) -> Result:
-        """Run one rollout to its end. The arguments are those of `Client.run`."""
+        """Run one rollout to completion. The arguments are the same as for `Client.run`."""
         given = parse_arguments(how, RunSettings)
         board = ProgressBoard()
         with ProgressScreen(board, given.progress) as screen:
             return self._loop.run(self._client.run_with_board(task, given, board), screen.refresh)
 
     def group(self, task: AnyTask, n: int = 8, **how: Unpack[RunArguments]) -> BlockingResultStream:
-        """Run n rollouts of one task. `for` yields results as they finish, `all()` returns all of them."""
+        """Run n rollouts of one task. Iterate over the returned stream to get results as they finish, or call its `all()`."""
         return self.batch([task], n, **how)
 
     def batch(
         self, tasks: Iterable[AnyTask] | str | Path, n: int = 1, **how: Unpack[RunArguments]
     ) -> BlockingResultStream:
-        """Run n rollouts of each task, like `Client.batch`."""
+        """Run n rollouts of each task. The arguments are the same as for `Client.batch`."""
         return BlockingResultStream(self, tasks, check_n(n), parse_arguments(how, RunSettings), ProgressBoard())
 
     @contextmanager
     def results(
         self, tasks: Iterable[AnyTask] | str | Path, n: int, given: RunSettings, board: ProgressBoard
     ) -> Iterator[Iterator[tuple[int, Result]]]:
-        """Yield results as they finish, each with its index. Leaving the block ends the rollouts that still run."""
+        """Return a context manager for an iterator over results as they finish, each with its index. Leaving the block ends the rollouts
+        that are still running."""
         stream = self._client.stream(tasks, n, given, board)
         with ProgressScreen(board, given.progress) as screen:
             try:
@@ -113,8 +115,9 @@ class BlockingClient:
 
 @cache
 def _register_at_exit() -> None:
-    """Close all clients when Python exits. `atexit` is too late: thread pools no longer accept work by then, and removing a sandbox needs
-    one. So this uses the hook of the thread pools, after them: the last registered runs first."""
+    """Close all clients when Python exits. `atexit` would be too late: thread pools no longer accept work then, and removing a sandbox
+    needs one. So this uses the same hook as the thread pools. The hook that was registered last runs first, so this one is registered
+    after theirs."""
     import concurrent.futures.thread  # noqa: F401
 
     threading._register_atexit(_close_all)  # type: ignore[attr-defined]
@@ -126,8 +129,8 @@ def _close_all() -> None:
 
 
 class BlockingResultStream:
-    """Results of rollouts that run: `for` yields them as they finish, `all()` returns all of them in the order of the tasks.
-    Leaving the loop early ends the rollouts that still run."""
+    """A stream of results. Iterating yields them as they finish; `all()` returns all of them in the order of the tasks. Leaving the loop
+    early ends the rollouts that are still running."""
 
     def __init__(
         self,
@@ -146,22 +149,23 @@ class BlockingResultStream:
                 yield result
 
     def all(self) -> Results:
+        """Wait for all results, and return them in the order of the tasks."""
         with self._client.results(*self._arguments) as results:
             return sort_results(results)
 
 
 async def _next_result(stream: AsyncGenerator[tuple[int, Result], None]) -> tuple[int, Result] | None:
-    """None: there are no more."""
+    """Return the next result, or None if there are no more."""
     return await anext(stream, None)
 
 
 def open(model: AnyModel = "", **where: Unpack[ClientArguments]) -> BlockingClient:
-    """Open a client for several rollouts, with `run`, `group` and `batch`. Use it in a `with` block, or call its `close()`."""
+    """Open a client that runs several rollouts on one gateway. Use it in a `with` block, or call its `close()`."""
     return BlockingClient(model, **where)
 
 
 def run_sync(task: AnyTask, *, model: AnyModel = "", **everything: Unpack[AllArguments]) -> Result:
-    """`run` without `await`. The arguments are the same."""
+    """Run one rollout to completion. Blocking version of `run`, with the same arguments."""
     where, how = split_arguments(everything)
     with open(model, **where) as client:
         return client.run(task, **how)
@@ -170,14 +174,14 @@ def run_sync(task: AnyTask, *, model: AnyModel = "", **everything: Unpack[AllArg
 def group_sync(
     task: AnyTask, n: int = 8, *, model: AnyModel = "", **everything: Unpack[AllArguments]
 ) -> Iterator[Result]:
-    """`group` without `await`: yields results as they finish. `Results(group_sync(…))` collects them."""
+    """Run n rollouts of one task, and yield results as they finish. `Results(group_sync(…))` collects them."""
     return batch_sync([task], n, model=model, **everything)
 
 
 def batch_sync(
     tasks: Iterable[AnyTask] | str | Path, n: int = 1, *, model: AnyModel = "", **everything: Unpack[AllArguments]
 ) -> Iterator[Result]:
-    """`batch` without `await`: yields results as they finish."""
+    """Run n rollouts of each task, and yield results as they finish. Blocking version of `batch`."""
     where, how = split_arguments(everything)
     check_n(n)
     parse_arguments(how, RunSettings)

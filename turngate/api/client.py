@@ -1,12 +1,12 @@
-"""Rollouts from Python: `run` for one, `group` and `batch` for many, `Client` for several on one gateway.
+"""The async API: `run` runs one rollout, `group` and `batch` run many, and `Client` keeps a gateway open for several calls.
 
     result = await run("examples/tasks/fix-add", agent="pi", model="vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000")
 
     async with Client("vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000", agent="pi") as client:
         async for result in client.group(task, n=8): …
 
-Everything runs through `service.Rollouts`. Unlike a service's caller, the task that awaits here owns the rollout: cancelling it ends the
-agent and removes its sandbox before the cancellation propagates. `blocking.py` has the same without `await`.
+Rollouts run through `service.Rollouts`. Unlike with the HTTP service, the asyncio task that awaits a rollout owns it: cancelling the task
+ends the agent and removes its sandbox before the cancellation propagates. `blocking.py` is the blocking version.
 """
 
 from __future__ import annotations
@@ -54,35 +54,35 @@ T = TypeVar("T")
 AnyModel = str | Endpoint | ServiceConfig
 _DEFAULT_TIMEOUT_S = 1800.0  # for an agent, if neither the caller nor the task sets one
 _MAX_TIMEOUT_S = 30 * 24 * 3600.0
-# Results for other processes are truncated earlier; in this process they may be large.
+# Results that stay in this process may be larger than those that the service returns over HTTP.
 _CLAMP = Clamp(
     text=0, turns=0, logprobs=0, files=2_000, file=1_000_000, all_files=20_000_000, log=200_000, verifier=200_000
 )
 
 
 class _Job(msgspec.Struct, frozen=True):
-    """One rollout to run."""
+    """A rollout to run."""
 
-    index: int  # in the order of the tasks
+    index: int  # position in the order of the tasks
     task: Task
     group: str
 
 
 class Client:
-    """Several rollouts on one gateway, while the block runs. Leaving the block ends the rollouts that still run.
+    """A client that runs several rollouts on one gateway. Leaving its `async with` block ends the rollouts that are still running.
 
-    `model`: a key of the catalog (`config=`), KIND://MODEL@URL like vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000, an `Endpoint`, or the
-    settings of a service with one endpoint. With `gateway=` it is the name of one of that gateway's models, and may be left out.
-    The other arguments are those of `ClientArguments`.
+    `model` is one of: a key of the catalog in `config=`; KIND://MODEL@URL, such as vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000; an
+    `Endpoint`; or a `ServiceConfig` with one endpoint. With `gateway=`, it names one of that gateway's models and may be omitted.
+    `ClientArguments` lists the other arguments.
     """
 
     def __init__(self, model: AnyModel = "", **where: Unpack[ClientArguments]) -> None:
         given = parse_arguments(where, ClientSettings)
         if given.options and not given.agent:
-            raise BadRequest("options: need an agent; set agent= too", param="options")
+            raise BadRequest("options is set without an agent; pass agent= too", param="options")
         self._tokenizer = given.tokenizer
         self._data = None if given.data is None else Path(given.data)
-        # The caller configured the service, so its settings keep their own defaults.
+        # If the caller passed service settings, those keep the service's defaults.
         self._is_configured = given.config is not None or isinstance(model, ServiceConfig)
         self._config, self._key = models.resolve_model(
             model,
@@ -96,7 +96,7 @@ class Client:
         self._reader: TokenReader | None = None
 
     def _settings(self, given: ClientSettings) -> dict[str, Any]:
-        """The settings of the service. Callers from Python are trusted: any image, any agent, large results."""
+        """Return the service settings. Python callers are trusted: they may use any image and any agent, and get large results."""
         agent = models.find_agent_name(given.agent)
         trusted = {"images": ["*"], "clamp": _CLAMP, "most_agent_timeout_s": _MAX_TIMEOUT_S}
         return {
@@ -113,7 +113,7 @@ class Client:
 
     async def __aenter__(self) -> Client:
         if self._rollouts is not None:
-            raise BadRequest("client: is already open", param="client")
+            raise BadRequest("the client is already open", param="client")
         await self._stack.__aenter__()
         try:
             folder = Path(tempfile.mkdtemp(prefix="turngate-"))
@@ -137,11 +137,12 @@ class Client:
         await run_to_completion(self._stack.aclose())
 
     async def run(self, task: AnyTask, **how: Unpack[RunArguments]) -> Result:
-        """Run one rollout to its end. A problem with the task, the engine or the sandbox is the result's `error`; wrong arguments raise.
-        Cancelling ends the rollout.
+        """Run one rollout to completion. Cancelling ends the rollout.
 
-        `task`: a `Task`, a path (a task folder, a text file, `rows.jsonl#ID`), a row as a dict, or an instruction. The other arguments
-        are those of `RunArguments`.
+        Invalid arguments raise an exception. A failure of the task, the engine or the sandbox is reported in the result's `error`.
+
+        `task` is a `Task`, a path (a task folder, a text file or `rows.jsonl#ID`), a row as a dict, or an instruction. `RunArguments`
+        lists the other arguments.
         """
         given = parse_arguments(how, RunSettings)
         board = ProgressBoard()
@@ -149,22 +150,24 @@ class Client:
             return await self._run_job(_Job(0, await self._load_task(task, given), ""), given, board)
 
     def group(self, task: AnyTask, n: int = 8, **how: Unpack[RunArguments]) -> ResultStream:
-        """Run n rollouts of one task. `async for` yields results as they finish, `await` returns all of them."""
+        """Run n rollouts of one task. On the returned stream, `async for` yields results as they finish; `await` returns all of them."""
         return self.batch([task], n, **how)
 
     def batch(self, tasks: Iterable[AnyTask] | str | Path, n: int = 1, **how: Unpack[RunArguments]) -> ResultStream:
-        """Run n rollouts of each task of a list or a source (a folder of tasks, a .jsonl file, hf://org/name). `async for` yields results
-        as they finish, `await` returns all of them."""
+        """Run n rollouts of each task. `tasks` is a list, or a source: a folder of tasks, a .jsonl file or hf://org/name.
+
+        On the returned stream, `async for` yields results as they finish; `await` returns all of them.
+        """
         given = parse_arguments(how, RunSettings)
         count = check_n(n)
         return ResultStream(lambda: self.stream(tasks, count, given, None))
 
-    # ── also for `blocking.py` ─────────────────────────────────────────────────────────────────────────────────
+    # ── also used by `blocking.py` ─────────────────────────────────────────────────────────────────────────────────
 
     async def stream(
         self, source: Iterable[AnyTask] | str | Path, n: int, given: RunSettings, board: ProgressBoard | None
     ) -> AsyncGenerator[tuple[int, Result], None]:
-        """Yield results as they finish, each with its index. `board`: the caller displays progress itself."""
+        """Yield results as they finish, each with its index. A caller that passes `board` displays the progress itself."""
         jobs = deque(await self._build_jobs(source, n, given))
         progress = board or ProgressBoard()
         progress.total = len(jobs)
@@ -187,24 +190,25 @@ class Client:
                 await run_to_completion(_wait_all(workers))
 
     async def run_with_board(self, task: AnyTask, given: RunSettings, board: ProgressBoard) -> Result:
+        """Run one rollout to completion, and write its progress to `board` for the caller to display."""
         async with self._show_progress(board, False):
             return await self._run_job(_Job(0, await self._load_task(task, given), ""), given, board)
 
     async def _build_jobs(self, source: Iterable[AnyTask] | str | Path, n: int, given: RunSettings) -> list[_Job]:
-        """Load every task before the first rollout starts, so that an invalid one raises now."""
+        """Load all tasks before the first rollout starts, so that an invalid task raises early."""
         jobs: list[_Job] = []
         for one in await asyncio.to_thread(lambda: list(tasks.iter_tasks(source))):
             task = await self._load_task(one, given)
             group = f"{task.id}-{uuid.uuid4().hex[:8]}"
             jobs += [_Job(len(jobs) + index, task, group) for index in range(n)]
         if not jobs:
-            raise BadRequest("tasks: the list is empty; give at least one task", param="tasks")
+            raise BadRequest("tasks is empty; pass at least one task", param="tasks")
         return jobs
 
     async def _load_task(self, task: AnyTask, given: RunSettings) -> Task:
         for name, data in given.files.items():
             if not isinstance(data, str | bytes):
-                raise BadRequest(f"files[{name!r}]: has to be str or bytes, not {type(data).__name__}", param="files")
+                raise BadRequest(f"files[{name!r}] must be str or bytes, not {type(data).__name__}", param="files")
         return await asyncio.to_thread(
             tasks.load_task,
             task,
@@ -245,7 +249,7 @@ class Client:
         return await asyncio.to_thread(build_result, result, job.group, trace, rows, self._reader, work, notes)
 
     async def _read_recording(self, rollout: str, session: str) -> tuple[Json, list[SampleRow], list[str]]:
-        """Read the trace and the rows from the gateway. A trace of None: nothing was recorded."""
+        """Read the trace and the rows from the gateway, with notes on failures. The trace is None if there is none."""
         if not session:
             return None, [], []
         try:
@@ -257,7 +261,7 @@ class Client:
     @property
     def _service(self) -> Rollouts:
         if self._rollouts is None:
-            raise BadRequest("client: is not open; use it as `async with Client(…) as client`", param="client")
+            raise BadRequest("the client is not open; use `async with Client(…) as client`", param="client")
         return self._rollouts
 
     def _show_progress(self, board: ProgressBoard, progress: bool | None) -> _ProgressDisplay:
@@ -265,7 +269,7 @@ class Client:
 
 
 class _ProgressDisplay:
-    """Keeps a board up to date while the block runs, and displays it if wanted."""
+    """Context manager that keeps a board up to date and, if enabled, displays it."""
 
     def __init__(self, rollouts: Rollouts, board: ProgressBoard, progress: bool | None) -> None:
         self._rollouts = rollouts
@@ -292,8 +296,8 @@ class _ProgressDisplay:
 
 
 class ResultStream:
-    """Results of rollouts that run: `async for` yields them as they finish, `await` returns all of them in the order of the tasks.
-    Leaving the loop early ends the rollouts that still run."""
+    """A stream of results. `async for` yields them as they finish; `await` returns all of them in the order of the tasks. Leaving the loop
+    early ends the rollouts that are still running."""
 
     def __init__(self, open_stream: Callable[[], AsyncGenerator[tuple[int, Result], None]]) -> None:
         self.open = open_stream
@@ -316,14 +320,14 @@ def sort_results(results: Iterable[tuple[int, Result]]) -> Results:
 
 
 async def run(task: AnyTask, *, model: AnyModel = "", **everything: Unpack[AllArguments]) -> Result:
-    """Run one rollout to its end: sandbox, agent, grade.
+    """Run one rollout to completion: create the sandbox, run the agent and grade the result.
 
-    `task`: a `Task`, a path (a task folder, a text file, `rows.jsonl#ID`), a row as a dict, or an instruction. `model`: KIND://MODEL@URL
-    like vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000, an `Endpoint`, or a key of the catalog in `config=`. The other arguments are those
-    of `ClientArguments` and `RunArguments`.
+    `task` is a `Task`, a path (a task folder, a text file or `rows.jsonl#ID`), a row as a dict, or an instruction. `model` is
+    KIND://MODEL@URL, such as vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000, an `Endpoint`, or a key of the catalog in `config=`.
+    `ClientArguments` and `RunArguments` list the other arguments.
 
-    Cancelling ends the agent and removes its sandbox. The call starts and stops its own gateway; for several rollouts, use `group`,
-    `batch` or a `Client`, which start it once.
+    Cancelling ends the agent and removes its sandbox. Each call starts and stops its own gateway. For several rollouts, use `group`,
+    `batch` or a `Client`, which start it only once.
     """
     where, how = split_arguments(everything)
     async with Client(model, **where) as client:
@@ -331,16 +335,19 @@ async def run(task: AnyTask, *, model: AnyModel = "", **everything: Unpack[AllAr
 
 
 def group(task: AnyTask, n: int = 8, *, model: AnyModel = "", **everything: Unpack[AllArguments]) -> ResultStream:
-    """Run n rollouts of one task: `async for result in group(…)`, or `results = await group(…)`. The arguments are those of `run`."""
+    """Run n rollouts of one task: `async for result in group(…)`, or `results = await group(…)`.
+
+    The other arguments are the same as for `run`.
+    """
     return batch([task], n, model=model, **everything)
 
 
 def batch(
     tasks: Iterable[AnyTask] | str | Path, n: int = 1, *, model: AnyModel = "", **everything: Unpack[AllArguments]
 ) -> ResultStream:
-    """Run n rollouts of each task of a list or a source, `concurrency` at a time. The arguments are those of `run`.
+    """Run n rollouts of each task of a list or a source, `concurrency` at a time.
 
-    `turngate batch` runs batches that resume after a crash.
+    The other arguments are the same as for `run`. For batches that resume after a crash, use the command `turngate batch`.
     """
     where, how = split_arguments(everything)
     client = Client(model, **where)
@@ -354,13 +361,13 @@ def batch(
     return ResultStream(open_stream)
 
 
-# The service's name for an argument → ours.
+# Service argument name → name in this API.
 _ARGUMENT_NAMES = {"model_key": "model", "agent_timeout_s": "timeout_s"}
 
 
 @contextmanager
 def _rename_arguments() -> Iterator[None]:
-    """Name the arguments of this API in errors of the service."""
+    """Replace the service's argument names in errors with the names in this API."""
     try:
         yield
     except BadRequest as error:
@@ -371,7 +378,7 @@ def _rename_arguments() -> Iterator[None]:
 
 
 async def _next_result(results: asyncio.Queue[T], workers: list[asyncio.Task[None]]) -> T:
-    """Wait for the next result. A worker's error is raised: it does not concern only one rollout."""
+    """Wait for the next result. Raise a worker's error immediately, because it may affect all rollouts."""
     waiting = asyncio.ensure_future(results.get())
     try:
         while True:

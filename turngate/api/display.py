@@ -1,8 +1,8 @@
 """Displays results: as a page in a notebook, as text in a terminal.
 
-A page is one piece of HTML with its own styles, without scripts or external resources. Text that an agent, a model or a test wrote always
-goes through `_escape`, so it can never be markup, and the page tells the notebook not to typeset formulas in it. Colours are
-translucent, so that they work on light and dark themes.
+A page is a single block of HTML with its own styles, without scripts or external resources. All text written by an agent, a model or a
+test passes through `_escape`, so it is never interpreted as markup. The page also tells the notebook not to typeset formulas in that
+text. Colours are translucent, so they work on light and dark themes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from turngate.trace.sample import Sample
 from turngate.types import Json
 
 _MAX_TURNS = 40  # half from the beginning, half from the end
-_MAX_TOKENS = 4_000  # of all turns together
+_MAX_TOKENS = 4_000  # over all turns
 _MAX_TEXT = 4_000  # characters
 _MAX_FILES = 30
-_MAX_LINES = 200  # of a table
+_MAX_LINES = 200  # per table
 _SHADES = 10  # from unlikely to likely
 
-# Contains nothing from a result. The prefix keeps the styles away from other output of the notebook.
+# Contains no data from results. The prefix keeps the styles from affecting other output in the notebook.
 _STYLE = """
 .tg{font:13px/1.5 system-ui,sans-serif;max-width:1000px;text-align:left}
 .tg *{box-sizing:border-box}
@@ -55,7 +55,7 @@ border-radius:3px;font:12px/1.6 ui-monospace,monospace;max-height:420px;overflow
 
 
 def _shade_styles() -> Iterator[str]:
-    """From red for unlikely tokens, through yellow, to faint green for likely ones."""
+    """Yield one CSS rule per shade, from red for unlikely tokens through yellow to faint green for likely ones."""
     for shade in range(_SHADES):
         likely = shade / (_SHADES - 1)
         red, green = int(230 - 190 * likely), int(50 + 110 * likely)
@@ -89,7 +89,7 @@ def render_html_table(results: Sequence[ResultData], facts: Sequence[str]) -> st
     ]
     heads = "".join(f"<th>{name}</th>" for name in _COLUMNS)
     hidden = len(results) - len(lines)
-    more = f'<div class="tg-dim">{hidden:,} more are not shown</div>' if hidden > 0 else ""
+    more = f'<div class="tg-dim">{hidden:,} more not shown</div>' if hidden > 0 else ""
     return _wrap_page(
         f'<div class="tg-head">{" · ".join(facts)}</div><table><tr>{heads}</tr>{"".join(lines)}</table>{more}'
     )
@@ -103,22 +103,22 @@ _COLUMNS = ("", "task", "reward", "status", "turns", "tokens", "seconds", "why")
 
 
 def _wrap_page(inside: str) -> str:
-    # The last two classes disable the typesetting of formulas, which would turn text into links.
+    # The last two classes disable formula typesetting, which can turn text into links.
     style = _STYLE + "".join(_shade_styles())
     return f'<div class="tg tex2jax_ignore mathjax_ignore"><style>{style}</style>{inside}</div>'
 
 
 def _escape(text: str) -> str:
-    """Escape untrusted text for HTML. All such text has to go through here."""
+    """Escape untrusted text for HTML. All untrusted text must pass through this function."""
     return html.escape(sanitize(text), quote=True)
 
 
 def _shorten(text: str, full: bool) -> str:
-    """Keep the beginning and the end of a long text."""
+    """Cut the middle out of a long text."""
     if full or len(text) <= _MAX_TEXT:
         return text
     head, tail = _MAX_TEXT * 3 // 4, _MAX_TEXT // 4
-    return f"{text[:head]}\n… {len(text) - _MAX_TEXT:,} characters are not shown …\n{text[-tail:]}"
+    return f"{text[:head]}\n… {len(text) - _MAX_TEXT:,} characters not shown …\n{text[-tail:]}"
 
 
 def _select_turns(result: ResultData, turns: Sequence[int] | None) -> list[Turn]:
@@ -127,7 +127,7 @@ def _select_turns(result: ResultData, turns: Sequence[int] | None) -> list[Turn]
     by_number = {turn.number: turn for turn in result.turns}
     for number in turns:
         if number not in by_number:
-            raise BadRequest(f"turns: there is no turn {number}; choose from 1 to {len(by_number)}", param="turns")
+            raise BadRequest(f"turns: turn {number} not found; choose from 1 to {len(by_number)}", param="turns")
     return [by_number[number] for number in turns]
 
 
@@ -183,7 +183,7 @@ def _render_turns(result: ResultData, chosen: list[Turn], tokens: bool, full: bo
     parts = []
     for index, turn in enumerate(shown):
         if hidden and index == len(shown) // 2:
-            parts.append(f'<div class="tg-dim">… {hidden} turns are not shown: result.show(turns=[…]) …</div>')
+            parts.append(f'<div class="tg-dim">… {hidden} turns not shown; use result.show(turns=[…]) …</div>')
         parts.append(_render_turn(turn, remaining, tokens, full, is_open=len(shown) <= 6))
         remaining -= min(remaining, len(turn.ids))
     count = "1 turn" if len(result.turns) == 1 else f"{len(result.turns)} turns"
@@ -196,7 +196,7 @@ def _render_turns(result: ResultData, chosen: list[Turn], tokens: bool, full: bo
 
 
 def _fit_turns(turns: list[Turn], full: bool) -> tuple[list[Turn], int]:
-    """The turns to show, and how many in the middle are left out."""
+    """Return the turns to show, and the number of turns omitted from the middle."""
     if full or len(turns) <= _MAX_TURNS:
         return turns, 0
     return [*turns[: _MAX_TURNS // 2], *turns[-_MAX_TURNS // 2 :]], len(turns) - _MAX_TURNS
@@ -238,12 +238,12 @@ def _color_tokens(turn: Turn, limit: int) -> str:
         chance = "log-probability unknown" if logprob is None else f"{logprob:.3f}, p {math.exp(logprob):.3f}"
         pieces.append(f'<i class="{shade}" title="{token}: {chance}">{_escape(piece)}</i>')
     hidden = len(turn.ids) - limit
-    more = f'<div class="tg-dim">{hidden:,} tokens are not shown: result.show(turns=[{turn.number}], full=True)</div>'
+    more = f'<div class="tg-dim">{hidden:,} tokens not shown; use result.show(turns=[{turn.number}], full=True)</div>'
     return f'<div class="tg-text">{"".join(pieces)}</div>{more if hidden > 0 else ""}'
 
 
 def _iter_tokens(turn: Turn) -> Iterator[tuple[int, str, float | None]]:
-    """Id, text and log-probability of each token. A token that completes no character is shown as its id."""
+    """Yield the id, text and log-probability of each token. The text of a token that does not complete a character is its id."""
     for index, token in enumerate(turn.ids.tolist()):
         piece = turn.pieces[index] if turn.pieces else ""
         logprob = None if turn.logprobs is None else float(turn.logprobs[index])
@@ -255,7 +255,7 @@ def _shade(logprob: float) -> int:
 
 
 def _message_text(message: Json) -> str:
-    """The text of a message in OpenAI's format."""
+    """Return the text of a message in OpenAI's format, including its tool calls."""
     content = message.get("content") or ""
     if isinstance(content, list):
         content = "\n".join(str(part.get("text", part.get("type", ""))) for part in content if isinstance(part, dict))
@@ -270,7 +270,7 @@ def _turn_text(turn: Turn) -> str:
 
 def _render_rows(rows: Sequence[Sample]) -> str:
     if not rows:
-        return '<div class="tg-dim">no rows: there is nothing to train on</div>'
+        return '<div class="tg-dim">no rows to train on</div>'
     lines = "".join(
         f"<tr><td>{index}</td><td>{len(row.ids):,}</td><td>{row.trained_tokens:,}</td><td>{len(row.spans)}</td></tr>"
         for index, row in enumerate(islice(rows, _MAX_LINES))
@@ -290,7 +290,7 @@ def _render_texts(title: str, texts: Mapping[str, str], full: bool) -> str:
         for name, text in islice(texts.items(), limit)
     ]
     hidden = len(texts) - len(parts)
-    more = f'<div class="tg-dim">{hidden:,} more are not shown</div>' if hidden else ""
+    more = f'<div class="tg-dim">{hidden:,} more not shown</div>' if hidden else ""
     return f"<details><summary>{title}: {len(texts):,}</summary>{''.join(parts)}{more}</details>"
 
 
@@ -300,7 +300,7 @@ def _render_texts(title: str, texts: Mapping[str, str], full: bool) -> str:
 def render_text(
     result: ResultData, *, turns: Sequence[int] | None = (), tokens: bool = False, full: bool = False
 ) -> RenderableType:
-    """Render one result for a terminal: how it ended, and the chosen turns."""
+    """Render one result for a terminal: its outcome and the selected turns."""
     chosen = _select_turns(result, turns)
     style = {"finished": "green", "error": "red"}.get(result.status, "yellow")
     reward = "reward unknown" if result.reward is None else f"reward {result.reward:g}"
@@ -333,7 +333,7 @@ def render_text(
     shown, hidden_turns = _fit_turns(chosen, full)
     for index, turn in enumerate(shown):
         if hidden_turns and index == len(shown) // 2:
-            lines.append(Text(f"… {hidden_turns} turns are not shown …", style="dim"))
+            lines.append(Text(f"… {hidden_turns} turns not shown …", style="dim"))
         lines += _render_turn_text(turn, tokens, full)
     return Group(*lines)
 
@@ -386,7 +386,7 @@ def render_text_table(results: Sequence[ResultData], title: str) -> RenderableTy
 
 
 def to_plain_text(what: RenderableType) -> str:
-    """Render as a terminal without colours would show it."""
+    """Render as plain text, without colours."""
     output = io.StringIO()
     Console(
         file=output, width=120, highlight=False, markup=False, emoji=False, color_system=None, force_jupyter=False
@@ -398,7 +398,7 @@ def to_plain_text(what: RenderableType) -> str:
 
 
 def in_notebook() -> bool:
-    """Whether this process is a notebook's kernel. Does not import IPython."""
+    """Return whether this process is a notebook kernel. Imports IPython only if it is already loaded."""
     if "IPython" not in sys.modules:
         return False
     from IPython import get_ipython
@@ -408,6 +408,7 @@ def in_notebook() -> bool:
 
 
 def show(result: ResultData, *, turns: Sequence[int] | None, tokens: bool, full: bool) -> None:
+    """Display one result, in a notebook or on a terminal."""
     if in_notebook():
         _display(render_html(result, turns=turns, tokens=tokens, full=full))
     else:
@@ -415,6 +416,7 @@ def show(result: ResultData, *, turns: Sequence[int] | None, tokens: bool, full:
 
 
 def show_table(results: Sequence[ResultData], *, title: str, facts: Sequence[str]) -> None:
+    """Display a list of results, in a notebook or on a terminal."""
     if in_notebook():
         _display(render_html_table(results, facts))
     else:
@@ -422,7 +424,7 @@ def show_table(results: Sequence[ResultData], *, title: str, facts: Sequence[str
 
 
 def open_live_lines(lines: Iterable[str]) -> Callable[[Iterable[str]], None]:
-    """Show lines in the output of a notebook's cell. Returns a function that replaces them."""
+    """Show lines in the output of a notebook cell, and return a function that replaces them."""
     from IPython.display import HTML, display
 
     handle = display(HTML(_render_lines(lines)), display_id=True)

@@ -1,9 +1,9 @@
-"""Resolves the model of a rollout: a key of a catalog, an endpoint in one line, or an `Endpoint`.
+"""Resolves the `model` argument: a catalog key, an endpoint in one line, or an `Endpoint`.
 
-    vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000      KIND://MODEL@URL; the tokenizer is the model's, unless `tokenizer` is set
-    openai://gpt-5                                  the provider's URL, and the key that its SDK would use
-    local:///models/Qwen3-0.6B                      a folder: sampled in this process
-    scripted://replies.json                         a file with a list of replies: nothing is sampled, for trials
+    vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000      KIND://MODEL@URL; uses the model's own tokenizer, unless `tokenizer` is set
+    openai://gpt-5                                  uses the provider's URL, and the environment variable with the key that its SDK uses
+    local:///models/Qwen3-0.6B                      a model folder; samples in this process
+    scripted://replies.json                         a JSON list of replies, for tests; no model is called
 
 Errors name the argument.
 """
@@ -30,7 +30,7 @@ from turngate.service.config import ServiceConfig, load_config
 from turngate.telemetry.logs import redact
 
 _MODEL = re.compile(r"(?P<kind>[a-z-]+)://(?P<name>.*?)(?:@(?P<url>https?://.+))?")
-# The environment variables that the providers' SDKs use.
+# The environment variables that the providers' own SDKs read.
 _KEYS = {
     "openai": "OPENAI_API_KEY",
     "responses": "OPENAI_API_KEY",
@@ -39,11 +39,11 @@ _KEYS = {
     "hf-router": "HF_TOKEN",
 }
 _SHELL = "shell"
-_EXAMPLE = "like vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000, openai://gpt-5 or scripted://replies.json"
+_EXAMPLE = "such as vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000, openai://gpt-5 or scripted://replies.json"
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Arguments that describe the model, in addition to its name."""
+    """Arguments that describe the model, apart from its name."""
 
     tokenizer: str = ""
     key_env: str = ""
@@ -56,12 +56,12 @@ def resolve_model(
     config: ServiceConfig | Path | str | None,
     overrides: Mapping[str, Any],
 ) -> tuple[ServiceConfig, str]:
-    """Build the settings of a service with that model; return them with the model's key. `overrides` replace settings."""
+    """Return service settings that include the model, and the model's catalog key. `overrides` that are not None replace settings."""
     if not isinstance(model, str | Endpoint | ServiceConfig):
-        raise BadRequest(f"model: {type(model).__name__} is not a model; give one {_EXAMPLE}", param="model")
+        raise BadRequest(f"model must be a string {_EXAMPLE}, not {type(model).__name__}", param="model")
     if isinstance(model, ServiceConfig):
         if config is not None:
-            raise BadRequest("config: the model already is a ServiceConfig; leave one of them out", param="config")
+            raise BadRequest("config must not be set if model is a ServiceConfig; pass only one of them", param="config")
         config, model = model, ""
     base = config if isinstance(config, ServiceConfig) else load_config(Path(config) if config else None)
     changed = {name: value for name, value in overrides.items() if value is not None}
@@ -90,27 +90,30 @@ def _build_config(base: ServiceConfig, changed: Mapping[str, Any], entry: Endpoi
         message, field = explain_error(error, ServiceConfig, "setting")
         raise ConfigError(message, param=field) from None
     except ConfigError as error:
-        # The caller wrote no catalog, only a model.
+        # The caller passed a model, not a catalog, so the error should not mention `endpoints`.
         raise ConfigError(error.message.replace("endpoints.", "model "), param=error.param) from None
 
 
 def _build_gateway_endpoint(url: str, model: str | Endpoint) -> Endpoint:
     if isinstance(model, Endpoint):
-        raise BadRequest("model: a gateway has its own models; give the name of one, or leave it out", param="model")
-    reject_credentials(url, "gateway", "its key comes from TURNGATE_ADMIN_KEY")
+        raise BadRequest(
+            "model must not be an Endpoint if gateway is set; pass the name of one of the gateway's models, or omit it",
+            param="model",
+        )
+    reject_credentials(url, "gateway", "set the key in TURNGATE_ADMIN_KEY")
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise BadRequest(f"gateway: {url!r} is not an http(s) URL such as http://127.0.0.1:8700", param="gateway")
+        raise BadRequest(f"gateway must be an http(s) URL such as http://127.0.0.1:8700, not {url!r}", param="gateway")
     return Endpoint(key=f"gateway://{parts.netloc}", url=url, model=model)
 
 
 def _parse_model(model: str, options: ModelOptions, known: list[str]) -> Endpoint:
-    found = _MODEL.fullmatch(model)
-    if found is None or found["kind"] not in KINDS or not found["name"]:
-        there = f"; the catalog has {', '.join(known)}{suggestion(model, known)}" if known else ""
-        what = f"{redact(model)!r} is neither a key of the catalog nor KIND://MODEL" if model else "is missing"
-        raise BadRequest(f"model: {what}: give one {_EXAMPLE} (kinds: {', '.join(KINDS)}){there}", param="model")
-    kind, name, url = found["kind"], found["name"], found["url"] or ""
+    match = _MODEL.fullmatch(model)
+    if match is None or match["kind"] not in KINDS or not match["name"]:
+        catalog = f"; the catalog has {', '.join(known)}{suggestion(model, known)}" if known else ""
+        problem = f"model {redact(model)!r} is neither a catalog key nor KIND://MODEL" if model else "model is missing"
+        raise BadRequest(f"{problem}; pass one {_EXAMPLE} (kinds: {', '.join(KINDS)}){catalog}", param="model")
+    kind, name, url = match["kind"], match["name"], match["url"] or ""
     if kind == "scripted":
         return _build_scripted(name)
     if kind == "local":
@@ -118,7 +121,7 @@ def _parse_model(model: str, options: ModelOptions, known: list[str]) -> Endpoin
             key=_build_key(kind, name), model=Path(name).name, model_folder=name, tokenizer=options.tokenizer
         )
     if not url and not KINDS[kind].url:
-        raise BadRequest(f"model: {model!r} has no URL; write {kind}://{name}@http://HOST:PORT", param="model")
+        raise BadRequest(f"model {model!r} has no URL; write {kind}://{name}@http://HOST:PORT", param="model")
     key_env = options.key_env or ("" if url else _KEYS.get(kind, ""))
     is_exact = KINDS[kind].exact is not None
     tokenizer = options.tokenizer or (name if is_exact else "")
@@ -128,20 +131,20 @@ def _parse_model(model: str, options: ModelOptions, known: list[str]) -> Endpoin
 
 
 def _build_scripted(name: str) -> Endpoint:
-    """A file with replies; any other name is an engine that answers with random words."""
+    """Return an endpoint that replays a file of replies. If `name` is not a file, the engine answers with random words."""
     file = Path(name).expanduser()
     if file.suffix == ".json" and not file.is_file():
-        raise BadRequest(f"model: the file {name} does not exist; it should hold a JSON list of replies", param="model")
+        raise BadRequest(f"model: file {name} not found; it must contain a JSON list of replies", param="model")
     return Endpoint(key=_build_key("scripted", name), model="scripted", script=str(file) if file.is_file() else "")
 
 
 def _build_key(kind: str, name: str) -> str:
-    """A catalog key for a model, without characters that keys cannot have."""
+    """Return a catalog key for a model, with invalid characters replaced."""
     return f"{kind}://{re.sub(r'[^A-Za-z0-9._:/@+-]+', '-', name).lstrip('./-') or kind}"
 
 
 async def check_endpoint(endpoint: Endpoint) -> None:
-    """Check early that the tokenizer exists, or that the gateway answers and accepts our key."""
+    """Check that the tokenizer exists, or that the gateway is reachable and accepts our key. This finds errors before a rollout starts."""
     if endpoint.scheme == "gateway":
         async with GatewayClient(endpoint.urls[0], read_admin_key()) as gateway:
             await gateway.check()
@@ -150,12 +153,15 @@ async def check_endpoint(endpoint: Endpoint) -> None:
 
 
 def find_agent_name(agent: str) -> str:
-    """The name of an agent that may be a file."""
+    """Return the agent's name. `agent` is a preset or a TOML file."""
     return find_agent(agent).spec.name if agent else ""
 
 
 def list_agents_with(agent: str) -> list[str] | None:
-    """Every preset, plus a file or `shell`, which a service allows only if its settings name it. None: the presets suffice."""
+    """Return all presets plus `agent`, or None if `agent` is a preset that a service allows by default.
+
+    A service allows a file or `shell` only if its settings list it.
+    """
     if not agent or (agent == find_agent_name(agent) and agent != _SHELL):
         return None
     return [*(name for name in load_catalog() if name != _SHELL), agent]

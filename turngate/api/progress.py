@@ -1,7 +1,7 @@
 """Progress of running rollouts: stages, turns and tokens, in a notebook's cell or on a terminal.
 
-The client puts states onto a `ProgressBoard`, and a `ProgressScreen` displays it. The screen is used only from the thread that waits: a
-notebook would assign output of another thread to another cell. Without a notebook or a terminal nothing is displayed.
+The client puts states on a `ProgressBoard`, and a `ProgressScreen` displays them. Use the screen only from the waiting thread: a
+notebook would show output from other threads in the wrong cell. Outside notebooks and terminals, nothing is displayed.
 """
 
 from __future__ import annotations
@@ -23,26 +23,28 @@ REFRESH_S = 0.2
 
 
 class ProgressBoard:
-    """The states of the rollouts that a caller waits for. One thread writes it, another reads it."""
+    """The states of the rollouts that a caller is waiting for. One thread writes them, and another reads them."""
 
     def __init__(self) -> None:
-        self.total = 1  # rollouts; a single one is not counted
+        self.total = 1  # number of rollouts; if 1, the line of counts is omitted
         self._start = time.monotonic()
         self._states: dict[str, RolloutState] = {}
-        self._updated: dict[str, float] = {}  # when each state was put
-        self.active: list[str] = []  # ids of the rollouts whose states change
+        self._updated: dict[str, float] = {}  # time of each rollout's last update
+        self.active: list[str] = []  # ids of unfinished rollouts
 
     def follow(self, rollout: str) -> None:
+        """Add a rollout to the active ones."""
         self.active = [*self.active, rollout]
 
     def put(self, state: RolloutState) -> None:
+        """Store a rollout's latest state."""
         if state.done:
             self.active = [rollout for rollout in self.active if rollout != state.rollout_id]
         self._states[state.rollout_id] = state
         self._updated[state.rollout_id] = time.monotonic()
 
     def lines(self) -> list[str]:
-        """The board as text: a line of counts, then one line per running rollout."""
+        """Return the board as text: a line of counts, then one line per running rollout."""
         states = list(self._states.values())
         running = [state for state in states if not state.done]
         lines = [self._line(state) for state in running[:_MAX_LINES]]
@@ -80,10 +82,10 @@ def _format_clock(seconds: float) -> str:
 
 
 class ProgressScreen:
-    """Displays a board while the block runs. Call `refresh` several times a second."""
+    """Context manager that displays a board. Call `refresh` several times a second."""
 
     def __init__(self, board: ProgressBoard, progress: bool | None) -> None:
-        """`progress`: None displays in notebooks and terminals; False displays nothing."""
+        """Create a screen. It displays the board in notebooks and terminals, unless `progress` is False."""
         self._board = board
         self._update: Callable[[list[str]], None] | None = None
         self._live: Live | None = None
@@ -107,6 +109,7 @@ class ProgressScreen:
         self.refresh()
 
     def refresh(self) -> None:
+        """Display the current state of the board."""
         lines = self._board.lines()
         if self._live is not None and self._live.is_started:
             self._live.refresh()

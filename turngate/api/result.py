@@ -1,4 +1,4 @@
-"""`Result`, what a rollout returns in Python, and `Results`, a list of them with what trainers and evaluations compute."""
+"""`Result`, the outcome of a rollout, and `Results`, a list of them with pass@k, advantages and training rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Result", "Results", "Turn"]
 
 
 class Result(ResultData, frozen=True, eq=False, kw_only=True):
-    """How one rollout ended. A notebook displays it; `show()` displays more of it, also in a terminal."""
+    """The outcome of one rollout. Notebooks display it automatically; `show()` displays it anywhere and in more detail."""
 
     @property
     def messages(self) -> list[Json]:
@@ -35,24 +35,24 @@ class Result(ResultData, frozen=True, eq=False, kw_only=True):
         return messages
 
     def path(self, turn: Turn) -> list[Turn]:
-        """The turns of one conversation, up to and including this one."""
-        by_number = {one.number: one for one in self.turns}
+        """Return the turns of a conversation, up to and including `turn`."""
+        by_number = {other.number: other for other in self.turns}
         path = [turn]
         while (before := path[-1].after) is not None:
             path.append(by_number[before])
         return path[::-1]
 
     def prompt_ids(self, turn: Turn) -> Ids:
-        """All ids that were sent to the engine for a turn."""
+        """Return all token ids that were sent to the engine for a turn."""
         *before, last = self.path(turn)
-        parts = [ids for one in before for ids in (one.heard_ids, one.ids)]
+        parts = [ids for earlier in before for ids in (earlier.heard_ids, earlier.ids)]
         return np.concatenate([*parts, last.heard_ids]).astype(ID_DTYPE, copy=False)
 
     def show(self, *, turns: Sequence[int] | None = None, tokens: bool = True, full: bool = False) -> None:
-        """Display the result: as a page in a notebook, as text in a terminal.
+        """Display the result, as a page in a notebook or as text in a terminal.
 
-        `turns`: the numbers of the turns to show; None: all that fit. `tokens`: show tokens, coloured by their log-probability, instead of
-        the text. `full`: truncate nothing.
+        `turns` lists the numbers of the turns to show; by default, as many as fit are shown. With `tokens`, sampled text is shown as
+        tokens coloured by their log-probability. With `full`, nothing is truncated.
         """
         display.show(self, turns=turns, tokens=tokens, full=full)
 
@@ -68,21 +68,21 @@ class Result(ResultData, frozen=True, eq=False, kw_only=True):
         return display.render_text(self)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """For IPython in a terminal."""
+        """Print the text for IPython in a terminal."""
         printer.text(display.to_plain_text(self.__rich__()))
 
 
 class Results(list[Result]):
-    """A list of results, of one group or of many, with rewards, pass@k, advantages and training rows."""
+    """A list of results from one or more groups, with rewards, pass@k, advantages and training rows."""
 
     @property
     def rewards(self) -> list[float | None]:
-        """None: unknown, which is not 0."""
+        """The rewards. None means that the reward is unknown, which is not the same as 0."""
         return [one.reward for one in self]
 
     @property
     def mean_reward(self) -> float | None:
-        """The mean of the known rewards."""
+        """The mean of the known rewards, or None if there are none."""
         known = [one.reward for one in self if one.reward is not None]
         return fmean(known) if known else None
 
@@ -95,10 +95,12 @@ class Results(list[Result]):
         return groups
 
     def pass_at(self, k: int) -> float | None:
-        """The unbiased estimate of pass@k: the chance that at least one of k rollouts of a task passes, as the mean over the tasks with
-        at least k known rewards. None: no task has that many."""
+        """Return the unbiased estimate of pass@k: the probability that at least one of k rollouts of a task passes.
+
+        The estimate is the mean over the tasks with at least k known rewards, or None if no task has that many.
+        """
         if k < 1:
-            raise BadRequest(f"k: {k} has to be at least 1", param="k")
+            raise BadRequest(f"k must be at least 1, not {k}", param="k")
         by_task: dict[str, list[bool]] = {}
         for one in self:
             if one.passed is not None:
@@ -107,7 +109,10 @@ class Results(list[Result]):
         return fmean(estimates) if estimates else None
 
     def advantages(self, choice: Choice = "normalised") -> list[float | None]:
-        """One advantage per result, computed within its group. None: the result has no reward, or no trainable tokens."""
+        """Return one advantage per result, computed within its group.
+
+        The advantage is None if the result has no reward or no training rows.
+        """
         by_group: dict[str, list[int]] = {}
         for index, one in enumerate(self):
             by_group.setdefault(one.group, []).append(index)
@@ -119,7 +124,7 @@ class Results(list[Result]):
         return advantages
 
     def rows(self, choice: Choice = "normalised") -> list[Row]:
-        """Training rows with advantages and weights, of every result that has a reward: the rows that a feed would deliver."""
+        """Return the training rows of every result with an advantage, with weights: the same rows that a feed would deliver."""
         rows = []
         for one, advantage in zip(self, self.advantages(choice), strict=True):
             rows += [] if advantage is None else [_build_row(row, advantage, len(one.rows)) for row in one.rows]
@@ -147,7 +152,7 @@ class Results(list[Result]):
         return display.render_text_table(self, repr(self))
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """For IPython in a terminal."""
+        """Print the text for IPython in a terminal."""
         printer.text(display.to_plain_text(self.__rich__()))
 
 

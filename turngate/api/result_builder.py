@@ -1,4 +1,4 @@
-"""Builds a `Result` from the service's result and the gateway's trace and rows. Blocks: a long trace takes a while."""
+"""Builds a `Result` from the service's result and the gateway's trace and rows. Blocking, and slow for long traces."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ class TokenReader:
         self._missing = not (self._name or self._builtin)
 
     def pieces(self, ids: Sequence[int], vocabulary: str) -> tuple[str, ...]:
-        """The text that each id adds; a character of several ids belongs to the last. Empty if the vocabulary differs."""
+        """Return the text that each id adds. A character that spans several ids belongs to the last one.
+
+        The result is empty if no tokenizer with this vocabulary is available.
+        """
         tokenizer = self._tokenizer()
         if tokenizer is None or tokenizer.digest != vocabulary:
             return ()
@@ -44,7 +47,7 @@ class TokenReader:
             if self._loaded is None and not self._missing:
                 try:
                     self._loaded = Tokenizer(find_tokenizer(self._name) if self._name else BUILTIN_TOKENIZER)
-                except ConfigError:  # only the remote gateway has it
+                except ConfigError:  # the tokenizer is only available at the remote gateway
                     self._missing = True
             return self._loaded
 
@@ -58,7 +61,7 @@ def build_result(
     work: Path | None,
     notes: Sequence[str],
 ) -> Result:
-    """Build a result. `trace` is None if nothing was recorded."""
+    """Build a result. `trace` is None if no trace is available."""
     return Result(
         rollout_id=result.rollout_id,
         session=result.session,

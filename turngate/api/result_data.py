@@ -1,4 +1,4 @@
-"""The data of a result: how a rollout ended, and its turns token by token. Plain values that outlive the gateway and can be pickled."""
+"""The data of a result: the rollout's outcome, and its turns token by token. Plain values that outlive the gateway and can be pickled."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from turngate.types import Ids, Json, Logprobs, ToolCall
 
 
 class Turn(msgspec.Struct, frozen=True, eq=False, kw_only=True):
-    """One model call: the new messages, and what the model sampled, token by token."""
+    """One model call: the new messages, and the model's reply token by token."""
 
-    number: int  # from 1, in the order of recording
-    node: int  # its id in the trace
-    after: int | None  # the number of the turn that it continues; None: it starts a conversation
+    number: int  # starts at 1, in the order of recording
+    node: int  # node id in the trace
+    after: int | None  # number of the turn that this turn continues; None if it starts a conversation
     role: TurnRole
     heard: tuple[Json, ...]  # the new messages, in OpenAI's format
     heard_ids: Ids  # their token ids
     ids: Ids  # the sampled ids; empty if the endpoint does not return ids
-    logprobs: Logprobs | None  # one per sampled id; None: unknown. Never padded
-    pieces: tuple[str, ...]  # the text that each sampled id adds; empty: the tokenizer is not available
+    logprobs: Logprobs | None  # one per sampled id, never padded; None if unknown
+    pieces: tuple[str, ...]  # the text that each sampled id adds; empty if the tokenizer is not available
     message: Json  # the model's message, in OpenAI's format; its parts follow
     text: str
     reasoning: str
     tool_calls: tuple[ToolCall, ...]
     finish: str
-    untrained: str  # why it must not be trained; empty if it may be
-    version_start: int  # of the policy, at its first and last token
-    version_end: int
+    untrained: str  # why the turn must not be trained on; empty if it may be
+    version_start: int  # policy version at the first token
+    version_end: int  # policy version at the last token
     capture: str
-    cause: str | None  # why it does not continue the turn before
+    cause: str | None  # why the turn does not continue the previous one
     seconds: float
 
     @property
     def mean_logprob(self) -> float | None:
-        """None: unknown."""
+        """The mean log-probability of the sampled tokens, or None if unknown."""
         if self.logprobs is None or not len(self.logprobs) or bool(np.isnan(self.logprobs).any()):
             return None
         return float(self.logprobs.mean())
@@ -54,7 +54,7 @@ class ResultData(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     """The fields of a `Result`."""
 
     rollout_id: str
-    session: str  # at the gateway; empty: it has none
+    session: str  # id of the gateway session; empty if there was none
     task_id: str
     group: str
     agent: str
@@ -63,26 +63,26 @@ class ResultData(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     status: str  # finished, failed, timed out, limit, cancelled, error, lost
     kind: (
         str | None
-    )  # graded, agent failed, invalid task, infrastructure fault; None: cancelled, or the task has no grader
-    reward: float | None  # None: unknown, which is not 0
+    )  # graded, agent failed, invalid task, infrastructure fault; None if cancelled, or if the task has no grader
+    reward: float | None  # None means unknown, which is not 0
     resolved: bool | None
-    exit_code: int | None  # of the agent; None: it did not exit by itself
-    stop: str  # the limit that was reached, or why it was ended
+    exit_code: int | None  # the agent's; None if the agent did not exit on its own
+    stop: str  # the limit that was reached, or why the rollout was stopped
     wall_s: float
     seconds: Mapping[str, float]  # by stage
     turns: tuple[Turn, ...]  # oldest first
     rows: tuple[Sample, ...]  # training rows: ids, mask and log-probabilities as numpy arrays
     files: Mapping[str, str]  # the agent's working folder, path → text; long files are truncated
-    work: Path | None  # the folder with all files; None: `data` was not set
-    logs: Mapping[str, str]  # the ends of the agent's output and of its own logs
+    work: Path | None  # the folder with all files; None if `data` was not set
+    logs: Mapping[str, str]  # the ends of the agent's output and log files
     verifier: str  # the grader's output
     error: ErrorInfo | None
     notes: tuple[str, ...]
-    clamped: tuple[str, ...]  # the truncated fields, each with how much is missing
+    clamped: tuple[str, ...]  # the truncated fields, and how much of each is missing
 
     @property
     def passed(self) -> bool | None:
-        """None: unknown."""
+        """Whether the rollout passed, or None if unknown."""
         if self.reward is None:
             return None
         return self.resolved if self.resolved is not None else self.reward >= 1.0

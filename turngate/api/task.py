@@ -17,7 +17,7 @@ from turngate.tasks.task import Task
 from turngate.types import Json
 
 AnyTask: TypeAlias = Task | str | Path | Mapping[str, Json]
-# No whitespace, and a slash or a task file's suffix: a path, even if it does not exist.
+# A string without whitespace, but with a slash or a task file's suffix, is a path, even if the file does not exist.
 _PATH = re.compile(r"\S*/\S*|\S+\.(jsonl?|ndjson|parquet|md|txt|toml)")
 _ROW = re.compile(r"(?P<file>.+\.(?:jsonl?|ndjson|parquet))#(?P<row>.+)", re.S)
 
@@ -32,40 +32,47 @@ def load_task(
     config: ServiceConfig,
     inputs: Path,
 ) -> Task:
-    """Load one task. The keyword arguments apply only to an instruction. `inputs` is a folder for the files of an instruction."""
+    """Load one task. `test_script`, `setup`, `files` and `task_id` are allowed only if `task` is an instruction.
+
+    An instruction's files are written to `inputs`.
+    """
     if isinstance(task, str) and not _is_path(task):
         return _task_from_instruction(task, test_script, setup, files, task_id, config, inputs)
     given = {"test_script": test_script, "setup": setup, "files": files, "task_id": task_id}
     for name in (name for name, value in given.items() if value):
-        raise BadRequest(f"{name}: applies only to an instruction, and this task has its own; leave it out", param=name)
+        raise BadRequest(
+            f"{name} applies only to a task that is an instruction; remove it, because this task defines its own",
+            param=name,
+        )
     if isinstance(task, Task):
         return task
     if isinstance(task, Mapping):
         return task_from_row(task, "the row")
     if not isinstance(task, str | Path):
         raise BadRequest(
-            f"task: {type(task).__name__} is not a task; give a Task, a path, a row (a dict), or an instruction",
+            f"task must be a Task, a path, a row (a dict) or an instruction, not {type(task).__name__}",
             param="task",
         )
     return _load_path(str(task))
 
 
 def iter_tasks(tasks: Iterable[AnyTask] | str | Path) -> Iterator[AnyTask]:
-    """Iterate over the tasks of a source (a path or hf://…), or over the given tasks."""
+    """Yield the tasks of a source (a path or hf://…) or of an iterable."""
     if isinstance(tasks, str | Path):
         if isinstance(tasks, str) and not _is_path(tasks):
             raise BadRequest(
-                f"tasks: {tasks[:80]!r} is not a path; for one instruction use run or group", param="tasks"
+                f"tasks must be a list or a path, not {tasks[:80]!r}; for a single instruction, use run or group",
+                param="tasks",
             )
         yield from read_tasks(str(tasks))
     elif isinstance(tasks, Mapping | Task) or not isinstance(tasks, Iterable):
-        raise BadRequest(f"tasks: is a single {type(tasks).__name__}; give a list of tasks, or a path", param="tasks")
+        raise BadRequest(f"tasks must be a list of tasks or a path, not {type(tasks).__name__}", param="tasks")
     else:
         yield from tasks
 
 
 def _is_path(text: str) -> bool:
-    """Whether a string is a path: it exists, or looks like one."""
+    """Return whether a string is a path: it exists or looks like one."""
     if not text.strip() or "\n" in text or "\0" in text or len(text) > 1000:
         return False
     if text.startswith(HUB) or _ROW.fullmatch(text) or Path(text).expanduser().exists():
@@ -82,7 +89,7 @@ def _task_from_instruction(
     config: ServiceConfig,
     inputs: Path,
 ) -> Task:
-    """Build a task from an instruction, as the service does."""
+    """Build a task from an instruction, in the same way as the service."""
     request = RolloutRequest(
         model_key="any",
         instruction=instruction,
@@ -96,7 +103,7 @@ def _task_from_instruction(
         write_inputs(request, inputs)
         return build_task(request, config, inputs)
     except BadRequest as error:
-        # Name the arguments of this API.
+        # Replace the service's field names with this API's argument names.
         for theirs, ours in (("upload_files", "files"), ("setup_shell", "setup"), ("instruction", "task")):
             if error.param == theirs:
                 raise BadRequest(error.message.replace(theirs, ours), param=ours) from None
@@ -108,14 +115,15 @@ def _encode_file(data: str | bytes) -> str | Base64File:
 
 
 def _load_path(where: str) -> Task:
-    """`rows.jsonl#3` is the third row, `rows.jsonl#fix-add` the row with that id; any other path has to hold one task."""
+    """Load the task at a path. `rows.jsonl#3` is the third row, and `rows.jsonl#fix-add` is the row with that id. Any other path must
+    contain exactly one task."""
     row = _ROW.fullmatch(where)
     if row is not None and not Path(where).exists():
         return _load_row(row["file"], row["row"])
     found = [*read_tasks(where, limit=2)]
     if len(found) > 1:
         raise TaskError(
-            f"task: {where} has several tasks; name one (rows.jsonl#ID, or its own folder), or use batch for all of them",
+            f"task: {where} contains several tasks; select one (rows.jsonl#ID or a task's folder), or run all with batch",
             param="task",
         )
     return found[0]
@@ -127,7 +135,7 @@ def _load_row(file: str, row: str) -> Task:
     number = int(row)
     found = [*scan_tasks(file, limit=number)] if number else []
     if len(found) < number or not found:
-        raise TaskError(f"task: {file} has no row {row}; it has {len(found)} rows, and the first is 1", param="task")
+        raise TaskError(f"task: {file} has no row {row}; rows are numbered from 1{f' to {len(found)}' if found else ''}", param="task")
     last = found[-1]
     if last.error is not None:
         raise last.error
