@@ -283,13 +283,21 @@ def _with(**given: Any) -> dict[str, Any]:
         (3, _with(), "task must be a Task, a path, a row (a dict) or an instruction, not int"),
         ("examples/tasks/fix-ad", _with(), "task: examples/tasks/fix-ad does not exist"),
         ("examples/tasks", _with(), "task: examples/tasks contains several tasks; select one"),
-        ("examples/tasks/fix-add", _with(test_script="true"), "test_script applies only to a task that is an instruction"),
+        (
+            "examples/tasks/fix-add",
+            _with(test_script="true"),
+            "test_script applies only to a task that is an instruction",
+        ),
         ({"id": "a", "instruction": "b", "grade": 1}, _with(), "grade is not a known field"),
         ("Do it.", _with(model="vllm://Qwen/Qwen3-8B"), "model 'vllm://Qwen/Qwen3-8B' has no URL"),
         ("Do it.", _with(model="Qwen3-8B"), "model 'Qwen3-8B' is neither a catalog key nor KIND://MODEL"),
         ("Do it.", _with(model=""), "model is missing; pass one such as vllm://"),
         ("Do it.", _with(model="scripted://no.json"), "model: file no.json not found"),
-        ("Do it.", _with(gateway="localhost:8700"), "gateway must be an http(s) URL such as http://127.0.0.1:8700, not 'localhost:8700'"),
+        (
+            "Do it.",
+            _with(gateway="localhost:8700"),
+            "gateway must be an http(s) URL such as http://127.0.0.1:8700, not 'localhost:8700'",
+        ),
     ],
 )
 async def test_a_mistake_is_told_by_the_name_of_the_argument(task: Any, given: Any, told: str) -> None:

@@ -61,7 +61,9 @@ def resolve_model(
         raise BadRequest(f"model must be a string {_EXAMPLE}, not {type(model).__name__}", param="model")
     if isinstance(model, ServiceConfig):
         if config is not None:
-            raise BadRequest("config must not be set if model is a ServiceConfig; pass only one of them", param="config")
+            raise BadRequest(
+                "config must not be set if model is a ServiceConfig; pass only one of them", param="config"
+            )
         config, model = model, ""
     base = config if isinstance(config, ServiceConfig) else load_config(Path(config) if config else None)
     changed = {name: value for name, value in overrides.items() if value is not None}

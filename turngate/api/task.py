@@ -135,7 +135,10 @@ def _load_row(file: str, row: str) -> Task:
     number = int(row)
     found = [*scan_tasks(file, limit=number)] if number else []
     if len(found) < number or not found:
-        raise TaskError(f"task: {file} has no row {row}; rows are numbered from 1{f' to {len(found)}' if found else ''}", param="task")
+        raise TaskError(
+            f"task: {file} has no row {row}; rows are numbered from 1{f' to {len(found)}' if found else ''}",
+            param="task",
+        )
     last = found[-1]
     if last.error is not None:
         raise last.error
