@@ -75,7 +75,7 @@ def test_what_the_agent_starts_does_not_inherit_a_key_that_sdks_read(name: str) 
         ('[install]\npip = "x"\nversion = "1.0"\npython = "3.11"\nalso = ["y"]', "install.also[0]: 'y' is not pinned"),
         ('[install]\nversion = "1"', "install: version and program describe a package"),
         ('[options.model]\nabout = "x"', "options.model: is one of Turngate's own placeholders"),
-        ('[signals]\nthread = ["cookie:x"]', "signals.thread[0]: 'cookie:x' is not a source; there are header:NAME"),
+        ('[signals]\nthread = ["cookie:x"]', "signals.thread[0]: unknown source 'cookie:x'; use header:NAME"),
         ('[signals]\nmodels = { "{home}" = "side" }', "signals.models.{home}: only {model} and {small_model}"),
         ('[signals]\nmodels = { "x" = "aside" }', "signals.models[...]: Invalid enum value 'aside'"),
         ('[transcript]\nturn = "a"', "transcript: give either path or stdout = true"),

@@ -79,7 +79,7 @@ def test_what_cannot_be_read_is_no_signal(body: bytes) -> None:
 
 def test_a_source_of_another_kind_is_refused() -> None:
     [(field, wrong)] = find_faults(Signals(thread=("header:x", "cookie:x"), rules=(Rule(role="side", source="last"),)))
-    assert field == "signals.thread[1]" and "'cookie:x' is not a source" in wrong
+    assert field == "signals.thread[1]" and "unknown source 'cookie:x'" in wrong
 
 
 async def test_calls_to_the_small_model_are_side_calls_and_not_trained(world: World) -> None:

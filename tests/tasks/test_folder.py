@@ -130,7 +130,7 @@ def test_exit_codes_and_functions_may_decide(tmp_path: Path) -> None:
         ),
         (
             {"task.toml": "[[turngate.tools]]\nname = 'answer'\ndescription = 'Say it.'\nschema = { type = 'string' }"},
-            r"tools\[0\].schema: must be a JSON schema of type 'object'",
+            r"tools\[0\].schema must be a JSON schema of type 'object'",
         ),
         (
             {"task.toml": "[[turngate.tools]]\nname = 'An Answer'\ndescription = 'Say it.'\nschema = {}"},

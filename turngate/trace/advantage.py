@@ -1,4 +1,4 @@
-"""Advantages of a group's rollouts from their rewards. Over rollouts, never over rows: a rollout with many rows counts once."""
+"""Advantages of a group's rollouts, computed from their rewards. Each rollout counts once, however many rows it has."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections.abc import Sequence
 from typing import Literal
 
 Choice = Literal["normalised", "leave_one_out", "none"]
-EPSILON = 1e-6  # added to the standard deviation, so that tiny differences are not blown up
+EPSILON = 1e-6  # added to the standard deviation, so that tiny differences are not amplified
 MAX_REWARD = 1e30  # advantages of larger rewards overflow 32 bits
 
 
 def compute_advantages(rewards: Sequence[float | None], choice: Choice) -> list[float | None]:
     """Compute one advantage per rollout, at the same index.
 
-    A reward of None is unknown or does not count: it has no advantage and no effect on others. So does one above `MAX_REWARD`.
+    A reward of None is unknown or excluded: its advantage is None, and it does not affect the others. The same holds for a
+    reward whose magnitude exceeds `MAX_REWARD`.
 
-    `normalised`     (reward - mean) / (standard deviation + EPSILON), of the whole population (divided by n, not n - 1).
-                     Where all rewards are equal, and so in a group of one, nothing can be learned: exactly 0.
-    `leave_one_out`  reward - mean of the other rewards. A group of one has no others: None, rather than an invented baseline.
+    `normalised`     (reward - mean) / (standard deviation + EPSILON), with the population standard deviation (divided by n, not n - 1).
+                     Exactly 0 if all rewards are equal, as in a group of one: there is nothing to learn.
+    `leave_one_out`  reward - mean of the other rewards. None in a group of one, which has no baseline.
     `none`           the reward itself.
     """
     rewards = [None if reward is None or is_too_large(reward) else reward for reward in rewards]
@@ -41,5 +42,5 @@ def is_too_large(reward: float) -> bool:
 
 
 def row_weight(rows: int) -> float:
-    """The weight of each of a rollout's rows, so that together they weigh as much as a single row."""
+    """Return the weight of each row of a rollout with `rows` rows. The weights add up to 1."""
     return 1.0 / rows

@@ -1,15 +1,15 @@
-"""Why a turn does not simply continue the branch before it: one word per cause, from the structure of the trace and the agent's signals.
+"""Fork causes: why a turn does not continue its branch, derived from the agent's signals and the structure of the trace.
 
-retry       the same request again, after its answer was lost, or with the client's word that it is a retry
-resample    the same request again, for another answer
-branch      another continuation of a turn that has one already
-edited      the history was changed: it has an answer that the model never gave
+retry       the same request again, after its answer was lost or marked as a retry by the client
+resample    the same request again, for a second answer
+branch      a second continuation of a turn
+edited      a changed history: it contains an answer that the model never gave
 compaction  the same conversation, shortened
-subagent    a helper's own conversation
+subagent    a sub-agent's own conversation
 side        a title, a summary or a probe
-tools       the same conversation with other tools
-system      the same conversation with another system prompt
-template    the chat template does not extend the earlier ids (found where prompts are rendered)
+tools       the same conversation with different tools
+system      the same conversation with a different system prompt
+template    the chat template does not extend the earlier ids (detected where prompts are rendered)
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def find_fork_cause(
     signals: CallSignals = CallSignals(),
     started: float = inf,
 ) -> Cause | None:
-    """The cause of the fork that a turn makes; None: it extends the tip of a branch, or is the first one.
+    """Return why a turn forks, or None if it extends the tip of a branch or is the first turn.
 
-    `context`: the known context that the turn answers, id for id. `location.context`, equal in meaning, may differ from it or be alone.
-    `started`: when the turn began.
+    `context` is the known context whose ids equal the turn's prompt. `location.context` only has to match in meaning, so it may be a
+    different context, or be set when `context` is None. `started` is when the turn began.
     """
     for known in (location.context, context):
         if known is not None:
-            # Answers that began later are no cause, though they may have ended first.
+            # Ignore answers that began later, even if they ended first.
             answers = [s for s in known.children if s.info.started <= started]
             same_key = bool(idempotency_key) and any(s.info.idempotency_key == idempotency_key for s in answers)
             if (cause := _repetition_cause(answers, started, is_retry=retried or same_key)) is not None:
@@ -52,24 +52,24 @@ def find_fork_cause(
 
 
 def _repetition_cause(answers: list[Sampled], started: float, *, is_retry: bool) -> Cause | None:
-    """The cause of another answer to the same request, after these. None: there are none yet."""
+    """Return why a request with these answers was sent again, or None if it has no answers yet."""
     if not answers:
         return None  # an equal call may be in flight
-    # Equal requests alone prove nothing (a compacting agent repeats itself): only the client's word or a lost answer does. An answer that
-    # was lost meanwhile counts only if there is no other: else the two were requested in parallel.
+    # Equal requests alone do not prove a retry (a compacting agent repeats itself): the client must mark it, or an answer must have
+    # been lost. An answer lost after this turn began proves it only if all answers were lost; otherwise the calls ran in parallel.
     lost = [not s.delivered or s.info.finish == "abort" for s in answers]
     lost_before = any(is_lost and s.info.ended <= started for is_lost, s in zip(lost, answers, strict=True))
     return "retry" if is_retry or lost_before or all(lost) else "resample"
 
 
 def _continuation_cause(node: Sampled, location: Location, signals: CallSignals) -> Cause | None:
-    """The cause of new messages after a known turn."""
+    """Return why new messages after a known turn fork, or None if they continue its branch."""
     if signals.role == "side":
-        return "side"  # a summary of the conversation so far, say
-    # A helper or a side call that left the conversation here does not make the conversation itself fork.
+        return "side"  # such as a summary of the conversation so far
+    # A sub-agent or side call that branched off here does not make the conversation itself fork.
     continues = any(_is_same_thread(context.info.signals, signals) for context in node.children)
     if _is_subagent(signals):
-        # A helper may start from its parent's history. It forks where it leaves the parent's thread, and then continues its own.
+        # A sub-agent may start from its parent's history. It forks where it leaves the parent's thread, then continues its own.
         is_own = node.parent.info.signals.thread == signals.thread
         return None if is_own and not continues else "subagent"
     is_foreign = any(m.role == "assistant" for m in location.request.messages_from(location.start))
@@ -85,22 +85,22 @@ def _is_subagent(signals: CallSignals) -> bool:
 
 
 def _new_root_cause(trace: Trace, request: RequestMessages, has_tools: bool, signals: CallSignals) -> Cause | None:
-    """The cause of a conversation that shares no turn with the trace: the agent's signals decide, else its structure."""
+    """Return the cause of a conversation that shares no turn with the trace. The agent's signals take precedence over structure."""
     if signals.role == "side":
         return "side"
     if _is_subagent(signals):
         return "subagent"
     roots = [root for root in trace.roots if root.info.signals.role != "side"]
     if not roots:
-        return None  # titles came first: this is where the work begins
+        return None  # only titles so far: this is the first real conversation
     cause = _structural_cause(trace, request, has_tools)
     if cause == "subagent" and has_tools and not any(root.info.has_tools for root in roots):
-        return None  # titles came first, though no signal said so
+        return None  # only titles so far, though no signal marked them
     threads = [root.info.signals.thread for root in roots if root.info.signals.thread]
     if not signals.thread or not threads:
         return cause
     if signals.thread in threads:
-        # The same thread with another beginning: the agent changed it, and no helper did.
+        # The same thread with a different beginning: the agent itself changed it, not a sub-agent.
         return "compaction" if cause == "subagent" else cause
     return "subagent" if has_tools else "side"
 
@@ -108,7 +108,7 @@ def _new_root_cause(trace: Trace, request: RequestMessages, has_tools: bool, sig
 def _structural_cause(trace: Trace, request: RequestMessages, has_tools: bool) -> Cause:
     head = request.meaning(0)
     question = _first_question(request)
-    # A title or a summary has no later form, nor does a request without tools from before the work began.
+    # A title or summary is never revised, nor is a request without tools that preceded the first conversation with tools.
     known = [root for root in trace.roots if root.info.cause != "side" and root.info.signals.role != "side"]
     for root in [root for root in known if root.info.has_tools] or known:
         same_preamble = root.info.preamble == request.preamble
@@ -129,15 +129,15 @@ def _structural_cause(trace: Trace, request: RequestMessages, has_tools: bool) -
         return "subagent"
     longest = max((node.count for node in trace.nodes if node.root in same), default=0)
     if any(_first_question_of(root) == question for root in same):
-        # Some agents keep the user's words when they summarise the rest.
+        # Some agents keep the user's first message and summarise the rest.
         return "compaction" if longest > len(request) + 1 and not _has_answers(request) else "edited"
     if any(_repeats_first_answer(root, request) for root in same):
-        return "edited"  # another question, and then everything as before: no summary keeps the very first answer
+        return "edited"  # only the question changed; a summary would not keep the first answer
     return "compaction" if longest > len(request) or _has_answers(request) else "subagent"
 
 
 def _repeats_first_answer(root: Context, request: RequestMessages) -> bool:
-    """Whether the first answer in the request is one that was given to `root`, in the same place."""
+    """Return whether the first answer in the request is a recorded answer to `root`, at the same position."""
     first = root.count
     if len(request) <= first or any(request.assistant(index) is not None for index in range(first)):
         return False
@@ -149,7 +149,7 @@ def _has_answers(request: RequestMessages) -> bool:
 
 
 def _first_question(request: RequestMessages) -> bytes | None:
-    """The meaning of the user's first message."""
+    """Return the digest of the user's first message."""
     for index in range(len(request)):
         if any(m.role == "user" for m in request.messages(index)):
             return request.meaning(index)

@@ -1,4 +1,4 @@
-"""Host tools: tools of a session that the host answers. Their names, argument schemas and replies; set in `SessionConfig.tools`."""
+"""Host tools: tools whose calls the host answers. A session declares them in `SessionConfig.tools`."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from turngate.errors import BadRequest
 from turngate.types import Json
 
 MAX_TOOLS = 64
-MAX_CALLS = 1000  # in one session
+MAX_CALLS = 1000  # per session
 MAX_WAIT_S = 600.0
-_MAX_MESSAGE = 300  # characters of a schema error, which quotes the arguments
+_MAX_MESSAGE = 300  # characters; a schema error quotes the arguments, which may be long
 
 OK: Json = {"ok": True}
-UNANSWERED: Json = {"ok": True, "answered": False}  # the host did not answer in time
+UNANSWERED: Json = {"ok": True, "answered": False}  # the host did not answer before the timeout
 
 
 class HostTool(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One tool. The agent reads its replies: they must reveal nothing about the grade."""
+    """One host tool. The agent sees its replies, so they must not reveal anything about the grade."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_]{0,63}\Z")]
     description: str
-    schema: dict[str, Json]  # JSON schema of its arguments, an object
-    reply: Json = None  # to every call; None: `OK`
+    schema: dict[str, Json]  # JSON schema of the arguments; its type is object
+    reply: Json = None  # the reply to every call; None means `OK`
     wait_s: Annotated[float, msgspec.Meta(gt=0, le=MAX_WAIT_S)] | None = (
         None  # how long a call waits for the host's own reply
     )
@@ -33,34 +33,34 @@ class HostTool(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
         return OK if self.reply is None else self.reply
 
     def default_reply(self) -> Json:
-        """The reply to a call that the host did not answer in time."""
+        """Return the reply to a call that the host did not answer within `wait_s`."""
         return UNANSWERED if self.reply is None else self.reply
 
 
 class ArgumentChecker(Protocol):
-    """Checks arguments against a schema; raises `BadRequest`."""
+    """A function that checks arguments against a schema and raises `BadRequest` if they are invalid."""
 
     def __call__(self, arguments: Json) -> None: ...
 
 
 def check_tools(tools: tuple[HostTool, ...]) -> None:
-    """Validate constraints across fields. Raises `BadRequest` with the field."""
+    """Validate constraints across fields. Raise `BadRequest`, which names the field, if one is violated."""
     if len(tools) > MAX_TOOLS:
-        raise BadRequest(f"tools: {len(tools)} are too many; a session has at most {MAX_TOOLS}", param="tools")
+        raise BadRequest(f"tools has {len(tools)} entries, but a session may have at most {MAX_TOOLS}", param="tools")
     names = [tool.name for tool in tools]
     for n, tool in enumerate(tools):
         if tool.name in names[:n]:
-            raise BadRequest(f"tools[{n}].name: two tools have the name {tool.name!r}", param=f"tools[{n}].name")
+            raise BadRequest(f"tools[{n}].name: {tool.name!r} is already used; choose a different name", param=f"tools[{n}].name")
         if tool.schema.get("type") != "object":
             raise BadRequest(
-                f"tools[{n}].schema: must be a JSON schema of type 'object', whose properties are the arguments",
+                f"tools[{n}].schema must be a JSON schema of type 'object' whose properties are the arguments",
                 param=f"tools[{n}].schema",
             )
         _check_schema(tool.schema, f"tools[{n}].schema")
 
 
 def _check_schema(schema: dict[str, Json], field: str) -> None:
-    import jsonschema  # 50 ms, and few sessions have tools
+    import jsonschema  # takes 50 ms, and few sessions have tools
 
     try:
         jsonschema.Draft202012Validator.check_schema(schema)
@@ -70,7 +70,7 @@ def _check_schema(schema: dict[str, Json], field: str) -> None:
 
 
 def build_checker(schema: dict[str, Json]) -> ArgumentChecker:
-    """Build a checker whose `BadRequest` names the argument. A `$ref` is never fetched."""
+    """Build a checker for a schema. Its `BadRequest` names the invalid argument. Remote `$ref`s are not fetched."""
     import jsonschema
     from jsonschema.exceptions import best_match
     from referencing import Registry
@@ -83,7 +83,7 @@ def build_checker(schema: dict[str, Json]) -> ArgumentChecker:
         try:
             error = best_match(validator.iter_errors(arguments))
         except Unresolvable as missing:
-            raise BadRequest(f"the schema of this tool refers to something that is not in it ({missing})") from None
+            raise BadRequest(f"the tool's schema has a reference that cannot be resolved: {missing}") from None
         except RecursionError:
             raise BadRequest("the arguments are nested too deeply") from None
         if error is None:
@@ -95,7 +95,7 @@ def build_checker(schema: dict[str, Json]) -> ArgumentChecker:
 
 
 def _argument_path(path: str, rule: object, message: str) -> str:
-    """The path of an invalid argument, such as `a.b[0]`. Only the message names a missing one."""
+    """Return the path of an invalid argument, such as `a.b[0]`. The name of a missing argument is only in the message."""
     inside = path.removeprefix("$").removeprefix(".")
     if rule == "required" and message.startswith("'"):
         missing = message[1:].partition("' is a required")[0]

@@ -1,8 +1,8 @@
 """Compare messages by meaning, not by bytes.
 
-Agents rewrite their history: arguments with other white space or key order, `null` for "", trimmed text, parts for strings, renamed call
-ids, dropped reasoning. None of that changes its meaning. `RequestMessages` decodes the messages of one request, and computes the digests of
-their meaning, only as far as they are needed.
+Agents rewrite their history: they change the whitespace or key order of arguments, replace "" with `null`, trim text, turn strings into
+parts, rename call ids and drop reasoning. None of that changes the meaning. `RequestMessages` decodes the messages of one request and
+computes digests of their meaning, only as far as needed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RequestMessages:
         self.raws = history.raws
         self._messages: dict[int, tuple[Message, ...]] = {}
         self._meanings: dict[int, bytes] = {}
-        self._orders: dict[int, dict[str, int]] = {}  # by message: the call ids of the assistant's message before it
+        self._orders: dict[int, dict[str, int]] = {}  # by message: positions of the call ids in the preceding assistant message
 
     def __len__(self) -> int:
         return len(self.raws)
@@ -40,11 +40,11 @@ class RequestMessages:
         return self._messages[index]
 
     def peek(self, index: int) -> tuple[Message, ...] | None:
-        """The messages at `index`, if they are decoded already."""
+        """Return the messages at `index` if they are already decoded."""
         return self._messages.get(index)
 
     def put(self, index: int, messages: tuple[Message, ...]) -> None:
-        """Take over messages that were decoded before."""
+        """Reuse messages that were decoded earlier."""
         self._messages.setdefault(index, messages)
 
     def messages_from(self, start: int = 0) -> list[Message]:
@@ -54,7 +54,7 @@ class RequestMessages:
         if index not in self._meanings:
             digest = meaning_digest(self.messages(index), self._call_order(index))
             if any(message.unsupported for message in self.messages(index)):
-                # Content that we cannot decode (an image) still differs by its bytes.
+                # Content that we cannot decode, such as an image, is compared by its bytes.
                 digest = blake2b(digest + self.raws[index], digest_size=DIGEST_SIZE).digest()
             self._meanings[index] = digest
         return self._meanings[index]
@@ -63,7 +63,7 @@ class RequestMessages:
         return b"".join(self.meaning(i) for i in range(start, stop))
 
     def assistant(self, index: int) -> Message | None:
-        """The message at `index`, if that is a single assistant message."""
+        """Return the message at `index` if it is a single assistant message."""
         match self.messages(index):
             case (Message(role="assistant") as message,):
                 return message
@@ -71,7 +71,7 @@ class RequestMessages:
                 return None
 
     def _call_order(self, index: int) -> dict[str, int]:
-        """The positions of the call ids that this message answers. Agents may rename ids, but keep their positions."""
+        """Return the positions of the call ids that this message may answer. Agents may rename ids, but they keep the order."""
         if not any(m.role == "tool" for m in self.messages(index)):
             return {}
         start = index
@@ -99,7 +99,7 @@ def reasoning_digest(reasoning: str) -> bytes:
 
 
 def exact_digest(message: Message) -> bytes:
-    """Digest the exact text, call ids and tool names, to tell answers with the same meaning apart."""
+    """Digest the exact text, call ids and tool names, to distinguish answers with the same meaning."""
     # Dialects add different prefixes to the same id.
     calls = [[call.id.removeprefix("call_").removeprefix("toolu_"), call.name] for call in message.tool_calls]
     content = [_escape_surrogates(message.content), calls]
@@ -107,12 +107,12 @@ def exact_digest(message: Message) -> bytes:
 
 
 def argument_sizes(message: Message) -> tuple[int, ...]:
-    """The length of each call's arguments, normalized."""
+    """Return the length of each call's normalized arguments."""
     return tuple(len(normalize_arguments(call.arguments)) for call in message.tool_calls)
 
 
 def tools_digest(wire: Json) -> bytes:
-    # The standard library's encoder: schemas may have numbers that do not fit into 64 bits.
+    # Not orjson: schemas may contain numbers that do not fit into 64 bits.
     return blake2b(json.dumps(wire, sort_keys=True).encode(), digest_size=DIGEST_SIZE).digest()
 
 
@@ -120,7 +120,7 @@ def _normalize(message: Message, call_order: dict[str, int]) -> list[Json]:
     if message.role == "assistant":
         text = _escape_surrogates(message.content.strip())
         return ["assistant", text, [[call.name, normalize_arguments(call.arguments)] for call in message.tool_calls]]
-    # The first line of other messages may be indented: only the end may have been trimmed.
+    # Leading whitespace may be indentation, so only the end is trimmed.
     text = _escape_surrogates(message.content.rstrip())
     if message.role == "tool":
         return ["tool", text, call_order.get(message.tool_call_id, message.tool_call_id)]
@@ -128,18 +128,18 @@ def _normalize(message: Message, call_order: dict[str, int]) -> list[Json]:
 
 
 def normalize_arguments(text: str) -> str:
-    """Rewrite JSON arguments in one canonical form; other text is only trimmed."""
+    """Return JSON arguments in a canonical form. Text that is not JSON is only trimmed."""
     try:
         value = orjson.loads(text or "{}")
-        # An agent written in JavaScript writes 1.0 as 1.
+        # JavaScript agents write 1.0 as 1.
         value = _floats_to_ints(value) if _FRACTION.search(text) else value
         return orjson.dumps(value, option=orjson.OPT_SORT_KEYS).decode()
-    except (orjson.JSONDecodeError, TypeError, RecursionError):  # not JSON, or nested too deep
+    except (orjson.JSONDecodeError, TypeError, RecursionError):  # not JSON, or nested too deeply
         return _escape_surrogates(text.strip())
 
 
 def _floats_to_ints(value: Json) -> Json:
-    if isinstance(value, str):  # as most are
+    if isinstance(value, str):  # the most common type
         return value
     if isinstance(value, float):
         return int(value) if value.is_integer() and abs(value) < 2**53 else value
@@ -149,5 +149,5 @@ def _floats_to_ints(value: Json) -> Json:
 
 
 def _escape_surrogates(text: str) -> str:
-    """Escape lone surrogates, which cannot be encoded; they only have to equal themselves."""
+    """Escape lone surrogates, which UTF-8 cannot encode. Equal texts stay equal."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()

@@ -1,10 +1,10 @@
-"""The role of each turn in its rollout, computed from the trace.
+"""The role of each turn in its rollout, derived from the trace.
 
 main        the agent's own conversation
-subagent    a helper with its own conversation
+subagent    a sub-agent's conversation
 side        titles, summaries and probes
 superseded  sampled, but then retried or abandoned
-aborted     cut short, as when the agent hung up
+aborted     cut short, for example because the agent hung up
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROLES: tuple[TurnRole, ...] = ("main", "subagent", "side", "superseded", "aborte
 
 
 def assign_roles(trace: Trace) -> dict[int, TurnRole]:
-    """The role of each sampled node, by node id."""
+    """Return the role of each sampled node, by node id."""
     root_roles = _assign_root_roles(trace)
     superseded = _find_superseded(trace)
     assigned: dict[int, TurnRole] = {}
@@ -33,7 +33,7 @@ def assign_roles(trace: Trace) -> dict[int, TurnRole]:
 
 
 def _role_from_signals(turn: Sampled) -> TurnRole | None:
-    """The role that the agent's signals give to this call. A helper may continue its parent's history, in the same tree."""
+    """Return the role given by the agent's signals, if any. A sub-agent may continue its parent's history, in the same tree."""
     signals = turn.parent.info.signals
     if signals.role:
         return signals.role
@@ -45,8 +45,8 @@ def _role_from_signals(turn: Sampled) -> TurnRole | None:
 
 
 def _assign_root_roles(trace: Trace) -> dict[int, TurnRole]:
-    """The role of each root's conversation, by node id."""
-    # An agent may ask for a title before it begins: the main conversation is the first one with tools, or else the longest.
+    """Return the role of each root's conversation, by node id."""
+    # An agent may request a title first, so the main conversation is the first one with tools, or else the longest.
     sizes: dict[int, int] = {}
     for turn in trace.turns():
         sizes[turn.root.id] = sizes.get(turn.root.id, 0) + 1
@@ -56,7 +56,7 @@ def _assign_root_roles(trace: Trace) -> dict[int, TurnRole]:
     assigned: dict[int, TurnRole] = {}
     for root in trace.roots:
         continues = root.info.cause in ("compaction", "system", "tools", "template", "edited")
-        # A second title, with another system prompt, may look like a later form of the first one until the work begins.
+        # A second title with a different system prompt may look like a revision of the first, until a conversation with tools begins.
         is_title = root.info.cause == "system" and not root.info.has_tools and main is not None and main.info.has_tools
         if root is main or (continues and not is_title):
             assigned[root.id] = "main"
@@ -68,13 +68,13 @@ def _assign_root_roles(trace: Trace) -> dict[int, TurnRole]:
 
 
 def _is_not_main(root: Context) -> bool:
-    """Whether the agent's signals say that this is not its main conversation."""
+    """Return whether the agent's signals mark this as a side or sub-agent conversation."""
     signals = root.info.signals
     return signals.role in ("side", "subagent") or bool(signals.parent and signals.parent != signals.thread)
 
 
 def _find_superseded(trace: Trace) -> set[int]:
-    """The turns that the agent did not continue, though it continued or retried another answer to the same request."""
+    """Return the turns that the agent abandoned because it continued or retried a different answer to the same request."""
     superseded: set[int] = set()
     for context in (node for node in trace.nodes if isinstance(node, Context)):
         answers = context.children

@@ -1,4 +1,4 @@
-"""Training rows from a trace: one per branch, each sampled token trainable in at most one of them."""
+"""Training rows of a trace: one per branch. Each sampled token is trainable in at most one row."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from turngate.types import LOGPROB_DTYPE, Ids, Logprobs
 
 
 class TrainingPolicy(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Which turns of a trace are trained."""
+    """Rules for which turns of a trace are trained."""
 
     roles: tuple[TurnRole, ...] = ("main", "subagent")
-    biased: bool = False  # train turns whose sampling was not neutral (top-p, grammars, forced tools …)
+    biased: bool = False  # also train turns sampled with a bias (top-p, grammars, forced tools …)
 
 
 class RowSpan(msgspec.Struct, frozen=True):
-    """One turn inside a row."""
+    """The tokens of one turn inside a row."""
 
     node: int
     start: int
     end: int
     role: TurnRole
     trained: bool
-    reason: str  # why not, if not
+    reason: str  # why it is not trained; empty if it is
     version_start: int
     version_end: int
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One row. `logprobs` is NaN where nothing was sampled or the engine gave none; `mask` is never set there."""
+    """One row. `logprobs` is NaN for tokens that were not sampled or have no log-probability; `mask` is never set there."""
 
-    branch: int  # id of the leaf
+    branch: int  # id of the leaf node
     ids: Ids
     mask: np.ndarray
     logprobs: Logprobs
@@ -45,7 +45,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 def build_samples(trace: Trace, policy: TrainingPolicy | None = None, *, keep_empty: bool = False) -> list[Sample]:
-    """Build one row per branch. Branches with nothing to train are left out unless `keep_empty`."""
+    """Build one row per branch. Branches without trainable tokens are left out unless `keep_empty` is set."""
     policy = policy or TrainingPolicy()
     role_of = assign_roles(trace)
     claimed: set[int] = set()
@@ -61,12 +61,12 @@ def _find_leaves(trace: Trace) -> list[Sampled]:
 
 
 def _claim_order(leaf: Sampled, role_of: dict[int, TurnRole]) -> tuple[bool, int, int]:
-    """The main conversation claims shared turns first, then the longest branch."""
+    """Return a sort key: the main conversation claims shared turns first, then the longest branch."""
     return role_of[leaf.id] != "main", -leaf.length, leaf.id
 
 
 def untrainable_reason(turn: Sampled, role: TurnRole, policy: TrainingPolicy) -> str:
-    """Why a turn is not trained; empty if it is."""
+    """Return why a turn is not trained, or "" if it is."""
     if turn.info.fault:
         return turn.info.fault
     if turn.info.capture != "tokens":

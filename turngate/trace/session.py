@@ -1,4 +1,4 @@
-"""One agent run as the gateway sees it: its settings, its counters, its trace."""
+"""A session, one agent run as the gateway sees it: settings, counters and trace."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 
 
 class LimitReached(Exception):
-    """The session has reached a limit: no error, but the end of its work."""
+    """The session has reached a limit. This is a normal end, not an error."""
 
     def __init__(self, limit: str) -> None:
         super().__init__(limit)
@@ -38,9 +38,9 @@ class CallError(msgspec.Struct, frozen=True):
 
 
 class EngineSilence:
-    """How long calls have waited since the engine last answered, with a first byte or an error.
+    """The time that calls have waited since the engine last responded, with a first byte or an error.
 
-    Time without a waiting call does not count. A call that its caller gave up counts.
+    The clock runs only while a call is waiting. Waiting time of calls that the caller gave up on is included.
     """
 
     def __init__(self) -> None:
@@ -67,38 +67,38 @@ class EngineSilence:
 
 
 def limit_message(limit: str) -> str:
-    """The answer to a call past a limit. It was not sampled, so it is in no trace."""
+    """Return the answer to a call past a limit. It was not sampled, so it is not recorded in the trace."""
     return f"This session has reached its limit ({limit.replace('_', ' ')}). No further work is possible; stop here."
 
 
 class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """The settings of a session, fixed when it is opened."""
 
-    model: str = ""  # the name the agent will send; empty: any
+    model: str = ""  # the model name that the agent sends; empty: any
     mode: Mode = "exact"
     limits: Limits = Limits()
-    sampling: dict[str, Json] = {}  # fields of `Sampling` that override the agent's
-    bias: Literal["neutral", "record"] = "neutral"  # neutral: the agent's top-p, penalties … are not applied
-    # The thinking of past turns. keep: it stays in the context; drop: as the template has it, with forks.
+    sampling: dict[str, Json] = {}  # fields of `Sampling` that override the agent's values
+    bias: Literal["neutral", "record"] = "neutral"  # neutral: ignore the agent's top-p, penalties …
+    # Thinking from past turns. keep: it stays in the context; drop: the template decides, which causes forks.
     thinking: Literal["keep", "drop"] = "keep"
     policy: TrainingPolicy = TrainingPolicy()
     template_kwargs: dict[str, Json] = {}
     metadata: dict[str, Json] = {}
-    max_tokens: int | None = None  # per turn; overrides the agent's
+    max_tokens: int | None = None  # per turn; overrides the agent's value
     at_limit: Literal["final_message", "conflict"] = "final_message"  # the answer to a call past a limit
-    signals: Signals = Signals()  # where the agent says what a call is for
+    signals: Signals = Signals()  # where to find the purpose of a call in the agent's requests
     tools: tuple[HostTool, ...] = ()  # host tools that the agent may call
 
 
 class Session:
-    """A session in memory. Its counters follow from the trace, so that a reloaded session has the same ones.
+    """A session in memory. Its counters are derived from the trace, so a reloaded session has the same ones.
 
-    Between two calls its trace may be evicted from memory, until it is needed.
+    Between calls its trace may be evicted from memory. It is loaded again when needed.
     """
 
     def __init__(self, session_id: str, key: int, config: SessionConfig, opened: float) -> None:
         self.id = session_id
-        self.key = key  # the store's number for it
+        self.key = key  # its number in the store
         self.config = config
         self.opened = opened
         self.last_used = opened
@@ -107,21 +107,21 @@ class Session:
         self._trace: Trace | None = Trace()
         self._load_trace: Callable[[], Trace] = Trace
         self.turns = 0
-        self.aborted = 0  # turns that were cut short after some tokens: the agent may have read them
+        self.aborted = 0  # turns cut short after some tokens, which the agent may have read
         self.sampled_tokens = 0
         self.truncated = False
-        self.last_error: CallError | None = None  # of the newest call, if it failed: it may explain why the agent ended
+        self.last_error: CallError | None = None  # set if the latest call failed; it may explain why the agent ended
         self.engine_silence = EngineSilence()
         self.in_flight = 0
         self.idle = asyncio.Event()
         self.idle.set()
         self.calls: set[asyncio.Task[object]] = set()  # the tasks that serve the calls in flight
-        self.ending = ""  # why calls were aborted, if they were; new ones are refused
+        self.ending = ""  # why calls were aborted; if set, new calls are refused
         self.ending_lock = asyncio.Lock()
-        self.pending_tool_calls: dict[int, asyncio.Future[bytes]] = {}  # that wait for the host, by number
-        self.limits_announced: set[str] = set()  # with an event
-        self.live_tokens = 0  # sampled by calls in flight and not stored yet; changed by `TurnDraft` alone
-        self.vocabulary = ""  # digest of the tokenizer it is recorded with
+        self.pending_tool_calls: dict[int, asyncio.Future[bytes]] = {}  # waiting for the host, by number
+        self.limits_announced: set[str] = set()  # limits for which an event was sent
+        self.live_tokens = 0  # sampled by calls in flight and not yet stored; only `TurnDraft` changes it
+        self.vocabulary = ""  # digest of the tokenizer used for recording
 
     @property
     def trace(self) -> Trace:
@@ -139,7 +139,7 @@ class Session:
         return bool(self.in_flight or self.pending_tool_calls)
 
     def evict(self, load_trace: Callable[[], Trace]) -> None:
-        """Drop the trace from memory. All of it is in the store, where `load_trace` finds it."""
+        """Drop the trace from memory. `load_trace` reads it back from the store, which has all of it."""
         assert not self.busy
         if self._trace is not None:
             self._trace.free()
@@ -178,12 +178,12 @@ class Session:
 
     @property
     def tokens_left(self) -> int | None:
-        """The number of tokens that all calls together may still sample; None: no limit."""
+        """The number of tokens that all calls together may still sample, or None if there is no limit."""
         limit = self.config.limits.sampled_tokens
         return None if limit is None else max(0, limit - self.sampled_tokens - self.live_tokens)
 
     def require_within_limits(self, now: float, others: int) -> None:
-        """Raise `LimitReached` if there may not be another turn besides `others` in flight."""
+        """Raise `LimitReached` if no further turn may start while `others` turns are in flight."""
         limits = self.config.limits
         if limits.turns is not None and self.turns + self.aborted + others >= limits.turns:
             raise LimitReached("turns")
@@ -197,7 +197,7 @@ class Session:
         return None if seconds is None else self.opened + seconds
 
     async def abort_calls(self, reason: str) -> None:
-        """Abort every call in flight and wait until each has recorded what it had."""
+        """Abort every call in flight and wait until each has recorded its partial result."""
         self.ending = reason
         for task in list(self.calls):
             task.cancel()

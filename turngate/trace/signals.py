@@ -1,15 +1,15 @@
-"""What an agent says about its own calls: which conversation a call belongs to, and what it is for.
+"""Signals in an agent's requests: which conversation a call belongs to, and what it is for.
 
-Each agent's description (`agents/catalog/*.toml`) says where to look, and a session has it in its settings. Roles and fork causes follow
-these signals before the structure of the trace. A source is one of
+Each agent's description (`agents/catalog/*.toml`) lists the sources to read, and a session has them in its settings. When roles and fork
+causes are determined, signals take precedence over the structure of the trace. A source is one of:
 
     header:NAME            a header's value
-    header:NAME.PATH       a value inside a header that holds JSON
-    body:PATH              a value of the request's body; PATH has dots, and goes into strings that hold JSON
-    tool:NAME              NAME, where the request offers a tool of that name
+    header:NAME.PATH       a value inside a header that contains JSON
+    body:PATH              a value in the request body; PATH is dotted and may lead into strings that contain JSON
+    tool:NAME              NAME, if the request offers a tool of that name
     model                  the model's name
-    system                 the system prompt, where the conversation begins with one
-    last                   the last message, if it is the user's: not a tool's output, which the model could have arranged
+    system                 the system prompt, if the conversation begins with one
+    last                   the last message, if it is from the user; never a tool's output, which the model could control
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from turngate.types import Call, CallSignals, Json
 _SOURCE = re.compile(r"header:[A-Za-z0-9-]+(\.[\w-]+)*|body:[\w-]+(\.[\w-]+)*|tool:[\w.-]+|model|system|last")
 SignalRole = Literal["main", "subagent", "side"]
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_MAX_LENGTH = 200  # characters of a stored name
+_MAX_LENGTH = 200  # characters; longer values are cut
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A call has `role` if the value of `source` matches `match`."""
+    """A rule that gives a call `role` if the value of `source` matches `match`."""
 
     role: SignalRole
     source: str
-    match: str = "*"  # as in file names: * and ?
-    why: str = ""  # shown beside the role: title, summary, sub-agent
+    match: str = "*"  # a glob pattern, as for file names
+    why: str = ""  # shown next to the role, such as title, summary or sub-agent
 
 
 class Signals(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Where to look. The first source with a value wins, and so does the first rule that matches."""
+    """Where an agent's signals are found. The first source with a value wins, and so does the first matching rule."""
 
-    thread: tuple[str, ...] = ()  # names the conversation
-    parent: tuple[str, ...] = ()  # names the conversation that began it
+    thread: tuple[str, ...] = ()  # sources of the conversation's name
+    parent: tuple[str, ...] = ()  # sources of the name of the conversation that started it
     rules: tuple[Rule, ...] = ()
-    models: dict[str, SignalRole] = {}  # patterns of model names, and the role of calls to them
+    models: dict[str, SignalRole] = {}  # glob patterns of model names, and the role of calls to them
 
     def __bool__(self) -> bool:
         return bool(self.thread or self.parent or self.rules or self.models)
 
 
 def read_signals(signals: Signals, headers: Mapping[str, str], call: Call) -> CallSignals:
-    """Read the signals of a call. A rule beats the model's name."""
+    """Read the signals of a call. Rules take precedence over the model's name."""
 
     def first(sources: Iterable[str]) -> str:
         return next((value for source in sources if (value := _read_source(source, headers, call))), "")[:_MAX_LENGTH]
@@ -70,7 +70,7 @@ def read_signals(signals: Signals, headers: Mapping[str, str], call: Call) -> Ca
 
 
 def find_faults(signals: Signals) -> Iterator[tuple[str, str]]:
-    """Find invalid fields, each with what is wrong with it."""
+    """Yield each invalid field and the problem with it."""
     sources = [(f"thread[{n}]", source) for n, source in enumerate(signals.thread)]
     sources += [(f"parent[{n}]", source) for n, source in enumerate(signals.parent)]
     sources += [(f"rules[{n}].source", rule.source) for n, rule in enumerate(signals.rules)]
@@ -78,12 +78,12 @@ def find_faults(signals: Signals) -> Iterator[tuple[str, str]]:
         if not _SOURCE.fullmatch(source):
             yield (
                 f"signals.{field}",
-                f"{source!r} is not a source; there are header:NAME, body:PATH, tool:NAME, model, system, last",
+                f"unknown source {source!r}; use header:NAME, body:PATH, tool:NAME, model, system or last",
             )
 
 
 def is_model_alias(signals: Signals, model: str) -> bool:
-    """Whether the session accepts this name as another one for its model."""
+    """Return whether the session accepts this name as an alias of its model."""
     return any(fnmatchcase(model, pattern) for pattern in signals.models)
 
 
@@ -92,8 +92,8 @@ def _read_source(source: str, headers: Mapping[str, str], call: Call) -> str:
     match kind:
         case "header":
             name, *path = rest.split(".")
-            held = headers.get(name.lower(), "")
-            return _to_text(_look_up(held, path)) if path else held
+            value = headers.get(name.lower(), "")
+            return _to_text(_look_up(value, path)) if path else value
         case "body":
             name, *path = rest.split(".")
             return _to_text(_look_up(_body_field(call.body, name), path))
@@ -108,7 +108,7 @@ def _read_source(source: str, headers: Mapping[str, str], call: Call) -> str:
 
 
 def _offers(call: Call, name: str) -> bool:
-    # Decode only if the name is in the text.
+    # Decode only if the raw text contains the name.
     return (
         call.tools is not None
         and f'"{name}"'.encode() in call.tools.raw
@@ -122,7 +122,7 @@ def _message_text(call: Call, index: int, role: str) -> str:
 
 
 def _body_field(body: bytes, name: str) -> Json:
-    # Signals are hints: one that cannot be decoded is ignored.
+    # Signals are hints, so a value that cannot be decoded is ignored.
     try:
         raw = _fields.decode(body).get(name)
         return None if raw is None else msgspec.json.decode(raw)
@@ -130,18 +130,18 @@ def _body_field(body: bytes, name: str) -> Json:
         return None
 
 
-def _look_up(holder: Json, path: list[str]) -> Json:
+def _look_up(value: Json, path: list[str]) -> Json:
     for part in path:
-        if isinstance(holder, str):
+        if isinstance(value, str):
             try:
-                holder = msgspec.json.decode(holder)
+                value = msgspec.json.decode(value)
             except (msgspec.DecodeError, RecursionError):
                 return None
-        holder = holder.get(part) if isinstance(holder, dict) else None
-    return holder
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
 
 
-def _to_text(found: Json) -> str:
-    if found is None or isinstance(found, dict | list):
+def _to_text(value: Json) -> str:
+    if value is None or isinstance(value, dict | list):
         return ""
-    return found if isinstance(found, str) else msgspec.json.encode(found).decode()
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()

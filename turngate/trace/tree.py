@@ -2,8 +2,8 @@
 
     root ─► Context (system, user, generation prompt) ─► Sampled (turn 1) ─► Context (tool result, …) ─► Sampled (turn 2) ─► …
 
-`Trace.locate` finds the deepest known point that a request extends. The stored ids are the truth: nothing here ever turns text into ids
-or back. No I/O.
+`Trace.locate` finds the deepest known point that a request extends. The stored ids are the source of truth: this module never converts
+text to ids or back. No I/O.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from turngate.types import (
     ids_to_json,
 )
 
-_MAX_RECENT = 4  # requests that are remembered raw; others are matched by meaning
-_MAX_TRIMMED = 1000  # characters that an agent may cut from a call's arguments, even if that is most of them
+_MAX_RECENT = 4  # requests whose raw bytes are kept; others are matched by meaning
+_MAX_TRIMMED = 1000  # characters an agent may always cut from a call's arguments, even if that is most of them
 
 Cause = Literal[
     "retry", "resample", "branch", "edited", "compaction", "subagent", "side", "tools", "system", "template"
@@ -38,19 +38,19 @@ Cause = Literal[
 
 
 class ContextInfo(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
-    """The stored facts of a context node besides its ids."""
+    """The stored data of a context node, apart from its ids."""
 
     preamble: bytes  # digest of tools and template arguments
     meanings: bytes  # one digest per message it adds
-    roles: str  # one letter per message it adds: s, u, a, t; of several in one raw message, the last
+    roles: str  # one letter per message it adds: s, u, a, t; if one raw message has several roles, the last
     has_tools: bool
     cause: Cause | None = None
-    dialect: str = "chat"  # of its recorded messages
+    dialect: str = "chat"  # the dialect of its recorded messages
     signals: CallSignals = CallSignals()  # of the call that added it
 
 
 class SampledInfo(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
-    """The stored facts of a sampled node besides its ids and log-probabilities."""
+    """The stored data of a sampled node, apart from its ids and log-probabilities."""
 
     meaning: bytes
     reasoning: bytes
@@ -66,17 +66,17 @@ class SampledInfo(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Tr
     cause: Cause | None = None
     idempotency_key: str = ""
     capture: Capture = "tokens"
-    fault: str = ""  # why this turn is incomplete: missing log-probabilities, a failed engine
+    fault: str = ""  # why this turn is incomplete, such as missing log-probabilities or a failed engine
     engine: str = ""  # the observed endpoint
     arguments: tuple[int, ...] = ()  # the length of each call's arguments
-    lost: tuple[str, ...] = ()  # parameters of the call that the observed endpoint did not get
-    verbatim: bytes = b""  # the turn in that endpoint's own format, which it wants back unchanged
+    lost: tuple[str, ...] = ()  # parameters of the call that were not sent to the observed endpoint
+    verbatim: bytes = b""  # the turn in that endpoint's own format, which must be sent back unchanged
 
 
 class _TokenNode:
-    """The ids of a node: an array while the node is new; once it is part of a prompt, the JSON that engines want.
+    """The ids of a node: an array at first, and the JSON that engines expect once the node is part of a prompt.
 
-    That JSON is encoded once and not again with every turn. It replaces the array, and takes a third more memory.
+    The JSON is encoded only once, not on every turn. It replaces the array and takes a third more memory.
     """
 
     __slots__ = ("_array", "encoded", "size")
@@ -84,7 +84,7 @@ class _TokenNode:
     def __init__(self, ids: Ids) -> None:
         self.size = len(ids)
         self._array: Ids | None = ids
-        self.encoded = b""  # as JSON; empty until it is needed
+        self.encoded = b""  # as JSON; empty until needed
 
     @property
     def ids(self) -> Ids:
@@ -94,7 +94,7 @@ class _TokenNode:
     @property
     def json(self) -> bytes:
         array = self._array
-        if array is not None:  # threads may do this at the same time, with the same result
+        if array is not None:  # safe if several threads do this at the same time: the result is the same
             self.encoded = ids_to_json(array)
             self._array = None
         return self.encoded
@@ -114,12 +114,12 @@ class Context(_TokenNode):
         self.stored = True
         self.children: list[Sampled] = []
         self.length: int = (parent.length if parent else 0) + len(ids)  # tokens from the root to here
-        self.added: int = len(info.meanings) // DIGEST_SIZE  # messages that it adds
+        self.added: int = len(info.meanings) // DIGEST_SIZE  # messages it adds
         self.count: int = (parent.count if parent else 0) + self.added  # messages from the root to here
 
 
 class Sampled(_TokenNode):
-    """One turn: what the model sampled."""
+    """One turn: the ids that the model sampled."""
 
     __slots__ = ("children", "count", "delivered", "id", "info", "length", "logprobs", "parent", "root")
 
@@ -142,20 +142,20 @@ Node = Context | Sampled
 class Location(msgspec.Struct, frozen=True):
     """The deepest point of the trace that a request extends."""
 
-    node: Sampled | None  # None: the root
-    start: int  # index of the first message after it
-    context: Context | None  # a known context that the whole request repeats in meaning
+    node: Sampled | None  # the turn to extend; None means the request starts a new root
+    start: int  # index of the first message after `node`
+    context: Context | None  # a known context that means the same as the whole request
     request: RequestMessages
 
 
 class RecentRequest(msgspec.Struct, frozen=True):
-    """A recorded request, raw: the next one mostly repeats it byte for byte."""
+    """The raw bytes of a recorded request. The next request usually repeats them."""
 
     context: Context
     preamble: bytes
-    history_type: type[History]  # of its dialect: in another one the same bytes mean something else
+    history_type: type[History]  # identifies the dialect: the same bytes mean something else in a different one
     raws: list[bytes]
-    opening: tuple[Message, ...] | None  # its first message, decoded: every turn needs the system prompt
+    opening: tuple[Message, ...] | None  # the first message, decoded, because every turn needs the system prompt
 
 
 class Trace:
@@ -165,21 +165,21 @@ class Trace:
         self.nodes: list[Node] = []
         self.roots: list[Context] = []
         self._next_id = 0
-        self._recent: list[RecentRequest] = []  # the newest last
-        self._has_twins = False  # whether some siblings are alike, so that a request may match several ways
+        self._recent: list[RecentRequest] = []  # newest last
+        self._has_twins = False  # whether some siblings are alike, so that a request may match more than one
 
     def locate(self, request: RequestMessages) -> Location:
-        """Find the deepest point that a request extends, by its bytes as far as they are known and then by meaning."""
+        """Find the deepest point that a request extends. Known bytes are compared first, then meaning."""
         node, at = self._walk(*self._start_at_recent(request), request)
         if at < len(request) and any(request.assistant(i) is not None for i in range(at, len(request))):
-            # It has answers that are not on this path. The agent may continue another branch with the same beginning.
-            node, at = max((node, at), self._search(request), key=lambda found: found[1])
+            # The rest contains answers, so the agent may be continuing a different branch with the same beginning.
+            node, at = max((node, at), self._search(request), key=lambda match: match[1])
         if isinstance(node, Context):
             return Location(node.parent, node.count - node.added, node, request)
         return Location(node, at, None, request)
 
     def _start_at_recent(self, request: RequestMessages) -> tuple[Node | None, int]:
-        """The fast path: the deepest point of a recent request that this one repeats byte for byte."""
+        """Return the deepest point of a recent request that this one repeats byte for byte. This is the fast path."""
         best: tuple[Node | None, int] = (None, 0)
         for recent in self._recent:
             if recent.preamble != request.preamble or recent.history_type is not type(request.history):
@@ -188,23 +188,23 @@ class Trace:
                 request.put(0, recent.opening)
             size = len(recent.raws)
             node: Node | None = recent.context
-            # Cheap: messages that the dialect has matched with an earlier request are the same objects, so this compares pointers.
+            # Cheap: the dialect reuses the objects of messages that it matched with an earlier request, so this compares pointers.
             if request.raws[:size] != recent.raws:
-                # Agents edit the end of their history (a cache mark that moves); what lies before it still matches.
+                # Agents edit the end of their history, for example to move a cache mark. Everything before it still matches.
                 same = next(n for n in range(size) if n >= len(request.raws) or request.raws[n] != recent.raws[n])
                 while node is not None and node.count > same:
                     node = node.parent
             if node is not None and node.count >= best[1]:
                 best = (node, node.count)
         if self._has_twins:
-            # From the first twin on, meaning decides, as in a trace that was loaded from the store without raw requests.
+            # From the first twin on, match by meaning, as in a trace loaded from the store, which has no raw requests.
             first = next((n for n in path_to(best[0]) if self._has_twin(n)), None)
             if first is not None:
                 return (None, 0) if first.parent is None else (first.parent, first.parent.count)
         return best
 
     def remember_request(self, context: Context, request: RequestMessages) -> None:
-        """Remember an answered request: the next one will begin like it."""
+        """Keep the bytes of an answered request, because the next one will probably begin with them."""
         before = context.parent.parent if context.parent is not None else None
         others = [recent for recent in self._recent if recent.context is not context and recent.context is not before]
         self._recent = others[1 - _MAX_RECENT :]
@@ -213,14 +213,14 @@ class Trace:
         )
 
     def _walk(self, node: Node | None, at: int, request: RequestMessages) -> tuple[Node | None, int]:
-        """Walk on from `node` by meaning, along the likeliest branch, to a turn or to a context that ends the request."""
+        """Follow the likeliest branch from `node` by meaning, and return the last turn, or the context that ends the request."""
         while at < len(request):
             child = next(iter(self._matching_children(node, at, request)), None)
             if child is None:
                 break
             node, at = child, child.count
         if isinstance(node, Context) and at < len(request):
-            # The next message is no recorded answer: the messages of this context count as new, with all after them.
+            # The next message is not a recorded answer, so the messages of this context and all later ones are new.
             return node.parent, node.count - node.added
         return node, at
 
@@ -237,12 +237,12 @@ class Trace:
         return best
 
     def _matching_children(self, node: Node | None, at: int, request: RequestMessages) -> Iterator[Node]:
-        """The children of `node` that match the next messages of the request, likeliest first."""
+        """Yield the children of `node` that match the next messages of the request, likeliest first."""
         if isinstance(node, Context):
             yield from _match_replies(node, request, at)
             return
-        # The newest first: after a fork, the agent continues from there. Contexts without a message (a turn that was asked to
-        # continue) match anywhere, so they are last.
+        # Newest first: after a fork, the agent usually continues from there. Contexts without a message, where a turn was only asked
+        # to continue, match anywhere, so they come last.
         fitting = [
             c for c in reversed(self.roots if node is None else node.children) if c.info.preamble == request.preamble
         ]
@@ -251,7 +251,7 @@ class Trace:
                 yield context
 
     def reserve_id(self) -> int:
-        """Reserve the id of a node that is about to be stored and then added."""
+        """Reserve an id for a node that will be stored and then added."""
         self._next_id += 1
         return self._next_id
 
@@ -262,7 +262,7 @@ class Trace:
         self._next_id = max(self._next_id, context.id)
 
     def confirm_context(self, context: Context) -> None:
-        """Mark a context as stored, and add it again if another call that shared it has failed and dropped it."""
+        """Mark a context as stored. Add it again if a failed call that shared it has dropped it."""
         if not context.stored:
             context.stored = True
             if context not in self.nodes:
@@ -281,7 +281,7 @@ class Trace:
         self._next_id = max(self._next_id, sampled.id)
 
     def _has_twin(self, node: Node) -> bool:
-        """Whether a request that matches this node may match a sibling as well."""
+        """Return whether a request that matches this node may also match a sibling."""
         if isinstance(node, Sampled):
             answers = node.parent.children
             return len(answers) > 1 and any(
@@ -295,7 +295,7 @@ class Trace:
     def find_same_context(
         self, parent: Sampled | None, ids: Ids, request: RequestMessages, start: int
     ) -> Context | None:
-        """Find a context that another call with the same request has added meanwhile."""
+        """Find a context that a concurrent call with the same request has added."""
         for context in self.roots if parent is None else parent.children:
             same = context.info.preamble == request.preamble and np.array_equal(context.ids, ids)
             if same and context.info.meanings == request.meanings(start, len(request)):
@@ -303,14 +303,14 @@ class Trace:
         return None
 
     def free(self) -> None:
-        """Break the reference cycles between the nodes, so that they are freed without the garbage collector, which runs rarely.
+        """Break the reference cycles between the nodes, so that they are freed without waiting for the garbage collector.
 
-        From a node that is still held, the way to the root stays intact.
+        A node that is still referenced keeps its path to the root.
         """
         for node in self.nodes:
             node.children.clear()
         for root in self.roots:
-            del root.root  # a cycle: it is the root itself
+            del root.root  # a cycle: it refers to itself
         self.nodes, self.roots, self._recent = [], [], []
 
     def __del__(self) -> None:
@@ -324,7 +324,7 @@ class Trace:
 
 
 def path_to(node: Node | None) -> list[Node]:
-    """The nodes from the root to `node`."""
+    """Return the nodes from the root to `node`."""
     nodes: list[Node] = []
     while node is not None:
         nodes.append(node)
@@ -333,15 +333,16 @@ def path_to(node: Node | None) -> list[Node]:
 
 
 def path_ids(node: Node | None) -> Ids:
-    """The ids from the root to the end of `node`."""
+    """Return the ids from the root to the end of `node`."""
     parts = [n.ids for n in path_to(node)]
     return np.concatenate(parts) if parts else NO_IDS
 
 
 def prompt_ids(node: Sampled | None, added: Ids) -> PromptIds:
-    """The ids from the root through `node`, and then `added`.
+    """Return the ids from the root through `node`, followed by `added`.
 
-    Joined anew for every turn, in a few microseconds. A kept prompt would need as much memory as all the nodes of a long session.
+    They are joined on every turn, which takes a few microseconds. Caching the prompt would need as much memory as all the nodes of a long
+    session.
     """
     parts = [ids_to_json(added)]
     at: Node | None = node
@@ -353,11 +354,11 @@ def prompt_ids(node: Sampled | None, added: Ids) -> PromptIds:
 
 
 def _is_rewritten(message: Message, info: SampledInfo) -> bool:
-    """Whether a message with the text and call ids of a turn is that turn with its arguments rewritten.
+    """Return whether a message with the text and call ids of a turn is that turn with rewritten arguments.
 
-    Agents store arguments as their tools took them: with defaults filled in, 5 for "5", without a needless `cd` or trailing blanks. The
-    call ids are ours, and what the model sampled stays the truth. An agent that cuts most of an argument, though, wants it out of the
-    context: that is an edit.
+    Agents store arguments as their tools received them: with defaults filled in, 5 for "5", without a needless `cd` or trailing blanks.
+    The call ids are ours, so it is the same turn, and the sampled ids stay the source of truth. If an agent cuts most of an argument,
+    however, it wants to remove that from the context, which is an edit.
     """
     sizes = argument_sizes(message)
     return (
@@ -368,10 +369,10 @@ def _is_rewritten(message: Message, info: SampledInfo) -> bool:
 
 
 def _match_replies(context: Context, request: RequestMessages, at: int) -> list[Sampled]:
-    """The answers to `context` that the message at `at` repeats, likeliest first.
+    """Return the answers to `context` that the message at `at` repeats, likeliest first.
 
-    Answers with the same meaning may differ in call ids, exact text or reasoning, which decide as far as the agent kept them. Otherwise
-    the answer that was followed by the next messages before wins, then the newest.
+    Answers with the same meaning may differ in call ids, exact text or reasoning. Where the agent kept those, they decide. Otherwise
+    the answer that was followed by the same next messages before wins, then the newest.
     """
     message = request.assistant(at) if context.children else None
     if message is None:
@@ -385,7 +386,7 @@ def _match_replies(context: Context, request: RequestMessages, at: int) -> list[
 
     def likelihood(turn: Sampled) -> tuple[bool, bool, bool, bool, bool, bool, int]:
         same_exact = turn.info.exact == exact
-        same_meaning = turn.info.meaning == request.meaning(at)  # some endpoints give the same call ids again and again
+        same_meaning = turn.info.meaning == request.meaning(at)  # some endpoints reuse call ids
         same_reasoning = turn.info.reasoning == digest
         return (
             same_exact and same_meaning,
@@ -401,7 +402,7 @@ def _match_replies(context: Context, request: RequestMessages, at: int) -> list[
 
 
 def _continues_as_before(turn: Sampled, request: RequestMessages, at: int) -> bool:
-    """Whether the messages after this turn in the request have followed it before."""
+    """Return whether the request's messages after this turn have followed it before."""
     known = (c for c in turn.children if c.info.preamble == request.preamble and 0 < c.added <= len(request) - at)
     return any(context.info.meanings == request.meanings(at, at + context.added) for context in known)
 
@@ -411,6 +412,6 @@ def _is_same_answer(one: SampledInfo, other: SampledInfo) -> bool:
 
 
 def _overlaps(one: ContextInfo, other: ContextInfo) -> bool:
-    """Whether one begins with all the messages of the other."""
+    """Return whether one context begins with all the messages of the other."""
     size = min(len(one.meanings), len(other.meanings))
     return one.preamble == other.preamble and one.meanings[:size] == other.meanings[:size]
