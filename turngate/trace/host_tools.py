@@ -50,7 +50,9 @@ def check_tools(tools: tuple[HostTool, ...]) -> None:
     names = [tool.name for tool in tools]
     for n, tool in enumerate(tools):
         if tool.name in names[:n]:
-            raise BadRequest(f"tools[{n}].name: {tool.name!r} is already used; choose a different name", param=f"tools[{n}].name")
+            raise BadRequest(
+                f"tools[{n}].name: {tool.name!r} is already used; choose a different name", param=f"tools[{n}].name"
+            )
         if tool.schema.get("type") != "object":
             raise BadRequest(
                 f"tools[{n}].schema must be a JSON schema of type 'object' whose properties are the arguments",
