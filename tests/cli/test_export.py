@@ -36,7 +36,7 @@ async def test_a_folder_that_is_served_is_exported_and_what_is_lost_is_told(tmp_
 @pytest.mark.parametrize(
     ("more", "line"),
     [
-        ([], "data: there is no "),
+        ([], "data: no turngate.db in "),
         (["--unscored", "zero"], "unscored: 'zero' is none of keep, drop"),
         (["--advantage", "best"], "advantage: 'best' is none of normalised, leave_one_out, none"),
         (["--keep", "some"], "keep: 'some' is none of all, best"),

@@ -170,7 +170,9 @@ def test_an_address_that_is_not_ours(tmp_path: Path) -> None:
 async def test_a_data_folder_that_another_gateway_uses(tmp_path: Path) -> None:
     async with gateway(data=tmp_path):
         line = await asyncio.to_thread(refused, "--data", tmp_path)
-        assert line == f"data: {tmp_path} is in use by another turngate; stop it or choose another --data folder"
+        assert (
+            line == f"data: {tmp_path} is in use by another turngate process; stop it or choose another --data folder"
+        )
 
 
 @pytest.mark.parametrize("place", ["/dev/null/data", "/proc/turngate-data"])

@@ -88,9 +88,7 @@ async def test_an_id_that_is_the_beginning_of_another(g: Running, data: Path) ->
 
 
 def test_a_folder_with_nothing_in_it(data: Path) -> None:
-    assert (
-        refused("show", "--data", data) == f"data: there is no {data}/turngate.db; give the --data folder of a gateway"
-    )
+    assert refused("show", "--data", data) == f"data: no turngate.db in {data}; pass the --data folder of a gateway"
     data.mkdir()
     (data / "turngate.db").write_bytes(b"nonsense" * 1000)
     assert refused("show", "--data", data).startswith(f"data: {data}/turngate.db cannot be read")

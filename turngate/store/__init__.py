@@ -1,1 +1,1 @@
-"""A gateway's own store: one SQLite file in the data folder."""
+"""The store of a gateway: one SQLite file in the data folder."""

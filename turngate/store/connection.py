@@ -1,4 +1,4 @@
-"""The type of a connection to the database that a table is given."""
+"""The type of the connection factory that each table class receives."""
 
 from __future__ import annotations
 

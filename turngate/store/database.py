@@ -1,4 +1,4 @@
-"""The store's SQLite file: connections, transactions, locks between workers, and checkpoints."""
+"""The SQLite file of the store: connections, transactions, locks between workers, and checkpoints."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ log = logging.getLogger("turngate")
 
 
 class Database:
-    """One file, a connection that writes and one that reads. A transaction is short, and synchronous."""
+    """One SQLite file with one connection for writing and one for reading. Transactions are short and synchronous."""
 
     def __init__(self, folder: Path, durability: Durability = "process", shard: Shard = SINGLE_SHARD) -> None:
         self.path = folder / "turngate.db"
         self.durability = durability
-        # Several workers share the folder, which their front has locked. They lock each write instead.
+        # If several workers share the folder, the front process has locked the folder, and each worker locks its writes instead.
         shared = shard.workers > 1
         self._lock_file: IO[bytes] | None = open(folder / "writing", "wb") if shared else lock_folder(folder)  # noqa: SIM115
         self._shared = shared
@@ -50,22 +50,20 @@ class Database:
                 f"data: {self.path} cannot be used ({error}); restore it from a backup or choose another --data folder",
                 param="data",
             ) from None
-        # Reads use a connection of their own, so that none waits for a synced write.
+        # Reads have their own connection, so that they never wait for a synced write.
         self._reader = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=10)
         self._mutex = threading.Lock()  # the journal writes from a thread when durability is `disk`
         self._stopping = threading.Event()
         self._checkpoints: threading.Thread | None = None
-        if shard.number == 0:  # one for all workers
-            self._checkpoints = threading.Thread(
-                target=self._checkpoint_now_and_then, name="turngate-checkpoint", daemon=True
-            )
+        if shard.number == 0:  # one thread for all workers
+            self._checkpoints = threading.Thread(target=self._run_checkpoints, name="turngate-checkpoint", daemon=True)
             self._checkpoints.start()
 
     def _open_for_reading(self, folder: Path) -> int:
-        """Set up a store that only reads; the folder may belong to another process. Returns the version of its schema."""
+        """Open the file read-only and return its schema version. Another process may be using the folder."""
         path = folder / "turngate.db"
         if not path.is_file():
-            raise ConfigError(f"data: there is no {path}; give the --data folder of a gateway", param="data")
+            raise ConfigError(f"data: no {path.name} in {folder}; pass the --data folder of a gateway", param="data")
         self.path = path
         self.durability = "process"
         try:
@@ -77,7 +75,8 @@ class Database:
         if version not in READABLE_VERSIONS:
             self._reader.close()
             raise ConfigError(
-                f"data: {path} has schema {version}, this version knows {SCHEMA_VERSION}; use the version that wrote it",
+                f"data: {path} has schema version {version}, but this turngate supports {SCHEMA_VERSION}; "
+                "use the turngate version that wrote it",
                 param="data",
             )
         self._mutex = threading.Lock()
@@ -90,17 +89,18 @@ class Database:
         self.path.chmod(0o600)
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute(f"PRAGMA synchronous={'FULL' if self.durability == 'disk' else 'NORMAL'}")
-        # Checkpoints sync the file. They run in a thread, so that no turn waits for one.
+        # Checkpoints sync the file, so a separate thread runs them and turns do not wait.
         self._db.execute("PRAGMA wal_autocheckpoint=0")
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version not in (0, *READABLE_VERSIONS):
             raise ConfigError(
-                f"data: {self.path} has schema {version}, this version knows {SCHEMA_VERSION}; use the version that wrote it",
+                f"data: {self.path} has schema version {version}, but this turngate supports {SCHEMA_VERSION}; "
+                "use the turngate version that wrote it",
                 param="data",
             )
         self._db.executescript(SCHEMA)
         if version == BEFORE_EVENTS:
-            # Its events were numbered by the time of the start, in milliseconds. No such cursor may be ahead of our numbers.
+            # Event numbers used to start at the start time in milliseconds. New numbers must be higher than any such cursor.
             self._db.execute(
                 "INSERT INTO sqlite_sequence SELECT 'events', ? WHERE NOT EXISTS"
                 " (SELECT 1 FROM sqlite_sequence WHERE name='events')",
@@ -120,7 +120,7 @@ class Database:
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
-        """Read everything inside the block as of one moment. Only for a store that has its connection to itself (`reading`)."""
+        """Make all reads inside the block see the same snapshot. Only for a store with its own connection (`reading`)."""
         with self._reading() as db:
             db.execute("BEGIN")
             try:
@@ -134,7 +134,7 @@ class Database:
     def begin(self) -> sqlite3.Connection:
         self._mutex.acquire()
         try:
-            # SQLite alone would poll for the end of another worker's transaction, and starve some workers.
+            # Without this lock, SQLite would poll until another worker's transaction ends, which starves some workers.
             self._lock()
             try:
                 self._db.execute("BEGIN IMMEDIATE")
@@ -171,8 +171,8 @@ class Database:
         try:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
-        except sqlite3.Error as error:  # the caller needs the error that led here
-            log.warning("a transaction could not be rolled back: %s", error)
+        except sqlite3.Error as error:  # the caller needs the original error
+            log.warning("could not roll back a transaction: %s", error)
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
@@ -181,8 +181,8 @@ class Database:
         except sqlite3.Error as error:
             raise StoreError(f"the store cannot be read ({error})") from error
 
-    def _checkpoint_now_and_then(self) -> None:
-        """Move the write-ahead log into the database, over a connection of its own."""
+    def _run_checkpoints(self) -> None:
+        """Periodically move the write-ahead log into the database, over a separate connection."""
         db = sqlite3.connect(self.path, isolation_level=None, timeout=1)
         wal = self.path.with_name(self.path.name + "-wal")
         while not self._stopping.wait(1.0):
@@ -190,12 +190,12 @@ class Database:
                 if wal.exists() and wal.stat().st_size > 4_000_000:
                     db.execute("PRAGMA wal_checkpoint(PASSIVE)")
             except (sqlite3.Error, OSError):
-                continue  # the log grows until the next attempt; the writer reports a failed write
+                continue  # the log keeps growing until the next attempt; failed writes are reported by the writer
         db.close()
 
 
 class _Transaction:
-    """One write transaction. A class, because every turn enters it and a generator is several times slower."""
+    """One write transaction. It is a class because every turn uses it, and a generator is several times slower."""
 
     __slots__ = ("_store",)
 
@@ -211,11 +211,11 @@ class _Transaction:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         try:
             self._store.end(keep=error is None)
-        except sqlite3.Error as failed:
-            raise _write_error(failed) from failed
+        except sqlite3.Error as end_error:
+            raise _write_error(end_error) from end_error
         if isinstance(error, sqlite3.Error):
             raise _write_error(error) from error
 
 
 def _write_error(error: sqlite3.Error) -> StoreError:
-    return StoreError(f"the store cannot record this ({error}); nothing was delivered that is not recorded")
+    return StoreError(f"cannot write to the store ({error}); unrecorded turns are never delivered")

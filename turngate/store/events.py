@@ -1,6 +1,6 @@
-"""The events table: everything that happened, in the order of the commits.
+"""The events table: everything that happened, in commit order.
 
-An event that belongs to another write, such as a turn or the end of a session, is inserted in the transaction of that write.
+An event that describes another write, such as a turn or the end of a session, is inserted in the same transaction as that write.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import msgspec
 from turngate.store.connection import Connect
 from turngate.types import Json
 
-# The number of an event grows in the order of the commits of all workers, so a reader that has read up to a number has missed none.
+# Event numbers increase in commit order across all workers, so a reader that has read up to a number has not missed any.
 EVENT_TABLES = """
 CREATE TABLE IF NOT EXISTS events (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT,  -- never given out twice
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,  -- never reused
     time REAL NOT NULL,
-    session TEXT NOT NULL,        -- its id, which may not be open yet; empty: an event of the gateway
+    session TEXT NOT NULL,        -- session id; may not be open yet; empty: an event of the gateway
     kind TEXT NOT NULL,
     data BLOB NOT NULL            -- JSON
 );
 CREATE INDEX IF NOT EXISTS events_of_a_session ON events (session, seq);
 """
 _EVENT = "INSERT INTO events (time, session, kind, data) VALUES (?,?,?,?)"
-_PRUNED = 1000  # rows that one transaction looks at
-_LAST_PRUNED = "events_pruned"  # settings: the number of the newest event that was removed
+_PRUNED = 1000  # rows that one transaction examines
+_LAST_PRUNED = "events_pruned"  # name of the setting with the number of the newest removed event
 _NOTE_PRUNED = (
     "INSERT INTO settings VALUES (?,?) ON CONFLICT (name) DO UPDATE"
     " SET value=max(CAST(value AS INTEGER), CAST(excluded.value AS INTEGER))"
@@ -42,7 +42,7 @@ class GatewayEvent(msgspec.Struct, frozen=True):
 
 
 class NewEvent(msgspec.Struct, frozen=True):
-    """An event that is not written yet. Writing it gives it its number."""
+    """An event that has not been written yet. It gets its number when it is written."""
 
     session: str
     kind: str
@@ -55,14 +55,14 @@ def new_event(session: str, kind: str, data: dict[str, Json]) -> NewEvent:
 
 
 def insert_event(db: sqlite3.Connection, event: NewEvent) -> int:
-    """Insert an event in a transaction of the caller's. Returns its number."""
+    """Insert an event in the caller's transaction, and return its number."""
     written = db.execute(_EVENT, (event.time, event.session, event.kind, event.data)).lastrowid
     assert written is not None
     return written
 
 
 def insert_optional_event(db: sqlite3.Connection, event: NewEvent | None) -> None:
-    """Insert an event, if there is one."""
+    """Insert an event unless it is None."""
     if event is not None:
         insert_event(db, event)
 
@@ -77,7 +77,7 @@ class EventTable:
             return insert_event(db, event)
 
     def page(self, session: str, after: int, limit: int) -> list[GatewayEvent]:
-        """The oldest events after a number, of one session or (empty) of all."""
+        """Return the oldest events after a number, of one session, or of all if `session` is empty."""
         only, values = ("session=? AND ", (session,)) if session else ("", ())
         query = f"SELECT seq, time, session, kind, data FROM events WHERE {only}seq>? ORDER BY seq LIMIT ?"
         with self._reading() as db:
@@ -85,25 +85,25 @@ class EventTable:
         return [GatewayEvent(seq, when, of, kind, msgspec.json.decode(data)) for seq, when, of, kind, data in rows]
 
     def newest(self) -> int:
-        """The highest number ever given to an event, even if that event was removed."""
+        """Return the highest event number ever assigned, even if that event was removed."""
         with self._reading() as db:
             row = db.execute("SELECT seq FROM sqlite_sequence WHERE name='events'").fetchone()
         return 0 if row is None else row[0]
 
     def knows(self, session: str) -> bool:
-        """Whether a session has events other than its deletion."""
+        """Return whether a session has events other than its deletion."""
         with self._reading() as db:
             query = "SELECT 1 FROM events WHERE session=? AND kind!='deleted' LIMIT 1"
             return db.execute(query, (session,)).fetchone() is not None
 
     def state(self) -> int:
-        """A number that changes when another process writes to the file."""
+        """Return a number that changes when another process writes to the file."""
         with self._reading() as db:
             (version,) = db.execute("PRAGMA data_version").fetchone()
         return int(version)
 
     def prune(self, before: float) -> int:
-        """Remove events from before a time, the oldest first, and return how many. Works in steps, so that no turn waits long."""
+        """Remove events older than a time, and return how many. Works in short transactions, so that no turn waits long."""
         removed = 0
         which = "seq IN (SELECT seq FROM events ORDER BY seq LIMIT ?) AND time<?"
         while True:
@@ -117,7 +117,7 @@ class EventTable:
                 return removed
 
     def last_pruned(self) -> int:
-        """The highest number that was removed for its age; 0 if none was. A reader that is behind it has missed events."""
+        """Return the highest event number removed because of its age, or 0. A reader that is behind it has missed events."""
         with self._reading() as db:
             row = db.execute("SELECT value FROM settings WHERE name=?", (_LAST_PRUNED,)).fetchone()
         return 0 if row is None else int(row[0])

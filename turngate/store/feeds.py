@@ -1,7 +1,7 @@
-"""The tables of feeds: the feeds, the rollouts that wait for the rest of their group, and the rollouts of each delivery.
+"""Feed tables: the feeds, the rollouts of incomplete groups, and the rollouts of each delivery.
 
-A delivery gets its number in the transaction that records the last outcome of its group. So a complete group always has a number, even
-after a crash, and all workers write to one file, so no number is given twice. `gateway/deliveries.py` builds deliveries from these tables.
+A delivery gets its number in the transaction that records the last outcome of its group. A complete group therefore always has a number,
+even after a crash. All workers write to the same file, so numbers are unique. `gateway/deliveries.py` builds deliveries from these tables.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ CREATE TABLE IF NOT EXISTS feeds (
     key INTEGER PRIMARY KEY AUTOINCREMENT,
     name TEXT NOT NULL UNIQUE,
     config BLOB NOT NULL,         -- JSON of FeedConfig
-    n INTEGER NOT NULL,           -- of it: rollouts that make a group complete
-    prefix TEXT NOT NULL,         -- of it: of the groups that it takes
+    n INTEGER NOT NULL,           -- from config: rollouts in a complete group
+    prefix TEXT NOT NULL,         -- from config: prefix of the group names that the feed accepts
     opened REAL NOT NULL,
-    reader TEXT NOT NULL DEFAULT '',  -- the token of its reader; a reader with another token was replaced
-    newest INTEGER NOT NULL DEFAULT 0,     -- the last number given; 0: none
-    handed INTEGER NOT NULL DEFAULT 0,     -- the highest that was handed out
-    committed INTEGER NOT NULL DEFAULT 0   -- the highest that its trainer is done with
+    reader TEXT NOT NULL DEFAULT '',  -- token of the current reader; any other token is rejected
+    newest INTEGER NOT NULL DEFAULT 0,     -- the last number assigned; 0: none
+    handed INTEGER NOT NULL DEFAULT 0,     -- the highest number handed out
+    committed INTEGER NOT NULL DEFAULT 0   -- the highest number the trainer has committed
 );
 CREATE TABLE IF NOT EXISTS rolled (
-    place INTEGER PRIMARY KEY AUTOINCREMENT,  -- the order in which they were recorded
-    feed INTEGER NOT NULL,        -- its key
-    session INTEGER NOT NULL,     -- its key; the session itself may be deleted since
-    id TEXT NOT NULL,             -- its id
-    team TEXT NOT NULL,           -- the name of its group
-    number INTEGER,               -- of its delivery; NULL: its group is not complete
-    outcome BLOB NOT NULL,        -- JSON of RecordedOutcome, as it was when the number was given
-    UNIQUE (feed, session)        -- no rollout is in a feed twice
+    place INTEGER PRIMARY KEY AUTOINCREMENT,  -- in the order of recording
+    feed INTEGER NOT NULL,        -- key of the feed
+    session INTEGER NOT NULL,     -- key of the session, which may have been deleted since
+    id TEXT NOT NULL,             -- id of the session
+    team TEXT NOT NULL,           -- name of the group
+    number INTEGER,               -- of the delivery; NULL: the group is not complete
+    outcome BLOB NOT NULL,        -- JSON of RecordedOutcome, unchanged once the number is assigned
+    UNIQUE (feed, session)        -- a rollout is in a feed at most once
 );
 CREATE INDEX IF NOT EXISTS rolled_waiting ON rolled (feed, team) WHERE number IS NULL;
 CREATE INDEX IF NOT EXISTS rolled_delivered ON rolled (feed, number);
-CREATE TABLE IF NOT EXISTS filling (  -- feeds that do not have all yet of what was recorded before they were opened
-    feed INTEGER PRIMARY KEY,     -- its key
-    recorded REAL NOT NULL,       -- of the last outcome that they have: when it was recorded, and of which session it is
+CREATE TABLE IF NOT EXISTS filling (  -- feeds to which earlier outcomes are still being added
+    feed INTEGER PRIMARY KEY,     -- key of the feed
+    recorded REAL NOT NULL,       -- time and session of the last outcome added so far
     session INTEGER NOT NULL
 );
-CREATE TABLE IF NOT EXISTS later (    -- what came to such a feed meanwhile, and is entered after all that
+CREATE TABLE IF NOT EXISTS later (    -- new outcomes for a feed that is being filled; added after the earlier ones
     place INTEGER PRIMARY KEY AUTOINCREMENT,
-    feed INTEGER NOT NULL,        -- its key
-    session INTEGER,              -- its key; NULL: a group was closed
-    id TEXT NOT NULL,             -- its id, or the name of that group
+    feed INTEGER NOT NULL,        -- key of the feed
+    session INTEGER,              -- key of the session; NULL: a group was closed
+    id TEXT NOT NULL,             -- id of the session, or name of the closed group
     outcome BLOB                  -- JSON of RecordedOutcome
 );
 CREATE INDEX IF NOT EXISTS later_of_a_session ON later (feed, session);
@@ -61,7 +61,7 @@ _FEED = "key, name, config, opened, reader, newest, handed, committed"
 
 
 class FeedRow(msgspec.Struct, frozen=True):
-    """The state of a feed."""
+    """A feed as stored."""
 
     key: int
     name: str
@@ -74,7 +74,7 @@ class FeedRow(msgspec.Struct, frozen=True):
 
 
 class DeliveryMember(msgspec.Struct, frozen=True):
-    """One rollout of a delivery."""
+    """One rollout in a delivery."""
 
     session: int
     id: str
@@ -83,7 +83,7 @@ class DeliveryMember(msgspec.Struct, frozen=True):
 
 
 class IncompleteGroup(msgspec.Struct, frozen=True):
-    """A group that is not complete."""
+    """A group that is not complete, and the number of its rollouts so far."""
 
     group: str
     rollouts: int
@@ -93,33 +93,36 @@ class FeedLog:
     def __init__(self, writing: Connect, reading: Connect, *, there: bool = True) -> None:
         self._writing = writing
         self._reading = reading
-        self._there = there  # False: the file is of an older version, without these tables, and opened for reading
+        self._there = there  # False: a read-only file of an older version, without these tables
 
     # ── feeds ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def open(self, name: str, config: bytes, n: int, prefix: str, *, from_start: bool) -> FeedRow:
-        """Find the feed of that name, or create it. `from_start`: it has to be filled (`fill`) with what was recorded before."""
+        """Return the feed with this name, creating it if necessary.
+
+        With `from_start`, a new feed must then be filled with earlier outcomes (`fill`).
+        """
         with self._writing() as db:
-            if (known := _find(db, name)) is not None:
-                return known
+            if (existing := _find(db, name)) is not None:
+                return existing
             row = (name, config, n, prefix, time.time())
             db.execute("INSERT INTO feeds (name, config, n, prefix, opened) VALUES (?,?,?,?,?)", row)
-            made = _find(db, name)
-            assert made is not None
+            created = _find(db, name)
+            assert created is not None
             if from_start:
-                db.execute("INSERT INTO filling VALUES (?, -1e308, 0)", (made.key,))
-            return made
+                db.execute("INSERT INTO filling VALUES (?, -1e308, 0)", (created.key,))
+            return created
 
     def is_filling(self, feed: int) -> bool:
         with self._reading() as db:
             return db.execute("SELECT 1 FROM filling WHERE feed=?", (feed,)).fetchone() is not None
 
     def fill(self, feed: int, most: int) -> bool:
-        """Enter some of the outcomes from before a feed was opened, oldest first, then those that came during the filling. Returns whether
-        there are more.
+        """Add up to `most` outcomes to a feed that is being filled. Return whether there may be more.
 
-        Each step is one transaction, so that turns are written in between. The store has the position: any process can continue after a
-        crash, and the numbers are the same as if all outcomes had been entered at once.
+        Outcomes recorded before the feed was created are added first, oldest first. Outcomes recorded since then follow. Each call is one
+        transaction, so turns can be written between calls. The position is stored, so any process can continue after a crash. The resulting
+        numbers are the same as if all outcomes had been added in one transaction.
         """
         with self._writing() as db:
             row = db.execute(
@@ -129,8 +132,8 @@ class FeedLog:
             if row is None:
                 return False
             recorded, session, name, n, prefix = row
-            whose = (feed, name, n, prefix)
-            # An outcome that was recorded or replaced since comes after the old ones, whatever the clock says.
+            target = (feed, name, n, prefix)
+            # An outcome that was recorded or replaced since then is added later, even if the clock was set back.
             old = db.execute(
                 "SELECT recorded, session, id, CAST(outcome AS BLOB),"
                 " EXISTS (SELECT 1 FROM later WHERE later.feed=?1 AND later.session=outcomes.session)"
@@ -140,7 +143,7 @@ class FeedLog:
             ).fetchall()
             for _, key, session_id, outcome, is_later in old:
                 if not is_later:
-                    _add_rollout(db, whose, key, session_id, outcome)
+                    _add_rollout(db, target, key, session_id, outcome)
             if old:
                 recorded, session = old[-1][:2]
                 db.execute("UPDATE filling SET recorded=?, session=? WHERE feed=?", (recorded, session, feed))
@@ -151,7 +154,7 @@ class FeedLog:
             ).fetchall()
             for place, key, known_as, outcome in new:
                 if key is not None:
-                    _add_rollout(db, whose, key, known_as, outcome)
+                    _add_rollout(db, target, key, known_as, outcome)
                 elif _has_waiting(db, feed, known_as):
                     _assign_number(db, feed, name, known_as)
                 db.execute("DELETE FROM later WHERE place=?", (place,))
@@ -170,13 +173,13 @@ class FeedLog:
             return [FeedRow(*row) for row in db.execute(f"SELECT {_FEED} FROM feeds ORDER BY key").fetchall()]
 
     def waiting(self, feed: int, limit: int) -> list[IncompleteGroup]:
-        """Incomplete groups, the oldest first."""
+        """Return incomplete groups, oldest first."""
         query = "SELECT team, count(*) FROM rolled WHERE feed=? AND number IS NULL GROUP BY team ORDER BY min(place) LIMIT ?"
         with self._reading() as db:
             return [IncompleteGroup(*row) for row in db.execute(query, (feed, limit)).fetchall()]
 
     def waiting_counts(self) -> dict[int, tuple[int, int]]:
-        """By feed, the number of incomplete groups and of their rollouts."""
+        """Return the numbers of incomplete groups and of their rollouts, by feed key."""
         if not self._there:
             return {}
         query = "SELECT feed, count(DISTINCT team), count(*) FROM rolled WHERE number IS NULL GROUP BY feed"
@@ -189,10 +192,10 @@ class FeedLog:
                 db.execute(f"DELETE FROM {table} WHERE feed=?", (feed,))
             db.execute("DELETE FROM feeds WHERE key=?", (feed,))
 
-    # ── what comes in ───────────────────────────────────────────────────────────────────────────────────────────
+    # ── recording ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def enter(self, db: sqlite3.Connection, session: int, session_id: str, outcome: bytes) -> None:
-        """Enter an outcome into every feed that takes its group, in the transaction that records or replaces it."""
+        """Add an outcome to every feed that accepts its group, in the transaction that records or replaces it."""
         feeds = "SELECT key, name, n, prefix, filling.feed FROM feeds LEFT JOIN filling ON filling.feed=key"
         for key, name, n, prefix, is_filling in db.execute(feeds).fetchall():
             if is_filling is None:
@@ -201,8 +204,10 @@ class FeedLog:
                 _postpone(db, key, session, session_id, outcome)
 
     def close_group(self, group: str) -> list[tuple[str, int]]:
-        """Make a group complete as it is. Returns the names of the feeds and its numbers there. In a feed that is still being filled, the
-        group gets its number later."""
+        """Make a group complete with the rollouts it has. Return the name of each feed and the number of the delivery there.
+
+        In a feed that is still being filled, the group gets its number later.
+        """
         closed = []
         with self._writing() as db:
             for (key,) in db.execute("SELECT feed FROM filling").fetchall():
@@ -215,10 +220,10 @@ class FeedLog:
                 closed.append((name, _assign_number(db, key, name, group)))
         return closed
 
-    # ── what goes out ───────────────────────────────────────────────────────────────────────────────────────────
+    # ── delivering ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def members(self, feed: int, number: int) -> list[DeliveryMember]:
-        """The rollouts of a delivery, in the order of recording."""
+        """Return the rollouts of a delivery, in the order of recording."""
         query = "SELECT session, id, team, CAST(outcome AS BLOB) FROM rolled WHERE feed=? AND number=? ORDER BY place"
         with self._reading() as db:
             rows = db.execute(query, (feed, number)).fetchall()
@@ -227,21 +232,21 @@ class FeedLog:
         ]
 
     def take_over(self, name: str) -> FeedRow | None:
-        """Give the feed a new reader with a new token. None if there is no such feed."""
+        """Replace the reader of a feed with a new one that has a new token. Return None if the feed does not exist."""
         with self._writing() as db:
             db.execute("UPDATE feeds SET reader=? WHERE name=?", (secrets.token_hex(12), name))
             return _find(db, name)
 
     def hand_out(self, feed: int, reader: str, number: int) -> bool:
-        """Record that deliveries up to a number are handed to a reader. False if it is no longer the reader."""
+        """Record that deliveries up to a number are handed to a reader. Return False if another reader has replaced it."""
         with self._writing() as db:
             query = "UPDATE feeds SET handed=max(handed, ?) WHERE key=? AND reader=?"
             return db.execute(query, (number, feed, reader)).rowcount == 1
 
     def commit(self, feed: int, reader: str, number: int) -> FeedRow | None:
-        """Commit up to a number, if that was handed out, to this reader or an earlier one.
+        """Commit up to a number, provided it was handed out to this reader or an earlier one.
 
-        Returns the feed; None if it has another reader or was deleted.
+        Return the feed, or None if it was deleted or has another reader.
         """
         with self._writing() as db:
             query = "UPDATE feeds SET committed=max(committed, iif(?1<=handed, ?1, 0)) WHERE key=?2 AND reader=?3"
@@ -258,15 +263,15 @@ def _find(db: sqlite3.Connection, name: str) -> FeedRow | None:
 def _add_rollout(
     db: sqlite3.Connection, feed: tuple[int, str, int, str], session: int, session_id: str, outcome: bytes
 ) -> None:
-    """Add a rollout to a feed. If that completes its group, the group gets a number."""
+    """Add a rollout to a feed. If this completes its group, assign the group a number."""
     key, name, n, prefix = feed
     recorded = decode_outcome(outcome)
     faulty = isinstance(recorded, RecordedOutcome) and recorded.kind == "infrastructure fault"
-    # Without a damaged one its group would wait forever: it is entered without a reward, and so never trained.
+    # If a damaged outcome were skipped, its group would wait forever. It is added without a reward, so it is never trained.
     if isinstance(recorded, DamagedOutcome):
         recorded = _stand_in_outcome(*_read_metadata(db, session))
         outcome = msgspec.json.encode(recorded, order="sorted")
-    # A rollout that is already in the feed is replaced while it waits, and never changes once it has a number.
+    # A rollout that is already in the feed is replaced while its group is incomplete. Once it has a number, it never changes.
     db.execute("DELETE FROM rolled WHERE feed=? AND session=? AND number IS NULL", (key, session))
     if faulty or not recorded.group.startswith(prefix):
         return
@@ -278,7 +283,7 @@ def _add_rollout(
         return
     query = "SELECT count(*) FROM rolled WHERE feed=? AND team=? AND number IS NULL"
     (waiting,) = db.execute(query, (key, recorded.group)).fetchone()
-    if waiting >= n or not recorded.group:  # a rollout without a group is a group of its own
+    if waiting >= n or not recorded.group:  # a rollout without a group forms its own group
         _assign_number(db, key, name, recorded.group)
 
 
@@ -292,7 +297,7 @@ def _postpone(db: sqlite3.Connection, feed: int, session: int | None, known_as: 
 
 
 def _assign_number(db: sqlite3.Connection, feed: int, name: str, group: str) -> int:
-    """Give the next number to the waiting rollouts of a group."""
+    """Assign the next number to the waiting rollouts of a group, and return it."""
     db.execute("UPDATE feeds SET newest=newest+1 WHERE key=?", (feed,))
     (number,) = db.execute("SELECT newest FROM feeds WHERE key=?", (feed,)).fetchone()
     query = "UPDATE rolled SET number=? WHERE feed=? AND team=? AND number IS NULL"
@@ -307,12 +312,12 @@ def _decode_or_stand_in(stored: bytes, group: str) -> RecordedOutcome:
 
 
 def _stand_in_outcome(group: str, task: str = "") -> RecordedOutcome:
-    """Build the outcome that stands for a damaged one."""
+    """Build the outcome that replaces a damaged one."""
     return RecordedOutcome(kind="infrastructure fault", message=DAMAGED_OUTCOME, group=group, task=task)
 
 
 def _read_metadata(db: sqlite3.Connection, session: int) -> tuple[str, str]:
-    """Read the group and the task that a session was opened with. Empty if its settings are damaged, too."""
+    """Read the group and task that a session was opened with. Both are empty if its settings are damaged too."""
     row = db.execute("SELECT CAST(config AS BLOB) FROM sessions WHERE key=?", (session,)).fetchone()
     try:
         config: Json = None if row is None else msgspec.json.decode(row[0])

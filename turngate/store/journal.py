@@ -1,7 +1,7 @@
-"""How turns reach the store: at once, or many in one synced transaction.
+"""Write turns to the store, immediately or in batches, depending on the durability.
 
-`process` durability writes in the caller's own step (a commit without a sync costs less than handing it to a thread). `disk`
-syncs, so turns that end at the same time share one transaction, written by a thread.
+`process` durability writes each turn immediately in the calling task, because a commit without a sync is cheaper than a switch to a thread.
+`disk` durability syncs every commit, so turns that end at the same time share one transaction, which a thread writes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Journal:
         self._failed = False
 
     async def commit(self, turn: NewTurn) -> None:
-        """Returns when the turn is durable; raises StoreError if it cannot be."""
+        """Write a turn and return when it is durable. Raise `StoreError` if it cannot be written."""
         began = time.perf_counter()
-        await self._durable(turn)
+        await self._write_durably(turn)
         self._took.observe(time.perf_counter() - began)
 
-    async def _durable(self, turn: NewTurn) -> None:
+    async def _write_durably(self, turn: NewTurn) -> None:
         if self._store.durability == "process":
             self._write([turn])
             return
@@ -39,21 +39,21 @@ class Journal:
         try:
             await asyncio.shield(done)
         except asyncio.CancelledError:
-            # It is being written and cannot be taken back. The caller learns of its cancellation when it is durable.
+            # The write cannot be cancelled. Raise the cancellation once the turn is durable.
             await _wait_until_done(done)
             if (error := done.exception()) is not None:
                 raise error from None
             raise
 
     def mark_undelivered(self, session: int, node: int) -> None:
-        """The turn is stored, but its last byte never reached the agent."""
+        """Mark a stored turn whose reply did not reach the agent completely."""
         self._store.mark_undelivered(session, node)
 
     def note_stop(self, session: int, stop: str) -> None:
         self._store.note_stop(session, stop)
 
     def require_writable(self) -> None:
-        """Refuse a call early when the last write failed and the store still cannot be written."""
+        """Raise `StoreError` before a call starts if the last write failed and the store still cannot be written."""
         if self._failed:
             self._store.probe()
             self._failed = False
@@ -65,9 +65,9 @@ class Journal:
             self._failed = True
             raise
         except Exception as error:
-            # Every waiting call must fail, whatever the error: a turn that cannot be written is not delivered.
+            # Every waiting call must fail on any error: a turn that cannot be written is not delivered.
             self._failed = True
-            raise StoreError(f"the turn cannot be recorded ({type(error).__name__}: {error})") from error
+            raise StoreError(f"cannot record the turn ({type(error).__name__}: {error})") from error
 
     async def _write_waiting(self) -> None:
         while self._waiting:
@@ -85,7 +85,7 @@ class Journal:
 
 
 async def _wait_until_done(future: asyncio.Future[None]) -> None:
-    """Wait for the future, however often this task is cancelled meanwhile."""
+    """Wait for the future, even if this task is cancelled in the meantime."""
     while not future.done():
         try:
             await asyncio.wait([future])

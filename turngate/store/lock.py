@@ -1,4 +1,4 @@
-"""The lock of a data folder. Two gateways in one folder would give out the same node ids."""
+"""Lock a data folder, because two gateways in one folder would assign the same node ids."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from turngate.errors import ConfigError, DataFolderInUse
 
 
 def lock_folder(folder: Path) -> IO[bytes]:
-    """Create the folder if necessary and lock it. The lock holds while the file is open, in this process or one that inherited it."""
+    """Create the folder if necessary and lock it. The lock is held while the file is open in this process or in one that inherited it."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         file = open(folder / "lock", "wb")  # noqa: SIM115  # held open for as long as the store is
@@ -23,6 +23,7 @@ def lock_folder(folder: Path) -> IO[bytes]:
     except OSError:
         file.close()
         raise DataFolderInUse(
-            f"data: {folder} is in use by another turngate; stop it or choose another --data folder", param="data"
+            f"data: {folder} is in use by another turngate process; stop it or choose another --data folder",
+            param="data",
         ) from None
     return file

@@ -1,4 +1,4 @@
-"""The outcomes table, and what an outcome is: how a rollout ended, written once by its runner."""
+"""The outcomes table. An outcome describes how a rollout ended, as recorded by its runner."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from turngate.types import Json
 
 OUTCOME_TABLES = """
 CREATE TABLE IF NOT EXISTS outcomes (
-    session INTEGER PRIMARY KEY,  -- its key
+    session INTEGER PRIMARY KEY,  -- key of the session
     recorded REAL NOT NULL,
     outcome BLOB NOT NULL         -- JSON of RecordedOutcome
 );
 """
 OutcomeClass = Literal["graded", "agent failed", "invalid task", "infrastructure fault"]
 NO_REWARD: tuple[OutcomeClass, ...] = ("invalid task", "infrastructure fault")  # the agent's work was not graded
-MAX_BYTES = 256 * 1024  # bytes of an outcome
+MAX_BYTES = 256 * 1024  # of an outcome as JSON
 DAMAGED_OUTCOME = "its outcome is damaged on disk"
 _UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError)  # what the decoder raises for damaged bytes
 
 
 class RecordedOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a rollout ended. `reward` is None where it is unknown, never 0."""
+    """The end of a rollout. An unknown `reward` is None, never 0."""
 
     kind: OutcomeClass
     reward: float | None = None
@@ -38,10 +38,10 @@ class RecordedOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     group: str = ""
     task: str = ""
     attempt: Annotated[int, msgspec.Meta(ge=0, le=2**31)] = 1
-    data: Json = None  # the runner's own
+    data: Json = None  # the runner's own data
 
     def event_data(self) -> dict[str, Json]:
-        """The data of its event."""
+        """Return the data for the event that announces this outcome."""
         return {
             "kind": self.kind,
             "reward": self.reward,
@@ -52,25 +52,27 @@ class RecordedOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         }
 
     def encode(self) -> bytes:
-        """Validate it and encode it for the store: equal outcomes give equal bytes. Raises `BadRequest`."""
+        """Validate the outcome and encode it for the store. Equal outcomes have equal bytes. Raise `BadRequest` if it is invalid."""
         if self.reward is not None and not math.isfinite(self.reward):
-            raise BadRequest(f"reward: {self.reward} is not a finite number", param="reward")
+            raise BadRequest(f"reward must be a finite number or null, not {self.reward}", param="reward")
         if self.reward is not None and self.kind in NO_REWARD:
             raise BadRequest(
-                f"reward: an outcome of class {self.kind!r} has none, because the agent was not graded; send null",
+                f"reward must be null if kind is {self.kind!r}, because the agent was not graded",
                 param="reward",
             )
         try:
             written = msgspec.json.encode(self, order="sorted")
         except (TypeError, ValueError, RecursionError) as error:
-            raise BadRequest(f"data: cannot be written as JSON ({error})", param="data") from None
+            raise BadRequest(f"data cannot be encoded as JSON ({error})", param="data") from None
         if len(written) > MAX_BYTES:
-            raise BadRequest(f"data: the outcome has {len(written)} bytes, the limit is {MAX_BYTES}", param="data")
+            raise BadRequest(
+                f"data is too large: the outcome has {len(written)} bytes, and the limit is {MAX_BYTES}", param="data"
+            )
         return written
 
 
 class DamagedOutcome(msgspec.Struct, frozen=True):
-    """Stands for an outcome that cannot be read from disk."""
+    """A placeholder for an outcome that cannot be read from disk."""
 
     message: str = DAMAGED_OUTCOME
 
@@ -86,7 +88,7 @@ def decode_outcome(stored: bytes) -> RecordedOutcome | DamagedOutcome:
 
 
 class Outcomes:
-    """The table. Calls `enter` for each outcome in the transaction that writes it, with the session's key and id."""
+    """The outcomes table. It calls `enter` with the session's key and id in each transaction that writes an outcome."""
 
     def __init__(
         self,
@@ -99,14 +101,14 @@ class Outcomes:
         self._writing = writing
         self._reading = reading
         self._enter = enter
-        self._there = there  # False: the file is of an older version, without this table, and opened for reading
+        self._there = there  # False: a read-only file of an older version, without this table
 
     def find(self, session: int) -> RecordedOutcome | DamagedOutcome | None:
-        """The outcome of a session, by its key."""
+        """Return the outcome of a session, or None. `session` is its key."""
         return self.read(session, session).get(session)
 
     def read(self, first: int, last: int) -> dict[int, RecordedOutcome | DamagedOutcome]:
-        """The outcomes of the sessions with keys in a range. A damaged one does not hide the others."""
+        """Return the outcomes of sessions with keys from `first` to `last`. A damaged outcome does not affect the others."""
         if not self._there:
             return {}
         with self._reading() as db:
@@ -115,7 +117,7 @@ class Outcomes:
         return {key: decode_outcome(stored) for key, stored in rows}
 
     def put(self, session: int, outcome: bytes, event: NewEvent, *, replace: bool) -> bytes | None:
-        """Write an outcome, unless there is one and `replace` is not set. Returns the one before."""
+        """Write an outcome, and return the previous one. Without `replace`, an existing outcome is kept."""
         with self._writing() as db:
             row = db.execute("SELECT CAST(outcome AS BLOB) FROM outcomes WHERE session=?", (session,)).fetchone()
             before: bytes | None = None if row is None else row[0]

@@ -1,7 +1,7 @@
-"""Queries over many rollouts at once, without reading a trace.
+"""Queries over many rollouts that do not read traces.
 
-They read the tables that other modules write and have none of their own: turns do not pay for a list. SQLite computes the sums, during
-which other threads can run.
+They use only tables that other modules write, so listings add no cost to a turn. SQLite computes the sums, and other threads can run
+meanwhile.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import msgspec
 from turngate.store.connection import Connect
 from turngate.trace.tree import SampledInfo
 
-_MAX_VALUES = 500  # in one query
+_MAX_VALUES = 500  # per query
 _SESSION = "key, id, config, opened, closed, status, stop"
 _info = msgspec.msgpack.Decoder(SampledInfo)
-# Data is JSON stored as a blob, which SQLite's JSON functions do not accept as it is. Damaged data counts as 0 and does not fail the query.
+# Data is JSON stored as a blob, which SQLite's JSON functions do not accept without a cast. Damaged data counts as 0.
 _A_TURN = "kind='turn' AND json_valid(CAST(data AS TEXT))"
 _TOKENS = f"CASE WHEN {_A_TURN} THEN coalesce(json_extract(CAST(data AS TEXT), '$.sampled_tokens'), 0) ELSE 0 END"
 _TURNS = f"CASE WHEN {_A_TURN} THEN coalesce(json_extract(CAST(data AS TEXT), '$.finish'), '')!='abort' ELSE 0 END"
@@ -36,15 +36,15 @@ class EventTotals(msgspec.Struct, frozen=True):
     """Totals over the events of one session."""
 
     session: str
-    newest: int  # the number of its last event
-    at: float  # when that was
+    newest: int  # number of the last event
+    at: float  # time of the last event
     turns: int
     sampled_tokens: int
     stages: int
 
 
 class RawEvent(msgspec.Struct, frozen=True):
-    """One event whose data is not decoded yet."""
+    """One event with undecoded data."""
 
     seq: int
     time: float
@@ -63,9 +63,9 @@ class TurnTotals(msgspec.Struct, frozen=True):
 
 
 class TimeBucket(msgspec.Struct, frozen=True):
-    """What happened in one of equal intervals of time."""
+    """Counts for one time interval. All intervals have the same length."""
 
-    number: int  # of the interval, counted from 1970
+    number: int  # of the interval, counted since the Unix epoch
     turns: int
     sampled_tokens: int
     outcomes: int
@@ -76,13 +76,13 @@ class RolloutQueries:
         self._reading = reading
 
     def sessions(self, after: int, limit: int) -> list[RawSession]:
-        """Sessions after a key, oldest first."""
+        """Return the sessions after a key, oldest first."""
         return self._sessions("key>? ORDER BY key LIMIT ?", (after, limit))
 
     def find_sessions(self, ids: Sequence[str]) -> list[RawSession]:
         found: list[RawSession] = []
-        for some in _chunks(ids):
-            found += self._sessions(f"id IN ({_placeholders(some)})", some)
+        for chunk in _chunks(ids):
+            found += self._sessions(f"id IN ({_placeholders(chunk)})", chunk)
         return found
 
     def _sessions(self, where: str, values: Sequence[object]) -> list[RawSession]:
@@ -91,25 +91,25 @@ class RolloutQueries:
         return [RawSession(*row) for row in rows]
 
     def outcomes(self, keys: Sequence[int]) -> dict[int, tuple[float, bytes]]:
-        """The time and the JSON of each outcome, by session key."""
+        """Return the time and the JSON of each outcome, by session key."""
         found: dict[int, tuple[float, bytes]] = {}
         with self._reading() as db:
-            for some in _chunks(keys):
-                query = f"SELECT session, recorded, outcome FROM outcomes WHERE session IN ({_placeholders(some)})"
-                found |= {key: (at, outcome) for key, at, outcome in db.execute(query, some).fetchall()}
+            for chunk in _chunks(keys):
+                query = f"SELECT session, recorded, outcome FROM outcomes WHERE session IN ({_placeholders(chunk)})"
+                found |= {key: (at, outcome) for key, at, outcome in db.execute(query, chunk).fetchall()}
         return found
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def oldest(self) -> float | None:
-        """The time of the oldest event."""
+        """Return the time of the oldest event, or None if there are no events."""
         with self._reading() as db:
             row = db.execute("SELECT time FROM events ORDER BY seq LIMIT 1").fetchone()
         return None if row is None else row[0]
 
     def sum_events(self) -> list[EventTotals]:
-        """Sum up the events of every session."""
-        # The time is that of the row with the highest number: SQLite promises so for a single max().
+        """Compute totals over the events of every session."""
+        # SQLite guarantees that with a single max(), `time` is taken from the row with the highest number.
         query = (
             f"SELECT session, max(seq), time, sum({_TURNS}),"
             f" sum({_TOKENS}), sum(kind='stage')"
@@ -119,7 +119,7 @@ class RolloutQueries:
             return [EventTotals(*row) for row in db.execute(query).fetchall()]
 
     def last_stages(self) -> list[RawEvent]:
-        """The last stage event of every session."""
+        """Return the last stage event of every session."""
         return self._facts("kind='stage' AND session!='' GROUP BY session", ", max(seq)")
 
     def first_stage(self, session: str) -> RawEvent | None:
@@ -129,16 +129,16 @@ class RolloutQueries:
         return self._facts("session=? AND kind='stage' ORDER BY seq LIMIT 500", values=(session,))
 
     def list_gateway_events(self, kinds: Sequence[str]) -> list[RawEvent]:
-        """Events of the gateway itself, oldest first."""
+        """Return events of the gateway itself, oldest first."""
         return self._facts(f"session='' AND kind IN ({_placeholders(kinds)}) ORDER BY seq", values=kinds)
 
     def list_deleted(self) -> list[str]:
-        """Ids of deleted sessions. A new session may have such an id again."""
+        """Return the ids of deleted sessions. A new session may reuse such an id."""
         with self._reading() as db:
             return [session for (session,) in db.execute("SELECT DISTINCT session FROM events WHERE kind='deleted'")]
 
     def has_opened_event(self, session: str) -> bool:
-        """Whether the events of a session go back to its opening."""
+        """Return whether the events of a session go back to its opening."""
         with self._reading() as db:
             query = "SELECT 1 FROM events WHERE session=? AND kind='opened' LIMIT 1"
             return db.execute(query, (session,)).fetchone() is not None
@@ -147,7 +147,7 @@ class RolloutQueries:
         return self._facts("seq>? ORDER BY seq LIMIT ?", values=(after, limit))
 
     def list_changed(self, after: int, limit: int) -> list[str]:
-        """The sessions that have events after a number, each once; at most `limit` + 1."""
+        """Return the ids of sessions with events after a number, without duplicates. Return at most `limit` + 1."""
         query = "SELECT DISTINCT session FROM (SELECT session FROM events WHERE seq>? AND session!='' ORDER BY seq LIMIT 20000) LIMIT ?"
         with self._reading() as db:
             return [session for (session,) in db.execute(query, (after, limit + 1)).fetchall()]
@@ -160,7 +160,7 @@ class RolloutQueries:
         return [RawEvent(*row[:5]) for row in rows]
 
     def bucket_events(self, seconds: float) -> list[TimeBucket]:
-        """Count turns and outcomes by time, as far as events go back."""
+        """Count turns and outcomes per interval of `seconds`, as far back as events go."""
         query = (
             f"SELECT CAST(time/? AS INTEGER), sum({_TURNS}),"
             f" sum({_TOKENS}), sum(kind='outcome')"
@@ -172,7 +172,7 @@ class RolloutQueries:
     # ── turns ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def count_turns(self, key: int) -> TurnTotals:
-        """Count a session's turns from its nodes: for sessions whose events were removed."""
+        """Count a session's turns from its nodes, for sessions whose events were removed."""
         turns = tokens = 0
         first: int | None = None
         last: int | None = None
@@ -189,18 +189,18 @@ class RolloutQueries:
         return TurnTotals(turns, tokens, first, last)
 
     def versions(self, key: int) -> tuple[int, int] | None:
-        """The policy versions of the first and the last turn. None if nothing was sampled, or a turn is damaged."""
+        """Return the policy versions of the first and last turn, or None if the session has no turns or one of them is damaged."""
         query = "SELECT info FROM nodes WHERE session=? AND kind='sampled' ORDER BY id {} LIMIT 1"
         with self._reading() as db:
             first = db.execute(query.format(""), (key,)).fetchone()
             if first is None:
                 return None
             last = db.execute(query.format("DESC"), (key,)).fetchone()
-        begun, ended = _decode_info(first[0]), _decode_info(last[0])
-        return None if begun is None or ended is None else (begun.version_start, ended.version_end)
+        first_info, last_info = _decode_info(first[0]), _decode_info(last[0])
+        return None if first_info is None or last_info is None else (first_info.version_start, last_info.version_end)
 
     def state(self, key: int) -> tuple[int, int, int]:
-        """A value that changes whenever a session's trace does."""
+        """Return a value that changes whenever a session's trace does."""
         query = "SELECT count(*), coalesce(max(id), 0), coalesce(sum(delivered), 0) FROM nodes WHERE session=?"
         with self._reading() as db:
             count, newest, delivered = db.execute(query, (key,)).fetchone()
@@ -208,7 +208,7 @@ class RolloutQueries:
 
 
 def _decode_info(packed: bytes) -> SampledInfo | None:
-    """None if it is damaged on disk: reading the trace fails, but a list goes on."""
+    """Decode the info of a turn. Return None if it is damaged, so that one damaged turn does not fail a listing."""
     try:
         return _info.decode(packed)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -1,6 +1,6 @@
-"""Long reads from the store, in a thread with a connection of its own, so that no turn waits for them.
+"""Run long reads of the store in a thread with its own connection, so that no turn waits for them.
 
-One read at a time: they take much memory and processor time.
+Reads run one at a time, because they need a lot of memory and CPU time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class StoreReader:
-    """Runs reads one after the other. Call `close` when the gateway stops."""
+    """Runs long reads one at a time. Call `close` when the gateway stops."""
 
     def __init__(self, store: Store, name: str) -> None:
         self._store = store

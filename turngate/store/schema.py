@@ -1,4 +1,4 @@
-"""The version of the store's schema, and the tables of sessions and nodes. Other tables are defined beside the code that uses them."""
+"""The schema version, and the tables for sessions and nodes. Other tables are defined next to the code that uses them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from turngate.store.outcomes import OUTCOME_TABLES
 from turngate.store.tool_calls import TOOL_CALL_TABLES
 
 SCHEMA_VERSION = 4
-BEFORE_EVENTS = 2  # lacks the tables of events, outcomes, tool calls and feeds; opening it for writing adds them
-BEFORE_FEEDS = 3  # lacks the tables of feeds
+BEFORE_EVENTS = 2  # lacks the tables for events, outcomes, tool calls and feeds; opening it for writing adds them
+BEFORE_FEEDS = 3  # lacks the tables for feeds
 READABLE_VERSIONS = (BEFORE_EVENTS, BEFORE_FEEDS, SCHEMA_VERSION)
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
-    key INTEGER PRIMARY KEY AUTOINCREMENT,  -- never given out twice
+    key INTEGER PRIMARY KEY AUTOINCREMENT,  -- never reused
     id TEXT NOT NULL UNIQUE,
-    secret BLOB NOT NULL UNIQUE,  -- sha256 of it; the secret itself is nowhere
+    secret BLOB NOT NULL UNIQUE,  -- SHA-256; the secret itself is not stored
     config BLOB NOT NULL,         -- JSON
     opened REAL NOT NULL,
     closed REAL,
     status TEXT NOT NULL,
-    vocabulary TEXT NOT NULL DEFAULT '',  -- digest of the tokenizer its ids are of
+    vocabulary TEXT NOT NULL DEFAULT '',  -- digest of the tokenizer that its ids belong to
     stop TEXT NOT NULL DEFAULT ''
 );
 CREATE TABLE IF NOT EXISTS nodes (
@@ -28,10 +28,10 @@ CREATE TABLE IF NOT EXISTS nodes (
     id INTEGER NOT NULL,
     parent INTEGER,
     kind TEXT NOT NULL,           -- context or sampled
-    ids BLOB NOT NULL,            -- int32, little endian
-    logprobs BLOB,                -- float32, little endian
+    ids BLOB NOT NULL,            -- int32, little-endian
+    logprobs BLOB,                -- float32, little-endian
     info BLOB NOT NULL,           -- msgpack of ContextInfo or SampledInfo
-    messages BLOB NOT NULL,       -- JSON: what the node's tokens stand for
+    messages BLOB NOT NULL,       -- JSON: the messages that the node's tokens encode
     delivered INTEGER NOT NULL DEFAULT 1,
     checksum INTEGER NOT NULL,
     PRIMARY KEY (session, id)

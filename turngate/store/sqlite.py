@@ -1,6 +1,7 @@
-"""The embedded store: one SQLite file in the data folder. A turn is one transaction.
+"""Sessions and traces in the store. Each turn is written in one transaction.
 
-Blobs have a checksum: a damaged trace is rejected, never trained on. `docs/decisions/0003-durability.md` has the cost of each durability.
+Nodes have a checksum, so a damaged trace is rejected and never trained on. `docs/decisions/0003-durability.md` lists the cost of each
+durability setting.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from turngate.trace.tree import Context, ContextInfo, Node, Sampled, SampledInfo
 from turngate.types import ID_DTYPE, LOGPROB_DTYPE
 
 T = TypeVar("T")
-_UNDELIVERED = 0x5EED  # what the checksum of a turn differs by once it is marked so: the mark is covered by it too
+_UNDELIVERED = 0x5EED  # XORed into the checksum of an undelivered turn, so that the checksum covers this flag too
 
 log = logging.getLogger("turngate")
 _context_info = msgspec.msgpack.Decoder(ContextInfo)
@@ -49,23 +50,23 @@ class SessionRow(msgspec.Struct, frozen=True):
     status: Status
     stop: str
     vocabulary: str
-    damaged: str = ""  # what of it cannot be read; only in listings, since reading that one session fails
+    damaged: str = ""  # which part cannot be read; set only in listings, because loading such a session fails
 
 
 class NewTurn(msgspec.Struct, frozen=True):
-    """What one turn adds to a trace. `context` is None if it is stored already."""
+    """The additions of one turn to a trace. `context` is None if it is already stored."""
 
     session: int
     context: Context | None
     context_messages: bytes  # a JSON list
     sampled: Sampled
     message: bytes  # JSON
-    preamble: tuple[bytes, bytes, bytes] | None = None  # digest, tools, kwargs; None where stored already
-    event: NewEvent | None = None  # of this turn
+    preamble: tuple[bytes, bytes, bytes] | None = None  # digest, tools, kwargs; None if already stored
+    event: NewEvent | None = None  # the event that announces this turn
 
 
 class Store(Database):
-    """Sessions, their traces and settings. Every method is synchronous and short; a method that writes is one transaction."""
+    """Sessions, their traces, and settings. Methods are synchronous and short. Each method that writes uses one transaction."""
 
     def __init__(self, folder: Path, durability: Durability = "process", shard: Shard = SINGLE_SHARD) -> None:
         super().__init__(folder, durability, shard)
@@ -73,7 +74,7 @@ class Store(Database):
 
     @classmethod
     def reading(cls, folder: Path) -> Store:
-        """Open a folder only for reading. Another process may be writing to it."""
+        """Open a folder read-only. Another process may be writing to it."""
         store = cls.__new__(cls)
         store._add_tables(store._open_for_reading(folder))
         return store
@@ -94,7 +95,7 @@ class Store(Database):
         vocabulary: str = "",
         event: NewEvent | None = None,
     ) -> int:
-        """Add a session and return its key. Raises KeyError if the id is taken."""
+        """Add a session and return its key. Raise `KeyError` if the id is taken."""
         row = (session_id, secret, msgspec.json.encode(config), opened, "open", vocabulary)
         with self._writing() as db:
             try:
@@ -118,7 +119,7 @@ class Store(Database):
             db.execute("UPDATE sessions SET stop=? WHERE key=?", (stop, key))
 
     def delete_session(self, key: int, event: NewEvent | None = None) -> None:
-        """Delete a session and everything recorded of it. Of its events only `event` stays, so that followers learn of it."""
+        """Delete a session and everything recorded for it, including its events. `event` announces the deletion to followers."""
         with self._writing() as db:
             for table in ("nodes", "preambles", "outcomes", "tool_calls"):
                 db.execute(f"DELETE FROM {table} WHERE session=?", (key,))
@@ -130,14 +131,14 @@ class Store(Database):
         return next(self._rows("WHERE id=?", (session_id,)), None)
 
     def find_key(self, key: int) -> SessionRow | None:
-        """Find a session by the store's own number, which is never reused. An id may be, after its session is deleted."""
+        """Find a session by its key. Unlike ids, keys are never reused after a session is deleted."""
         return next(self._rows("WHERE key=?", (key,)), None)
 
     def find_secret(self, secret: bytes) -> SessionRow | None:
         return next(self._rows("WHERE secret=?", (secret,)), None)
 
     def sessions(self, *, status: str | None = None, before: int | None = None, limit: int = 100) -> list[SessionRow]:
-        """Sessions, newest first. A damaged session is included and marked."""
+        """Return sessions, newest first. Damaged sessions are included and marked."""
         wheres, values = ["key < ?"], [before if before is not None else 2**62]
         parameters: list[object] = list(values)
         if status is not None:
@@ -153,17 +154,17 @@ class Store(Database):
         ]
 
     def ids(self, limit: int) -> list[str]:
-        """Ids of sessions, newest first, including damaged ones."""
+        """Return the ids of sessions, newest first, including damaged ones."""
         with self._reading() as db:
             return [session for (session,) in db.execute("SELECT id FROM sessions ORDER BY key DESC LIMIT ?", (limit,))]
 
     def open_sessions(self) -> list[tuple[str, bytes, float]]:
-        """Id, secret digest and time of opening of each session that is still open."""
+        """Return the id, secret digest and opening time of each open session."""
         with self._reading() as db:
             return db.execute("SELECT id, secret, opened FROM sessions WHERE status='open'").fetchall()
 
     def _rows(self, where: str, values: Sequence[object], *, marked: bool = False) -> Iterator[SessionRow]:
-        """Read rows. A session with damaged settings is an error, or with `marked` a marked row."""
+        """Read session rows. Raise `StoreError` for damaged settings, or mark the row as damaged if `marked` is set."""
         columns = "key, id, CAST(config AS BLOB), opened, closed, status, stop, vocabulary"
         with self._reading() as db:
             rows = db.execute(f"SELECT {columns} FROM sessions {where}", values).fetchall()
@@ -180,22 +181,22 @@ class Store(Database):
             yield SessionRow(key, session_id, settings, *rest)
 
     def commit(self, turns: Iterable[NewTurn]) -> None:
-        """Write turns, all or none."""
+        """Write all turns in one transaction."""
         with self._writing() as db:
             for turn in turns:
                 if turn.preamble is not None:
                     db.execute("INSERT OR IGNORE INTO preambles VALUES (?,?,?,?)", (turn.session, *turn.preamble))
-                if turn.context is not None:  # a repeated call may have stored it already
+                if turn.context is not None:  # a repeated call may already have stored it
                     row = _node_row(turn.session, turn.context, turn.context_messages)
                     db.execute(_INSERT_CONTEXT, row)
                 row = _node_row(turn.session, turn.sampled, turn.message)
                 if db.execute(_INSERT_SAMPLED, row).rowcount != 1:
-                    raise StoreError("the session was deleted; its turn cannot be recorded")
+                    raise StoreError("cannot record the turn: its session was deleted")
                 insert_optional_event(db, turn.event)
 
     def mark_undelivered(self, session: int, node: int) -> None:
         with self._writing() as db:
-            # SQLite has no exclusive or; (a | b) - (a & b) is one.
+            # SQLite has no XOR operator; (a | b) - (a & b) is equivalent.
             db.execute(
                 "UPDATE nodes SET delivered=0, checksum=(checksum | ?1) - (checksum & ?1)"
                 " WHERE session=?2 AND id=?3 AND delivered=1",
@@ -203,7 +204,7 @@ class Store(Database):
             )
 
     def load(self, row: SessionRow) -> Session:
-        """Load a session with its whole trace, and verify its checksums."""
+        """Load a session with its whole trace, and verify the checksums."""
         session = Session(row.id, row.key, row.config, row.opened)
         session.status, session.stop = row.status, row.stop
         session.truncated = row.stop == "context_tokens"
@@ -225,7 +226,7 @@ class Store(Database):
             place = _node_key(session.key, node_id, parent_id, kind)
             written = _checksum(place, ids, logprobs, info, messages)
             if delivered not in (0, 1) or checksum != (written if delivered else written ^ _UNDELIVERED):
-                raise StoreError(f"session {session.id}: node {node_id} is damaged on disk; its trace cannot be used")
+                raise StoreError(f"session {session.id}: node {node_id} is damaged on disk; the trace cannot be used")
             parent = None if parent_id is None else by_id.get(parent_id)
             tokens = np.frombuffer(ids, ID_DTYPE)
             if kind == "context" and (parent is None) == (parent_id is None) and not isinstance(parent, Context):
@@ -244,16 +245,16 @@ class Store(Database):
                 by_id[node_id] = sampled
             else:
                 raise StoreError(
-                    f"session {session.id}: node {node_id} does not fit its parent {parent_id}; its trace cannot be used"
+                    f"session {session.id}: node {node_id} is not a valid child of node {parent_id}; the trace cannot be used"
                 )
 
     def messages(self, session: int) -> dict[int, bytes]:
-        """The messages of each node as JSON: a list for a context, one message for a sampled node."""
+        """Return the messages of each node as JSON: a list for a context, one message for a sampled node."""
         with self._reading() as db:
             return dict(db.execute("SELECT id, messages FROM nodes WHERE session=?", (session,)).fetchall())
 
     def shapes(self, first: int, last: int) -> dict[int, tuple[int, int]]:
-        """The numbers of turns and roots of the sessions with keys in a range. Sessions without either are missing."""
+        """Return the numbers of turns and roots of sessions with keys from `first` to `last`. Sessions without nodes are omitted."""
         query = "SELECT session, sum(kind='sampled'), sum(parent IS NULL) FROM nodes WHERE session BETWEEN ? AND ? GROUP BY session"
         with self._reading() as db:
             return {session: (turns, roots) for session, turns, roots in db.execute(query, (first, last)).fetchall()}
@@ -272,7 +273,7 @@ class Store(Database):
         self.set_settings({name: value}, event)
 
     def set_settings(self, values: Mapping[str, str], event: NewEvent | None = None) -> None:
-        """Write several settings, all or none."""
+        """Write several settings in one transaction."""
         with self._writing() as db:
             db.executemany(
                 "INSERT INTO settings VALUES (?,?) ON CONFLICT (name) DO UPDATE SET value=excluded.value",
@@ -281,7 +282,7 @@ class Store(Database):
             insert_optional_event(db, event)
 
     def change_setting(self, name: str, change: Callable[[str | None], str]) -> None:
-        """Compute a new value from the old one, in one transaction, so that no concurrent change is lost."""
+        """Compute a new value from the old one in one transaction, so that no concurrent change is lost."""
         with self._writing() as db:
             row = db.execute("SELECT value FROM settings WHERE name=?", (name,)).fetchone()
             db.execute(
@@ -290,14 +291,14 @@ class Store(Database):
             )
 
     def probe(self) -> None:
-        """Test whether as much as a large turn can be written. Raises StoreError if not."""
+        """Test whether the store can write as much as a large turn. Raise `StoreError` if not."""
         self.set_setting("probe", "x" * 256_000)
         self.set_setting("probe", "ok")
 
 
 _INTO_NODES = "INTO nodes (session, id, parent, kind, ids, logprobs, info, messages, checksum)"
 _INSERT_CONTEXT = f"INSERT OR IGNORE {_INTO_NODES} VALUES (?,?,?,?,?,?,?,?,?)"
-# Only if its session exists. In one statement: a separate query would cost as much again.
+# Inserts only if the session exists. A separate query for this check would double the cost.
 _INSERT_SAMPLED = (
     f"INSERT {_INTO_NODES} SELECT ?1,?2,?3,?4,?5,?6,?7,?8,?9 WHERE EXISTS (SELECT 1 FROM sessions WHERE key=?1)"
 )
@@ -328,7 +329,9 @@ def _decode_info(decoder: msgspec.msgpack.Decoder[T], info: bytes, session: str,
     try:
         return decoder.decode(info)
     except msgspec.DecodeError as error:
-        raise StoreError(f"session {session}: node {node} cannot be read ({error}); its trace cannot be used") from None
+        raise StoreError(
+            f"session {session}: node {node} cannot be decoded ({error}); the trace cannot be used"
+        ) from None
 
 
 def _node_key(session: int, node: int, parent: int | None, kind: str) -> bytes:

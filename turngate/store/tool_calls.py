@@ -12,10 +12,10 @@ from turngate.store.events import insert_event, new_event
 
 TOOL_CALL_TABLES = """
 CREATE TABLE IF NOT EXISTS tool_calls (
-    session INTEGER NOT NULL,     -- its key
-    call INTEGER NOT NULL,        -- 1, 2, … in the order in which they came
+    session INTEGER NOT NULL,     -- key of the session
+    call INTEGER NOT NULL,        -- 1, 2, … in the order of arrival
     tool TEXT NOT NULL,
-    repeat TEXT NOT NULL,         -- the caller's own mark of this call, by which a repeated one is known; empty: none
+    repeat TEXT NOT NULL,         -- the caller's id for this call, used to detect repeats; empty: none
     called REAL NOT NULL,
     answered REAL,
     answered_by TEXT NOT NULL DEFAULT '',
@@ -25,7 +25,7 @@ CREATE TABLE IF NOT EXISTS tool_calls (
 ) WITHOUT ROWID;
 """
 _COLUMNS = "call, tool, arguments, called, repeat, reply, answered, answered_by"
-AnsweredBy = Literal["", "tool", "host", "time"]  # not yet; at once by the tool; by the host; by its time limit
+AnsweredBy = Literal["", "tool", "host", "time"]  # not yet answered; by the tool itself; by the host; by the time limit
 
 
 class HostToolCall(msgspec.Struct, frozen=True):
@@ -49,7 +49,7 @@ class ToolCalls:
     def add(
         self, session: int, name: str, tool: str, arguments: bytes, repeat: str, reply: bytes | None, most: int
     ) -> HostToolCall | None:
-        """Add a call and its event. None if the session already has `most` calls. `name`: the session's id."""
+        """Add a call and its event. Return None if the session already has `most` calls. `name` is the session's id."""
         with self._writing() as db:
             (count,) = db.execute("SELECT count(*) FROM tool_calls WHERE session=?", (session,)).fetchone()
             if count >= most:
@@ -79,7 +79,7 @@ class ToolCalls:
         return next(iter(self._select(session, "call=?", call)), None)
 
     def find_repeat(self, session: int, repeat: str) -> HostToolCall | None:
-        """Find a call by the mark that its caller gave it."""
+        """Find a call by the id that its caller gave it."""
         return next(iter(self._select(session, "repeat=? LIMIT 1", repeat)), None)
 
     def _select(self, session: int, where: str, *values: object) -> list[HostToolCall]:
