@@ -113,7 +113,7 @@ def test_several_at_once_make_it_once(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_a_failed_command_is_shown_with_its_last_lines(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import sys; print('no such package'); sys.exit(3)"]
-    with pytest.raises(AgentError, match=r"(?s)install x: .*ended with status 3; its last lines:.*no such package"):
+    with pytest.raises(AgentError, match=r"(?s)install x: .*exited with status 3; its last lines:.*no such package"):
         install._run_command("install x", command, quiet)
 
 

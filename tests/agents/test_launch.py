@@ -132,7 +132,7 @@ def test_other_peoples_braces_are_left_alone() -> None:
 def test_a_prompt_that_an_argument_cannot_carry_is_refused() -> None:
     by_argument = agent('command = ["mine", "--", "{prompt}"]')
     assert planned(by_argument, PROMPTS["quotes"]).command == ("mine", "--", PROMPTS["quotes"])
-    with pytest.raises(AgentError, match=r"command\[2\]: it is 200000 bytes long, .* stdin or in \{prompt_file\}"):
+    with pytest.raises(AgentError, match=r"command\[2\] is 200000 bytes long, .* stdin or in \{prompt_file\}"):
         planned(by_argument, PROMPTS["long"])
     with pytest.raises(AgentError, match="contains a NUL character"):
         planned(by_argument, "a\0b")
@@ -152,7 +152,7 @@ def test_options_are_asked_for_and_checked() -> None:
         == "echo 'hi' \"$X\""
     )
     with pytest.raises(
-        AgentError, match=r"options\.command: shell requires it; give --set command=… \(the command line to run"
+        AgentError, match=r"options\.command: shell requires this option; pass --set command=… \(the command line to run"
     ):
         plan_launch(shell, Installation(), **values)
     with pytest.raises(AgentError, match=r"options\.comand: shell has no such option; did you mean command\?"):

@@ -51,40 +51,40 @@ def test_what_the_agent_starts_does_not_inherit_a_key_that_sdks_read(name: str) 
     ("change", "message"),
     [
         ("nmae = 1", "nmae is not a known field; did you mean name?"),
-        ('dialect = "chat', "is not valid TOML"),
-        ('command = ["mine", "{modle}"]', "command[1]: {modle} is not a placeholder; did you mean model?"),
-        ('command = ["mine", "{api_key}"]', "command[1]: {api_key} may only be used in env, or in a file of mode 0600"),
+        ('dialect = "chat', "invalid TOML"),
+        ('command = ["mine", "{modle}"]', "command[1]: {modle} is not a known placeholder; did you mean model?"),
+        ('command = ["mine", "{api_key}"]', "command[1]: {api_key} may only be used in env or in a file with mode 0600"),
         ('stdin = "{api_key}"', "stdin: {api_key} may only be used in env"),
-        ('command = ["x", "{model*2}"]', "command[1]: {model} is text, and only numbers can be calculated with"),
+        ('command = ["x", "{model*2}"]', "command[1]: {model} is text, but only numbers can be multiplied or divided"),
         ('command = ["x", "{context_tokens//0}"]', "command[1]: {context_tokens} is divided by 0"),
-        ('command = ["{program}"]', "install: {program} is used, but [install] has no program"),
-        ("command = []", "command: is empty"),
-        ('name = "Mine!"', "name: 'Mine!' may only contain a-z, 0-9 and -"),
+        ('command = ["{program}"]', "install must set program, because {program} is used"),
+        ("command = []", "command is empty"),
+        ('name = "Mine!"', "name must start with a-z or 0-9 and contain only a-z, 0-9 and -, not 'Mine!'"),
         ('dialect = "smoke"', "dialect must be one of chat, responses, messages, gemini, any, not 'smoke'"),
         (
             '[[files]]\npath = "a"\ncontent = "{api_key}"',
-            'files[0].mode: is 0644, but the file contains {api_key}; write mode = "0600"',
+            'files[0].mode is 0644, but the file contains {api_key}; set mode = "0600"',
         ),
-        ('[[files]]\npath = "a"\ncontent = ""\nmode = "rw"', "files[0].mode: 'rw' is not a mode like 0644"),
-        ('[env]\nA = "{nothing}"', "env.A: {nothing} is not a placeholder"),
-        ('[install]\nnpm = "x"\npip = "y"', "install: give npm or pip, not both"),
-        ('[install]\nnpm = "x"\nversion = "latest"', "install.version: 'latest' is not an exact version; pin one"),
-        ('[install]\nnpm = "x"\nversion = "1.0"', "install.program: is missing"),
-        ('[install]\nnpm = "x"\nversion = "1.0"\nprogram = "../x"', "install.program: '../x' is not a path inside"),
-        ('[install]\npip = "x"\nversion = "1.0"', "install.python: '' is not a version of Python like 3.11"),
-        ('[install]\npip = "x"\nversion = "1.0"\npython = "3.11"\nalso = ["y"]', "install.also[0]: 'y' is not pinned"),
-        ('[install]\nversion = "1"', "install: version and program describe a package"),
-        ('[options.model]\nabout = "x"', "options.model: is one of Turngate's own placeholders"),
+        ('[[files]]\npath = "a"\ncontent = ""\nmode = "rw"', "files[0].mode must be an octal mode such as 0644, not 'rw'"),
+        ('[env]\nA = "{nothing}"', "env.A: {nothing} is not a known placeholder"),
+        ('[install]\nnpm = "x"\npip = "y"', "install.npm and install.pip cannot both be set; remove one"),
+        ('[install]\nnpm = "x"\nversion = "latest"', "install.version must be an exact version such as 1.2.3, not 'latest'"),
+        ('[install]\nnpm = "x"\nversion = "1.0"', "install.program is missing"),
+        ('[install]\nnpm = "x"\nversion = "1.0"\nprogram = "../x"', "install.program must be a path inside the installation, not '../x'"),
+        ('[install]\npip = "x"\nversion = "1.0"', "install.python must be a Python version such as 3.11, not ''"),
+        ('[install]\npip = "x"\nversion = "1.0"\npython = "3.11"\nalso = ["y"]', "install.also[0] must be pinned as name==version, not 'y'"),
+        ('[install]\nversion = "1"', "install.version and install.program need a package"),
+        ('[options.model]\nabout = "x"', "options.model is a built-in placeholder"),
         ('[signals]\nthread = ["cookie:x"]', "signals.thread[0]: unknown source 'cookie:x'; use header:NAME"),
         ('[signals]\nmodels = { "{home}" = "side" }', "signals.models.{home}: only {model} and {small_model}"),
         ('[signals]\nmodels = { "x" = "aside" }', "signals.models[...]: Invalid enum value 'aside'"),
-        ('[transcript]\nturn = "a"', "transcript: give either path or stdout = true"),
-        ('[transcript]\nturn = "a ||"\nstdout = true', "transcript.turn: is not valid JMESPath"),
-        ('[transcript]\nturn = "a"\npath = "/etc/passwd"', "transcript.path: '/etc/passwd' is not a path below HOME"),
-        ('[transcript]\nturn = "a"\nstdout = true\nmerge = "end"', 'transcript.end: is required for merge = "end"'),
+        ('[transcript]\nturn = "a"', "transcript must set exactly one of path and stdout = true"),
+        ('[transcript]\nturn = "a ||"\nstdout = true', "transcript.turn is not valid JMESPath"),
+        ('[transcript]\nturn = "a"\npath = "/etc/passwd"', "transcript.path must be a path below HOME, not '/etc/passwd'"),
+        ('[transcript]\nturn = "a"\nstdout = true\nmerge = "end"', 'transcript.end is required if merge = "end"'),
         (
             '[transcript]\nturn = "a"\nstdout = true\nformat = "json"',
-            'transcript.records: is required for format = "json"',
+            'transcript.records is required if format = "json"',
         ),
         ("[transcript]\nstdout = true", "transcript.turn is missing"),
     ],
@@ -99,14 +99,14 @@ def test_what_is_wrong_is_said_with_file_field_and_fix(change: str, message: str
 
 
 def test_an_unknown_agent_is_answered_with_the_nearest() -> None:
-    with pytest.raises(AgentError, match="there is none called 'claude'; did you mean claude-code"):
+    with pytest.raises(AgentError, match="unknown agent 'claude'; did you mean claude-code"):
         spec.find_agent("claude")
 
 
 def test_a_file_is_given_by_its_path(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(GOOD)
     assert spec.find_agent("./mine.toml", cwd=tmp_path).spec.title == "Mine"
-    with pytest.raises(AgentError, match=r"other\.toml: cannot be read \(No such file"):
+    with pytest.raises(AgentError, match=r"other\.toml cannot be read \(No such file"):
         spec.find_agent("./other.toml", cwd=tmp_path)
 
 
@@ -126,7 +126,7 @@ def test_two_files_of_one_name_in_one_folder_are_a_mistake(tmp_path: Path, monke
     for file in ("a.toml", "b.toml"):
         (tmp_path / file).write_text(GOOD)
     monkeypatch.setenv("TURNGATE_AGENTS", str(tmp_path))
-    with pytest.raises(AgentError, match=r"b\.toml: name: 'mine' is already used in .*a\.toml"):
+    with pytest.raises(AgentError, match=r"b\.toml: the name 'mine' is already used in .*a\.toml"):
         spec.load_catalog()
 
 

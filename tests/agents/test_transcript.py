@@ -255,8 +255,8 @@ def test_differences_are_named() -> None:
     assert [found.what for found in compare_turns([one], [TranscriptTurn(text="other")])] == ["text"]
     changed = TranscriptTurn(text="two", calls=(TranscriptCall("run", {"a": 2}),))
     assert [found.detail for found in compare_turns([two], [changed])] == [
-        "the trace has no run '{\"a\": 1}'",
-        "the transcript has no run '{\"a\": 2}'",
+        "the trace has no call run '{\"a\": 1}'",
+        "the transcript has no call run '{\"a\": 2}'",
     ]
 
 

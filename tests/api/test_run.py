@@ -272,7 +272,7 @@ def _with(**given: Any) -> dict[str, Any]:
         ("Do it.", _with(data=3), "data must be a path, not int"),
         ("Do it.", _with(model=None), "model must be a string such as vllm://"),
         ("Do it.", _with(max_turns=0), "max_turns: Expected `int` >= 1"),
-        ("Do it.", _with(agent="py"), "agent: there is none called 'py'"),
+        ("Do it.", _with(agent="py"), "unknown agent 'py'"),
         ("Do it.", _with(mode="exactly"), "mode: 'exactly' is none of exact, observe"),
         ("Do it.", _with(sandbox="moon"), "sandbox: 'moon' is none of local, bubblewrap"),
         ("Do it.", _with(files={"/etc/passwd": "x"}), "files['/etc/passwd']: has to be the path of a file below"),

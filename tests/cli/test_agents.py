@@ -106,10 +106,10 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         "cannot be read (No such file or directory)"
     )
     assert refused("agents", "install", "nobody").startswith(
-        "agent: there is none called 'nobody'; available: claude-code, "
+        "unknown agent 'nobody'; available: claude-code, "
     )
     # All names are looked at before anything is installed.
-    assert refused("agents", "install", "shell", "nobody").startswith("agent: there is none called 'nobody'")
+    assert refused("agents", "install", "shell", "nobody").startswith("unknown agent 'nobody'")
 
 
 def test_an_agent_that_needs_no_installing() -> None:

@@ -91,7 +91,7 @@ def sessions(data: Path) -> list[tuple[str, str]]:
             ["--prompt", "x", "--sandbox", "vm"],
             "sandbox: there is no backend 'vm'; choose one of: local, bubblewrap, docker",
         ),
-        (["--prompt", "x"], "options.command: shell requires it; give --set command=… (the command line to run"),
+        (["--prompt", "x"], "options.command: shell requires this option; pass --set command=… (the command line to run"),
         (["--prompt", "x", "--set", "command"], "set: 'command' is not NAME=VALUE"),
         (["--prompt", "x", "--set", "comand=x"], "options.comand: shell has no such option; did you mean command?"),
         (["--prompt", "x", "--timeout", "0"], "timeout: 0.0 must be more than 0"),
@@ -124,7 +124,7 @@ def test_what_does_not_fit_is_refused_by_name(arguments: list[str], line: str, d
 
 def test_an_agent_that_nobody_knows(data: Path) -> None:
     line = refused("run", "--agent", "claud-code", "--prompt", "x", "--data", data)
-    assert line.startswith("agent: there is none called 'claud-code'; did you mean claude-code")
+    assert line.startswith("unknown agent 'claud-code'; did you mean claude-code")
 
 
 def test_an_agent_file_that_is_wrong_is_refused_by_its_field(data: Path, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ async def test_agents_that_are_not_installed_are_told_and_not_installed(empty_ca
     assert named.state == "warning" and "turngate agents install mini-swe-agent" in named.fix
     assert not list(empty_cache.rglob("*"))
     nobody = await one(ServeConfig(), "agents", agents=("nobody",))
-    assert nobody.state == "failure" and "there is none called 'nobody'" in nobody.message
+    assert nobody.state == "failure" and "unknown agent 'nobody'" in nobody.message
 
 
 async def test_an_installation_of_another_version_or_with_holes_is_a_failure(

@@ -72,7 +72,7 @@ async def test_a_transcript_that_says_something_else(stage: Stage) -> None:
     program = LINE + 'ask("Hi")\nopen("a.jsonl", "w").write(json.dumps({"type": "said", "text": "Goodbye."}))'
     outcome = await run_writer(stage, program)
     [difference] = outcome.collected.differences
-    assert "'Goodbye.' against 'Hello.'" in difference
+    assert "transcript 'Goodbye.', trace 'Hello.'" in difference
 
 
 @pytest.mark.parametrize(

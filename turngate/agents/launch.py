@@ -1,7 +1,7 @@
-"""Plan one run of an agent: files, environment, command line. Pure; the rollout carries the plan out in a sandbox.
+"""Plan one run of an agent: its files, environment and command line. No I/O; the rollout executes the plan in a sandbox.
 
-The key goes into the environment or into files of mode 0600, never into a command line. A prompt may be any text: it is passed on standard
-input or in a file if the agent allows that, and refused if it would not arrive intact.
+The key is passed in the environment or in files with mode 0600, never in a command line. A prompt may be any text. It is passed on
+standard input or in a file if the agent supports that, and rejected if it would not arrive intact.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from turngate.errors import AgentError
 from turngate.sandboxes.base import Mount
 from turngate.trace.signals import Signals
 
-MAX_ARGUMENT_BYTES = 128 * 1024 - 1  # of one argument or environment variable on Linux, without its final NUL
-QUOTED_SUFFIXES = (".json", ".toml", ".yaml", ".yml")  # files in which values are filled in between quotes
+MAX_ARGUMENT_BYTES = 128 * 1024 - 1  # Linux limit for one argument or environment variable, without the final NUL
+QUOTED_SUFFIXES = (".json", ".toml", ".yaml", ".yml")  # in these files, values are escaped for double quotes
 OWN_FOLDER = ".turngate"  # our folder in the sandbox's HOME
 
 
@@ -34,25 +34,25 @@ class LaunchFile(msgspec.Struct, frozen=True):
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of an agent, ready to be carried out. Paths are paths in the sandbox."""
+    """The plan of one run. Paths are paths in the sandbox."""
 
     files: tuple[LaunchFile, ...]
     env: dict[str, str]
     command: tuple[str, ...]
-    program: str  # the first word of the agent's own command: it must exist
+    program: str  # the first word of the agent's own command, which must exist in the sandbox
     cwd: str
     mounts: tuple[Mount, ...]
-    check: tuple[str, ...]  # a command that must succeed first; empty: none
-    stdout: str  # where the output goes
+    check: tuple[str, ...]  # a command that must succeed before the run; empty: none
+    stdout: str  # the file for the agent's output
     stderr: str
-    transcript: str  # a glob pattern; empty: there is none, or it is stdout
+    transcript: str  # a glob pattern; empty if there is no transcript or stdout is the transcript
     subagents: str
     logs: tuple[str, ...]
     signals: Signals  # with the model's name filled in
 
 
 class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The limits of its model that the agent knows, so that it compacts in time."""
+    """The model's limits as given to the agent, so that it compacts before it reaches them."""
 
     context_tokens: int = 131072
     max_output_tokens: int = 16384
@@ -71,7 +71,7 @@ def plan_launch(
     limits: ModelLimits = ModelLimits(),
     options: Mapping[str, str] | None = None,
 ) -> Launch:
-    """Plan one run of the agent. Raises `AgentError` if the prompt or an option cannot be passed on."""
+    """Plan one run of the agent. Raise `AgentError` if an option is invalid or the prompt cannot be passed to the agent."""
     own = f"{home}/{OWN_FOLDER}"
     values: dict[str, placeholders.Value] = {
         "base_url": base_url.rstrip("/"),
@@ -119,7 +119,7 @@ def plan_launch(
 
 
 def resolve_signals(signals: Signals, model: str) -> Signals:
-    """Fill the model's name into the signals' patterns for models."""
+    """Fill the model's name into the model patterns of the signals."""
     name = glob.escape(model)
     values: dict[str, placeholders.Value] = {"model": name, "small_model": f"{name}-small"}
     filled = {placeholders.fill(pattern, values): role for pattern, role in signals.models.items()}
@@ -136,7 +136,7 @@ def _options(spec: AgentSpec, options: Mapping[str, str]) -> dict[str, str]:
         value = options.get(name, option.default)
         if value is None:
             raise AgentError(
-                f"options.{name}: {spec.name} requires it; give --set {name}=… ({option.about})",
+                f"options.{name}: {spec.name} requires this option; pass --set {name}=… ({option.about})",
                 param=f"options.{name}",
             )
         values[name] = value
@@ -146,8 +146,8 @@ def _options(spec: AgentSpec, options: Mapping[str, str]) -> dict[str, str]:
 def _fill_file(path: str, content: str, mode: int, values: Mapping[str, placeholders.Value]) -> LaunchFile:
     name = placeholders.fill(path, values)
     escape = placeholders.escape_quoted if Path(name).suffix in QUOTED_SUFFIXES else str
-    place = name if name.startswith("/") else f"{values['home']}/{name}"
-    return LaunchFile(place, placeholders.fill(content, values, escape).encode("utf-8", "surrogatepass"), mode)
+    target = name if name.startswith("/") else f"{values['home']}/{name}"
+    return LaunchFile(target, placeholders.fill(content, values, escape).encode("utf-8", "surrogatepass"), mode)
 
 
 def _encode_prompt(spec: AgentSpec, text: str) -> bytes:
@@ -155,23 +155,23 @@ def _encode_prompt(spec: AgentSpec, text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError:
         raise AgentError(
-            f"{spec.name}: prompt: it contains characters that UTF-8 cannot encode", param="prompt"
+            f"{spec.name}: the prompt contains characters that UTF-8 cannot encode", param="prompt"
         ) from None
 
 
 def _check_passable(spec: AgentSpec, command: tuple[str, ...], env: Mapping[str, str]) -> None:
-    """Refuse what the kernel would refuse or cut off."""
+    """Raise `AgentError` if the kernel would reject or truncate an argument or variable."""
     words = [(f"command[{n}]", word) for n, word in enumerate(command)]
     words += [(f"env.{name}", f"{name}={value}") for name, value in env.items()]
     for field, word in words:
         if "\0" in word:
             raise AgentError(
-                f"{spec.name}: {field}: it contains a NUL character, which no argument or variable can hold",
+                f"{spec.name}: {field} contains a NUL character, which is not possible in an argument or variable",
                 param=field,
             )
         if (size := len(word.encode("utf-8", "surrogatepass"))) > MAX_ARGUMENT_BYTES:
             raise AgentError(
-                f"{spec.name}: {field}: it is {size} bytes long, but one argument may have at most {MAX_ARGUMENT_BYTES}; "
-                "let the agent's description pass the prompt on stdin or in {prompt_file}",
+                f"{spec.name}: {field} is {size} bytes long, but the limit is {MAX_ARGUMENT_BYTES}; "
+                "change the agent's description to pass the prompt on stdin or in {prompt_file}",
                 param=field,
             )

@@ -1,7 +1,7 @@
 """Placeholders in an agent's description: `{model}`, `{home}`, `{context_tokens*8//10}`.
 
 A placeholder is a lower-case name in single braces. A numeric one may be followed by multiplications and divisions by whole numbers. Other
-text in braces is left alone: JSON, `{env:NAME}`, Jinja's `{{task}}`.
+text in braces, such as JSON, `{env:NAME}` or Jinja's `{{task}}`, is left unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")  # YAML o
 
 
 class UnknownPlaceholder(Exception):
-    """A placeholder that has no value, or whose value cannot be calculated with."""
+    """A placeholder that is unknown, or whose calculation is invalid."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(reason)
@@ -26,38 +26,38 @@ class UnknownPlaceholder(Exception):
 
 def find_names(text: str) -> list[str]:
     """Return the names of the placeholders in a text."""
-    return [found[1] for found in _PLACEHOLDER.finditer(text) if not _is_doubled(text, found)]
+    return [match[1] for match in _PLACEHOLDER.finditer(text) if not _is_doubled(text, match)]
 
 
 def fill(text: str, values: Mapping[str, Value], escape: Callable[[str], str] = str) -> str:
     """Replace every placeholder with its value, passed through `escape`."""
 
-    def value(found: re.Match[str]) -> str:
-        if _is_doubled(text, found):
-            return found[0]
-        if found[1] not in values:
-            raise UnknownPlaceholder(found[1], "is not a placeholder")
-        return escape(_calculate(found[1], values[found[1]], found[2]))
+    def value(match: re.Match[str]) -> str:
+        if _is_doubled(text, match):
+            return match[0]
+        if match[1] not in values:
+            raise UnknownPlaceholder(match[1], "is not a known placeholder")
+        return escape(_calculate(match[1], values[match[1]], match[2]))
 
     return _PLACEHOLDER.sub(value, text)
 
 
 def escape_quoted(text: str) -> str:
-    """Escape a text for the double quotes of a JSON, TOML or YAML string."""
+    """Escape a text for use inside a double-quoted JSON, TOML or YAML string."""
     plain = json.dumps(text, ensure_ascii=False)[1:-1]
-    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", plain)
+    return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", plain)
 
 
-def _is_doubled(text: str, found: re.Match[str]) -> bool:
-    """Tell whether it is `{{name}}`, which belongs to another template language."""
-    return text[found.start() - 1 : found.start()] == "{" and text[found.end() : found.end() + 1] == "}"
+def _is_doubled(text: str, match: re.Match[str]) -> bool:
+    """Return whether the match is part of `{{name}}`, which belongs to a different template language."""
+    return text[match.start() - 1 : match.start()] == "{" and text[match.end() : match.end() + 1] == "}"
 
 
 def _calculate(name: str, value: Value, steps: str) -> str:
     if not steps:
         return str(value)
     if isinstance(value, str):
-        raise UnknownPlaceholder(name, "is text, and only numbers can be calculated with")
+        raise UnknownPlaceholder(name, "is text, but only numbers can be multiplied or divided")
     number: float = value
     for sign, operand in _STEP.findall(steps):
         if sign != "*" and int(operand) == 0:

@@ -1,8 +1,8 @@
-"""The description of one agent, loaded from TOML: how it is installed, configured and started, and how its transcript is read.
+"""The description of one agent, loaded from TOML: how to install, configure and start it, and how to read its transcript.
 
 Presets are in `catalog/`. Users add their own files with `--agent ./my.toml`, `$TURNGATE_AGENTS` (files or folders) and
-`~/.config/turngate/agents/`; a user's file with a preset's name replaces the preset, and this is shown. A description is validated
-completely when it is loaded: unknown fields, unknown placeholders, a key that would end up in a command line.
+`~/.config/turngate/agents/`. A user's file with a preset's name replaces the preset, and Turngate shows this. A description is fully
+validated when it is loaded: unknown fields, unknown placeholders and keys that would end up in a command line are errors.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ Dialect = Literal["chat", "responses", "messages", "gemini", "any"]
 # Available in every run, in addition to the agent's own options.
 PLACEHOLDERS = {
     "base_url": "the gateway's URL, without /v1",
-    "api_key": "the session's secret; only in `env` and in files of mode 0600",
+    "api_key": "the session's secret; only in `env` and in files with mode 0600",
     "model": "the model's name",
-    "small_model": "the name for side calls: the model's, followed by -small",
+    "small_model": "the model name for side calls: the model's name followed by -small",
     "context_tokens": "the model's context length",
     "max_output_tokens": "the token limit of one reply",
     "home": "$HOME in the sandbox",
     "workdir": "the agent's working folder",
     "prompt": "the task's text",
-    "prompt_file": "a file that holds the task's text",
+    "prompt_file": "a file that contains the task's text",
     "install": "the installation's folder",
     "program": "the installed program",
     "node": "a Node binary",
-    "python": "the Python that the installation was built for",
+    "python": "the Python program that the installation was built for",
 }
 
 
 class Install(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the program comes from: npm, PyPI, or the sandbox's image."""
+    """How to install the program: from npm, from PyPI, or not at all if it is part of the sandbox's image."""
 
     npm: str = ""  # a package on npm
     pip: str = ""  # a package on PyPI
     version: str = ""  # its exact version
     also: tuple[str, ...] = ()  # pip: more requirements, pinned
     deps: bool = True  # pip: install the package's dependencies; false if `also` lists all of them
-    python: str = ""  # pip: the Python to install for, like 3.11; the sandbox must have it
+    python: str = ""  # pip: the Python version to install for, such as 3.11; the sandbox must have it
     program: str = ""  # the program's path inside the installation
     check: tuple[str, ...] = ()  # a command that succeeds if the image contains the agent
 
@@ -69,11 +69,12 @@ class AgentFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class Transcript(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the agent records its own turns, and how to read them. The expressions are JMESPath.
 
-    `turn` is evaluated on every record. It gives null or false, or a turn or a part of one:
-    {id, text, reasoning, calls: [{name, arguments}]}.
-    `merge` says how parts form a turn: `id` joins parts of the same id, and parts without one with the part before; `last` keeps the last
-    part of each id; `end` joins all parts up to a record for which `end` gives a value, which is the turn's id. At a record that matches
-    `begin`, parts without an end are dropped: they belong to another conversation.
+    `turn` is evaluated on every record. It returns null or false if the record is not part of a turn, and otherwise a turn or a part
+    of one: {id, text, reasoning, calls: [{name, arguments}]}.
+
+    `merge` defines how parts form a turn. `id` joins parts with the same id, and a part without an id to the part before it. `last`
+    keeps the last part of each id. `end` joins all parts up to a record for which the expression `end` returns a value, which is the
+    turn's id. At a record that matches `begin`, unfinished parts are dropped, because they belong to a different conversation.
     """
 
     path: str = ""  # a glob pattern below HOME
@@ -85,26 +86,26 @@ class Transcript(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     end: str = ""
     merge: Literal["none", "id", "last", "end"] = "none"
     subagents: str = ""  # a glob pattern of sub-agents' transcripts, if they are separate files
-    subagent: str = ""  # true for a record that occurs only in a sub-agent's transcript
+    subagent: str = ""  # true for a record that appears only in a sub-agent's transcript
     fills_in: bool = False  # the agent adds arguments that the model left out
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A placeholder of the agent's own, set per run. Required if it has no default."""
+    """An agent-specific placeholder, set per run. It is required if it has no default."""
 
     about: str
     default: str | None = None
 
 
 class CheckCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A call of one of the agent's tools. Its arguments may contain {workdir}."""
+    """A call to one of the agent's tools. Its arguments may contain {workdir}."""
 
     tool: str
     arguments: dict[str, Any] = {}
 
 
 class CheckStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the scripted engine answers in one turn of `turngate agents check`."""
+    """The scripted engine's reply in one turn of `turngate agents check`."""
 
     say: str = ""
     think: str = ""
@@ -112,29 +113,29 @@ class CheckStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class AgentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One agent."""
+    """The description of one agent."""
 
     name: str
     title: str
     homepage: str = ""
     dialect: Dialect
     command: tuple[str, ...]
-    stdin: str = ""  # the command's input, usually {prompt}
+    stdin: str = ""  # the command's standard input, usually {prompt}
     install: Install = Install()
     files: tuple[AgentFile, ...] = ()
     env: dict[str, str] = {}
     options: dict[str, Option] = {}
     transcript: Transcript | None = None
     logs: tuple[str, ...] = ()  # glob patterns below HOME
-    off: dict[str, str] = {}  # features that are switched off for training, and how
+    off: dict[str, str] = {}  # features switched off for training, and how
     signals: Signals = Signals()
-    limits: tuple[str, ...] = ()  # known limits, for people
+    limits: tuple[str, ...] = ()  # known limitations, for the documentation
     check: tuple[
         CheckStep, ...
-    ] = ()  # how the model solves the task of `turngate agents check` with this agent's tools
+    ] = ()  # the scripted replies that solve the task of `turngate agents check` with this agent's tools
 
     def texts(self) -> Iterator[tuple[str, str]]:
-        """Yield every text that may hold placeholders, with the name of its field."""
+        """Yield the field name and value of every text that may contain placeholders."""
         yield from ((f"command[{n}]", word) for n, word in enumerate(self.command))
         yield "stdin", self.stdin
         yield from ((f"env.{name}", text) for name, text in self.env.items())
@@ -148,7 +149,7 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class CatalogEntry(msgspec.Struct, frozen=True):
-    """An agent and the file it was loaded from. `shadows`: the file that it replaces."""
+    """An agent, the file it was loaded from, and the file that it replaces, if any (`shadows`)."""
 
     spec: AgentSpec
     file: Path
@@ -156,7 +157,7 @@ class CatalogEntry(msgspec.Struct, frozen=True):
 
 
 def find_agent(name: str, cwd: Path | None = None) -> CatalogEntry:
-    """Find an agent by name, or load it from a file: a name with a slash or a .toml ending is a file."""
+    """Find an agent by name, or load it from a file if `name` contains a slash or ends in .toml."""
     if "/" in name or name.endswith(".toml"):
         file = (cwd or Path.cwd()) / Path(name).expanduser()
         spec = load_spec(file)
@@ -164,15 +165,14 @@ def find_agent(name: str, cwd: Path | None = None) -> CatalogEntry:
         return CatalogEntry(spec, file, preset.file if preset and preset.file.resolve() != file.resolve() else None)
     agents = load_catalog()
     if name not in agents:
-        hint = suggestion(name, list(agents)).rstrip("?") + "."
-        raise AgentError(
-            f"agent: there is none called {name!r}{hint} To use a file of your own, write ./{name}.toml", param="agent"
-        )
+        hint = suggestion(name, list(agents))
+        end = "" if hint.endswith("?") else "."
+        raise AgentError(f"unknown agent {name!r}{hint}{end} To use your own file, pass ./{name}.toml", param="agent")
     return agents[name]
 
 
 def load_catalog() -> dict[str, CatalogEntry]:
-    """Load all known agents by name: the presets, and the user's own, which replace presets of the same name."""
+    """Load all agents by name: the presets and the user's own, which replace presets of the same name."""
     agents: dict[str, CatalogEntry] = {}
     for layer in (_toml_files(CATALOG), *_user_layers()):
         seen: dict[str, Path] = {}
@@ -180,7 +180,7 @@ def load_catalog() -> dict[str, CatalogEntry]:
             spec = load_spec(file)
             if spec.name in seen:
                 raise AgentError(
-                    f"{file}: name: {spec.name!r} is already used in {seen[spec.name]}; rename one", param="name"
+                    f"{file}: the name {spec.name!r} is already used in {seen[spec.name]}; rename one of them", param="name"
                 )
             seen[spec.name] = file
             below = agents.get(spec.name)
@@ -193,9 +193,9 @@ def load_spec(file: Path) -> AgentSpec:
     try:
         text = file.read_text(encoding="utf-8")
     except OSError as error:
-        raise AgentError(f"{file}: cannot be read ({error.strerror})", param="agent") from None
+        raise AgentError(f"agent: {file} cannot be read ({error.strerror})", param="agent") from None
     except UnicodeDecodeError:
-        raise AgentError(f"{file}: is not UTF-8 text", param="agent") from None
+        raise AgentError(f"agent: {file} is not UTF-8 text", param="agent") from None
     return parse_spec(text, str(file))
 
 
@@ -204,17 +204,17 @@ def parse_spec(text: str, where: str) -> AgentSpec:
     try:
         spec = msgspec.convert(tomllib.loads(text), AgentSpec)
     except tomllib.TOMLDecodeError as error:
-        raise AgentError(f"{where}: is not valid TOML: {error}", param="agent") from None
+        raise AgentError(f"{where}: invalid TOML: {error}", param="agent") from None
     except msgspec.ValidationError as error:
         message, field = explain_error(error, AgentSpec)
         raise AgentError(f"{where}: {message}", param=field) from None
     for field, problem in _faults(spec):
-        raise AgentError(f"{where}: {field}: {problem}", param=field)
+        raise AgentError(f"{where}: {problem}", param=field)
     return spec
 
 
 def _user_layers() -> Iterator[list[Path]]:
-    """Yield the user's files, those of lower precedence first."""
+    """Yield the user's files in layers, lowest precedence first."""
     config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
     yield _toml_files(config / "turngate" / "agents")
     for entry in reversed((os.environ.get("TURNGATE_AGENTS") or "").split(os.pathsep)):
@@ -233,16 +233,16 @@ def _toml_files(folder: Path) -> list[Path]:
 
 
 def _faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
-    """Yield the fields that are wrong, and why. Only the first is reported."""
+    """Yield each invalid field and a message that names it. Only the first is reported."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", spec.name):
-        yield "name", f"{spec.name!r} may only contain a-z, 0-9 and -"
+        yield "name", f"name must start with a-z or 0-9 and contain only a-z, 0-9 and -, not {spec.name!r}"
     if not spec.command:
-        yield "command", "is empty; give the program and its arguments as a list"
+        yield "command", "command is empty; set it to a list of the program and its arguments"
     yield from _install_faults(spec)
     yield from _option_faults(spec)
     yield from _placeholder_faults(spec)
     yield from _key_faults(spec)
-    yield from trace_signals.find_faults(spec.signals)
+    yield from ((field, f"{field}: {problem}") for field, problem in trace_signals.find_faults(spec.signals))
     if spec.transcript:
         yield from _transcript_faults(spec.transcript)
 
@@ -250,34 +250,34 @@ def _faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
 def _install_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
     install = spec.install
     if install.npm and install.pip:
-        yield "install", "give npm or pip, not both"
+        yield "install", "install.npm and install.pip cannot both be set; remove one of them"
     packaged = bool(install.npm or install.pip)
     if packaged and not re.fullmatch(r"[0-9][\w.+-]*", install.version):
-        yield "install.version", f"{install.version!r} is not an exact version; pin one, like 1.2.3"
+        yield "install.version", f"install.version must be an exact version such as 1.2.3, not {install.version!r}"
     if not packaged and (install.version or install.program):
-        yield "install", "version and program describe a package; also give npm or pip"
+        yield "install", "install.version and install.program need a package; set install.npm or install.pip"
     if install.npm and not install.program:
         yield (
             "install.program",
-            "is missing; give the program's path inside the installation, like node_modules/x/bin/x.js",
+            "install.program is missing; set it to the program's path inside the installation, such as node_modules/x/bin/x.js",
         )
     if install.npm and (install.also or install.python or not install.deps):
-        yield "install", "also, python and deps apply to pip only"
+        yield "install", "install.also, install.python and install.deps apply only to pip packages; remove them"
     if install.pip and not re.fullmatch(r"3\.[0-9]+", install.python):
-        yield "install.python", f"{install.python!r} is not a version of Python like 3.11"
+        yield "install.python", f"install.python must be a Python version such as 3.11, not {install.python!r}"
     for n, requirement in enumerate(install.also):
         if not re.fullmatch(r"[\w.\[\]-]+==[\w.+!-]+", requirement):
-            yield f"install.also[{n}]", f"{requirement!r} is not pinned; write name==version"
+            yield f"install.also[{n}]", f"install.also[{n}] must be pinned as name==version, not {requirement!r}"
     if Path(install.program).is_absolute() or ".." in Path(install.program).parts:
-        yield "install.program", f"{install.program!r} is not a path inside the installation"
+        yield "install.program", f"install.program must be a path inside the installation, not {install.program!r}"
 
 
 def _option_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
     for name in spec.options:
         if name in PLACEHOLDERS:
-            yield f"options.{name}", "is one of Turngate's own placeholders; choose another name"
+            yield f"options.{name}", f"options.{name} is a built-in placeholder; choose a different name"
         if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-            yield f"options.{name}", "may only contain a-z, 0-9 and _"
+            yield f"options.{name}", f"options.{name}: a name must start with a-z and contain only a-z, 0-9 and _"
 
 
 def _placeholder_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
@@ -289,54 +289,57 @@ def _placeholder_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
             placeholders.fill(text, samples)
         except placeholders.UnknownPlaceholder as error:
             hint = suggestion(error.name, known) if error.name not in known else ""
-            yield field, f"{{{error.name}}} {error}{hint}"
+            yield field, f"{field}: {{{error.name}}} {error}{hint}"
         if field.startswith("signals.") and set(placeholders.find_names(text)) - {"model", "small_model"}:
-            yield field, "only {model} and {small_model} can be used here"
+            yield field, f"{field}: only {{model}} and {{small_model}} can be used here"
     install = spec.install
-    for name, field, given in (
+    for name, field, value in (
         ("install", "npm or pip", install.npm or install.pip),
         ("program", "program", install.program),
         ("python", "python", install.python),
     ):
-        if spec.uses(name) and not given:
-            yield "install", f"{{{name}}} is used, but [install] has no {field}"
+        if spec.uses(name) and not value:
+            yield "install", f"install must set {field}, because {{{name}}} is used"
 
 
 def _key_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
-    """Check where the key goes: every process of the machine can see a command line, and every user a file that is not private."""
+    """Check that the key stays private: other processes can read command lines, and other users can read files with an open mode."""
     for field, text in spec.texts():
         if (
             "api_key" in placeholders.find_names(text)
             and not field.startswith("env.")
             and not field.endswith(".content")
         ):
-            yield field, "{api_key} may only be used in env, or in a file of mode 0600"
+            yield field, f"{field}: {{api_key}} may only be used in env or in a file with mode 0600"
     for n, file in enumerate(spec.files):
         outside = file.path.startswith("/") or ".." in Path(file.path).parts
         if outside or not file.path.strip():
             yield (
                 f"files[{n}].path",
-                f"{file.path!r} is not below HOME or {{workdir}}; write a path like .config/x.json",
+                f"files[{n}].path must be below HOME or {{workdir}}, such as .config/x.json, not {file.path!r}",
             )
         if not re.fullmatch(r"0?[0-7]{3}", file.mode):
-            yield f"files[{n}].mode", f"{file.mode!r} is not a mode like 0644"
+            yield f"files[{n}].mode", f"files[{n}].mode must be an octal mode such as 0644, not {file.mode!r}"
         elif "api_key" in placeholders.find_names(file.content) and int(file.mode, 8) & 0o077:
-            yield f"files[{n}].mode", f'is {file.mode}, but the file contains {{api_key}}; write mode = "0600"'
+            yield (
+                f"files[{n}].mode",
+                f'files[{n}].mode is {file.mode}, but the file contains {{api_key}}; set mode = "0600"',
+            )
 
 
 def _transcript_faults(transcript: Transcript) -> Iterator[tuple[str, str]]:
     if transcript.stdout == bool(transcript.path):
-        yield "transcript", "give either path or stdout = true"
+        yield "transcript", "transcript must set exactly one of path and stdout = true"
     for field, glob in (("path", transcript.path), ("subagents", transcript.subagents)):
         pattern = Path(glob)
         if pattern.is_absolute() or ".." in pattern.parts:
-            yield f"transcript.{field}", f"{str(pattern)!r} is not a path below HOME"
+            yield f"transcript.{field}", f"transcript.{field} must be a path below HOME, not {str(pattern)!r}"
     if (transcript.format == "json") != bool(transcript.records):
-        yield "transcript.records", 'is required for format = "json", and not allowed otherwise'
+        yield "transcript.records", 'transcript.records is required if format = "json", and not allowed otherwise'
     if (transcript.merge == "end") != bool(transcript.end):
-        yield "transcript.end", 'is required for merge = "end", and not allowed otherwise'
+        yield "transcript.end", 'transcript.end is required if merge = "end", and not allowed otherwise'
     if transcript.begin and transcript.merge != "end":
-        yield "transcript.begin", 'is only allowed with merge = "end"'
+        yield "transcript.begin", 'transcript.begin is only allowed if merge = "end"'
     expressions = {
         "records": transcript.records,
         "turn": transcript.turn,
@@ -349,4 +352,4 @@ def _transcript_faults(transcript: Transcript) -> Iterator[tuple[str, str]]:
             if expression:
                 jmespath.compile(expression)
         except jmespath.exceptions.JMESPathError as error:
-            yield f"transcript.{field}", f"is not valid JMESPath: {str(error).splitlines()[0]}"
+            yield f"transcript.{field}", f"transcript.{field} is not valid JMESPath: {str(error).splitlines()[0]}"

@@ -1,7 +1,7 @@
 """Read an agent's own record of its run, and compare it with the trace.
 
-The agent wrote these files, so they are not trusted: links are not followed, sizes are limited, and the content is only compared. The
-expressions that parse them are part of the agent's description.
+The agent wrote these files, so they are not trusted: links are not followed, sizes are limited, and the content is used only for the
+comparison. The expressions that parse them are part of the agent's description.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import msgspec
 from turngate.agents.spec import Transcript
 from turngate.errors import AgentError
 
-# The agent may have written anything, and reading it must end soon.
+# Limits that keep reading fast, whatever the agent has written.
 MAX_FILE_BYTES = 64_000_000
 MAX_LINE_BYTES = 16_000_000
-MAX_RECORDS = 100_000  # of one file
+MAX_RECORDS = 100_000  # per file
 
 
 class TranscriptCall(msgspec.Struct, frozen=True):
-    """A tool call. `arguments` are parsed JSON, or the text if it is not JSON."""
+    """A tool call. `arguments` is the parsed JSON, or the text if it is not JSON."""
 
     name: str
     arguments: Any = None
 
 
 class TranscriptTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """One reply of the model, as a transcript or the trace recorded it."""
+    """One reply of the model, as recorded in a transcript or in the trace."""
 
     text: str = ""
     reasoning: str = ""
@@ -41,14 +41,14 @@ class TranscriptTurn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Transcripts(msgspec.Struct, frozen=True):
-    """The turns that were found: the main conversation, and one list per sub-agent."""
+    """The turns of a run: the main conversation, and one list per sub-agent."""
 
     main: tuple[TranscriptTurn, ...] = ()
     subagents: tuple[tuple[TranscriptTurn, ...], ...] = ()
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """A difference between transcript and trace. Positions count from 0; None: that side has no such turn."""
+    """A difference between transcript and trace. Positions count from 0 and are None if that side has no such turn."""
 
     what: Literal["missing in trace", "missing in transcript", "text", "reasoning", "calls"]
     transcript: int | None
@@ -57,7 +57,7 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 def read_transcripts(spec: Transcript, home: Path, stdout: bytes = b"") -> Transcripts:
-    """Read the turns from a copy of the agent's HOME, or from its output. Returns none if there is no transcript."""
+    """Read the turns from a copy of the agent's HOME, or from its output. The result is empty if there is no transcript."""
     if spec.stdout:
         return Transcripts(tuple(_turns(spec, _records(spec, stdout))))
     main: list[TranscriptTurn] = []
@@ -81,54 +81,59 @@ def compare_turns(
     side: Sequence[TranscriptTurn] = (),
     fills_in: bool = False,
 ) -> list[Difference]:
-    """Return the differences between what the agent recorded and the trace; an empty list means that they agree.
+    """Return the differences between the agent's transcript and the trace. An empty list means that they agree.
 
-    `trace` must be in the transcript; `side` may be: some agents record their own summaries as turns, others do not. Text is compared
-    without surrounding whitespace, arguments as parsed JSON, the calls of one turn in any order (agents record them as they end), and
-    reasoning only if the transcript has any. `fills_in`: the agent adds arguments that the model left out.
+    The transcript must contain the turns of `trace` and may contain those of `side`, because only some agents record their own summaries
+    as turns. Text is compared without surrounding whitespace, arguments as parsed JSON, and reasoning only if the transcript has any. The
+    calls of one turn may be in any order, because agents record them as they end. Set `fills_in` if the agent adds arguments that the
+    model left out.
     """
     theirs = [_shape(turn) for turn in trace]
     aside = {_shape(turn) for turn in side} - set(theirs)
     kept = [n for n, turn in enumerate(transcript) if _shape(turn) not in aside]
     ours = [_shape(transcript[n]) for n in kept]
-    found: list[Difference] = []
+    differences: list[Difference] = []
     for _, a, a_end, b, b_end in difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes():
         pairs = min(a_end - a, b_end - b)
         for n in range(pairs):
-            found += _differences(transcript[kept[a + n]], trace[b + n], kept[a + n], b + n, fills_in)
-        found += [Difference("missing in trace", n, None, _summarize(transcript[n])) for n in kept[a + pairs : a_end]]
-        found += [Difference("missing in transcript", None, n, _summarize(trace[n])) for n in range(b + pairs, b_end)]
-    return found
+            differences += _compare_turn(transcript[kept[a + n]], trace[b + n], kept[a + n], b + n, fills_in)
+        differences += [
+            Difference("missing in trace", n, None, _summarize(transcript[n])) for n in kept[a + pairs : a_end]
+        ]
+        differences += [
+            Difference("missing in transcript", None, n, _summarize(trace[n])) for n in range(b + pairs, b_end)
+        ]
+    return differences
 
 
 # ---- reading ----
 
 
 def _files(home: Path, pattern: str) -> Iterator[Path]:
-    """Yield the matching files, sorted by name. Links are skipped: they could lead to a file of the host."""
+    """Yield the matching files, sorted by name. Links are skipped, because they could point to a file on the host."""
     for file in sorted(home.glob(pattern)):
         inside = file.relative_to(home)
         linked = any((home / part).is_symlink() for part in (inside, *inside.parents) if part != Path())
         if not linked and file.is_file():
             if file.stat().st_size > MAX_FILE_BYTES:
                 raise AgentError(
-                    f"transcript: {inside} is larger than the limit of {MAX_FILE_BYTES} bytes", param="transcript"
+                    f"transcript: {inside} is larger than {MAX_FILE_BYTES} bytes", param="transcript"
                 )
             yield file
 
 
 def _records(spec: Transcript, data: bytes) -> list[Any]:
-    """Parse a file's records. Lines that are not JSON are other output, or were cut off."""
+    """Parse a file's records. Lines that are not JSON are skipped: they are other output, or were cut off."""
     if spec.format == "json":
         try:
-            found = _search(spec.records, json.loads(data)) if len(data) <= MAX_LINE_BYTES else None
+            values = _search(spec.records, json.loads(data)) if len(data) <= MAX_LINE_BYTES else None
         except (ValueError, RecursionError):
             return []
-        return found[:MAX_RECORDS] if isinstance(found, list) else []
+        return values[:MAX_RECORDS] if isinstance(values, list) else []
     lines = data.splitlines()
     if len(lines) > MAX_RECORDS or any(len(line) > MAX_LINE_BYTES for line in lines):
         raise AgentError(
-            f"transcript: it has more than {MAX_RECORDS} lines, or one longer than {MAX_LINE_BYTES} bytes",
+            f"transcript: the file has more than {MAX_RECORDS} lines, or a line longer than {MAX_LINE_BYTES} bytes",
             param="transcript",
         )
     records = []
@@ -141,13 +146,13 @@ def _records(spec: Transcript, data: bytes) -> list[Any]:
 
 
 def _turns(spec: Transcript, records: Iterable[Any]) -> Iterator[TranscriptTurn]:
-    """Yield turns, assembled from their parts."""
-    parts: dict[str, TranscriptTurn] = {}  # by first appearance, which is the turns' order
+    """Yield the turns, assembled from their parts."""
+    parts: dict[str, TranscriptTurn] = {}  # in order of first appearance, which is the order of the turns
     open_turn: TranscriptTurn | None = None
     key = ""
     for n, record in enumerate(records):
-        found = _search(spec.turn, record)
-        part = _turn(found) if isinstance(found, Mapping) else None
+        value = _search(spec.turn, record)
+        part = _turn(value) if isinstance(value, Mapping) else None
         if spec.merge == "end":
             if spec.begin and _search(spec.begin, record):
                 open_turn = None
@@ -160,35 +165,35 @@ def _turns(spec: Transcript, records: Iterable[Any]) -> Iterator[TranscriptTurn]
                 key = part.id if spec.merge != "none" and part.id else f"\0{n}"
             parts[key] = _join_parts(parts.get(key), part) if spec.merge == "id" else part
     yield from parts.values()
-    if open_turn:  # it has no end
+    if open_turn:  # its end was not recorded
         yield open_turn
 
 
 def _search(expression: str, record: Any) -> Any:
     try:
         return jmespath.search(expression, record)
-    except jmespath.exceptions.JMESPathError:  # a record of another kind, whose types a function does not accept
+    except jmespath.exceptions.JMESPathError:  # a different kind of record, with types that a function does not accept
         return None
 
 
-def _turn(found: Mapping[str, Any]) -> TranscriptTurn:
-    calls = found.get("calls")
+def _turn(value: Mapping[str, Any]) -> TranscriptTurn:
+    calls = value.get("calls")
     return TranscriptTurn(
-        text=_text(found.get("text")),
-        reasoning=_text(found.get("reasoning")),
+        text=_text(value.get("text")),
+        reasoning=_text(value.get("reasoning")),
         calls=tuple(_call(call) for call in calls or () if isinstance(call, Mapping))
         if isinstance(calls, list)
         else (),
-        id=_text(found.get("id")),
+        id=_text(value.get("id")),
     )
 
 
-def _call(found: Mapping[str, Any]) -> TranscriptCall:
-    return TranscriptCall(_text(found.get("name")), parse_arguments(found.get("arguments")))
+def _call(value: Mapping[str, Any]) -> TranscriptCall:
+    return TranscriptCall(_text(value.get("name")), parse_arguments(value.get("arguments")))
 
 
 def parse_arguments(arguments: Any) -> Any:
-    """Return arguments as values, parsed if they are JSON text."""
+    """Parse arguments that are JSON text, and return all others unchanged."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -197,8 +202,8 @@ def parse_arguments(arguments: Any) -> Any:
         return arguments
 
 
-def _text(found: Any) -> str:
-    return found if isinstance(found, str) else ""
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
 
 
 def _join_parts(before: TranscriptTurn | None, part: TranscriptTurn) -> TranscriptTurn:
@@ -216,26 +221,26 @@ def _join_parts(before: TranscriptTurn | None, part: TranscriptTurn) -> Transcri
 
 
 def _shape(turn: TranscriptTurn) -> tuple[str, tuple[str, ...]]:
-    """Return what two records of one turn share even if they differ in detail; the calls sorted."""
+    """Return a key that two records of the same turn share even if they differ in detail: the text and the sorted tool names."""
     return turn.text.strip(), tuple(sorted(call.name for call in turn.calls))
 
 
-def _differences(ours: TranscriptTurn, theirs: TranscriptTurn, a: int, b: int, fills_in: bool) -> Iterator[Difference]:
+def _compare_turn(ours: TranscriptTurn, theirs: TranscriptTurn, a: int, b: int, fills_in: bool) -> Iterator[Difference]:
     if ours.text.strip() != theirs.text.strip():
-        yield Difference("text", a, b, f"{_shorten(ours.text.strip())} against {_shorten(theirs.text.strip())}")
+        yield Difference("text", a, b, f"transcript {_shorten(ours.text.strip())}, trace {_shorten(theirs.text.strip())}")
     if ours.reasoning.strip() and ours.reasoning.strip() != theirs.reasoning.strip():
         yield Difference(
-            "reasoning", a, b, f"{_shorten(ours.reasoning.strip())} against {_shorten(theirs.reasoning.strip())}"
+            "reasoning", a, b, f"transcript {_shorten(ours.reasoning.strip())}, trace {_shorten(theirs.reasoning.strip())}"
         )
     rest = list(theirs.calls)
     for call in ours.calls:
         twin = next((other for other in rest if _same_call(call, other, fills_in)), None)
         if twin is None:
-            yield Difference("calls", a, b, f"the trace has no {call.name} {_shorten(json.dumps(call.arguments))}")
+            yield Difference("calls", a, b, f"the trace has no call {call.name} {_shorten(json.dumps(call.arguments))}")
         else:
             rest.remove(twin)
     for call in rest:
-        yield Difference("calls", a, b, f"the transcript has no {call.name} {_shorten(json.dumps(call.arguments))}")
+        yield Difference("calls", a, b, f"the transcript has no call {call.name} {_shorten(json.dumps(call.arguments))}")
 
 
 def _same_call(ours: TranscriptCall, theirs: TranscriptCall, fills_in: bool) -> bool:
