@@ -152,7 +152,8 @@ def test_options_are_asked_for_and_checked() -> None:
         == "echo 'hi' \"$X\""
     )
     with pytest.raises(
-        AgentError, match=r"options\.command: shell requires this option; pass --set command=… \(the command line to run"
+        AgentError,
+        match=r"options\.command: shell requires this option; pass --set command=… \(the command line to run",
     ):
         plan_launch(shell, Installation(), **values)
     with pytest.raises(AgentError, match=r"options\.comand: shell has no such option; did you mean command\?"):

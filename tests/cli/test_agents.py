@@ -105,9 +105,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert refused("agents", "check", str(tmp_path / "none.toml")).endswith(
         "cannot be read (No such file or directory)"
     )
-    assert refused("agents", "install", "nobody").startswith(
-        "unknown agent 'nobody'; available: claude-code, "
-    )
+    assert refused("agents", "install", "nobody").startswith("unknown agent 'nobody'; available: claude-code, ")
     # All names are looked at before anything is installed.
     assert refused("agents", "install", "shell", "nobody").startswith("unknown agent 'nobody'")
 

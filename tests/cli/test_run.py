@@ -91,7 +91,10 @@ def sessions(data: Path) -> list[tuple[str, str]]:
             ["--prompt", "x", "--sandbox", "vm"],
             "sandbox: there is no backend 'vm'; choose one of: local, bubblewrap, docker",
         ),
-        (["--prompt", "x"], "options.command: shell requires this option; pass --set command=… (the command line to run"),
+        (
+            ["--prompt", "x"],
+            "options.command: shell requires this option; pass --set command=… (the command line to run",
+        ),
         (["--prompt", "x", "--set", "command"], "set: 'command' is not NAME=VALUE"),
         (["--prompt", "x", "--set", "comand=x"], "options.comand: shell has no such option; did you mean command?"),
         (["--prompt", "x", "--timeout", "0"], "timeout: 0.0 must be more than 0"),

@@ -180,7 +180,8 @@ def load_catalog() -> dict[str, CatalogEntry]:
             spec = load_spec(file)
             if spec.name in seen:
                 raise AgentError(
-                    f"{file}: the name {spec.name!r} is already used in {seen[spec.name]}; rename one of them", param="name"
+                    f"{file}: the name {spec.name!r} is already used in {seen[spec.name]}; rename one of them",
+                    param="name",
                 )
             seen[spec.name] = file
             below = agents.get(spec.name)

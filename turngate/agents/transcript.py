@@ -116,9 +116,7 @@ def _files(home: Path, pattern: str) -> Iterator[Path]:
         linked = any((home / part).is_symlink() for part in (inside, *inside.parents) if part != Path())
         if not linked and file.is_file():
             if file.stat().st_size > MAX_FILE_BYTES:
-                raise AgentError(
-                    f"transcript: {inside} is larger than {MAX_FILE_BYTES} bytes", param="transcript"
-                )
+                raise AgentError(f"transcript: {inside} is larger than {MAX_FILE_BYTES} bytes", param="transcript")
             yield file
 
 
@@ -227,10 +225,15 @@ def _shape(turn: TranscriptTurn) -> tuple[str, tuple[str, ...]]:
 
 def _compare_turn(ours: TranscriptTurn, theirs: TranscriptTurn, a: int, b: int, fills_in: bool) -> Iterator[Difference]:
     if ours.text.strip() != theirs.text.strip():
-        yield Difference("text", a, b, f"transcript {_shorten(ours.text.strip())}, trace {_shorten(theirs.text.strip())}")
+        yield Difference(
+            "text", a, b, f"transcript {_shorten(ours.text.strip())}, trace {_shorten(theirs.text.strip())}"
+        )
     if ours.reasoning.strip() and ours.reasoning.strip() != theirs.reasoning.strip():
         yield Difference(
-            "reasoning", a, b, f"transcript {_shorten(ours.reasoning.strip())}, trace {_shorten(theirs.reasoning.strip())}"
+            "reasoning",
+            a,
+            b,
+            f"transcript {_shorten(ours.reasoning.strip())}, trace {_shorten(theirs.reasoning.strip())}",
         )
     rest = list(theirs.calls)
     for call in ours.calls:
@@ -240,7 +243,9 @@ def _compare_turn(ours: TranscriptTurn, theirs: TranscriptTurn, a: int, b: int, 
         else:
             rest.remove(twin)
     for call in rest:
-        yield Difference("calls", a, b, f"the transcript has no call {call.name} {_shorten(json.dumps(call.arguments))}")
+        yield Difference(
+            "calls", a, b, f"the transcript has no call {call.name} {_shorten(json.dumps(call.arguments))}"
+        )
 
 
 def _same_call(ours: TranscriptCall, theirs: TranscriptCall, fills_in: bool) -> bool:
