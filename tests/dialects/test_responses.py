@@ -235,7 +235,9 @@ def test_arguments_as_an_object_or_not_at_all() -> None:
 @pytest.mark.parametrize("kind", ["input_image", "input_file", "input_audio"])
 def test_what_is_more_than_text_is_named_and_not_lost(kind: str) -> None:
     one, two = (messages({"role": "user", "content": [{"type": kind, "image_url": url}]})[0] for url in ("a", "b"))
-    assert one.unsupported == f"input[0].content[0].type: {kind!r} parts are not supported; this model takes text only"
+    assert (
+        one.unsupported == f"input[0].content[0].type: {kind!r} parts are not supported; this model accepts text only"
+    )
     assert one.content != two.content or kind != "input_image"
     [tool] = messages(result("c", [{"type": kind}]))
     assert tool.unsupported.startswith("input[0].output[0].type:")
@@ -249,19 +251,28 @@ def test_items_of_the_providers_own_tools_belong_to_the_turn_and_are_named() -> 
 
 
 WRONG_ITEMS: dict[str, tuple[Json, str]] = {
-    "unknown type": ({"type": "hologram"}, "input[0].type: 'hologram'"),
-    "compaction of another provider": ({"type": "compaction", "encrypted_content": "x"}, "input[0].type: 'compaction'"),
-    "reference": ({"type": "item_reference", "id": "msg_1"}, "input[0]: refers to an item by its id"),
-    "untyped reference": ({"id": "msg_1"}, "input[0]: refers to an item by its id"),
-    "role": ({"role": "critic", "content": "x"}, "input[0].role: 'critic'"),
-    "part": ({"role": "user", "content": [{"type": "smell"}]}, "input[0].content[0].type: 'smell'"),
+    "unknown type": ({"type": "hologram"}, "input[0].type 'hologram'"),
+    "compaction of another provider": ({"type": "compaction", "encrypted_content": "x"}, "input[0].type 'compaction'"),
+    "reference": ({"type": "item_reference", "id": "msg_1"}, "input[0] refers to an item by its id"),
+    "untyped reference": ({"id": "msg_1"}, "input[0] refers to an item by its id"),
+    "role": (
+        {"role": "critic", "content": "x"},
+        "input[0].role must be one of system, developer, user, assistant, not 'critic'",
+    ),
+    "part": ({"role": "user", "content": [{"type": "smell"}]}, "input[0].content[0].type 'smell'"),
     "content": ({"role": "user", "content": 7}, "input[0].content: Expected"),
     "item": (7, "input[0]: Expected `object`"),
     "type of type": ({"type": 7}, "input[0].type: Expected"),
-    "call without id": ({"type": "function_call", "name": "f", "arguments": "{}"}, "input[0].call_id: is missing"),
-    "call without name": ({"type": "function_call", "call_id": "c", "arguments": "{}"}, "input[0].name: is missing"),
-    "custom call without input": ({"type": "custom_tool_call", "call_id": "c", "name": "p"}, "input[0].input: is miss"),
-    "result without id": ({"type": "function_call_output", "output": "x"}, "input[0].call_id: a result needs"),
+    "call without id": ({"type": "function_call", "name": "f", "arguments": "{}"}, "input[0].call_id is missing"),
+    "call without name": ({"type": "function_call", "call_id": "c", "arguments": "{}"}, "input[0].name is missing"),
+    "custom call without input": (
+        {"type": "custom_tool_call", "call_id": "c", "name": "p"},
+        "input[0].input is missing",
+    ),
+    "result without id": (
+        {"type": "function_call_output", "output": "x"},
+        "input[0].call_id is missing; a result needs",
+    ),
     "result of an odd kind": (result("c", {"a": 1}), "input[0].output: Expected"),
     "tools that are none": ({"type": "additional_tools", "role": "developer", "tools": 7}, "input[0].tools: Expected"),
 }
@@ -329,43 +340,43 @@ def test_sampling_length_and_retries() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Json], str, str]] = {
-    "no input": ({"input": None}, "input", "must hold at least one item"),
-    "empty input": ({"input": []}, "input", "must hold at least one item"),
+    "no input": ({"input": None}, "input", "must contain at least one item"),
+    "empty input": ({"input": []}, "input", "must contain at least one item"),
     "input of an odd kind": ({"input": 7}, "input", "Expected `str | array | null`"),
     "conversation": ({"conversation": "conv_1"}, "conversation", "nothing is stored"),
     "prompt": ({"prompt": {"id": "pmpt_1"}}, "prompt", "nothing is stored"),
-    "background": ({"background": True}, "background", "no response is stored"),
-    "logprobs": ({"include": ["message.output_text.logprobs"]}, "include", "not given to agents"),
-    "top_logprobs": ({"top_logprobs": 3}, "top_logprobs", "not given to agents"),
+    "background": ({"background": True}, "background", "responses are not stored"),
+    "logprobs": ({"include": ["message.output_text.logprobs"]}, "include", "does not return to agents"),
+    "top_logprobs": ({"top_logprobs": 3}, "top_logprobs", "does not return to agents"),
     "context_management": ({"context_management": [{"type": "compaction"}]}, "context_management", "does not compact"),
     "moderation": ({"moderation": {"model": "x"}}, "moderation", "is not supported"),
     "temperature": ({"temperature": 3}, "temperature", "Expected `float` <= 2.0"),
-    "max_output_tokens": ({"max_output_tokens": 0}, "max_output_tokens", "less than 1"),
+    "max_output_tokens": ({"max_output_tokens": 0}, "max_output_tokens", "must be at least 1, not 0"),
     "truncation": ({"truncation": "maybe"}, "truncation", "Invalid enum value"),
     "text": ({"text": {"format": {"type": "xml"}}}, "text", "Invalid enum value"),
     "schema": ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema", "is missing"),
     "tools": ({"tools": {"a": 1}}, "tools", "Expected `array`"),
-    "tool of the provider": ({"tools": [{"type": "code_interpreter"}]}, "tools[0].type", "run by the provider"),
+    "tool of the provider": ({"tools": [{"type": "code_interpreter"}]}, "tools[0].type", "only the provider can run it"),
     "unknown tool": ({"tools": [{"type": "teleport"}]}, "tools[0].type", "is not supported"),
     "tool without a name": ({"tools": [{"type": "function"}]}, "tools[0].name", "is missing"),
-    "tools of one name": ({"tools": [RUN, RUN]}, "tools", "two tools are named 'run'"),
+    "tools of one name": ({"tools": [RUN, RUN]}, "tools", "two tools named 'run'"),
     "namespace": ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name", "is missing"),
     "tool in a namespace": (
         {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]},
         "tools[0].tools[0].type",
-        "not supported in a namespace",
+        "must be 'function' or 'custom' in a namespace",
     ),
     "tool_choice": ({"tools": [RUN], "tool_choice": "maybe"}, "tool_choice", "must be 'none'"),
-    "choice of no tool": ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+    "choice of no tool": ({"tool_choice": "required"}, "tool_choice", "the request has no tools"),
     "choice of another tool": (
         {"tools": [RUN], "tool_choice": {"type": "function", "name": "x"}},
         "tool_choice",
-        "'x' is not among",
+        "'x', which is not one of the tools",
     ),
     "choice of the provider's tool": (
         {"tools": [RUN], "tool_choice": {"type": "web_search_preview"}},
         "tool_choice",
-        "run by the provider",
+        "a tool that the provider runs",
     ),
     "allowed what is none": (
         {"tools": [RUN], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}},
@@ -375,7 +386,7 @@ WRONG: dict[str, tuple[dict[str, Json], str, str]] = {
     "two shapes": (
         {"tools": [RUN], "tool_choice": "required", "text": {"format": {"type": "json_object"}}},
         "tool_choice",
-        "cannot be combined",
+        "cannot force a tool together with text.format",
     ),
 }
 

@@ -645,7 +645,7 @@ WRONG: dict[str, tuple[Json, str]] = {
     ),
     "a server's tool": (
         {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
-        "tools.0.type: 'web_search",
+        "tools.0.type 'web_search",
     ),
     "a beginning of the answer": (
         {"messages": [user("Hi"), {"role": "assistant", "content": "{"}]},

@@ -580,9 +580,9 @@ async def test_what_cannot_be_had_is_refused_by_name(way: str) -> None:
         assert (error.code, error.status) == (400, "INVALID_ARGUMENT")
         assert str(error.message).startswith("contents[0].parts[1].inlineData: ")
         error = await failed(g, session.key, way, response_logprobs=True, logprobs=3)
-        assert str(error.message).startswith("generationConfig.responseLogprobs: ")
+        assert str(error.message).startswith("generationConfig.responseLogprobs ")
         error = await failed(g, session.key, way, tools=[types.Tool(google_search=types.GoogleSearch())])
-        assert str(error.message).startswith("tools[0].googleSearch: ")
+        assert str(error.message).startswith("tools[0].googleSearch ")
         error = await failed(g, session.key, way, candidate_count=2)
         assert "fieldViolations" in json.dumps(error.details)
         assert not g.engine.received and await g.turns(session.id) == []

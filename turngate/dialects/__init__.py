@@ -1,4 +1,4 @@
-"""Wire formats ⇄ our types. To add a dialect, write its file and add it to `DIALECTS`."""
+"""Conversion between wire formats and our types. To add a dialect, write its module and add it to `DIALECTS`."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _raws = msgspec.json.Decoder(list[msgspec.Raw])
 
 def decode_stored_messages(dialect: str, raw: bytes) -> list[Message]:
     """Decode a stored JSON list of messages in the dialect they arrived in."""
-    history = _by_name[dialect].read_stored_history([bytes(piece) for piece in _raws.decode(raw)])
+    history = _by_name[dialect].read_stored_history([bytes(item) for item in _raws.decode(raw)])
     return [message for index in range(len(history.raws)) for message in history.decode(index)]
 
 
 def decode_stored_tools(dialect: str, raw: bytes) -> tuple[Tool, ...]:
-    """Decode stored tools in the dialect they arrived in. Raises BadRequest if they are invalid."""
+    """Decode stored tools in the dialect they arrived in. Raise BadRequest if they are invalid."""
     if raw in (b"", b"[]"):
         return ()
     if dialect not in _by_name:
-        raise BadRequest(f"{dialect!r} is not a dialect")
+        raise BadRequest(f"unknown dialect {dialect!r} (available: {', '.join(_by_name)})")
     return _by_name[dialect].read_stored_tools(raw).decode()
 
 

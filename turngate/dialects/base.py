@@ -1,7 +1,7 @@
-"""The `Dialect` interface: one wire format, without I/O. The server loops over dialects; the rest of the gateway never sees one.
+"""The `Dialect` interface: one wire format, without I/O.
 
 A dialect declares its routes, where callers put their key, what its errors look like and how its streams end. Everything else about a
-call is the same for all dialects.
+call is the same for all dialects. The server iterates over the dialects; the rest of the gateway does not depend on the wire format.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ Verb = Literal["generate", "stream", "count"]
 
 
 class Route(msgspec.Struct, frozen=True):
-    """A path relative to a base URL. `{model}` in it stands for a model name. All routes are POST."""
+    """A path relative to a base URL, with `{model}` as a placeholder for a model name. All routes are POST."""
 
     path: str
     verb: Verb = "generate"
 
 
 class WireRequest(msgspec.Struct, frozen=True):
-    """One HTTP request. `PrefixCache` may have cut the known items out of its body."""
+    """One HTTP request. `PrefixCache` may have removed the known items from its body."""
 
     body: bytes
     headers: Mapping[str, str] = {}
     query: Mapping[str, str] = {}
     verb: Verb = "generate"
     model: str = ""  # from the path
-    known_items: Sequence[bytes] = ()  # the items that were cut out of the body
-    history: History | None = None  # of exactly these items, to be extended
-    uncut_body: bytes = b""  # the body before the cut
+    known_items: Sequence[bytes] = ()  # items that were removed from the body
+    history: History | None = None  # history of exactly these items, to be extended
+    uncut_body: bytes = b""  # body before items were removed; empty if none were
 
     @property
     def received_body(self) -> bytes:
@@ -43,7 +43,7 @@ class WireRequest(msgspec.Struct, frozen=True):
 
 
 class Stream(Protocol):
-    """Encodes one streamed reply, event by event."""
+    """Encoder for one streamed reply, event by event."""
 
     @property
     def media(self) -> str:
@@ -70,28 +70,28 @@ class Dialect(Protocol):
 
     @property
     def list_field(self) -> str:
-        """The request field that holds the conversation."""
+        """Request field that contains the conversation."""
 
     @property
     def request_id_header(self) -> str:
-        """The response header that carries the provider's request id; empty: none."""
+        """Response header for the provider's request id, or empty if it has none."""
 
     def read_key(self, headers: Mapping[str, str], query: Mapping[str, str]) -> str:
-        """Read the secret that the caller presents; empty if none."""
+        """Return the secret that the caller sent, or an empty string."""
 
     def decode(self, wire: WireRequest) -> Call: ...
 
     def extend_call(self, call: Call, history: History, wire: WireRequest) -> Call | None:
-        """Build the call of a request that differs from an earlier one only in headers and history. `call`: the earlier one.
+        """Build the call for a request that differs from an earlier one only in its headers and history.
 
-        None: the request has to be decoded whole.
+        `call` is the earlier call. Return None if the whole request must be decoded.
         """
 
     def read_stored_history(self, raws: Sequence[bytes]) -> History:
-        """Messages as a trace stores them."""
+        """Read messages in the form in which a trace stores them."""
 
     def read_stored_tools(self, raw: bytes) -> Tools:
-        """Tools as a trace stores them."""
+        """Read tools in the form in which a trace stores them."""
 
     def open_stream(self, call: Call) -> Stream: ...
 
@@ -99,16 +99,16 @@ class Dialect(Protocol):
         """Encode a reply that is not streamed."""
 
     def encode_count(self, tokens: int) -> bytes:
-        """Encode the reply to a call that counts its prompt's tokens."""
+        """Encode the reply to a request that counts prompt tokens."""
 
     def encode_models(self, names: Sequence[str], created: int) -> bytes: ...
 
     def encode_model(self, name: str, created: int) -> bytes: ...
 
     def error_status(self, error: TurngateError) -> int:
-        """The HTTP status with which the provider reports such an error."""
+        """Return the HTTP status that the provider uses for this error."""
 
     def encode_error(self, error: TurngateError) -> bytes: ...
 
     def sends_in_stream(self, error: TurngateError) -> bool:
-        """Whether the provider sends such an error inside the stream, even as its first event."""
+        """Return whether the provider sends this error inside the stream, even as its first event."""

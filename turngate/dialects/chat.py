@@ -1,7 +1,7 @@
 """OpenAI Chat Completions: `POST /v1/chat/completions`.
 
-Decoding splits the body into raw messages and decodes only those that are new. Every other field is checked here, so that a wrong one is
-refused by name in OpenAI's own error format.
+Decoding splits the body into raw messages and decodes only the new ones. Every other field is checked here, so an invalid one is
+rejected by name in OpenAI's own error format.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class Chat:
             raise BadRequest(f"The body is not valid JSON: {error}") from None
         _refuse_unsupported(request)
         if not request.messages:
-            raise BadRequest("messages: must hold at least one message", param="messages")
+            raise BadRequest("messages must contain at least one message", param="messages")
         tools = ChatTools(bytes(request.tools)) if is_given(request.tools) and bytes(request.tools) != b"[]" else None
         kwargs = require_shallow(request.chat_template_kwargs or {}, "chat_template_kwargs")
         constraint, offered = _decode_constraint(request, tools)
@@ -241,7 +241,7 @@ class Chat:
         )
 
     def encode_count(self, tokens: int) -> bytes:
-        raise AssertionError("this dialect has no route that counts tokens")
+        raise AssertionError("the chat dialect has no route for counting tokens")
 
     def encode_models(self, names: Sequence[str], created: int) -> bytes:
         return encode_model_list(names, created)
@@ -305,7 +305,7 @@ class ChatStream:
 
 
 def message_to_wire(message: Message) -> dict[str, Json]:
-    """Encode a message in this format."""
+    """Encode a message in the Chat Completions format."""
     wire: dict[str, Json] = {"role": message.role, "content": message.content}
     if message.reasoning:
         wire["reasoning_content"] = message.reasoning
@@ -320,7 +320,9 @@ def message_to_wire(message: Message) -> dict[str, Json]:
 
 def _decode_message(wire: _WireMessage, where: str) -> Message:
     if is_given(wire.function_call):
-        raise BadRequest(f"{where}.function_call: is the old form; use tool_calls", param=f"{where}.function_call")
+        raise BadRequest(
+            f"{where}.function_call is deprecated and not supported; use tool_calls", param=f"{where}.function_call"
+        )
     text, unsupported = _decode_content(wire.content, where)
     match wire.role:
         case "system" | "developer":
@@ -334,13 +336,13 @@ def _decode_message(wire: _WireMessage, where: str) -> Message:
         case "tool":
             if wire.tool_call_id is None:
                 raise BadRequest(
-                    f"{where}.tool_call_id: a tool message needs the id of the call it answers",
+                    f"{where}.tool_call_id is missing; a tool message needs the id of the call it answers",
                     param=f"{where}.tool_call_id",
                 )
             return Message("tool", text, tool_call_id=wire.tool_call_id, name=wire.name or "", unsupported=unsupported)
         case _:
             raise BadRequest(
-                f"{where}.role: {wire.role!r} is not one of system, developer, user, assistant, tool",
+                f"{where}.role must be one of system, developer, user, assistant, tool, not {wire.role!r}",
                 param=f"{where}.role",
             )
 
@@ -353,7 +355,7 @@ def _decode_call(wire: _WireCall) -> ToolCall:
 
 
 def _decode_content(content: str | list[_Part] | None, where: str) -> tuple[str, str]:
-    """Read the text of some content, and why a text-only model cannot read all of it, if so."""
+    """Return the text of the content and, if a text-only model cannot read all of it, the reason."""
     if isinstance(content, str):
         return content, ""
     texts = []
@@ -367,52 +369,53 @@ def _decode_content(content: str | list[_Part] | None, where: str) -> tuple[str,
             at = f"{where}.content[{n}]"
             data = b"".join(bytes(raw) for raw in (part.image_url, part.input_audio, part.file))
             texts.append(placeholder(part.type, data))
-            unsupported = unsupported or f"{at}: {part.type!r} parts are not supported; this gateway takes text only"
+            unsupported = unsupported or f"{at}: {part.type!r} parts are not supported; this gateway accepts text only"
     return "\n".join(texts), unsupported
 
 
 def _decode_tool(wire: dict[str, Any], where: str) -> Tool:
     if wire.get("type") != "function":
-        raise BadRequest(
-            f"{where}.type: {wire.get('type')!r} is not supported; only 'function' tools are", param=f"{where}.type"
-        )
+        raise BadRequest(f"{where}.type must be 'function', not {wire.get('type')!r}", param=f"{where}.type")
     function = wire.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or not name:
-        raise BadRequest(f"{where}.function.name: is missing", param=f"{where}.function.name")
+        raise BadRequest(f"{where}.function.name is missing", param=f"{where}.function.name")
     return Tool(name, require_shallow(wire, where))
 
 
 def _refuse_unsupported(request: _Request) -> None:
     if request.n is not None and request.n != 1:
-        raise field_error("n", f"{request.n} choices are not supported, only 1; send the call several times instead")
+        raise field_error("n", f"must be 1, not {request.n}; send the call several times instead")
     if request.logprobs or request.top_logprobs:
         raise field_error(
-            "logprobs", "log-probabilities are recorded by the gateway and not given to agents; leave it out"
+            "logprobs",
+            "is not supported: the gateway records log-probabilities but does not return them to agents; leave it out",
         )
     if request.logit_bias:
-        raise field_error("logit_bias", "is not supported, since it would bias what is recorded; leave it out")
+        raise field_error(
+            "logit_bias", "is not supported, because it would bias the recorded log-probabilities; leave it out"
+        )
     for name, value in (("functions", request.functions), ("function_call", request.function_call)):
         if is_given(value):
-            raise field_error(name, "is the old form and not supported; use tools and tool_choice")
+            raise field_error(name, "is deprecated and not supported; use tools and tool_choice")
     if is_given(request.audio):
-        raise field_error("audio", "is not supported; this gateway answers in text")
+        raise field_error("audio", "is not supported; this gateway returns text only")
     if request.modalities and request.modalities != ["text"]:
-        raise field_error("modalities", "only ['text'] is supported")
+        raise field_error("modalities", "must be ['text']; no other modality is supported")
     if is_given(request.web_search_options):
-        raise field_error("web_search_options", "is not supported; give the model a search tool of your own")
+        raise field_error("web_search_options", "is not supported; declare your own search tool instead")
 
 
 def _max_tokens(request: _Request) -> int | None:
     name = "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
     value = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     if value is not None and value < 1:
-        raise BadRequest(f"{name}: {value} is less than 1", param=name)
+        raise BadRequest(f"{name} must be at least 1, not {value}", param=name)
     return value
 
 
 def _decode_constraint(request: _Request, tools: ChatTools | None) -> tuple[Constraint | None, bool]:
-    """Decode the shape that the output must have, and whether the tools are offered at all."""
+    """Decode the required shape of the output, and whether tools are offered at all."""
     try:
         choice: Json = msgspec.json.decode(request.tool_choice)
     except DECODE_ERRORS as error:
@@ -421,7 +424,7 @@ def _decode_constraint(request: _Request, tools: ChatTools | None) -> tuple[Cons
     shape = _decode_response_format(request)
     if forced is not None and shape is not None:
         raise BadRequest(
-            "tool_choice: a forced tool and response_format cannot be combined; leave one out", param="tool_choice"
+            "tool_choice cannot force a tool together with response_format; leave one out", param="tool_choice"
         )
     return forced or shape, choice != "none"
 
@@ -436,14 +439,14 @@ def _decode_tool_choice(choice: Json, tools: ChatTools | None, *, parallel: bool
             return require_tool(_require_tools(tools), name, "tool_choice")
         case _:
             raise BadRequest(
-                "tool_choice: must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': …}}",
+                "tool_choice must be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': …}}",
                 param="tool_choice",
             )
 
 
 def _require_tools(tools: ChatTools | None) -> tuple[Tool, ...]:
     if tools is None:
-        raise BadRequest("tool_choice: forces a tool, but there are no tools", param="tool_choice")
+        raise BadRequest("tool_choice forces a tool, but the request has no tools", param="tool_choice")
     return tools.decode()
 
 
@@ -469,7 +472,7 @@ def _decode_response_format(request: _Request) -> Constraint | None:
     if form.type == "json_object":
         return Constraint("json_object")
     if form.json_schema is None or form.json_schema.schema is None:
-        raise BadRequest("response_format.json_schema.schema: is missing", param="response_format")
+        raise BadRequest("response_format.json_schema.schema is missing", param="response_format")
     return Constraint("json_schema", require_shallow(form.json_schema.schema, "response_format.json_schema.schema"))
 
 

@@ -1,7 +1,7 @@
 """Gemini, Google's Generative Language API: `POST /v1beta/models/{model}:generateContent` and related routes.
 
-Decoding splits the body into raw turns and decodes only those that are new (`gemini_history.py`). Every other field is checked here, so
-that a wrong one is refused by name in Google's own error format. Fields may be spelled `camelCase` or `snake_case`, as with Google.
+Decoding splits the body into raw turns and decodes only the new ones (`gemini_history.py`). Every other field is checked here, so an
+invalid one is rejected by name in Google's own error format. As in Google's API, fields may be in `camelCase` or `snake_case`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Thinking(msgspec.Struct, rename="camel"):
 
 
 class _Config(msgspec.Struct, rename="camel"):
-    """`generationConfig`, with the fields that matter to a model that writes text."""
+    """The fields of `generationConfig` that matter to a text model."""
 
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -108,7 +108,7 @@ class Gemini:
             history=_decode_history(request, wire),
             tools=tools,
             sampling=validate_sampling(
-                {name: asked for name in _SAMPLING if (asked := getattr(config, name)) is not None}, _NAMES
+                {name: value for name in _SAMPLING if (value := getattr(config, name)) is not None}, _NAMES
             ),
             max_tokens=config.max_output_tokens,
             stop=validate_stops(f"{_CONFIG_FIELD}.stopSequences", config.stop_sequences),
@@ -179,7 +179,7 @@ def _decode_request(wire: WireRequest) -> dict[str, msgspec.Raw]:
     if wire.verb == "count" and "generateContentRequest" in request:
         request = read_fields(request["generateContentRequest"], "generateContentRequest")
     if "cachedContent" in request:
-        raise field_error("cachedContent", "is not supported; send the whole contents")
+        raise field_error("cachedContent", "is not supported; send all contents instead")
     return request
 
 
@@ -187,7 +187,7 @@ def _decode_history(request: dict[str, msgspec.Raw], wire: WireRequest) -> Gemin
     new = map(bytes, read_items(request["contents"], "contents")) if "contents" in request else ()
     contents = [*wire.known_items, *new]
     if not contents:
-        raise field_error("contents", "contents is not specified; it must hold at least one content")
+        raise field_error("contents", "is not specified; it must contain at least one content")
     system = request.get("systemInstruction")
     return GeminiHistory(contents, b"" if system is None else build_system_piece(system), before=wire.history)
 
@@ -200,14 +200,13 @@ def _decode_config(request: dict[str, msgspec.Raw]) -> _Config:
     return config
 
 
-def _convert_fields(given: Json, kind: type[T], where: str) -> T:
-    if not isinstance(given, dict):
+def _convert_fields(value: Json, kind: type[T], where: str) -> T:
+    if not isinstance(value, dict):
         raise field_error(where, "must be an object")
-    known = {to_camel(name): asked for name, asked in given.items() if asked is not None}
+    fields = {to_camel(name): field for name, field in value.items() if field is not None}
     try:
-        return msgspec.convert(
-            known, kind, strict=False
-        )  # numbers may be strings, and integers may have a decimal point
+        # Not strict: numbers may be strings, and integers may have a decimal point.
+        return msgspec.convert(fields, kind, strict=False)
     except msgspec.ValidationError as error:
         raise BadRequest(
             f"{where}.{describe_error(error)}", param=f"{where}.{error_field(error) or ''}".rstrip(".")
@@ -218,22 +217,22 @@ def _refuse_unsupported(config: _Config) -> None:
     if config.candidate_count != 1:
         raise field_error(
             f"{_CONFIG_FIELD}.candidateCount",
-            f"{config.candidate_count} candidates are not supported, only 1; send the call several times instead",
+            f"must be 1, not {config.candidate_count}; send the call several times instead",
         )
     if config.response_logprobs or config.logprobs:
         raise field_error(
             f"{_CONFIG_FIELD}.responseLogprobs",
-            "log-probabilities are recorded by the gateway and not given to agents; leave it out",
+            "is not supported: the gateway records log-probabilities but does not return them to agents; leave it out",
         )
     if any(modality.upper() not in ("TEXT", "MODALITY_UNSPECIFIED") for modality in config.response_modalities):
-        raise field_error(f"{_CONFIG_FIELD}.responseModalities", "only TEXT is supported")
-    for name, asked in (("speechConfig", config.speech_config), ("imageConfig", config.image_config)):
-        if asked is not None:
-            raise field_error(f"{_CONFIG_FIELD}.{name}", "is not supported; this gateway answers in text")
+        raise field_error(f"{_CONFIG_FIELD}.responseModalities", "must contain only TEXT")
+    for name, value in (("speechConfig", config.speech_config), ("imageConfig", config.image_config)):
+        if value is not None:
+            raise field_error(f"{_CONFIG_FIELD}.{name}", "is not supported; this gateway returns text only")
     if config.continuation_token:
         raise field_error(f"{_CONFIG_FIELD}.continuationToken", "is not supported; leave it out")
     if config.max_output_tokens is not None and config.max_output_tokens < 1:
-        raise field_error(f"{_CONFIG_FIELD}.maxOutputTokens", f"{config.max_output_tokens} is less than 1")
+        raise field_error(f"{_CONFIG_FIELD}.maxOutputTokens", f"must be at least 1, not {config.max_output_tokens}")
 
 
 def _decode_thinking(config: _Config) -> _Thinking:
@@ -241,7 +240,7 @@ def _decode_thinking(config: _Config) -> _Thinking:
 
 
 def _template_hints(thinking: _Thinking) -> dict[str, Json]:
-    """Translate a thinking configuration into the arguments that chat templates know."""
+    """Translate the thinking configuration into chat template arguments."""
     hints: dict[str, Json] = {}
     if thinking.thinking_budget is not None:
         hints["enable_thinking"] = hints["thinking"] = thinking.thinking_budget != 0
@@ -254,7 +253,7 @@ def _template_hints(thinking: _Thinking) -> dict[str, Json]:
 
 
 def _decode_tools(request: dict[str, msgspec.Raw], config: _Config) -> tuple[GeminiTools | None, Constraint | None]:
-    """Decode the tools that are offered and the shape that the output must have."""
+    """Decode the offered tools and the required shape of the output."""
     raw = bytes(request.get("tools", b"[]"))
     tools = GeminiTools(raw) if raw not in (b"[]", b"{}") else None
     mode, allowed = _decode_calling_config(request)
@@ -263,7 +262,7 @@ def _decode_tools(request: dict[str, msgspec.Raw], config: _Config) -> tuple[Gem
         return None, shape
     if mode == "ANY":
         if shape is not None:
-            raise field_error(_MODE, "forced calls and a response schema cannot be combined; leave one out")
+            raise field_error(_MODE, "ANY cannot be combined with a response schema; leave one out")
         return tools, _require_call(tools, allowed)
     if mode == "VALIDATED" and allowed and tools is not None:
         _require_declared(tools, allowed)
@@ -277,24 +276,24 @@ _ALLOWED = f"{_CALLING}.allowedFunctionNames"
 
 
 def _decode_calling_config(request: dict[str, msgspec.Raw]) -> tuple[str, dict[str, None]]:
-    """Decode how functions may be called, and which of them."""
-    found = read_fields(request["toolConfig"], "toolConfig") if "toolConfig" in request else {}
-    if "functionCallingConfig" not in found:
+    """Decode the function calling mode and the names of the allowed functions."""
+    tool_config = read_fields(request["toolConfig"], "toolConfig") if "toolConfig" in request else {}
+    if "functionCallingConfig" not in tool_config:
         return "AUTO", {}
-    calling = read_fields(found["functionCallingConfig"], _CALLING)
+    calling = read_fields(tool_config["functionCallingConfig"], _CALLING)
     mode = read_field(calling, "mode", str, "AUTO", _CALLING).upper()
     allowed = dict.fromkeys(read_field(calling, "allowedFunctionNames", list[str], [], _CALLING))
     if mode not in ("AUTO", "MODE_UNSPECIFIED", "ANY", "NONE", "VALIDATED"):
-        raise field_error(_MODE, f"{mode!r} is not one of AUTO, ANY, NONE, VALIDATED")
+        raise field_error(_MODE, f"must be one of AUTO, ANY, NONE, VALIDATED, not {mode!r}")
     if allowed and mode not in ("ANY", "VALIDATED"):
-        raise field_error(_ALLOWED, "should only be set when the mode is ANY or VALIDATED")
+        raise field_error(_ALLOWED, "can only be set when the mode is ANY or VALIDATED")
     return mode, allowed
 
 
 def _require_call(tools: GeminiTools | None, allowed: Collection[str]) -> Constraint:
     offered = tools.decode() if tools is not None else ()
     if tools is None or not offered:
-        raise field_error(_MODE, "ANY forces a call, but there are no functions")
+        raise field_error(_MODE, "ANY forces a call, but the request declares no functions")
     _require_declared(tools, allowed)
     return require_any_tool([tool for tool in offered if not allowed or tool.name in allowed], parallel=True)
 
@@ -303,11 +302,11 @@ def _require_declared(tools: GeminiTools, allowed: Collection[str]) -> None:
     names = {tool.name for tool in tools.decode()}
     for name in allowed:
         if name not in names:
-            raise field_error(_ALLOWED, f"{name!r} is not among the declared functions")
+            raise field_error(_ALLOWED, f"contains {name!r}, which is not a declared function")
 
 
 def _decode_response_shape(config: _Config) -> Constraint | None:
-    """Decode the shape of a reply that is not a tool call."""
+    """Decode the required shape of a reply that is not a tool call."""
     schema = require_shallow(config.response_json_schema, f"{_CONFIG_FIELD}.responseJsonSchema")
     if config.response_schema is not None:
         schema = to_json_schema(config.response_schema, f"{_CONFIG_FIELD}.responseSchema")
@@ -316,10 +315,12 @@ def _decode_response_shape(config: _Config) -> Constraint | None:
             return Constraint("json_object") if schema is None else Constraint("json_schema", schema)
         case "text/plain" | "":
             if schema is not None:
-                raise field_error(f"{_CONFIG_FIELD}.responseMimeType", "a response schema needs 'application/json'")
+                raise field_error(
+                    f"{_CONFIG_FIELD}.responseMimeType", "must be 'application/json' if a response schema is set"
+                )
             return None
         case other:
             raise field_error(
                 f"{_CONFIG_FIELD}.responseMimeType",
-                f"{other!r} is not supported; use 'text/plain' or 'application/json'",
+                f"must be 'text/plain' or 'application/json', not {other!r}",
             )

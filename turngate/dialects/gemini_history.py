@@ -1,8 +1,8 @@
-"""Gemini, reading: the contents of a request → our messages.
+"""Decoding of Gemini conversations: the contents of a request become our messages.
 
-A conversation is a list of contents, each by one role and made of parts. Agents split contents differently: streaming SDKs keep every
-chunk as a content, Gemini CLI joins them. Consecutive contents of one role are therefore one turn and one raw piece, so the split does
-not matter.
+A conversation is a list of contents, each with one role and a list of parts. Agents split contents differently: streaming SDKs keep every
+chunk as a separate content, while Gemini CLI joins them. To make the split irrelevant, consecutive contents of one role are treated as one
+turn.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ Speaker = Literal["system", "user", "model"]
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _raws = msgspec.json.Decoder(list[msgspec.Raw])
 
-# A part is one of these. Its other fields mean nothing to a text model.
+# A part is one of these kinds. Its other fields do not matter to a text model.
 _KINDS = ("text", "functionCall", "functionResponse")
-_MEDIA = ("inlineData", "fileData")  # only an endpoint of this dialect may be able to read them
+_MEDIA = ("inlineData", "fileData")  # only a Gemini endpoint may be able to read them
 _EXTRA_FIELDS = ("thought", "thoughtSignature", "partMetadata", "videoMetadata", "mediaResolution")
 _SPEAKERS: dict[str, Speaker] = {"": "user", "user": "user", "function": "user", "model": "model", "system": "system"}
-# How most clients spell a role. In an object that ends like this it is the last field, since nothing nested can end like this.
+# How most clients write the role. It belongs to the content itself: a nested object would be followed by another bracket.
 _ROLE_ENDINGS: tuple[tuple[Speaker, tuple[bytes, ...]], ...] = (
     ("model", (b',"role":"model"}', b', "role": "model"}')),
     ("user", (b',"role":"user"}', b', "role": "user"}')),
 )
 _OWN_SIGNATURE = b"tg1."  # the prefix of our own thought signatures
-# Arguments must be an object in this format. Anything else that a model wrote is delivered as text under this name.
+# Gemini requires arguments to be an object. Anything else that a model writes is sent as text under this name.
 RAW_ARGUMENTS = "__arguments__"
 
 
 def to_camel(name: str) -> str:
-    """Convert a field's name to `camelCase`; it may be spelled `snake_case`."""
+    """Convert a `snake_case` field name to `camelCase`. Other names are returned unchanged."""
     if "_" not in name.strip("_"):
         return name
     head, *rest = name.split("_")
@@ -50,16 +50,16 @@ def to_camel(name: str) -> str:
 
 
 def read_fields(raw: msgspec.Raw | bytes, where: str) -> dict[str, msgspec.Raw]:
-    """Read an object's fields that are not null, each as raw JSON."""
+    """Read an object's non-null fields, each as raw JSON."""
     try:
-        found = _fields.decode(raw)
+        fields = _fields.decode(raw)
     except DECODE_ERRORS as error:
         raise BadRequest(f"{where}: {describe_error(error)}", param=where) from None
-    return {to_camel(name): value for name, value in found.items() if is_given(value)}
+    return {to_camel(name): value for name, value in fields.items() if is_given(value)}
 
 
 def read_items(raw: msgspec.Raw | bytes, where: str) -> list[msgspec.Raw]:
-    """Read a list's items. A single object may stand for a list of one."""
+    """Read a list's items. A single object is treated as a list of one."""
     plain = bytes(raw)
     if plain.startswith(b"{"):
         return [msgspec.Raw(plain)]
@@ -77,25 +77,25 @@ def read_json(raw: msgspec.Raw, where: str) -> Json:
         raise BadRequest(f"{where}: {describe_error(error)}", param=where) from None
 
 
-def read_field(found: dict[str, msgspec.Raw], name: str, kind: type[T], default: T, where: str) -> T:
-    """Decode one field of an object."""
-    if name not in found:
+def read_field(fields: dict[str, msgspec.Raw], name: str, kind: type[T], default: T, where: str) -> T:
+    """Decode one field of an object, or return the default if it is absent."""
+    if name not in fields:
         return default
     try:
-        return msgspec.json.decode(found[name], type=kind)
+        return msgspec.json.decode(fields[name], type=kind)
     except DECODE_ERRORS as error:
         raise BadRequest(f"{where}.{name}: {describe_error(error)}", param=f"{where}.{name}") from None
 
 
 def encode_signature(reasoning: str) -> str:
-    """Encode reasoning as a thought signature of our own, since most agents do not send reasoning back otherwise."""
+    """Encode reasoning as our own thought signature, because most agents do not send reasoning back in any other form."""
     return base64.urlsafe_b64encode(_OWN_SIGNATURE + reasoning.encode()).decode()
 
 
 def decode_signature(signature: str) -> str | None:
-    """Decode the reasoning in a signature of our own; None if it is another provider's.
+    """Return the reasoning in one of our own signatures, or None if the signature is a provider's.
 
-    An agent can forge one, just as it can write any thought: it is only the agent's claim about what the model thought.
+    An agent can forge a signature, just as it can write any thought. Treat the result as the agent's claim about what the model thought.
     """
     try:
         plain = base64.b64decode(signature.translate(_STANDARD_ALPHABET), validate=True)
@@ -116,9 +116,9 @@ class _Turn(msgspec.Struct):
 
 
 class GeminiHistory:
-    """The turns of one request, decoded one at a time. The system instruction is the first turn, in a form of our own.
+    """The turns of one request, decoded one at a time. The system instruction is the first turn, in our own format.
 
-    `before`: the history of an earlier request with whose contents these start.
+    `before` is the history of an earlier request whose contents are a prefix of these.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class GeminiHistory:
         self._turns: list[_Turn] = []
         self.raws: list[bytes] = []
         start = 0
-        turn: _Turn | None = None  # the one being built
+        turn: _Turn | None = None  # the turn being built
         if isinstance(before, GeminiHistory) and before._system == system and before._turns:
             *self._turns, last = before._turns
             self.raws = before.raws[:-1]
@@ -139,7 +139,7 @@ class GeminiHistory:
         for at in range(start, len(items)):
             speaker = _read_speaker(items[at], at)
             if speaker == "system" and not stored:
-                raise field_error(f"contents[{at}].role", "'system' is not a valid role; use systemInstruction")
+                raise field_error(f"contents[{at}].role", "must not be 'system'; use systemInstruction")
             if turn is not None and turn.speaker == speaker != "system":
                 turn.contents.append(items[at])
             else:
@@ -168,7 +168,7 @@ class GeminiHistory:
 
 
 def build_system_piece(raw: msgspec.Raw) -> bytes:
-    """Build the first piece of a history from the system instruction, ignoring the role that it came with."""
+    """Build the first content of a history from the system instruction, ignoring its role."""
     parts = read_fields(raw, "systemInstruction").get("parts", msgspec.Raw(b"[]"))
     return b'{"role":"system","parts":' + bytes(parts) + b"}"
 
@@ -180,12 +180,12 @@ def _read_speaker(raw: bytes, at: int) -> Speaker:
     where = f"contents[{at}]"
     role = read_field(read_fields(raw, where), "role", str, "", where)
     if role not in _SPEAKERS:
-        raise field_error(f"{where}.role", f"{role!r} is not a valid role; use user or model")
+        raise field_error(f"{where}.role", f"must be user or model, not {role!r}")
     return _SPEAKERS[role]
 
 
 def _read_parts(turn: _Turn) -> Iterator[tuple[str, dict[str, msgspec.Raw]]]:
-    """Read the parts of a turn, each with its position in the request."""
+    """Yield the parts of a turn, each with its position in the request."""
     for offset, raw in enumerate(turn.contents):
         where = f"contents[{turn.at + offset}]" if turn.speaker != "system" else "systemInstruction"
         for n, part in enumerate(
@@ -195,13 +195,13 @@ def _read_parts(turn: _Turn) -> Iterator[tuple[str, dict[str, msgspec.Raw]]]:
 
 
 def _read_kind(part: dict[str, msgspec.Raw], where: str, kinds: Sequence[str], speaker: str) -> str:
-    """Read the kind of a part. One that only carries a signature is an empty text."""
+    """Return the kind of a part. A part with only a signature is treated as empty text."""
     for name in part:
         if name in _EXTRA_FIELDS or name in kinds:
             continue
         if name in _KINDS:
             raise field_error(f"{where}.{name}", f"is not allowed in {speaker}")
-        raise field_error(f"{where}.{name}", "is not supported; this gateway takes text and functions only")
+        raise field_error(f"{where}.{name}", "is not supported; this gateway accepts text and functions only")
     return next((name for name in kinds if name in part), "text")
 
 
@@ -219,7 +219,7 @@ def _decode_model(parts: Iterator[tuple[str, dict[str, msgspec.Raw]]]) -> Messag
     calls: list[ToolCall] = []
     message_signature = own_reasoning = ""
     for where, part in parts:
-        kind = _read_kind(part, where, ("text", "functionCall"), "a content of the model")
+        kind = _read_kind(part, where, ("text", "functionCall"), "model content")
         signature = read_field(part, "thoughtSignature", str, "", where)
         reasoning = decode_signature(signature) if signature else None
         if reasoning is not None:
@@ -238,17 +238,17 @@ def _decode_model(parts: Iterator[tuple[str, dict[str, msgspec.Raw]]]) -> Messag
 
 def _decode_call(part: dict[str, msgspec.Raw], where: str, n: int, signature: str) -> ToolCall:
     where = f"{where}.functionCall"
-    found = read_fields(part["functionCall"], where)
-    name = read_field(found, "name", str, "", where)
+    call = read_fields(part["functionCall"], where)
+    name = read_field(call, "name", str, "", where)
     return ToolCall(
-        read_field(found, "id", str, "", where) or f"call_{n}", name, _decode_arguments(found, where), signature
+        read_field(call, "id", str, "", where) or f"call_{n}", name, _decode_arguments(call, where), signature
     )
 
 
-def _decode_arguments(found: dict[str, msgspec.Raw], where: str) -> str:
-    if "args" not in found:
+def _decode_arguments(call: dict[str, msgspec.Raw], where: str) -> str:
+    if "args" not in call:
         return "{}"
-    raw = bytes(found["args"])
+    raw = bytes(call["args"])
     if not raw.startswith(b"{"):
         raise field_error(f"{where}.args", "must be an object")
     if raw.find(RAW_ARGUMENTS.encode(), 0, 200) >= 0:
@@ -258,11 +258,11 @@ def _decode_arguments(found: dict[str, msgspec.Raw], where: str) -> str:
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
-        raise field_error(f"{where}.args", str(error)) from None
+        raise field_error(f"{where}.args", f"is not valid UTF-8: {error}") from None
 
 
 def _decode_user(turn: _Turn, model_turn: _Turn | None) -> tuple[Message, ...]:
-    """Decode the user's texts and tool results, in their own order."""
+    """Decode the user's texts and tool results in their original order."""
     messages: list[Message] = []
     texts: list[str] = []
     unsupported = ""
@@ -272,9 +272,9 @@ def _decode_user(turn: _Turn, model_turn: _Turn | None) -> tuple[Message, ...]:
         if media:
             texts.append(placeholder(media, bytes(part[media])))
             unsupported = (
-                unsupported or f"{where}.{media}: is not supported; this gateway takes text and functions only"
+                unsupported or f"{where}.{media}: media are not supported; this gateway accepts text and functions only"
             )
-        elif _read_kind(part, where, ("text", "functionResponse"), "a content of the user") == "text":
+        elif _read_kind(part, where, ("text", "functionResponse"), "user content") == "text":
             texts.append(read_field(part, "text", str, "", where))
         if "functionResponse" in part:
             if texts:
@@ -286,12 +286,12 @@ def _decode_user(turn: _Turn, model_turn: _Turn | None) -> tuple[Message, ...]:
     if texts:
         messages.append(Message("user", "\n".join(texts), unsupported=unsupported))
     if not messages:
-        raise field_error(f"contents[{turn.at}].parts", "must hold at least one part")
+        raise field_error(f"contents[{turn.at}].parts", "must contain at least one part")
     return tuple(messages)
 
 
 class _OpenCalls:
-    """The unanswered calls of a turn, indexed by id and by name, since a turn may hold thousands."""
+    """The unanswered calls of a turn. They are indexed by id and by name, because a turn may contain thousands."""
 
     def __init__(self, calls: Sequence[ToolCall]) -> None:
         self._open = dict(enumerate(calls))
@@ -302,7 +302,7 @@ class _OpenCalls:
             self._names.setdefault(call.name, deque()).append(n)
 
     def take(self, call_id: str, name: str) -> ToolCall | None:
-        """Remove and return the first call with this id, else the first of this name."""
+        """Remove and return the first call with this id, or else the first with this name. Return None if neither exists."""
         for candidates in (self._ids.get(call_id), self._names.get(name)):
             while candidates:
                 if call := self._open.pop(candidates.popleft(), None):
@@ -311,21 +311,21 @@ class _OpenCalls:
 
 
 def _decode_result(raw: msgspec.Raw, where: str, calls: _OpenCalls) -> Message:
-    """Decode the result of a call. Many clients send no id: then it answers the first open call of its name."""
-    found = read_fields(raw, where)
+    """Decode the result of a call. Many clients omit the id; the result then answers the first open call with its name."""
+    result = read_fields(raw, where)
     unsupported = media = ""
-    if "parts" in found and read_items(found["parts"], f"{where}.parts"):
-        unsupported = f"{where}.parts: media are not supported; this gateway takes text and functions only"
-        media = "\n" + placeholder("media", bytes(found["parts"]))
-    name, given_id = read_field(found, "name", str, "", where), read_field(found, "id", str, "", where)
-    call = calls.take(given_id, name)
-    text = _response_text(read_field(found, "response", dict[str, Json], {}, where)) + media
-    answers = call.id if call is not None else given_id or name
-    return Message("tool", text, tool_call_id=answers, name=name, unsupported=unsupported)
+    if "parts" in result and read_items(result["parts"], f"{where}.parts"):
+        unsupported = f"{where}.parts: media are not supported; this gateway accepts text and functions only"
+        media = "\n" + placeholder("media", bytes(result["parts"]))
+    name, result_id = read_field(result, "name", str, "", where), read_field(result, "id", str, "", where)
+    call = calls.take(result_id, name)
+    text = _response_text(read_field(result, "response", dict[str, Json], {}, where)) + media
+    call_id = call.id if call is not None else result_id or name
+    return Message("tool", text, tool_call_id=call_id, name=name, unsupported=unsupported)
 
 
 def _response_text(response: dict[str, Json]) -> str:
-    """The text that the model reads of a response. Clients wrap plain results as `output`, `result` or `error`."""
+    """Return the text of a response that the model sees. Clients wrap plain results as `output`, `result` or `error`."""
     wrapped = [name for name in ("output", "result") if name in response]
     if len(wrapped) > 1 or not response.keys() <= {*wrapped, "error"}:
         return _to_text(response)

@@ -1,4 +1,4 @@
-"""Gemini, writing: replies (streamed and whole) and errors."""
+"""Encoding of Gemini replies, streamed and whole, and errors."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from turngate.errors import ContextOverflow, TurngateError
 from turngate.types import Call, CallDelta, Delta, Done, Json, KeepAlive, Message, ReplyEvent, ToolCall, Usage
 
 _RPC = "type.googleapis.com/google.rpc."
-_MAX_DEPTH = 64  # nesting of arguments that all clients can read
+_MAX_DEPTH = 64  # deepest nesting of arguments that all clients can read
 
 
 class GeminiReplyOptions(msgspec.Struct, frozen=True):
-    """What the request asks of the reply."""
+    """Reply options from the request."""
 
-    thoughts: bool = False  # show them
-    sse: bool = True  # stream server-sent events; otherwise a JSON list
+    thoughts: bool = False  # include thoughts in the reply
+    sse: bool = True  # stream server-sent events instead of a JSON list
 
 
 class GeminiStream:
-    """One streamed reply. Every chunk holds a part: SDKs discard a reply that contains an empty chunk."""
+    """One streamed reply. Every chunk contains a part, because SDKs discard a reply with an empty chunk."""
 
     def __init__(self, call: Call) -> None:
         options = call.reply_options if isinstance(call.reply_options, GeminiReplyOptions) else GeminiReplyOptions()
@@ -33,7 +33,7 @@ class GeminiStream:
         self._options = options
         self._head = _reply_head(call)
         self._reasoning: list[str] = []
-        self._signed = False  # a signature was sent, or none is needed any more
+        self._signed = False  # a signature was sent or is no longer needed
         self._started = False
 
     def begin(self) -> bytes:
@@ -54,13 +54,13 @@ class GeminiStream:
                 self._signed = True
                 return self._chunk([_build_call_part(call, signature)])
             case KeepAlive():
-                # White space is the only thing that every client accepts: a comment, or a chunk without a part, breaks some.
+                # Every client accepts whitespace. A comment or a chunk without a part breaks some of them.
                 return b"\n"
             case Done() as done:
                 return self._chunk([{"text": ""}], done) + (b"" if self._options.sse else b"]")
 
     def error(self, error: TurngateError) -> bytes:
-        """Encode an error. Among server-sent events it is a bare object: the SDKs recognise an error in a stream by that."""
+        """Encode an error. In a stream of server-sent events it is a bare object, which the SDKs recognise as an error."""
         body = orjson.dumps(error_body(error))
         return body + b"\n\n" if self._options.sse else self._comma() + body + b"]"
 
@@ -102,14 +102,14 @@ def _build_call_part(call: ToolCall, signature: str) -> Json:
 
 
 def _encode_arguments(arguments: str) -> Json:
-    """Encode an object as the model wrote it. Anything else, or a too deeply nested object, is sent as text."""
+    """Encode an object exactly as the model wrote it. Anything else, or an object that is nested too deeply, is sent as text."""
     if not arguments:
         return {}
     try:
-        found = orjson.loads(arguments)
+        value = orjson.loads(arguments)
     except orjson.JSONDecodeError:
-        found = None
-    if not isinstance(found, dict) or _is_too_deep(found):
+        value = None
+    if not isinstance(value, dict) or _is_too_deep(value):
         return {RAW_ARGUMENTS: arguments}
     return orjson.Fragment(one_line(arguments))
 
@@ -143,23 +143,23 @@ _FINISH = {"length": "MAX_TOKENS", "abort": "OTHER"}
 
 
 def _usage_to_wire(usage: Usage) -> dict[str, Json]:
-    found = {
+    wire = {
         "promptTokenCount": usage.prompt_tokens,
         "candidatesTokenCount": usage.completion_tokens - usage.reasoning_tokens,
         "totalTokenCount": usage.prompt_tokens + usage.completion_tokens,
     }
     if usage.cached_tokens:
-        found["cachedContentTokenCount"] = usage.cached_tokens
+        wire["cachedContentTokenCount"] = usage.cached_tokens
     if usage.reasoning_tokens:
-        found["thoughtsTokenCount"] = usage.reasoning_tokens
-    return found
+        wire["thoughtsTokenCount"] = usage.reasoning_tokens
+    return wire
 
 
 def _reply_head(call: Call) -> dict[str, Json]:
     return {"modelVersion": call.model, "responseId": os.urandom(16).hex()}
 
 
-# Our status → the provider's status and its name.
+# Maps our HTTP status to Google's status code and name.
 _STATUS = {
     400: (400, "INVALID_ARGUMENT"),
     401: (400, "INVALID_ARGUMENT"),
@@ -187,8 +187,8 @@ def error_body(error: TurngateError) -> Json:
 def _error_message(error: TurngateError) -> str:
     if isinstance(error, ContextOverflow):
         size = "" if error.size is None else f" ({error.size})"
-        most = "" if error.limit is None else f" ({error.limit})"
-        return f"The input token count{size} exceeds the maximum number of tokens allowed{most}."
+        limit = "" if error.limit is None else f" ({error.limit})"
+        return f"The input token count{size} exceeds the maximum number of tokens allowed{limit}."
     if error.status == 401:
         return f"API key not valid. Please pass a valid API key. ({error.message})"
     return error.message
@@ -196,9 +196,9 @@ def _error_message(error: TurngateError) -> str:
 
 def _error_details(error: TurngateError) -> list[Json]:
     if error.status == 401:
-        known = {"service": "generativelanguage.googleapis.com"}
+        metadata = {"service": "generativelanguage.googleapis.com"}
         return [
-            {"@type": _RPC + "ErrorInfo", "reason": "API_KEY_INVALID", "domain": "googleapis.com", "metadata": known}
+            {"@type": _RPC + "ErrorInfo", "reason": "API_KEY_INVALID", "domain": "googleapis.com", "metadata": metadata}
         ]
     if error.status in (429, 503) and error.retry_safe:
         return [{"@type": _RPC + "RetryInfo", "retryDelay": "1s"}]

@@ -1,4 +1,4 @@
-"""Gemini, reading: function declarations, and schemas in this API's own form."""
+"""Decoding of Gemini function declarations and of Gemini's own schema format."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from turngate.dialects.gemini_history import read_field, read_fields, read_items
 from turngate.dialects.wire import field_error, function_tool, require_shallow
 from turngate.types import Json, Tool
 
-# Integers are strings, as protocol buffers write 64 bits.
+# Integer fields. They may arrive as strings, the way protocol buffers write 64-bit integers.
 _INTEGER_FIELDS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 _SCHEMA_LISTS = ("anyOf", "prefixItems")
 _MAX_DEPTH = 64
 
 
 class GeminiTools:
-    """The tools of one request, or the allowed ones among them."""
+    """The tools of one request, restricted to `allowed` if it is set."""
 
     def __init__(self, raw: bytes, allowed: Collection[str] = ()) -> None:
         self.raw = raw
@@ -29,19 +29,19 @@ class GeminiTools:
         tools: dict[str, Tool] = {}
         for where, name, raw in _read_declarations(self.raw):
             if name in tools:
-                raise field_error(f"{where}.name", f"duplicate function declaration found: {name}")
+                raise field_error(f"{where}.name", f"must be unique; {name!r} is declared more than once")
             tools[name] = _decode_tool(name, read_fields(raw, where), where)
         return tuple(tools.values())
 
 
 def _read_declarations(raw: bytes) -> Iterator[tuple[str, str, bytes]]:
-    """Read the declarations: the position of each, its function's name, and its JSON."""
+    """Yield the position, function name and raw JSON of each declaration."""
     for n, tool in enumerate(read_items(raw, "tools")):
         for kind, declared in read_fields(tool, f"tools[{n}]").items():
             if kind != "functionDeclarations":
                 raise field_error(
                     f"tools[{n}].{kind}",
-                    "is not supported, since the gateway runs no tools; declare a function of your own",
+                    "is not supported, because the gateway does not run tools; declare your own function instead",
                 )
             for m, declaration in enumerate(read_items(declared, f"tools[{n}].{kind}")):
                 where = f"tools[{n}].{kind}[{m}]"
@@ -51,38 +51,40 @@ def _read_declarations(raw: bytes) -> Iterator[tuple[str, str, bytes]]:
                 yield where, name, bytes(declaration)
 
 
-def _decode_tool(name: str, found: dict[str, msgspec.Raw], where: str) -> Tool:
-    description = read_field(found, "description", str, "", where)
-    tool = function_tool(name, description or None, _decode_schema(found, "parameters", where))
-    returns = _decode_schema(found, "response", where)
+def _decode_tool(name: str, declaration: dict[str, msgspec.Raw], where: str) -> Tool:
+    description = read_field(declaration, "description", str, "", where)
+    tool = function_tool(name, description or None, _decode_schema(declaration, "parameters", where))
+    returns = _decode_schema(declaration, "response", where)
     if returns is not None:
         tool.wire["function"]["return"] = returns  # the name that chat templates use
     return tool
 
 
-def _decode_schema(found: dict[str, msgspec.Raw], name: str, where: str) -> Json:
-    """Decode a schema, which may be given in either of two forms."""
-    if f"{name}JsonSchema" in found:
+def _decode_schema(declaration: dict[str, msgspec.Raw], name: str, where: str) -> Json:
+    """Decode a schema in Gemini's own format or in JSON Schema. Return None if neither is present."""
+    if f"{name}JsonSchema" in declaration:
         place = f"{where}.{name}JsonSchema"
-        return require_shallow(read_json(found[f"{name}JsonSchema"], place), place)
-    return to_json_schema(read_json(found[name], f"{where}.{name}"), f"{where}.{name}") if name in found else None
+        return require_shallow(read_json(declaration[f"{name}JsonSchema"], place), place)
+    if name not in declaration:
+        return None
+    return to_json_schema(read_json(declaration[name], f"{where}.{name}"), f"{where}.{name}")
 
 
 def to_json_schema(schema: Json, where: str, depth: int = 0) -> Json:
-    """Convert this API's schema to a JSON schema: lower-case types, `nullable` as a type, properties in their given order."""
+    """Convert a Gemini schema to a JSON schema: lower-case types, `nullable` as a type, properties in the specified order."""
     if depth > _MAX_DEPTH:
-        raise field_error(where, f"is nested more than {_MAX_DEPTH} deep")
+        raise field_error(where, f"is nested more than {_MAX_DEPTH} levels deep")
     if not isinstance(schema, dict):
         return schema  # a JSON schema may be true or false
-    found = {to_camel(name): part for name, part in schema.items() if part is not None}
+    fields = {to_camel(name): part for name, part in schema.items() if part is not None}
     plain: dict[str, Json] = {}
-    for name, part in found.items():
+    for name, part in fields.items():
         match name, part:
             case "type", str():
                 if part != "TYPE_UNSPECIFIED":
                     plain["type"] = part.lower()
             case "properties", dict():
-                order = found.get("propertyOrdering")
+                order = fields.get("propertyOrdering")
                 names = [p for p in order if p in part] if isinstance(order, list) else []
                 plain["properties"] = {
                     p: to_json_schema(part[p], f"{where}.properties.{p}", depth + 1)
@@ -99,10 +101,10 @@ def to_json_schema(schema: Json, where: str, depth: int = 0) -> Json:
             case (("nullable" | "propertyOrdering"), _):
                 pass
             case "format", "enum":
-                pass  # repeats that there is an enum
+                pass  # redundant: the schema has an `enum`
             case _:
                 plain["$ref" if name == "ref" else name] = part
-    return _allow_null(plain) if found.get("nullable") is True else plain
+    return _allow_null(plain) if fields.get("nullable") is True else plain
 
 
 def _allow_null(schema: dict[str, Json]) -> dict[str, Json]:

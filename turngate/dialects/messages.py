@@ -1,7 +1,8 @@
 """Anthropic Messages: `POST /v1/messages` and `POST /v1/messages/count_tokens`.
 
-Decoding splits the body into raw messages and decodes only those that are new. Every other field is checked here, so that a wrong one is
-refused by name in Anthropic's own error format. `messages_history.py` reads the conversation and `messages_reply.py` writes the replies.
+Decoding splits the body into raw messages and decodes only the new ones. Every other field is checked here, so an invalid one is
+rejected by name in Anthropic's own error format. `messages_history.py` decodes the conversation, and `messages_reply.py` encodes the
+replies.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from turngate.dialects.wire import (
 from turngate.errors import BadRequest, TurngateError
 from turngate.types import Call, Constraint, Done, History, Json
 
-# Claude Code's note to its provider, which changes with every call. The model does not see it.
+# Claude Code's note to its provider. It changes with every call, so it is removed from the prompt.
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 _FORWARDED_HEADERS = ("anthropic-version", "anthropic-beta")
-# Chat templates know no higher effort.
+# Chat templates support no effort above `high`.
 _EFFORTS = {"xhigh": "high", "max": "high"}
 
 
@@ -78,7 +79,7 @@ class _Request(msgspec.Struct):
     tool_choice: _ToolChoice | None = None
     thinking: _Thinking | None = None
     output_config: _OutputConfig | None = None
-    output_format: _Format | None = None  # the older name of output_config.format
+    output_format: _Format | None = None  # older name of output_config.format
     stop_sequences: list[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -124,12 +125,12 @@ class Messages:
         items = [*wire.known_items, *map(bytes, request.messages)]
         history = MessagesHistory(items, tools, _decode_system_prompt(request.system), wire.history)
         if not history.raws:
-            raise field_error("messages", "all of them are empty")
+            raise field_error("messages", "must contain at least one message that is not empty")
         if history.last == "assistant" and wire.verb != "count":
-            raise field_error(
-                "messages",
-                "This model does not support assistant message prefill. The conversation must end with a user message. "
-                "To shape the reply, use output_config.format or tool_choice",
+            raise BadRequest(
+                "messages: This model does not support assistant message prefill. The conversation must end with a user "
+                "message. To shape the reply, use output_config.format or tool_choice",
+                param="messages",
             )
         parallel = not (request.tool_choice and request.tool_choice.disable_parallel_tool_use)
         sampling = {n: v for n in ("temperature", "top_p", "top_k") if (v := getattr(request, n)) is not None}
@@ -154,7 +155,7 @@ class Messages:
 
     def extend_call(self, call: Call, history: History, wire: WireRequest) -> Call | None:
         if not isinstance(history, MessagesHistory) or history.last == "assistant":
-            return None  # `decode` decides whether to refuse it
+            return None  # `decode` decides whether to reject it
         return msgspec.structs.replace(
             call, history=history, body=wire.received_body, **call_fields_from_headers(wire.headers, _FORWARDED_HEADERS)
         )
@@ -196,33 +197,37 @@ def _decode_system_prompt(system: str | list[_SystemPart] | None) -> str:
     texts = []
     for n, part in enumerate(system or ()):
         if part.type != "text":
-            raise field_error(f"system.{n}.type", f"{part.type!r} blocks are not supported; send text")
+            raise field_error(f"system.{n}.type", f"must be 'text', not {part.type!r}")
         texts.append(_BILLING.sub("", part.text or ""))
     return "\n".join(text for text in texts if text)
 
 
 def _refuse_unsupported(request: _Request) -> None:
     if not request.messages:
-        raise field_error("messages", "at least one message is required")
+        raise field_error("messages", "must contain at least one message")
     if request.max_tokens is not None and request.max_tokens < 1:
-        raise field_error("max_tokens", f"{request.max_tokens} is less than 1")
+        raise field_error("max_tokens", f"must be at least 1, not {request.max_tokens}")
     if is_given(request.mcp_servers) and bytes(request.mcp_servers) != b"[]":
-        raise field_error("mcp_servers", "are not supported; let the agent connect to them and declare their tools")
+        raise field_error(
+            "mcp_servers", "is not supported; connect to the servers from the agent and declare their tools"
+        )
     if is_given(request.container):
-        raise field_error("container", "containers and skills are not supported; leave it out")
+        raise field_error("container", "is not supported, and neither are skills; leave it out")
     if is_given(request.compaction):
-        raise field_error("compaction", "is not supported; ask the model for a summary in a message")
+        raise field_error("compaction", "is not supported; ask the model for a summary in a message instead")
     if is_given(request.thread):
-        raise reply.ThreadsUnsupported("thread: conversations are not stored; send all messages", param="thread")
+        raise reply.ThreadsUnsupported(
+            "thread is not supported, because conversations are not stored; send all messages", param="thread"
+        )
 
 
 def _template_hints(request: _Request) -> dict[str, Json]:
-    """Translate the request's thinking options into the arguments that chat templates know."""
+    """Translate the request's thinking options into chat template arguments."""
     hints: dict[str, Json] = {}
     thinking, output = request.thinking, request.output_config
     if thinking is not None:
         if thinking.type not in ("enabled", "adaptive", "disabled", "between_tools"):
-            raise field_error("thinking.type", f"{thinking.type!r} is not one of enabled, adaptive, disabled")
+            raise field_error("thinking.type", f"must be one of enabled, adaptive, disabled, not {thinking.type!r}")
         if thinking.type != "between_tools":
             hints["enable_thinking"] = hints["thinking"] = thinking.type != "disabled"
         if thinking.type == "enabled" and thinking.budget_tokens is not None:
@@ -233,7 +238,7 @@ def _template_hints(request: _Request) -> dict[str, Json]:
 
 
 def _decode_constraint(request: _Request, tools: MessagesTools | None, *, parallel: bool) -> Constraint | None:
-    """Decode the shape that the output must have."""
+    """Decode the required shape of the output."""
     forced = _decode_tool_choice(request.tool_choice, tools, parallel=parallel)
     form, field = request.output_format, "output_format"
     if request.output_config is not None and request.output_config.format is not None:
@@ -241,11 +246,11 @@ def _decode_constraint(request: _Request, tools: MessagesTools | None, *, parall
     if form is None:
         return forced
     if form.type != "json_schema":
-        raise field_error(f"{field}.type", f"{form.type!r} is not supported; only 'json_schema' is")
+        raise field_error(f"{field}.type", f"must be 'json_schema', not {form.type!r}")
     if form.schema is None:
         raise field_error(f"{field}.schema", "is missing")
     if forced is not None:
-        raise field_error("tool_choice", f"a forced tool and {field} cannot be combined; leave one out")
+        raise field_error("tool_choice", f"cannot force a tool together with {field}; leave one out")
     return Constraint("json_schema", require_shallow(form.schema, f"{field}.schema"))
 
 
@@ -255,9 +260,9 @@ def _decode_tool_choice(
     if choice is None or choice.type in ("auto", "none"):
         return None
     if choice.type not in ("any", "tool"):
-        raise field_error("tool_choice.type", f"{choice.type!r} is not one of auto, any, tool, none")
+        raise field_error("tool_choice.type", f"must be one of auto, any, tool, none, not {choice.type!r}")
     if tools is None:
-        raise field_error("tool_choice", "forces a tool, but there are no tools")
+        raise field_error("tool_choice", "forces a tool, but the request has no tools")
     if choice.type == "any":
         return require_any_tool(tools.decode(), parallel=parallel)
     return require_tool(tools.decode(), choice.name, "tool_choice.name")

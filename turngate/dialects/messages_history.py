@@ -1,4 +1,4 @@
-"""Anthropic Messages, reading: the turns of a conversation and the tools, from raw blocks to our types, decoded on demand."""
+"""Decoding of Anthropic Messages conversations and tools, on demand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from turngate.errors import BadRequest
 from turngate.types import History, Message, Tool, ToolCall
 
 _ROLES = ("user", "assistant", "system")
-# How nearly every client starts a message, so that most roles are known without decoding.
+# How nearly every client starts a message. It reveals most roles without decoding.
 _ROLE_BEGINNINGS = tuple((f'{{"role":{space}"{role}"'.encode(), role) for space in ("", " ") for role in _ROLES)
 _ERROR_PREFIXES = ("error", "<error", "<tool_use_error")
 
@@ -43,9 +43,9 @@ class _Block(msgspec.Struct):
     tool_use_id: str | None = None
     content: str | list[_Block] | None = None
     is_error: bool | None = None
-    tool_name: str | None = None  # of a tool_reference
-    tool: _ToolChange | None = None  # of a tool_addition or tool_removal
-    source: msgspec.Raw = ABSENT  # of an image or document
+    tool_name: str | None = None  # in a tool_reference
+    tool: _ToolChange | None = None  # in a tool_addition or tool_removal
+    source: msgspec.Raw = ABSENT  # in an image or document
 
 
 class _ToolChange(msgspec.Struct):
@@ -60,7 +60,7 @@ class _WireMessage(msgspec.Struct):
 
 
 class _RoleOnly(msgspec.Struct):
-    """A message's role, without the rest of it."""
+    """The role of a message, without its other fields."""
 
     role: str
 
@@ -82,8 +82,8 @@ _tools = msgspec.json.Decoder(list[_WireTool])
 class MessagesHistory:
     """The messages of one request, decoded one turn at a time.
 
-    Consecutive messages of one role are one turn, as Anthropic treats them, and so one piece. `before`: the history of an earlier request
-    with whose messages these start.
+    Consecutive messages of one role form one turn, as in Anthropic's API. `before` is the history of an earlier request whose messages
+    are a prefix of these.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class MessagesHistory:
         self.items = items
         self._tools = tools
         self._system = system
-        self._first: list[int | None] = []  # the index of each piece's first message; None: the system prompt
+        self._first: list[int | None] = []  # index of each turn's first message; None for the system prompt
         self._roles: list[str] = []
         self.raws: list[bytes] = []
-        self.last = ""  # the role of the last message
+        self.last = ""  # role of the last message
         if isinstance(before, MessagesHistory) and before._system == system:
             self._first, self._roles, self.raws = before._first.copy(), before._roles.copy(), before.raws.copy()
             self.last = before.last
@@ -115,27 +115,27 @@ class MessagesHistory:
         return MessagesHistory(items, self._tools, self._system, self)
 
     def _add(self, start: int) -> None:
-        """Add the items from index `start` on."""
-        piece = self.raws[-1:]  # the messages of the last piece
+        """Add the items starting at index `start`."""
+        turn = self.raws[-1:]  # the messages of the last turn
         for index in range(start, len(self.items)):
             raw = self.items[index]
             role = _read_role(raw, index)
             if role == "system" and _is_option_only(raw):
                 continue
             if role == self.last and role != "system":
-                piece.append(raw)
+                turn.append(raw)
             else:
-                self._end(piece)
-                piece = [raw]
+                self._end(turn)
+                turn = [raw]
                 self.raws.append(raw)
                 self._first.append(index)
                 self._roles.append(role)
             self.last = role
-        self._end(piece)
+        self._end(turn)
 
-    def _end(self, piece: list[bytes]) -> None:
-        if len(piece) > 1:
-            self.raws[-1] = b",".join(piece)
+    def _end(self, turn: list[bytes]) -> None:
+        if len(turn) > 1:
+            self.raws[-1] = b",".join(turn)
 
     def decode(self, index: int) -> tuple[Message, ...]:
         first = self._first[index]
@@ -150,8 +150,8 @@ class MessagesHistory:
             for m, block in enumerate(_blocks_of(wire))
         ]
         role = self._roles[index]
-        if any(wire.role != role for wire in wires):  # the role at its start was overridden later
-            raise BadRequest(f"{where}.role: is given twice", param=f"{where}.role")
+        if any(wire.role != role for wire in wires):  # a second `role` field overrides the one at the start
+            raise BadRequest(f"{where}.role is set twice", param=f"{where}.role")
         if role == "assistant":
             return (_decode_assistant(blocks),)
         return tuple(_decode_user(blocks, self._tools)) if role == "user" else (_decode_system(blocks, self._tools),)
@@ -165,19 +165,19 @@ class MessagesTools:
         self._known: dict[str, tuple[Tool, bool]] | None = None
 
     def decode(self) -> tuple[Tool, ...]:
-        """The tools that the prompt declares. Deferred ones are declared when a message refers to them."""
+        """Return the tools that the prompt declares. Deferred tools are declared when a message refers to them."""
         return tuple(tool for tool, deferred in self._all().values() if not deferred)
 
     def find(self, name: str, where: str) -> Tool:
-        """Find a tool by name; without a name, the first one."""
+        """Return the tool with this name, or the first tool if the name is empty."""
         tools = self._all()
         found = tools.get(name) if name else next(iter(tools.values()), None)
         if found is None:
-            raise BadRequest(f"{where}: {name!r} is not among the tools", param=where)
+            raise BadRequest(f"{where} refers to {name!r}, which is not one of the tools", param=where)
         return found[0]
 
     def _all(self) -> dict[str, tuple[Tool, bool]]:
-        """All tools by name, and whether each is deferred. Decoded once, since messages may refer to them thousands of times."""
+        """Return all tools by name, and whether each is deferred. Cache them, because messages may refer to them thousands of times."""
         if self._known is None:
             try:
                 wires = _tools.decode(self.raw)
@@ -186,14 +186,14 @@ class MessagesTools:
             known: dict[str, tuple[Tool, bool]] = {}
             for n, wire in enumerate(wires):
                 if wire.name in known:
-                    raise BadRequest(f"tools: two tools are named {wire.name!r}; rename one", param="tools")
+                    raise BadRequest(f"tools contains two tools named {wire.name!r}; rename one", param="tools")
                 known[wire.name] = _decode_tool(wire, f"tools.{n}"), bool(wire.defer_loading)
             self._known = known
         return self._known
 
 
 def _describe_item_error(error: Exception) -> str:
-    """Describe an error in a list that we built ourselves or that has no name, without the list's index."""
+    """Describe a decoding error without its leading list index, which may not be the index in the request."""
     return re.sub(r"^\[(\.\.\.|\d+)\]\.?(?=\w|:)", "", describe_error(error))
 
 
@@ -207,19 +207,21 @@ def _read_role(raw: bytes, index: int) -> str:
     except DECODE_ERRORS as error:
         raise BadRequest(f"{where}: {describe_error(error)}", param=where) from None
     if role not in _ROLES:
-        fix = "; a tool's result is a tool_result block in a user message" if role == "tool" else ""
-        raise BadRequest(f"{where}.role: {role!r} is not one of user, assistant, system{fix}", param=f"{where}.role")
+        fix = "; send tool results as tool_result blocks in a user message" if role == "tool" else ""
+        raise BadRequest(
+            f"{where}.role must be one of user, assistant, system, not {role!r}{fix}", param=f"{where}.role"
+        )
     return role
 
 
 def _is_option_only(raw: bytes) -> bool:
-    """Whether a system message has no content and only sets an option."""
+    """Return whether a system message has no content and only sets an option."""
     if b'"output_config"' not in raw:
         return False
     try:
         [wire] = _messages.decode(b"[" + raw + b"]")
     except DECODE_ERRORS:
-        return False  # reported when it is decoded
+        return False  # the error is raised when the message is decoded
     return not wire.content
 
 
@@ -228,16 +230,16 @@ def _blocks_of(wire: _WireMessage) -> list[_Block]:
 
 
 def _why_unsupported(block: _Block, where: str) -> str:
-    """Say why a block cannot be read."""
+    """Explain why a block is not supported."""
     match block.type:
         case "image":
-            fix = "this model reads text only; describe the image in a text block"
+            fix = "this model accepts text only; describe the image in a text block"
         case "document" | "search_result":
-            fix = "this model reads text only; send its text in a text block"
+            fix = "this model accepts text only; send its text in a text block"
         case "":
-            fix = "it has no type"
+            fix = "set the type of the block"
         case _:
-            fix = "only text, thinking, tool_use and tool_result blocks are; leave it out"
+            fix = "use text, thinking, tool_use or tool_result blocks, or leave it out"
     return f"{where}: {block.type!r} blocks are not supported: {fix}"
 
 
@@ -251,25 +253,25 @@ def _decode_assistant(blocks: Sequence[tuple[_Block, str]]) -> Message:
                 thoughts.append(block.thinking or decode_signature(block.signature or ""))
                 signature = signature or block.signature or ""
             case "redacted_thinking":
-                pass  # encrypted by another provider
+                pass  # encrypted by a provider; not readable here
             case "tool_use":
                 calls.append(_decode_call(block, where))
             case _:
                 unsupported = unsupported or _why_unsupported(block, where)
-    # A text is split into blocks where something else came in between; the text itself continues.
+    # Text that is interrupted by other blocks continues in the next text block, so it is joined without a separator.
     reasoning = "\n\n".join(thought for thought in thoughts if thought)
     return Message("assistant", "".join(texts), reasoning, tuple(calls), signature=signature, unsupported=unsupported)
 
 
 def _decode_call(block: _Block, where: str) -> ToolCall:
     if not block.name:
-        raise BadRequest(f"{where}.name: is missing", param=f"{where}.name")
+        raise BadRequest(f"{where}.name is missing", param=f"{where}.name")
     arguments = bytes(block.input).decode() if is_given(block.input) else "{}"
     return ToolCall(call_id_from_wire(block.id or ""), block.name, unwrap_arguments(arguments))
 
 
 def _decode_user(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | None) -> list[Message]:
-    """Decode tool results and text, in their own order."""
+    """Decode tool results and text in their original order."""
     messages: list[Message] = []
     for is_result, run in groupby(blocks, lambda placed: placed[0].type == "tool_result"):
         if is_result:
@@ -283,11 +285,11 @@ def _decode_user(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | No
 
 def _decode_result(block: _Block, where: str, tools: MessagesTools | None) -> Message:
     if block.tool_use_id is None:
-        raise BadRequest(f"{where}.tool_use_id: is missing", param=f"{where}.tool_use_id")
+        raise BadRequest(f"{where}.tool_use_id is missing", param=f"{where}.tool_use_id")
     parts = [_Block("text", text=block.content)] if isinstance(block.content, str) else block.content or ()
     text, unsupported = _decode_text([(part, f"{where}.content.{n}") for n, part in enumerate(parts)], tools)
     if block.is_error and not text.lower().startswith(_ERROR_PREFIXES):
-        text = f"Error: {text}" if text else "Error"  # the model has no other way to know that it is an error
+        text = f"Error: {text}" if text else "Error"  # the model has no other way to recognise an error
     return Message("tool", text, tool_call_id=call_id_from_wire(block.tool_use_id), unsupported=unsupported)
 
 
@@ -297,7 +299,7 @@ def _decode_system(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | 
 
 
 def _decode_text(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | None) -> tuple[str, str]:
-    """Read the text of some blocks, and why a text-only model cannot read all of them, if so."""
+    """Return the text of the blocks and, if a text-only model cannot read all of them, the reason."""
     texts, unsupported = [], ""
     for block, where in blocks:
         match block:
@@ -318,7 +320,7 @@ def _decode_text(blocks: Sequence[tuple[_Block, str]], tools: MessagesTools | No
 
 
 def _describe_tool(name: str, tools: MessagesTools | None, where: str) -> str:
-    """The text that declares a tool in the middle of a conversation."""
+    """Return the text that declares a tool in the middle of a conversation."""
     if tools is None:
         return f"The tool {name} is available now."
     tool = tools.find(name, where)
@@ -328,13 +330,13 @@ def _describe_tool(name: str, tools: MessagesTools | None, where: str) -> str:
 def _decode_tool(wire: _WireTool, where: str) -> Tool:
     if wire.type not in (None, "custom"):
         raise BadRequest(
-            f"{where}.type: {wire.type!r} is run by Anthropic's own models and servers and is not supported; "
-            "leave it out, or declare a tool of your own with a name and an input_schema",
+            f"{where}.type {wire.type!r} is not supported, because only Anthropic's own models and servers run it; "
+            "leave it out, or declare your own tool with a name and an input_schema",
             param=f"{where}.type",
         )
     if not wire.name:
-        raise BadRequest(f"{where}.name: is missing", param=f"{where}.name")
+        raise BadRequest(f"{where}.name is missing", param=f"{where}.name")
     if wire.input_schema is None:
-        raise BadRequest(f"{where}.input_schema: is missing", param=f"{where}.input_schema")
+        raise BadRequest(f"{where}.input_schema is missing", param=f"{where}.input_schema")
     schema = {**wire.input_schema, "examples": wire.input_examples} if wire.input_examples else wire.input_schema
     return function_tool(wire.name, wire.description, require_shallow(schema, f"{where}.input_schema"))

@@ -1,6 +1,6 @@
-"""Anthropic Messages, writing: replies (streamed and whole), models and errors.
+"""Encoding of Anthropic Messages replies (streamed and whole), models and errors.
 
-The events of a stream are templates with holes, since a reply has about ten of them besides its text.
+Stream events are filled-in templates for speed: a reply has about ten events besides its text.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from turngate.types import Call, CallDelta, Delta, Done, Json, KeepAlive, Messag
 
 
 class ThreadsUnsupported(BadRequest):
-    """Anthropic's own tool runner reacts to this code by sending the whole conversation instead."""
+    """A request to continue a stored conversation. Anthropic's own tool runner reacts to this code by sending all messages."""
 
     kind = "thread_unsupported_request"
 
 
 class MessagesReplyOptions(msgspec.Struct, frozen=True):
-    """What the request asks of the reply."""
+    """Reply options from the request."""
 
-    hidden: bool = False  # do not show thinking
+    hidden: bool = False  # omit the text of thinking
     edits: bool = False  # report context edits
 
 
@@ -60,7 +60,7 @@ def encode_reply(call: Call, done: Done) -> bytes:
 
 
 def _event(name: str, fields: bytes = b"") -> bytes:
-    """Build an event template. `%b` is JSON that is inserted verbatim, `%d` a number."""
+    """Build an event template. `%b` inserts JSON verbatim and `%d` a number."""
     event = name.encode()
     return b'event: %b\ndata: {"type":"%b"%b}\n\n' % (event, event, fields)
 
@@ -74,7 +74,7 @@ _THINKING_START = _event(
 )
 _THINKING_DELTA = _event("content_block_delta", b',"index":%d,"delta":{"type":"thinking_delta","thinking":%b}')
 _SIGNATURE = _event("content_block_delta", b',"index":%d,"delta":{"type":"signature_delta","signature":%b}')
-_TOOL_USE = (  # complete, with its arguments in one piece
+_TOOL_USE = (  # a whole call, with its arguments in one delta
     _event("content_block_start", b',"index":%d,"content_block":{"type":"tool_use","id":%b,"name":%b,"input":{}}')
     + _event("content_block_delta", b',"index":%d,"delta":{"type":"input_json_delta","partial_json":%b}')
 )
@@ -92,10 +92,10 @@ class MessagesStream:
         self._options = _options_of(call)
         self._index = 0
         self._open: Literal["", "text", "thinking"] = ""
-        self._thinking: list[str] = []  # in the open block
+        self._thinking: list[str] = []  # thinking in the open block
 
     def begin(self) -> bytes:
-        # The prompt's length is known once it is rendered; the last event but one reports it.
+        # The length of the prompt is not known before it is rendered, so the second-to-last event reports it.
         return _MESSAGE_START % orjson.dumps({**_reply_head(self._call), "usage": _usage_to_wire(None)})
 
     def event(self, event: ReplyEvent) -> bytes:
@@ -106,7 +106,7 @@ class MessagesStream:
                 opened = self._open_block("thinking")
                 self._thinking.append(text)
                 return opened if self._options.hidden else opened + _THINKING_DELTA % (self._index, orjson.dumps(text))
-            case Delta(text=text):  # the signature of the thinking
+            case Delta(text=text):  # a signature of the thinking
                 return self._open_block("thinking") + self._close_block(text)
             case CallDelta(call=call):
                 return self._close_block() + self._tool_use(call)
@@ -192,7 +192,7 @@ def _stop_fields(done: Done) -> dict[str, Json]:
 
 
 def _usage_to_wire(usage: Usage | None) -> dict[str, Json]:
-    """Encode usage. Unknown numbers are 0, since clients require numbers."""
+    """Encode usage. Unknown counts are 0, because clients require numbers."""
     usage = usage or Usage(0, 0)
     details = {"output_tokens_details": {"thinking_tokens": usage.reasoning_tokens}} if usage.reasoning_tokens else {}
     return {
@@ -234,7 +234,7 @@ def status_and_type(error: TurngateError) -> tuple[int, str]:
         case Unauthorized():
             return 401, "authentication_error"
         case Conflict():
-            # Anthropic's clients retry a 409 as a temporary lock; a session that has ended stays so.
+            # Anthropic's clients treat a 409 as a temporary lock and retry, but an ended session stays ended.
             return 403, "permission_error"
         case NotFound():
             return 404, "not_found_error"
@@ -258,7 +258,7 @@ def error_body(error: TurngateError) -> bytes:
 
 
 def _error_message(error: TurngateError) -> str:
-    """The error's message. Agents compact only if an overflow has exactly this wording."""
+    """Return the error's message. Agents compact only if an overflow has exactly this wording."""
     match error:
         case ContextOverflow(limit=int(limit), size=int(size)):
             return f"prompt is too long: {size} tokens > {limit} maximum"

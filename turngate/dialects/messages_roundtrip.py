@@ -1,6 +1,6 @@
-"""Anthropic Messages: values that a reply hands out and the next request brings back. Each is written and read here.
+"""Anthropic Messages values that agents send back: each is encoded for a reply and decoded from the next request.
 
-These are the ids of calls, arguments that are not a JSON object, and the signatures of thinking.
+They are call ids, arguments that are not a JSON object, and signatures of thinking.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import orjson
 from turngate.types import Json
 
 _OWN_CALL_ID = re.compile(r"toolu_([0-9a-f]{24})")
-_INVALID_JSON = "INVALID_JSON"  # Anthropic's own advice for sending what is not a JSON object as one
-_TEXT, _DIGEST = "tg1.p", "tg1.d"  # signatures: the thinking itself if it is hidden, else a digest of it
-_PACKED = "tg1.t"  # the thinking itself in an older, compressed form
+_INVALID_JSON = "INVALID_JSON"  # the key that Anthropic recommends for arguments that are not a JSON object
+_TEXT, _DIGEST = "tg1.p", "tg1.d"  # prefixes of signatures with the thinking itself (if hidden) or with a digest of it
+_PACKED = "tg1.t"  # prefix of an older form with the compressed thinking
 _MAX_UNPACK_RATIO = 16  # a small request must not decompress into a large one
-_MAX_DEPTH = 100  # nesting of arguments that all clients can read
+_MAX_DEPTH = 100  # deepest nesting of arguments that all clients can read
 
 
 def call_id_to_wire(call: str) -> str:
-    """A call's id in the form that Anthropic's clients expect. Ids of other providers stay unchanged."""
+    """Return a call's id in the form that Anthropic's clients expect. Other providers' ids are returned unchanged."""
     return "toolu_" + call.removeprefix("call_") if call.startswith("call_") else call
 
 
 def call_id_from_wire(wire: str) -> str:
-    """The call's own id again."""
+    """Return the original id of a call."""
     ours = _OWN_CALL_ID.fullmatch(wire)
     return f"call_{ours[1]}" if ours else wire
 
 
 def wrap_arguments(arguments: str) -> str:
-    """Arguments as a JSON object, which clients require, in the model's own spelling."""
+    """Return arguments as a JSON object, which clients require. An object is returned verbatim; other text is wrapped in one."""
     try:
         value = orjson.loads(arguments or "{}")
     except orjson.JSONDecodeError:
@@ -46,7 +46,7 @@ def wrap_arguments(arguments: str) -> str:
 
 
 def _is_too_deep(value: Json, text: str) -> bool:
-    """Whether it is nested too deeply for clients."""
+    """Return whether the value is nested too deeply for clients."""
     level = [value] if text.count("[") + text.count("{") > _MAX_DEPTH else []
     depth = 0
     while level and depth <= _MAX_DEPTH:
@@ -67,14 +67,14 @@ def unwrap_arguments(arguments: str) -> str:
 
 
 def encode_signature(thinking: str, *, hidden: bool) -> str:
-    """Sign thinking. The signature proves nothing: whatever an agent sends back is only context."""
+    """Build the signature of thinking. It need not prove anything, because what an agent sends back is only context."""
     if hidden:
         return _TEXT + base64.urlsafe_b64encode(thinking.encode()).decode()
     return _DIGEST + base64.urlsafe_b64encode(blake2b(thinking.encode(), digest_size=24).digest()).decode()
 
 
 def decode_signature(signature: str) -> str:
-    """The hidden thinking, if this signature holds it."""
+    """Return the hidden thinking that the signature contains, or an empty string."""
     if not signature.startswith((_TEXT, _PACKED)):
         return ""
     try:
@@ -84,5 +84,5 @@ def decode_signature(signature: str) -> str:
         unpacking = zlib.decompressobj()
         text = unpacking.decompress(raw, _MAX_UNPACK_RATIO * len(raw) or 1).decode()
     except (binascii.Error, zlib.error, ValueError):
-        return ""  # another provider's, or damaged
+        return ""  # damaged, or not one of ours
     return text if unpacking.eof else ""

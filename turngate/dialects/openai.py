@@ -1,4 +1,4 @@
-"""What OpenAI's two dialects share: the list of models and the form of errors."""
+"""Model lists and error bodies, shared by OpenAI's two dialects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import orjson
 from turngate.errors import TurngateError
 from turngate.types import Json
 
-FORWARDED_HEADERS = ("openai-beta",)  # sent on to the provider
+FORWARDED_HEADERS = ("openai-beta",)  # forwarded to the provider
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -25,7 +25,7 @@ _TYPES = {
 def error_body(
     error: TurngateError, *, message: str | None = None, param: str | None = None, code: str | None = None
 ) -> Json:
-    """Build the body of an error. `message`, `param`, `code`: override the error's own."""
+    """Build the body of an error. `message`, `param` and `code` override the error's own values."""
     return {
         "error": {
             "message": message or error.message,

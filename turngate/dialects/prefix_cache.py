@@ -1,13 +1,15 @@
-"""Decode only the new part of a request. An agent sends its whole conversation with every call, so a session's requests start alike,
-and bytes that were decoded before need not be decoded again.
+"""Incremental decoding of requests: only the new part of each request is decoded.
 
-A request is a list (`messages`, `input` or `contents`) in a frame: the other fields, before and after it. The list is compared with those
-of the session's latest requests. There are three ways to decode it, and all give the same call:
+An agent sends its whole conversation with every call, so a session's requests share a prefix. Bytes that were decoded before are not
+decoded again.
 
-- The list extends a known one and the frame is the same: only the new items are decoded; everything else is the earlier call's.
-- The list starts like a known one, but something else changed: the known items are cut out of the body, and the dialect decodes the
-  shorter request.
-- The list is unknown, spelled unusually or invalid: the request is decoded whole.
+A request is a list (`messages`, `input` or `contents`) inside a frame, which is all the other fields before and after it. The list is
+compared with the lists of the session's latest requests. There are three ways to decode a request, and all produce the same call:
+
+- The list extends a known list and the frame is the same: only the new items are decoded. Everything else is taken from the earlier call.
+- The list shares a prefix with a known list, but something else changed: the known items are removed from the body, and the dialect
+  decodes the shorter request.
+- The list is unknown, formatted unusually or invalid: the whole request is decoded.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ _raws = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class _Frame(msgspec.Struct, frozen=True):
-    """A request without its list. It was checked that the list stands between `head` and `tail` and is the only one of its name."""
+    """A request without its list. The list is known to be between `head` and `tail`, and to be the only field of its name."""
 
     head: bytes
     tail: bytes
-    key: tuple[object, ...]  # what else the request depends on: verb, model, query
+    key: tuple[object, ...]  # other parts of the request that affect decoding: verb, model, query
     call: Call  # the call without its history
 
 
@@ -48,7 +50,7 @@ class _KnownList(msgspec.Struct, frozen=True):
 
 
 class _Match(msgspec.Struct, frozen=True):
-    """How much of a body's list is known: where the list starts, how many items match, and where the first new one starts."""
+    """The known part of a body's list: where the list starts, how many items match, and where the first new item starts."""
 
     list_start: int
     count: int
@@ -57,7 +59,7 @@ class _Match(msgspec.Struct, frozen=True):
 
 
 class FrameCache:
-    """Frames that sessions share. Sessions of one run mostly send the same tools and system prompt, which are kept once."""
+    """Frames shared between sessions. The sessions of a run mostly send the same tools and system prompt, so these are stored once."""
 
     def __init__(self) -> None:
         self._frames: OrderedDict[tuple[object, ...], _Frame] = OrderedDict()
@@ -74,7 +76,7 @@ class FrameCache:
 
 
 class PrefixCache:
-    """Decodes one session's requests in one dialect, and remembers the lists of the latest ones."""
+    """Decoder for one session's requests in one dialect. It remembers the lists of the latest requests."""
 
     def __init__(self, dialect: Dialect, frames: FrameCache) -> None:
         self._dialect = dialect
@@ -84,7 +86,7 @@ class PrefixCache:
         self._lists: list[_KnownList] = []  # newest last
 
     def decode(self, wire: WireRequest) -> Call:
-        """Decode a request as its dialect does, but only the part that is new."""
+        """Decode a request, reusing the results for the part that is already known."""
         match = self._find(wire.body)
         if match is not None:
             with suppress(BadRequest):  # decoding the whole body raises the error with the right positions
@@ -97,7 +99,7 @@ class PrefixCache:
         return call
 
     def _find(self, body: bytes) -> _Match | None:
-        """Find the known list that matches most of the body's list; None if none does."""
+        """Find the known list that shares the longest prefix with the body's list. Return None if none matches."""
         best: _Match | None = None
         start = self._find_list(body) if self._lists else 0
         for known in reversed(self._lists if start else ()):
@@ -107,7 +109,7 @@ class PrefixCache:
         return best
 
     def _extend_known(self, wire: WireRequest, match: _Match) -> Call | None:
-        """Build the call if only the end of the list is new."""
+        """Build the call if only the end of the list is new. Return None otherwise."""
         known, body = match.known, wire.body
         frame = known.frame
         if frame is None or match.count < len(known.items) or frame.key != _request_key(wire):
@@ -128,7 +130,7 @@ class PrefixCache:
         return call
 
     def _decode_shortened(self, wire: WireRequest, match: _Match) -> Call | None:
-        """Decode the body without its known items."""
+        """Decode the body without its known items. Return None if the result would not be reliable."""
         known, body = match.known, wire.body
         short = body[: match.list_start] + body[match.new_start :]
         if without_lone_surrogates(short) is not short:
@@ -142,23 +144,23 @@ class PrefixCache:
         return None if frame is None else call
 
     def _remember(self, history: History, frame: _Frame | None, match: _Match | None = None) -> None:
-        """Remember a decoded request: the next one will start like it."""
+        """Remember a decoded request, because the next one will start with the same items."""
         known = 0 if match is None else match.count
         if not all(item.startswith(b"{") for item in history.items[known:]):
-            return  # a number may be the start of a longer one; the end of an object is unambiguous
-        # The list that this one extends (or most of which it repeats) will not be sent again.
+            return  # a number may be a prefix of a longer one, but the end of an object is unambiguous
+        # Drop the list that this one extends or mostly repeats, because it will not be sent again.
         kept = [old for old in self._lists if match is None or old is not match.known or known * 2 <= len(old.items)]
         self._lists = [*kept[1 - _MAX_LISTS :], _KnownList(history.items, history, frame)]
 
     def _find_list(self, body: bytes) -> int:
-        """Find where the list seems to start; 0 if nowhere."""
+        """Return where the list seems to start, or 0 if it is not found."""
         for mark in self._marks:
             if (at := body.find(mark)) >= 0:
                 return at + len(mark)
         return 0
 
     def _build_frame(self, wire: WireRequest, call: Call) -> _Frame | None:
-        """Build the frame of a request. None: its list is not where it seems to be, or not the only one of its name."""
+        """Build the frame of a request. Return None if its list is not where it seems to be, or is not the only field of its name."""
         body, items, start = wire.body, call.history.items, self._find_list(wire.body)
         if not start or not items:
             return None
@@ -173,7 +175,7 @@ class PrefixCache:
         return self._frames.intern(_Frame(head, tail, _request_key(wire), plain))
 
     def _opens_list(self, head: bytes) -> bool:
-        """Whether the list starts where `head` ends: closed there, it must be the last field of a valid request, and empty."""
+        """Return whether the list starts where `head` ends. If closed there, it must be the last field of a valid request, and empty."""
         try:
             fields = _fields.decode(head + b"]}")
         except DECODE_ERRORS:
@@ -182,7 +184,7 @@ class PrefixCache:
 
 
 class _EmptyHistory:
-    """The history of a frame's call, which holds no messages."""
+    """A history without messages, for the call in a frame."""
 
     raws: list[bytes] = []
     items: Sequence[bytes] = ()
@@ -198,12 +200,12 @@ _EMPTY_HISTORY = _EmptyHistory()
 
 
 def _request_key(wire: WireRequest) -> tuple[object, ...]:
-    """What a request depends on besides its body and headers, without the secret key: frames are shared between sessions."""
+    """Return the parts of a request besides body and headers. The secret key is excluded, because sessions share frames."""
     return wire.verb, wire.model, *sorted(item for item in wire.query.items() if item[0] != "key")
 
 
 def _match_items(body: bytes, at: int, items: Sequence[bytes]) -> tuple[int, int]:
-    """Count the items that stand at `at`, one after the other and followed by another item. Also return where that one starts."""
+    """Return how many of the items appear consecutively at `at`, each followed by a further item, and where the next item starts."""
     joined = b",".join(items)
     if body.startswith(joined, at) and (following := _next_item(body, at + len(joined))):
         return len(items), following
@@ -216,7 +218,7 @@ def _match_items(body: bytes, at: int, items: Sequence[bytes]) -> tuple[int, int
 
 
 def _next_item(body: bytes, end: int) -> int:
-    """Find the start of the item after one that ends at `end`. 0: there is none, or the separator is unusual."""
+    """Return the start of the item after the one that ends at `end`, or 0 if there is none or the separator is unusual."""
     if not body.startswith(b",", end):
         return 0
     return end + 2 if body.startswith(b" ", end + 1) else end + 1

@@ -1,7 +1,7 @@
-"""OpenAI Responses: `POST /v1/responses`, and `/v1/responses/input_tokens`, which counts tokens.
+"""OpenAI Responses: `POST /v1/responses` and, to count tokens, `POST /v1/responses/input_tokens`.
 
-Every field of a request is checked here. `responses_history.py` reads the conversation, `responses_tools.py` the tools, and
-`responses_reply.py` writes the replies. Responses are not stored: each call brings its whole conversation along.
+Every field of a request is checked here. `responses_history.py` decodes the conversation, `responses_tools.py` decodes the tools, and
+`responses_reply.py` encodes the replies. Responses are not stored: each call contains its whole conversation.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from turngate.types import Call, Constraint, Done, History, Json, Tool
 
 _ENCRYPTED = "reasoning.encrypted_content"
 _LOGPROBS = "message.output_text.logprobs"
-# Chat templates know no other efforts.
+# Efforts that chat templates do not support, and their replacements.
 _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high", "ultra": "high"}
 
 
 class PreviousResponseNotFound(BadRequest):
-    """A response cannot be found by its id, because responses are not stored."""
+    """A request that refers to an earlier response by its id, although responses are not stored."""
 
     kind = "previous_response_not_found"
 
@@ -50,7 +50,7 @@ class PreviousResponseNotFound(BadRequest):
 class _Reasoning(msgspec.Struct):
     effort: str | None = None
     summary: str | None = None
-    generate_summary: str | None = None  # its old name
+    generate_summary: str | None = None  # older name of summary
 
 
 class _Format(msgspec.Struct):
@@ -150,7 +150,7 @@ class Responses:
 
     def extend_call(self, call: Call, history: History, wire: WireRequest) -> Call | None:
         if not isinstance(history, ResponsesHistory) or history.offered or history.search_outputs:
-            return None  # the items bring tools along, which are part of the call
+            return None  # the items contain tools, which are part of the call
         return msgspec.structs.replace(
             call, history=history, body=wire.received_body, **call_fields_from_headers(wire.headers, FORWARDED_HEADERS)
         )
@@ -186,7 +186,7 @@ class Responses:
         return orjson.dumps(error_body(error, code="model_not_found" if missing else None))
 
     def sends_in_stream(self, error: TurngateError) -> bool:
-        # Agents look for an overflow in the stream, and compact. They recognise every other error by its HTTP status.
+        # Agents detect an overflow in the stream and then compact. They recognise every other error by its HTTP status.
         return isinstance(error, ContextOverflow)
 
 
@@ -199,45 +199,48 @@ def _refuse_unsupported(request: _Request) -> None:
         )
     for name, value in (("conversation", request.conversation), ("prompt", request.prompt)):
         if is_given(value):
-            raise field_error(name, "is not supported, since nothing is stored; send the whole conversation as input")
+            raise field_error(name, "is not supported, because nothing is stored; send the whole conversation as input")
     if request.background:
-        raise field_error("background", "is not supported, since no response is stored; stream it, or wait for it")
+        raise field_error(
+            "background", "is not supported, because responses are not stored; stream the response or wait for it"
+        )
     if request.top_logprobs or _LOGPROBS in (request.include or ()):
         field = "top_logprobs" if request.top_logprobs else "include"
         raise field_error(
-            field, "log-probabilities are recorded by the gateway and not given to agents; leave them out"
+            field, "requests log-probabilities, which the gateway records but does not return to agents; leave them out"
         )
     if is_given(request.context_management) and bytes(request.context_management) != b"[]":
         raise field_error(
-            "context_management", "the gateway does not compact conversations; leave it out and compact them yourself"
+            "context_management",
+            "is not supported, because the gateway does not compact conversations; compact them in the agent",
         )
     if is_given(request.moderation):
         raise field_error("moderation", "is not supported; leave it out")
 
 
 def _decode_history(request: _Request, wire: WireRequest) -> ResponsesHistory:
-    given_input = request.input
+    conversation = request.input
     items = (
-        [bytes(item) for item in given_input]
-        if isinstance(given_input, list)
-        else [_build_message_item("user", given_input)]
-        if given_input
+        [bytes(item) for item in conversation]
+        if isinstance(conversation, list)
+        else [_build_message_item("user", conversation)]
+        if conversation
         else []
     )
     instructions = _build_message_item("system", request.instructions) if request.instructions else b""
-    found = ResponsesHistory([*wire.known_items, *items], instructions, wire.history)
-    if not found.raws:
-        raise field_error("input", "must hold at least one item")
-    return found
+    history = ResponsesHistory([*wire.known_items, *items], instructions, wire.history)
+    if not history.raws:
+        raise field_error("input", "must contain at least one item")
+    return history
 
 
 def _build_message_item(role: str, text: str) -> bytes:
-    """Build an item for a text outside the list of items."""
+    """Build a message item for text that is not in the list of items."""
     return msgspec.json.encode({"role": role, "content": text})
 
 
 def _collect_tools(request: _Request, items: ResponsesHistory) -> bytes | None:
-    """Collect the tools of the request and of its items in one list."""
+    """Collect the tools of the request and of its items in one list. Return None if there are none."""
     raw = bytes(request.tools) if is_given(request.tools) else b"[]"
     if items.offered:
         try:
@@ -261,7 +264,7 @@ def _template_hints(effort: str | None, verbosity: str | None) -> dict[str, Json
 def _max_tokens(request: _Request) -> int | None:
     value = request.max_output_tokens
     if value is not None and value < 1:
-        raise field_error("max_output_tokens", f"{value} is less than 1")
+        raise field_error("max_output_tokens", f"must be at least 1, not {value}")
     return value
 
 
@@ -277,7 +280,7 @@ def _decode_text(request: _Request) -> _Text:
 def _decode_constraint(
     request: _Request, text: _Text, offered: bytes | None, *, renewed: bool
 ) -> tuple[Constraint | None, ResponsesTools | None]:
-    """Decode the shape that the output must have, and the tools that the model sees."""
+    """Decode the required shape of the output and the tools that the model sees."""
     try:
         choice: Json = msgspec.json.decode(request.tool_choice)
     except DECODE_ERRORS as error:
@@ -286,7 +289,7 @@ def _decode_constraint(
     forced, shown = _decode_tool_choice(choice, tools, parallel=request.parallel_tool_calls is not False)
     shape = _decode_text_format(text)
     if forced is not None and shape is not None:
-        raise field_error("tool_choice", "a forced tool and text.format cannot be combined; leave one out")
+        raise field_error("tool_choice", "cannot force a tool together with text.format; leave one out")
     return forced or shape, shown
 
 
@@ -304,15 +307,17 @@ def _decode_tool_choice(
             return require_tool(_require_tools(tools), flat_name(choice.get("namespace"), name), "tool_choice"), tools
         case {"type": "tool_search"}:
             return require_tool(_require_tools(tools), "tool_search", "tool_choice"), tools
-        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(wanted)}:
-            names = _read_allowed_names(wanted)
-            some = [tool for tool in _require_tools(tools) if tool.name in names]
+        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(entries)}:
+            names = _read_allowed_names(entries)
+            allowed = [tool for tool in _require_tools(tools) if tool.name in names]
             if mode == "required":
-                return require_any_tool(some, parallel=parallel), tools
-            # The model can only be kept from calling a tool by hiding it.
-            return None, tools.restrict_to(names) if tools is not None and some else None
+                return require_any_tool(allowed, parallel=parallel), tools
+            # Hiding a tool is the only way to keep the model from calling it.
+            return None, tools.restrict_to(names) if tools is not None and allowed else None
         case {"type": str(kind)} if kind not in ("function", "custom", "allowed_tools"):
-            raise field_error("tool_choice", f"{kind!r} is run by the provider, and this gateway runs no tools")
+            raise field_error(
+                "tool_choice", f"has type {kind!r}, a tool that the provider runs; this gateway does not run tools"
+            )
         case _:
             raise field_error(
                 "tool_choice",
@@ -321,9 +326,9 @@ def _decode_tool_choice(
             )
 
 
-def _read_allowed_names(wanted: list[Json]) -> set[str]:
+def _read_allowed_names(entries: list[Json]) -> set[str]:
     names: set[str] = set()
-    for n, tool in enumerate(wanted):
+    for n, tool in enumerate(entries):
         match tool:
             case {"type": "function" | "custom", "name": str(name)}:
                 names.add(flat_name(tool.get("namespace"), name))
@@ -332,15 +337,18 @@ def _read_allowed_names(wanted: list[Json]) -> set[str]:
             case {"type": str(kind)} if is_ignored(kind):
                 pass
             case _:
-                raise field_error(f"tool_choice.tools[{n}]", "must be {'type': 'function', 'name': …} or a custom tool")
+                raise field_error(
+                    f"tool_choice.tools[{n}]",
+                    "must be {'type': 'function', 'name': …} or {'type': 'custom', 'name': …}",
+                )
     return names
 
 
 def _require_tools(tools: ResponsesTools | None) -> tuple[Tool, ...]:
-    found = () if tools is None else tools.decode()
-    if not found:
-        raise field_error("tool_choice", "forces a tool, but there are no tools")
-    return found
+    decoded = () if tools is None else tools.decode()
+    if not decoded:
+        raise field_error("tool_choice", "forces a tool, but the request has no tools")
+    return decoded
 
 
 def _decode_text_format(text: _Text) -> Constraint | None:
@@ -355,9 +363,9 @@ def _decode_text_format(text: _Text) -> Constraint | None:
 
 
 def _echo_request(request: _Request, reasoning: _Reasoning) -> bytes:
-    """Encode the fields of the response that repeat the request, or what the gateway did instead.
+    """Encode the response fields that repeat the request, or that state what the gateway did instead.
 
-    They are a JSON object without its braces, which calls that share a frame share too.
+    The result is a JSON object without its braces. Calls with the same frame share it.
     """
 
     def as_sent(raw: msgspec.Raw, default: Json) -> Json:

@@ -1,8 +1,8 @@
-"""OpenAI Responses, reading: the items of a call → messages, decoded on demand.
+"""Decoding of OpenAI Responses conversations: items become messages, on demand.
 
-The format spreads one turn of the model over several items: reasoning, text, calls. Here they become one piece again, so that a turn is
-compared and decoded as one message. Consecutive items belong together, unless the ids that we gave them show that they came with
-different replies. The same ids also reunite calls that an agent has mixed with their results.
+The format spreads one turn of the model over several items: reasoning, text and calls. They are grouped again here, so that a turn is
+compared and decoded as one message. Consecutive items belong together, unless the ids that we assigned show that they are from
+different replies. The same ids also reunite calls that an agent has interleaved with their results.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from turngate.dialects.wire import ABSENT, DECODE_ERRORS, describe_error, is_giv
 from turngate.errors import BadRequest
 from turngate.types import History, Message, Role, ToolCall
 
-REASONING_PREFIX = "tg1."  # the prefix of reasoning that we encoded for the agent to send back
-WHOLE_INPUT_PREFIX = "ctcw"  # the id prefix of custom calls whose input is the model's complete arguments
+REASONING_PREFIX = "tg1."  # prefix of reasoning that we encode for the agent to send back
+WHOLE_INPUT_PREFIX = "ctcw"  # id prefix of custom calls whose input is the model's complete arguments
 
 _CALLS = frozenset({"function_call", "custom_tool_call", "tool_search_call"})
 _RESULTS = frozenset({"function_call_output", "custom_tool_call_output", "tool_search_output"})
@@ -53,7 +53,7 @@ _HOSTED_RESULTS = frozenset(
         "program_output",
     }
 )
-# Items that are part of a model's turn, besides its messages.
+# Items that are part of a model's turn, in addition to its messages.
 _TURN = frozenset({"reasoning"}) | _CALLS | _HOSTED
 _ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
@@ -101,7 +101,7 @@ class _Item(msgspec.Struct):
 
 
 class _ToolsItem(msgspec.Struct):
-    """An item that brings tools along."""
+    """An item that contains tools."""
 
     tools: list[msgspec.Raw] = []
 
@@ -112,24 +112,24 @@ _tools_item = msgspec.json.Decoder(_ToolsItem)
 
 
 class ResponsesHistory:
-    """The pieces of one request, decoded one at a time. `instructions` precede the items, in the form of an item.
+    """The messages of one request, decoded one group of items at a time.
 
-    `before`: the history of an earlier request with whose items these start.
+    `instructions` is an item that precedes the others. `before` is the history of an earlier request whose items are a prefix of these.
     """
 
     def __init__(self, items: Sequence[bytes], instructions: bytes = b"", before: History | None = None) -> None:
         self.items = items
         self._instructions = instructions
-        self.offered: list[bytes] = []  # tools in the items rather than in the request
-        self.search_outputs: list[bytes] = []  # items with results of the agent's own tool search
-        self._pieces: list[tuple[int, ...]] = []  # the items of each piece; the instructions are item -1
+        self.offered: list[bytes] = []  # tools from the items rather than from the request itself
+        self.search_outputs: list[bytes] = []  # items with results of the agent's own tool searches
+        self._groups: list[tuple[int, ...]] = []  # the item indexes of each group; the instructions are item -1
         self.raws: list[bytes] = []
-        self._turn: int | None = None  # the piece that is a turn and may get more items
-        self._mark = ""  # the reply mark of that turn
-        self._adjacent = False
+        self._turn: int | None = None  # the group that is an open turn, to which items may be added
+        self._mark = ""  # reply mark of the open turn
+        self._adjacent = False  # the previous item was part of a turn
         if isinstance(before, ResponsesHistory) and before._instructions == instructions:
             self.offered, self.search_outputs = before.offered.copy(), before.search_outputs.copy()
-            self._pieces, self.raws = before._pieces.copy(), before.raws.copy()
+            self._groups, self.raws = before._groups.copy(), before.raws.copy()
             self._turn, self._mark, self._adjacent = before._turn, before._mark, before._adjacent
             self._add(len(before.items))
             return
@@ -141,8 +141,8 @@ class ResponsesHistory:
         return ResponsesHistory(items, self._instructions, self)
 
     def _add(self, start: int) -> None:
-        """Add the items from index `start` on."""
-        grown: dict[int, list[int]] = {}  # more items of existing pieces
+        """Add the items starting at index `start`."""
+        grown: dict[int, list[int]] = {}  # items added to existing groups
         for n in range(start, len(self.items)):
             item = self.items[n]
             head = self._read(item, n)
@@ -152,23 +152,23 @@ class ResponsesHistory:
                     assert self._turn is not None
                     grown.setdefault(self._turn, []).append(n)
                 else:
-                    self._turn = len(self._pieces)
+                    self._turn = len(self._groups)
                     self._begin(n, item)
             elif kind == "additional_tools":
                 self.offered += _read_tools(item, self._place(n))
             else:
                 self._adjacent = False
                 if kind not in _RESULTS:
-                    self._turn = None  # another speaker
+                    self._turn = None  # a different speaker ends the turn
                 elif kind == "tool_search_output":
                     self.search_outputs.append(item)
                 self._begin(n, item)
-        for piece, more in grown.items():
-            self._pieces[piece] = (*self._pieces[piece], *more)
-            self.raws[piece] = b",".join([self.raws[piece], *(self.items[n] for n in more)])
+        for group, more in grown.items():
+            self._groups[group] = (*self._groups[group], *more)
+            self.raws[group] = b",".join([self.raws[group], *(self.items[n] for n in more)])
 
     def _belongs_to_turn(self, own: str) -> bool:
-        """Whether an item of a turn belongs to the open turn. `own`: the reply mark in the item's id."""
+        """Return whether an item belongs to the open turn. `own` is the reply mark in the item's id."""
         mark = self._mark
         same = own == mark or not (own and mark) if self._adjacent else own != "" and own == mark
         self._adjacent = True
@@ -177,11 +177,11 @@ class ResponsesHistory:
         return belongs
 
     def _begin(self, n: int, item: bytes) -> None:
-        self._pieces.append((n,))
+        self._groups.append((n,))
         self.raws.append(item)
 
     def decode(self, index: int) -> tuple[Message, ...]:
-        places = [self._place(n) for n in self._pieces[index]]
+        places = [self._place(n) for n in self._groups[index]]
         try:
             items = _items.decode(b"[" + self.raws[index] + b"]")
         except DECODE_ERRORS as error:
@@ -191,7 +191,7 @@ class ResponsesHistory:
         return (_decode_other(items[0], places[0]),)
 
     def list_searched_tools(self) -> list[bytes]:
-        """The lists of tools that the agent's searches found."""
+        """Return the lists of tools that the agent's searches returned."""
         return [b"[" + b",".join(_read_tools(item, "input")) + b"]" for item in self.search_outputs]
 
     def _read(self, item: bytes, n: int) -> _Head:
@@ -218,7 +218,7 @@ def decode_reasoning(value: str, where: str) -> str:
         raw, text = b"", ""
     if raw[:8] != _checksum(raw[8:]):
         raise InvalidEncryptedContent(
-            f"{where}.encrypted_content: could not be verified; send it back unchanged, or leave the item out",
+            f"{where}.encrypted_content could not be verified; send it back unchanged, or leave the item out",
             param=f"{where}.encrypted_content",
         )
     return text
@@ -229,12 +229,12 @@ def _checksum(raw: bytes) -> bytes:
 
 
 def _default_type(role: str | None) -> str:
-    """The type of an item that has none."""
+    """Return the type of an item that does not specify one."""
     return "message" if role else "item_reference"
 
 
 def _reply_mark(item_id: str) -> str:
-    """The mark that all ids of one of our replies share; empty for other ids."""
+    """Return the mark that all ids in one of our replies share, or an empty string for other ids."""
     return item_id.partition("_tg")[2][:24]
 
 
@@ -246,7 +246,7 @@ def _read_tools(item: bytes, where: str) -> list[bytes]:
 
 
 def _item_error(error: Exception, places: list[str]) -> BadRequest:
-    """Build an error from msgspec's message, with the position of the item in the request."""
+    """Build an error from msgspec's message and the position of the item in the request."""
     found = re.fullmatch(r"(?s)(?:\[(\d+)\])?\.?([\w.\[\]]*): (Expected .*)", describe_error(error))
     if found is None:
         return BadRequest(f"{places[0]}: {describe_error(error)}", param=places[0])
@@ -278,14 +278,14 @@ def _decode_turn(items: list[_Item], places: list[str]) -> Message:
                 unsupported = (
                     unsupported or f"{where}.type: {kind!r} items belong to the provider; this gateway cannot read them"
                 )
-    # Texts that were streamed in pieces are joined without a separator.
+    # Text that was split by streaming is joined without a separator.
     return Message(
         "assistant", "".join(content), "".join(reasoning), tuple(calls), signature=signature, unsupported=unsupported
     )
 
 
 def _read_reasoning(item: _Item, where: str) -> tuple[str, str]:
-    """Read the reasoning, and the provider's signature of it."""
+    """Return the reasoning and the provider's signature for it."""
     kept = item.encrypted_content or ""
     if kept.startswith(REASONING_PREFIX):
         return decode_reasoning(kept, where), ""
@@ -298,25 +298,25 @@ def _read_reasoning(item: _Item, where: str) -> tuple[str, str]:
 
 def _decode_call(item: _Item, where: str) -> ToolCall:
     if item.call_id is None:
-        raise BadRequest(f"{where}.call_id: is missing", param=f"{where}.call_id")
+        raise BadRequest(f"{where}.call_id is missing", param=f"{where}.call_id")
     if item.kind == "tool_search_call":
         return ToolCall(item.call_id, SEARCH, _decode_arguments(item.arguments))
     if not item.name:
-        raise BadRequest(f"{where}.name: is missing", param=f"{where}.name")
+        raise BadRequest(f"{where}.name is missing", param=f"{where}.name")
     name = flat_name(item.namespace, item.name)
     if item.kind == "function_call":
         return ToolCall(item.call_id, name, _decode_arguments(item.arguments))
     if item.input is None:
-        raise BadRequest(f"{where}.input: is missing", param=f"{where}.input")
+        raise BadRequest(f"{where}.input is missing", param=f"{where}.input")
     if (item.id or "").startswith(WHOLE_INPUT_PREFIX):
         return ToolCall(item.call_id, name, item.input)
     return ToolCall(item.call_id, name, msgspec.json.encode({"input": item.input}).decode())
 
 
 def _decode_arguments(raw: msgspec.Raw) -> str:
-    """Decode arguments: JSON text in a string, or the JSON value itself."""
-    given_as = bytes(raw)
-    text = msgspec.json.decode(given_as, type=str) if given_as.startswith(b'"') else given_as.decode()
+    """Decode arguments, which are either JSON text in a string or the JSON value itself."""
+    data = bytes(raw)
+    text = msgspec.json.decode(data, type=str) if data.startswith(b'"') else data.decode()
     return "{}" if text in ("", "null") else text
 
 
@@ -329,7 +329,7 @@ def _decode_other(item: _Item, where: str) -> Message:
             role = _ROLES.get(item.role or "")
             if role is None:
                 raise BadRequest(
-                    f"{where}.role: {item.role!r} is not one of system, developer, user, assistant",
+                    f"{where}.role must be one of system, developer, user, assistant, not {item.role!r}",
                     param=f"{where}.role",
                 )
             texts, unsupported = _read_texts(item.content, f"{where}.content")
@@ -354,21 +354,26 @@ def _decode_other(item: _Item, where: str) -> Message:
             return Message("tool", tool_call_id=item.call_id or "", unsupported=unsupported)
         case "item_reference":
             raise BadRequest(
-                f"{where}: refers to an item by its id, but items are not stored; send the item itself",
+                f"{where} refers to an item by its id, but items are not stored; send the item itself",
                 param=where,
             )
         case kind:
-            raise BadRequest(f"{where}.type: {kind!r} items are not supported", param=f"{where}.type")
+            raise BadRequest(
+                f"{where}.type {kind!r} is not supported; send messages, reasoning, function calls and their outputs",
+                param=f"{where}.type",
+            )
 
 
 def _require_call_id(item: _Item, where: str) -> str:
     if item.call_id is None:
-        raise BadRequest(f"{where}.call_id: a result needs the id of the call it answers", param=f"{where}.call_id")
+        raise BadRequest(
+            f"{where}.call_id is missing; a result needs the id of the call it answers", param=f"{where}.call_id"
+        )
     return item.call_id
 
 
 def _read_texts(content: str | list[_Part] | None, where: str) -> tuple[list[str], str]:
-    """Read the texts of some content, and why a text-only model cannot read all of it, if so."""
+    """Return the texts of the content and, if a text-only model cannot read all of it, the reason."""
     if content is None or isinstance(content, str):
         return [content or ""], ""
     texts = []
@@ -379,19 +384,19 @@ def _read_texts(content: str | list[_Part] | None, where: str) -> tuple[list[str
                 texts.append(part.text or "")
             case "refusal":
                 texts.append(part.refusal or "")
-            case "encrypted_content":  # in a message between agents: an argument that one of our models gave
+            case "encrypted_content":  # in a message between agents: an argument that one of our models wrote
                 texts.append(part.encrypted_content or "")
             case "input_image" | "input_file" | "input_audio":
                 texts.append(placeholder(part.type, msgspec.json.encode(part)))
-                why = f"{part.type!r} parts are not supported; this model takes text only"
+                why = f"{part.type!r} parts are not supported; this model accepts text only"
                 unsupported = unsupported or f"{where}[{n}].type: {why}"
             case kind:
-                raise BadRequest(f"{where}[{n}].type: {kind!r} parts are not supported", param=f"{where}[{n}].type")
+                raise BadRequest(f"{where}[{n}].type {kind!r} is not supported; send text", param=f"{where}[{n}].type")
     return texts, unsupported
 
 
 def _join_texts(texts: list[str]) -> str:
-    """Join texts, each on a line of its own."""
+    """Join texts, each starting on a new line."""
     text = ""
     for more in texts:
         text += ("\n" if text and not text.endswith("\n") else "") + more

@@ -1,12 +1,13 @@
-"""OpenAI Responses, writing: a reply, event by event. A reply that is not streamed is the response of the last event.
+"""Encoding of OpenAI Responses replies, event by event. A reply that is not streamed is the response in the last event.
 
     created, in_progress → per item: added, its parts and deltas, done → completed, incomplete or failed
 
-An item is open while text of its kind arrives; a call arrives complete. The ids of items carry the mark of their reply, which identifies
+An item stays open while text of its kind arrives. A call arrives complete. Item ids contain the mark of their reply, which identifies
 the turn when the agent sends it back (`responses_history.py`).
 
-A reply has about a dozen events besides its text, and three of them repeat the request. Events are therefore templates with holes: constant
-parts are encoded once, the request's part once for all calls that share it, and a text or an item once for all events that contain it.
+A reply has about a dozen events besides its text, and three of them repeat the request. For speed, events are templates with placeholders:
+constant parts are encoded once, the request's part once for all calls that share it, and a text or an item once for all events that
+contain it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from turngate.types import Call, CallDelta, Delta, Done, Json, KeepAlive, ReplyE
 
 
 class OfferedTools:
-    """The lists of tools that say what kind each call is, decoded when the first call arrives."""
+    """The lists of tools that determine the kind of each call. They are decoded when the first call arrives."""
 
     def __init__(self, lists: tuple[bytes, ...] = ()) -> None:
         self._lists = lists
@@ -37,16 +38,16 @@ class OfferedTools:
 
 
 class ResponsesReplyOptions(msgspec.Struct, frozen=True):
-    """What the request asks of the reply."""
+    """Reply options from the request."""
 
-    echo: bytes  # fields of the response that repeat the request: a JSON object without its braces
+    echo: bytes  # response fields that repeat the request, as a JSON object without its braces
     tools: OfferedTools
-    summary: bool = False  # reasoning is returned as a summary
-    encrypt_reasoning: bool = False  # reasoning is returned as `encrypted_content`, which the agent sends back
+    summary: bool = False  # return reasoning as a summary
+    encrypt_reasoning: bool = False  # return reasoning as `encrypted_content`, which the agent sends back
 
 
 # ── templates ───────────────────────────────────────────────────────────────────────────────────────────────────────
-# `%b` is JSON that is inserted verbatim (or, between quotes, an id), `%d` a number. The first hole of an event is its sequence number.
+# `%b` inserts JSON verbatim (or an id, between quotes) and `%d` a number. The first placeholder of an event is its sequence number.
 
 
 def _event(name: str, fields: bytes) -> bytes:
@@ -74,8 +75,8 @@ _PLACE = b'"item_id":"%b","output_index":%d,'  # the position of an event inside
 class _TextForm(msgspec.Struct, frozen=True):
     """The templates of one kind of text."""
 
-    prefix: bytes  # of the item's id
-    item: bytes  # holes: id, status and parts of a message; id, parts and signature of reasoning
+    prefix: bytes  # prefix of the item's id
+    item: bytes  # placeholders: id, status and parts of a message; id, parts and signature of reasoning
     part: bytes
     part_added: bytes
     delta: bytes
@@ -86,17 +87,17 @@ class _TextForm(msgspec.Struct, frozen=True):
 def _build_text_form(
     prefix: bytes, item: bytes, part: bytes, events: tuple[str, str], index: bytes, more: bytes = b""
 ) -> _TextForm:
-    """Build the templates. `events`: the names of the text's and the part's events. `index`: the field for the part's index, always 0."""
+    """Build the templates. `events` names the text event and the part event. `index` is the field for the part's index, always 0."""
     place = _PLACE + b'"%b":0,' % index
-    of_text, of_part = events
+    text_event, part_event = events
     return _TextForm(
         prefix,
         item,
         part,
-        part_added=_event(f"{of_part}.added", place + b'"part":%b'),
-        delta=_event(f"{of_text}.delta", place + b'"delta":%b' + more),
-        done=_event(f"{of_text}.done", place + b'"text":%b' + more),
-        part_done=_event(f"{of_part}.done", place + b'"part":%b'),
+        part_added=_event(f"{part_event}.added", place + b'"part":%b'),
+        delta=_event(f"{text_event}.delta", place + b'"delta":%b' + more),
+        done=_event(f"{text_event}.done", place + b'"text":%b' + more),
+        part_done=_event(f"{part_event}.done", place + b'"part":%b'),
     )
 
 
@@ -127,7 +128,7 @@ _SUMMARY = _build_text_form(
 class _CallForm(msgspec.Struct, frozen=True):
     """The templates of one kind of call."""
 
-    item: bytes  # holes: id, status, call fields, arguments
+    item: bytes  # placeholders: id, status, call fields, arguments
     delta: bytes
     done: bytes
 
@@ -147,7 +148,7 @@ _SEARCH = b'{"id":"%b","type":"tool_search_call","status":"completed","call_id":
 
 
 class _OpenItem(msgspec.Struct):
-    """The item that is being written."""
+    """The item being written."""
 
     form: _TextForm
     id: bytes
@@ -161,7 +162,7 @@ class ResponsesStream:
     media = "text/event-stream; charset=utf-8"
 
     def __init__(self, call: Call) -> None:
-        assert isinstance(call.reply_options, ResponsesReplyOptions), "a call of this dialect"
+        assert isinstance(call.reply_options, ResponsesReplyOptions), "the call must be in the responses dialect"
         self._options = call.reply_options
         self._mark = os.urandom(12).hex().encode()
         self._sequence = 2  # `begin` uses 0 and 1
@@ -225,7 +226,7 @@ class ResponsesStream:
             item, added = self._open(self._reasoning_form())
             opening += added
         item.signature = signature
-        return opening + self._close()  # later reasoning has a signature of its own
+        return opening + self._close()  # later reasoning has its own signature
 
     def _open(self, form: _TextForm) -> tuple[_OpenItem, bytes]:
         self._item = item = _OpenItem(form, self._id(form.prefix))
@@ -249,7 +250,7 @@ class ResponsesStream:
         return data + self._add_item(form.item % (item.id, part if plain else b"", self._encode_encrypted(item, plain)))
 
     def _encode_encrypted(self, item: _OpenItem, reasoning: str) -> bytes:
-        """Encode the opaque form of reasoning that the agent sends back."""
+        """Encode the opaque form of the reasoning, which the agent sends back."""
         signature = item.signature or (
             encode_reasoning(reasoning) if reasoning and self._options.encrypt_reasoning else ""
         )
@@ -271,12 +272,12 @@ class ResponsesStream:
         return _ADDED % (self._next(), len(self._output), item) + self._add_item(item)
 
     def _encode_call(self, form: _CallForm, item_id: bytes, fields: bytes, text: str) -> bytes:
-        place, given = len(self._output), orjson.dumps(text)
+        place, encoded = len(self._output), orjson.dumps(text)
         data = _ADDED % (self._next(), place, form.item % (item_id, b"in_progress", fields, b'""'))
         if text:
-            data += form.delta % (self._next(), item_id, place, given)
-        data += form.done % (self._next(), item_id, place, given)
-        return data + self._add_item(form.item % (item_id, b"completed", fields, given))
+            data += form.delta % (self._next(), item_id, place, encoded)
+        data += form.done % (self._next(), item_id, place, encoded)
+        return data + self._add_item(form.item % (item_id, b"completed", fields, encoded))
 
     def _add_item(self, item: bytes) -> bytes:
         self._output.append(item)
@@ -286,18 +287,18 @@ class ResponsesStream:
         return b"%b_tg%b%02x" % (kind, self._mark, len(self._output))
 
     def _next(self) -> int:
-        """The next sequence number."""
+        """Return the next sequence number."""
         self._sequence += 1
         return self._sequence - 1
 
     # ── the response ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _finish(self, done: Done) -> tuple[bytes, str, bytes]:
-        """Finish the reply: return the remaining events, the final status and the whole response."""
+        """Finish the reply. Return the remaining events, the final status and the whole response."""
         cut = done.finish == "length"
         data = b""
         if self._item is None and not self._output:
-            # An empty reply still has a message, so that the agent can send the turn back.
+            # Add an empty message to an empty reply, so that the agent can send the turn back.
             data = self._open(_MESSAGE)[1]
         data += self._close(b"incomplete" if cut else b"completed")
         if cut:
@@ -316,7 +317,7 @@ class ResponsesStream:
 
 
 def error_message(error: TurngateError) -> str:
-    """The error's message, in the wording that agents look for."""
+    """Return the error's message in the wording that agents recognise."""
     if isinstance(error, ContextOverflow):
         known = error.limit is not None and error.size is not None
         sizes = f" (The maximum context length is {error.limit} tokens; your input has {error.size}.)" if known else ""
@@ -327,7 +328,7 @@ def error_message(error: TurngateError) -> str:
 
 
 def _error_code(error: TurngateError) -> str:
-    """The code of a failed response. Agents retry after a `server_error`, but not after an invalid request."""
+    """Return the code of a failed response. Agents retry after `server_error`, but not after an invalid request."""
     if isinstance(error, ContextOverflow):
         return error.kind
     if error.status == 429:
@@ -336,7 +337,7 @@ def _error_code(error: TurngateError) -> str:
 
 
 def _free_text(arguments: str) -> str | None:
-    """The input of a custom tool, if the arguments contain nothing else."""
+    """Return the input of a custom tool, or None if the arguments contain anything else."""
     try:
         match orjson.loads(arguments):
             case {"input": str(text), **rest} if not rest:
@@ -349,10 +350,10 @@ def _free_text(arguments: str) -> str | None:
 def _encode_arguments(arguments: str) -> bytes:
     """Encode arguments as a JSON object, or as text if they are not one."""
     try:
-        spelled: Json = orjson.loads(arguments)
+        value: Json = orjson.loads(arguments)
     except orjson.JSONDecodeError:
-        spelled = None
-    return one_line(arguments).encode() if isinstance(spelled, dict) else orjson.dumps(arguments)
+        value = None
+    return one_line(arguments).encode() if isinstance(value, dict) else orjson.dumps(arguments)
 
 
 def _usage_to_wire(usage: Usage | None) -> bytes:

@@ -1,7 +1,7 @@
-"""OpenAI Responses: tools ⇄ functions that a chat template can show.
+"""Conversion between OpenAI Responses tools and functions that a chat template can render.
 
-The model sees plain functions. A custom tool is a function with a single string `input`; a function in a namespace is named
-`namespace__name`; the agent's own `tool_search` is a function too. `index_tools` leads back from the function that the model called to the
+The model sees plain functions. A custom tool becomes a function with a single string argument, `input`. A function in a namespace is named
+`namespace__name`. The agent's own `tool_search` becomes a function too. `index_tools` maps a function that the model called back to the
 kind of item that the agent expects.
 """
 
@@ -16,17 +16,17 @@ from turngate.dialects.wire import DECODE_ERRORS, describe_error, function_tool,
 from turngate.errors import BadRequest
 from turngate.types import Json, Tool
 
-DEFAULT_NAMESPACES = ("", "functions")  # the namespaces that a function's name leaves out
+DEFAULT_NAMESPACES = ("", "functions")  # namespaces that are omitted from function names
 SEARCH = "tool_search"
 
 _HOSTED = {
-    "file_search": "is run by the provider, and this gateway runs no tools; give the model a search function of your own",
-    "code_interpreter": "is run by the provider, and this gateway runs no tools; give the model a function that runs code",
-    "mcp": "is run by the provider, and this gateway runs no tools; connect to the server yourself and offer its functions",
-    "programmatic_tool_calling": "is run by the provider, and this gateway runs no tools; leave it out",
-    "local_shell": "is not supported; offer a function that runs commands instead",
-    "shell": "is not supported; offer a function that runs commands instead",
-    "apply_patch": "is not supported; offer a custom tool that takes a patch instead",
+    "file_search": "is not supported, because only the provider can run it; declare your own search function",
+    "code_interpreter": "is not supported, because only the provider can run it; declare a function that runs code",
+    "mcp": "is not supported, because only the provider can run it; connect to the server yourself and declare its functions",
+    "programmatic_tool_calling": "is not supported, because only the provider can run it; leave it out",
+    "local_shell": "is not supported; declare a function that runs commands instead",
+    "shell": "is not supported; declare a function that runs commands instead",
+    "apply_patch": "is not supported; declare a custom tool that accepts a patch instead",
 }
 
 
@@ -47,7 +47,7 @@ class _WireTool(msgspec.Struct):
 
 
 class _Name(msgspec.Struct):
-    """The part of a tool that gives its name."""
+    """The name of a tool and, for a namespace, of its tools."""
 
     type: str = ""
     name: str = ""
@@ -55,7 +55,7 @@ class _Name(msgspec.Struct):
 
 
 class _AllowedTools(msgspec.Struct):
-    """The stored form of tools of which only some were allowed."""
+    """The stored form of a list of tools of which only some are allowed."""
 
     allowed_tools: list[str]
     tools: msgspec.Raw
@@ -76,8 +76,8 @@ _names = msgspec.json.Decoder(list[_Name])
 class ResponsesTools:
     """The tools of one request.
 
-    `allowed`: the names of the tools that the model sees; None: all. `renewed`: tools may replace earlier ones of the same name, because
-    some arrived in the course of the conversation.
+    `allowed` names the tools that the model sees; None means all. If `renewed` is set, a tool may replace an earlier one with the same
+    name, because some tools arrived during the conversation.
     """
 
     def __init__(self, raw: bytes, allowed: Collection[str] | None = None, *, renewed: bool = False) -> None:
@@ -89,19 +89,19 @@ class ResponsesTools:
         )
 
     def decode(self) -> tuple[Tool, ...]:
-        found: dict[str, Tool] = {}
+        by_name: dict[str, Tool] = {}
         for tool in decode_tools(self._tools, "tools"):
-            if tool.name in found and not self.renewed:
-                raise BadRequest(f"tools: two tools are named {tool.name!r}; rename one", param="tools")
-            found[tool.name] = tool
-        return tuple(tool for name, tool in found.items() if self._allowed is None or name in self._allowed)
+            if tool.name in by_name and not self.renewed:
+                raise BadRequest(f"tools contains two tools named {tool.name!r}; rename one", param="tools")
+            by_name[tool.name] = tool
+        return tuple(tool for name, tool in by_name.items() if self._allowed is None or name in self._allowed)
 
     def restrict_to(self, names: Collection[str]) -> ResponsesTools:
         return ResponsesTools(self._tools, names, renewed=self.renewed)
 
     @classmethod
     def from_stored(cls, raw: bytes) -> ResponsesTools:
-        """Read back what `raw` holds: a list of tools, or that list with the names of those that were allowed."""
+        """Read stored tools: a list of tools, or a list of tools with the names of the allowed ones."""
         if not raw.lstrip().startswith(b"{"):
             return cls(raw, renewed=True)
         stored = msgspec.json.decode(raw, type=_AllowedTools)
@@ -109,7 +109,7 @@ class ResponsesTools:
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """The name by which the model knows a function."""
+    """Return the function name that the model sees."""
     return name if (namespace or "") in DEFAULT_NAMESPACES else f"{namespace}__{name}"
 
 
@@ -122,7 +122,7 @@ def decode_tools(raw: bytes, where: str) -> list[Tool]:
 
 
 def index_tools(raws: Sequence[bytes]) -> dict[str, AgentTool]:
-    """Index the tools of these lists by the names that the model sees. They were validated before, so nothing is refused here."""
+    """Index the tools of these lists by the names that the model sees. They were validated before, so no error is raised here."""
     found: dict[str, AgentTool] = {}
     for raw in raws:
         try:
@@ -141,7 +141,7 @@ def index_tools(raws: Sequence[bytes]) -> dict[str, AgentTool]:
 
 
 def is_ignored(kind: str) -> bool:
-    """Whether a tool is hidden from the model: one that agents always offer and that only the provider can run."""
+    """Return whether a tool is hidden from the model, because agents always offer it and only the provider can run it."""
     return kind.startswith("web_search") or kind == "image_generation"
 
 
@@ -154,29 +154,31 @@ def _decode_tool(wire: _WireTool, where: str) -> Iterator[Tool]:
         case "namespace":
             yield from _decode_namespace(wire, where)
         case "tool_search":
-            # A search that the provider runs would only find tools of this list, which the model sees anyway.
+            # A search run by the provider would only find tools in this list, which the model sees anyway.
             if wire.execution == "client":
                 parameters = require_shallow(wire.parameters, f"{where}.parameters")
                 yield function_tool(SEARCH, wire.description, parameters)
         case kind:
-            why = _HOSTED.get(kind, "is not supported; 'function', 'custom' and 'namespace' tools are")
-            raise BadRequest(f"{where}.type: {kind!r} {why}", param=f"{where}.type")
+            why = _HOSTED.get(kind, "is not supported; use 'function', 'custom' or 'namespace'")
+            raise BadRequest(f"{where}.type {kind!r} {why}", param=f"{where}.type")
 
 
 def _decode_namespace(wire: _WireTool, where: str) -> Iterator[Tool]:
     if not wire.name:
-        raise BadRequest(f"{where}.name: is missing", param=f"{where}.name")
+        raise BadRequest(f"{where}.name is missing", param=f"{where}.name")
     about = f"\n\nAbout the {wire.name} tools: {wire.description}" if wire.description else ""
     for n, inner in enumerate(wire.tools or ()):
         place = f"{where}.tools[{n}]"
         if inner.type not in ("function", "custom"):
-            raise BadRequest(f"{place}.type: {inner.type!r} is not supported in a namespace", param=f"{place}.type")
+            raise BadRequest(
+                f"{place}.type must be 'function' or 'custom' in a namespace, not {inner.type!r}", param=f"{place}.type"
+            )
         yield _decode_function(inner, wire.name, place, about if n == 0 else "")
 
 
 def _decode_function(wire: _WireTool, namespace: str, where: str, about: str = "") -> Tool:
     if not wire.name:
-        raise BadRequest(f"{where}.name: is missing", param=f"{where}.name")
+        raise BadRequest(f"{where}.name is missing", param=f"{where}.name")
     name = flat_name(namespace, wire.name)
     if wire.type == "custom":
         return function_tool(name, _describe_free_text(wire) + about, _FREE_TEXT_SCHEMA)

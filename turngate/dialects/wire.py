@@ -1,4 +1,4 @@
-"""Decode and validate the wire JSON of model calls, for all dialects, and explain what is wrong with a field."""
+"""Decoding and validation of wire JSON, shared by all dialects."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import numpy as np
 from turngate.errors import BadRequest
 from turngate.types import Constraint, Json, Sampling, Tool
 
-# An absent raw field reads like one that is null.
+# The default of raw fields, so an absent field is treated as null.
 ABSENT = msgspec.Raw(b"null")
-# What decoding raises: wrong types or syntax, invalid UTF-8, too deep nesting.
+# Exceptions raised by decoding: wrong types or syntax, invalid UTF-8, excessive nesting.
 DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-_MAX_DEPTH = 200  # levels of a schema; encoders fail at 254
+_MAX_DEPTH = 200  # nesting levels of a schema; encoders fail at 254
 
 
-_SHORT_BODY = 4_000  # bytes; below it, a plain search is faster
+_SHORT_BODY = 4_000  # bytes; below this, a regex search is faster
 _SURROGATE_START = re.compile(rb"\\u[dD]")
 _ESCAPE = int.from_bytes(b"\\u", "little")
 _SURROGATES = re.compile(
@@ -29,14 +29,14 @@ _SURROGATES = re.compile(
 
 
 def without_lone_surrogates(body: bytes) -> bytes:
-    """Replace lone surrogates in JSON by the replacement character. JavaScript programs may cut a string inside a character."""
+    """Replace lone surrogates in JSON with the replacement character. JavaScript programs may cut a string inside a character."""
     if not _has_surrogates(body):
         return body
     return _SURROGATES.sub(lambda found: b"\\ufffd" if len(found[0]) == 6 else found[0], body)
 
 
 def _has_surrogates(body: bytes) -> bool:
-    r"""Whether the body holds `\ud`, in either case. A long body is searched two bytes at a time, far faster than Python's own search."""
+    r"""Return whether the body contains `\ud` or `\uD`. A long body is searched two bytes at a time, far faster than with a regex."""
     if len(body) < _SHORT_BODY:
         return _SURROGATE_START.search(body) is not None
     for start in (0, 1):
@@ -58,7 +58,7 @@ def is_given(raw: msgspec.Raw) -> bool:
 
 
 def describe_error(error: Exception) -> str:
-    """msgspec's message with the field's name first: `max_tokens: Expected `int | null`, got `str``."""
+    """Return msgspec's message with the field's name first, such as `max_tokens: Expected `int | null`, got `str``."""
     text = str(error)
     found = re.search(r" - at `\$?\.?(.*)`$", text)
     return f"{found[1]}: {text[: found.start()]}" if found else text
@@ -69,23 +69,24 @@ def error_field(error: msgspec.DecodeError) -> str | None:
     return found[1] if found else None
 
 
-def field_error(field: str, why: str) -> BadRequest:
-    return BadRequest(f"{field}: {why}", param=field)
+def field_error(field: str, problem: str) -> BadRequest:
+    """Build an error about a field. `problem` completes a sentence that starts with the field's name."""
+    return BadRequest(f"{field} {problem}", param=field)
 
 
 def require_shallow(value: Json, field: str) -> Json:
-    """Return the value, or raise if it is nested too deeply for the code that later reads and writes it."""
+    """Return the value, or raise BadRequest if it is nested too deeply to be encoded later."""
     level = [value]
     for _ in range(_MAX_DEPTH):
         inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
         level = [child for children in inner for child in children]
         if not level:
             return value
-    raise field_error(field, f"is nested more than {_MAX_DEPTH} deep")
+    raise field_error(field, f"is nested more than {_MAX_DEPTH} levels deep")
 
 
 def one_line(json: str) -> str:
-    """Put JSON on one line, for an event of a stream. Line breaks are never part of a JSON string."""
+    """Put JSON on one line, as stream events require. Raw line breaks never occur inside a JSON string."""
     return json.translate(_ONE_LINE)
 
 
@@ -98,14 +99,14 @@ def bearer_token(headers: Mapping[str, str]) -> str:
 
 
 def is_retry(headers: Mapping[str, str]) -> bool:
-    """Whether the client repeats a call, according to the header of the providers' SDKs or of our relay."""
+    """Return whether the client is retrying a call, according to a header set by the providers' SDKs or by our relay."""
     return headers.get("x-stainless-retry-count", "0") not in ("", "0") or headers.get(
         "x-turngate-attempt", "1"
     ) not in ("", "1")
 
 
 def call_fields_from_headers(headers: Mapping[str, str], forwarded: Sequence[str]) -> dict[str, Any]:
-    """Build the fields of a call that come from its headers. `forwarded`: the headers that a provider of the same dialect receives."""
+    """Build the call fields that are derived from headers. `forwarded` names the headers sent to a provider of the same dialect."""
     return {
         "retried": is_retry(headers),
         "idempotency_key": headers.get("idempotency-key", ""),
@@ -113,30 +114,30 @@ def call_fields_from_headers(headers: Mapping[str, str], forwarded: Sequence[str
     }
 
 
-def validate_sampling(found: dict[str, Any], names: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Check that `Sampling` fields are in range. `names`: the dialect's names for them, where they differ."""
-    if found.get("top_k") == -1:
-        found = {**found, "top_k": 0}  # another way to turn it off
+def validate_sampling(values: dict[str, Any], names: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Check that `Sampling` fields are in range. `names` maps fields to the dialect's own names where they differ."""
+    if values.get("top_k") == -1:
+        values = {**values, "top_k": 0}  # both values disable it
     try:
-        msgspec.convert(found, Sampling)
+        msgspec.convert(values, Sampling)
     except msgspec.ValidationError as error:
         field = error_field(error) or ""
-        called = (names or {}).get(field, field)
-        raise BadRequest(describe_error(error).replace(field, called, 1), param=called) from None
-    return found
+        wire_name = (names or {}).get(field, field)
+        raise BadRequest(describe_error(error).replace(field, wire_name, 1), param=wire_name) from None
+    return values
 
 
 def validate_stops(field: str, stop: str | Sequence[str] | None) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if any(not s for s in stops):
-        raise field_error(field, "an empty string would stop at once; leave it out")
+        raise field_error(field, "must not contain an empty string, which would stop generation immediately")
     if len(stops) > 16:
-        raise field_error(field, f"{len(stops)} strings are too many; give at most 16")
+        raise field_error(field, f"must contain at most 16 strings, not {len(stops)}")
     return stops
 
 
 def placeholder(kind: str, data: bytes) -> str:
-    """Text that stands for something that is not text. It differs for different data."""
+    """Return text that stands in for content that is not text. Different data gives different text."""
     return f"[{kind} {blake2b(data, digest_size=8).hexdigest()}]"
 
 
@@ -150,17 +151,17 @@ def function_tool(name: str, description: str | None, parameters: Json) -> Tool:
 
 
 def require_any_tool(tools: Sequence[Tool], *, parallel: bool) -> Constraint:
-    """Require the reply to be one or more calls of these tools."""
+    """Build the constraint that the reply is one or more calls to these tools."""
     calls = [_build_call_schema(tool) for tool in tools]
     most = {} if parallel else {"maxItems": 1}
     return Constraint("tools", {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}})
 
 
 def require_tool(tools: Sequence[Tool], name: str, field: str) -> Constraint:
-    """Require the reply to be a call of this tool."""
+    """Build the constraint that the reply is a call to this tool."""
     tool = next((t for t in tools if t.name == name), None)
     if tool is None:
-        raise field_error(field, f"{name!r} is not among the tools")
+        raise field_error(field, f"names {name!r}, which is not one of the tools")
     return Constraint("tool", _parameters(tool), name)
 
 
