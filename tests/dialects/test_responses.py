@@ -356,7 +356,11 @@ WRONG: dict[str, tuple[dict[str, Json], str, str]] = {
     "text": ({"text": {"format": {"type": "xml"}}}, "text", "Invalid enum value"),
     "schema": ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema", "is missing"),
     "tools": ({"tools": {"a": 1}}, "tools", "Expected `array`"),
-    "tool of the provider": ({"tools": [{"type": "code_interpreter"}]}, "tools[0].type", "only the provider can run it"),
+    "tool of the provider": (
+        {"tools": [{"type": "code_interpreter"}]},
+        "tools[0].type",
+        "only the provider can run it",
+    ),
     "unknown tool": ({"tools": [{"type": "teleport"}]}, "tools[0].type", "is not supported"),
     "tool without a name": ({"tools": [{"type": "function"}]}, "tools[0].name", "is missing"),
     "tools of one name": ({"tools": [RUN, RUN]}, "tools", "two tools named 'run'"),
