@@ -82,7 +82,7 @@ async def test_a_turn_with_what_can_be_no_log_probability_is_kept_and_not_traine
     (row,) = build_samples(agent.session.trace, keep_empty=True)
     assert not row.mask.any() and [span.reason for span in row.spans] == ["missing log-probabilities"]
     # Very low ones are how engines say that they have none: nothing to warn of.
-    assert (f"the engine gave an invalid log-probability ({wrong!r})" in caplog.text) == (wrong > 0)
+    assert (f"the engine returned an invalid log-probability ({wrong!r})" in caplog.text) == (wrong > 0)
 
 
 async def test_a_retry_after_a_lost_reply_trains_only_the_answer_that_was_used(world: World) -> None:

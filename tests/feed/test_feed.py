@@ -219,10 +219,10 @@ async def test_only_what_was_handed_out_can_be_committed() -> None:
     async with training() as t, await Feed.open(t.client, "f", FeedConfig(n=1)) as feed:
         for _ in range(2):
             await t.rollout(1.0)
-        with pytest.raises(RequestRejected, match="1 was never handed out; the highest of feed 'f' that was is 0"):
+        with pytest.raises(RequestRejected, match="number 1 was never handed out; the highest number that feed 'f' handed out is 0"):
             await feed.commit(1)
         assert await feed.next(scaled(5))
-        with pytest.raises(RequestRejected, match="number: 2 was never handed out"):
+        with pytest.raises(RequestRejected, match="number 2 was never handed out"):
             await feed.commit(2)
         await feed.commit(1)
         view = await t.client.show_feed("f")
@@ -256,7 +256,7 @@ async def test_a_feed_that_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
             waiting = asyncio.create_task(feed.next(3600))
             await reader_waits(t.g)
             await t.client.delete_feed("f")
-            with pytest.raises(TakenOver, match="there is no feed"):
+            with pytest.raises(TakenOver, match="unknown feed"):
                 await asyncio.wait_for(waiting, scaled(5))
         assert await t.client.feeds() == [] and t.g.rows("SELECT count(*) FROM rolled") == [(0,)]
         with pytest.raises(RequestRejected) as refused:
@@ -266,7 +266,7 @@ async def test_a_feed_that_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_number_of_another_data_folder_is_noticed() -> None:
     async with training() as t, await Feed.open(t.client, "f", PLAIN, after=7) as feed:
-        with pytest.raises(RequestRejected, match="after: feed 'f' has given out no number 7, the newest is 0"):
+        with pytest.raises(RequestRejected, match="after is 7, but the newest delivery of feed 'f' is 0; check that the gateway uses the same data"):
             await feed.next(1)
 
 
@@ -478,7 +478,7 @@ async def test_another_choice_is_another_feed() -> None:
     async with training() as t:
         await t.client.open_feed("f", PLAIN)
         await t.client.open_feed("f", PLAIN)
-        with pytest.raises(RequestRejected, match=r"n: is 2, not 3; advantage: is 'none', not 'normalised'") as no:
+        with pytest.raises(RequestRejected, match=r"n is 2, not 3; advantage is 'none', not 'normalised'") as no:
             await t.client.open_feed("f", FeedConfig(n=3))
         assert no.value.answered == 409
 

@@ -99,7 +99,7 @@ def test_adapters_are_served_under_version_names_and_recorded_with_them(
     for name, ids in (("trl-policy-v1", seen[1]), ("trl-policy-v2", seen[2])):
         assert _greedy(model, name, gateway, len(ids)) == ids
     refused = gateway.http.post("/admin/weights", json={"version": 3, "lora_path": str(tmp_path / "none")})
-    assert refused.status_code == 502 and "version 2 stays in force" in refused.text
+    assert refused.status_code == 502 and "version 2 remains active" in refused.text
     assert said(gateway, model) == (seen[2], (2, 2))
 
 

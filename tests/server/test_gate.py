@@ -106,7 +106,7 @@ async def test_a_gate_serves_gate_sessions_only() -> None:
     async with gated() as (g, _):
         refused = await g.admin.post("/admin/sessions", json={"mode": "exact"})
         assert refused.status_code == 400
-        assert refused.json()["error"]["message"] == "mode: 'exact' is not served here, only gate"
+        assert refused.json()["error"]["message"] == "mode 'exact' is not served by this gateway (it serves: gate)"
     async with gateway() as g:
         assert (await g.admin.post("/admin/sessions", json={"mode": "gate"})).status_code == 400
         assert (await g.admin.get("/admin/gate")).status_code == 404
@@ -117,7 +117,7 @@ async def test_a_session_goes_on_only_with_the_mode_it_began_with(tmp_path: Path
         session = await g.open()
     gate = Gate()
     async with gateway(engine=gate, data=tmp_path) as g:
-        with pytest.raises(openai.ConflictError, match="mode 'exact', and this gateway's engine serves 'gate'"):
+        with pytest.raises(openai.ConflictError, match="mode 'exact', but this gateway's engine serves 'gate'"):
             await g.ask(session.key, "Hi")
 
 

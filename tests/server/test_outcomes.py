@@ -143,7 +143,7 @@ async def test_by_python() -> None:
         shown = (await client.show(session.id)).outcome
         assert shown is not None
         assert (shown.kind, shown.reward, shown.message) == ("infrastructure fault", None, "the disk was full")
-        with pytest.raises(RequestRejected, match="another outcome") as refused:
+        with pytest.raises(RequestRejected, match="already has a different outcome") as refused:
             await client.record(session.id, RecordedOutcome(kind="graded", reward=0.0))
         assert refused.value.answered == 409
         await client.record(session.id, RecordedOutcome(kind="graded", reward=0.0), replace=True)

@@ -446,7 +446,7 @@ async def test_an_engine_that_saw_another_prompt_is_caught(stream: bool) -> None
     async with gateway(engine=Forgetful([say("Hello.")]), echo_prompt=True) as g:
         session = await g.open()
         error = await refused(g, session.key, openai.InternalServerError, stream=stream)
-        assert error.status_code == 502 and "another prompt" in error.message
+        assert error.status_code == 502 and "a different prompt" in error.message
         assert await g.samples(session.id) == []
 
 

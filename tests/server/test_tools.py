@@ -316,7 +316,7 @@ async def test_an_agent_that_hangs_up_is_not_waited_for_unless_it_has_come_again
         gone.cancel()
         await until(lambda: not asking(g, session))
         late = await answer(g, session, 2, "x")
-        assert late.status_code == 409 and "no longer waits" in late.json()["error"]["message"]
+        assert late.status_code == 409 and "is no longer waiting" in late.json()["error"]["message"]
 
 
 async def test_a_call_that_waits_is_no_turn_and_keeps_its_session_alive() -> None:

@@ -222,9 +222,9 @@ async def test_an_adapter_that_somebody_else_has_loaded_is_named_at_resume(tmp_p
                     ).json()
                     assert told == {"version": 7, "paused": False, "in_flight": 0, "model": "trl-policy-v7"}
                     plain = await g.admin.post("/admin/fence/resume", json={"version": 8})
-                    assert plain.status_code == 409 and "say which it is at 8" in plain.text
+                    assert plain.status_code == 409 and "set model to the name of version 8" in plain.text
                     other = await g.admin.post("/admin/fence/resume", json={"version": 7, "model": "x"})
-                    assert other.status_code == 409 and "is in force as trl-policy-v7" in other.text
+                    assert other.status_code == 409 and "is already active as trl-policy-v7" in other.text
                     alone = await g.admin.post("/admin/fence/resume", json={"model": "x"})
                     assert alone.status_code == 409
                 session = await g.open()
@@ -238,7 +238,7 @@ async def test_a_replica_that_refuses_an_adapter_leaves_the_old_version_in_force
         fakes[1].refuses.add("/v1/load_lora_adapter")
         status, message = await refused(g, version=2, lora_path="/a/2")
         assert status == 502
-        assert message.startswith("version 2 was not loaded, and version 1 stays in force.")
+        assert message.startswith("version 2 was not loaded; version 1 remains active.")
         assert f"{fakes[0].url}: rolled back, has version 1" in message
         assert f"{fakes[1].url}: vllm: no /v1/load_lora_adapter today, has version 1" in message
         assert [sorted(fake.adapters) for fake in fakes] == [["policy-v1"], ["policy-v1"]]
@@ -332,7 +332,7 @@ async def test_a_model_that_a_replica_refuses_is_put_back_on_the_others() -> Non
         await load(g, version=1, path="/m/1")
         fakes[2].refuses.add("/collective_rpc")
         status, message = await refused(g, version=2, path="/m/2")
-        assert status == 502 and "version 1 stays in force" in message
+        assert status == 502 and "version 1 remains active" in message
         assert f"{fakes[1].url}: rolled back, has version 1" in message
         assert f"{fakes[2].url}: vllm: no /collective_rpc today, has no usable weights" in message
         assert [fake.weights for fake in fakes] == ["/m/1", "/m/1", "/m/1"]
@@ -347,7 +347,7 @@ async def test_a_model_that_a_replica_refuses_is_put_back_on_the_others() -> Non
 async def test_weights_that_are_wrong_cost_one_replica_only() -> None:
     async with served(2) as (g, fakes):
         status, message = await refused(g, version=1, path="/missing")
-        assert status == 502 and "version 0 stays in force" in message and "no weights in /missing" in message
+        assert status == 502 and "version 0 remains active" in message and "no weights in /missing" in message
         assert "not tried, has version 0" in message
         assert "/collective_rpc" not in fakes[1].asked
         assert not g.app.engine._replicas[0].up  # type: ignore[union-attr]
@@ -376,7 +376,7 @@ async def test_calls_that_do_not_end_in_time_stop_an_update_and_not_the_agents()
         asking = g.start(g.ask(session.key, "Hi", "async stream"))
         await until(lambda: fake.half == 1)
         status, message = await refused(g, version=1, path="/m/1", limit_s=0.1)
-        assert status == 504 and "did not end within 0.1 s, and nothing was loaded" in message
+        assert status == 504 and "did not end within 0.1 s, so nothing was loaded" in message
         assert not g.app.fence.paused
         fake.pace.set()
         assert (await asking).content == "[base][base]"
@@ -390,8 +390,8 @@ async def test_calls_that_do_not_end_in_time_stop_an_update_and_not_the_agents()
         ({"version": 1, "path": "/m", "mode": "hold"}, 400, "mode: calls in flight would continue"),
         ({"version": -1, "path": "/m"}, 400, "version"),
         ({"version": 1, "lora_path": "/a", "name": ""}, 400, "name: an adapter needs a name"),
-        ({"version": 2, "lora_path": "/a"}, 409, "version: 2 is older than the present 3"),
-        ({"version": 3, "lora_path": "/a"}, 409, "version: 3 is in force with other weights"),
+        ({"version": 2, "lora_path": "/a"}, 409, "version 2 is older than the current version 3"),
+        ({"version": 3, "lora_path": "/a"}, 409, "version 3 is already active with different weights"),
     ],
 )
 async def test_what_cannot_be_is_refused_before_anything_is_done(wanted: Any, status: int, words: str) -> None:
@@ -406,7 +406,7 @@ async def test_an_engine_without_weights_of_its_own_says_so() -> None:
     async with gateway([say("Hi")]) as g:
         assert await refused(g, version=1, path="/m") == (
             409,
-            "this gateway's engine cannot load weights: only vllm and sglang can",
+            "this gateway's engine cannot load weights; only vllm and sglang can",
         )
         kept = await g.admin.post("/admin/fence/pause", json={"mode": "keep"})
         assert kept.status_code == 409 and not g.app.fence.paused

@@ -1,1 +1,1 @@
-"""What a gateway does with model calls, sessions, feeds and weight updates. Read `turn.py` first."""
+"""The gateway's core: model calls, sessions, feeds and weight updates. Read `turn.py` first."""

@@ -1,6 +1,6 @@
 """Build deliveries: the rows and advantages of one complete group, with the reason for every rollout that is not trained.
 
-A delivery never changes under its number, except that staleness is judged against the policy version of the moment.
+The delivery with a given number never changes, except that staleness is judged against the current policy version.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _TIME_STOPS = ("seconds", "timed out")
 
 
 class _DeliveredRollout(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout of a delivery, before it is compared with the others."""
+    """One rollout of a delivery, before its advantage is computed."""
 
     member: DeliveryMember
-    reward: float | None  # in the baseline; None: it does not count there
+    reward: float | None  # for the group's baseline; None: not in the baseline
     excluded: str = ""
     truncated: bool = False
     timed_out: bool = False
@@ -39,7 +39,7 @@ class _DeliveredRollout(msgspec.Struct, frozen=True, kw_only=True):
         outcome = self.member.outcome
         excluded = self.excluded
         if not excluded and advantage is None:
-            excluded = "there is no other rollout in its group to compare it with"
+            excluded = "its group has no other rollout to compare it with"
         return WireRollout(
             session=self.member.id,
             task=outcome.task,
@@ -59,11 +59,11 @@ class _DeliveredRollout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build_delivery(row: FeedRow, number: int, version: int, store: Store) -> bytes:
-    """Build the delivery with a number, as msgpack. Takes long for long traces: run it in a thread."""
+    """Build the delivery with this number, as msgpack. Run it in a thread, since long traces take a while."""
     config = read_config(row)
     members = store.feeds.members(row.key, number)
     if not members:
-        raise missing_feed(row.name)  # it was deleted meanwhile
+        raise missing_feed(row.name)  # it was deleted in the meantime
     rollouts = [_build_rollout(store, member, config, version) for member in members]
     advantages = compute_advantages([rollout.reward for rollout in rollouts], config.advantage)
     delivery = WireDelivery(
@@ -82,8 +82,8 @@ def _build_rollout(store: Store, member: DeliveryMember, config: FeedConfig, ver
         session = None if row is None else store.load(row)
     except StoreError as error:
         if isinstance(error.__cause__, sqlite3.Error):
-            raise  # the disk, or a lock: a later attempt may succeed
-        return _DeliveredRollout(member=member, reward=None, excluded=error.message)  # damaged for good
+            raise  # a disk error or a lock: a later attempt may succeed
+        return _DeliveredRollout(member=member, reward=None, excluded=error.message)  # permanently damaged
     if session is None:
         return _DeliveredRollout(member=member, reward=None, excluded="its session was deleted")
     rows = build_samples(session.trace, session.config.policy)
@@ -105,25 +105,25 @@ def _build_rollout(store: Store, member: DeliveryMember, config: FeedConfig, ver
 def _judge(
     member: DeliveryMember, rows: list[Sample], config: FeedConfig, version: int, *, truncated: bool, timed_out: bool
 ) -> tuple[bool, str]:
-    """Decide whether a rollout counts in its group's baseline, and why it is not trained; empty: it is."""
+    """Return whether a rollout's reward counts in its group's baseline, and why it is not trained (empty if it is)."""
     outcome = member.outcome
     if outcome.reward is None:
         return False, f"no reward: {outcome.kind}" + (f" ({outcome.message})" if outcome.message else "")
     if is_too_large(outcome.reward):
-        return False, f"its reward of {outcome.reward:g} is too large to reckon with"
+        return False, f"its reward of {outcome.reward:g} is too large to compute advantages"
     if not rows:
-        return False, "nothing of it can be trained"
+        return False, "it has no trainable turns"
     oldest = min(span.version_start for row in rows for span in row.spans if span.trained)
     if config.max_staleness is not None and version - oldest > config.max_staleness:
         return (
             False,
-            f"stale: sampled at version {oldest}, which is more than {config.max_staleness} before the present {version}",
+            f"stale: sampled at version {oldest}; the current version is {version} and max_staleness is {config.max_staleness}",
         )
     cut = config.on_timeout if timed_out else config.on_truncated if truncated else "train"
     how = "timed out" if timed_out else "truncated"
     match cut:
         case "exclude":
-            return False, f"{how}: left out by the feed's policy"
+            return False, f"{how}: excluded by the feed's policy"
         case "mask":
             return True, f"{how}: masked by the feed's policy; its reward counts in the baseline"
         case _:
@@ -135,7 +135,7 @@ def _is_timed_out(session: Session, member: DeliveryMember) -> bool:
 
 
 def _is_truncated(session: Session, member: DeliveryMember, rows: list[Sample]) -> bool:
-    """Whether a limit ended the rollout, or cut a trained turn short."""
+    """Return whether a limit ended the rollout or cut a trained turn short."""
     if session.stop in _LIMIT_STOPS or _agent_status(member) == "limit":
         return True
     trained = {span.node for row in rows for span in row.spans if span.trained}
@@ -143,7 +143,7 @@ def _is_truncated(session: Session, member: DeliveryMember, rows: list[Sample]) 
 
 
 def _agent_status(member: DeliveryMember) -> str:
-    """How the agent ended, as our own runner records it; empty if unknown."""
+    """Return how the agent ended, as recorded by Turngate's own runner; empty if unknown."""
     data = member.outcome.data
     status = data.get("status") if isinstance(data, dict) else None
     return status if isinstance(status, str) else ""
@@ -169,4 +169,4 @@ def read_config(row: FeedRow) -> FeedConfig:
 
 
 def missing_feed(name: str) -> NotFound:
-    return NotFound(f"there is no feed {name!r}; open it with PUT /admin/feeds/{name}")
+    return NotFound(f"unknown feed {name!r}; open it with PUT /admin/feeds/{name}")

@@ -29,12 +29,15 @@ from turngate.types import (
 )
 
 log = logging.getLogger("turngate")
-# Takes a batch of events that arrived together; returns when they are on their way to the agent. What it raises ends the turn.
+# Sends a batch of events that arrived together, and returns when they are on their way to the agent. An exception ends the turn.
 Emit = Callable[[Sequence[ReplyEvent]], Awaitable[None]]
 
 
 class TurnDraft:
-    """Only a draft changes `session.live_tokens`: call `settle` when its tokens are recorded or given up."""
+    """A turn while it is being sampled.
+
+    Only drafts change `session.live_tokens`. Call `settle` when the tokens have been recorded or discarded.
+    """
 
     __slots__ = (
         "_live",
@@ -76,15 +79,15 @@ class TurnDraft:
         self.ids: list[int] = []
         self.logprobs: list[float | None] | None = []
         self.started = time.time()
-        self.begun_at = version  # the policy version
+        self.begun_at = version  # the policy version at the start of the call
         self.version_start = version
         self.version_end = version
         self.capture: Capture = "tokens"
-        self.biases: tuple[str, ...] = ()  # besides those of the sampling itself
+        self.biases: tuple[str, ...] = ()  # in addition to those of the sampling parameters
         self.engine = ""  # the endpoint, in observe mode
-        self.lost: tuple[str, ...] = ()  # parameters of the call that the endpoint did not get
+        self.lost: tuple[str, ...] = ()  # parameters of the call that were not sent to the endpoint
         self.verbatim = b""
-        self._live = 0  # its tokens in `session.live_tokens`
+        self._live = 0  # this draft's share of `session.live_tokens`
 
     def add(
         self, ids: Sequence[int], logprobs: Sequence[float | None] | None, first: int, last: int | None = None
@@ -95,30 +98,30 @@ class TurnDraft:
         self.version_end = first if last is None else last
         self.ids.extend(ids)
         if logprobs is None or self.logprobs is None:
-            self.logprobs = None  # one chunk has none: the turn has none, rather than some that look complete
+            self.logprobs = None  # one chunk has none: drop all, since a partial list would look complete
         else:
             self.logprobs.extend(logprobs)
         self._live += len(ids)
         self.session.live_tokens += len(ids)
 
     def settle(self) -> None:
-        """Stop counting its tokens as live. Settling twice is fine."""
+        """Stop counting the tokens as live. Safe to call twice."""
         self.session.live_tokens -= self._live
         self._live = 0
 
     def build_logprobs(self) -> Logprobs | None:
-        """The log-probabilities as they are stored: NaN where the engine gave none, or an invalid one."""
+        """Return the log-probabilities to store, with NaN where the engine returned none or an invalid one."""
         given = self.logprobs
         if given is None:
             return None
         if None in given:
             given = [np.nan if value is None else value for value in given]
-        with np.errstate(over="ignore"):  # too large for 32 bits: infinite
+        with np.errstate(over="ignore"):  # values too large for 32 bits become infinite
             logprobs = np.array(given, LOGPROB_DTYPE)
         invalid = np.isinf(logprobs) | (logprobs > LOGPROB_TOLERANCE)
         if invalid.any():
             example = given[int(invalid.argmax())]
-            log.warning("the engine gave an invalid log-probability (%r); the turn is not trained", example)
+            log.warning("the engine returned an invalid log-probability (%r); the turn is not trained", example)
             logprobs[invalid] = np.nan
         return logprobs
 
@@ -127,7 +130,7 @@ class ObservedReply:
     """The reply of an observed endpoint, collected from its chunks."""
 
     def __init__(self) -> None:
-        self.prompt: Ids | None = None  # as the endpoint saw it
+        self.prompt: Ids | None = None  # as reported by the endpoint
         self.usage: Usage | None = None
         self.stopped_by = ""
         self.fault = ""
@@ -158,6 +161,6 @@ class ObservedReply:
         return Message("assistant", content, reasoning, calls, signature=signature)
 
     def is_complete(self, ids: Sequence[int]) -> bool:
-        """Whether these are all the ids that were sampled, after a known prompt."""
+        """Return whether `ids` are all the sampled ids and the ids of the prompt are known."""
         counted = self.usage is None or self.usage.completion_tokens == len(ids)
         return self.prompt is not None and not self._has_gaps and counted

@@ -1,8 +1,8 @@
-"""The gateway's events: a stream of small facts that can be followed from a cursor.
+"""The gateway's events: a log that can be followed from a cursor.
 
-Events are in the store, so a follower continues after a restart where it stopped; only the followers themselves are in memory. An event
-that belongs to another record (a turn, the end of a session) is written in the same transaction by the code that writes the record,
-which then calls `wake`.
+Events are kept in the store, so a follower can continue where it stopped after a restart. Only the followers themselves are in memory.
+An event that belongs to a record (a turn, the end of a session) is written in the same transaction as the record. The code that writes
+it then calls `wake`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from turngate.trace.session import SESSION_ID
 from turngate.types import BATCH_STREAM, Json
 
 T = TypeVar("T")
-PAGE = 256  # events that a follower holds at once
-ALIVE_S = 15.0  # after so long without an event, a follower gets a sign of life
-LARGEST = 16 * 1024  # bytes of an announced event
-POLL_S = 0.05  # how often a follower of all sessions checks for events from other workers
+PAGE = 256  # events that a follower reads at a time
+ALIVE_S = 15.0  # time without an event after which a follower receives a keep-alive
+LARGEST = 16 * 1024  # size limit of an announced event, in bytes
+POLL_S = 0.05  # interval at which a follower of all sessions checks for events from other workers
 
 
 class Events:
-    """The event log and its followers. `shared`: other processes write to the store too."""
+    """The event log and its followers. `shared` means that other processes write to the store too."""
 
     def __init__(self, store: Store, *, shared: bool = False) -> None:
         self._log = store.events
         self._shared = shared
-        self._followers: dict[str, set[asyncio.Event]] = {}  # by the session they follow; empty: all
+        self._followers: dict[str, set[asyncio.Event]] = {}  # by session id; empty: followers of all sessions
         self._closed = False
 
     def add(self, session: str, kind: str, data: dict[str, Json]) -> int:
@@ -44,22 +44,22 @@ class Events:
         return seq
 
     def announce(self, session: str, kind: str, data: dict[str, Json]) -> int:
-        """Write an event that a runner sends, perhaps before its session is opened. Returns its number."""
+        """Write an event from a runner and return its number. The session need not be open yet."""
         if session and not SESSION_ID.fullmatch(session):
-            raise BadRequest(f"session: {session[:200]!r} cannot be the id of a session", param="session")
+            raise BadRequest(f"session must be a valid session id, not {session[:200]!r}", param="session")
         size = len(msgspec.json.encode(data))
         if size > LARGEST:
-            raise BadRequest(f"data: has {size} bytes, the limit is {LARGEST}", param="data")
+            raise BadRequest(f"data has {size} bytes; the limit is {LARGEST}", param="data")
         return self.add(session, kind, data)
 
     def wake(self, session: str) -> None:
-        """Wake the followers of a session, and of all, after an event was written."""
+        """Wake the followers of a session, and those of all sessions, after an event was written."""
         for of in {session, ""}:
             for follower in self._followers.get(of, ()):
                 follower.set()
 
     def close(self) -> None:
-        """End all followers because the gateway stops. They can read the rest after the next start."""
+        """End all followers because the gateway is stopping. They can read the remaining events after the next start."""
         self._closed = True
         for followers in self._followers.values():
             for follower in followers:
@@ -70,27 +70,27 @@ class Events:
         return self._closed
 
     def newest(self) -> int:
-        """The number of the last event."""
+        """Return the number of the last event."""
         return self._log.newest()
 
     def knows(self, session: str) -> bool:
-        """Whether a session has events, even before it is opened."""
+        """Return whether a session has events, which can precede its opening."""
         return self._log.knows(session)
 
     def page(self, session: str = "", after: int = 0, limit: int = PAGE) -> list[GatewayEvent]:
-        """The oldest events past `after`, of one session or of all."""
+        """Return the oldest events past `after`, of one session or of all."""
         return self._log.page(session, after, limit)
 
     def prune(self, before: float) -> int:
-        """Remove the events before a moment and return their number."""
+        """Remove events from before a point in time and return how many were removed."""
         return self._log.prune(before)
 
     async def follow(
         self, session: str = "", after: int = 0, *, wait: bool = True
     ) -> AsyncGenerator[GatewayEvent | None, None]:
-        """Yield the events of one session (or all) past `after`, until the gateway stops. None is a sign of life.
+        """Yield the events of one session (or of all) past `after`, until the gateway stops. None is a keep-alive.
 
-        With `wait=False` it ends after the last event. A cursor past the newest event belongs to another data folder; such a
+        With `wait=False`, stop after the last event. A cursor past the newest event belongs to a different data folder, so the
         follower starts at the beginning.
         """
         if after > self._log.newest():
@@ -105,7 +105,7 @@ class Events:
                     yield event
                     after = event.seq
                 if page:
-                    await asyncio.sleep(0)  # a long backlog must not keep turns waiting
+                    await asyncio.sleep(0)  # a long backlog must not delay turns
                     continue
                 if not wait:
                     return
@@ -125,9 +125,10 @@ class Events:
                 del self._followers[session]
 
     async def wait_for(self, find: Callable[[], T | None], seconds: float, *, woken_by: str) -> T | None:
-        """Return what `find` finds, trying again whenever `woken_by` is woken or another worker has written.
+        """Return the result of `find`, retrying whenever `woken_by` is woken or another worker has written.
 
-        None: nothing within that time, or the gateway stops."""
+        Return None if nothing is found within `seconds` or the gateway is stopping.
+        """
         end = time.monotonic() + seconds
         with self._follower(woken_by) as more:
             while True:
@@ -141,10 +142,10 @@ class Events:
                 await self._wait(more, state, left, polls=self._shared)
 
     async def _wait(self, more: asyncio.Event, state: int, seconds: float = ALIVE_S, *, polls: bool) -> bool:
-        """Whether there may be something new; False after `seconds` without.
+        """Wait for a change. Return whether there may be one, or False after `seconds` without any.
 
-        The events of one session are all written by its worker. Those of all sessions are polled for, since other processes cannot wake
-        us; asking the file whether it has changed costs microseconds.
+        All events of one session are written by its worker. A follower of all sessions polls, since other processes cannot wake it.
+        Checking whether the file has changed takes microseconds.
         """
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:

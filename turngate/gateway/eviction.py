@@ -1,8 +1,8 @@
-"""Evict the traces of idle and ended sessions from memory. docs/decisions/0013-rest.md.
+"""Evict the traces of idle and ended sessions from memory. See docs/decisions/0013-rest.md.
 
-    a call ─► `rest_s` without another ─► evicted: the trace is only in the store ─► next call: it is read back, as after a restart
+    a call ─► no other call for `rest_s` ─► evicted: the trace is only in the store ─► next call: it is read back, as after a restart
 
-An agent may run tests for an hour, or never return.
+An agent may run tests for an hour between two calls, or never call again.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from turngate.store.sqlite import Store
 from turngate.trace.session import Session
 from turngate.trace.tree import Trace
 
-_BATCH = 16  # sessions that are evicted at once, while turns wait: each takes 0.1 ms or more
-_TRIM_S = 10.0  # between two returns of memory to the system, which make turns wait
-_SHORTEST_S = 0.01  # between two sweeps
+_BATCH = 16  # sessions evicted in a row while turns wait; each takes 0.1 ms or more
+_TRIM_S = 10.0  # between two calls of `trim_memory`, which delays turns
+_SHORTEST_S = 0.01  # minimum interval between sweeps
 
 
 class Evictor:
-    """Evicts sessions without a call for `rest_s`; 0: only ended ones."""
+    """Evicts sessions that had no call for `rest_s` seconds. With 0, evicts only ended sessions."""
 
     def __init__(self, store: Store, sessions: Sessions, rest_s: float) -> None:
         self._store = store
         self._sessions = sessions
         self._rest_s = rest_s or math.inf
-        self._ended: list[Session] = []  # still in memory
-        self._evicted = 0  # since memory was last returned
+        self._ended: list[Session] = []  # ended sessions that were still busy at the last sweep
+        self._evicted = 0  # number evicted since the last trim
         self._trimmed = 0.0
 
     @property
     def interval_s(self) -> float:
-        """How often to sweep."""
+        """Seconds between sweeps."""
         return min(30.0, max(_SHORTEST_S, self._rest_s / 4))
 
     async def sweep(self, now: float) -> int:
-        """Evict every session that may be evicted and return their number."""
+        """Evict every session that can be evicted and return how many were."""
         ended, self._ended = self._ended + self._sessions.take_ended(), []
         unused = [s for s in self._sessions.live() if not s.is_evicted and self._is_unused(s, now)]
         evicted = 0
@@ -67,7 +67,7 @@ class Evictor:
         return True
 
     def _load_trace(self, key: int) -> Trace:
-        row = self._store.find_key(key)  # its id may be another session's by now
+        row = self._store.find_key(key)  # not by id, which may belong to a different session by now
         if row is None:
             raise NotFound("this session was deleted")
         return self._store.load(row).trace
@@ -84,10 +84,10 @@ def _malloc_trim() -> ctypes._NamedFuncPointer | None:
 
 
 def trim_memory() -> None:
-    """Return free memory to the system. By itself, the C library keeps memory that was freed between two blocks in use.
+    """Return free memory to the system. The C library would otherwise keep memory that was freed between blocks in use.
 
-    Run it in a thread: it does not hold the interpreter lock. It does hold the C library's lock, and larger allocations wait for it:
-    3 ms with 100 MB in use, 9 ms with 600 MB, and 0.4 ms more for every megabyte returned.
+    Run this in a thread: it releases the interpreter lock. It holds the C library's lock, which delays larger allocations by 3 ms with
+    100 MB in use, by 9 ms with 600 MB, and by another 0.4 ms for every megabyte returned.
     """
     trim = _malloc_trim()
     if trim is not None:

@@ -1,8 +1,8 @@
 """Feeds: named, durable, ordered logs of complete groups for trainers.
 
-    a rollout's outcome is recorded ──► its group is complete ──► the delivery gets its number, for good       (store/feeds.py)
-    a trainer asks past a number    ──► rows from the stored traces, advantages over the group, staleness now  (deliveries.py)
-    the trainer commits a number    ──► where a restarted trainer continues
+    a rollout's outcome is recorded ──► its group is complete ──► the delivery is numbered permanently      (store/feeds.py)
+    a trainer reads past a number   ──► rows from the stored traces, group advantages, current staleness    (deliveries.py)
+    the trainer commits a number    ──► a restarted trainer continues from there
 
 Deliveries are built in a thread with its own database connection, since a group of long traces takes a while. A feed that starts with
 earlier outcomes is filled in steps.
@@ -24,15 +24,15 @@ from turngate.store.feeds import FeedRow, IncompleteGroup
 from turngate.store.reader import StoreReader
 from turngate.store.sqlite import Store
 
-MAX_DELIVERIES = 64  # in one answer
-PAGE_BYTES = 32_000_000  # an answer of this size gets no further delivery; a single one may be larger
-_FILL_STEP = 100  # outcomes that are added at once when a feed is filled
+MAX_DELIVERIES = 64  # per page
+PAGE_BYTES = 32_000_000  # a page of this size gets no further delivery; a single delivery may be larger
+_FILL_STEP = 100  # outcomes added per step when a feed is filled
 _MAX_SHOWN = 1000  # incomplete groups in the view of a feed
-_TOPIC = ":feeds"  # woken in `Events`; no session can have this id
+_TOPIC = ":feeds"  # a topic in `Events` that cannot be a session id
 
 
 class Feeds:
-    """Opens, fills, reads and commits feeds. Call `close` when the gateway stops."""
+    """The gateway's feeds. Call `close` when the gateway stops."""
 
     def __init__(self, store: Store, events: Events, fence: Fence) -> None:
         self._log = store.feeds
@@ -50,20 +50,21 @@ class Feeds:
     # ── feeds ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def open(self, name: str, config: FeedConfig) -> FeedView:
-        """Open a feed, or create it. When this returns, it has everything that it starts with."""
+        """Open a feed, or create it and fill it with the earlier outcomes that it starts with."""
         check_feed_name(name)
         written = msgspec.json.encode(config)
         row = self._log.open(name, written, config.n, config.groups, from_start=config.from_start)
         if (known := read_config(row)) != config:
             raise Conflict(
-                f"feed {name!r} exists with other settings ({_describe_difference(known, config)}); choose another name, or use those"
+                f"feed {name!r} already exists with different settings ({_describe_difference(known, config)}); "
+                "use the existing settings or choose a different name"
             )
         await self._fill(row.key)
         self.wake()
         return self.show(name)
 
     async def _fill(self, feed: int) -> None:
-        """Continue to fill a feed that another process may have begun to fill. Numbered deliveries can be read meanwhile."""
+        """Continue filling a feed, which another process may have started. Numbered deliveries can be read in the meantime."""
         while self._log.is_filling(feed) and self._log.fill(feed, _FILL_STEP):
             self.wake()
             await asyncio.sleep(0)  # let turns run in between
@@ -72,7 +73,7 @@ class Feeds:
         return [_view(row) for row in self._log.listing()]
 
     def count_incomplete(self) -> dict[str, tuple[int, int]]:
-        """By feed, the number of incomplete groups and of their rollouts. Feeds without any are left out."""
+        """Return, by feed, the number of incomplete groups and of their rollouts. Feeds without any are omitted."""
         names = {row.key: row.name for row in self._log.listing()}
         return {names[feed]: counts for feed, counts in self._log.waiting_counts().items() if feed in names}
 
@@ -81,12 +82,12 @@ class Feeds:
         return _view(row, tuple(self._log.waiting(row.key, _MAX_SHOWN)))
 
     def delete(self, name: str) -> None:
-        """Delete a feed. The traces stay."""
+        """Delete a feed but not its traces."""
         self._log.delete(self._find(name).key)
         self.wake()
 
     def close_group(self, group: str) -> dict[str, int]:
-        """Complete a group that gets no more rollouts. By feed, the number of the delivery that this makes."""
+        """Complete a group that will get no more rollouts. Return the number of the resulting delivery, by feed."""
         closed = dict(self._log.close_group(group))
         self.wake()
         self._events.wake("")
@@ -95,7 +96,10 @@ class Feeds:
     # ── reading ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def take_over(self, name: str) -> tuple[FeedView, str]:
-        """Become the reader of a feed. Returns the token to read and commit with; the next call of the previous reader fails."""
+        """Become the reader of a feed. Return the feed, and the token for reading and committing.
+
+        The previous reader's next call fails.
+        """
         row = self._log.take_over(name)
         if row is None:
             raise missing_feed(name)
@@ -103,19 +107,22 @@ class Feeds:
         return _view(row), row.reader
 
     def commit(self, name: str, reader: str, number: int) -> FeedView:
-        """Record that the trainer's checkpoint has everything up to a number. An older number changes nothing."""
+        """Record that the trainer's checkpoint includes every delivery up to a number. An older number changes nothing."""
         row = self._log.commit(self._find(name).key, reader, number)
         if row is None:
             raise self._not_the_reader(name)
         if number > row.handed:
             raise Conflict(
-                f"number: {number} was never handed out; the highest of feed {name!r} that was is {row.handed}",
+                f"number {number} was never handed out; the highest number that feed {name!r} handed out is {row.handed}",
                 param="number",
             )
         return _view(row)
 
     async def page(self, name: str, reader: str, *, after: int | None = None, wait: float = 0, limit: int = 1) -> bytes:
-        """Read the deliveries past a number (None: the committed one), after at most `wait` seconds, as msgpack."""
+        """Return the deliveries past a number as msgpack, waiting up to `wait` seconds for one.
+
+        If `after` is None, start after the committed number.
+        """
 
         def find_more() -> FeedRow | None:
             row = self._find(name)
@@ -123,7 +130,8 @@ class Feeds:
                 raise self._not_the_reader(name)
             if after is not None and after > row.newest:
                 raise Conflict(
-                    f"after: feed {name!r} has given out no number {after}, the newest is {row.newest}; is this the gateway's data folder?",
+                    f"after is {after}, but the newest delivery of feed {name!r} is {row.newest}; "
+                    "check that the gateway uses the same data folder as before",
                     param="after",
                 )
             return row if row.newest > (row.committed if after is None else after) else None
@@ -155,16 +163,16 @@ class Feeds:
         return row
 
     def _not_the_reader(self, name: str) -> Conflict:
-        """The error for a caller that is not, or no longer, the reader."""
+        """Return the error for a caller that is not, or is no longer, the reader."""
         self._find(name)
         return Conflict(
-            f"reader: another reader has taken over feed {name!r} since; only one may train on it", param="reader"
+            f"another reader has taken over feed {name!r}; only one reader can train on it", param="reader"
         )
 
     # ── staleness ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def staleness_bounds(self) -> list[tuple[str, int | None]]:
-        """The prefix of the groups that each feed takes, and how many versions old their rollouts may be."""
+        """Return each feed's group prefix and the number of versions by which a rollout may be stale."""
         configs = [read_config(row) for row in self._log.listing()]
         return [(config.groups, config.max_staleness) for config in configs]
 
@@ -186,4 +194,4 @@ def _view(row: FeedRow, waiting: tuple[IncompleteGroup, ...] = ()) -> FeedView:
 def _describe_difference(known: FeedConfig, wanted: FeedConfig) -> str:
     before, after = msgspec.structs.asdict(known), msgspec.structs.asdict(wanted)
     changed = [name for name in before if before[name] != after[name]]
-    return "; ".join(f"{name}: is {before[name]!r}, not {after[name]!r}" for name in changed)
+    return "; ".join(f"{name} is {before[name]!r}, not {after[name]!r}" for name in changed)

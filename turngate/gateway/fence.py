@@ -1,8 +1,8 @@
 """The policy version, and the fence that a trainer closes around an update: pause → load weights → resume at version n.
 
-Every turn passes the fence before it generates, and asks for the version again with each chunk that it gets. A new version arrives in one
-of two ways. Weights are *replaced*: calls in flight continue with the new ones. Or the engine has them under another *model
-name* (an adapter): calls in flight stay with the model that they began with.
+Every turn passes the fence before it generates, and reads the version again with each chunk that it receives. A new version arrives in
+one of two ways. Either the weights are *replaced*, and calls in flight continue with the new ones. Or the engine serves the new weights
+under a new *model name* (an adapter), and calls in flight stay with the model they began with.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from turngate.errors import Conflict
 class Fence:
     def __init__(self, version: int = 0, model: str = "") -> None:
         self.version = version
-        self.model = model  # the name under which the engine has this version; empty: its own
+        self.model = model  # the name under which the engine serves this version; empty: its own model
         self._replaced = 0  # the newest version whose weights replaced the old ones
         self._open = asyncio.Event()
         self._open.set()
@@ -36,7 +36,7 @@ class Fence:
         return FenceView(version=self.version, paused=self.paused, in_flight=self._in_flight, model=self.model)
 
     def version_now(self, begun_at: int) -> int:
-        """The version that samples now for a call that began at another version."""
+        """Return the version that now samples for a call that began at version `begun_at`."""
         return max(begun_at, self._replaced)
 
     async def enter(self) -> None:
@@ -52,7 +52,7 @@ class Fence:
             self._idle.set()
 
     async def pause(self, mode: PauseMode = "hold") -> None:
-        """Make new calls wait. `drain` returns only when those in flight have ended."""
+        """Make new calls wait. With `drain`, also wait until calls in flight have ended."""
         self._open.clear()
         if mode == "drain":
             await self.drain()
@@ -65,22 +65,24 @@ class Fence:
         """Raise `Conflict` if the fence cannot resume at this version and model."""
         if version is None:
             if model is not None:
-                raise Conflict("version: say which version of the policy that model is", param="version")
+                raise Conflict("version is missing; set it to the policy version of the model", param="version")
             return
         if version < self.version:
-            raise Conflict(f"version: {version} is older than the present {self.version}", param="version")
+            raise Conflict(f"version {version} is older than the current version {self.version}", param="version")
         if version == self.version and model is not None and model != self.model:
             present = self.model or "the engine's own model"
-            raise Conflict(f"version: {version} is in force as {present}; give {model!r} another one", param="version")
+            raise Conflict(
+                f"version {version} is already active as {present}; use a higher version for {model!r}", param="version"
+            )
         if version > self.version and model is None and self.model:
             raise Conflict(
-                f"model: the engine is asked for {self.model!r} at version {self.version}; say which it is at {version} "
-                "(empty: the engine's own)",
+                f"model is missing: the engine serves version {self.version} as {self.model!r}; set model to the name of "
+                f"version {version}, or to an empty string for the engine's own model",
                 param="model",
             )
 
     def set(self, version: int | None, model: str | None = None) -> None:
-        """Change the version without letting calls pass."""
+        """Change the version without resuming calls."""
         self.check(version, model)
         if version is None:
             return

@@ -1,4 +1,4 @@
-"""The policy version and the state of the fence as the store has them, so that they survive a restart in the middle of an update."""
+"""The stored policy version and state of the fence, which survive a restart in the middle of an update."""
 
 from __future__ import annotations
 
@@ -9,56 +9,56 @@ from turngate.store.events import NewEvent
 from turngate.store.sqlite import Store
 
 _VERSION = "policy_version"
-_HELD = "fence_held"  # until when calls are held at most; empty: they are not held
+_HELD = "fence_held"  # the time until which calls are held; empty: not held
 _FOREVER = "inf"
 _LOADING = "weights_loading"
 _FROZEN = "engines_frozen"
 
 
 class FenceState:
-    """Settings in the store."""
+    """The state of the fence, kept in the store's settings."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def read_policy(self) -> tuple[int, str]:
-        """The policy version in force, and the model name under which the engine has it."""
+        """Return the current policy version and the model name under which the engine serves it."""
         version = int(self._store.setting(_VERSION) or 0)
         load = self.read_weights(version)
         return version, "" if load is None else load.name
 
     def write_open(self, version: int, event: NewEvent | None = None) -> None:
-        """Record the version and the end of the hold, in one transaction: one alone would label turns with the wrong version."""
+        """Record the version and the end of the hold in one transaction. Either alone would label turns with the wrong version."""
         self._store.set_settings({_VERSION: str(version), _HELD: "", _LOADING: ""}, event)
 
     def read_hold(self) -> float | None:
-        """Until when calls are held; infinity: without a limit; None: they are not held."""
+        """Return the time until which calls are held: infinity if there is no limit, None if they are not held."""
         stored = self._store.setting(_HELD)
         return float(stored) if stored else None
 
     def write_hold(self, until: float | None) -> None:
-        """Record a hold before it begins, so that a restarted gateway holds calls too. None: without a time limit."""
+        """Record a hold before it begins, so that a restarted gateway holds calls too. None means no time limit."""
         self._store.set_setting(_HELD, _FOREVER if until is None else repr(until))
 
     def read_weights(self, version: int) -> PolicyWeights | None:
-        """The weights that the engines have at a version, if known."""
+        """Return the weights that the engines have at a version, or None if unknown."""
         return self._read_load(f"weights:{version}")
 
     def write_weights(self, load: PolicyWeights) -> None:
-        """Record the weights of a version before it comes into force: a crash in between leaves nothing incomplete."""
+        """Record the weights of a version before it becomes current, so that a crash in between leaves nothing incomplete."""
         self._store.set_setting(f"weights:{load.version}", msgspec.json.encode(load).decode())
 
     def read_unfinished_load(self) -> PolicyWeights | None:
-        """Weights that some engines may have although they never came into force."""
+        """Return the weights of an unfinished load, which some engines may have."""
         return self._read_load(_LOADING)
 
     def write_loading(self, load: PolicyWeights) -> None:
-        """Record weights before engines load them: until the next resume, some engines may have them."""
+        """Record weights before engines load them. Until the next resume, some engines may have them."""
         encoded = msgspec.json.encode(load).decode()
         self._store.set_settings({f"weights:{load.version}": encoded, _LOADING: encoded})
 
     def read_frozen(self) -> bool:
-        """Whether the engines were paused and not resumed since."""
+        """Return whether the engines were paused and not resumed since."""
         return self._store.setting(_FROZEN) == "1"
 
     def write_frozen(self, frozen: bool) -> None:

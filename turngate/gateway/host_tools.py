@@ -1,7 +1,7 @@
-"""Calls of host tools: check, record and answer them.
+"""Host tool calls: check, record and answer them.
 
-A call is recorded before it is answered. A tool with `wait_s` waits for the host's answer. The agent always gets a reply: at the latest
-when that time is over, or when the session or the gateway ends.
+A call is recorded before it is answered. A tool with `wait_s` waits for the host's answer. The agent always receives a reply, at the
+latest when that time is up or when the session or the gateway ends.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from turngate.trace.host_tools import MAX_CALLS, ArgumentChecker, HostTool, buil
 from turngate.trace.session import Session
 from turngate.types import Json
 
-MAX_KEY = 256  # characters of an idempotency key that count
-_CHECK_S = 3.0  # for which arguments may be checked
+MAX_KEY = 256  # characters of an idempotency key; the rest is ignored
+_CHECK_S = 3.0  # time limit for checking arguments
 
 
 class HostTools:
     def __init__(self, store: Store, events: Events) -> None:
         self._calls = store.tool_calls
         self._events = events
-        self._waiting: dict[asyncio.Future[bytes], int] = {}  # callers that wait for the same answer
+        self._waiting: dict[asyncio.Future[bytes], int] = {}  # number of callers waiting for the same answer
 
     def find(self, session: Session, name: str) -> HostTool:
         for tool in session.config.tools:
             if tool.name == name:
                 return tool
         names = ", ".join(tool.name for tool in session.config.tools)
-        raise NotFound(f"there is no tool {name!r} here; this session has {names or 'none'}")
+        raise NotFound(f"unknown tool {name!r}; this session has {names or 'no tools'}")
 
     async def call(self, session: Session, name: str, body: bytes, idempotency_key: str = "") -> bytes:
-        """Call a tool and return its reply, as JSON. The same idempotency key again is the same call, with the same reply."""
+        """Call a tool and return its reply as JSON. Calling again with the same idempotency key returns the same reply."""
         session.require_open()
         tool = self.find(session, name)
         arguments = await _check_arguments(tool, body)
@@ -48,7 +48,9 @@ class HostTools:
         key = idempotency_key[:MAX_KEY]
         known = self._calls.find_repeat(session.key, key) if key else None
         if known is not None and (known.tool, bytes(known.arguments)) != (tool.name, arguments):
-            raise Conflict("Idempotency-Key: was used for another call; use a new one", param="Idempotency-Key")
+            raise Conflict(
+                "Idempotency-Key was already used for a different call; use a new key", param="Idempotency-Key"
+            )
         call = known or self._record(session, tool, arguments, key)
         if call.reply is not None:
             return bytes(call.reply)
@@ -63,7 +65,7 @@ class HostTools:
         return call
 
     async def _wait_for_host(self, session: Session, tool: HostTool, call: HostToolCall) -> bytes:
-        """Wait for the host's reply, and use the default one if there is none in time. A repeated call waits with the first."""
+        """Wait for the host's reply, and use the default reply if the time runs out. A repeated call shares the first one's wait."""
         pending = session.pending_tool_calls.get(call.call)
         if pending is None:
             pending = session.pending_tool_calls[call.call] = asyncio.get_running_loop().create_future()
@@ -75,7 +77,7 @@ class HostTools:
             await asyncio.wait([pending], timeout=max(0.0, left))
         finally:
             self._waiting[pending] -= 1
-            if not self._waiting[pending]:  # from now on the host is too late
+            if not self._waiting[pending]:  # a reply from the host would now be too late
                 del self._waiting[pending]
                 session.pending_tool_calls.pop(call.call, None)
         if pending.done() and not pending.cancelled():
@@ -93,13 +95,13 @@ class HostTools:
         """Record the host's reply to a waiting call, and then deliver it."""
         call = self._calls.find(session.key, number)
         if call is None:
-            raise NotFound(f"session {session.id} has made no tool call {number}")
+            raise NotFound(f"unknown tool call {number} in session {session.id}")
         if call.reply is not None:
-            how = {"tool": "at once", "time": "when its time was up"}.get(call.answered_by, "already")
-            raise Conflict(f"tool call {number} was answered {how}")
+            how = {"tool": " immediately", "time": " with the default reply"}.get(call.answered_by, "")
+            raise Conflict(f"tool call {number} was already answered{how}")
         pending = session.pending_tool_calls.get(number)
         if pending is None or pending.done():
-            raise Conflict(f"tool call {number} no longer waits for an answer")
+            raise Conflict(f"tool call {number} is no longer waiting for an answer")
         written = msgspec.json.encode(reply)
         self._calls.answer(session.key, session.id, call, written, "host")
         pending.set_result(written)
@@ -109,7 +111,7 @@ class HostTools:
         return found
 
     def list_calls(self, session: Session, after: int = 0, limit: int = 100) -> list[ToolCallView]:
-        """Describe the calls of a session, oldest first."""
+        """Return the calls of a session, oldest first."""
         return [describe_call(session, call) for call in self._calls.page(session.key, after, limit)]
 
 
@@ -127,22 +129,22 @@ def describe_call(session: Session, call: HostToolCall) -> ToolCallView:
 
 
 async def _check_arguments(tool: HostTool, body: bytes) -> bytes:
-    """Check the arguments of a call and normalize their JSON. In a thread: a schema may be slow to check."""
+    """Check the arguments of a call and normalize their JSON. Runs in a thread, since a schema may be slow to check."""
     try:
         arguments = msgspec.json.decode(body or b"{}")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"the body is not valid JSON: {error}") from None
     if not isinstance(arguments, dict):
-        raise BadRequest("the body must be a JSON object: the arguments of the tool")
+        raise BadRequest("the body must be a JSON object with the tool's arguments")
     try:
         async with asyncio.timeout(_CHECK_S):
             await asyncio.to_thread(_find_checker(msgspec.json.encode(tool.schema)), arguments)
     except TimeoutError:
-        raise BadRequest(f"the arguments take longer than {_CHECK_S:.0f} s to check; send fewer") from None
+        raise BadRequest(f"checking the arguments took longer than {_CHECK_S:.0f} s; send fewer or shorter ones") from None
     return msgspec.json.encode(arguments)
 
 
 @lru_cache(maxsize=64)
 def _find_checker(schema: bytes) -> ArgumentChecker:
-    """Build a checker once: rollouts of one task have the same tools."""
+    """Build a checker for a schema. It is cached, since rollouts of one task have the same tools."""
     return build_checker(msgspec.json.decode(schema))

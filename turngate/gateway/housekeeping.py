@@ -1,4 +1,4 @@
-"""Periodic work of a running gateway: evict idle traces, seal unused sessions, remove old events."""
+"""Periodic maintenance of a running gateway: evict idle traces, seal unused sessions, remove old events."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from turngate.gateway.eviction import Evictor
 from turngate.gateway.sessions import Sessions
 
 log = logging.getLogger("turngate")
-_PRUNE_S = 3600.0  # between two removals of old events
+_PRUNE_S = 3600.0  # interval between removals of old events
 
 
 class Housekeeper:
-    """Runs until it is cancelled. `event_s`: the age at which events are removed; 0 keeps them."""
+    """Periodic maintenance, which runs until it is cancelled.
+
+    Sessions are sealed after `idle_s` seconds without a call. Events older than `event_s` seconds are removed; 0 keeps them all.
+    """
 
     def __init__(self, sessions: Sessions, evictor: Evictor, events: Events, *, idle_s: float, event_s: float) -> None:
         self._sessions = sessions

@@ -1,4 +1,4 @@
-"""Record how a rollout ended."""
+"""Record the outcomes of rollouts."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class OutcomeRecorder:
         self._metrics = metrics
 
     def record(self, session_id: str, outcome: RecordedOutcome, *, replace: bool = False) -> None:
-        """Store the outcome of an ended session, once. Recording the same outcome again is fine."""
+        """Store the outcome of an ended session. Raise `Conflict` if it has a different one, unless `replace` is set."""
         written = outcome.encode()
         row = self._sessions.find_row(session_id)
         live = self._sessions.find_live(session_id)
         if (live.status if live else row.status) == "open":
-            raise Conflict(f"session {session_id} is still open; seal it first, then record how it ended")
+            raise Conflict(f"session {session_id} is still open; seal it before recording its outcome")
         event = new_event(session_id, "outcome", outcome.event_data())
         before = self._outcomes.put(row.key, written, event, replace=replace)
         if before is not None and before != written and not replace:
-            raise Conflict(f"session {session_id} has another outcome already; replace it with ?replace=1")
+            raise Conflict(f"session {session_id} already has a different outcome; use ?replace=1 to replace it")
         if before is None:
             self._metrics.count_outcome(outcome.kind, outcome.reward)
         self._events.wake(session_id)

@@ -1,6 +1,6 @@
-"""Build the prompt of a call: locate it in the session's trace, and render what it adds there.
+"""Build the prompt of a call: locate the call in the session's trace and render only its new messages.
 
-The `locate` and `render` steps of `turn.py`. Pure computation; the heavy part may run in a thread.
+These are the `locate` and `render` steps of `turn.py`. They do no I/O; large prompts are rendered in a thread.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from turngate.trace.tree import Cause, Context, ContextInfo, Location, Sampled, 
 from turngate.types import NO_IDS, Call, Ids, Json, Message, PromptIds, Tool
 
 _ROLE_LETTER = {"system": "s", "user": "u", "assistant": "a", "tool": "t"}
-_MESSAGES_FIELD = {"responses": "input", "gemini": "contents"}  # in other dialects: messages
-_MAX_TOOL_SETS = 64  # kept decoded, for all sessions together
-_MAX_TOOLS_SIZE = 256_000  # bytes of a set of tools that is kept
-_MAX_INLINE_SIZE = 64_000  # bytes of new messages and tools; more are rendered in a thread
-_MAX_INLINE_MESSAGES = 256  # new messages; more are rendered in a thread
+_MESSAGES_FIELD = {"responses": "input", "gemini": "contents"}  # `messages` in the other dialects
+_MAX_TOOL_SETS = 64  # decoded tool sets that are cached, over all sessions
+_MAX_TOOLS_SIZE = 256_000  # bytes; larger tool sets are not cached
+_MAX_INLINE_SIZE = 64_000  # bytes of new messages and tools; larger prompts are rendered in a thread
+_MAX_INLINE_MESSAGES = 256  # new messages; longer prompts are rendered in a thread
 
 
 class Preamble(msgspec.Struct, frozen=True):
-    """What all prompts of one conversation begin with (tools and template arguments), and a digest of its meaning."""
+    """The tools and template arguments that all prompts of a conversation begin with, and a digest of their meaning."""
 
     digest: bytes
     tools: tuple[Tool, ...]
@@ -40,42 +40,42 @@ class Preamble(msgspec.Struct, frozen=True):
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """A rendered call: its place in the trace and what it adds there."""
+    """A rendered call: its place in the trace and the ids that it adds."""
 
     location: Location
-    parent: Sampled | None  # the turn that it extends, id for id
-    context: Context | None  # a known context that it repeats, id for id
+    parent: Sampled | None  # the turn whose ids it extends
+    context: Context | None  # the known context whose ids it repeats
     added: Ids
-    ids: Ids | PromptIds  # everything: what the engine gets
+    ids: Ids | PromptIds  # the whole prompt, as sent to the engine
     preamble: Preamble
-    forced_cause: Cause | None = None  # of the fork, where that is already known
+    forced_cause: Cause | None = None  # why the trace forks here, if already known
 
     @property
     def start(self) -> int:
-        """Index of the first message that it adds."""
+        """Index of the first new message."""
         return 0 if self.parent is None else self.location.start
 
     @property
     def is_rerendered(self) -> bool:
-        """Whether it extends a turn by meaning, but not id for id."""
+        """Whether it extends a turn in meaning, but with different ids."""
         return self.parent is None and self.location.node is not None
 
 
 class _ToolSet(msgspec.Struct):
-    """Decoded tools, with the last preamble that was built from them and what it was built from."""
+    """Decoded tools, and the last preamble built from them with its other inputs."""
 
     tools: tuple[Tool, ...]
     digest: bytes
     preamble: Preamble | None = None
-    hints: dict[str, Json] | None = None  # calls that share a frame share their hints
+    hints: dict[str, Json] | None = None  # compared by identity: calls with the same other fields share this object
     renderer: Renderer | None = None
 
 
 class PromptBuilder:
-    """Builds prompts. Keeps tools decoded, since agents send the same ones with every call."""
+    """A builder of prompts that caches decoded tools, since agents send the same tools with every call."""
 
     def __init__(self) -> None:
-        # by dialect, raw tools and whether later ones replace earlier ones
+        # keyed by dialect, raw tools, and whether later tools replace earlier ones
         self._tool_sets: dict[tuple[str, bytes, bool], _ToolSet] = {}
 
     def locate(self, session: Session, call: Call, renderer: Renderer | None = None) -> tuple[Location, Preamble]:
@@ -90,7 +90,7 @@ class PromptBuilder:
         size = sum(map(len, new)) + (len(preamble.raw_tools) if location.node is None and new else 0)
         with _reject_deep_nesting(call):
             if len(new) > _MAX_INLINE_MESSAGES or size > _MAX_INLINE_SIZE:
-                # Other sessions would feel this much tokenising; the tokenizers release the interpreter lock.
+                # Tokenising this much here would delay other sessions. In a thread, the tokenizers release the interpreter lock.
                 return await asyncio.to_thread(_render, session, location, preamble, renderer)
             return _render(session, location, preamble, renderer)
 
@@ -101,7 +101,7 @@ class PromptBuilder:
         same = tool_set.hints is call.template_hints and tool_set.renderer is renderer
         if tool_set.preamble is not None and same and not explicit:
             return tool_set.preamble
-        # What the wire format implies counts only where the template knows it; explicit arguments always do.
+        # Hints from the wire format apply only if the template uses them. Explicit arguments always apply.
         implied = {k: v for k, v in call.template_hints.items() if renderer is not None and renderer.knows(k)}
         arguments = {**implied, **call.template_kwargs, **session.config.template_kwargs}
         kwargs = json.dumps(arguments, sort_keys=True).encode() if arguments else b"{}"
@@ -117,15 +117,15 @@ class PromptBuilder:
         if tool_set is None:
             tools = call.tools.decode() if call.tools is not None else ()
             tool_set = _ToolSet(tools, tools_digest([tool.wire for tool in tools]))
-            if len(raw) <= _MAX_TOOLS_SIZE:  # an agent must not be able to fill our memory with its tools
+            if len(raw) <= _MAX_TOOLS_SIZE:  # an agent must not be able to exhaust memory with its tools
                 if len(self._tool_sets) >= _MAX_TOOL_SETS:
                     self._tool_sets.pop(next(iter(self._tool_sets)))
                 self._tool_sets[key] = tool_set
         return tool_set
 
 
-class _reject_deep_nesting:  # used like a function
-    """Answer messages that are nested too deep to process with a client error."""
+class _reject_deep_nesting:  # lowercase because it is used like a function
+    """Context manager that reports messages nested too deeply to process as a client error."""
 
     __slots__ = ("_call",)
 
@@ -138,17 +138,17 @@ class _reject_deep_nesting:  # used like a function
     def __exit__(self, kind: type[BaseException] | None, _: object, __: object) -> None:
         if kind is not None and issubclass(kind, RecursionError):
             field = _MESSAGES_FIELD.get(self._call.dialect, "messages")
-            raise BadRequest(f"{field}: something in it is nested too deep", param=field) from None
+            raise BadRequest(f"{field} is nested too deeply", param=field) from None
 
 
 def build_observed_prompt(location: Location, ids: Ids | None, preamble: Preamble) -> Prompt:
-    """Where a relayed call hangs: by its prompt ids if the endpoint gave them, else by meaning alone."""
+    """Place a relayed call in the trace: by its prompt ids if the endpoint returned them, otherwise by meaning alone."""
     node, context = location.node, location.context
     if ids is None:
         return Prompt(location, node, context, context.ids if context is not None else NO_IDS, NO_IDS, preamble)
     if context is not None and np.array_equal(path_ids(context), ids):
         return Prompt(location, node, context, context.ids, ids, preamble)
-    # Equal in meaning is not equal in ids: the endpoint renders as it likes.
+    # The same meaning can have different ids, since the endpoint does its own rendering.
     if node is None:
         return Prompt(location, None, None, ids, ids, preamble)
     if len(ids) > node.length and np.array_equal(ids[: node.length], path_ids(node)):
@@ -157,7 +157,7 @@ def build_observed_prompt(location: Location, ids: Ids | None, preamble: Preambl
 
 
 def build_context_info(prompt: Prompt, cause: Cause | None, call: Call) -> ContextInfo:
-    """What the trace keeps of the messages that a prompt adds."""
+    """Build the trace's record of the messages that a prompt adds."""
     request, start = prompt.location.request, prompt.start
     return ContextInfo(
         preamble=prompt.preamble.digest,
@@ -185,31 +185,34 @@ def _render(session: Session, location: Location, preamble: Preamble, renderer: 
 
 
 def _render_bridge(session: Session, location: Location, preamble: Preamble, renderer: Renderer) -> Ids | None:
-    """The new messages alone, where they continue a sampled turn and the template and the session allow it."""
+    """Render only the new messages.
+
+    Return None if they do not continue a sampled turn, or if the template or the session does not allow it.
+    """
     node, request = location.node, location.request
     if node is None or not renderer.bridges or session.config.thinking == "drop":
         return None
     new = request.messages_from(location.start)
     if any(message.role == "assistant" for message in new):
-        return None  # an answer that the model did not sample: only the template knows how it reads
+        return None  # the model did not sample this reply, so only the full template can render it
     message = request.assistant(location.start - 1)
-    assert message is not None, "a located turn is an assistant's message"
+    assert message is not None, "a located turn is an assistant message"
     system = next((m.content for m in request.messages(0) if m.role == "system"), "")
     last = LastTurn(node.parent.ids, node.ids, message, node.info.reasoning_open, system)
     return renderer.bridge_ids(last, order_tool_results([message, *new])[1:], preamble.tools, preamble.kwargs)
 
 
 def order_tool_results(messages: Sequence[Message]) -> list[Message]:
-    """Put the results of parallel calls into the order of the calls.
+    """Sort the results of parallel calls into the order of the calls.
 
-    Agents send results as they arrive. Most templates show no call ids, so that the order is all that tells the model which is which.
+    Agents send results as they arrive. Most templates omit call ids, so the model can only match results to calls by their order.
     """
     ordered: list[Message] = []
     positions: dict[str, int] = {}
     for are_results, group in groupby(messages, lambda message: message.role == "tool"):
         run = list(group)
         if are_results:
-            # Results of no call of this turn stay at the end, in the order they have.
+            # Results that belong to no call of this turn go last, in their original order.
             run.sort(key=lambda message: positions.get(message.tool_call_id, len(positions)))
         elif run[-1].role == "assistant":
             positions = {call.id: n for n, call in enumerate(run[-1].tool_calls)}
@@ -220,7 +223,7 @@ def order_tool_results(messages: Sequence[Message]) -> list[Message]:
 
 
 def _render_all(renderer: Renderer, location: Location, preamble: Preamble) -> tuple[Sampled | None, Ids]:
-    """Render the whole request anew. It still extends the located turn if that is a prefix of it, id for id."""
+    """Render the whole request. If the ids of the located turn are a prefix, return that turn and the ids after it."""
     ids = renderer.render_ids(order_tool_results(location.request.messages_from()), preamble.tools, preamble.kwargs)
     node = location.node
     if node is not None and len(ids) > node.length and np.array_equal(ids[: node.length], path_ids(node)):

@@ -1,6 +1,6 @@
-"""Record turns: durable in the store first, then in the session's trace, then in the events.
+"""Record turns: first durably in the store, then in the session's trace, then in metrics, events and logs.
 
-In this order: a trace that knew more than the store could not be resumed after a crash.
+The order matters: a trace that is ahead of the store could not be restored after a crash.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class TurnRecorder:
             context_info = build_context_info(prompt, cause, draft.call)
             context = Context(trace.reserve_id(), prompt.parent, prompt.added, context_info)
             context.stored = False
-            # Part of the trace from now on, so that an equal call that ends meanwhile hangs there too.
+            # Add it now, so that an identical call that ends in the meantime uses the same context.
             trace.add_context(context)
-        assert context.ids is prompt.added or np.array_equal(context.ids, prompt.added), "not the ids that were sent"
+        assert context.ids is prompt.added or np.array_equal(context.ids, prompt.added), "ids differ from those sent"
         sampled = Sampled(
             trace.reserve_id(),
             context,
@@ -77,7 +77,7 @@ class TurnRecorder:
         try:
             await self._journal.commit(turn)
         except asyncio.CancelledError as error:
-            cancelled = error  # the turn is durable all the same, so the trace must have it
+            cancelled = error  # the turn is durable anyway, so the trace must include it
         except TurngateError:
             trace.drop_context(context)
             raise
@@ -96,7 +96,7 @@ class TurnRecorder:
         return sampled.id
 
     def _report(self, draft: TurnDraft, message: Message, sampled: Sampled, facts: dict[str, Json]) -> None:
-        """Metrics, span, events and log of a recorded turn."""
+        """Report a recorded turn in metrics, span, events and log."""
         session, finish, prompt_size = draft.session, sampled.info.finish, sampled.parent.length
         self._metrics.count_turn(draft.call.dialect, session.config.mode, finish, prompt_size, sampled.size)
         if draft.timing.span is not None:
@@ -121,20 +121,23 @@ class TurnRecorder:
         self._journal.mark_undelivered(session.key, node_id)
 
     def note_stop(self, session: Session, limit: str) -> None:
-        """Record the limit that stops a session."""
+        """Record the limit that stopped a session."""
         if session.stop != limit:
             session.stop = limit
             self._journal.note_stop(session.key, limit)
 
     def announce_limit(self, session: Session, limit: str) -> None:
-        """Add the event of a reached limit, once however often the agent calls again."""
+        """Add an event for a reached limit, only once however often the agent calls again."""
         if limit not in session.limits_announced:
             session.limits_announced.add(limit)
             self._events.add(session.id, "limit", {"limit": limit})
 
 
 def _find_cause(draft: TurnDraft, context: Context | None) -> Cause | None:
-    """Why the turn forks. Found when it is recorded: by then the trace also has the calls that were in flight when it began."""
+    """Return why the turn forks the trace, or None if it does not.
+
+    The cause is determined when the turn is recorded: by then the trace also contains calls that were in flight when it began.
+    """
     prompt, call = draft.prompt, draft.call
     if context is None and prompt.forced_cause is not None:
         return prompt.forced_cause

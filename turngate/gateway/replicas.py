@@ -1,4 +1,4 @@
-"""The engine's replicas during a weight update: freeze and thaw them, load weights into each, and roll back where one fails."""
+"""The engine's replicas during a weight update: freeze and thaw them, load weights into each, and roll back if one fails."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from turngate.errors import Conflict, EngineError, StoreError, TurngateError
 from turngate.gateway.fence_state import FenceState
 
 log = logging.getLogger("turngate")
-_SETTLE_S = 0.1  # in which tokens that a frozen engine has already sent arrive
+_SETTLE_S = 0.1  # time for tokens that a frozen engine has already sent to arrive
 _NOT_TRIED = "not tried"
-_KEPT_ADAPTERS = 2  # the one in force, and the one before it, which calls in flight may still use
-KEEP_CALLS = "keep calls in flight over an update (pause with hold or drain)"
+_KEPT_ADAPTERS = 2  # the current one and the previous one, which calls in flight may still use
+KEEP_CALLS = "keep calls in flight during an update (pause with hold or drain instead)"
 
 
 class ReplicaResult(msgspec.Struct, frozen=True):
-    """The result of an update on one replica. `has`: the version of its weights; None: unknown, and it gets no calls."""
+    """The result of an update on one replica."""
 
     url: str
     ok: bool
-    has: int | None
+    has: int | None  # the version of its weights; None: unknown, so it receives no calls
     detail: str = ""
 
 
@@ -37,27 +37,27 @@ class ReplicaSet:
     def __init__(self, engine: Engine | None, state: FenceState) -> None:
         self._engine = engine
         self._state = state
-        self._adapters: list[str] = []  # loaded here and not unloaded yet
-        self.is_frozen = False  # the engines are paused with their calls in flight
+        self._adapters: list[str] = []  # loaded by this process and not yet unloaded
+        self.is_frozen = False  # whether the engines are paused with calls in flight
 
     def require(self, action: str) -> list[UpdatableReplica]:
-        """The replicas; raises `Conflict` if the engine cannot do `action`."""
+        """Return the replicas. Raise `Conflict` if the engine does not support `action`."""
         found = list_updatable_replicas(self._engine)
         if not found:
-            raise Conflict(f"this gateway's engine cannot {action}: only vllm and sglang can")
+            raise Conflict(f"this gateway's engine cannot {action}; only vllm and sglang can")
         return found
 
     async def health(self) -> list[Health]:
         return [] if self._engine is None else await self._engine.health()
 
     def expect(self, version: int) -> None:
-        """Count replicas as down that do not have the weights of a version, where the store knows them."""
+        """Treat replicas without the weights of `version` as down, if the store has a record of those weights."""
         load = self._state.read_weights(version)
         for replica in list_updatable_replicas(self._engine):
             replica.expect(load if load is not None and (load.path or load.lora_path) else None)
 
     async def prepare(self, version: int, *, check: bool) -> None:
-        """Get ready for a version that is about to come into force. `check`: ask every replica what it has."""
+        """Prepare for a version that is about to become current. With `check`, ask every replica which weights it has."""
         self.expect(version)
         if check and isinstance(self._engine, Pool):
             await self._engine.check()
@@ -65,11 +65,11 @@ class ReplicaSet:
     # ── freeze and thaw ─────────────────────────────────────────────────────────────────────────────────────────
 
     async def freeze(self) -> None:
-        """Pause sampling in every replica; calls in flight stay."""
+        """Pause sampling in every replica without ending the calls in flight."""
         each = self.require(KEEP_CALLS)
         self._state.write_frozen(True)
         self.is_frozen = True
-        # Wait for all of them even if one fails: a pause still under way would outlast the resume.
+        # Wait for all replicas even if one fails: a pause still in progress would outlast the resume.
         found = await asyncio.gather(*(one.pause() for one in each), return_exceptions=True)
         for error in found:
             if isinstance(error, BaseException):
@@ -93,9 +93,9 @@ class ReplicaSet:
     # ── load and roll back ──────────────────────────────────────────────────────────────────────────────────────
 
     async def load(self, each: list[UpdatableReplica], load: PolicyWeights, *, repair: bool) -> list[ReplicaResult]:
-        """Load weights into one replica first, so that bad weights cost only that one, then into the others.
+        """Load weights into one replica first and then into the others, so that bad weights affect only one.
 
-        `repair`: leave out replicas that are healthy.
+        With `repair`, skip healthy replicas.
         """
 
         async def load_into(one: UpdatableReplica) -> None:
@@ -110,7 +110,7 @@ class ReplicaSet:
     async def roll_back(
         self, each: list[UpdatableReplica], results: list[ReplicaResult], load: PolicyWeights, before: PolicyWeights
     ) -> list[ReplicaResult]:
-        """Undo a failed load. A surplus adapter does no harm; whole models have to be loaded again."""
+        """Undo a failed load. A leftover adapter does no harm, but a whole model must be loaded again."""
         if load.version == before.version:
             return results
 
@@ -128,21 +128,21 @@ class ReplicaSet:
                 after.append(msgspec.structs.replace(result, has=before.version))
             elif result.ok:
                 after.append(await _try_on(one, before, undo))
-            else:  # half a model: it is marked as down, and its frozen calls must not continue with that
+            else:  # partly loaded: the replica is marked as down, and its frozen calls must not continue on these weights
                 with contextlib.suppress(TurngateError):
                     await one.abort_all()
                 after.append(result)
         return after
 
     async def restore(self, one: UpdatableReplica, before: PolicyWeights) -> None:
-        """Load the weights that were in force before."""
+        """Load the previous weights again."""
         if before.path:
             await one.load(before, frozen=self.is_frozen)
         else:
             await one.reload_initial_weights(frozen=self.is_frozen)
 
     async def undo_unfinished_load(self, present: int) -> None:
-        """Restore the version in force in replicas that got another model just before the gateway was killed."""
+        """Restore the current version in replicas that loaded a newer model just before the gateway was killed."""
         load = self._state.read_unfinished_load()
         if load is None or load.is_adapter or load.version <= present:
             return
@@ -150,16 +150,16 @@ class ReplicaSet:
         for one in list_updatable_replicas(self._engine):
             one.expect(load)
             if all(health.ok for health in await one.health()):
-                log.warning("%s has weights that never came into force; loading version %d again", one.address, present)
+                log.warning("%s has weights of an unfinished update; loading version %d again", one.address, present)
                 await self.restore(one, before)
 
     async def unload_old_adapters(self, each: list[UpdatableReplica], names: tuple[str, ...]) -> None:
-        """Unload the adapters that no call can be using any more. `names`: the previous and the present one."""
+        """Unload adapters that no call can still be using. `names` are the previous and the current adapter."""
         self._adapters += [name for name in names if name and name not in self._adapters]
         while len(self._adapters) > _KEPT_ADAPTERS:
             old = self._adapters.pop(0)
             for one in each:
-                with contextlib.suppress(TurngateError):  # it was restarted and no longer has it
+                with contextlib.suppress(TurngateError):  # the engine was restarted and no longer has it
                     await one.unload(old)
 
 
@@ -179,4 +179,4 @@ def load_error(load: PolicyWeights, before: int, results: list[ReplicaResult]) -
         + ("no usable weights" if result.has is None else f"version {result.has}")
         for result in results
     )
-    return EngineError(f"version {load.version} was not loaded, and version {before} stays in force. {each}")
+    return EngineError(f"version {load.version} was not loaded; version {before} remains active. {each}")

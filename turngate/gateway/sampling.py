@@ -1,4 +1,4 @@
-"""How a turn is sampled: the sampling parameters, and the number of tokens that it may sample."""
+"""Determine a turn's sampling parameters and the number of tokens it may sample."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _DEFAULT_MAX_TOKENS = 4096
 
 
 def resolve_sampling(session: Session, call: Call, *, neutral: bool | None = None) -> Sampling:
-    """Merge the session's pinned values over the agent's over neutral ones.
+    """Merge sampling parameters. The session's values override the agent's, which override neutral defaults.
 
-    A neutral session takes only the agent's temperature and seed.
+    A neutral session accepts only the agent's temperature and seed.
     """
     only = session.config.bias == "neutral" if neutral is None else neutral
     agent = {k: v for k, v in call.sampling.items() if not only or k in ("temperature", "seed")}
@@ -28,12 +28,12 @@ def resolve_sampling(session: Session, call: Call, *, neutral: bool | None = Non
 
 
 def find_constraint_bias(call: Call) -> tuple[str, ...]:
-    """The bias of a call whose reply is constrained (a grammar, a forced tool)."""
+    """Return the bias of a call whose reply is constrained by a grammar or a forced tool."""
     return (f"constrained: {call.constraint.kind}",) if call.constraint is not None else ()
 
 
 def count_room(session: Session, call: Call, size: int, max_context: int | None) -> int:
-    """The number of tokens that may be sampled after a prompt of `size`, which fits every limit."""
+    """Return the number of tokens that may be sampled after a prompt of `size` tokens, which is within every limit."""
     limit = session.config.limits.context_tokens
     requested = call.max_tokens if session.config.max_tokens is None else session.config.max_tokens
     room = [
@@ -46,7 +46,7 @@ def count_room(session: Session, call: Call, size: int, max_context: int | None)
 
 
 def context_overflow(limit: int, size: int) -> ContextOverflow:
-    """The error in the words that agents look for."""
+    """Return the error, worded the way agents expect."""
     return ContextOverflow(
         f"This model's maximum context length is {limit} tokens. However, your messages resulted in {size} tokens. "
         "Please reduce the length of the messages.",

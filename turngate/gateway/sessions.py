@@ -1,7 +1,7 @@
-"""The life of sessions: open, find, seal, cancel, delete.
+"""The lifecycle of sessions: open, find, seal, cancel and delete.
 
-`Sessions` keeps this worker's open sessions in memory. `eviction.py` drops the traces of idle ones, `housekeeping.py` seals sessions that
-stay unused, and `staleness.py` cancels those that no feed can use any more.
+`Sessions` keeps this worker's open sessions in memory. `eviction.py` drops the traces of idle sessions, `housekeeping.py` seals sessions
+that stay unused, and `staleness.py` cancels sessions that no feed can use any more.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from turngate.types import STALE, Mode, Sampling
 
 
 class Sessions:
-    """Opens, finds and ends the sessions of one gateway."""
+    """The sessions of one gateway."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class Sessions:
         on_close: Callable[[str], None] = lambda session_id: None,
         on_end: Callable[[str], None] = lambda session_id: None,
     ) -> None:
-        """`on_close` frees what the engine holds for a session. `on_end` reports a session that ended and was not deleted."""
-        self.modes = modes  # that this gateway serves; the first is the default
+        """`on_close` frees the engine's resources for a session. `on_end` is called for each session that ends without being deleted."""
+        self.modes = modes  # the modes this gateway serves; the first is the default
         self._models = models  # empty: any name
         self._vocabulary = vocabulary
         self._store = store
@@ -56,7 +56,7 @@ class Sessions:
         self._on_end = on_end
         self._started = time.time()
         self._live: dict[str, Session] = {}
-        self._ended: list[Session] = []  # their traces are still in memory; the evictor collects them
+        self._ended: list[Session] = []  # ended sessions that the evictor has not collected yet
         self._by_secret: dict[bytes, str] = {
             secret: session_id for session_id, secret, _ in store.open_sessions() if shard.owns(session_id)
         }
@@ -68,12 +68,12 @@ class Sessions:
 
     @property
     def open_count(self) -> int:
-        """The number of open sessions of this worker."""
+        """Number of open sessions in this worker."""
         return len(self._secret_of)
 
     @property
     def evicted_count(self) -> int:
-        """The number of open sessions whose trace is not in memory."""
+        """Number of open sessions whose trace is not in memory."""
         return len(self._secret_of) - sum(not session.is_evicted for session in self._live.values())
 
     def open(self, config: SessionConfig, session_id: str | None = None) -> tuple[Session, str]:
@@ -83,7 +83,7 @@ class Sessions:
             session_id = self._shard.new_session_id()
         elif not SESSION_ID.fullmatch(session_id):
             raise BadRequest(
-                "id: must be 1 to 128 letters, digits, '-', '_', '.' or ':', starting with a letter or digit",
+                "id must be 1 to 128 letters, digits, '-', '_', '.' or ':', starting with a letter or digit",
                 param="id",
             )
         secret = new_secret(session_id)
@@ -93,7 +93,7 @@ class Sessions:
         try:
             key = self._store.add_session(session_id, digest, config, opened, self._vocabulary, event)
         except KeyError:
-            raise Conflict(f"id: a session {session_id!r} exists already; choose another id", param="id") from None
+            raise Conflict(f"session {session_id!r} already exists; choose a different id", param="id") from None
         session = Session(session_id, key, config, opened)
         session.vocabulary = self._vocabulary
         self._live[session_id] = session
@@ -104,16 +104,19 @@ class Sessions:
         return session, secret
 
     def _check_config(self, config: SessionConfig) -> None:
-        """Validate what the types of `SessionConfig` cannot express."""
+        """Validate constraints that the types of `SessionConfig` cannot express."""
         if config.mode not in self.modes:
-            raise BadRequest(f"mode: {config.mode!r} is not served here, only {' and '.join(self.modes)}", param="mode")
+            raise BadRequest(
+                f"mode {config.mode!r} is not served by this gateway (it serves: {', '.join(self.modes)})", param="mode"
+            )
         if config.model and self._models and config.model not in self._models:
             raise BadRequest(
-                f"model: this gateway serves {', '.join(self._models)}, not {config.model!r}", param="model"
+                f"model {config.model!r} is not served by this gateway (it serves: {', '.join(self._models)})",
+                param="model",
             )
         if config.max_tokens is not None and config.max_tokens < 1:
             raise BadRequest(
-                f"max_tokens: {config.max_tokens} must be 1 or more; leave it out for no limit", param="max_tokens"
+                f"max_tokens must be 1 or more, not {config.max_tokens}; leave it out for no limit", param="max_tokens"
             )
         try:
             msgspec.convert(config.sampling, Sampling)
@@ -131,7 +134,7 @@ class Sessions:
         if session is None:
             session = self._store.load(self.find_row(session_id))
             if session.status == "open" and self._shard.owns(session_id):
-                # Idle time counts from now: the gateway may have been down for longer than any agent is idle.
+                # Idle time starts now: the gateway may have been down for longer than the idle limit.
                 session.last_used = time.time()
                 self._live[session_id] = session
         return session
@@ -139,15 +142,15 @@ class Sessions:
     def find_row(self, session_id: str) -> SessionRow:
         row = self._store.find(session_id)
         if row is None:
-            raise NotFound(f"there is no session {redact_known(session_id)!r}")
+            raise NotFound(f"unknown session {redact_known(session_id)!r}")
         return row
 
     def find_live(self, session_id: str) -> Session | None:
-        """The session, if it is open and was used since this worker started."""
+        """Return the session if it is open and was used since this worker started."""
         return self._live.get(session_id)
 
     def find_by_secret(self, secret: str) -> Session | None:
-        """The session that a secret opens. Looks up the hash, so that timing reveals nothing about the secret."""
+        """Return the session with this secret. It is looked up by hash, so that timing reveals nothing about the secret."""
         digest = _digest(secret)
         session_id = self._by_secret.get(digest)
         if session_id is not None:
@@ -156,7 +159,7 @@ class Sessions:
         return None if row is None else _load_closed_session(row)
 
     def find_id_by_secret(self, secret: str) -> str | None:
-        """The id of the session with this secret, in any worker."""
+        """Return the id of the session with this secret, whichever worker has it."""
         digest = _digest(secret)
         if (known := self._by_secret.get(digest)) is not None:
             return known
@@ -171,30 +174,36 @@ class Sessions:
         return secrets.compare_digest(digest, _digest(secret))
 
     def knows(self, session_id: str) -> bool:
-        """Whether the session exists, or has events that were announced before it is opened."""
+        """Return whether the session exists, or has events that were announced before it is opened."""
         return session_id in self._live or self._store.find(session_id) is not None or self._events.knows(session_id)
 
     def live(self) -> Iterable[Session]:
-        """The sessions in memory: open, and used since this worker started."""
+        """Return the sessions in memory: those that are open and were used since this worker started."""
         return self._live.values()
 
     def open_digests(self) -> dict[str, bytes]:
-        """A snapshot of the open sessions: by id, the digest of the secret, which tells a session from a later one with its id."""
+        """Return a snapshot of the open sessions, as the digest of each secret by session id.
+
+        The digest distinguishes a session from a later one with the same id.
+        """
         return dict(self._secret_of)
 
     def is_open(self, session_id: str, digest: bytes) -> bool:
-        """Whether the session with this secret is still open."""
+        """Return whether the session whose secret has this digest is still open."""
         return self._secret_of.get(session_id) == digest
 
     def find_idle(self, now: float, idle_s: float) -> list[str]:
-        """The open sessions without a call for `idle_s`. A session not called since the start counts from the start."""
+        """Return the open sessions without a call for `idle_s` seconds.
+
+        For a session without a call since this worker started, the time counts from that start.
+        """
         unused = [s for s in self._live.values() if not s.busy]
         live = [s.id for s in unused if now - s.last_used > idle_s]
         unseen = [s for s in self._secret_of if s not in self._live] if now - self._started > idle_s else []
         return live + unseen
 
     def take_ended(self) -> list[Session]:
-        """The sessions that ended since the last call and may still hold their trace."""
+        """Return the sessions that ended since the last call. Their traces may still be in memory."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -224,15 +233,15 @@ class Sessions:
         async with session.ending_lock:  # a second caller waits for the first
             if session.status != "open":
                 return session
-            # Calls in flight record what they have before the session is closed for good.
+            # Calls in flight record the tokens sampled so far before the session is closed.
             await session.abort_calls(status)
-            # A limit that was reached stays the reason, unless the session is stale: then it is useless however far it got.
+            # A reached limit remains the stop reason, unless the session is stale: a stale session cannot be used at all.
             stop_reason = stop if stop == STALE else session.stop or stop
             event = new_event(session_id, status, {"stop": stop_reason, "turns": session.turns})
             try:
                 self._store.close_session(session.key, status, stop_reason, time.time(), event)
             except StoreError:
-                session.ending = ""  # it did not end, and must not look as if it had
+                session.ending = ""  # the session did not end, so it must not look ended
                 raise
             session.status, session.stop = status, stop_reason
             self._metrics.count("turngate_sessions_ended_total", status)
@@ -251,7 +260,7 @@ class Sessions:
             self._by_secret.pop(digest, None)
 
     async def abort_all_calls(self) -> None:
-        """Abort the calls in flight because the gateway stops: they record what they have, and their agents are asked to retry."""
+        """Abort all calls in flight because the gateway is stopping. They record their partial turns and ask the agents to retry."""
         await asyncio.gather(*(s.abort_calls("stopping") for s in list(self._live.values()) if s.busy))
 
 
@@ -260,7 +269,7 @@ def _digest(secret: str) -> bytes:
 
 
 def _load_closed_session(row: SessionRow) -> Session:
-    """A closed session without its trace: enough to answer that it is over, rather than that its key is wrong."""
+    """Build a closed session without its trace, so that calls can be told that it has ended, not that their key is wrong."""
     session = Session(row.id, row.key, row.config, row.opened)
     session.status, session.stop, session.vocabulary = row.status, row.stop, row.vocabulary
     return session

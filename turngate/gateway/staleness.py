@@ -1,6 +1,6 @@
-"""Sessions that were sampled at policy versions too old for every feed: find them and cancel them.
+"""Cancel sessions that were sampled at policy versions too old for every feed.
 
-The runner of such a rollout learns of it from the stream of events, and can start another one at once.
+The runner of a cancelled rollout is notified by an event, and can start a new rollout immediately.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class StaleSessions:
         return bool(self._tasks)
 
     def cancel_in_background(self) -> None:
-        """Start to cancel the sessions that became stale with the present policy version."""
+        """Start cancelling the sessions that became stale with the current policy version."""
         try:
             bounds = self._feeds.staleness_bounds()
         except StoreError as error:
-            log.warning("cannot look for stale sessions: %s", error.message)
+            log.warning("cannot check for stale sessions: %s", error.message)
             return
         if not any(bound is not None for _, bound in bounds):
             return
@@ -57,7 +57,7 @@ class StaleSessions:
             await asyncio.sleep(0)  # there may be thousands: let turns run in between
             try:
                 stale = await self._is_stale(session_id, bounds, version)
-                if stale and self._sessions.is_open(session_id, digest):  # its id may be another session's by now
+                if stale and self._sessions.is_open(session_id, digest):  # the id may have been reused
                     await self._sessions.end(session_id, "cancelled", STALE)
             except TurngateError as error:
                 log.warning("cannot check whether session %s is stale: %s", session_id, error.message)
@@ -90,22 +90,25 @@ def _is_stored_session_stale(store: Store, session_id: str, oldest: int) -> bool
 
 
 def group_of(config: SessionConfig) -> str | None:
-    """The group of an open session, from `metadata.group`."""
+    """Return the group of an open session, from `metadata.group`."""
     group: Json = config.metadata.get("group")
     return group if isinstance(group, str) else None
 
 
 def oldest_allowed(group: str, bounds: list[tuple[str, int | None]], version: int) -> int | None:
-    """The oldest policy version of a group's rollouts that some feed can use; None: any, or no feed takes the group."""
+    """Return the oldest policy version at which a feed can still use a group's rollouts.
+
+    Return None if a feed accepts any version, or if no feed accepts the group.
+    """
     wanted = [bound for prefix, bound in bounds if group.startswith(prefix)]
     known = [bound for bound in wanted if bound is not None]
     return version - max(known) if known and len(known) == len(wanted) else None
 
 
 def is_stale(session: Session, oldest: int) -> bool:
-    """Whether a turn that would be trained was sampled before a version.
+    """Return whether a turn that would be trained was sampled before version `oldest`.
 
-    A single question without tools does not count: it may be a title, which is not trained, and the work may not have begun.
+    A single question without tools is ignored: it may ask for a title, which is not trained, before the actual work begins.
     """
     turns = list(session.trace.turns())
     if not any(turn.info.version_start < oldest for turn in turns):

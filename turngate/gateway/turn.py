@@ -2,16 +2,16 @@
 
     admit → locate → render → generate → parse → commit → reply
 
-    admit     is the session open, within its limits, and can the turn be recorded? wait at the fence
-    locate    the deepest point of the session's trace that this request extends         (trace, prompt.py)
-    render    the stored ids down to there, plus the bridge for only the new messages    (render, prompt.py)
-    generate  ids in, ids with log-probabilities out; aborted when the agent hangs up    (engines)
-    parse     reasoning, text and tool calls, as they arrive                             (render)
-    commit    context and sampled node, durable, before the last event                   (recording.py)
-    reply     events: text as it is sampled, a call when it is complete, `Done` when recorded
+    admit     check that the session is open and within its limits, then wait at the fence
+    locate    find the deepest point of the session's trace that this request extends    (trace, prompt.py)
+    render    extend the stored ids up to that point with only the new messages          (render, prompt.py)
+    generate  send ids, receive ids with log-probabilities; abort if the agent hangs up  (engines)
+    parse     split the ids into reasoning, text and tool calls as they arrive           (render)
+    commit    make the context and the sampled node durable before the last event        (recording.py)
+    reply     emit text as it is sampled, each tool call once complete, `Done` once recorded
 
-`TurnPipeline.run` emits those events in batches. It knows no wire format; a reply that is not streamed is a stream that the server
-collected. However a call ends, what was sampled is recorded: a call that was cut short becomes an aborted turn.
+`TurnPipeline.run` emits these events in batches. It is independent of wire formats: for a non-streaming reply, the server collects the
+stream. However a call ends, the tokens sampled so far are recorded. A call that is cut short becomes an aborted turn.
 """
 
 from __future__ import annotations
@@ -52,23 +52,23 @@ from turngate.types import (
 )
 
 T = TypeVar("T")
-# Tokens that arrive with the end of a turn and are sent together with it, which saves a write. More of them are sent before, so that the
-# end waits until the agent has taken them: else it would count as delivered while it is still on the wire.
+# A final chunk of at most this many tokens is sent together with `Done`, which saves a write. A longer one is sent first, so that `Done`
+# waits until the agent has received it. Otherwise the turn would count as delivered while it is still on the wire.
 _SHORT_END = 256
 
 
 class PipelineSettings(msgspec.Struct, frozen=True):
     """The part of the configuration that a turn needs."""
 
-    models: tuple[str, ...] = ()  # names that agents may ask for; empty: any
-    max_context: int | None = None  # the model's; None: the engine judges
-    echo_prompt: bool = False  # have the engine repeat the prompt that it saw, and compare
-    vocabulary: str = ""  # digest of the tokenizer; a session continues only with the one it began with
-    mode: Mode = "exact"  # of the sessions that the engine serves; "gate" where the engine is the trainer
+    models: tuple[str, ...] = ()  # names that agents may request; empty: any
+    max_context: int | None = None  # of the model, in tokens; None: left to the engine
+    echo_prompt: bool = False  # ask the engine to echo the prompt it received, and compare it
+    vocabulary: str = ""  # digest of the tokenizer; a session can only continue with the same one
+    mode: Mode = "exact"  # of the sessions that the engine serves; "gate" if the trainer is the engine
 
 
 class TurnPipeline:
-    """Runs model calls. One instance per gateway, without state of its own."""
+    """The pipeline of model calls. One instance serves all sessions of a gateway and keeps no state about them."""
 
     def __init__(
         self,
@@ -93,8 +93,8 @@ class TurnPipeline:
     async def run(self, session: Session, call: Call, emit: Emit, timing: CallTiming) -> None:
         """Run one turn, from request to `Done`, and emit its events in batches.
 
-        Uses a callback: nested async generators cost more than the rest of a turn's bookkeeping. Cancelling the task that runs it
-        aborts the turn, which is recorded; so does an exception of `emit`. `timing` gets the times that the call waited.
+        `emit` is a callback because nested async generators cost more than the rest of a turn's bookkeeping. Cancelling the task aborts
+        the turn, as does an exception from `emit`; aborted turns are recorded. The call's waiting times are stored in `timing`.
         """
         self._admit(session, call)
         try:
@@ -108,7 +108,7 @@ class TurnPipeline:
             raise
 
     async def count(self, session: Session, call: Call) -> int:
-        """Count the tokens of the prompt of a call. Nothing is sampled or recorded."""
+        """Count the prompt tokens of a call without sampling or recording anything."""
         self._admit(session, call)
         if session.config.mode == "observe":
             return await self._require_relay().count(self._build_relay_request(session, call, None, {}))
@@ -117,7 +117,7 @@ class TurnPipeline:
         return len((await self._prompts.build(session, call, self._renderer)).ids)
 
     def model_name(self, session: Session, call: Call) -> str:
-        """The model's name for the session or the gateway; where neither has one, the agent's."""
+        """Return the model name that the session or the gateway sets, or else the one the agent sent."""
         served = self._settings.models
         return session.config.model or (served[0] if len(served) == 1 else call.model)
 
@@ -126,12 +126,14 @@ class TurnPipeline:
     def _admit(self, session: Session, call: Call) -> None:
         session.require_open()
         if session.vocabulary != self._settings.vocabulary:
-            raise Conflict("this session was recorded with another tokenizer; use that one, or open a new session")
+            raise Conflict(
+                "this session was recorded with a different tokenizer; use that tokenizer, or open a new session"
+            )
         session.last_used = time.time()
         names = (session.config.model,) if session.config.model else self._settings.models
         if names and call.model and call.model not in names and not is_model_alias(session.config.signals, call.model):
             raise NotFound(
-                f"model: {call.model[:200]!r} does not exist here; this session serves {', '.join(names)}",
+                f"model {call.model[:200]!r} does not exist; this session serves {', '.join(names)}",
                 param="model",
             )
         self._recorder.require_writable()
@@ -154,9 +156,9 @@ class TurnPipeline:
             session.end_call(task, time.time())
 
     async def _pass_fence(self, session: Session, timing: CallTiming) -> None:
-        """Wait while weights are loaded; the session's own clock keeps running."""
+        """Wait while weights are being loaded. The session's time limit still applies."""
         if not self._fence.paused:
-            await self._fence.enter()  # at once
+            await self._fence.enter()  # without waiting
             return
         began = time.perf_counter()
         try:
@@ -168,10 +170,13 @@ class TurnPipeline:
             timing.held_s = time.perf_counter() - began
 
     def _end_at_limit(self, session: Session, limit: str) -> list[ReplyEvent]:
-        """End a session with what reads as a normal last answer: agents would retry an empty or failed one."""
+        """Return a final reply that looks normal, since agents would retry an empty or failed one.
+
+        Raise `Conflict` instead if the session is configured to.
+        """
         self._recorder.note_stop(session, limit)
         if session.config.at_limit == "conflict":
-            raise Conflict(f"this session is completed (limit {limit}); open a new one")
+            raise Conflict(f"this session has reached its limit ({limit}); open a new session")
         self._recorder.announce_limit(session, limit)
         text = limit_message(limit)
         return [Delta("content", text), Done("stop", Message("assistant", text), Usage(0, 0))]
@@ -184,7 +189,7 @@ class TurnPipeline:
             raise Conflict("this gateway has no engine for exact sessions; open the session with mode 'observe'")
         if session.config.mode != self._settings.mode:
             raise Conflict(
-                f"this session has mode {session.config.mode!r}, and this gateway's engine serves {self._settings.mode!r}"
+                f"this session has mode {session.config.mode!r}, but this gateway's engine serves {self._settings.mode!r}"
             )
         prompt = await self._prompts.build(session, call, renderer)
         self._require_fitting(session, len(prompt.ids))
@@ -202,9 +207,9 @@ class TurnPipeline:
     async def _generate(self, draft: TurnDraft, engine: Engine, request: Generate, reader: ReplyReader) -> None:
         session = draft.session
         finish: Finish = "abort"
-        is_complete = False  # also a call whose engine has finished can still be cancelled, while the reply is drained
+        is_complete = False  # a call can still be cancelled after the engine has finished, while its reply is drained
         fault = ""
-        last: list[Delta | CallDelta] = []  # arrived with the end, and is sent with it
+        last: list[Delta | CallDelta] = []  # events of the final chunk, to be sent with `Done`
         timer = self._start_timer(draft, engine.name, request.max_tokens)
         try:
             async with engine.generate(request) as chunks:
@@ -228,14 +233,14 @@ class TurnPipeline:
                 raise EngineUnavailable(f"{engine.name} ended its reply before the generation finished")
             is_complete = True
         except TimeoutError:
-            finish, is_complete = "length", True  # the session's time is over: what was sampled stands
+            finish, is_complete = "length", True  # the session's time is up: keep the tokens sampled so far
         except TurngateError as error:
             fault = error.message
             timer.fail(error.kind)
             raise
         finally:
             timer.finish(finish, len(request.prompt), len(draft.ids))
-            # An engine that failed before its first token sampled nothing to record.
+            # If the engine failed before its first token, there is nothing to record.
             if not is_complete and (draft.ids or not fault):
                 await self._recorder.commit(draft, reader.finish()[1].message, "abort", fault=fault or "aborted")
         if finish == "length" and not draft.ids:
@@ -249,7 +254,7 @@ class TurnPipeline:
         await draft.emit([*last, *rest, Done(finish, parsed.message, usage, node, reader.stopped_by)])
 
     def _require_fitting(self, session: Session, size: int) -> None:
-        """Raise if a prompt of `size` tokens exceeds the session's context limit or the model's."""
+        """Raise if a prompt of `size` tokens leaves no room in the session's context limit or the model's."""
         limit, max_context = session.config.limits.context_tokens, self._settings.max_context
         if limit is not None and size >= limit:
             session.truncated = True
@@ -280,7 +285,7 @@ class TurnPipeline:
         )
 
     def _add_chunk(self, draft: TurnDraft, chunk: Chunk, reader: ReplyReader) -> list[Delta | CallDelta]:
-        """Add a chunk to the draft and parse it. The turn may end inside it: tokens past its end are not part of it."""
+        """Add a chunk to the draft and return its parsed events. Tokens past the end of the turn are dropped."""
         ids, logprobs, call = chunk.ids, chunk.logprobs, draft.call
         # Parallel calls share the session's limit, so it may be reached in the middle of a chunk.
         left = draft.session.tokens_left
@@ -317,7 +322,7 @@ class TurnPipeline:
         sampling = resolve_sampling(session, call, neutral=False)
         pinned = sampling if session.config.sampling else None
         request = self._build_relay_request(session, call, pinned, _find_verbatim(location.node, relay.name))
-        prompt = build_observed_prompt(location, None, preamble)  # its ids are known only from the reply
+        prompt = build_observed_prompt(location, None, preamble)  # only the reply can reveal its ids
         draft = TurnDraft(session, call, prompt, sampling, self._fence.version, emit, timing)
         draft.capture = "text"
         draft.engine = relay.name
@@ -362,7 +367,7 @@ class TurnPipeline:
             message = reply.build_message()
             draft.prompt = build_observed_prompt(prompt.location, reply.prompt, prompt.preamble)
             if draft.capture == "tokens" and not reply.is_complete(draft.ids):
-                draft.capture = "logprobs"  # ids without a prompt, or not all of them: evidence, but no training row
+                draft.capture = "logprobs"  # prompt ids or some sampled ids are missing, so the turn cannot be trained
             if not is_complete and (not reply.is_empty or not fault):
                 await self._recorder.commit(draft, message, "abort", fault=fault or "aborted")
         node = await self._recorder.commit(draft, message, finish, fault=reply.fault)
@@ -383,7 +388,7 @@ class TurnPipeline:
         )
 
     def _add_observed(self, draft: TurnDraft, chunk: RelayChunk) -> None:
-        """Add to the draft what a chunk reveals about tokens."""
+        """Add the token ids and other facts from an observed chunk to the draft."""
         if chunk.ids:
             draft.capture = "tokens"
             draft.add(chunk.ids, chunk.logprobs, self._fence.version_now(draft.begun_at))
@@ -395,12 +400,12 @@ class TurnPipeline:
 
 
 def _until(deadline: float | None, items: AsyncIterator[T]) -> AsyncIterator[T]:
-    """The same items, with a TimeoutError when the session's time is over."""
+    """Return an iterator over `items` that raises `TimeoutError` at the deadline."""
     return items if deadline is None else _TimedIterator(items, deadline)
 
 
 class _TimedIterator(Generic[T]):
-    """Times only the waiting and never the consumer, which may be busy writing to a slow agent at the deadline."""
+    """An iterator with a deadline. Only waiting for an item can time out, not the consumer: it may be writing to a slow agent."""
 
     def __init__(self, items: AsyncIterator[T], deadline: float) -> None:
         self._items = items
@@ -415,19 +420,19 @@ class _TimedIterator(Generic[T]):
 
 
 def _check(chunk: Chunk, request: Generate) -> None:
-    """Fail the turn if the engine's answer does not fit the request."""
+    """Raise `EngineError` if the chunk does not match the request."""
     if chunk.prompt is not None and not np.array_equal(np.asarray(chunk.prompt, ID_DTYPE), request.prompt):
-        raise EngineError("the engine reports another prompt than the one it was sent; the turn is refused")
+        raise EngineError("the engine reports a different prompt than it was sent, so the turn was rejected")
     if chunk.logprobs is not None and len(chunk.logprobs) != len(chunk.ids):
-        raise EngineError(f"the engine gave {len(chunk.logprobs)} log-probabilities for {len(chunk.ids)} tokens")
+        raise EngineError(f"the engine returned {len(chunk.logprobs)} log-probabilities for {len(chunk.ids)} tokens")
 
 
 def _find_verbatim(node: Sampled | None, endpoint: str) -> dict[int, bytes]:
-    """The turns on the way to `node` that this endpoint wants back in its own words, by index of their raw message."""
+    """Return the turns on the path to `node` that this endpoint needs back verbatim, by the index of their raw message."""
     turns = [turn for turn in path_to(node) if isinstance(turn, Sampled)]
     return {t.count - 1: t.info.verbatim for t in turns if t.info.verbatim and t.info.engine == endpoint}
 
 
 def _to_loop_time(moment: float | None) -> float | None:
-    """A wall-clock moment on the event loop's own clock."""
+    """Convert a wall-clock time to the event loop's clock."""
     return None if moment is None else moment - time.time() + asyncio.get_running_loop().time()

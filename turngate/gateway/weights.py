@@ -1,10 +1,10 @@
-"""Weight updates: hold calls at the fence, load the engines, resume calls at the new version; or undo all of it if a replica fails.
+"""Weight updates: hold calls at the fence, load weights into the engines and resume at the new version, or roll back on failure.
 
-    pause   hold (new calls wait) · drain (and calls in flight end) · keep (and calls in flight are frozen in the engines)
-    load    one replica first, then the others; `replicas.py`
-    resume  record the version, then let calls pass
+    pause   hold: new calls wait · drain: also wait for calls in flight to end · keep: also freeze calls in flight in the engines
+    load    into one replica first, then into the others (`replicas.py`)
+    resume  record the version, then let calls through
 
-`WeightUpdates` works on a `Barrier`: the fence of this process, or of all workers together.
+`WeightUpdates` operates on a `Barrier`, which is the fence of this process or of all workers together.
 """
 
 from __future__ import annotations
@@ -34,32 +34,35 @@ _RETRY_S = 2.0  # between attempts to resume engines or calls
 
 
 class LoadReply(FenceView, frozen=True, kw_only=True, omit_defaults=True):
-    """The fence after weights were loaded, and what each replica did."""
+    """The state of the fence after a load, and the result of each replica."""
 
     replicas: list[ReplicaResult]
 
 
 class WeightsView(FenceView, frozen=True, kw_only=True, omit_defaults=True):
-    """The fence, the weights in force, and the health of the replicas."""
+    """The state of the fence, the current weights and the health of the replicas."""
 
     weights: PolicyWeights | None
     replicas: list[Health]
 
 
 class Barrier(Protocol):
-    """The fence of one process, or of many."""
+    """The fence of one process or of several."""
 
     async def hold(self, until: float | None) -> None:
-        """Make new calls wait. Records `until`, for processes that start during the hold."""
+        """Make new calls wait. Record `until` for processes that start during the hold."""
 
     async def drain(self) -> None:
         """Wait until no call is in flight."""
 
     async def open(self, version: int | None, model: str | None, *, expired: bool = False, check: bool = False) -> None:
-        """Resume calls at a version. `expired`: because a pause timed out. `check`: ask every replica first what it has."""
+        """Resume calls at a version.
+
+        `expired` means that a pause timed out. With `check`, ask every replica first which weights it has.
+        """
 
     async def describe(self) -> FenceView:
-        """The state of the fence as the API shows it."""
+        """Return the state of the fence as the API shows it."""
 
 
 class LocalBarrier:
@@ -87,7 +90,7 @@ class LocalBarrier:
         self.resume(version, model, expired=expired)
 
     def resume(self, version: int | None, model: str | None = None, *, expired: bool = False) -> None:
-        """Record the version, resume calls at it, and cancel the sessions that it makes stale."""
+        """Record the version, resume calls at it, and cancel sessions that become stale."""
         self._fence.check(version, model)
         new = self._fence.version if version is None else version
         facts: dict[str, Json] = {"paused": False, "version": new}
@@ -103,7 +106,7 @@ class LocalBarrier:
 
 
 class WeightUpdates:
-    """Carries out pauses, resumes and loads, one at a time."""
+    """Pauses, resumes and weight loads, carried out one at a time."""
 
     def __init__(self, fence: Fence, state: FenceState, events: Events, replicas: ReplicaSet, barrier: Barrier) -> None:
         self._fence = fence
@@ -112,10 +115,13 @@ class WeightUpdates:
         self._replicas = replicas
         self._barrier = barrier
         self._lock = asyncio.Lock()
-        self._timer: asyncio.Task[None] | None = None  # ends a pause at its limit, or retries what failed
+        self._timer: asyncio.Task[None] | None = None  # ends a pause at its time limit, or retries a failed resume
 
     async def start(self) -> None:
-        """Restore a pause from before a restart: a trainer may be sending weights. Resume engines that were frozen without one."""
+        """Restore a pause that was active before a restart, since a trainer may still be sending weights.
+
+        If the engines were frozen without a pause, resume them.
+        """
         self._replicas.is_frozen = self._state.read_frozen()
         until = self._state.read_hold()
         if until is not None:
@@ -127,16 +133,16 @@ class WeightUpdates:
     async def _continue_hold(self, until: float) -> None:
         await self._fence.pause("hold")
         left = until - time.time()
-        if left <= 0:  # also an update of our own that never finished, which no trainer is going to resume
-            log.warning("calls were held when the gateway stopped, and the limit of that pause is over; resuming them")
+        if left <= 0:  # also true of the gateway's own unfinished update, which no trainer will resume
+            log.warning("calls were held when the gateway stopped, and the pause has expired; resuming them")
             self._timer = asyncio.create_task(self._keep_opening(expired=True))
             return
         self._announce_pause("keep" if self._replicas.is_frozen else "hold", restarted=True)
         log.warning(
-            "calls are held, as they were when the gateway stopped: a trainer had paused it and may have sent only part of its weights. "
-            "Resume them with POST /admin/fence/resume and the version that the engines have (the present one is %d)%s",
+            "calls are still held after the restart: a trainer paused the gateway and may have sent only part of its weights. "
+            "Resume calls with POST /admin/fence/resume and the version that the engines have (the current version is %d)%s",
             self._fence.version,
-            "" if left == math.inf else f", or wait {left:.0f} s, the limit of the pause, to resume at the present one",
+            "" if left == math.inf else f", or wait {left:.0f} s until the pause expires and calls resume at that version",
         )
         if left < math.inf:
             self._start_timer(left)
@@ -181,11 +187,11 @@ class WeightUpdates:
             self._start_timer(limit_s)
 
     def _snapshot(self) -> tuple[bool, bool]:
-        """Whether calls are held, and whether the engines are frozen."""
+        """Return whether calls are held and whether the engines are frozen."""
         return self._fence.paused, self._replicas.is_frozen
 
     async def _restore(self, was_paused: bool, was_frozen: bool) -> None:
-        """Return to the state before a failure. The caller raises that failure; what cannot be restored now is retried."""
+        """Return to the state before a failure, which the caller then raises. If calls cannot be resumed now, keep trying."""
         try:
             if not was_paused:
                 await self._open(None, None, check=True)
@@ -198,7 +204,7 @@ class WeightUpdates:
                 self._timer = asyncio.create_task(self._keep_opening())
 
     async def _open(self, version: int | None, model: str | None, *, check: bool = False) -> None:
-        """Set the version first, then thaw the engines: whatever they sample from then on is of that version."""
+        """Resume calls at a version, then thaw the engines. In this order, tokens that they sample next are recorded with that version."""
         await self._barrier.open(version, model, check=check)
         if self._replicas.is_frozen:
             await self._thaw()
@@ -211,7 +217,7 @@ class WeightUpdates:
             raise
 
     def _retry_thaw(self) -> None:
-        """Retry in the background until the engines are resumed: calls wait in them."""
+        """Retry in the background until the engines are resumed, since frozen calls are waiting in them."""
         self._stop_timer()
         self._timer = asyncio.create_task(self._keep_thawing())
 
@@ -239,11 +245,11 @@ class WeightUpdates:
 
     async def _expire(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
-        log.warning("a pause was not resumed within its limit; resuming calls at the old version")
+        log.warning("a pause was not resumed within its time limit; resuming calls at the old version")
         await self._keep_opening(expired=True)
 
     async def _keep_opening(self, *, expired: bool = False) -> None:
-        """Resume calls at the version in force, as soon as that is possible."""
+        """Resume calls at the current version, retrying until it succeeds."""
         while True:
             try:
                 async with self._lock:
@@ -261,7 +267,7 @@ class WeightUpdates:
     async def load(self, load: PolicyWeights, mode: PauseMode | None, limit_s: float) -> LoadReply:
         """Load weights into every replica and resume calls at their version.
 
-        `mode` None: drain for a model, hold for an adapter. `limit_s`: how long calls in flight may take to end.
+        If `mode` is None, drain for a model and hold for an adapter. `limit_s` limits how long calls in flight may take to end.
         """
         mode = mode or ("drain" if load.path else "hold")
         async with self._lock:
@@ -297,7 +303,7 @@ class WeightUpdates:
         return await self._barrier.describe()
 
     async def describe(self) -> WeightsView:
-        """The fence, the weights in force and the health of the replicas."""
+        """Return the state of the fence, the current weights and the health of the replicas."""
         fence = await self._barrier.describe()
         return WeightsView(
             **msgspec.structs.asdict(fence),
@@ -306,18 +312,22 @@ class WeightUpdates:
         )
 
     def _check_load(self, load: PolicyWeights, mode: PauseMode) -> PolicyWeights:
-        """Raise if the weights may not be loaded; return those in force. Loading the version in force again repairs replicas."""
+        """Return the current weights, or raise `Conflict` if `load` is not allowed.
+
+        Loading the current version again is allowed: it repairs replicas.
+        """
         present = self._fence.version
         in_force = self._state.read_weights(present) or PolicyWeights(version=present)
         if load.version < present:
-            raise Conflict(f"version: {load.version} is older than the present {present}", param="version")
+            raise Conflict(f"version {load.version} is older than the current version {present}", param="version")
         if load.version == present and load != in_force:
             raise Conflict(
-                f"version: {present} is in force with other weights; give these another one", param="version"
+                f"version {present} is already active with different weights; use a higher version", param="version"
             )
         if in_force.name and load.path and mode == "keep":
             raise Conflict(
-                "mode: calls in flight use an adapter of the old model; let them end with drain", param="mode"
+                "mode keep is not possible because calls in flight use an adapter of the old model; use drain",
+                param="mode",
             )
         return in_force
 
@@ -325,7 +335,7 @@ class WeightUpdates:
         was_paused, _ = snapshot
         try:
             if not was_paused:
-                await self._barrier.hold(time.time())  # a gateway that restarts during the load resumes calls at once
+                await self._barrier.hold(time.time())  # a gateway that restarts during the load resumes calls immediately
             if mode == "keep":
                 await self._replicas.freeze()
             elif mode == "drain":
@@ -334,7 +344,7 @@ class WeightUpdates:
         except TimeoutError:
             await self._restore(*snapshot)
             raise EngineTimeout(
-                f"mode: calls in flight did not end within {limit_s:g} s, and nothing was loaded; use keep, or a longer limit_s"
+                f"calls in flight did not end within {limit_s:g} s, so nothing was loaded; use mode keep or a longer limit_s"
             ) from None
         except TurngateError:
             await self._restore(*snapshot)
@@ -344,8 +354,8 @@ class WeightUpdates:
         self._announce("fence", {"paused": True, "mode": mode, **({"restarted": True} if restarted else {})})
 
     def _announce(self, kind: str, facts: dict[str, Json]) -> None:
-        """Add an event. A failure is only logged: the change itself has taken effect."""
+        """Add an event. A failure is only logged, since the change itself has already taken effect."""
         try:
             self._events.add("", kind, msgspec.to_builtins(facts))
         except StoreError as error:
-            log.warning("cannot record an event of the fence or the weights: %s", error.message)
+            log.warning("cannot record a fence or weights event: %s", error.message)
