@@ -219,7 +219,9 @@ async def test_only_what_was_handed_out_can_be_committed() -> None:
     async with training() as t, await Feed.open(t.client, "f", FeedConfig(n=1)) as feed:
         for _ in range(2):
             await t.rollout(1.0)
-        with pytest.raises(RequestRejected, match="number 1 was never handed out; the highest number that feed 'f' handed out is 0"):
+        with pytest.raises(
+            RequestRejected, match="number 1 was never handed out; the highest number that feed 'f' handed out is 0"
+        ):
             await feed.commit(1)
         assert await feed.next(scaled(5))
         with pytest.raises(RequestRejected, match="number 2 was never handed out"):

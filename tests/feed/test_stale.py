@@ -44,7 +44,8 @@ async def test_what_is_too_old_is_marked_and_has_no_say() -> None:
             found = await feed.next(scaled(5))
             assert found is not None and found.version == 2 and found.rollouts[0].session == old
             assert (
-                found.rollouts[0].excluded == "stale: sampled at version 0; the current version is 2 and max_staleness is 1"
+                found.rollouts[0].excluded
+                == "stale: sampled at version 0; the current version is 2 and max_staleness is 1"
             )
             assert found.rollouts[0].advantage is None and not found.rollouts[0].rows
             assert [r.advantage for r in found.rollouts[1:]] == pytest.approx([2 / root, -1 / root, -1 / root])

@@ -165,9 +165,7 @@ class Feeds:
     def _not_the_reader(self, name: str) -> Conflict:
         """Return the error for a caller that is not, or is no longer, the reader."""
         self._find(name)
-        return Conflict(
-            f"another reader has taken over feed {name!r}; only one reader can train on it", param="reader"
-        )
+        return Conflict(f"another reader has taken over feed {name!r}; only one reader can train on it", param="reader")
 
     # ── staleness ───────────────────────────────────────────────────────────────────────────────────────────────
 

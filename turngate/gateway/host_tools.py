@@ -140,7 +140,9 @@ async def _check_arguments(tool: HostTool, body: bytes) -> bytes:
         async with asyncio.timeout(_CHECK_S):
             await asyncio.to_thread(_find_checker(msgspec.json.encode(tool.schema)), arguments)
     except TimeoutError:
-        raise BadRequest(f"checking the arguments took longer than {_CHECK_S:.0f} s; send fewer or shorter ones") from None
+        raise BadRequest(
+            f"checking the arguments took longer than {_CHECK_S:.0f} s; send fewer or shorter ones"
+        ) from None
     return msgspec.json.encode(arguments)
 
 

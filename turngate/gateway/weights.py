@@ -142,7 +142,9 @@ class WeightUpdates:
             "calls are still held after the restart: a trainer paused the gateway and may have sent only part of its weights. "
             "Resume calls with POST /admin/fence/resume and the version that the engines have (the current version is %d)%s",
             self._fence.version,
-            "" if left == math.inf else f", or wait {left:.0f} s until the pause expires and calls resume at that version",
+            ""
+            if left == math.inf
+            else f", or wait {left:.0f} s until the pause expires and calls resume at that version",
         )
         if left < math.inf:
             self._start_timer(left)
@@ -335,7 +337,9 @@ class WeightUpdates:
         was_paused, _ = snapshot
         try:
             if not was_paused:
-                await self._barrier.hold(time.time())  # a gateway that restarts during the load resumes calls immediately
+                await self._barrier.hold(
+                    time.time()
+                )  # a gateway that restarts during the load resumes calls immediately
             if mode == "keep":
                 await self._replicas.freeze()
             elif mode == "drain":
