@@ -308,9 +308,9 @@ def test_the_command_tells_what_came_of_it_and_where_it_is(home: Path) -> None:
         (["--retries", "-1"], "retries: -1 must be at least 0"),
         (["--name", "a/b"], "name: 'a/b' must be 1 to 64 letters, digits"),
         (["--only", "three"], "task: no task in"),
-        (["--on-timeout", "ignore"], "on_timeout: 'ignore' is none of grade, exclude, zero"),
-        (["--out", "/dev/null/x"], "out: /dev/null/x cannot be written"),
-        (["--resume"], "resume: "),
+        (["--on-timeout", "ignore"], "on_timeout must be one of grade, exclude, zero, not 'ignore'"),
+        (["--out", "/dev/null/x"], "out folder /dev/null/x is not writable"),
+        (["--resume"], "resume failed: "),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(more: list[str], line: str, home: Path) -> None:
@@ -332,7 +332,7 @@ def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(home: Path) -> None:
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=scaled(60))
     assert process.returncode == 130, said
-    assert "the same command resumes the batch" in said
+    assert "Run the same command to resume the batch" in said
     known = read_ledger(ledger.parent)
     assert known.open == {} and known.finished == {}
     told = ran(*command(home, "--n", "2", "--concurrency", "4"))

@@ -87,7 +87,7 @@ def test_an_agent_of_ones_own_is_listed_and_one_in_a_presets_place_is_told(tiny:
     done = ran("agents", env={"TURNGATE_AGENTS": os.pathsep.join([str(tiny), str(own)])})
     assert done.exit_code == 0
     assert "│ tiny " in done.stdout and "[bold]tiny[/]" in done.stdout  # not taken for markup
-    assert f"pi: {own} takes the place of {CATALOG / 'pi.toml'}\n" in done.stdout
+    assert f"pi: {own} overrides {CATALOG / 'pi.toml'}\n" in done.stdout
 
 
 def test_a_wrong_file_of_ones_own_is_named(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_wrong_file_of_ones_own_is_named(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    assert refused("agents", "check", "shell").startswith("shell: check: has no [[check]] steps to run; ")
+    assert refused("agents", "check", "shell").startswith("agent shell has no [[check]] steps to run; ")
     assert "did you mean claude-code" in refused("agents", "check", "claude_code")
     assert refused("agents", "check", "pi", "--sandbox", "cloud").startswith(
         "sandbox: there is no backend 'cloud'; choose one of: "
@@ -122,7 +122,7 @@ def test_an_agent_of_ones_own_that_is_captured_whole(tiny: Path, tmp_path: Path)
     assert done.exit_code == 0, done.output
     assert done.stdout.count("│ yes │") == 7 and "│ NO" not in done.stdout
     assert "Recorded completely.\n" in done.stdout
-    [look] = re.findall(r"^look: (turngate show .*)$", done.stdout, re.MULTILINE)
+    [look] = re.findall(r"^inspect: (turngate show .*)$", done.stdout, re.MULTILINE)
     shown = ran(*shlex.split(look)[1:])
     assert shown.exit_code == 0 and "agent tiny · task check · sandbox local" in shown.stdout
     assert "→ sh" in shown.stdout and "4 (4 main)" in shown.stdout

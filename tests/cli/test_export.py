@@ -37,10 +37,10 @@ async def test_a_folder_that_is_served_is_exported_and_what_is_lost_is_told(tmp_
     ("more", "line"),
     [
         ([], "data: no turngate.db in "),
-        (["--unscored", "zero"], "unscored: 'zero' is none of keep, drop"),
-        (["--advantage", "best"], "advantage: 'best' is none of normalised, leave_one_out, none"),
-        (["--keep", "some"], "keep: 'some' is none of all, best"),
-        (["--min-reward", "nan"], "min_reward: nan is not a finite number"),
+        (["--unscored", "zero"], "unscored must be one of keep, drop, not 'zero'"),
+        (["--advantage", "best"], "advantage must be one of normalised, leave_one_out, none, not 'best'"),
+        (["--keep", "some"], "keep must be one of all, best, not 'some'"),
+        (["--min-reward", "nan"], "min_reward must be a finite number, not nan"),
         (["--as", "tokens"], "as: does not apply to rows; leave out --as"),
     ],
 )

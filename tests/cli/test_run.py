@@ -82,11 +82,11 @@ def sessions(data: Path) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ([], "task: give either --task PATH or --prompt TEXT"),
-        (["--task", "x", "--prompt", "y"], "task: give either --task PATH or --prompt TEXT"),
+        ([], "pass exactly one of --task PATH and --prompt TEXT"),
+        (["--task", "x", "--prompt", "y"], "pass exactly one of --task PATH and --prompt TEXT"),
         (["--task", "/no/such/task"], "task: /no/such/task does not exist; give a folder with an instruction.md"),
         (["--prompt", " "], "task: prompt is empty; write what the agent should do"),
-        (["--prompt", "x", "--network", "some"], "network: 'some' is neither none nor open"),
+        (["--prompt", "x", "--network", "some"], "network must be none or open, not 'some'"),
         (
             ["--prompt", "x", "--sandbox", "vm"],
             "sandbox: there is no backend 'vm'; choose one of: local, bubblewrap, docker",
@@ -95,12 +95,12 @@ def sessions(data: Path) -> list[tuple[str, str]]:
             ["--prompt", "x"],
             "options.command: shell requires this option; pass --set command=… (the command line to run",
         ),
-        (["--prompt", "x", "--set", "command"], "set: 'command' is not NAME=VALUE"),
+        (["--prompt", "x", "--set", "command"], "--set must be NAME=VALUE, not 'command'"),
         (["--prompt", "x", "--set", "comand=x"], "options.comand: shell has no such option; did you mean command?"),
-        (["--prompt", "x", "--timeout", "0"], "timeout: 0.0 must be more than 0"),
-        (["--prompt", "x", "--timeout", "nan"], "timeout: nan must be more than 0"),
-        (["--prompt", "x", "--max-turns", "-1"], "max_turns: -1 must be more than 0"),
-        (["--prompt", "x", "--memory-mb", "0"], "memory_mb: 0 must be more than 0"),
+        (["--prompt", "x", "--timeout", "0"], "timeout must be greater than 0, not 0.0"),
+        (["--prompt", "x", "--timeout", "nan"], "timeout must be greater than 0, not nan"),
+        (["--prompt", "x", "--max-turns", "-1"], "max_turns must be greater than 0, not -1"),
+        (["--prompt", "x", "--memory-mb", "0"], "memory_mb must be greater than 0, not 0"),
         (["--prompt", "x", "--script", "/no/file"], "script: /no/file cannot be read (No such file or directory)"),
         (["--prompt", "x", "--engine", "vlm"], "engine: "),
         (["--prompt", "x", "--public-url", "here"], "public_url: 'here' is not an http(s) URL"),
@@ -111,11 +111,11 @@ def sessions(data: Path) -> list[tuple[str, str]]:
         (["--prompt", "x", "--gateway", "here"], "TURNGATE_ADMIN_KEY is not set; set it to the gateway's admin key"),
         (
             ["--prompt", "x", "--gateway", "http://x", "--engine", "vllm"],
-            "engine: the gateway at http://x has its own; leave",
+            "engine cannot be set for the running gateway at http://x; remove --engine",
         ),
         (
             ["--prompt", "x", "--out", "/dev/null/x"],
-            "out: /dev/null/x cannot be written; choose another --out folder",
+            "out folder /dev/null/x is not writable; choose a different --out folder",
         ),
     ],
 )
@@ -289,7 +289,7 @@ def test_an_agent_of_ones_own_in_a_presets_place_is_told(data: Path, tmp_path: P
     env = {"TURNGATE_AGENTS": str(tmp_path / "agents")}
     done = ran("run", "--agent", "pi", "--prompt", "x", "--data", data, "--set", "greeting=ho", env=env)
     assert done.exit_code == 0 and outcome_of(data)["collected"]["stdout"] == "ho\n"
-    assert done.stderr.startswith(f"agent pi: {file} takes the place of ") and "catalog/pi.toml" in done.stderr
+    assert done.stderr.startswith(f"agent pi: {file} overrides ") and "catalog/pi.toml" in done.stderr
 
 
 # ── which gateway ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -326,7 +326,7 @@ def test_two_runs_at_once_without_a_gateway_to_share(data: Path) -> None:
         first.says("agent")
         line = refused(*shell(data, "true"))
         assert line == (
-            f"data: {data} is in use by another turngate; for several runs at once start "
+            f"data folder {data} is in use by another turngate process; to share it between runs, start "
             f"`turngate serve --data {data}` first, or choose another --data folder"
         )
         first.send(signal.SIGINT)
@@ -374,7 +374,7 @@ def test_a_second_time_says_that_it_is_being_done_and_a_third_gives_up(data: Pat
         running.send(signal.SIGINT)
         running.says("Stopping")
         running.send(signal.SIGINT)
-        running.says("Still cleaning up. Once more quits at once, and leaves the cleanup to the next run.")
+        running.says("Still cleaning up. Press Ctrl-C again to quit immediately and leave the cleanup to the next run.")
         assert running.ended() == 130
         assert "cancelled after" in running.output
     with process(*shell(data, stubborn), before=patience.format(3600), **where) as running:
@@ -396,7 +396,7 @@ def test_being_stopped_before_the_rollout_has_begun(data: Path) -> None:
         running.until(lambda: sandboxes.processes(f"sleep\0{NAP}"))
         running.send(signal.SIGINT)
         assert running.ended() == 130
-        assert running.output.endswith("cancelled before the rollout started\n")
+        assert running.output.endswith("Cancelled before the rollout started.\n")
     assert sandboxes.processes(NAP) == [] and sessions(data) == []
 
 
@@ -462,7 +462,7 @@ def test_help_is_quick_and_says_what_exit_codes_mean() -> None:
     for words in (["run"], ["show"], ["agents"], ["agents", "check"], ["agents", "install"], ["serve"], ["certify"]):
         assert ran(*words, "--help").exit_code == 0
     said = " ".join(ran("run", "--help").stdout.split())
-    assert "130 stopped by Ctrl-C" in said
+    assert "130 if stopped by Ctrl-C" in said
 
 
 def test_help_loads_nothing_heavy() -> None:

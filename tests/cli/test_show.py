@@ -74,11 +74,11 @@ async def test_a_session_is_found_by_its_id_the_beginning_of_it_or_as_the_last(g
     for wanted, found in (("abc-1", "abc-1"), ("abc", "abc-1"), ("abd", "abd-2"), ("last", "abd-2")):
         assert f"session {found}" in await shown(wanted, "--data", data)
     assert "session abd-2" in await shown("--data", data)
-    assert "No rows: nothing of this trace is trained on." in await shown(second.id, "--data", data)
+    assert "No rows: this trace contains nothing to train on." in await shown(second.id, "--data", data)
     refusal = await asyncio.to_thread(refused, "show", "ab", "--data", data)
-    assert refusal == "session: 'ab' matches 2 sessions; give more of the id"
+    assert refusal == "session prefix 'ab' matches 2 sessions; use a longer prefix"
     refusal = await asyncio.to_thread(refused, "show", "zzz", "--data", data)
-    assert refusal == "session: there is no 'zzz' here; the newest is abd-2"
+    assert refusal == "unknown session 'zzz'; the newest one is abd-2"
 
 
 async def test_an_id_that_is_the_beginning_of_another(g: Running, data: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_folder_with_nothing_in_it(data: Path) -> None:
 
 async def test_a_folder_without_sessions(g: Running, data: Path) -> None:
     refusal = await asyncio.to_thread(refused, "show", "--data", data)
-    assert refusal == "session: none has been recorded here"
+    assert refusal == "no sessions have been recorded here"
 
 
 async def test_by_a_gateways_address(g: Running, data: Path) -> None:
@@ -110,7 +110,7 @@ async def test_by_a_gateways_address(g: Running, data: Path) -> None:
         assert done.exit_code == 0, done.output
         assert done.stdout.splitlines()[2:] == (await shown(session, "--data", data)).splitlines()[2:]
     done = await asyncio.to_thread(ran, "show", "nosuch", "--gateway", g.root, env=key)
-    assert done.exit_code == 2 and "there is no 'nosuch' here" in done.stderr
+    assert done.exit_code == 2 and "unknown session 'nosuch'" in done.stderr
 
 
 async def test_after_the_gateway_has_gone(data: Path) -> None:
@@ -253,7 +253,7 @@ async def test_tokens_need_the_tokenizer_that_they_were_recorded_with(g: Running
     session = await conversed(g)
     env = {"TURNGATE_ADMIN_KEY": g.app.admin_key}
     refusal = await asyncio.to_thread(refused, "show", session, "--tokens", "--gateway", g.root, env=env)
-    assert refusal == "tokenizer: the one of the recording is not on this machine; give --tokenizer PATH"
+    assert refusal == "the tokenizer that the session was recorded with is not on this machine; pass --tokenizer PATH"
     words = ("show", session, "--tokens", "--gateway", g.root, "--tokenizer", BUILTIN_TOKENIZER)
     done = await asyncio.to_thread(ran, *words, env=env)
     assert done.exit_code == 0 and "│-" in done.stdout

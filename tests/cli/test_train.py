@@ -70,23 +70,24 @@ def test_a_run_is_gone_on_with_and_what_does_not_fit_it_is_told(words: list[str 
 
     told = refused(*words, "--steps", "3", "--n", "4")
     assert told == (
-        f"--n: was 2, is now 4. {out} holds a run with other options: continue with its --n, or choose another --out folder"
+        f"{out} contains a run with different options (--n: was 2, is now 4); resume it with its original --n, or choose a "
+        "different --out folder"
     )
     told = refused(*words, "--steps", "3", "--model-folder", model_folder(tmp_path / "other"))
-    assert "--model-folder: was model, is now other." in told and "or choose another --out folder" in told
+    assert "(--model-folder: was model, is now other)" in told and "or choose a different --out folder" in told
     told = refused(*words, "--steps", "3", "--temperature", "0.5", "--seed", "3")
-    assert "continue with its --seed and --temperature or --max-turns, or choose another --out folder" in told
+    assert "with its original --seed and --temperature or --max-turns, or choose a different --out folder" in told
 
     more = ran(*words, "--steps", "3", "--learning-rate", "0.002")
     assert more.exit_code == 0, more.output
     assert more.output.count("learning rate 0.002 from step 3 on; the checkpoint was made with 1e-05\n") == 1
     again = ran(*words, "--steps", "3", "--learning-rate", "0.1")
-    assert "nothing is trained" in again.output and "learning rate" not in again.output, again.output
+    assert "there is nothing to train" in again.output and "learning rate" not in again.output, again.output
 
     shutil.move(out / "checkpoints", tmp_path / "away")
     told = refused(*words, "--steps", "2")
-    assert told.startswith(f"steps: 2 is too few: {out / 'rollouts'} holds the rollouts of more steps, and ")
-    assert "has no checkpoint;" in told and "give --steps 3 or more, or choose another --out folder" in told
+    assert told.startswith(f"steps must be at least 3, not 2: {out / 'rollouts'} contains rollouts of later steps, but ")
+    assert "has no checkpoint;" in told and "pass --steps 3 or more, or choose a different --out folder" in told
     assert ran(*words, "--steps", "3").exit_code == 0
 
 
@@ -96,14 +97,14 @@ def test_a_held_out_set_that_is_not_that_of_the_run_is_told(words: list[str | Pa
     held_out = ["--held-out", f"{tmp_path / 'guesses.py'}:some", "--steps", "1"]
     assert ran(*words, *held_out).exit_code == 0
     told = refused(*words, *held_out, "--held-out-n", "2")
-    assert told.startswith("--held-out-n: was 1, is now 2.") and "continue with its --held-out-n, or choose" in told
+    assert "(--held-out-n: was 1, is now 2)" in told and "resume it with its original --held-out-n, or choose" in told
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
         (["--every", "0"], "every: 0 must be at least 1"),
-        (["--held-out-n", "0"], "held_out_n: 0 must be at least 1"),
+        (["--held-out-n", "0"], "held_out_n must be at least 1, not 0"),
         (["--held-out", "nope"], "held_out: nope does not exist; give a task folder"),
         (["--tasks", "nope"], "tasks: nope does not exist; give a task folder"),
     ],

@@ -64,10 +64,10 @@ def test_a_reward_that_is_another_number_is_noticed(data: Path) -> None:
         (["last", "--engine", "vllm", "--engine-url", "http://127.0.0.1:9", "--model", "x"], "127.0.0.1:9"),
         (["--all", "--engine", "vllm", "--engine-url", "http://127.0.0.1:9", "--model", "x"], "127.0.0.1:9"),
         (["nope"], "session: 'nope' is not recorded here"),
-        (["--tolerance", "-1"], "tolerance: -1 must be 0 or more"),
-        (["--engine", "sglang"], "engine: 'sglang' cannot score"),
+        (["--tolerance", "-1"], "tolerance must be 0 or greater, not -1"),
+        (["--engine", "sglang"], "engine must be vllm or scripted to score prompts, not 'sglang'"),
         (["--tokenizer", "/nope"], "tokenizer: /nope is not a tokenizer"),
-        (["--rollouts", "/nope"], "rollouts: there is no folder /nope"),
+        (["--rollouts", "/nope"], "rollouts folder not found: /nope"),
         (["--data", "/nope"], "data: there is no /nope/turngate.db"),
     ],
 )
@@ -82,4 +82,4 @@ def test_what_cannot_be_done_is_json_where_that_was_asked_for(options: list[str]
 
 def test_help_names_every_exit_code() -> None:
     text = " ".join(ran("verify", "--help", env={"COLUMNS": "200"}).stdout.split())
-    assert "Exit codes: 0 nothing is wrong; 1 something is wrong; 2 a session could not be read" in text
+    assert "Exit codes: 0 if no errors were found; 1 if errors were found; 2 if a session could not be read" in text

@@ -157,7 +157,7 @@ def test_what_is_wrong_is_said_in_a_line(image: str, tmp_path: Path) -> None:
     assert refused(*key, "--volume", f"{others}:/data").startswith("turngate: data: /data cannot be written")
     missing = "TURNGATE_ADMIN_KEY_FILE=/run/secrets/none"
     assert "/run/secrets/none cannot be read" in refused("--env", missing)
-    assert "engine_url: the engine 'vllm' needs" in refused(*key, command=(*SERVE, "--engine", "vllm"))
+    assert "engine_url is not set; the engine 'vllm' needs" in refused(*key, command=(*SERVE, "--engine", "vllm"))
 
 
 def test_a_gateway_without_its_engine_is_not_healthy_and_answers_all_the_same(image: str) -> None:

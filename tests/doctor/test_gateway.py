@@ -103,7 +103,7 @@ def test_what_is_given_wrongly_is_one_line(arguments: tuple[str, ...], words: st
 
 def test_settings_that_do_not_go_with_a_gateway_are_refused() -> None:
     env = {"TURNGATE_ADMIN_KEY": "planted-admin-key-0123456789"}
-    assert "leave out --engine" in refused("doctor", "--gateway", "http://127.0.0.1:1", "--engine", "vllm", env=env)
+    assert "remove --engine" in refused("doctor", "--gateway", "http://127.0.0.1:1", "--engine", "vllm", env=env)
     assert "not an http(s) URL" in refused("doctor", "--gateway", "nonsense", env=env)
-    assert "leave out --gateway" in refused("doctor", "--gateway", "http://127.0.0.1:1", "--only", "disk", env=env)
-    assert "give --gateway URL" in refused("doctor", "--only", "gateway")
+    assert "run it there without --gateway" in refused("doctor", "--gateway", "http://127.0.0.1:1", "--only", "disk", env=env)
+    assert "also pass --gateway URL" in refused("doctor", "--only", "gateway")

@@ -114,7 +114,7 @@ async def test_who_is_let_in(http: kit.Server) -> None:
 
 def test_what_is_wrong_is_told_before_anything_is_served(folder: Path) -> None:
     server = kit.prepared(folder)
-    assert cli.refused("mcp").startswith("endpoints: none are configured")
+    assert cli.refused("mcp").startswith("no endpoints are configured")
     assert cli.refused("mcp", "--config", server.config, "--http", "nowhere").startswith(
         "http must be HOST:PORT, such as 127.0.0.1:8710, not 'nowhere'"
     )

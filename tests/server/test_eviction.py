@@ -394,7 +394,7 @@ async def test_zero_means_never(tmp_path: Path) -> None:
         session = await g.open()
         await g.ask(session.key, HI)
         assert await rest(g) == 0
-    with pytest.raises(ConfigError, match=r"rest_s: -1\.0 must be 0"):
+    with pytest.raises(ConfigError, match=r"rest_s must be 0 \(never evict\) or greater, not -1\.0"):
         load_config(None, {"rest_s": -1})
     with pytest.raises(ConfigError, match="rest_s"):
         load_config(None, {"rest_s": float("nan")})

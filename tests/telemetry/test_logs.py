@@ -167,6 +167,6 @@ def test_every_line_of_a_gateway_is_json(tmp_path: Path) -> None:
 
 def test_a_format_that_there_is_not_is_refused(tmp_path: Path) -> None:
     assert "log_format" in refused("serve", "--log-format", "xml", "--data", tmp_path)
-    assert "neither text nor json" in refused(
+    assert "log_format must be text or json, not 'xml'" in refused(
         "run", "--agent", "shell", "--prompt", "x", "--log-format", "xml", "--data", tmp_path
     )

@@ -74,14 +74,14 @@ def test_a_person_reads_the_verdict_the_checks_and_the_forks(recorded: Recorded,
         "structure   checksum tree",
         "render      context parse",
         "rows        rows masks",
-        "scored again by scripted",
+        "rescored by scripted",
     ):
         assert words in text
     for cause in ("retry", "side call (summary)", "sub-agent (helper)", "tools changed", "compaction"):
         assert cause in text.replace("\n", " ") or cause.split()[0] in text
     assert "– transcript was not checked: no agent is recorded" in text
     start = text.index("  Forks")
-    assert all(len(line) <= 80 for line in text[start : text.index("In all")].splitlines()), "it fits a terminal"
+    assert all(len(line) <= 80 for line in text[start : text.index("Total: ")].splitlines()), "it fits a terminal"
     fork = text[text.index("  node 5  retry") :].splitlines()
     assert fork[1].strip() == "left node 4 at token 325 · sent 0 · shared 0 · wasted 5"
     assert fork[2].strip().startswith("was …") and "▸lost on the way" in fork[2]
@@ -128,23 +128,23 @@ def test_a_folder_that_a_gateway_serves_can_be_looked_at(tmp_path: Path, capsys:
     ("options", "words"),
     [
         ({"session": "nobody"}, "is not recorded here"),
-        ({"engine": "sglang"}, "cannot score a prompt"),
+        ({"engine": "sglang"}, "engine must be vllm or scripted to score prompts"),
         ({"engine": "vllm"}, "needs --engine-url and --model"),
-        ({"engine_url": "http://127.0.0.1:1"}, "engine_url: --engine-url is for scoring; also give --engine"),
-        ({"engine": "vllm", "engine_url": "nonsense", "model": "m"}, "engine_url: 'nonsense' is not"),
-        ({"engine": "vllm", "engine_url": "http://h:port", "model": "m"}, "engine_url: 'http://h:port' is not"),
+        ({"engine_url": "http://127.0.0.1:1"}, "--engine-url applies only to scoring; also pass --engine"),
+        ({"engine": "vllm", "engine_url": "nonsense", "model": "m"}, "engine_url must be .* URL, not 'nonsense'"),
+        ({"engine": "vllm", "engine_url": "http://h:port", "model": "m"}, "engine_url must be .* URL, not 'http://h:port'"),
         (
             {"engine": "vllm", "engine_url": "http://h", "model": "m", "engine_key_env": "TURNGATE_NOPE"},
-            "engine_key_env: the environment variable TURNGATE_NOPE is not set",
+            "engine_key_env names the environment variable TURNGATE_NOPE, which is not set",
         ),
-        ({"policy_version": 7}, "policy_version: --policy-version is for scoring"),
-        ({"tolerance": 0.5}, "tolerance: --tolerance is for scoring"),
-        ({"tolerance": -1.0, "engine": "scripted"}, "tolerance: -1 must be 0 or more"),
-        ({"tolerance": float("nan"), "engine": "scripted"}, "tolerance: nan must be"),
-        ({"session": "abc", "every": True}, "session: give an id or --all"),
+        ({"policy_version": 7}, "--policy-version applies only to scoring"),
+        ({"tolerance": 0.5}, "--tolerance applies only to scoring"),
+        ({"tolerance": -1.0, "engine": "scripted"}, "tolerance must be 0 or greater, not -1"),
+        ({"tolerance": float("nan"), "engine": "scripted"}, "tolerance must be 0 or greater, not nan"),
+        ({"session": "abc", "every": True}, "pass a session id or --all"),
         ({"tokenizer": "/nope"}, "tokenizer: /nope is not a tokenizer"),
         ({"family": "bogus"}, "family: 'bogus' is not one of template, .*qwen3"),
-        ({"rollouts": "/nope"}, "rollouts: there is no folder /nope"),
+        ({"rollouts": "/nope"}, "rollouts folder not found: /nope"),
     ],
 )
 def test_what_cannot_be_done_is_said(recorded: Recorded, options: Any, words: str) -> None:
@@ -209,7 +209,7 @@ def test_what_an_engine_said_of_all_sessions_is_summed_up(recorded: Recorded, ca
     assert ask(recorded[0], every=True, engine="scripted", tolerance=0.0)
     text = capsys.readouterr().out
     assert text.count("✓ exact") == 2 and "2 sessions, none wrong" in text
-    assert "156 tokens of 18 turns scored again by scripted: difference at most 0, 0 beyond 0" in text
+    assert "156 tokens of 18 turns rescored by scripted: largest difference 0, 0 beyond 0" in text
     assert "1 row, 6 tokens to train" in text
 
 
@@ -264,7 +264,7 @@ def test_a_damaged_cell_is_one_failed_verdict(
     assert fine["session"] == other and fine["ok"]
     found = [finding for finding in damaged["findings"] if not finding["ok"]]
     assert found and not any(
-        "verify fails on it" in finding["what"] for finding in found if finding["check"] == "readable"
+        "verification crashed" in finding["what"] for finding in found if finding["check"] == "readable"
     )
     if table == "nodes" and column != "id":
         assert 4 in {finding["node"] for finding in found}
@@ -284,7 +284,7 @@ def test_what_verify_falls_over_does_not_hide_the_others(recorded: Recorded, mon
     monkeypatch.setattr(command, "verify", falls)
     assert not ask(data, every=True)
     text = capsys.readouterr().out
-    assert "readable  verify fails on it: RuntimeError: a fault of ours" in text
+    assert "readable  verification crashed: RuntimeError: a fault of ours" in text
     assert "2 sessions, 1 wrong" in text
 
 
@@ -412,7 +412,7 @@ async def test_logs_are_found_below_a_folder_and_missed_in_one_line(
             await talk(agent, "one")
             sessions.append(agent.session_id)
     assert ask(data, every=True)
-    missed = f"with transcript not checked: no log of the agent is below {data}; give its folder with --rollouts"
+    missed = f"with transcript not checked: no logs of the agent were found below {data}; pass their folder with --rollouts"
     assert f"– 4 sessions {missed}\n" in capsys.readouterr().out
     # What `train` leaves, and a batch in the data folder.
     places = ["rollouts/rollouts", "before/rollouts", "after-8/rollouts", "data/batches/4f1c/rollouts"]

@@ -205,7 +205,7 @@ def test_workers_whose_front_is_killed_end_too_and_the_folder_can_be_served_agai
     [
         (["--tokenizer", "/nowhere"], "/nowhere"),
         (["--script", "/nowhere.json"], "script: /nowhere.json"),
-        (["--workers", "0"], "workers: 0 is not between 1 and 256"),
+        (["--workers", "0"], "workers must be between 1 and 256, not 0"),
         (["--host", "203.0.113.1"], "port: cannot listen"),
     ],
 )

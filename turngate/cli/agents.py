@@ -1,4 +1,4 @@
-"""`turngate agents`, `agents install` and `agents check`."""
+"""`turngate agents` and its subcommands: list agents, install them, and check their recordings."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def list_agents() -> None:
         spec = found.spec
         table.add_row(name, sanitize(spec.title), spec.install.version or "–", spec.dialect, _installation(spec))
         if found.shadows is not None:
-            notes.append(f"{name}: {found.file} takes the place of {found.shadows}")
+            notes.append(f"{name}: {found.file} overrides {found.shadows}")
     console = new_console()
     console.print(table)
     for note in notes:
         say(console, note, "yellow")
-    say(console, "turngate agents check NAME runs an agent and checks that all of it was recorded.", "dim")
+    say(console, "Run `turngate agents check NAME` to run an agent and check that everything was recorded.", "dim")
 
 
 def _installation(spec: AgentSpec) -> str:
@@ -48,18 +48,18 @@ def _installation(spec: AgentSpec) -> str:
 
 
 def install_agents(names: list[str]) -> None:
-    for spec in [find_agent(name).spec for name in names]:  # finds all of them before it installs one
+    for spec in [find_agent(name).spec for name in names]:  # find all of them before installing the first
         installed = ensure_installed(spec, lambda line: print(line, file=sys.stderr))
         print(f"{spec.name} {spec.install.version}: {installed.folder or 'nothing to install'}".replace(" :", ":"))
 
 
 def check_agent(name: str, sandbox: str, image: str, keep: Path | None) -> bool:
-    """Run an agent against the scripted engine and print the findings. Returns whether all of it was recorded."""
+    """Run an agent against the scripted engine, print the findings, and return whether everything was recorded."""
     spec = find_agent(name).spec
     if not spec.check:
         raise AgentError(
-            f"{spec.name}: check: has no [[check]] steps to run; describe your command in a file that has some "
-            "(turngate/agents/catalog has examples), and check that file",
+            f"agent {spec.name} has no [[check]] steps to run; describe the agent in a file with such steps "
+            "(see turngate/agents/catalog for examples), and check that file",
             param="check",
         )
     console = new_console()
@@ -79,7 +79,7 @@ def check_agent(name: str, sandbox: str, image: str, keep: Path | None) -> bool:
             raise KeyboardInterrupt from None
     _print_report(report, console)
     if keep is not None and report.outcome.session:
-        say(console, f"look: turngate show {report.outcome.session} --data {shlex.quote(str(keep / 'data'))}", "dim")
+        say(console, f"inspect: turngate show {report.outcome.session} --data {shlex.quote(str(keep / 'data'))}", "dim")
     return report.passed
 
 

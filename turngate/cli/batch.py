@@ -49,14 +49,14 @@ from turngate.tasks.task import Task
 
 STOPPED_EARLY = 3  # exit code
 STOPPING = (
-    "Stopping: ending agents and removing their sandboxes; finished ones are still graded (Ctrl-C again skips that). "
-    "The same command resumes the batch …"
+    "Stopping: ending agents and removing their sandboxes. Finished rollouts are still graded; press Ctrl-C again to skip that. "
+    "Run the same command to resume the batch …"
 )
-STOPPING_NOW = "Stopping without grading; the same command resumes the batch …"
-_LINE_EVERY_S = 10.0  # between plain lines
-_WIDE = 110  # columns from which the phases fit into the table
-_MAX_TASKS = 40  # in the table
-_MAX_GROUPS = 10  # named in a line
+STOPPING_NOW = "Stopping without grading. Run the same command to resume the batch …"
+_LINE_EVERY_S = 10.0  # interval between plain progress lines
+_WIDE = 110  # terminal columns needed to show the phases in the table
+_MAX_TASKS = 40  # rows of the table
+_MAX_GROUPS = 10  # groups named in a line
 _STATES: Mapping[SlotState, str] = {
     "waiting": "waiting",
     "start": "starting",
@@ -69,7 +69,7 @@ _STYLES = {"graded": "green", "agent failed": "yellow", "invalid task": "magenta
 
 
 def run_batch(options: BatchOptions) -> int:
-    """Run the batch that the flags ask for, and return the exit code."""
+    """Run the batch described by the flags, and return the exit code."""
     parse_network(options.network)
     config = load_gateway_config(options)
     selected = tuple(tasks.read_tasks(options.tasks, only=options.only or (), limit=options.limit))
@@ -81,7 +81,7 @@ def run_batch(options: BatchOptions) -> int:
     )
     sandboxes = get_backend(options.sandbox)
     out = require_writable(options.out) if options.out else None
-    # Reports invalid numbers before a gateway is started.
+    # Building the plan reports invalid numbers before a gateway is started.
     _build_plan(options, selected, agent, sandboxes, model="", folder=out or Path())
     console = new_console(stderr=options.as_json)
 
@@ -91,7 +91,7 @@ def run_batch(options: BatchOptions) -> int:
             folder = Path(config.data) / "batches" / plan.fingerprint()
             plan = msgspec.structs.replace(plan, folder=folder)
         if options.resume and not (plan.folder / LEDGER_NAME).is_file():
-            raise ConfigError(f"resume: {plan.folder} holds no batch; leave out --resume to start one", param="resume")
+            raise ConfigError(f"resume failed: {plan.folder} contains no batch; remove --resume to start one", param="resume")
         return plan
 
     access = RemoteAccess(options.public_url, options.tunnel)
@@ -99,7 +99,7 @@ def run_batch(options: BatchOptions) -> int:
     with reserve_stdout(options.as_json):
         result, interrupted = asyncio.run(cancel_on_signal(work, console, STOPPING, STOPPING_NOW))
     if result is None:
-        say(console, "cancelled before the batch started", "yellow")
+        say(console, "Cancelled before the batch started.", "yellow")
         return INTERRUPTED
     written = _write_files(result, console)
     if options.as_json:
@@ -108,7 +108,7 @@ def run_batch(options: BatchOptions) -> int:
     for line in written:
         say(console, line, "dim")
     if not result.complete:
-        say(console, f"{_describe_remaining(result)} left; the same command resumes the batch", "yellow")
+        say(console, f"{_describe_remaining(result)} left; run the same command to resume the batch", "yellow")
     return INTERRUPTED if interrupted else 0 if result.complete and not result.stopped else STOPPED_EARLY
 
 
@@ -159,7 +159,7 @@ async def _run(
     access: RemoteAccess,
     console: Console,
 ) -> tuple[BatchResult | None, bool]:
-    """Run the batch. Returns its result, or None if it had not started, and whether it was interrupted."""
+    """Run the batch. Return its result, or None if it had not started, and whether it was interrupted."""
     batch: Batch | None = None
     try:
         async with (
@@ -181,9 +181,9 @@ async def _run(
 
 
 async def _run_interruptible(batch: Batch) -> tuple[BatchResult, bool]:
-    """Run a batch to its end. Returns its result and whether it was interrupted.
+    """Run a batch to its end. Return its result and whether it was interrupted.
 
-    The first cancellation ends the agents, and grading goes on; the second one ends everything.
+    The first cancellation ends the agents and lets grading finish. The second one ends everything.
     """
     running = asyncio.create_task(batch.run())
     try:
@@ -213,7 +213,7 @@ def _describe_remaining(result: BatchResult) -> str:
 
 
 def _write_files(result: BatchResult, console: Console) -> list[str]:
-    """Write the summary and the plot. Returns a line per file; a failure is printed and does not fail the batch."""
+    """Write the summary and the plot, and return a line per file. A failure is printed but does not fail the batch."""
     files: dict[str, bytes] = {
         "summary.json": msgspec.json.format(msgspec.json.encode(result.summary)),
         "plot.svg": plot.render_svg(result.summary, result.finished).encode("utf-8", "backslashreplace"),
@@ -279,7 +279,7 @@ class BatchDisplay(LiveDisplay):
     def _stages(self) -> str:
         tally = self._tally
         counts = [f"{tally.states[state]} {label}" for state, label in _STATES.items() if tally.states[state]]
-        return ", ".join([*counts, *([f"{tally.retrying} to be retried"] if tally.retrying else [])])
+        return ", ".join([*counts, *([f"{tally.retrying} to retry"] if tally.retrying else [])])
 
 
 def _clock(seconds: float) -> str:
@@ -292,7 +292,7 @@ def _clock(seconds: float) -> str:
 
 
 def print_result(result: BatchResult, console: Console) -> None:
-    """Print the table, the groups worth a look, and the plots."""
+    """Print the table, the groups that need attention, and the plots."""
     summary = result.summary
     console.print(_task_table(summary, wide=console.width >= _WIDE))
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in summary.overall.phases.items())
@@ -336,7 +336,7 @@ def _task_table(summary: Summary, *, wide: bool) -> Table:
 
 
 def _round_table(summary: Summary) -> Table:
-    """One line per round."""
+    """Build a table with one row per round."""
     ks = sorted({1, summary.n})
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for heading in ("round", "graded", "reward", *(f"pass@{k}" for k in ks), "turns", "tokens"):

@@ -19,7 +19,7 @@ _LABELS = {
 
 
 def certify_tokenizer(tokenizer: str, model: str, family: str, as_json: bool) -> bool:
-    """Print the verdicts. Returns whether sampled ids may be extended."""
+    """Print the verdicts, and return whether sampled ids may be extended."""
     folder = find_tokenizer(tokenizer)
     renderer, certificate = load_renderer(
         folder,
@@ -53,6 +53,6 @@ def certify_tokenizer(tokenizer: str, model: str, family: str, as_json: bool) ->
         console.print("[green]Certified:[/] turns extend the sampled ids; an unchanged history never forks.")
     else:
         console.print(
-            "[red]Not certified:[/] every turn renders the whole conversation; the trace forks wherever the template rewrites history."
+            "[red]Not certified:[/] every turn renders the whole conversation, and the trace forks wherever the template rewrites history."
         )
     return certificate.passed

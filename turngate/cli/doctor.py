@@ -36,10 +36,10 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def run_checks(options: DoctorOptions) -> bool:
-    """Print the findings. Returns whether no check failed."""
+    """Print the findings, and return whether no check failed."""
     subject = _build_subject(options)
     only = _select_checks(options)
-    with logs.log_to_stderr("text", logging.ERROR):  # findings report what is wrong; warnings would repeat it
+    with logs.log_to_stderr("text", logging.ERROR):  # warnings would repeat the findings
         findings = asyncio.run(diagnose(subject, only))
     passed = not any(finding.state == "failure" for finding in findings)
     if options.as_json:
@@ -51,16 +51,16 @@ def run_checks(options: DoctorOptions) -> bool:
 
 
 def _select_checks(options: DoctorOptions) -> tuple[str, ...]:
-    """Return the checks of --only. Fails if one does not exist, or does not apply with or without --gateway."""
+    """Return the checks named by --only. Raise ConfigError for an unknown check, or one that does not fit --gateway."""
     checks = {check.name: check for check in CHECKS}
     for name in options.only or ():
         if name not in checks:
-            raise ConfigError(f"only: there is no check {name!r}{suggestion(name, list(checks))}", param="only")
+            raise ConfigError(f"only: unknown check {name!r}{suggestion(name, list(checks))}", param="only")
         if checks[name].where == "gateway" and not options.gateway:
-            raise ConfigError(f"only: {name!r} checks a running gateway; also give --gateway URL", param="only")
+            raise ConfigError(f"only: {name!r} checks a running gateway; also pass --gateway URL", param="only")
         if checks[name].where == "here" and options.gateway:
             raise ConfigError(
-                f"only: {name!r} checks the machine that serves; leave out --gateway and run it there", param="only"
+                f"only: {name!r} checks the gateway's machine; run it there without --gateway", param="only"
             )
     return tuple(options.only or ())
 
@@ -68,15 +68,15 @@ def _select_checks(options: DoctorOptions) -> tuple[str, ...]:
 def _build_subject(options: DoctorOptions) -> DoctorContext:
     for name in options.sandbox or ():
         if name not in BACKENDS:
-            raise ConfigError(f"sandbox: {name!r} is none of {', '.join(BACKENDS)}", param="sandbox")
+            raise ConfigError(f"sandbox must be one of {', '.join(BACKENDS)}, not {name!r}", param="sandbox")
     for name in options.agent or ():
-        find_agent(name)  # fails with the names there are
+        find_agent(name)  # the error lists the available names
     gateway, key = options.gateway, ""
     if gateway:
         for name, value in options.settings.items():
             if value is not None and name not in _ALLOWED_WITH_GATEWAY:
                 flag = name.replace("_", "-")
-                raise ConfigError(f"{name}: the gateway at {gateway} has its own; leave out --{flag}", param=name)
+                raise ConfigError(f"{name} cannot be set for the running gateway at {gateway}; remove --{flag}", param=name)
         key = read_admin_key()
         GatewayClient(gateway, key)  # rejects a malformed URL
         config = ServeConfig()
@@ -107,4 +107,4 @@ def _print_findings(findings: Sequence[Finding]) -> None:
     counts = [(state, sum(finding.state == state for finding in findings)) for state in _STYLES]
     totals = ", ".join(f"{count} {state}" for state, count in counts if count)
     failed = any(finding.state == "failure" for finding in findings)
-    say(console, totals or "nothing was checked", "bold red" if failed else "bold")
+    say(console, totals or "no checks ran", "bold red" if failed else "bold")

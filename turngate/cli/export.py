@@ -23,14 +23,14 @@ _LITERALS: Mapping[str, tuple[str, ...]] = {
 
 
 def export_rollouts(options: ExportOptions) -> None:
-    """Write the files that the flags ask for, and print a summary."""
+    """Write the files described by the flags, and print a summary."""
     choices = {"unscored": options.unscored, "advantage": options.advantage, "keep": options.keep}
     for name, value in choices.items():
         if value not in _LITERALS[name]:
-            raise ConfigError(f"{name}: {value!r} is none of {', '.join(_LITERALS[name])}", param=name)
+            raise ConfigError(f"{name} must be one of {', '.join(_LITERALS[name])}, not {value!r}", param=name)
     for name, number in (("min_reward", options.min_reward), ("margin", options.margin)):
         if number is not None and not math.isfinite(number):
-            raise ConfigError(f"{name}: {number} is not a finite number", param=name)
+            raise ConfigError(f"{name} must be a finite number, not {number}", param=name)
     request = ExportChoices(
         format=options.format,
         wanted=RolloutFilter(
@@ -70,7 +70,7 @@ def print_summary(done: ExportResult) -> None:
 
 
 def _describe_replaced(done: ExportResult) -> str:
-    """Describe the files that were there before."""
+    """Describe the files that already existed."""
     if not done.out.is_dir():
         return " (replaced the existing file)" if done.replaced else ""
     facts = [f"{_count(done.replaced_files, 'file')} replaced"] if done.replaced_files else []

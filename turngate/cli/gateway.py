@@ -1,4 +1,4 @@
-"""The gateway that a command uses: one that is named, one that already serves the data folder, or one of its own."""
+"""Choose the gateway for a command: the one passed as --gateway, one that already serves the data folder, or a new one."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from turngate.errors import ConfigError, DataFolderInUse, Unauthorized
 from turngate.server.bind import find_running_gateway
 from turngate.server.run import GatewayAddress, run_embedded
 
-# Flags that only apply to a gateway of the command's own.
+# Flags that only apply to a gateway started by the command itself.
 _OWN_SETTINGS = ("engine", "engine_url", "engine_key_env", "tokenizer", "script", "max_context")
 
 
 class GatewayChoice(msgspec.Struct, frozen=True):
-    """The gateway that the flags ask for. Without a URL: the one that serves the data folder, or else one of our own."""
+    """The gateway selected by the flags. An empty URL selects the one that serves the data folder, or else a new one."""
 
     url: str = ""
-    own_flags: tuple[str, ...] = ()  # given, and only valid for a gateway of our own
+    own_flags: tuple[str, ...] = ()  # flags that were passed but only apply to a new gateway
 
 
 class RemoteAccess(msgspec.Struct, frozen=True):
-    """How remote sandboxes reach the gateway."""
+    """The ways for remote sandboxes to reach the gateway."""
 
     public_url: str = ""
     tunnel: str = ""
@@ -44,12 +44,12 @@ def choose_gateway(options: RolloutOptions) -> GatewayChoice:
 
 
 def load_gateway_config(options: RolloutOptions) -> ServeConfig:
-    """Load the settings of a gateway of our own. Flags that contradict a named gateway are rejected."""
+    """Load the settings for a new gateway. Raise ConfigError for flags that cannot be combined with --gateway."""
     if options.gateway:
         _reject_own_flags(choose_gateway(options).own_flags, options.gateway)
         GatewayClient(options.gateway, read_admin_key())  # rejects a malformed URL before anything is created
     settings = {name: value or None for name, value in options.settings.items()}
-    # A gateway of our own listens on a free port; --port is for `turngate serve`.
+    # A gateway that we start listens on a free port; --port is for `turngate serve`.
     return load_config(options.config, {**settings, "host": "127.0.0.1", "port": 0})
 
 
@@ -57,22 +57,24 @@ def load_gateway_config(options: RolloutOptions) -> ServeConfig:
 async def connect_gateway(
     config: ServeConfig, choice: GatewayChoice, console: Console
 ) -> AsyncIterator[tuple[GatewayClient, bool]]:
-    """Connect to the chosen gateway, starting one if there is none. Yields its client, and whether it is our own."""
+    """Connect to the chosen gateway, or start one. Yield a client, and whether we started the gateway."""
     data = Path(config.data)
     if choice.url:
         async with GatewayClient(choice.url, read_admin_key()) as client:
             await client.check()  # reports a wrong key before anything is created
             yield client, False
         return
-    if (found := find_running_gateway(data)) is not None:
+    if (running := find_running_gateway(data)) is not None:
         key = read_key(ADMIN_KEY) or read_stored_admin_key(data) or ""
-        async with GatewayClient(found.url, key) as client:
+        async with GatewayClient(running.url, key) as client:
             if await _is_alive(client, config.data):
-                # The config file may be the one that this gateway was started with.
+                # A config file is accepted, because this gateway may have been started with it.
                 flags = [name for name in choice.own_flags if name != "config"]
-                _reject_own_flags(flags, f"{found.url}, which serves {config.data},")
+                _reject_own_flags(flags, f"{running.url}, which serves {config.data}")
                 say(
-                    console, f"Using the gateway that already serves {config.data}: {found.url}, with its engine", "dim"
+                    console,
+                    f"Using the gateway that already serves {config.data}: {running.url}, with its engine",
+                    "dim",
                 )
                 yield client, False
                 return
@@ -81,14 +83,14 @@ async def connect_gateway(
 
 
 async def _is_alive(client: GatewayClient, data: str) -> bool:
-    """Check that the gateway of a data folder still answers: one that was killed may have left its address behind."""
+    """Return whether the gateway still responds. A gateway that was killed may have left its address in the data folder."""
     try:
         await client.check()
     except GatewayUnreachable:
         return False
     except Unauthorized:
         raise ConfigError(
-            f"data: {client.url} serves {data}; set {ADMIN_KEY} to its admin key, or choose another --data folder",
+            f"data folder {data} is served by {client.url}; set {ADMIN_KEY} to its admin key, or choose a different --data folder",
             param="data",
         ) from None
     return True
@@ -101,8 +103,8 @@ async def _start_gateway(config: ServeConfig) -> AsyncIterator[GatewayAddress]:
             address = await stack.enter_async_context(run_embedded(config))
         except DataFolderInUse:
             raise ConfigError(
-                f"data: {config.data} is in use by another turngate; for several runs at once start "
-                f"`turngate serve --data {shlex.quote(config.data)}` first, or choose another --data folder",
+                f"data folder {config.data} is in use by another turngate process; to share it between runs, start "
+                f"`turngate serve --data {shlex.quote(config.data)}` first, or choose a different --data folder",
                 param="data",
             ) from None
         yield address
@@ -111,5 +113,5 @@ async def _start_gateway(config: ServeConfig) -> AsyncIterator[GatewayAddress]:
 def _reject_own_flags(flags: Iterable[str], gateway: str) -> None:
     for name in flags:
         raise ConfigError(
-            f"{name}: the gateway at {gateway} has its own; leave out --{name.replace('_', '-')}", param=name
+            f"{name} cannot be set for the running gateway at {gateway}; remove --{name.replace('_', '-')}", param=name
         )

@@ -1,4 +1,4 @@
-"""The commands. Heavy imports wait until a command needs them, so that `--help` is quick."""
+"""The commands of `turngate`. Each imports its dependencies when it runs, which keeps `--help` fast."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def serve(options: flags.ServeOptions) -> None:
 def doctor(options: flags.DoctorOptions) -> None:
     """Check that everything is installed and configured, and suggest fixes.
 
-    Takes the settings of `turngate serve`; --gateway checks a running gateway instead. Exit codes: 0 nothing failed (there may be
-    warnings), 1 a check failed, 2 an option is wrong.
+    Accepts the settings of `turngate serve`. Use --gateway to check a running gateway instead. Exit codes: 0 if no check failed (there
+    may be warnings), 1 if a check failed, 2 if an option is invalid.
     """
     from turngate.cli.doctor import run_checks
 
@@ -79,11 +79,16 @@ def certify(
     tokenizer: Annotated[
         str, typer.Argument(help="Folder with tokenizer.json and a chat template, or a name in the Hugging Face cache.")
     ],
-    model: Annotated[str, typer.Option(help="Name of the model, to find its family.")] = "",
-    family: Annotated[str, typer.Option(help="auto, template, or a family of the `renderers` package.")] = "auto",
+    model: Annotated[str, typer.Option(help="Model name, used to choose the renderer family.")] = "",
+    family: Annotated[
+        str, typer.Option(help="Renderer family: auto, template, or a family from the `renderers` package.")
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check that extending sampled ids gives the same prompt as rendering the whole chat template. Exit code 1 if not."""
+    """Check that extending sampled ids yields the same prompt as rendering the whole conversation with the chat template.
+
+    Exit codes: 0 if it does, 1 if it does not, 2 if an option is invalid.
+    """
     from turngate.cli.certify import certify_tokenizer
 
     if not _or_exit(lambda: certify_tokenizer(tokenizer, model, family, as_json)):
@@ -92,19 +97,24 @@ def certify(
 
 @app.command()
 def show(
-    session: Annotated[str, typer.Argument(help="Id of a session, a prefix of it, or `last`.")] = "last",
-    data: Annotated[str, typer.Option(help="Data folder of the recording.")] = "turngate-data",
+    session: Annotated[str, typer.Argument(help="Session id, a unique prefix of one, or `last`.")] = "last",
+    data: Annotated[str, typer.Option(help="Data folder with the recorded session.")] = "turngate-data",
     gateway: Annotated[
-        str, typer.Option(help="Read from a running gateway instead; its key comes from TURNGATE_ADMIN_KEY.")
+        str,
+        typer.Option(
+            help="URL of a running gateway to read from instead of the data folder. Set TURNGATE_ADMIN_KEY to its key."
+        ),
     ] = "",
-    tokens: Annotated[bool, typer.Option("--tokens", help="Print tokens, coloured by log-probability.")] = False,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Print tokens instead of text, coloured by log-probability.")
+    ] = False,
     tokenizer: Annotated[
-        str, typer.Option(help="Tokenizer to decode ids with, if the recorded one is not on this machine.")
+        str, typer.Option(help="Tokenizer that decodes the ids, if the recorded one is not on this machine.")
     ] = "",
     full: Annotated[bool, typer.Option("--full", help="Print long messages in full.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print a session's conversation, roles, branches and rows."""
+    """Print a session's conversation, roles, branches and training rows."""
     from turngate.cli.show import show_session
 
     _or_exit(lambda: show_session(session, data, gateway, tokens, tokenizer, full, as_json))
@@ -113,10 +123,10 @@ def show(
 @app.command()
 @flags.takes(flags.RunOptions, flags.RUN_SETTINGS)
 def run(options: flags.RunOptions) -> None:
-    """Run one rollout: an agent on a task, in a sandbox, recorded token by token and graded.
+    """Run an agent on one task in a sandbox, record every token, and grade the result.
 
-    Exit codes: 0 the agent finished, whatever its reward; 1 it failed, or reached its time or another limit; 2 an option is wrong;
-    3 something other than the agent failed; 130 stopped by Ctrl-C.
+    Exit codes: 0 if the agent finished, regardless of its reward; 1 if it failed, timed out or reached a limit; 2 if an option is
+    invalid; 3 if something other than the agent failed; 130 if stopped by Ctrl-C.
     """
 
     def action() -> int:
@@ -131,10 +141,10 @@ def run(options: flags.RunOptions) -> None:
 @app.command()
 @flags.takes(flags.BatchOptions, flags.RUN_SETTINGS)
 def batch(options: flags.BatchOptions) -> None:
-    """Run n rollouts of each task; run the same command again to resume a batch.
+    """Run n rollouts of each task, or resume a batch if its folder already has one.
 
-    Exit codes: 0 every rollout is finished, whatever its class; 2 an option is wrong; 3 the batch had to stop early; 130 stopped by
-    Ctrl-C.
+    Exit codes: 0 if every rollout finished, regardless of its outcome; 2 if an option is invalid; 3 if the batch stopped early; 130 if
+    stopped by Ctrl-C.
     """
 
     def action() -> int:
@@ -149,9 +159,10 @@ def batch(options: flags.BatchOptions) -> None:
 @app.command()
 @flags.takes(flags.TrainOptions)
 def train(options: flags.TrainOptions) -> None:
-    """Train a model with an agent in this process: GRPO on the rewards of the tasks' graders (extra `local`).
+    """Train a model with GRPO on the rewards of an agent's rollouts (needs the `local` extra).
 
-    Exit codes: 0 trained to the last step; 2 an option is wrong; 3 no rollout was graded; 130 stopped by Ctrl-C.
+    The trainer, the gateway and the engine run in this process. Exit codes: 0 if training reached the last step; 2 if an option is
+    invalid; 3 if no rollout was graded; 130 if stopped by Ctrl-C.
     """
 
     def action() -> int:
@@ -168,7 +179,8 @@ def train(options: flags.TrainOptions) -> None:
 def verify(options: flags.VerifyCommandOptions) -> None:
     """Prove that recorded sessions are exact, independently of the code that recorded them.
 
-    Exit codes: 0 nothing is wrong; 1 something is wrong; 2 a session could not be read, or a requested check could not be made.
+    Exit codes: 0 if no errors were found; 1 if errors were found; 2 if a session could not be read or a requested check could not be
+    performed.
     """
     from turngate.cli.verify import verify_sessions
 
@@ -179,7 +191,7 @@ def verify(options: flags.VerifyCommandOptions) -> None:
 @app.command()
 @flags.takes(flags.ExportOptions)
 def export(options: flags.ExportOptions) -> None:
-    """Write recorded rollouts to files that trainers read; a gateway may be serving the folder."""
+    """Export recorded rollouts to training files, even while a gateway is serving the data folder."""
     from turngate.cli.export import export_rollouts
 
     _or_exit(lambda: export_rollouts(options))
@@ -188,9 +200,9 @@ def export(options: flags.ExportOptions) -> None:
 @app.command()
 @flags.takes(flags.McpOptions)
 def mcp(options: flags.McpOptions) -> None:
-    """Serve rollouts as MCP tools (extra `mcp`): on stdin and stdout, or over HTTP.
+    """Serve rollouts as MCP tools over stdin and stdout, or over HTTP (needs the `mcp` extra).
 
-    HTTP clients need a key: the one in TURNGATE_MCP_KEY, or the one that is created on first start in DATA/mcp-key.
+    HTTP clients need a key: the value of TURNGATE_MCP_KEY, or else the key that the first start writes to DATA/mcp-key.
     """
 
     def action() -> None:
@@ -204,7 +216,7 @@ def mcp(options: flags.McpOptions) -> None:
 
 @agents_app.callback(invoke_without_command=True)
 def agents(context: typer.Context) -> None:
-    """List the available agents: presets and your own files."""
+    """List the available agents: the presets and your own files."""
     if context.invoked_subcommand is None:
         from turngate.cli.agents import list_agents
 
@@ -213,7 +225,7 @@ def agents(context: typer.Context) -> None:
 
 @agents_app.command("install")
 def agents_install(
-    names: Annotated[list[str], typer.Argument(help="Names of agents.")],
+    names: Annotated[list[str], typer.Argument(help="Names of the agents to install.")],
 ) -> None:
     """Install agents into the cache ahead of a run."""
     from turngate.cli.agents import install_agents
@@ -223,14 +235,17 @@ def agents_install(
 
 @agents_app.command("check")
 def agents_check(
-    name: Annotated[str, typer.Argument(help="A name from `turngate agents`, or your own file.")],
-    sandbox: Annotated[str, typer.Option(help="Sandbox to run it in: local, bubblewrap, docker …")] = "local",
-    image: Annotated[str, typer.Option(help="Container image to run it in.")] = "",
+    name: Annotated[str, typer.Argument(help="Name from `turngate agents`, or path of your own file.")],
+    sandbox: Annotated[str, typer.Option(help="Sandbox to run the agent in, such as local, bubblewrap or docker.")] = "local",
+    image: Annotated[str, typer.Option(help="Container image for the sandbox.")] = "",
     keep: Annotated[
-        Optional[Path], typer.Option(help="Keep the recording and the agent's files in this folder.")
+        Optional[Path], typer.Option(help="Folder in which to keep the recording and the agent's files.")
     ] = None,
 ) -> None:
-    """Run an agent against the scripted engine and check that all of it was recorded. Exit code 1 if not."""
+    """Run an agent against the scripted engine and check that everything was recorded.
+
+    Exit codes: 0 if every check passed, 1 if one failed, 2 if an option is invalid.
+    """
     from turngate.cli.agents import check_agent
 
     if not _or_exit(lambda: check_agent(name, sandbox, image, keep)):
@@ -240,7 +255,10 @@ def agents_check(
 @tasks_app.command("list")
 @flags.takes(flags.ListTasksOptions)
 def tasks_list(options: flags.ListTasksOptions) -> None:
-    """List tasks. Exit code 1 if one of them cannot be read."""
+    """List tasks.
+
+    Exit codes: 0 if every task could be read, 1 if one could not, 2 if an option is invalid.
+    """
     from turngate.cli.tasks import list_tasks
 
     if not _or_exit(lambda: list_tasks(options)):
@@ -250,7 +268,11 @@ def tasks_list(options: flags.ListTasksOptions) -> None:
 @tasks_app.command("check")
 @flags.takes(flags.CheckTasksOptions)
 def tasks_check(options: flags.CheckTasksOptions) -> None:
-    """Check tasks, and prove those with a solution: it scores 1, and no change scores 0. Exit code 1 if one is wrong."""
+    """Check that tasks are valid and that their graders work.
+
+    A task is proven if its solution scores 1 and doing nothing scores 0. Exit codes: 0 if every task passed, 1 if one failed, 2 if an
+    option is invalid.
+    """
     from turngate.cli.tasks import check_tasks
 
     if not _or_exit(lambda: check_tasks(options)):
@@ -263,7 +285,7 @@ def _telemetry(log_format: str, with_spans: bool) -> Iterator[None]:
     from turngate.telemetry import logs, spans
 
     if log_format not in ("text", "json"):
-        raise ConfigError(f"log_format: {log_format!r} is neither text nor json", param="log_format")
+        raise ConfigError(f"log_format must be text or json, not {log_format!r}", param="log_format")
     with (
         logs.log_to_stderr("json", logging.INFO)
         if log_format == "json"
@@ -278,7 +300,7 @@ def _telemetry(log_format: str, with_spans: bool) -> Iterator[None]:
 
 
 def _or_exit(action: Callable[[], T]) -> T:
-    """Run an action; print its error as one line and exit with code 2, or 130 after Ctrl-C."""
+    """Run an action. Print an error in one line and exit with code 2, or exit with code 130 after Ctrl-C."""
     try:
         return action()
     except TurngateError as error:

@@ -1,4 +1,4 @@
-"""`turngate mcp`: load settings and key, run the server, and stop it cleanly."""
+"""`turngate mcp`: load the settings and the key, run the server, and stop it cleanly."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from turngate.service.rollouts import Rollouts
 try:
     from turngate.mcp import http, stdio
 except ModuleNotFoundError as error:
-    raise ConfigError(f"mcp: needs {error.name}: pip install 'turngate[mcp]'", param="mcp") from None
+    raise ConfigError(f"turngate mcp needs {error.name}; run pip install 'turngate[mcp]'", param="mcp") from None
 
 STOPPING = "Stopping: aborting rollouts and removing their sandboxes; the recordings are kept …"
 
 
 def serve_mcp(options: McpOptions) -> None:
-    """Serve MCP until the client or a signal ends it."""
+    """Serve MCP until the client disconnects or a signal stops the server."""
     overrides = {"data": options.data, "sandbox": options.sandbox, "running": options.running}
     config = load_config(options.config, overrides)
     if not config.endpoints and not config.allowed_hosts:
         raise ConfigError(
-            'endpoints: none are configured; list some in a TOML file, [endpoints."vllm://Qwen3-8B"], and give it as --config',
+            'no endpoints are configured; add some to a TOML file, such as [endpoints."vllm://Qwen3-8B"], and pass it as --config',
             param="endpoints",
         )
     place = None if options.http is None else _http_place(config, options.http, options.allow_host or ())
@@ -44,12 +44,12 @@ def serve_mcp(options: McpOptions) -> None:
     if place is None and sys.stdin.isatty():
         say(
             to,
-            "Serving MCP on stdin and stdout, for a client that starts this command. Use --http for other clients. Ctrl-D ends it.",
+            "Serving MCP on stdin and stdout to a client that starts this command. Use --http for other clients. Press Ctrl-D to stop.",
             "dim",
         )
     if place is not None and not read_key(http.KEY):
-        say(to, f"Clients need the key in {Path(config.data) / http.KEY_FILE} (or set {http.KEY})", "dim")
-    # Being stopped by a signal is not a failure.
+        say(to, f"Clients need the key in {Path(config.data) / http.KEY_FILE}. Set {http.KEY} to use a different key.", "dim")
+    # Stopping on a signal is not a failure.
     with suppress(asyncio.CancelledError), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         serving = stdio.serve(rollouts) if place is None else http.serve(rollouts, place)
         try:
@@ -60,13 +60,13 @@ def serve_mcp(options: McpOptions) -> None:
 
 
 def _unwrap(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the one error of ours in a group, or the group itself."""
+    """Return the only error in a group if it is a TurngateError, or else the group itself."""
     found: list[BaseException] = [group]
     while isinstance(found[0], BaseExceptionGroup):
         found[:1] = found[0].exceptions
     if isinstance(found[0], DataFolderInUse):
         return ConfigError(
-            f"{found[0].message}; on stdio every client starts its own server; start one with --http for several clients to share",
+            f"{found[0].message}. On stdio, every client starts its own server; use --http to share one server between clients",
             param="data",
         )
     return found[0] if len(found) == 1 and isinstance(found[0], TurngateError) else group

@@ -1,6 +1,6 @@
-"""Options of the commands: one class per command, and the flags that typer makes of it.
+"""Command-line options: one class per command, from which typer creates the flags.
 
-Flags that set something of the gateway are generated from `turngate.config.ServeConfig`, where each setting is described once.
+Flags for gateway settings are generated from `turngate.config.ServeConfig`, which describes each setting once.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Annotated, Any, Generic, Literal, Optional, TypeVar, Union, g
 import typer
 
 O = TypeVar("O")  # noqa: E741
-DEFAULT = r"\[default: {}]"  # at the end of a help text; the backslash is for rich
+DEFAULT = r"\[default: {}]"  # appended to help texts; rich needs the backslash
 ALL_SETTINGS = ("*",)
-# Settings of the gateway that `turngate run` and `turngate batch` start when none is running.
+# Settings for the gateway that `turngate run` and `turngate batch` start if none is running.
 RUN_SETTINGS = ("data", "engine", "engine_url", "engine_key_env", "model", "tokenizer", "script", "max_context")
 
 WHAT, SAMPLING, SANDBOX, GATEWAY = "What to run", "Sampling", "Sandbox", "Gateway"
@@ -27,7 +27,7 @@ SELECTION, FORMAT, SCORING, TRAINING = "Which rollouts", "Format", "Scoring", "T
 
 
 def _flag(help: str, panel: str | None = None, *names: str, default: object = "", metavar: str | None = None) -> Any:
-    """Describe a flag. `default` is for a default that typer cannot know."""
+    """Describe a flag. `default` describes a default that typer cannot derive from the annotated field."""
     shown = f" {DEFAULT.format(default)}" if default else ""
     return typer.Option(*names, help=help + shown, rich_help_panel=panel, metavar=metavar)
 
@@ -36,40 +36,44 @@ def _json(help: str = "Print JSON.") -> Any:
     return _flag(help, OUTPUT, "--json")
 
 
-_AGENT = _flag("Agent: a name from `turngate agents`, or your own file such as ./my-agent.toml.", WHAT)
-_TIMEOUT = _flag("Seconds an agent may run.", LIMITS, default="the task's, or 1800")
-_MAX_TURNS = _flag("Maximum turns per session.", LIMITS)
-_SET = _flag("Option of the agent, as NAME=VALUE; repeatable.", WHAT, "--set")
-_LOG_FORMAT = _flag("Format of log lines: text or json. json also logs stages and outcomes.", OUTPUT)
+_AGENT = _flag("Agent to run: a name from `turngate agents`, or your own file such as ./my-agent.toml.", WHAT)
+_TIMEOUT = _flag("Time limit for the agent, in seconds.", LIMITS, default="the task's time limit, or 1800")
+_MAX_TURNS = _flag("Maximum number of turns per session.", LIMITS)
+_SET = _flag("Set an option of the agent, as NAME=VALUE; repeatable.", WHAT, "--set")
+_LOG_FORMAT = _flag("Log format: text or json; json also logs stages and outcomes.", OUTPUT)
 _SPANS = _flag(
-    "Send OpenTelemetry spans (extra `otel`); also on if OTEL_EXPORTER_OTLP_ENDPOINT is set.", OUTPUT, "--spans"
+    "Send OpenTelemetry spans (needs the `otel` extra). Setting OTEL_EXPORTER_OTLP_ENDPOINT also enables this.",
+    OUTPUT,
+    "--spans",
 )
+_USE_GATEWAY = "URL of a running gateway to use instead of starting one. Set TURNGATE_ADMIN_KEY to its key."
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    config: Annotated[Optional[Path], _flag("TOML file with any of these settings; flags win.", GATEWAY)] = None
-    settings: Mapping[str, Any] = field(default_factory=dict)  # by name; None: not given
+    config: Annotated[Optional[Path], _flag("TOML file with any of these settings; flags override it.", GATEWAY)] = None
+    settings: Mapping[str, Any] = field(default_factory=dict)  # by name; None means that the flag was not passed
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions(ServeOptions):
     gateway: Annotated[
-        str, _flag("Check a running gateway instead; its key comes from TURNGATE_ADMIN_KEY.", GATEWAY)
+        str,
+        _flag("URL of a running gateway to check instead. Set TURNGATE_ADMIN_KEY to its key.", GATEWAY),
     ] = ""
     agent: Annotated[
         Optional[list[str]],
-        _flag("Agent that has to be installed; repeatable.", "What to check", default="report on all"),
+        _flag("Agent that must be installed; repeatable.", "What to check", default="report on all agents"),
     ] = None
     sandbox: Annotated[
         Optional[list[str]],
         _flag(
-            "Sandbox that has to work; repeatable.",
+            "Sandbox that must work; repeatable.",
             "What to check",
             default="report on local, bubblewrap and docker",
         ),
     ] = None
-    image: Annotated[str, _flag("Container image to try the docker sandbox with.", "What to check")] = ""
+    image: Annotated[str, _flag("Container image to test the docker sandbox with.", "What to check")] = ""
     only: Annotated[Optional[list[str]], _flag("Run only this check; repeatable.", "What to check")] = None
     as_json: Annotated[bool, _json()] = False
 
@@ -81,39 +85,57 @@ class RolloutOptions:
     agent: Annotated[str, _AGENT]
     option: Annotated[Optional[list[str]], _SET] = None
     sandbox: Annotated[
-        str, _flag("Sandbox to run agents in: local, bubblewrap, docker, e2b, huggingface.", SANDBOX)
+        str, _flag("Sandbox to run agents in: local, bubblewrap, docker, e2b or huggingface.", SANDBOX)
     ] = "local"
-    image: Annotated[str, _flag("Container image or template.", SANDBOX, default="the task's")] = ""
-    network: Annotated[str, _flag("Network of the sandbox: none (only the gateway) or open.", SANDBOX)] = "none"
-    cpus: Annotated[Optional[float], _flag("CPUs of a sandbox.", SANDBOX)] = None
-    memory_mb: Annotated[Optional[int], _flag("Memory of a sandbox, in megabytes.", SANDBOX)] = None
+    image: Annotated[str, _flag("Container image, or sandbox template.", SANDBOX, default="the task's image")] = ""
+    network: Annotated[str, _flag("Network access of the sandbox: none (gateway only) or open.", SANDBOX)] = "none"
+    cpus: Annotated[Optional[float], _flag("CPU limit per sandbox.", SANDBOX)] = None
+    memory_mb: Annotated[Optional[int], _flag("Memory limit per sandbox, in megabytes.", SANDBOX)] = None
     public_url: Annotated[str, _flag("URL at which remote sandboxes reach the gateway.", SANDBOX)] = ""
     tunnel: Annotated[
         str,
-        _flag("Command that opens a tunnel to {port} and prints its URL, instead of --public-url.", SANDBOX),
+        _flag(
+            "Command that opens a tunnel to {port} and prints its URL; an alternative to --public-url.",
+            SANDBOX,
+        ),
     ] = ""
-    gateway: Annotated[str, _flag("Use a running gateway; its key comes from TURNGATE_ADMIN_KEY.", GATEWAY)] = ""
-    config: Annotated[Optional[Path], _flag("TOML file with settings of the gateway.", GATEWAY)] = None
-    settings: Mapping[str, Any] = field(default_factory=dict)  # by name; None: not given
+    gateway: Annotated[str, _flag(_USE_GATEWAY, GATEWAY)] = ""
+    config: Annotated[Optional[Path], _flag("TOML file with gateway settings; flags override it.", GATEWAY)] = None
+    settings: Mapping[str, Any] = field(default_factory=dict)  # by name; None means that the flag was not passed
     timeout: Annotated[Optional[float], _TIMEOUT] = None
     max_turns: Annotated[Optional[int], _MAX_TURNS] = None
-    max_tokens: Annotated[Optional[int], _flag("Maximum sampled tokens per session.", LIMITS)] = None
+    max_tokens: Annotated[Optional[int], _flag("Maximum number of sampled tokens per session.", LIMITS)] = None
     context_tokens: Annotated[
-        Optional[int], _flag("Context length to configure agents with.", LIMITS, default=131072)
+        Optional[int],
+        _flag("Context length that the agent is configured for, in tokens.", LIMITS, default=131072),
     ] = None
-    grade: Annotated[bool, _flag("Grade the outcome with the task's grader.", GRADING, "--grade/--no-grade")] = True
-    on_timeout: Annotated[str, _flag("When an agent runs out of time: grade, exclude or zero.", GRADING)] = "grade"
-    on_failure: Annotated[str, _flag("When an agent ends with an error: grade, exclude or zero.", GRADING)] = "grade"
-    on_limit: Annotated[str, _flag("When a session reaches a limit: grade, exclude or zero.", GRADING)] = "grade"
-    on_lost: Annotated[str, _flag("When an agent destroyed what was to be graded: exclude or zero.", GRADING)] = "zero"
+    grade: Annotated[bool, _flag("Grade the result with the task's grader.", GRADING, "--grade/--no-grade")] = True
+    on_timeout: Annotated[
+        str, _flag("If the agent times out: grade its work, exclude the rollout, or zero its reward.", GRADING)
+    ] = "grade"
+    on_failure: Annotated[
+        str,
+        _flag("If the agent exits with an error: grade its work, exclude the rollout, or zero its reward.", GRADING),
+    ] = "grade"
+    on_limit: Annotated[
+        str, _flag("If the session reaches a limit: grade its work, exclude the rollout, or zero its reward.", GRADING)
+    ] = "grade"
+    on_lost: Annotated[
+        str,
+        _flag(
+            "If the agent breaks its sandbox or leaves too much data to copy, so that its work cannot be graded: exclude "
+            "the rollout, or zero its reward.",
+            GRADING,
+        ),
+    ] = "zero"
     log_format: Annotated[str, _LOG_FORMAT] = "text"
     spans: Annotated[bool, _SPANS] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(RolloutOptions):
-    task: Annotated[str, _flag("Task: a folder with an instruction.md, or a text file.", WHAT)] = ""
-    prompt: Annotated[str, _flag("Instruction for the agent, instead of a task.", WHAT)] = ""
+    task: Annotated[str, _flag("Task to run: a folder with an instruction.md, or a text file.", WHAT)] = ""
+    prompt: Annotated[str, _flag("Instruction for the agent; use it instead of --task.", WHAT)] = ""
     out: Annotated[Optional[Path], _flag("Folder for the agent's files and logs.", OUTPUT, default="DATA/rollouts")] = (
         None
     )
@@ -125,58 +147,79 @@ class BatchOptions(RolloutOptions):
     tasks: Annotated[
         str,
         _flag(
-            "Tasks: a task folder or a folder of them, a .jsonl or .parquet file, hf://org/name, or file.py:function.",
+            "Tasks to run: a task folder, a folder of task folders, a .jsonl or .parquet file, hf://org/name, or "
+            "file.py:function.",
             WHAT,
         ),
     ]
     only: Annotated[
-        Optional[list[str]], _flag("Only tasks whose id matches, with * as wildcard; repeatable.", WHAT)
+        Optional[list[str]], _flag("Run only tasks whose id matches; * is a wildcard; repeatable.", WHAT)
     ] = None
     limit: Annotated[Optional[int], _flag("Maximum number of tasks.", WHAT)] = None
-    n: Annotated[int, _flag("Rollouts per task.", BATCH, "--n")] = 1
-    rounds: Annotated[int, _flag("Passes over the tasks; a later command may ask for more.", BATCH)] = 1
-    name: Annotated[str, _flag("Prefix of the groups' names, so that a feed can select them.", BATCH)] = ""
-    seed: Annotated[Optional[int], _flag("Seed for the order of tasks and for sampling.", BATCH)] = None
-    retries: Annotated[int, _flag("Retries after a fault that is not the agent's.", BATCH)] = 2
+    n: Annotated[int, _flag("Number of rollouts per task.", BATCH, "--n")] = 1
+    rounds: Annotated[int, _flag("Number of passes over the tasks. You can raise it to extend a batch.", BATCH)] = 1
+    name: Annotated[str, _flag("Prefix for the names of groups, by which a feed can select them.", BATCH)] = ""
+    seed: Annotated[Optional[int], _flag("Seed for the task order and for sampling.", BATCH)] = None
+    retries: Annotated[int, _flag("Retries per rollout after a fault that was not the agent's.", BATCH)] = 2
     stale_retries: Annotated[
-        int, _flag("Retries when the policy has moved on too far; 0 drops such rollouts.", BATCH)
+        int, _flag("Retries per rollout that became stale because the policy moved on; 0 excludes it.", BATCH)
     ] = 2
-    concurrency: Annotated[int, _flag("Agents that run at once.", LIMITS)] = 8
-    starting: Annotated[Optional[int], _flag("Sandboxes that start at once.", LIMITS, default="twice the cores")] = None
-    grading: Annotated[Optional[int], _flag("Rollouts that are graded at once.", LIMITS, default="the cores")] = None
-    warm: Annotated[Optional[int], _flag("Sandboxes to start ahead of time.", LIMITS, default="the cores")] = None
-    out: Annotated[Optional[Path], _flag("Folder of the batch.", OUTPUT, default="DATA/batches/FINGERPRINT")] = None
-    resume: Annotated[bool, _flag("Only resume; fail if there is no such batch yet.", BATCH, "--resume")] = False
+    concurrency: Annotated[int, _flag("Maximum number of agents running at the same time.", LIMITS)] = 8
+    starting: Annotated[
+        Optional[int],
+        _flag(
+            "Maximum number of sandboxes starting at the same time.", LIMITS, default="twice the number of CPU cores"
+        ),
+    ] = None
+    grading: Annotated[
+        Optional[int],
+        _flag("Maximum number of rollouts graded at the same time.", LIMITS, default="the number of CPU cores"),
+    ] = None
+    warm: Annotated[
+        Optional[int],
+        _flag("Number of sandboxes to start ahead of time.", LIMITS, default="the number of CPU cores"),
+    ] = None
+    out: Annotated[Optional[Path], _flag("Folder for the batch.", OUTPUT, default="DATA/batches/FINGERPRINT")] = None
+    resume: Annotated[
+        bool, _flag("Resume an existing batch; fail instead of starting a new one.", BATCH, "--resume")
+    ] = False
     keep_work: Annotated[bool, _flag("Keep the agents' working folders after grading.", OUTPUT, "--keep-work")] = False
     as_json: Annotated[bool, _json("Print the summary as JSON.")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    tasks: Annotated[str, _flag("Tasks to train on: a folder, a file of rows, or file.py:function.", WHAT)]
-    model_folder: Annotated[Path, _flag("Model: a Hugging Face folder (Llama, Qwen2, Qwen3).", WHAT)]
-    out: Annotated[Path, _flag("Folder of the run; an existing run is resumed.", OUTPUT)]
+    tasks: Annotated[str, _flag("Tasks to train on: a folder, a .jsonl or .parquet file, or file.py:function.", WHAT)]
+    model_folder: Annotated[Path, _flag("Model to train: a Hugging Face folder (Llama, Qwen2 or Qwen3).", WHAT)]
+    out: Annotated[Path, _flag("Folder for the run. A run that is already there is resumed.", OUTPUT)]
     agent: Annotated[str, _AGENT] = "mini-swe-agent"
     option: Annotated[Optional[list[str]], _SET] = None
     held_out: Annotated[
-        Optional[str], _flag("Tasks to evaluate on before and after training; never trained on.", WHAT)
+        Optional[str], _flag("Tasks to evaluate before and after training; never trained on.", WHAT)
     ] = None
-    held_out_n: Annotated[int, _flag("Rollouts per held-out task.", WHAT)] = 1
-    tokenizer: Annotated[Optional[str], _flag("Tokenizer folder, if not the model's.", WHAT)] = None
-    steps: Annotated[int, _flag("Updates of the weights.", TRAINING)] = 100
-    n: Annotated[int, _flag("Rollouts per task, which form a group.", TRAINING, "--n", "-n")] = 8
-    groups: Annotated[int, _flag("Groups per update.", TRAINING)] = 4
+    held_out_n: Annotated[int, _flag("Number of rollouts per held-out task.", WHAT)] = 1
+    tokenizer: Annotated[Optional[str], _flag("Tokenizer folder.", WHAT, default="the model folder")] = None
+    steps: Annotated[int, _flag("Number of weight updates.", TRAINING)] = 100
+    n: Annotated[int, _flag("Number of rollouts per task; together they form a group.", TRAINING, "--n", "-n")] = 8
+    groups: Annotated[int, _flag("Number of groups per update.", TRAINING)] = 4
     learning_rate: Annotated[float, _flag("Learning rate of AdamW.", TRAINING)] = 1e-5
     temperature: Annotated[float, _flag("Sampling temperature.", TRAINING)] = 1.0
-    every: Annotated[int, _flag("Steps between checkpoints.", TRAINING)] = 10
-    seed: Annotated[Optional[int], _flag("Seed for the order of tasks and for sampling.", TRAINING)] = None
+    every: Annotated[int, _flag("Number of steps between checkpoints.", TRAINING)] = 10
+    seed: Annotated[Optional[int], _flag("Seed for the task order and for sampling.", TRAINING)] = None
     sandbox: Annotated[
-        str, _flag("Sandbox to run agents in: local, bubblewrap, docker, e2b, huggingface.", SANDBOX)
+        str, _flag("Sandbox to run agents in: local, bubblewrap, docker, e2b or huggingface.", SANDBOX)
     ] = "bubblewrap"
-    concurrency: Annotated[int, _flag("Agents that run at once.", LIMITS)] = 8
+    concurrency: Annotated[int, _flag("Maximum number of agents running at the same time.", LIMITS)] = 8
     timeout: Annotated[Optional[float], _TIMEOUT] = None
     max_turns: Annotated[Optional[int], _MAX_TURNS] = None
-    context_tokens: Annotated[Optional[int], _flag("Tokens of context that the engine reserves.", LIMITS)] = None
+    context_tokens: Annotated[
+        Optional[int],
+        _flag(
+            "Context length, in tokens, that the engine allocates per call and the agent is configured for.",
+            LIMITS,
+            default="the model's context length; 131072 for the agent",
+        ),
+    ] = None
     data: Annotated[str, _flag("Folder for all recorded data.", OUTPUT, default="OUT/data")] = ""
     log_format: Annotated[str, _LOG_FORMAT] = "text"
     spans: Annotated[bool, _SPANS] = False
@@ -184,94 +227,115 @@ class TrainOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyCommandOptions:
-    session: Annotated[str, typer.Argument(help="Id of a session, a prefix of it, or `last`.")] = "last"
-    every: Annotated[bool, _flag("Verify every session of the folder.", SELECTION, "--all")] = False
-    data: Annotated[str, _flag("Data folder of the recording.", SELECTION)] = "turngate-data"
+    session: Annotated[str, typer.Argument(help="Session id, a unique prefix of one, or `last`.")] = "last"
+    every: Annotated[bool, _flag("Verify every session in the data folder.", SELECTION, "--all")] = False
+    data: Annotated[str, _flag("Data folder with the recorded sessions.", SELECTION)] = "turngate-data"
     rollouts: Annotated[
         str,
         _flag(
-            "Folder with the agents' logs, or with `rollouts` folders below it, such as --out of `train`.",
+            "Folder with the agents' logs, or one that contains `rollouts` folders, such as the --out folder of `train`.",
             SELECTION,
             default="DATA",
         ),
     ] = ""
-    engine: Annotated[str, _flag("Engine to score the sampled tokens with again: vllm or scripted.", SCORING)] = ""
+    engine: Annotated[str, _flag("Engine that recomputes the log-probabilities: vllm or scripted.", SCORING)] = ""
     engine_url: Annotated[str, _flag("URL of that engine.", SCORING)] = ""
-    engine_key_env: Annotated[str, _flag("Name of the environment variable that holds its API key.", SCORING)] = ""
-    model: Annotated[str, _flag("Name of the model at that engine.", SCORING)] = ""
-    policy_version: Annotated[Optional[int], _flag("Score only turns of this policy version.", SCORING)] = None
-    tolerance: Annotated[float, _flag("Largest difference of a log-probability to accept.", SCORING)] = 0.02
+    engine_key_env: Annotated[str, _flag("Name of the environment variable with its API key.", SCORING)] = ""
+    model: Annotated[str, _flag("Model name on that engine.", SCORING)] = ""
+    policy_version: Annotated[Optional[int], _flag("Score only turns sampled at this policy version.", SCORING)] = None
+    tolerance: Annotated[float, _flag("Largest difference between log-probabilities to accept.", SCORING)] = 0.02
     tokenizer: Annotated[
         str, _flag("Tokenizer to render with, if the recorded one is not on this machine.", "Rendering")
     ] = ""
     family: Annotated[
-        str, _flag("template, or a family of the `renderers` package; the one that was served.", "Rendering")
+        str,
+        _flag(
+            "Renderer family that the sessions were served with: template, or a family from the `renderers` package.",
+            "Rendering",
+        ),
     ] = ""
     as_json: Annotated[bool, _json()] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    format: Annotated[str, typer.Argument(help="rows, sft, rejection, dpo, verl, slime or atif.")]
+    format: Annotated[str, typer.Argument(help="Output format: rows, sft, rejection, dpo, verl, slime or atif.")]
     out: Annotated[
         str,
-        _flag("File to write: .jsonl or .parquet; for atif also a folder.", OUTPUT, metavar="PATH"),
-    ]  # a Path would lose a trailing /, which means a folder
-    data: Annotated[str, _flag("Data folder of the recording.", SELECTION)] = "turngate-data"
-    group: Annotated[Optional[list[str]], _flag("Groups, with * as wildcard; repeatable.", SELECTION)] = None
-    task: Annotated[Optional[list[str]], _flag("Tasks, with * as wildcard; repeatable.", SELECTION)] = None
-    session: Annotated[Optional[list[str]], _flag("Sessions, with * as wildcard; repeatable.", SELECTION)] = None
+        _flag("File to write, ending in .jsonl or .parquet; atif also accepts a folder.", OUTPUT, metavar="PATH"),
+    ]  # a str, because a Path would lose the trailing / that marks a folder
+    data: Annotated[str, _flag("Data folder with the recorded rollouts.", SELECTION)] = "turngate-data"
+    group: Annotated[
+        Optional[list[str]], _flag("Export only groups with this name; * is a wildcard; repeatable.", SELECTION)
+    ] = None
+    task: Annotated[
+        Optional[list[str]], _flag("Export only tasks with this id; * is a wildcard; repeatable.", SELECTION)
+    ] = None
+    session: Annotated[
+        Optional[list[str]], _flag("Export only sessions with this id; * is a wildcard; repeatable.", SELECTION)
+    ] = None
     min_reward: Annotated[
         Optional[float],
-        _flag("Only rollouts with at least this reward.", SELECTION, default="1 for rejection"),
+        _flag("Export only rollouts with at least this reward.", SELECTION, default="1 for rejection, else no minimum"),
     ] = None
-    resolved: Annotated[bool, _flag("Only rollouts that were graded as resolved.", SELECTION, "--resolved")] = False
-    unscored: Annotated[str, _flag("Rollouts without a known reward: keep (as null) or drop.", SELECTION)] = "keep"
-    unfinished: Annotated[bool, _flag("Also sessions that are open or were cancelled.", SELECTION, "--unfinished")] = (
-        False
-    )
+    resolved: Annotated[bool, _flag("Export only rollouts graded as resolved.", SELECTION, "--resolved")] = False
+    unscored: Annotated[
+        str, _flag("For rollouts without a known reward: keep (with a null reward) or drop.", SELECTION)
+    ] = "keep"
+    unfinished: Annotated[
+        bool, _flag("Also export sessions that are open or were cancelled.", SELECTION, "--unfinished")
+    ] = False
     form: Annotated[
-        str, _flag("sft, rejection: messages, completions or tokens. dpo: messages or tokens.", FORMAT, "--as")
+        str,
+        _flag(
+            "Form of each record. For sft and rejection: messages, completions or tokens; for dpo: messages or tokens.",
+            FORMAT,
+            "--as",
+        ),
     ] = ""
-    advantage: Annotated[str, _flag("rows: normalised, leave_one_out or none.", FORMAT)] = "normalised"
+    advantage: Annotated[
+        str, _flag("rows: how to compute advantages: normalised, leave_one_out or none.", FORMAT)
+    ] = "normalised"
     imitate: Annotated[
         bool,
-        _flag("sft, rejection: also turns without log-probabilities or with biased sampling.", FORMAT, "--imitate"),
+        _flag(
+            "sft, rejection: also include turns without log-probabilities or with biased sampling.", FORMAT, "--imitate"
+        ),
     ] = False
-    keep: Annotated[str, _flag("rejection: all of a group, or the best.", FORMAT)] = "all"
-    margin: Annotated[float, _flag("dpo: least difference between the rewards of a pair.", FORMAT)] = 0.0
-    pairs: Annotated[int, _flag("dpo: maximum pairs per group, widest margin first.", FORMAT)] = 4
+    keep: Annotated[str, _flag("rejection: keep all accepted rollouts of a group, or only the best.", FORMAT)] = "all"
+    margin: Annotated[float, _flag("dpo: minimum reward difference within a pair.", FORMAT)] = 0.0
+    pairs: Annotated[int, _flag("dpo: maximum pairs per group; the largest differences come first.", FORMAT)] = 4
     prompt_ids: Annotated[bool, _flag("atif: include the prompt ids of every step.", FORMAT, "--prompt-ids")] = False
-    as_json: Annotated[bool, _json("Print what was written as JSON.")] = False
+    as_json: Annotated[bool, _json("Print the summary as JSON.")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class McpOptions:
     config: Annotated[
-        Optional[Path], _flag("TOML file with the endpoints and any other setting; flags win.", GATEWAY)
+        Optional[Path], _flag("TOML file with the endpoints and other settings; flags override it.", GATEWAY)
     ] = None
     data: Annotated[Optional[str], _flag("Folder for all recorded data.", GATEWAY, default="turngate-data")] = None
     sandbox: Annotated[
         Optional[str],
-        _flag("Sandbox to run agents in: local, bubblewrap, docker …", SANDBOX, default="bubblewrap"),
+        _flag("Sandbox to run agents in, such as local, bubblewrap or docker.", SANDBOX, default="bubblewrap"),
     ] = None
-    running: Annotated[Optional[int], _flag("Rollouts that run at once.", LIMITS, default=8)] = None
+    running: Annotated[Optional[int], _flag("Maximum number of rollouts running at the same time.", LIMITS, default=8)] = None
     http: Annotated[
         Optional[str],
         _flag(
-            "Serve streamable HTTP at /mcp on this address, instead of stdin and stdout.", "HTTP", metavar="HOST:PORT"
+            "Serve streamable HTTP at /mcp on this address instead of stdin and stdout.", "HTTP", metavar="HOST:PORT"
         ),
     ] = None
     allow_host: Annotated[
         Optional[list[str]],
-        _flag("Another name of this machine, or of a web page that may call it; repeatable.", "HTTP"),
+        _flag("Additional host name to accept, of this machine or of a web page that calls it; repeatable.", "HTTP"),
     ] = None
     log_format: Annotated[str, _LOG_FORMAT] = "text"
     spans: Annotated[bool, _SPANS] = False
 
 
-_TASKS = "A task folder, a folder of them, a .jsonl or .parquet file, hf://org/name@split, or module:function."
-_ONLY = _flag("Only tasks whose id matches, with * as wildcard; repeatable.")
+_TASKS = "Task folder, folder of task folders, .jsonl or .parquet file, hf://org/name@split, or module:function."
+_ONLY = _flag("Include only tasks whose id matches; * is a wildcard; repeatable.")
 _LIMIT = _flag("Maximum number of tasks.")
 
 
@@ -285,16 +349,16 @@ class ListTasksOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckTasksOptions(ListTasksOptions):
-    sandbox: Annotated[str, _flag("Sandbox to prove tasks in: local, bubblewrap, docker …", SANDBOX)] = "local"
-    image: Annotated[str, _flag("Container image; wins over the tasks' own.", SANDBOX)] = ""
-    prove: Annotated[bool, _flag("Also run and grade the tasks' solutions.", "Proof", "--prove/--no-prove")] = True
-    concurrency: Annotated[int, _flag("Tasks to prove at once.", "Proof")] = 2
+    sandbox: Annotated[str, _flag("Sandbox to prove tasks in, such as local, bubblewrap or docker.", SANDBOX)] = "local"
+    image: Annotated[str, _flag("Container image that overrides the tasks' own.", SANDBOX)] = ""
+    prove: Annotated[bool, _flag("Run and grade each task's solution.", "Proof", "--prove/--no-prove")] = True
+    concurrency: Annotated[int, _flag("Maximum number of tasks proven at the same time.", "Proof")] = 2
 
 
 class OptionCommand(Generic[O]):
-    """A command that takes one object with its options; typer sees a flag per option.
+    """A command that accepts its options as one object, while typer sees one flag per option.
 
-    The flags are computed when typer asks for them: importing this module does not load the settings.
+    The flags are computed when typer inspects the signature, so importing this module does not load the settings.
     """
 
     def __init__(self, function: Callable[[O], None], options: type[O], settings: Sequence[str]) -> None:
@@ -302,10 +366,10 @@ class OptionCommand(Generic[O]):
         self._function, self._options, self._settings = function, options, settings
 
     def __call__(self, **values: Any) -> None:
-        names = {one.name for one in fields(self._options)}  # type: ignore[arg-type]
+        names = {option.name for option in fields(self._options)}  # type: ignore[arg-type]
         if self._settings:
             settings = {name: values.pop(name) for name in list(values) if name not in names}
-            # A repeatable flag that was not given may be an empty list.
+            # typer may pass an empty list for a repeatable flag that was not used.
             values["settings"] = {name: None if value == [] else value for name, value in settings.items()}
         self._function(self._options(**values))
 
@@ -313,11 +377,11 @@ class OptionCommand(Generic[O]):
     def __signature__(self) -> inspect.Signature:
         hints = get_type_hints(self._options, include_extras=True)
         parameters = []
-        for one in fields(self._options):  # type: ignore[arg-type]
-            if one.name == "settings":
+        for option in fields(self._options):  # type: ignore[arg-type]
+            if option.name == "settings":
                 parameters += _setting_parameters(self._settings)
             else:
-                parameters.append(_parameter(one.name, hints[one.name], _default(one)))
+                parameters.append(_parameter(option.name, hints[option.name], _default(option)))
         return inspect.Signature(parameters, return_annotation=None)
 
     @property
@@ -326,12 +390,12 @@ class OptionCommand(Generic[O]):
 
 
 def takes(options: type[O], settings: Sequence[str] = ()) -> Callable[[Callable[[O], None]], OptionCommand[O]]:
-    """Decorate a command with the flags of an options class, and with flags for these settings of the gateway."""
+    """Decorate a command with the flags of an options class and with flags for the named gateway settings."""
     return lambda function: OptionCommand(function, options, settings)
 
 
-def _default(one: Field[Any]) -> Any:
-    return inspect.Parameter.empty if one.default is MISSING else one.default
+def _default(option: Field[Any]) -> Any:
+    return inspect.Parameter.empty if option.default is MISSING else option.default
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
@@ -339,13 +403,13 @@ def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 
 def _setting_parameters(names: Sequence[str]) -> list[inspect.Parameter]:
-    """Build a parameter per setting. One that is not given is None, so that a file's value or the default holds."""
+    """Build a parameter per setting. Its default is None, so that the config file's value or the setting's default applies."""
     import msgspec
 
     from turngate.config import ServeConfig
 
     hints = get_type_hints(ServeConfig, include_extras=True)
-    settings = {one.name: one for one in msgspec.structs.fields(ServeConfig)}
+    settings = {setting.name: setting for setting in msgspec.structs.fields(ServeConfig)}
     parameters = []
     for name in settings if names == ALL_SETTINGS else names:
         kind, about = get_args(hints[name])
@@ -359,7 +423,7 @@ def _setting_parameters(names: Sequence[str]) -> list[inspect.Parameter]:
 
 
 def _format_default(default: object) -> str:
-    """Write a default for people. An empty one is left to the description."""
+    """Format a default for display. Return an empty string if the description explains the default."""
     if isinstance(default, int | float):
         return f"{default:g}" if default else ""
     return default if isinstance(default, str) else ""
@@ -370,9 +434,9 @@ def _literals(kind: Any) -> tuple[str, ...]:
 
 
 def _flag_type(kind: Any) -> Any:
-    """Map the type of a setting to the type of its flag. Values of a literal are checked with the other settings."""
+    """Map the type of a setting to the type of its flag. Literal values are validated later, with the other settings."""
     if get_origin(kind) is Literal:
         return str
     if get_origin(kind) in (Union, types.UnionType):
-        return next(one for one in get_args(kind) if one is not type(None))
+        return next(member for member in get_args(kind) if member is not type(None))
     return kind

@@ -1,6 +1,6 @@
-"""From flags to the parts of a rollout: the agent, its limits, the end policy and the output folder.
+"""Build the parts of a rollout from flags: the agent, its limits, the end policy and the output folder.
 
-Everything here fails before a gateway or a sandbox is started.
+Errors are raised here, before a gateway or a sandbox is started.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def prepare_agent(
     """Find and install an agent, and check that it accepts the options and the instruction."""
     found = find_agent(name)
     if found.shadows is not None:
-        print(f"agent {found.spec.name}: {found.file} takes the place of {found.shadows}", file=sys.stderr)
+        print(f"agent {found.spec.name}: {found.file} overrides {found.shadows}", file=sys.stderr)
     limits = ModelLimits()
     if context_tokens is not None:
         limits = ModelLimits(context_tokens=require_positive("context_tokens", context_tokens))
@@ -56,25 +56,25 @@ def _parse_agent_options(pairs: Iterable[str]) -> dict[str, str]:
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not name:
-            raise ConfigError(f"set: {pair!r} is not NAME=VALUE", param="set")
+            raise ConfigError(f"--set must be NAME=VALUE, not {pair!r}", param="set")
         options[name] = value
     return options
 
 
 def parse_network(value: str) -> Literal["none", "open"]:
     if value not in ("none", "open"):
-        raise ConfigError(f"network: {value!r} is neither none nor open", param="network")
+        raise ConfigError(f"network must be none or open, not {value!r}", param="network")
     return cast(Literal["none", "open"], value)
 
 
 def build_end_policy(options: RolloutOptions) -> EndPolicy:
-    """Build the policy for agents that did not finish by themselves."""
+    """Build the policy for agents that did not finish normally."""
     choices = {"on_timeout": options.on_timeout, "on_failure": options.on_failure, "on_limit": options.on_limit}
     for flag, choice in choices.items():
         if choice not in get_args(EndAction):
-            raise ConfigError(f"{flag}: {choice!r} is none of {', '.join(get_args(EndAction))}", param=flag)
+            raise ConfigError(f"{flag} must be one of {', '.join(get_args(EndAction))}, not {choice!r}", param=flag)
     if options.on_lost not in ("exclude", "zero"):
-        raise ConfigError(f"on_lost: {options.on_lost!r} is neither exclude nor zero", param="on_lost")
+        raise ConfigError(f"on_lost must be exclude or zero, not {options.on_lost!r}", param="on_lost")
     return msgspec.convert(
         {
             "timed_out": options.on_timeout,
@@ -96,15 +96,15 @@ def build_session_settings(options: RolloutOptions) -> dict[str, Json]:
 
 
 def require_writable(folder: Path) -> Path:
-    """Check that a folder exists or can be created. Fails now, not when the agent is done."""
+    """Check that a folder exists or can be created, so that the error appears before the agent runs."""
     existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"out: {folder} cannot be written; choose another --out folder", param="out")
+        raise ConfigError(f"out folder {folder} is not writable; choose a different --out folder", param="out")
     return folder
 
 
 def require_positive(name: str, value: Number) -> Number:
-    """Check an option that has to be more than 0 if it is given."""
+    """Check that an option, if it is set, is finite and greater than 0."""
     if value is not None and not 0 < value < math.inf:
-        raise ConfigError(f"{name}: {value} must be more than 0", param=name)
+        raise ConfigError(f"{name} must be greater than 0, not {value}", param=name)
     return value

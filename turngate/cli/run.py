@@ -47,14 +47,14 @@ EXIT_CODES: Mapping[str, int] = {
     "error": 3,
     "cancelled": INTERRUPTED,
 }
-_LINE_EVERY_S = 5.0  # between plain lines about turns
-_STDERR_LINES = 5  # of an agent that failed
+_LINE_EVERY_S = 5.0  # interval between plain lines about turns
+_STDERR_LINES = 5  # lines shown of a failed agent's output
 
 
 def run_rollout(options: RunOptions) -> int:
-    """Run the rollout that the flags ask for, and return the exit code."""
+    """Run the rollout described by the flags, and return the exit code."""
     if bool(options.task) == bool(options.prompt):
-        raise ConfigError("task: give either --task PATH or --prompt TEXT", param="task")
+        raise ConfigError("pass exactly one of --task PATH and --prompt TEXT", param="task")
     network = parse_network(options.network)
     config = load_gateway_config(options)
     task = tasks.load_task(Path(options.task)) if options.task else tasks.task_from_prompt(options.prompt)
@@ -94,7 +94,7 @@ def _run_and_print(
     with reserve_stdout(as_json):
         outcome = asyncio.run(cancel_on_signal(_run(order, config, gateway, access, console), console))
     if outcome is None:
-        say(console, "cancelled before the rollout started", "yellow")
+        say(console, "Cancelled before the rollout started.", "yellow")
         return INTERRUPTED
     if outcome.session:
         _write_outcome(order.folder / outcome.session / "outcome.json", outcome)
@@ -111,13 +111,13 @@ def _run_and_print(
 
 
 def exit_code(outcome: Outcome) -> int:
-    """Return the exit code. A failed grading is an error if it was not the agent's fault, however the agent ended."""
-    spoiled = outcome.kind in ("invalid task", "infrastructure fault")
-    return EXIT_CODES["error"] if spoiled else EXIT_CODES[outcome.status]
+    """Return the exit code. An invalid task or an infrastructure fault is an error, no matter how the agent ended."""
+    faulty = outcome.kind in ("invalid task", "infrastructure fault")
+    return EXIT_CODES["error"] if faulty else EXIT_CODES[outcome.status]
 
 
 def reserve_stdout(as_json: bool) -> AbstractContextManager[object]:
-    """Keep stdout for the JSON document: what a grader's function prints goes to stderr."""
+    """Reserve stdout for the JSON document. Anything a grader function prints goes to stderr."""
     return redirect_stdout(sys.stderr) if as_json else nullcontext()
 
 
@@ -132,7 +132,7 @@ def _write_outcome(path: Path, outcome: Outcome) -> None:
 async def _run(
     order: RolloutSpec, config: ServeConfig, gateway: GatewayChoice, access: RemoteAccess, console: Console
 ) -> Outcome | None:
-    """Run the rollout. Returns None if it was cancelled before it started."""
+    """Run the rollout. Return None if it was cancelled before it started."""
     outcome = None
     try:
         await order.backend.check()
@@ -158,7 +158,7 @@ async def _run(
 
 
 class RolloutDisplay(LiveDisplay):
-    """RolloutProgress of one rollout: a live line on a terminal, plain lines elsewhere."""
+    """Progress of one rollout: a live line on a terminal, plain lines elsewhere."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
@@ -169,7 +169,7 @@ class RolloutDisplay(LiveDisplay):
     def update(self, progress: RolloutProgress) -> None:
         self._progress = progress
         if self._live is not None:
-            if progress.stage != self._stage:  # so that short stages are shown too
+            if progress.stage != self._stage:  # a short stage could otherwise fall between two refreshes
                 self._stage = progress.stage
                 self._live.refresh()
             return
@@ -194,7 +194,7 @@ class RolloutDisplay(LiveDisplay):
 
 
 def print_outcome(outcome: Outcome, where: str, folder: Path, console: Console) -> None:
-    """Print the outcome, where the trace is, and how to look at it."""
+    """Print the outcome, where the trace is stored, and the command that shows it."""
     code = "" if outcome.exit_code is None else f" (exit code {outcome.exit_code})"
     style = {"finished": "green", "error": "red"}.get(outcome.status, "yellow")
     name = f"{outcome.agent} {outcome.version}".strip()

@@ -29,7 +29,7 @@ from turngate.views.session import encode_array, load_session_view
 from turngate.views.session_directory import describe_session
 
 _STYLE = {"system": "magenta", "user": "blue", "tool": "yellow", "assistant": "green"}
-_LONG = 1200  # characters; a longer message is shortened without --full
+_LONG = 1200  # characters; longer messages are shortened unless --full is passed
 
 
 class NodeView(msgspec.Struct):
@@ -81,7 +81,7 @@ class ShownSession(msgspec.Struct):
 
 
 def load_from_folder(data: Path, wanted: str) -> tuple[ShownSession, str | None]:
-    """Load a session from a data folder, served or not. Also returns the tokenizer it was recorded with."""
+    """Load a session and the path of its tokenizer from a data folder. A gateway may be serving the folder."""
     store = Store.reading(data)
     try:
         known = store.find(wanted)
@@ -110,36 +110,36 @@ async def load_from_gateway(gateway: GatewayClient, wanted: str) -> ShownSession
 async def _exists(gateway: GatewayClient, session: str) -> bool:
     try:
         await gateway.show(session)
-    except RequestRejected as refused:
-        if refused.answered != 404:
+    except RequestRejected as rejection:
+        if rejection.answered != 404:
             raise
         return False
     return True
 
 
 def _find_session(wanted: str, known: list[str]) -> str:
-    """Find a session by its id, a prefix of it, or `last`."""
+    """Find a session by its id, by a prefix of its id, or by `last`."""
     if not known:
-        raise NotFound("session: none has been recorded here")
+        raise NotFound("no sessions have been recorded here")
     if wanted == "last":
         return known[0]
     matches = [wanted] if wanted in known else [session for session in known if session.startswith(wanted)]
     if len(matches) == 1:
         return matches[0]
     raise NotFound(
-        f"session: {wanted!r} matches {len(matches)} sessions; give more of the id"
+        f"session prefix {wanted!r} matches {len(matches)} sessions; use a longer prefix"
         if matches
-        else f"session: there is no {wanted!r} here; the newest is {known[0]}"
+        else f"unknown session {wanted!r}; the newest one is {known[0]}"
     )
 
 
 def _to_json(value: object) -> Json:
-    """Convert to plain JSON, as over HTTP."""
+    """Convert to the plain JSON that the HTTP API would return."""
     return msgspec.json.decode(msgspec.json.encode(value, enc_hook=encode_array))
 
 
 def _build_view(summary: Json, trace: Json, samples: Json) -> ShownSession:
-    # Messages stay raw: they are decoded in their own dialect.
+    # Messages stay raw here, because each is decoded in its own dialect later.
     return msgspec.json.decode(
         msgspec.json.encode({"summary": summary, "nodes": trace["nodes"], "rows": samples}), type=ShownSession
     )
@@ -159,19 +159,20 @@ def show_session(wanted: str, data: str, gateway: str, tokens: bool, tokenizer: 
 
 
 def print_session(view: ShownSession, *, tokenizer: Tokenizer | None, full: bool, console: Console) -> None:
-    """Print a session; with a tokenizer, its tokens instead of text."""
+    """Print a session. If a tokenizer is passed, print tokens instead of text."""
     _print_head(view, console)
     _TreePrinter(view, tokenizer, full, console).print()
     _print_rows(view, console)
 
 
 def load_tokenizer(tokenizer: str, recorded_with: str | None) -> Tokenizer:
-    """Load the named tokenizer, or the one that the session was recorded with."""
+    """Load the named tokenizer, or else the one that the session was recorded with."""
     if tokenizer:
         return Tokenizer(find_tokenizer(tokenizer))
     if not recorded_with or not Path(recorded_with).is_dir():
         raise ConfigError(
-            "tokenizer: the one of the recording is not on this machine; give --tokenizer PATH", param="tokenizer"
+            "the tokenizer that the session was recorded with is not on this machine; pass --tokenizer PATH",
+            param="tokenizer",
         )
     return Tokenizer(Path(recorded_with))
 
@@ -207,7 +208,7 @@ def _print_head(view: ShownSession, console: Console) -> None:
 
 
 def _describe_outcome(outcome: RecordedOutcome | None) -> str:
-    """Describe how the rollout ended; empty if no outcome is recorded. An unknown reward is not 0."""
+    """Describe how the rollout ended. Return an empty string if no outcome is recorded. An unknown reward is not 0."""
     if outcome is None:
         return ""
     reward = "no reward" if outcome.reward is None else f"reward {outcome.reward:g}"
@@ -223,7 +224,7 @@ class _TreePrinter:
         self._children: dict[int | None, list[NodeView]] = {}
         for node in view.nodes:
             self._children.setdefault(node.parent, []).append(node)
-        self._size: dict[int, int] = {}  # nodes of each subtree; a child's id is larger than its parent's
+        self._size: dict[int, int] = {}  # number of nodes per subtree; children have larger ids than their parents
         for node in reversed(view.nodes):
             self._size[node.id] = 1 + sum(self._size[child.id] for child in self._children.get(node.id, []))
         self._numbers = {node.id: n for n, node in enumerate((n for n in view.nodes if n.kind == "sampled"), 1)}
@@ -237,7 +238,7 @@ class _TreePrinter:
             waiting = self._print_branch(waiting[0]) + waiting[1:]
 
     def _print_branch(self, start: NodeView) -> list[NodeView]:
-        """Print from `start` along the heaviest path. Returns the branches that leave it, to be printed next."""
+        """Print from `start` along the heaviest path. Return the branches that leave it, to be printed next."""
         self._print_title(start)
         branches: list[NodeView] = []
         node: NodeView | None = start
@@ -249,7 +250,7 @@ class _TreePrinter:
         return branches
 
     def _weight(self, node: NodeView) -> tuple[bool, int]:
-        """Rank a child: trained roles before superseded and aborted ones, then the larger subtree."""
+        """Return the sort key of a child. Superseded and aborted turns rank last; otherwise the larger subtree wins."""
         return node.role not in ("superseded", "aborted"), self._size[node.id]
 
     def _print_title(self, start: NodeView) -> None:
@@ -307,14 +308,14 @@ class _TreePrinter:
         )
 
     def _colour_tokens(self, node: NodeView, tokenizer: Tokenizer) -> Text:
-        """Sampled tokens coloured from green (likely) to red; context in grey."""
+        """Colour sampled tokens from green (likely) to red (unlikely), and context in grey."""
         text = Text()
         logprobs = node.logprobs or [None] * len(node.ids)
         plain = not self._console.is_terminal
-        for token, (piece, logprob) in zip(
+        for token, (fragment, logprob) in zip(
             node.ids, zip(_decode_each(tokenizer, node.ids), logprobs, strict=True), strict=True
         ):
-            shown = sanitize(piece) if piece else f"⟨{token}⟩"
+            shown = sanitize(fragment) if fragment else f"⟨{token}⟩"
             if node.kind == "context":
                 text.append(shown, style="bright_black")
             elif plain:
@@ -339,15 +340,15 @@ class _TreePrinter:
 
 
 def _describe_cause(cause: str | None, role: str) -> str:
-    """Describe why a branch exists, where its role does not say so already.
+    """Describe why a branch exists, unless its role already says so.
 
-    The main conversation may first have been taken for a sub-agent's, so that those two causes are not shown.
+    The causes `subagent` and `side` are not shown, because the main conversation may first have been classified that way.
     """
     return f" · {cause}" if cause and cause not in (role, "subagent", "side") else ""
 
 
 def _decode_each(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    """Decode each token. A character that spans several tokens appears at the last of them."""
+    """Decode the tokens one by one. A character that spans several tokens appears at the last of them."""
     decoder = tokenizer.decoder()
     return [decoder.feed([token]) for token in ids]
 
@@ -363,7 +364,7 @@ def _shade(logprob: float | None) -> str:
 def _print_rows(view: ShownSession, console: Console) -> None:
     console.print()
     if not view.rows:
-        say(console, "No rows: nothing of this trace is trained on.", "yellow")
+        say(console, "No rows: this trace contains nothing to train on.", "yellow")
         return
     table = Table(title="Rows", title_justify="left")
     for heading in ("row", "tokens", "trained", "turns", "not trained"):

@@ -1,4 +1,4 @@
-"""Ctrl-C and other signals: cancel the work, let it clean up, and give up at last."""
+"""Handle Ctrl-C and other signals: cancel the work, let it clean up, and finally exit by force."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ STOPPING = "Stopping: ending the agent and removing its sandbox; the recording i
 async def cancel_on_signal(work: Coroutine[Any, Any, T], console: Console, *messages: str) -> T:
     """Run work, and cancel it on Ctrl-C, SIGTERM or SIGHUP.
 
-    Work that stops in several steps is cancelled once per message. One signal more prints that cleanup is under way; another one
-    ends the process.
+    Work that stops in several steps is cancelled once per message. The next signal prints that cleanup is in progress, and the one
+    after that ends the process.
     """
     steps = messages or (STOPPING,)
     task = asyncio.ensure_future(work)
@@ -36,11 +36,13 @@ async def cancel_on_signal(work: Coroutine[Any, Any, T], console: Console, *mess
             task.cancel()
         elif count == len(steps) + 1:
             say(
-                console, "Still cleaning up. Once more quits at once, and leaves the cleanup to the next run.", "yellow"
+                console,
+                "Still cleaning up. Press Ctrl-C again to quit immediately and leave the cleanup to the next run.",
+                "yellow",
             )
         else:
             console.show_cursor()
-            os._exit(INTERRUPTED)  # a cleanup that hangs would block a regular exit too
+            os._exit(INTERRUPTED)  # if the cleanup hangs, it would also block a regular exit
 
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
@@ -55,7 +57,7 @@ async def cancel_on_signal(work: Coroutine[Any, Any, T], console: Console, *mess
 
 
 def absorb_cancellation() -> None:
-    """End the cancellation of this task: what follows runs normally."""
+    """End the cancellation of the current task, so that it continues to run."""
     task = asyncio.current_task()
     assert task is not None
     task.uncancel()

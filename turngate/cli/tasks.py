@@ -1,4 +1,4 @@
-"""`turngate tasks list` and `tasks check`."""
+"""`turngate tasks list` and `turngate tasks check`: list tasks, check them, and prove their graders."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TaskCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_tasks(options: ListTasksOptions) -> bool:
-    """Print the tasks. Returns whether all of them could be read."""
+    """Print the tasks, and return whether all of them could be read."""
     found = list(scan_tasks(options.where, only=options.only or (), limit=options.limit))
     if options.as_json:
         print(msgspec.json.encode([_check(one) for one in found]).decode())
@@ -67,9 +67,9 @@ def list_tasks(options: ListTasksOptions) -> bool:
 
 
 def check_tasks(options: CheckTasksOptions) -> bool:
-    """Print a line per task. Returns whether all of them passed."""
+    """Print a line per task, and return whether all of them passed."""
     if options.concurrency < 1:
-        raise ConfigError(f"concurrency: {options.concurrency} is not 1 or more", param="concurrency")
+        raise ConfigError(f"concurrency must be at least 1, not {options.concurrency}", param="concurrency")
     console = new_console(stderr=options.as_json)
     sandboxes = get_backend(options.sandbox)
     found = list(scan_tasks(options.where, only=options.only or (), limit=options.limit))
@@ -86,7 +86,7 @@ def check_tasks(options: CheckTasksOptions) -> bool:
 async def _check_all(
     found: Sequence[LoadedTask], options: CheckTasksOptions, sandboxes: Backend, console: Console
 ) -> list[TaskCheck] | None:
-    """Check and prove the tasks. Returns None if it was interrupted."""
+    """Check and prove the tasks. Return None if interrupted."""
     lines = [_check(one) for one in found]
     to_prove = (
         [n for n, one in enumerate(found) if one.task is not None and _provable(one.task)] if options.prove else []
@@ -116,7 +116,7 @@ async def _check_all(
 
 
 def _provable(task: Task) -> bool:
-    """Without a solution, a proof still shows that the grader works."""
+    """Return whether a proof can run. It needs a grader, but even without a solution it shows that the grader works."""
     return task.grader is not None
 
 
@@ -132,18 +132,18 @@ def _check(found: LoadedTask) -> TaskCheck:
         id=found.id,
         source=found.source,
         verdict="valid",
-        message=f"no {' and no '.join(lacks)}, so nothing can be proven" if lacks else "",
+        message=f"the task has no {' and no '.join(lacks)}, so it cannot be proven" if lacks else "",
         grader=_describe_grader(found.task),
     )
 
 
 def _check_log_parser(task: Task) -> str:
-    """Return why the output of the task's tests cannot be parsed; empty if it can, or need not be."""
+    """Return why the output of the task's tests cannot be parsed, or an empty string if it can or need not be."""
     graders = [part.grader for part in task.grader.parts] if isinstance(task.grader, Rubric) else [task.grader]
     for name in [grader.parser for grader in graders if isinstance(grader, Swe)]:
         try:
             if not has_parser(name):
-                return f"log_parser: there is no parser {name}"
+                return f"log_parser: unknown parser {name!r}"
         except TurngateError as error:
             return error.message
     return ""
@@ -166,7 +166,7 @@ def _describe_error(found: LoadedTask) -> str:
 
 
 def _summarize(task: Task) -> str:
-    text = task.instruction.partition("<issue>")[2] or task.instruction  # skips the preamble that all SWE tasks share
+    text = task.instruction.partition("<issue>")[2] or task.instruction  # skip the preamble common to all SWE tasks
     line = next(line for line in text.splitlines() if line.strip())
     return sanitize_line(line if len(line) <= 70 else f"{line[:69]}…")
 

@@ -1,4 +1,4 @@
-"""Printing: text from agents and models is never taken for markup, and cannot control the terminal."""
+"""Print to the terminal. Text from agents and models is not interpreted as markup and cannot control the terminal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LiveDisplay(ABC):
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
-            # Rendered again at each refresh, so that clocks advance.
+            # Rendering again at each refresh keeps clocks running.
             self._live = Live(console=self._console, refresh_per_second=4, transient=True, get_renderable=self._render)
             self._live.start()
         return self

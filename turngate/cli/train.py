@@ -33,7 +33,8 @@ from turngate.rollout.progress import BatchProgress
 from turngate.sandboxes import get_backend
 from turngate.tasks.task import Task
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: its threads would spin while agents need the cores
+# Set before torch is imported: its idle threads would otherwise spin on cores that the agents need.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 try:
     from turngate.trainers.local import checkpoint, report
     from turngate.trainers.local.grpo import GrpoSettings, Step
@@ -49,16 +50,18 @@ try:
     )
 except ModuleNotFoundError as error:
     raise ConfigError(
-        f"turngate train needs {error.name}: pip install 'turngate[local]' (without a GPU, torch's CPU build first)"
+        f"turngate train needs {error.name}; run pip install 'turngate[local]' (without a GPU, install the CPU build of torch first)"
     ) from None
 
-STOPPING = "Stopping: ending agents and removing their sandboxes; the same command resumes from the last checkpoint …"
-_LINE_EVERY_S = 10.0  # between plain lines
+STOPPING = (
+    "Stopping: ending agents and removing their sandboxes. Run the same command to resume from the last checkpoint …"
+)
+_LINE_EVERY_S = 10.0  # interval between plain progress lines
 _NOTHING_GRADED = 3  # exit code
 
 
 class TrainingRun(msgspec.Struct, frozen=True, kw_only=True):
-    """A training run, with an evaluation before and after it if there are held-out tasks."""
+    """A training run, with evaluations before and after it if it has held-out tasks."""
 
     goal: TrainingGoal
     folder: Path
@@ -70,10 +73,10 @@ class TrainingRun(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.held_out_n < 1:
-            raise ConfigError(f"held_out_n: {self.held_out_n} must be at least 1", param="held_out_n")
+            raise ConfigError(f"held_out_n must be at least 1, not {self.held_out_n}", param="held_out_n")
 
     def evaluation_plan(self) -> BatchPlan | None:
-        """Plan the rollouts of the held-out tasks, if there are any. The caller sets the folder: before or after."""
+        """Plan the rollouts of the held-out tasks, or return None if there are none. The caller sets the folder."""
         if not self.held_out:
             return None
         return msgspec.structs.replace(self.goal.batch, tasks=self.held_out, n=self.held_out_n, name="held-out")
@@ -88,10 +91,10 @@ class TrainingRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainingResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a training run achieved."""
+    """The result of a training run."""
 
     steps: tuple[Step, ...]
-    shares: tuple[StepTime, ...]  # only of the steps of this process
+    shares: tuple[StepTime, ...]  # only for steps made by this process
     before: BatchResult | None
     after: BatchResult | None
     seconds: float
@@ -102,24 +105,24 @@ class TrainingResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def new_steps(self) -> tuple[Step, ...]:
-        """The steps of this process, without those of the checkpoint."""
+        """Steps made by this process, without those loaded from the checkpoint."""
         return self.steps[len(self.steps) - len(self.shares) :]
 
     def compare(self) -> list[report.Comparison]:
-        """Compare rewards at the beginning and the end of training, and of the two evaluations."""
-        found = [report.compare_ends(self.rewards)]
+        """Compare the rewards at the start and end of training, and those of the two evaluations."""
+        comparisons = [report.compare_ends(self.rewards)]
         if self.before is not None and self.after is not None:
             first, last = self.before.summary.overall, self.after.summary.overall
             if first.mean_reward is not None and last.mean_reward is not None:
-                found.append(report.Comparison("reward, held-out tasks", first.mean_reward, last.mean_reward))
-                found.append(
+                comparisons.append(report.Comparison("reward, held-out tasks", first.mean_reward, last.mean_reward))
+                comparisons.append(
                     report.Comparison("passed, held-out tasks", first.passed / first.graded, last.passed / last.graded)
                 )
-        return [one for one in found if one is not None]
+        return [comparison for comparison in comparisons if comparison is not None]
 
 
 async def train_and_evaluate(run: TrainingRun, place: TrainingEnvironment, display: TrainingDisplay) -> TrainingResult:
-    """Train, with an evaluation before and after if there are held-out tasks."""
+    """Train, and evaluate the held-out tasks, if any, before and after."""
     began = time.monotonic()
     before = after = None
     shares: list[StepTime] = []
@@ -139,7 +142,7 @@ async def train_and_evaluate(run: TrainingRun, place: TrainingEnvironment, displ
     steps = await train(place, run.goal, run.folder, run.model_folder, callbacks)
     if not shares:
         display.say(
-            f"the run has already made {len(steps)} steps, so nothing is trained; give more --steps to continue",
+            f"The run has already completed {len(steps)} steps, so there is nothing to train. Increase --steps to continue.",
             "yellow",
         )
     if held_out is not None:
@@ -214,9 +217,9 @@ def describe_step(step: Step, share: StepTime) -> str:
     note = "not compared" if measured.difference is None else f"log-probabilities within {measured.difference:.0e}"
     bar = "█" * round(20 * (step.reward or 0.0))
     if step.reward is None:
-        note = f"nothing was graded: {'; '.join(step.why)[:300]}"
+        note = f"no rollout was graded: {'; '.join(step.why)[:300]}"
     elif not measured.signal:
-        note = "no signal: all rewards of a group are equal"
+        note = "no signal: the rewards within each group are equal"
     return (
         f"step {step.step:3}  reward {'none' if step.reward is None else f'{step.reward:.2f}'} {bar:20}  "
         f"passed {step.passed or 0.0:4.0%}  entropy {measured.entropy:.2f}  {note}"
@@ -227,7 +230,7 @@ def describe_step(step: Step, share: StepTime) -> str:
 
 
 def print_result(result: TrainingResult, console: Console) -> None:
-    """Print the reward curve, the comparisons, and where the time went."""
+    """Print the reward curve, the comparisons, and how the time was spent."""
     console.print()
     head, *bars = report.draw_curve(result.rewards)
     say(console, head, "bold")
@@ -243,13 +246,13 @@ def print_result(result: TrainingResult, console: Console) -> None:
         rejected = sum(len(step.measured.refused) for step in result.steps)
         say(
             console,
-            f"{rows} rows recomputed with the weights that sampled them: log-probabilities differ by {sum(gaps) / len(gaps):.1e} on "
-            f"average; {rejected} rejected",
+            f"Recomputed {rows} rows with the weights that sampled them: log-probabilities differ by {sum(gaps) / len(gaps):.1e} on "
+            f"average; {rejected} rows rejected",
         )
     if not any(step.measured.signal for step in result.steps):
         say(
             console,
-            "No step had a signal, so nothing was learned: use tasks that the agent solves sometimes.",
+            "No step had a training signal, so the model learned nothing. Use tasks that the agent solves only some of the time.",
             "yellow",
         )
     whole = sum(share.whole for share in result.shares)
@@ -259,11 +262,11 @@ def print_result(result: TrainingResult, console: Console) -> None:
             for name in ("agents", "sampling", "training", "turngate")
         )
         tokens = sum(step.sampled_tokens for step in result.new_steps)
-        say(console, f"time of the steps: {split}; {tokens:,} sampled tokens, {tokens / whole:.0f} per second", "dim")
+        say(console, f"step time: {split}; {tokens:,} sampled tokens, {tokens / whole:.0f} per second", "dim")
 
 
 def write_files(result: TrainingResult, folder: Path, title: str) -> Path:
-    """Write the reward curve and the numbers. Returns the path of the curve."""
+    """Write the reward curve and the numbers, and return the path of the curve."""
     note = f"{len(result.steps)} steps, {sum(len(step.rewards) for step in result.steps)} rollouts"
     if result.new_steps:
         since = "" if result.new_steps == result.steps else f" from step {result.new_steps[0].step} on"
@@ -278,13 +281,13 @@ def write_files(result: TrainingResult, folder: Path, title: str) -> Path:
 
 
 def train_model(options: TrainOptions) -> int:
-    """Train as the flags ask for, and return the exit code."""
+    """Run the training described by the flags, and return the exit code."""
     run = _build_run(options)
     _check_resumable(run)
     console = new_console()
     result = asyncio.run(cancel_on_signal(_train(run, console, options.data), console, STOPPING))
     if result is None:
-        say(console, "stopped; the same command resumes from the last checkpoint", "yellow")
+        say(console, "Stopped. Run the same command to resume from the last checkpoint.", "yellow")
         return INTERRUPTED
     print_result(result, console)
     plot = write_files(result, run.folder, f"{run.goal.batch.agent.name}, {run.model_folder.name}")
@@ -298,7 +301,7 @@ def _build_run(options: TrainOptions) -> TrainingRun:
     held_out = _read_tasks("held_out", options.held_out) if options.held_out else ()
     model_folder = Path(options.model_folder)
     if not (model_folder / "config.json").is_file():
-        raise ConfigError(f"model_folder: {model_folder} holds no model (config.json)", param="model_folder")
+        raise ConfigError(f"model_folder {model_folder} contains no model (config.json not found)", param="model_folder")
     agent = prepare_agent(
         options.agent,
         options=options.option,
@@ -359,48 +362,49 @@ _HELD_OUT = {**_OPTIONS, "tasks": "held-out", "n": "held-out-n"}
 
 
 def _check_resumable(run: TrainingRun) -> None:
-    """Reject a run that does not fit the one in its folder, before anything is started."""
+    """Raise ConfigError if the run in the folder has different options. Called before anything is started."""
     evaluation = run.evaluation_plan()
     if evaluation is not None:
         for folder in (run.before, run.after):
             _count_rounds(msgspec.structs.replace(evaluation, folder=folder), _HELD_OUT, run.folder)
-    goal, found = run.goal, checkpoint.find_newest(run.folder / "checkpoints")
-    trained = 0 if found is None else found.state.step
-    if trained >= goal.steps:  # nothing to train
+    goal, newest = run.goal, checkpoint.find_newest(run.folder / "checkpoints")
+    trained = 0 if newest is None else newest.state.step
+    if trained >= goal.steps:  # nothing left to train
         return
     plan = goal.plan()
     rounds = _count_rounds(plan, _OPTIONS, run.folder)
     if rounds > plan.rounds:
         least = (rounds - 1) * len(plan.tasks) // goal.settings.groups + 1
-        there = "has no checkpoint" if found is None else f"has only step {trained}"
+        state = "has no checkpoint" if newest is None else f"ends at step {trained}"
         raise ConfigError(
-            f"steps: {goal.steps} is too few: {plan.folder} holds the rollouts of more steps, and {run.folder / 'checkpoints'} {there}; "
-            f"restore the missing checkpoint, give --steps {least} or more, or choose another --out folder",
+            f"steps must be at least {least}, not {goal.steps}: {plan.folder} contains rollouts of later steps, but "
+            f"{run.folder / 'checkpoints'} {state}; restore the missing checkpoint, pass --steps {least} or more, or choose a "
+            "different --out folder",
             param="steps",
         )
 
 
 def _count_rounds(plan: BatchPlan, options: Mapping[str, str], out: Path) -> int:
-    """Count the rounds that a batch has started. Fails if its folder holds another batch."""
+    """Count the rounds that a batch has started. Raise ConfigError if its folder contains a different batch."""
     if not (plan.folder / ledger.LEDGER_NAME).exists():
         return 0
     known = ledger.read_ledger(plan.folder)
     if known.head is None:
         return 0
-    changed = [one.partition(": ") for one in describe_changes(known.head, plan.terms(), plan.digests())]
+    changed = [change.partition(": ") for change in describe_changes(known.head, plan.terms(), plan.digests())]
     if changed:
         flags = [(options.get(name, name), how) for name, _, how in changed]
         raise ConfigError(
-            f"{'; '.join(f'--{name}: {how}' for name, how in flags)}. {out} holds a run with other options: continue with its "
-            f"{' and '.join(f'--{name}' for name in dict(flags))}, or choose another --out folder",
+            f"{out} contains a run with different options ({'; '.join(f'--{name}: {how}' for name, how in flags)}); resume it with its "
+            f"original {' and '.join(f'--{name}' for name in dict(flags))}, or choose a different --out folder",
             param="out",
         )
     finished = (*known.finished.values(), *(late.finished for late in known.unrecorded.values()))
-    return 1 + max((one.round for one in finished), default=0)
+    return 1 + max((rollout.round for rollout in finished), default=0)
 
 
 async def _train(run: TrainingRun, console: Console, data: str) -> TrainingResult | None:
-    """Run the training with a gateway and an engine of its own. Returns None if it was interrupted."""
+    """Run the training with its own gateway and engine. Return None if it was interrupted."""
     try:
         with TrainingDisplay(console, run.goal.steps) as display:
             async with start_training(run, data) as place:

@@ -1,6 +1,6 @@
 """`turngate verify`: verify sessions and print a verdict for each, with its forks and their cost.
 
-The exit code is 1 if anything is wrong, and 2 if a requested check could not be made.
+The exit code is 1 if errors were found, and 2 if a requested check could not be performed.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from turngate.verify import (
 )
 from turngate.views.verdict import open_row_source
 
-_LONG = 30  # characters of an excerpt
-_BEFORE = 12  # of them before the first difference
-_INDENT = " " * 10  # of lines below a fork's cause
+_LONG = 30  # characters in an excerpt
+_BEFORE = 12  # characters of an excerpt before the first difference
+_INDENT = " " * 10  # for the lines below a fork's cause
 _PARTS: tuple[Part, ...] = ("structure", "rows", "render", "replay", "transcript")
 _ROLLOUT_FOLDERS = ("rollouts", "*/rollouts", "batches/*/rollouts")
-_NOT_DONE = {  # by the part that an option requested
+_NOT_DONE = {  # by requested part
     "render": "nothing was rendered",
     "replay": "nothing was scored",
     "transcript": "nothing was compared with --rollouts",
@@ -59,7 +59,7 @@ _NOT_DONE = {  # by the part that an option requested
 
 
 def list_requested_parts(options: VerifyCommandOptions) -> tuple[Part, ...]:
-    """Return the parts that an option asks for."""
+    """Return the parts that the options request explicitly."""
     requested: dict[Part, bool] = {
         "render": bool(options.tokenizer or options.family),
         "replay": bool(options.engine),
@@ -69,7 +69,7 @@ def list_requested_parts(options: VerifyCommandOptions) -> tuple[Part, ...]:
 
 
 def verify_sessions(options: VerifyCommandOptions) -> bool:
-    """Print the verdicts. Returns whether nothing is wrong; raises if a requested check could not be made at all."""
+    """Print the verdicts, and return whether no errors were found. Raise if a requested check was never performed."""
     requested = list_requested_parts(options)
     console = None if options.as_json else new_console()
     verdicts: list[Verdict] = []
@@ -115,42 +115,42 @@ def _verify_selected(folder: SessionReader, options: VerifyCommandOptions, means
         try:
             yield verify(folder, session_id, means)
         except NotFound as error:
-            if session_id in folder.session_ids():  # else it was deleted in the meantime
+            if session_id in folder.session_ids():  # otherwise it was deleted in the meantime
                 yield unreadable_verdict(session_id, error.message)
         except EngineError:
             raise
-        except Exception as error:  # a bug that one session triggers must not hide the others
-            yield unreadable_verdict(session_id, f"verify fails on it: {type(error).__name__}: {error}")
+        except Exception as error:  # a bug triggered by one session must not hide the others
+            yield unreadable_verdict(session_id, f"verification crashed: {type(error).__name__}: {error}")
 
 
 def _finish(verdicts: list[Verdict], console: Console | None, undone: list[str]) -> bool:
-    """Print the end of the report. Returns whether nothing is wrong. JSON is printed in any case."""
+    """Print the end of the report, or the JSON document, and return whether no errors were found."""
     fine = all(verdict.ok for verdict in verdicts)
     if console is None:
         print(msgspec.json.encode({"ok": fine and not undone, "sessions": verdicts, "undone": undone}).decode())
-    elif not fine:  # else the error says it
+    elif not fine:  # otherwise the caller raises an error with these messages
         for what in undone:
             say(console, what, "red")
     return fine
 
 
 def _reason_not_done(part: str, verdicts: list[Verdict]) -> str:
-    """Return why a part was checked in no session; empty if it was in one."""
+    """Return why a part was not checked in any session, or an empty string if it was checked."""
     if any(finding.part == part for verdict in verdicts for finding in verdict.findings):
         return ""
     reasons = Counter(
         _normalize_reason(u, verdict) for verdict in verdicts for u in verdict.unchecked if u.part == part
     )
-    return _summarize_reasons(reasons) or "no session can be read"
+    return _summarize_reasons(reasons) or "no session could be read"
 
 
 def _normalize_reason(missing: SkippedCheck, verdict: Verdict) -> str:
-    """Return a reason without the session's id, so that equal reasons can be counted."""
+    """Replace the session's id in a reason, so that equal reasons can be counted."""
     return missing.why.replace(verdict.session, "…") if verdict.session else missing.why
 
 
 def _summarize_reasons(reasons: Counter[str]) -> str:
-    """Return the most common reason, and how many others there are."""
+    """Return the most common reason and the number of other reasons."""
     if not reasons:
         return ""
     [(why, _)] = reasons.most_common(1)
@@ -178,18 +178,18 @@ def _print_totals(verdicts: list[Verdict], console: Console) -> None:
         turns, tokens, outliers = map(sum, zip(*((r.turns, r.tokens, r.outliers) for r in scored), strict=True))
         say(
             console,
-            f"  {_count(tokens, 'token')} of {_count(turns, 'turn')} scored again by {scored[0].engine}: "
-            f"difference at most {_largest(scored):.2g}, {outliers} beyond {scored[0].tolerance:g}",
+            f"  {_count(tokens, 'token')} of {_count(turns, 'turn')} rescored by {scored[0].engine}: "
+            f"largest difference {_largest(scored):.2g}, {outliers} beyond {scored[0].tolerance:g}",
         )
 
 
 def _largest(scored: list[Replay]) -> float:
-    """Return the largest difference; NaN is larger than all."""
+    """Return the largest difference. NaN counts as larger than any number."""
     return float(np.max([replay.largest for replay in scored]))
 
 
 def compare_transcripts(folder: Path) -> TranscriptComparison:
-    """Return a function that compares an agent's logs in `folder`, or in a rollouts folder below it, with a trace."""
+    """Return a function that compares a trace with the agent's logs in `folder` or in a `rollouts` folder below it."""
     places = _find_rollout_folders(folder)
 
     def compare(session: StoredSession, trace: Json) -> tuple[list[str] | None, str]:
@@ -198,11 +198,11 @@ def compare_transcripts(folder: Path) -> TranscriptComparison:
             return None, "no agent is recorded"
         logs = next((place / session.id for place in places if (place / session.id).is_dir()), None)
         if logs is None:
-            return None, f"no log of the agent is below {folder}; give its folder with --rollouts"
+            return None, f"no logs of the agent were found below {folder}; pass their folder with --rollouts"
         try:
             transcript = find_agent(name).spec.transcript
             if transcript is None:
-                return None, f"{name} keeps no transcript"
+                return None, f"{name} does not keep a transcript"
             return compare_transcript(transcript, logs, trace)[1], ""
         except TurngateError as error:
             return None, error.message
@@ -211,19 +211,19 @@ def compare_transcripts(folder: Path) -> TranscriptComparison:
 
 
 def _find_rollout_folders(folder: Path) -> list[Path]:
-    """List where runs, batches (`--out`, or in the data folder) and training leave a folder for each session."""
+    """List the folders in which runs, batches (with or without `--out`) and training create a folder per session."""
     below = [place for pattern in _ROLLOUT_FOLDERS for place in sorted(folder.glob(pattern)) if place.is_dir()]
     return [folder, *below]
 
 
 def _check_options(options: VerifyCommandOptions) -> None:
-    """Reject options that contradict each other or have no effect."""
+    """Raise ConfigError for options that contradict each other or have no effect."""
     if options.every and options.session != "last":
-        raise ConfigError("session: give an id or --all, not both", param="session")
+        raise ConfigError("pass a session id or --all, not both", param="session")
     if not (math.isfinite(options.tolerance) and options.tolerance >= 0):
-        raise ConfigError(f"tolerance: {options.tolerance:g} must be 0 or more", param="tolerance")
+        raise ConfigError(f"tolerance must be 0 or greater, not {options.tolerance:g}", param="tolerance")
     if options.rollouts and not Path(options.rollouts).is_dir():
-        raise ConfigError(f"rollouts: there is no folder {options.rollouts}", param="rollouts")
+        raise ConfigError(f"rollouts folder not found: {options.rollouts}", param="rollouts")
     scoring = {
         "engine_url": bool(options.engine_url),
         "engine_key_env": bool(options.engine_key_env),
@@ -234,7 +234,7 @@ def _check_options(options: VerifyCommandOptions) -> None:
     for name in scoring if not options.engine else ():
         if scoring[name]:
             option = name.replace("_", "-")
-            raise ConfigError(f"{name}: --{option} is for scoring; also give --engine vllm", param=name)
+            raise ConfigError(f"--{option} applies only to scoring; also pass --engine vllm", param=name)
 
 
 def _build_renderers(options: VerifyCommandOptions) -> Renderers:
@@ -249,13 +249,13 @@ def _build_scorer(options: VerifyCommandOptions) -> Scorer | None:
             return ScriptedScorer()
         case "vllm":
             if not options.engine_url or not options.model:
-                raise ConfigError("engine: vllm needs --engine-url and --model", param="engine_url")
-            reject_credentials(options.engine_url, "engine_url", "name an environment variable with --engine-key-env")
+                raise ConfigError("--engine vllm needs --engine-url and --model", param="engine_url")
+            reject_credentials(options.engine_url, "engine_url", "pass the name of an environment variable as --engine-key-env")
             if not _is_url(options.engine_url):
-                raise ConfigError(f"engine_url: {options.engine_url!r} is not an http(s) URL", param="engine_url")
+                raise ConfigError(f"engine_url must be an http(s) URL, not {options.engine_url!r}", param="engine_url")
             return VLLMScorer(options.engine_url, options.model, key=_read_key(options.engine_key_env))
         case other:
-            raise ConfigError(f"engine: {other!r} cannot score a prompt; vllm and scripted can", param="engine")
+            raise ConfigError(f"engine must be vllm or scripted to score prompts, not {other!r}", param="engine")
 
 
 def _is_url(text: str) -> bool:
@@ -269,12 +269,12 @@ def _is_url(text: str) -> bool:
 def _read_key(variable: str) -> str:
     key = os.environ.get(variable, "") if variable else ""
     if variable and not key:
-        raise ConfigError(f"engine_key_env: the environment variable {variable} is not set", param="engine_key_env")
+        raise ConfigError(f"engine_key_env names the environment variable {variable}, which is not set", param="engine_key_env")
     return key
 
 
 def print_verdict(verdict: Verdict, console: Console, *, brief: bool = False, requested: Collection[str] = ()) -> None:
-    """Print a verdict. `brief`: in one line. `requested`: parts that were requested, besides those of every session."""
+    """Print a verdict, in one line if `brief`. `requested` names the parts that were requested explicitly."""
     counts = verdict.counts
     facts = (
         f"{_count(counts.turns, 'turn')}, {_count(counts.sampled_tokens, 'sampled token')}, {_count(counts.rows, 'row')}, "
@@ -306,13 +306,13 @@ def print_verdict(verdict: Verdict, console: Console, *, brief: bool = False, re
 
 
 def _verdict_word(verdict: Verdict, requested: Collection[str]) -> str:
-    """Return the word for a session without errors: exact only if all of it was checked."""
+    """Return the word for a session without errors. It is `exact` only if every part was checked."""
     open_parts = [part for part in _list_unchecked_parts(verdict) if part != "transcript" or part in requested]
     return f"sound ({', '.join(open_parts)} not checked)" if open_parts else "exact"
 
 
 def _list_unchecked_parts(verdict: Verdict) -> list[str]:
-    """Return the parts of which no check was made."""
+    """Return the parts for which no check was performed."""
     checked = {finding.part for finding in verdict.findings}
     return list(dict.fromkeys(u.part for u in verdict.unchecked if u.part not in checked))
 
@@ -335,13 +335,13 @@ def _print_parts(verdict: Verdict, console: Console) -> None:
         r = verdict.replay
         say(
             console,
-            f"    {_count(r.tokens, 'token')} of {r.turns} of {_count(verdict.counts.turns, 'turn')} scored again by {r.engine}: "
-            f"difference at most {r.largest:.2g}, mean {r.mean:.2g}, {r.outliers} beyond {r.tolerance:g}",
+            f"    {_count(r.tokens, 'token')} of {r.turns} of {_count(verdict.counts.turns, 'turn')} rescored by {r.engine}: "
+            f"largest difference {r.largest:.2g}, mean {r.mean:.2g}, {r.outliers} beyond {r.tolerance:g}",
         )
 
 
 def _outcomes(verdict: Verdict) -> dict[tuple[str, str], bool]:
-    """Map each check that was made to whether it passed."""
+    """Map each check that ran to whether it passed."""
     return {(f.part, f.check): f.ok for f in verdict.findings}
 
 
@@ -359,7 +359,7 @@ def _print_forks(verdict: Verdict, console: Console) -> None:
         say(console, Text.assemble(_INDENT, ("now ", "dim"), (before, "dim"), "▸", _shorten(fork.now)))
     causes = Counter(fork.cause for fork in verdict.forks)
     counted = ", ".join(f"{count} × {cause}" for cause, count in causes.most_common())
-    say(console, Text(f"  In all: {counted}: {_describe_cost(verdict.forks)}", "dim"))
+    say(console, Text(f"  Total: {counted}: {_describe_cost(verdict.forks)}", "dim"))
 
 
 def _describe_cost(forks: Sequence[ForkReport]) -> str:
@@ -381,10 +381,10 @@ def _print_differences(verdict: Verdict, console: Console) -> None:
 
 
 def _show_difference(sent: str, template: str) -> str:
-    """Excerpt both texts around the first character in which they differ."""
+    """Return excerpts of both texts around the first character that differs."""
     sent, template = sanitize_line(sent), sanitize_line(template)
     if sent == template:
-        return f"both {_shorten(sent)}"  # other ids for the same text
+        return f"both {_shorten(sent)}"  # different ids for the same text
     shorter = min(len(sent), len(template))
     at = next((n for n in range(shorter) if sent[n] != template[n]), shorter)
     before = f"…{sent[at - _BEFORE : at]}" if at > _BEFORE else sent[:at]
