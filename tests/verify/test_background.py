@@ -102,5 +102,5 @@ async def test_the_process_is_begun_again_if_it_was_killed(tmp_path: Path) -> No
 
 
 def test_a_negative_number_is_refused() -> None:
-    with pytest.raises(ConfigError, match="verify_every must be 0 .* not -1"):
+    with pytest.raises(ConfigError, match=r"verify_every must be 0 .* not -1"):
         load_config(None, {"verify_every": -1})
