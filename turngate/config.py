@@ -53,16 +53,18 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     engine_api: Annotated[
         Literal["completions", "generate"], _about("vLLM: endpoint that receives token ids.", ENGINE)
     ] = "completions"
-    engine_key_env: Annotated[
-        str, _about("Name of the environment variable with the engine's API key.", ENGINE)
-    ] = ""
+    engine_key_env: Annotated[str, _about("Name of the environment variable with the engine's API key.", ENGINE)] = ""
     engine_ranks: Annotated[int, _about("Data-parallel ranks behind each engine URL.", ENGINE)] = 1
-    engine_silence_s: Annotated[float, _about("Fail a call if the engine sends nothing for this many seconds.", ENGINE)] = 600.0
+    engine_silence_s: Annotated[
+        float, _about("Fail a call if the engine sends nothing for this many seconds.", ENGINE)
+    ] = 600.0
     model_folder: Annotated[
         str,
         _about("Folder with config.json and model.safetensors. Defaults to the tokenizer folder.", LOCAL_ENGINE),
     ] = ""
-    engine_device: Annotated[Literal["auto", "cpu", "cuda"], _about("Device to run the model on.", LOCAL_ENGINE)] = "auto"
+    engine_device: Annotated[Literal["auto", "cpu", "cuda"], _about("Device to run the model on.", LOCAL_ENGINE)] = (
+        "auto"
+    )
     engine_dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
         _about("Data type of the weights: float32, bfloat16, or auto (bfloat16 on a GPU, else float32).", LOCAL_ENGINE),
@@ -79,7 +81,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tokenizer: Annotated[
         str, _about("Folder with tokenizer.json and a chat template, or a name in the Hugging Face cache.", MODEL)
     ] = ""
-    family: Annotated[str, _about("Renderer family: auto, template, or a family from the `renderers` package.", MODEL)] = "auto"
+    family: Annotated[
+        str, _about("Renderer family: auto, template, or a family from the `renderers` package.", MODEL)
+    ] = "auto"
     max_context: Annotated[
         int | None, _about("Context length of the model, in tokens. Defaults to the engine's limit.", MODEL)
     ] = None
@@ -97,7 +101,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = 0.0
     alive_s: Annotated[float, _about("Send a keep-alive after this many seconds of silence.", LIMITS)] = 10.0
     max_body_mb: Annotated[float, _about("Maximum request size, in megabytes.", LIMITS)] = 64.0
-    open_loopback: Annotated[bool, _about("prime-rl API: accept requests from this machine without a key.", GATEWAY)] = False
+    open_loopback: Annotated[
+        bool, _about("prime-rl API: accept requests from this machine without a key.", GATEWAY)
+    ] = False
     log_turns: Annotated[bool, _about("Log one line per turn.", OUTPUT)] = False
     log_format: Annotated[
         Literal["text", "json"],
@@ -154,7 +160,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 param="workers",
             )
         if not self.event_days >= 0:
-            raise ConfigError(f"event_days must be 0 (keep events) or greater, not {self.event_days}", param="event_days")
+            raise ConfigError(
+                f"event_days must be 0 (keep events) or greater, not {self.event_days}", param="event_days"
+            )
         if self.verify_every < 0:
             raise ConfigError(
                 f"verify_every must be 0 (no session), 1 (every session) or greater, not {self.verify_every}",
@@ -171,7 +179,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         for url in self.engine_url:
             reject_credentials(
-                url, "engine_url", "put the key in an environment variable and set engine_key_env to the variable's name"
+                url,
+                "engine_url",
+                "put the key in an environment variable and set engine_key_env to the variable's name",
             )
             if not _is_url(url):
                 raise ConfigError(
@@ -246,7 +256,9 @@ def load_config(file: Path | None, overrides: dict[str, Any]) -> ServeConfig:
     if isinstance(values.get("engine_url"), str):
         values["engine_url"] = [values["engine_url"]]
     if "admin_key" in values:
-        raise ConfigError("admin_key is a secret and cannot be a setting; set the environment variable TURNGATE_ADMIN_KEY instead")
+        raise ConfigError(
+            "admin_key is a secret and cannot be a setting; set the environment variable TURNGATE_ADMIN_KEY instead"
+        )
     try:
         return msgspec.convert(values, ServeConfig).check()
     except msgspec.ValidationError as error:

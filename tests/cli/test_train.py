@@ -86,7 +86,9 @@ def test_a_run_is_gone_on_with_and_what_does_not_fit_it_is_told(words: list[str 
 
     shutil.move(out / "checkpoints", tmp_path / "away")
     told = refused(*words, "--steps", "2")
-    assert told.startswith(f"steps must be at least 3, not 2: {out / 'rollouts'} contains rollouts of later steps, but ")
+    assert told.startswith(
+        f"steps must be at least 3, not 2: {out / 'rollouts'} contains rollouts of later steps, but "
+    )
     assert "has no checkpoint;" in told and "pass --steps 3 or more, or choose a different --out folder" in told
     assert ran(*words, "--steps", "3").exit_code == 0
 

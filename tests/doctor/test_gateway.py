@@ -105,5 +105,7 @@ def test_settings_that_do_not_go_with_a_gateway_are_refused() -> None:
     env = {"TURNGATE_ADMIN_KEY": "planted-admin-key-0123456789"}
     assert "remove --engine" in refused("doctor", "--gateway", "http://127.0.0.1:1", "--engine", "vllm", env=env)
     assert "not an http(s) URL" in refused("doctor", "--gateway", "nonsense", env=env)
-    assert "run it there without --gateway" in refused("doctor", "--gateway", "http://127.0.0.1:1", "--only", "disk", env=env)
+    assert "run it there without --gateway" in refused(
+        "doctor", "--gateway", "http://127.0.0.1:1", "--only", "disk", env=env
+    )
     assert "also pass --gateway URL" in refused("doctor", "--only", "gateway")

@@ -132,7 +132,10 @@ def test_a_folder_that_a_gateway_serves_can_be_looked_at(tmp_path: Path, capsys:
         ({"engine": "vllm"}, "needs --engine-url and --model"),
         ({"engine_url": "http://127.0.0.1:1"}, "--engine-url applies only to scoring; also pass --engine"),
         ({"engine": "vllm", "engine_url": "nonsense", "model": "m"}, "engine_url must be .* URL, not 'nonsense'"),
-        ({"engine": "vllm", "engine_url": "http://h:port", "model": "m"}, "engine_url must be .* URL, not 'http://h:port'"),
+        (
+            {"engine": "vllm", "engine_url": "http://h:port", "model": "m"},
+            "engine_url must be .* URL, not 'http://h:port'",
+        ),
         (
             {"engine": "vllm", "engine_url": "http://h", "model": "m", "engine_key_env": "TURNGATE_NOPE"},
             "engine_key_env names the environment variable TURNGATE_NOPE, which is not set",
@@ -412,7 +415,9 @@ async def test_logs_are_found_below_a_folder_and_missed_in_one_line(
             await talk(agent, "one")
             sessions.append(agent.session_id)
     assert ask(data, every=True)
-    missed = f"with transcript not checked: no logs of the agent were found below {data}; pass their folder with --rollouts"
+    missed = (
+        f"with transcript not checked: no logs of the agent were found below {data}; pass their folder with --rollouts"
+    )
     assert f"– 4 sessions {missed}\n" in capsys.readouterr().out
     # What `train` leaves, and a batch in the data folder.
     places = ["rollouts/rollouts", "before/rollouts", "after-8/rollouts", "data/batches/4f1c/rollouts"]

@@ -91,7 +91,9 @@ def run_batch(options: BatchOptions) -> int:
             folder = Path(config.data) / "batches" / plan.fingerprint()
             plan = msgspec.structs.replace(plan, folder=folder)
         if options.resume and not (plan.folder / LEDGER_NAME).is_file():
-            raise ConfigError(f"resume failed: {plan.folder} contains no batch; remove --resume to start one", param="resume")
+            raise ConfigError(
+                f"resume failed: {plan.folder} contains no batch; remove --resume to start one", param="resume"
+            )
         return plan
 
     access = RemoteAccess(options.public_url, options.tunnel)

@@ -76,7 +76,9 @@ def _build_subject(options: DoctorOptions) -> DoctorContext:
         for name, value in options.settings.items():
             if value is not None and name not in _ALLOWED_WITH_GATEWAY:
                 flag = name.replace("_", "-")
-                raise ConfigError(f"{name} cannot be set for the running gateway at {gateway}; remove --{flag}", param=name)
+                raise ConfigError(
+                    f"{name} cannot be set for the running gateway at {gateway}; remove --{flag}", param=name
+                )
         key = read_admin_key()
         GatewayClient(gateway, key)  # rejects a malformed URL
         config = ServeConfig()

@@ -236,7 +236,9 @@ def agents_install(
 @agents_app.command("check")
 def agents_check(
     name: Annotated[str, typer.Argument(help="Name from `turngate agents`, or path of your own file.")],
-    sandbox: Annotated[str, typer.Option(help="Sandbox to run the agent in, such as local, bubblewrap or docker.")] = "local",
+    sandbox: Annotated[
+        str, typer.Option(help="Sandbox to run the agent in, such as local, bubblewrap or docker.")
+    ] = "local",
     image: Annotated[str, typer.Option(help="Container image for the sandbox.")] = "",
     keep: Annotated[
         Optional[Path], typer.Option(help="Folder in which to keep the recording and the agent's files.")

@@ -48,7 +48,11 @@ def serve_mcp(options: McpOptions) -> None:
             "dim",
         )
     if place is not None and not read_key(http.KEY):
-        say(to, f"Clients need the key in {Path(config.data) / http.KEY_FILE}. Set {http.KEY} to use a different key.", "dim")
+        say(
+            to,
+            f"Clients need the key in {Path(config.data) / http.KEY_FILE}. Set {http.KEY} to use a different key.",
+            "dim",
+        )
     # Stopping on a signal is not a failure.
     with suppress(asyncio.CancelledError), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         serving = stdio.serve(rollouts) if place is None else http.serve(rollouts, place)

@@ -293,9 +293,9 @@ class ExportOptions:
             "--as",
         ),
     ] = ""
-    advantage: Annotated[
-        str, _flag("rows: how to compute advantages: normalised, leave_one_out or none.", FORMAT)
-    ] = "normalised"
+    advantage: Annotated[str, _flag("rows: how to compute advantages: normalised, leave_one_out or none.", FORMAT)] = (
+        "normalised"
+    )
     imitate: Annotated[
         bool,
         _flag(
@@ -319,7 +319,9 @@ class McpOptions:
         Optional[str],
         _flag("Sandbox to run agents in, such as local, bubblewrap or docker.", SANDBOX, default="bubblewrap"),
     ] = None
-    running: Annotated[Optional[int], _flag("Maximum number of rollouts running at the same time.", LIMITS, default=8)] = None
+    running: Annotated[
+        Optional[int], _flag("Maximum number of rollouts running at the same time.", LIMITS, default=8)
+    ] = None
     http: Annotated[
         Optional[str],
         _flag(

@@ -301,7 +301,9 @@ def _build_run(options: TrainOptions) -> TrainingRun:
     held_out = _read_tasks("held_out", options.held_out) if options.held_out else ()
     model_folder = Path(options.model_folder)
     if not (model_folder / "config.json").is_file():
-        raise ConfigError(f"model_folder {model_folder} contains no model (config.json not found)", param="model_folder")
+        raise ConfigError(
+            f"model_folder {model_folder} contains no model (config.json not found)", param="model_folder"
+        )
     agent = prepare_agent(
         options.agent,
         options=options.option,

@@ -250,7 +250,9 @@ def _build_scorer(options: VerifyCommandOptions) -> Scorer | None:
         case "vllm":
             if not options.engine_url or not options.model:
                 raise ConfigError("--engine vllm needs --engine-url and --model", param="engine_url")
-            reject_credentials(options.engine_url, "engine_url", "pass the name of an environment variable as --engine-key-env")
+            reject_credentials(
+                options.engine_url, "engine_url", "pass the name of an environment variable as --engine-key-env"
+            )
             if not _is_url(options.engine_url):
                 raise ConfigError(f"engine_url must be an http(s) URL, not {options.engine_url!r}", param="engine_url")
             return VLLMScorer(options.engine_url, options.model, key=_read_key(options.engine_key_env))
@@ -269,7 +271,9 @@ def _is_url(text: str) -> bool:
 def _read_key(variable: str) -> str:
     key = os.environ.get(variable, "") if variable else ""
     if variable and not key:
-        raise ConfigError(f"engine_key_env names the environment variable {variable}, which is not set", param="engine_key_env")
+        raise ConfigError(
+            f"engine_key_env names the environment variable {variable}, which is not set", param="engine_key_env"
+        )
     return key
 
 
