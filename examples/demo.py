@@ -19,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import msgspec
 from rich.console import Console
 
 from examples.train.agent import agent, tokenizer
@@ -38,6 +39,7 @@ from turngate.cli.train import (
     train_and_evaluate,
     write_files,
 )
+from turngate.client.protocol import TraceTurn
 from turngate.errors import SandboxUnavailable, TurngateError
 from turngate.rollout.concurrency import Bounds
 from turngate.rollout.plan import BatchPlan
@@ -114,11 +116,12 @@ async def _load_transcript(place: TrainingEnvironment, session: str, reward: flo
     """Load the instruction and the model's answers as text."""
     trace = await place.gateway.trace(session)
     words = []
-    for node in trace["nodes"]:
-        if node["kind"] == "sampled":
-            words.append("$ " + sanitize_line(node["message"].get("content", "").strip()))
+    for node in trace.nodes:
+        if isinstance(node, TraceTurn):
+            words.append("$ " + sanitize_line(node.decode_message().content.strip()))
         else:
-            words += [sanitize_line(said["content"]) for said in node["messages"] if said["role"] != "system"]
+            messages = msgspec.json.decode(node.messages)
+            words += [sanitize_line(message["content"]) for message in messages if message["role"] != "system"]
     return "\n".join([*words, f"reward {reward}"])
 
 

@@ -44,6 +44,24 @@ def ids_from_json(items: bytes) -> Ids:
     return np.array(orjson.loads(b"[%b]" % items), ID_DTYPE)
 
 
+def encode_array(value: object) -> Json:
+    """An `enc_hook` for `msgspec.json.encode`: arrays become lists, with null for NaN."""
+    if isinstance(value, np.ndarray):
+        # As 64-bit numbers: the shortest form of a 32-bit number would be read back as a different 64-bit number.
+        wide = value.astype(np.float64 if value.dtype.kind == "f" else np.int64)
+        return msgspec.Raw(orjson.dumps(wide, option=orjson.OPT_SERIALIZE_NUMPY))
+    raise TypeError(f"cannot encode {type(value).__name__}")
+
+
+def decode_array(kind: type, items: list[Any]) -> Ids | Logprobs:
+    """A `dec_hook` for `msgspec.json.decode`: lists become arrays, with NaN for null."""
+    if kind == Ids:
+        return np.array(items, ID_DTYPE)
+    if kind == Logprobs:
+        return np.array([np.nan if item is None else item for item in items], LOGPROB_DTYPE)
+    raise NotImplementedError(f"cannot decode {kind}")
+
+
 class PromptIds:
     """The ids of a whole prompt, kept as the JSON list that engines accept.
 
@@ -108,6 +126,14 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     signature: str = msgspec.field(default="", name="seal")  # as in ToolCall, for the reasoning
     # Why a text-only model cannot read it (it holds an image, say). Only an endpoint of the message's own dialect can.
     unsupported: str = msgspec.field(default="", name="beyond")
+
+
+class DeliveredTurn(msgspec.Struct, frozen=True):
+    """A recorded turn that reached the agent. The agent's own transcript should contain it."""
+
+    role: str
+    conversation: str  # the agent's name for its thread, or the root of the tree
+    message: Message
 
 
 class Tool(msgspec.Struct, frozen=True):

@@ -18,6 +18,7 @@ from tests.needs import require
 from tests.speed import scaled
 from turngate.agents.install import Installation, ensure_installed
 from turngate.agents.spec import AgentSpec, CheckCall, CheckStep, find_agent
+from turngate.client.protocol import TraceTurn
 from turngate.rollout.agent_check import AgentCheck, CheckReport
 
 Check = Callable[..., Awaitable[CheckReport]]
@@ -76,20 +77,22 @@ class Branch(NamedTuple):
 
 def branches(report: CheckReport) -> list[Branch]:
     """The trace, taken apart where it forks, in the order in which that happened."""
-    nodes = {node["id"]: node for node in report.trace["nodes"]}
+    assert report.trace is not None
+    nodes = {node.id: node for node in report.trace.nodes}
     found: dict[int, Branch] = {}
-    for node in report.trace["nodes"]:
-        if node["kind"] == "sampled":
-            first = nodes[node["parent"]]
-            while first["cause"] is None and first["parent"] is not None:
-                first = nodes[nodes[first["parent"]]["parent"]]
-            before = found.get(first["id"], Branch(first["cause"], ()))
-            found[first["id"]] = Branch(before.cause, (*before.roles, node["role"]))
+    for node in report.trace.nodes:
+        if isinstance(node, TraceTurn):
+            first = nodes[node.parent]
+            while first.cause is None and first.parent is not None:
+                first = nodes[nodes[first.parent].parent]  # type: ignore[index]  # the parent of a context is a turn
+            before = found.get(first.id, Branch(first.cause, ()))
+            found[first.id] = Branch(before.cause, (*before.roles, node.role))
     return [found[key] for key in sorted(found)]
 
 
-def turns(report: CheckReport, role: str) -> list[Any]:
-    return [node for node in report.trace["nodes"] if node["kind"] == "sampled" and node["role"] == role]
+def turns(report: CheckReport, role: str) -> list[TraceTurn]:
+    assert report.trace is not None
+    return [node for node in report.trace.nodes if isinstance(node, TraceTurn) and node.role == role]
 
 
 def rows(report: CheckReport, role: str) -> int:
@@ -100,7 +103,7 @@ def rows(report: CheckReport, role: str) -> int:
 def trained_once(report: CheckReport) -> bool:
     """Every turn of the agent and its helpers is trained in one row, and nothing else in any."""
     counted = Counter(span.node for row in report.samples for span in row.spans if span.trained)
-    return counted == Counter(node["id"] for role in ("main", "subagent") for node in turns(report, role))
+    return counted == Counter(node.id for role in ("main", "subagent") for node in turns(report, role))
 
 
 def findings(report: CheckReport) -> str:

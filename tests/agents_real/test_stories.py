@@ -65,11 +65,11 @@ async def test_helpers_side_by_side_are_branches_of_their_own(run: Check, agent:
     assert kit.rows(report, "main") == 1 and kit.rows(report, "subagent") == 2
     assert kit.trained_once(report)
     one, other = (
-        [turn for turn in turns(report, "subagent") if turn["id"] in {span.node for span in row.spans}]
+        [turn for turn in turns(report, "subagent") if turn.id in {span.node for span in row.spans}]
         for row in report.samples
         if any(span.role == "subagent" for span in row.spans)
     )
-    assert one[0]["started"] < other[-1]["ended"] and other[0]["started"] < one[-1]["ended"], "they worked at once"
+    assert one[0].started < other[-1].ended and other[0].started < one[-1].ended, "they worked at once"
 
 
 @pytest.mark.real
@@ -149,7 +149,7 @@ async def test_after_a_summary_the_work_goes_on_in_a_new_branch(run: Check, agen
     told = ModelLimits(context_tokens=tokens, max_output_tokens=2000)
     report = await run(agent, staging=CheckOptions(scenes=long_work(agent, long), instruction=TASK, model_limits=told))
     assert report.passed, findings(report)
-    assert SUMMARY in turns(report, "side")[-1]["message"]["content"], "the summary is a side call"
+    assert SUMMARY in turns(report, "side")[-1].decode_message().content, "the summary is a side call"
     own, side, *after = [branch for branch in branches(report) if branch.cause or "main" in branch.roles]
     assert own.cause is None and set(own.roles) == {"main"}
     assert side == Branch("side", ("side",))
@@ -180,7 +180,7 @@ async def test_a_context_overflow_is_understood(run: Check, agent: str) -> None:
     causes = [branch.cause for branch in branches(report)]
     if agent in COMPACTS:
         assert "compaction" in causes and "side" in causes, findings(report)
-        assert turns(report, "main")[-1]["message"]["content"] == "Done."
+        assert turns(report, "main")[-1].decode_message().content == "Done."
     else:
         assert causes == [None]
         assert kit.rows(report, "main") == 1
@@ -203,9 +203,9 @@ def slow(agent: str) -> CheckOptions:
 def assert_third_turn_aborted(report: Any) -> None:
     """Two turns are as they were, and of the third there is what was sampled of it."""
     [turn] = turns(report, "aborted")
-    assert turn["finish"] == "abort" and turn["fault"]
-    assert 0 < len(turn["ids"]) < len(SPEECH.split()) and len(turn["logprobs"]) == len(turn["ids"])
-    assert SPEECH.startswith(turn["message"]["content"].strip())
+    assert turn.finish == "abort" and turn.fault and turn.logprobs is not None
+    assert 0 < len(turn.ids) < len(SPEECH.split()) and len(turn.logprobs) == len(turn.ids)
+    assert SPEECH.startswith(turn.decode_message().content.strip())
     main = [branch for branch in branches(report) if "main" in branch.roles]
     assert main == [Branch(None, ("main", "main", "aborted"))], findings(report)
     assert kit.rows(report, "main") == 1 and kit.trained_once(report)

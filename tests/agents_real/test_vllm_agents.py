@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import httpx
 import msgspec
@@ -17,6 +16,7 @@ from tests.vllm import Model, Servers
 from turngate.agents.launch import ModelLimits
 from turngate.agents.spec import AgentSpec
 from turngate.client.gateway import GatewayClient
+from turngate.client.protocol import TraceNode, TraceTurn
 from turngate.config import ServeConfig
 from turngate.rollout.connection import GatewayConnector
 from turngate.rollout.outcome import Outcome
@@ -84,17 +84,17 @@ async def test_every_token_is_captured_as_vllm_saw_it(
     assert (outcome.status, outcome.stop) == ("limit", "turns"), outcome
     assert outcome.roles == {"main": count} and outcome.calls is not None and outcome.calls > count
     assert not outcome.collected.differences and not outcome.notes
-    nodes = {node["id"]: node for node in trace["nodes"]}
-    *before, _ = (node for node in nodes.values() if node["kind"] == "sampled")
+    nodes = {node.id: node for node in trace.nodes}
+    *before, _ = (node for node in nodes.values() if isinstance(node, TraceTurn))
     # Pi leaves an answer that was cut off out of its history, mini-swe-agent one without a tool call: what follows is another row.
-    dropped = [turn for turn in before if agent == "mini-swe-agent" or turn["finish"] == "length"]
+    dropped = [turn for turn in before if agent == "mini-swe-agent" or turn.finish == "length"]
     assert len(samples) == 1 + len(dropped) and sum(len(row.spans) for row in samples) == count
     for row in samples:
         for span in row.spans:
             turn = nodes[span.node]
-            assert turn["capture"] == "tokens" and span.trained, span
+            assert isinstance(turn, TraceTurn) and turn.capture == "tokens" and span.trained, span
             assert row.ids[: span.start] == prompt(nodes, turn)
-            assert row.ids[span.start : span.end] == turn["ids"]
+            assert row.ids[span.start : span.end] == turn.ids.tolist()
         assert all((p is not None and p <= 0) == bool(m) for p, m in zip(row.logprobs, row.mask, strict=True))
         for at in [n for n, sampled in enumerate(row.mask) if sampled][:: len(samples) * 3]:
             again = score_token(smollm2, row.ids[:at], row.ids[at])
@@ -102,13 +102,13 @@ async def test_every_token_is_captured_as_vllm_saw_it(
     assert sum(sum(row.mask) for row in samples) == outcome.sampled_tokens > count
 
 
-def prompt(nodes: dict[int, Json], turn: Json) -> list[int]:
+def prompt(nodes: dict[int, TraceNode], turn: TraceTurn) -> list[int]:
     """The recorded ids before a turn."""
     ids: list[int] = []
-    at: Any = nodes[turn["parent"]]
-    while at is not None:
-        ids = at["ids"] + ids
-        at = nodes.get(at["parent"])
+    parent: int | None = turn.parent
+    while parent is not None:
+        ids = nodes[parent].ids.tolist() + ids
+        parent = nodes[parent].parent
     return ids
 
 

@@ -122,7 +122,7 @@ async def test_a_real_agent_calls_every_tool(server: kit.Server, name: str, tmp_
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-        heard = [gateways.tokenizer().decode(node["ids"]) for node in (await gateway.trace(session.id))["nodes"]]
+        heard = [gateways.tokenizer().decode(node.ids) for node in (await gateway.trace(session.id)).nodes]
     assert process.returncode == 0 and "All done." in said.decode(), said.decode()
 
     def told(mark: str) -> list[str]:

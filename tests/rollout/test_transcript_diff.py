@@ -11,6 +11,7 @@ import pytest
 from turngate.agents.spec import find_agent
 from turngate.rollout.transcript_diff import compare_transcript
 from turngate.trace.session import limit_message
+from turngate.types import DeliveredTurn, Message, ToolCall
 
 pytestmark = pytest.mark.process
 
@@ -23,16 +24,13 @@ def says(text: str, *commands: str) -> dict[str, Any]:
     return {"type": "assistant", "message": {"id": f"msg_{text}", "content": [{"type": "text", "text": text}, *calls]}}
 
 
-def make_trace(*turns: tuple[str, str, str, tuple[str, ...]], stop: str = "") -> dict[str, Any]:
-    """A trace of turns: role, thread, text, commands."""
-    nodes: list[dict[str, Any]] = []
-    for n, (role, thread, text, commands) in enumerate(turns):
-        calls = [{"name": "Bash", "arguments": json.dumps({"command": c})} for c in commands]
-        message = {"role": "assistant", "content": text, "tool_calls": calls}
-        nodes.append({"id": 2 * n, "parent": None, "kind": "context", "told": {"thread": thread}})
-        sampled = {"id": 2 * n + 1, "parent": 2 * n, "kind": "sampled", "role": role, "delivered": True}
-        nodes.append({**sampled, "message": message})
-    return {"nodes": nodes, "stop": stop}
+def make_trace(*turns: tuple[str, str, str, tuple[str, ...]], stop: str = "") -> tuple[list[DeliveredTurn], str]:
+    """Delivered turns (role, thread, text, commands), and why the session stopped."""
+    delivered = []
+    for role, thread, text, commands in turns:
+        calls = tuple(ToolCall(f"c{n}", "Bash", json.dumps({"command": c})) for n, c in enumerate(commands))
+        delivered.append(DeliveredTurn(role, thread, Message("assistant", text, tool_calls=calls)))
+    return delivered, stop
 
 
 @pytest.fixture
@@ -46,7 +44,7 @@ def compared(tmp_path: Path) -> Any:
             file.write_text("\n".join(map(json.dumps, records)))
         transcript = find_agent("claude-code").spec.transcript
         assert transcript is not None
-        return compare_transcript(transcript, folder, trace)[1]
+        return compare_transcript(transcript, folder, *trace)[1]
 
     return compare
 

@@ -31,7 +31,7 @@ from tests.rollout.kit import Stage, open_stage
 from tests.sandboxes import kit
 from tests.speed import scaled
 from turngate.client.gateway import GatewayClient
-from turngate.client.protocol import OpenedSession
+from turngate.client.protocol import DecodedTrace, OpenedSession, TraceTurn
 from turngate.rollout.outcome import Outcome
 from turngate.sandboxes.base import SandboxSpec
 from turngate.tasks.task import Task
@@ -52,7 +52,7 @@ class Attempt(msgspec.Struct, frozen=True):
     backend: str
     told: dict[str, Any]
     outcome: Outcome
-    trace: Any  # of its session
+    trace: DecodedTrace  # of its session
     other: Any  # of the other session, afterwards
     sessions: list[str]  # all there are, afterwards
     paused: bool
@@ -295,9 +295,9 @@ def test_the_refusals_do_not_tell_a_session_that_exists_from_one_that_does_not(a
 
 
 def test_no_dialect_tells_token_ids_or_log_probabilities(attempt: Attempt) -> None:
-    turns = [node for node in attempt.trace["nodes"] if node["kind"] == "sampled"]
-    secret = {f"{p:.4f}"[:7] for turn in turns for p in turn["logprobs"]}
-    ids = {",".join(map(str, turn["ids"][:3])) for turn in turns}
+    turns = [node for node in attempt.trace.nodes if isinstance(node, TraceTurn)]
+    secret = {f"{p:.4f}"[:7] for turn in turns if turn.logprobs is not None for p in turn.logprobs.tolist()}
+    ids = {",".join(map(str, turn.ids[:3])) for turn in turns}
     answered = set()
     for what, answer in attempt.told["tokens"].items():
         if "Nothing" in answer:
@@ -362,7 +362,7 @@ def test_the_network_is_closed(walled: Attempt) -> None:
 
 def test_all_of_it_is_in_the_agents_own_trace_and_nothing_else(attempt: Attempt) -> None:
     """It had its model calls: whatever else it tried, those were recorded."""
-    assert attempt.outcome.turns == len([n for n in attempt.trace["nodes"] if n["kind"] == "sampled"])
+    assert attempt.outcome.turns == len([n for n in attempt.trace.nodes if isinstance(n, TraceTurn)])
     assert attempt.outcome.turns >= 6
 
 

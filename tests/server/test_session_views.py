@@ -46,7 +46,12 @@ async def test_no_trace_is_read_or_written_down_in_the_loop(monkeypatch: pytest.
             )
         if sealed:
             await g.seal(session)
-        for kind, name in ((SessionView, "trace"), (SessionView, "samples"), (Store, "load"), (Store, "messages")):
+        for kind, name in (
+            (SessionView, "encode_trace"),
+            (SessionView, "samples"),
+            (Store, "load"),
+            (Store, "messages"),
+        ):
             beside(kind, name)
         for path in PATHS:
             response = await g.admin.get(path.format(session))

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.kit import say, until
@@ -16,7 +17,7 @@ from turngate.service.event_log import RolloutEventLog
 from turngate.service.result import ConversationMessage
 from turngate.service.truncation import Truncator
 from turngate.types import Json
-from turngate.views.trace import TraceView
+from turngate.views.trace import TraceView, parse_trace
 
 pytestmark = pytest.mark.process
 
@@ -44,7 +45,7 @@ CALLED = {"id": "a", "type": "function", "function": {"name": "f", "arguments": 
 
 def view(*messages: Json, sampled: int = 1) -> TraceView:
     """A session with one context of these messages, and one turn."""
-    context = {"id": 1, "kind": "context", "parent": None, "ids": [1, 2], "messages": list(messages), "preamble": ""}
+    context = {"id": 1, "kind": "context", "parent": None, "ids": [1, 2], "messages": [], "preamble": ""}
     context |= {"dialect": "chat", "cause": None, "told": {}}
     turn: dict[str, Json] = {"id": 2, "kind": "sampled", "parent": 1, "role": "main"}
     turn |= {"ids": [3] * sampled, "logprobs": [-0.5] * sampled}
@@ -55,9 +56,19 @@ def view(*messages: Json, sampled: int = 1) -> TraceView:
         "version_end": 0,
     }
     turn |= {"started": 0.0, "ended": 1.0, "sampling": {}, "biases": [], "cause": None, "capture": "tokens"}
-    turn |= {"fault": "", "delivered": True}
-    trace = {"session": "s", "status": "sealed", "stop": "", "config": {}, "preambles": {}, "nodes": [context, turn]}
-    return TraceView(trace)
+    turn |= {"fault": "", "engine": "", "lost": [], "delivered": True}
+    trace = {
+        "session": "s",
+        "status": "sealed",
+        "stop": "",
+        "config": {},
+        "vocabulary": "",
+        "preambles": {},
+        "nodes": [context, turn],
+    }
+    view = parse_trace(trace)
+    view.contexts[1] = msgspec.structs.replace(view.contexts[1], messages=list(messages))
+    return view
 
 
 def heard(message: Json) -> ConversationMessage:

@@ -220,9 +220,9 @@ async def test_choices_of_the_caller_reach_the_session() -> None:
         asked = service.asked('ask("Hi")', thinking=False, max_tokens_cap=77)
         result = await service.rollouts.run(asked)
         async with service.rollouts.gateway(result.rollout_id) as gateway:
-            config = (await gateway.trace(result.session))["config"]
-        assert (config["max_tokens"], config["template_kwargs"]) == (77, {"enable_thinking": False})
-        assert config["limits"] == {"turns": 3}
+            config = (await gateway.trace(result.session)).config
+        assert (config.max_tokens, config.template_kwargs) == (77, {"enable_thinking": False})
+        assert config.limits == {"turns": 3}
         assert service.engine.received[-1].max_tokens == 77
 
 

@@ -24,7 +24,7 @@ from turngate.store.sqlite import Store
 from turngate.trace.session import Session
 from turngate.trainers.export import ExportChoices, ExportResult, RolloutFilter, export
 from turngate.trainers.export.files import UnwritableRecord, encode_json
-from turngate.views.session import encode_array
+from turngate.types import encode_array
 from turngate.views.verdict import open_row_source
 
 TOOLS = [tool()]

@@ -268,6 +268,7 @@ def test_a_trace_without_ids_is_refused() -> None:
         "status": "sealed",
         "stop": "",
         "config": {"mode": "observe"},
+        "vocabulary": "",
         "preambles": {},
         "nodes": [
             {"id": 1, "parent": None, "kind": "context", "ids": [], "messages": [user("Hi")], "preamble": "", "cause": None,

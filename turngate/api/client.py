@@ -40,7 +40,7 @@ from turngate.api.progress import REFRESH_S, ProgressBoard, ProgressScreen
 from turngate.api.result import Result, Results
 from turngate.api.result_builder import TokenReader, build_result
 from turngate.api.task import AnyTask
-from turngate.client.protocol import SampleRow
+from turngate.client.protocol import DecodedTrace, SampleRow
 from turngate.common.aio import run_to_completion
 from turngate.errors import BadRequest, TurngateError
 from turngate.service.catalog import Endpoint
@@ -48,7 +48,6 @@ from turngate.service.config import Clamp, ServiceConfig
 from turngate.service.request import TaskRolloutRequest
 from turngate.service.rollouts import Rollouts
 from turngate.tasks.task import Task
-from turngate.types import Json
 
 T = TypeVar("T")
 AnyModel = str | Endpoint | ServiceConfig
@@ -248,7 +247,9 @@ class Client:
         work = None if self._data is None else rollouts.artifacts_folder(rollout) / "work"
         return await asyncio.to_thread(build_result, result, job.group, trace, rows, self._reader, work, notes)
 
-    async def _read_recording(self, rollout: str, session: str) -> tuple[Json, list[SampleRow], list[str]]:
+    async def _read_recording(
+        self, rollout: str, session: str
+    ) -> tuple[DecodedTrace | None, list[SampleRow], list[str]]:
         """Read the trace and the rows from the gateway, with notes on failures. The trace is None if there is none."""
         if not session:
             return None, [], []

@@ -6,19 +6,18 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from turngate.api.result import Result
 from turngate.api.result_data import Turn
-from turngate.client.protocol import SampleRow
+from turngate.client.protocol import DecodedTrace, SampleRow, TraceTurn
 from turngate.errors import ConfigError
 from turngate.render import BUILTIN_TOKENIZER, Tokenizer, find_tokenizer
 from turngate.service.catalog import Endpoint
 from turngate.service.result import RolloutResult
 from turngate.trace.sample import Sample
-from turngate.types import ID_DTYPE, LOGPROB_DTYPE, Json, Message
-from turngate.views.trace import TraceView, TurnView, parse_trace
+from turngate.types import ID_DTYPE, LOGPROB_DTYPE, Message
+from turngate.views.trace import TraceView, TurnView
 
 
 class TokenReader:
@@ -55,7 +54,7 @@ class TokenReader:
 def build_result(
     result: RolloutResult,
     group: str,
-    trace: Json,
+    trace: DecodedTrace | None,
     rows: list[SampleRow],
     reader: TokenReader,
     work: Path | None,
@@ -90,15 +89,12 @@ def build_result(
     )
 
 
-def _turns(trace: Json, reader: TokenReader) -> tuple[Turn, ...]:
-    view = parse_trace(trace)
+def _turns(trace: DecodedTrace, reader: TokenReader) -> tuple[Turn, ...]:
+    view = TraceView(trace)
     numbers = {turn.id: number for number, turn in enumerate(view.turns, 1)}
-    messages = {
-        node["id"]: msgspec.convert(node["message"], Message) for node in trace["nodes"] if node["kind"] == "sampled"
-    }
+    messages = {node.id: node.decode_message() for node in trace.nodes if isinstance(node, TraceTurn)}
     return tuple(
-        _turn(view, turn, numbers, messages[turn.id], reader.pieces(turn.ids, trace["vocabulary"]))
-        for turn in view.turns
+        _turn(view, turn, numbers, messages[turn.id], reader.pieces(turn.ids, trace.vocabulary)) for turn in view.turns
     )
 
 

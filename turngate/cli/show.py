@@ -18,15 +18,16 @@ from turngate.cli.terminal import console as new_console
 from turngate.cli.terminal import sanitize, sanitize_line, say
 from turngate.client.gateway import GatewayClient, RequestRejected
 from turngate.client.keys import read_admin_key
-from turngate.client.protocol import SessionInfo
+from turngate.client.protocol import DecodedTrace, SessionInfo
 from turngate.dialects import decode_stored_messages
 from turngate.errors import ConfigError, NotFound
 from turngate.render import Tokenizer, find_tokenizer
 from turngate.store.outcomes import RecordedOutcome
 from turngate.store.sqlite import Store
-from turngate.types import Json, Message
-from turngate.views.session import encode_array, load_session_view
+from turngate.types import Message
+from turngate.views.session import encode_json, load_session_view
 from turngate.views.session_directory import describe_session
+from turngate.views.trace import decode_trace
 
 _STYLE = {"system": "magenta", "user": "blue", "tool": "yellow", "assistant": "green"}
 _LONG = 1200  # characters; longer messages are shortened unless --full is passed
@@ -87,11 +88,10 @@ def load_from_folder(data: Path, wanted: str) -> tuple[ShownSession, str | None]
         known = store.find(wanted)
         session_id = wanted if known else _find_session(wanted, store.ids(10_000))
         shown = load_session_view(store, session_id)
-        trace = shown.trace()
         view = _build_view(
-            _to_json(describe_session(store, shown.session)), _to_json(trace), _to_json(shown.samples(keep_empty=True))
+            describe_session(store, shown.session), decode_trace(shown.encode_trace()), shown.samples(keep_empty=True)
         )
-        return view, store.setting(f"tokenizer:{trace['vocabulary']}")
+        return view, store.setting(f"tokenizer:{shown.session.vocabulary}")
     finally:
         store.close()
 
@@ -133,15 +133,10 @@ def _find_session(wanted: str, known: list[str]) -> str:
     )
 
 
-def _to_json(value: object) -> Json:
-    """Convert to the plain JSON that the HTTP API would return."""
-    return msgspec.json.decode(msgspec.json.encode(value, enc_hook=encode_array))
-
-
-def _build_view(summary: Json, trace: Json, samples: Json) -> ShownSession:
+def _build_view(summary: object, trace: DecodedTrace, samples: object) -> ShownSession:
     # Messages stay raw here, because each is decoded in its own dialect later.
     return msgspec.json.decode(
-        msgspec.json.encode({"summary": summary, "nodes": trace["nodes"], "rows": samples}), type=ShownSession
+        encode_json({"summary": summary, "nodes": trace.nodes, "rows": samples}), type=ShownSession
     )
 
 

@@ -25,7 +25,7 @@ from turngate.common.validation import reject_credentials
 from turngate.errors import ConfigError, EngineError, NotFound, TurngateError
 from turngate.render import find_tokenizer
 from turngate.rollout.transcript_diff import compare_transcript
-from turngate.types import Json
+from turngate.types import DeliveredTurn
 from turngate.verify import (
     TOLERANCE,
     ForkReport,
@@ -192,7 +192,7 @@ def compare_transcripts(folder: Path) -> TranscriptComparison:
     """Return a function that compares a trace with the agent's logs in `folder` or in a `rollouts` folder below it."""
     places = _find_rollout_folders(folder)
 
-    def compare(session: StoredSession, trace: Json) -> tuple[list[str] | None, str]:
+    def compare(session: StoredSession, recorded: list[DeliveredTurn]) -> tuple[list[str] | None, str]:
         name = session.config.metadata.get("agent")
         if not isinstance(name, str):
             return None, "no agent is recorded"
@@ -203,7 +203,7 @@ def compare_transcripts(folder: Path) -> TranscriptComparison:
             transcript = find_agent(name).spec.transcript
             if transcript is None:
                 return None, f"{name} does not keep a transcript"
-            return compare_transcript(transcript, logs, trace)[1], ""
+            return compare_transcript(transcript, logs, recorded, session.stop)[1], ""
         except TurngateError as error:
             return None, error.message
 

@@ -11,6 +11,7 @@ import msgspec
 
 from turngate.client.protocol import (
     AnsweredToolCall,
+    DecodedTrace,
     DeliveryPage,
     EventReceipt,
     FeedConfig,
@@ -104,8 +105,8 @@ class GatewayClient(GatewayTransport):
     async def show(self, session: str) -> SessionInfo:
         return await self._request("GET", f"/admin/sessions/{quote(session)}", SessionInfo)
 
-    async def trace(self, session: str) -> Json:
-        return await self._request("GET", f"/admin/sessions/{quote(session)}/trace", dict[str, Json])
+    async def trace(self, session: str) -> DecodedTrace:
+        return await self._request("GET", f"/admin/sessions/{quote(session)}/trace", DecodedTrace)
 
     async def samples(self, session: str, *, everything: bool = False) -> list[SampleRow]:
         suffix = "?all=1" if everything else ""

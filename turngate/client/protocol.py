@@ -6,6 +6,8 @@ Messages are JSON unless a comment says msgpack. Clients ignore unknown fields, 
 from __future__ import annotations
 
 import re
+import warnings
+from collections.abc import Mapping
 from typing import Annotated, Generic, Literal, TypeVar
 
 import msgspec
@@ -16,9 +18,10 @@ from turngate.store.feeds import IncompleteGroup
 from turngate.store.outcomes import OutcomeClass, RecordedOutcome
 from turngate.store.tool_calls import AnsweredBy
 from turngate.trace.advantage import Choice
+from turngate.trace.roles import TurnRole
 from turngate.trace.sample import RowSpan
 from turngate.trace.session import CallError, Status
-from turngate.types import Constraint, Json, Mode, Sampling
+from turngate.types import Capture, Constraint, Finish, Ids, Json, Logprobs, Message, Mode, Sampling, encode_array
 
 # All modes hold new calls. `drain` also waits for calls in flight, and `keep` freezes those in the engine.
 PauseMode = Literal["hold", "drain", "keep"]
@@ -26,6 +29,7 @@ CutPolicy = Literal["train", "mask", "exclude"]
 MAX_WAIT_S = 60.0  # the longest that a request for deliveries or gate calls waits at the gateway
 ConfigT = TypeVar("ConfigT")
 OutcomeT = TypeVar("OutcomeT")
+NodeT = TypeVar("NodeT")
 _FEED_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 
 
@@ -143,6 +147,80 @@ class SampleRow(msgspec.Struct, frozen=True, kw_only=True):
 class SampleList(msgspec.Struct, frozen=True):
     session: str
     samples: list[SampleRow]
+
+
+# ── traces ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class TraceContext(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="context"):
+    """Messages that were added to a conversation, and their ids."""
+
+    id: int
+    parent: int | None
+    ids: Ids
+    messages: msgspec.Raw  # a list of messages, in the form of `dialect`
+    preamble: str  # the key of its tools and template arguments in `SessionTrace.preambles`
+    cause: str | None
+    dialect: str
+    signals: Mapping[str, str] = msgspec.field(name="told")
+
+
+class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="sampled"):
+    """One model call: the sampled ids, and how they were sampled."""
+
+    id: int
+    parent: int
+    role: TurnRole
+    ids: Ids
+    logprobs: Logprobs | None  # NaN where there is none for a token
+    message: msgspec.Raw
+    finish: Finish
+    cause: str | None
+    version_start: int
+    version_end: int
+    started: float
+    ended: float
+    sampling: msgspec.Raw
+    biases: tuple[str, ...]
+    capture: Capture
+    fault: str
+    engine: str
+    lost: tuple[str, ...]
+    delivered: bool
+
+    def decode_message(self) -> Message:
+        return msgspec.json.decode(self.message, type=Message)
+
+
+class TracePreamble(msgspec.Struct, frozen=True):
+    """The tools and the template arguments of a conversation."""
+
+    tools: msgspec.Raw
+    template_kwargs: msgspec.Raw
+
+
+class SessionTrace(msgspec.Struct, Generic[ConfigT, NodeT], frozen=True, kw_only=True):
+    """The whole tree of a session. The gateway encodes its nodes one by one; clients decode `TraceContext` and `TraceTurn`."""
+
+    session: str
+    status: Status
+    stop: str
+    config: ConfigT
+    vocabulary: str
+    preambles: dict[str, TracePreamble]
+    nodes: list[NodeT]
+
+    def __getitem__(self, field: str) -> Json:
+        """Return a field as plain JSON. Deprecated: traces were dictionaries before 0.1.0."""
+        warnings.warn("use the attributes of the trace; indexing it will be removed in 0.2.0", DeprecationWarning, 2)
+        return msgspec.json.decode(msgspec.json.encode(self, enc_hook=encode_array))[field]
+
+
+TraceNode = TraceContext | TraceTurn
+DecodedTrace = SessionTrace[SessionSettings, TraceNode]  # as clients decode it
+
+
+# ── host tools and events ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 class ToolCallView(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from turngate.client.protocol import ErrorDetail, ErrorReply
 from turngate.common.validation import explain_error, reject_credentials
 from turngate.errors import ConfigError, TurngateError, Unauthorized
 from turngate.telemetry.logs import register_secrets
-from turngate.types import Json
+from turngate.types import Json, decode_array
 
 T = TypeVar("T")
 _LIMIT = aiohttp.ClientTimeout(total=60)
@@ -102,7 +102,8 @@ class GatewayTransport:
 
     def _decode_reply(self, raw: bytes, reply: type[T], *, msgpack: bool) -> T:
         try:
-            return msgspec.msgpack.decode(raw, type=reply) if msgpack else msgspec.json.decode(raw, type=reply)
+            decode = msgspec.msgpack.decode if msgpack else msgspec.json.decode
+            return decode(raw, type=reply, dec_hook=decode_array)
         except msgspec.ValidationError as error:
             message, field = explain_error(error, reply)
             raise InvalidReply(

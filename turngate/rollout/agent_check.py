@@ -17,7 +17,7 @@ from turngate.agents.install import Installation
 from turngate.agents.launch import ModelLimits
 from turngate.agents.spec import AgentSpec, CheckStep
 from turngate.client.gateway import GatewayClient
-from turngate.client.protocol import SampleRow
+from turngate.client.protocol import DecodedTrace, SampleRow, TraceNode, TraceTurn
 from turngate.config import ServeConfig
 from turngate.engines.scripted import Scripted, derive_logprobs
 from turngate.errors import AgentError
@@ -31,7 +31,7 @@ from turngate.sandboxes.base import Backend, Network
 from turngate.server.asgi import App
 from turngate.server.run import run_embedded
 from turngate.tasks.task import Task
-from turngate.types import Json
+from turngate.types import LOGPROB_DTYPE, Json
 
 MODEL = "checked"
 INSTRUCTION = "In the file notes.txt, change the word colour to color. Show the file, then write a file done.txt that holds the word done."
@@ -52,7 +52,7 @@ class CheckReport(msgspec.Struct, frozen=True):
 
     outcome: Outcome
     results: tuple[PromiseResult, ...]
-    trace: Json
+    trace: DecodedTrace | None  # None if no session was opened
     samples: list[SampleRow]
     folder: Path
 
@@ -92,7 +92,7 @@ class AgentCheck(msgspec.Struct, frozen=True):
     async def build_report(self) -> CheckReport:
         """Evaluate what has been recorded so far."""
         outcome = self.rollout.outcome
-        trace = await self.gateway.trace(outcome.session) if outcome.session else {"nodes": []}
+        trace = await self.gateway.trace(outcome.session) if outcome.session else None
         samples = await self.gateway.samples(outcome.session, everything=True) if outcome.session else []
         folder = self.folder / "rollouts" / outcome.session
         results = tuple(_evaluate(outcome, trace, samples, self.engine, folder, usual=self.usual))
@@ -166,9 +166,16 @@ async def prepare_check(
 
 
 def _evaluate(
-    outcome: Outcome, trace: Json, samples: list[SampleRow], engine: Scripted, folder: Path, *, usual: bool
+    outcome: Outcome,
+    trace: DecodedTrace | None,
+    samples: list[SampleRow],
+    engine: Scripted,
+    folder: Path,
+    *,
+    usual: bool,
 ) -> list[PromiseResult]:
-    turns = [node for node in trace["nodes"] if node["kind"] == "sampled"]
+    nodes = trace.nodes if trace is not None else []
+    turns = [node for node in nodes if isinstance(node, TraceTurn)]
     fault = f"{outcome.fault.stage}: {outcome.fault.message}" if outcome.fault else _describe_end(outcome)
     results = [
         PromiseResult("the agent ran and ended by itself", outcome.status == "finished", outcome.status + ": " + fault)
@@ -182,7 +189,7 @@ def _evaluate(
             bool(turns) and len(engine.received) == len(turns) and outcome.calls in (None, len(turns)),
             f"{outcome.calls} through its door, {len(engine.received)} at the engine, {len(turns)} in the trace",
         ),
-        _check_exactness(trace, turns, engine),
+        _check_exactness(nodes, turns, engine),
         _check_side_calls(samples),
     ]
     collected = outcome.collected
@@ -216,20 +223,21 @@ def _check_rows(samples: list[SampleRow]) -> PromiseResult:
     )
 
 
-def _check_exactness(trace: Json, turns: list[Json], engine: Scripted) -> PromiseResult:
-    """Compare the recorded prompts with those that the engine received, and the log-probabilities with those that follow from them."""
-    nodes = {node["id"]: node for node in trace["nodes"]}
+def _check_exactness(nodes: list[TraceNode], turns: list[TraceTurn], engine: Scripted) -> PromiseResult:
+    """Compare the recorded prompts and log-probabilities with those of the engine."""
+    by_id = {node.id: node for node in nodes}
     sent = sorted(request.prompt.tobytes() for request in engine.received)
     recorded, scored = [], True
     for turn in turns:
-        prompt: list[int] = []
-        at = nodes[turn["parent"]]
-        while at is not None:
-            prompt[:0] = at["ids"]
-            at = nodes.get(at["parent"])
-        ids = np.array(prompt, np.int32)
-        recorded.append(ids.tobytes())
-        scored = scored and turn["logprobs"] == derive_logprobs(ids, turn["ids"])
+        path = []
+        parent: int | None = turn.parent
+        while parent is not None:
+            path.append(by_id[parent].ids)
+            parent = by_id[parent].parent
+        prompt = np.concatenate(path[::-1])
+        recorded.append(prompt.tobytes())
+        expected = np.array(derive_logprobs(prompt, turn.ids.tolist()), LOGPROB_DTYPE)
+        scored = scored and turn.logprobs is not None and np.array_equal(turn.logprobs, expected)
     ok = sorted(recorded) == sent and scored
     return PromiseResult("every recorded id is what the engine saw or sampled", ok, f"{len(turns)} turns")
 

@@ -51,7 +51,7 @@ from turngate.rollout.session import AgentSession, build_session_config
 from turngate.rollout.spec import RolloutSpec
 from turngate.rollout.stage_events import StageEvents
 from turngate.rollout.stage_reporting import LIMITS_S, Stages
-from turngate.rollout.transcript_diff import compare_transcript
+from turngate.rollout.transcript_diff import compare_transcript, list_delivered_turns
 from turngate.rollout.work import copy_work
 from turngate.sandboxes.base import Mount, Sandbox, SandboxSpec
 from turngate.tasks import staging
@@ -284,7 +284,10 @@ class Rollout:
             return
         trace = await self._gateway.trace(self._session.id)
         try:
-            turns, differences = await asyncio.to_thread(compare_transcript, transcript, self._folder, trace)
+            recorded = list_delivered_turns(trace)
+            turns, differences = await asyncio.to_thread(
+                compare_transcript, transcript, self._folder, recorded, trace.stop
+            )
         except AgentError as error:
             self._note(error.message)
             return

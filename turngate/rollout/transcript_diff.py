@@ -14,87 +14,98 @@ from turngate.agents.transcript import (
     parse_arguments,
     read_transcripts,
 )
+from turngate.client.protocol import DecodedTrace, TraceContext, TraceNode, TraceTurn
 from turngate.errors import AgentError
 from turngate.trace.session import limit_message
-from turngate.types import Json
+from turngate.types import DeliveredTurn, Message
 
 _MAX_EXTRA_TURNS = 10_000  # beyond those in the trace: comparing more would take too long
 _MAX_DIFFERENCES = 100  # in the result
 
 
-def compare_transcript(transcript: Transcript, folder: Path, trace: Json) -> tuple[int, list[str]]:
+def list_delivered_turns(trace: DecodedTrace) -> list[DeliveredTurn]:
+    """List the turns that reached the agent, oldest first."""
+    nodes = {node.id: node for node in trace.nodes}
+    delivered = []
+    for turn in trace.nodes:
+        if isinstance(turn, TraceTurn) and turn.delivered:
+            context = nodes[turn.parent]
+            assert isinstance(context, TraceContext)
+            root: TraceNode = context
+            while root.parent is not None:
+                root = nodes[root.parent]
+            thread = context.signals.get("thread") or str(root.id)
+            delivered.append(DeliveredTurn(turn.role, thread, turn.decode_message()))
+    return delivered
+
+
+def compare_transcript(
+    transcript: Transcript, folder: Path, recorded: Sequence[DeliveredTurn], stop: str
+) -> tuple[int, list[str]]:
     """Return how many turns the transcript has, and how they differ from the trace. An agent may write anything."""
     try:
-        turns, differences = _compare_files(transcript, folder, trace)
+        turns, differences = _compare_files(transcript, folder, recorded, stop)
     except (RecursionError, OSError) as error:
         raise AgentError(f"transcript: cannot be read: {error}", param="transcript") from None
     extra = len(differences) - _MAX_DIFFERENCES
     return turns, differences[:_MAX_DIFFERENCES] + ([f"and {extra} more"] if extra > 0 else [])
 
 
-def _compare_files(transcript: Transcript, folder: Path, trace: Json) -> tuple[int, list[str]]:
+def _compare_files(
+    transcript: Transcript, folder: Path, recorded: Sequence[DeliveredTurn], stop: str
+) -> tuple[int, list[str]]:
     stdout = folder / "stdout"
     found = read_transcripts(transcript, folder / "home", stdout.read_bytes() if stdout.is_file() else b"")
     written = len(found.main) + sum(map(len, found.subagents))
-    if written > len(trace["nodes"]) + _MAX_EXTRA_TURNS:
+    if written > len(recorded) + _MAX_EXTRA_TURNS:
         return written, [f"the transcript has {written} turns, far more than the trace"]
-    main = _list_turns(trace, "main")
+    main = _list_turns(recorded, "main")
     # Some agents write their summaries as turns, and all of them the gateway's last message.
-    side = [*_list_turns(trace, "side"), TranscriptTurn(text=limit_message(trace["stop"]))]
+    side = [*_list_turns(recorded, "side"), TranscriptTurn(text=limit_message(stop))]
     differences = [
         _format_difference("main", d) for d in compare_turns(found.main, main, side=side, fills_in=transcript.fills_in)
     ]
     if found.subagents:
         differences += [
             _format_difference("sub-agent", d)
-            for d in _compare_subagents(found.subagents, trace, fills_in=transcript.fills_in)
+            for d in _compare_subagents(found.subagents, recorded, fills_in=transcript.fills_in)
         ]
     return written, differences
 
 
-def _compare_subagents(written: Sequence[Sequence[TranscriptTurn]], trace: Json, *, fills_in: bool) -> list[Difference]:
+def _compare_subagents(
+    written: Sequence[Sequence[TranscriptTurn]], recorded: Sequence[DeliveredTurn], *, fills_in: bool
+) -> list[Difference]:
     """Match each written conversation with the most similar recorded one: sub-agents run in parallel, and their names say nothing."""
-    recorded = _group_conversations(trace, "subagent")
+    conversations = _group_conversations(recorded, "subagent")
     differences: list[Difference] = []
     for turns in written:
-        compared = [compare_turns(turns, other, fills_in=fills_in) for other in recorded]
+        compared = [compare_turns(turns, other, fills_in=fills_in) for other in conversations]
         if not compared:
             differences += compare_turns(turns, (), fills_in=fills_in)
             continue
         nearest = min(range(len(compared)), key=lambda n: len(compared[n]))
         differences += compared[nearest]
-        del recorded[nearest]
-    return differences + [difference for rest in recorded for difference in compare_turns((), rest)]
+        del conversations[nearest]
+    return differences + [difference for rest in conversations for difference in compare_turns((), rest)]
 
 
-def _group_conversations(trace: Json, role: str) -> list[list[TranscriptTurn]]:
-    """Group the turns of a role by conversation: by the thread that the agent names, or by their root."""
-    nodes = {node["id"]: node for node in trace["nodes"]}
+def _group_conversations(recorded: Sequence[DeliveredTurn], role: str) -> list[list[TranscriptTurn]]:
+    """Group the turns of a role by conversation."""
     conversations: dict[str, list[TranscriptTurn]] = {}
-    for node in trace["nodes"]:
-        if node["kind"] == "sampled" and node["role"] == role and node["delivered"]:
-            context = root = nodes[node["parent"]]
-            while root["parent"] is not None:
-                root = nodes[root["parent"]]
-            conversations.setdefault(context["told"].get("thread") or str(root["id"]), []).append(_turn_from_node(node))
+    for turn in recorded:
+        if turn.role == role:
+            conversations.setdefault(turn.conversation, []).append(_to_transcript_turn(turn.message))
     return list(conversations.values())
 
 
-def _list_turns(trace: Json, role: str) -> list[TranscriptTurn]:
-    """List the turns that were sampled and delivered in a role, oldest first."""
-    return [
-        _turn_from_node(node)
-        for node in trace["nodes"]
-        if node["kind"] == "sampled" and node["role"] == role and node["delivered"]
-    ]
+def _list_turns(recorded: Sequence[DeliveredTurn], role: str) -> list[TranscriptTurn]:
+    return [_to_transcript_turn(turn.message) for turn in recorded if turn.role == role]
 
 
-def _turn_from_node(node: Json) -> TranscriptTurn:
-    message = node["message"]
-    calls = tuple(
-        TranscriptCall(call["name"], parse_arguments(call["arguments"])) for call in message.get("tool_calls", ())
-    )
-    return TranscriptTurn(text=message.get("content", ""), reasoning=message.get("reasoning", ""), calls=calls)
+def _to_transcript_turn(message: Message) -> TranscriptTurn:
+    calls = tuple(TranscriptCall(call.name, parse_arguments(call.arguments)) for call in message.tool_calls)
+    return TranscriptTurn(text=message.content, reasoning=message.reasoning, calls=calls)
 
 
 def _format_difference(which: str, difference: Difference) -> str:

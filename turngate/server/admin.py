@@ -120,7 +120,7 @@ class AdminRoutes:
         return json_response(await self._directory.show(request.path_params["id"]))
 
     async def trace(self, request: Request) -> Response:
-        return raw_json_response(await self._session_views.build(request.path_params["id"], _encode_trace))
+        return raw_json_response(await self._session_views.build(request.path_params["id"], SessionView.encode_trace))
 
     async def samples(self, request: Request) -> Response:
         keep_empty = request.query_params.get("all", "") in ("1", "true")
@@ -182,11 +182,6 @@ class AdminRoutes:
                 else:
                     data = msgspec.json.encode(event)
                     yield b"id: %d\nevent: %s\ndata: %s\n\n" % (event.seq, event.kind.encode(), data)
-
-
-def _encode_trace(view: SessionView) -> bytes:
-    trace = view.trace()
-    return encode_json({**trace, "nodes": [encode_piece(node) for node in trace["nodes"]]})
 
 
 def _encode_samples(view: SessionView, keep_empty: bool) -> bytes:

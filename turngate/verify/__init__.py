@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from turngate.types import Json
+from turngate.types import DeliveredTurn
 from turngate.verify.drift import check_drift
 from turngate.verify.events import check_events
 from turngate.verify.findings import (
@@ -38,7 +38,7 @@ from turngate.verify.render import Renderers, check_rendering
 from turngate.verify.replay import TOLERANCE, Scorer, ScriptedScorer, VLLMScorer, check_replay
 from turngate.verify.rows import RowSource, TrainerRow, check_rows, derive_roles
 from turngate.verify.spot_checks import SpotChecker, summarize_verdict
-from turngate.verify.store_reader import SessionReader, StoredContext, StoredSession, UnreadableSession
+from turngate.verify.store_reader import SessionReader, StoredSession, UnreadableSession, path
 from turngate.verify.structure import check_structure
 
 __all__ = [
@@ -68,7 +68,7 @@ __all__ = [
 ]
 
 # Compares the agent's own transcript with a trace: returns the differences, or None and why they cannot be compared.
-TranscriptComparison = Callable[[StoredSession, Json], tuple[list[str] | None, str]]
+TranscriptComparison = Callable[[StoredSession, list[DeliveredTurn]], tuple[list[str] | None, str]]
 _MAX_TRIES = 4  # attempts to read an open session and its rows in the same state
 
 
@@ -137,27 +137,22 @@ def _check_transcript(
     session: StoredSession, messages: NodeMessages, compare: TranscriptComparison, results: CheckResults
 ) -> None:
     with results.check("transcript", "transcript", "the agent's own log has the same turns") as check:
-        differences, why = compare(session, build_trace(session, messages))
+        differences, why = compare(session, list_delivered_turns(session, messages))
         if differences is None:
             check.skip(why)
         for difference in differences or ():
             check.expect(False, difference)
 
 
-def build_trace(session: StoredSession, messages: NodeMessages) -> Json:
-    """Build the part of `GET /admin/sessions/{id}/trace` that a transcript is compared with."""
+def list_delivered_turns(session: StoredSession, messages: NodeMessages) -> list[DeliveredTurn]:
+    """List the turns that an agent's transcript is compared with, oldest first."""
     role_of = derive_roles(session, messages)
-    nodes: list[Json] = []
-    for node in session.nodes:
-        common = {"id": node.id, "parent": node.row.parent, "kind": node.row.kind}
-        if isinstance(node, StoredContext):
-            nodes.append({**common, "told": {k: v for k, v in _signals_to_json(node).items() if v}})
-        else:
-            message = msgspec.to_builtins(messages.reply(node))
-            nodes.append({**common, "role": role_of[node.id], "delivered": node.delivered, "message": message})
-    return {"session": session.id, "stop": session.stop, "nodes": nodes}
-
-
-def _signals_to_json(context: StoredContext) -> dict[str, str]:
-    signals = context.info.signals
-    return {"thread": signals.thread, "parent": signals.parent, "role": signals.role, "why": signals.why}
+    return [
+        DeliveredTurn(
+            role_of[turn.id],
+            turn.parent.info.signals.thread or str(path(turn)[0].id),
+            messages.reply(turn),
+        )
+        for turn in session.turns
+        if turn.delivered
+    ]

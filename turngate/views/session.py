@@ -10,18 +10,17 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import msgspec
-import numpy as np
-import orjson
 
+from turngate.client.protocol import TracePreamble, SessionTrace, TraceContext, TraceTurn
 from turngate.errors import NotFound
 from turngate.store.reader import StoreReader
 from turngate.store.sqlite import Store
 from turngate.telemetry.logs import redact_known
-from turngate.trace.roles import assign_roles
+from turngate.trace.roles import TurnRole, assign_roles
 from turngate.trace.sample import Sample, TrainingPolicy, build_samples
 from turngate.trace.session import Session
 from turngate.trace.tree import Context, Sampled
-from turngate.types import Json
+from turngate.types import encode_array
 
 T = TypeVar("T")
 
@@ -33,27 +32,33 @@ class SessionView(msgspec.Struct, frozen=True):
     texts: Mapping[int, bytes]  # by node, JSON: a list of messages for a context, one for a turn
     preambles: Mapping[bytes, tuple[bytes, bytes]]  # tools and template arguments
 
-    def trace(self) -> dict[str, Json]:
-        """The whole tree, as `GET /admin/sessions/{id}/trace` sends it."""
+    def encode_trace(self) -> bytes:
+        """Encode the whole tree, as `GET /admin/sessions/{id}/trace` sends it.
+
+        Nodes are encoded one by one, so that other threads can run in between.
+        """
         session = self.session
         role_of = assign_roles(session.trace)
-        preambles = {
-            digest.hex(): {"tools": msgspec.Raw(tools), "template_kwargs": msgspec.Raw(kwargs)}
-            for digest, (tools, kwargs) in self.preambles.items()
-        }
-        nodes = [
-            _context_to_json(n, self.texts) if isinstance(n, Context) else _turn_to_json(n, self.texts, role_of[n.id])
-            for n in session.trace.nodes
-        ]
-        return {
-            "session": session.id,
-            "status": session.status,
-            "stop": session.stop,
-            "config": session.config,
-            "vocabulary": session.vocabulary,
-            "preambles": preambles,
-            "nodes": nodes,
-        }
+        trace = SessionTrace(
+            session=session.id,
+            status=session.status,
+            stop=session.stop,
+            config=session.config,
+            vocabulary=session.vocabulary,
+            preambles={
+                digest.hex(): TracePreamble(msgspec.Raw(tools), msgspec.Raw(kwargs))
+                for digest, (tools, kwargs) in self.preambles.items()
+            },
+            nodes=[
+                encode_piece(
+                    _context_to_wire(node, self.texts)
+                    if isinstance(node, Context)
+                    else _turn_to_wire(node, self.texts, role_of[node.id])
+                )
+                for node in session.trace.nodes
+            ],
+        )
+        return encode_json(trace)
 
     def samples(self, *, keep_empty: bool = False, policy: TrainingPolicy | None = None) -> list[Sample]:
         return build_samples(self.session.trace, policy or self.session.config.policy, keep_empty=keep_empty)
@@ -101,50 +106,39 @@ def encode_piece(value: object) -> msgspec.Raw:
     return msgspec.Raw(encode_json(value))
 
 
-def encode_array(value: object) -> Json:
-    """An `enc_hook` for `msgspec.json.encode`: arrays become lists, with null for NaN."""
-    if isinstance(value, np.ndarray):
-        # As 64-bit numbers: the shortest form of a 32-bit number would be read back as another 64-bit number.
-        wide = value.astype(np.float64 if value.dtype.kind == "f" else np.int64)
-        return msgspec.Raw(orjson.dumps(wide, option=orjson.OPT_SERIALIZE_NUMPY))
-    raise TypeError(f"cannot encode {type(value).__name__}")
+def _context_to_wire(node: Context, texts: Mapping[int, bytes]) -> TraceContext:
+    return TraceContext(
+        id=node.id,
+        parent=None if node.parent is None else node.parent.id,
+        ids=node.ids,
+        messages=msgspec.Raw(texts[node.id]),
+        preamble=node.info.preamble.hex(),
+        cause=node.info.cause,
+        dialect=node.info.dialect,
+        signals={name: value for name, value in msgspec.structs.asdict(node.info.signals).items() if value},
+    )
 
 
-def _context_to_json(node: Context, texts: Mapping[int, bytes]) -> dict[str, Json]:
-    return {
-        "id": node.id,
-        "parent": None if node.parent is None else node.parent.id,
-        "kind": "context",
-        "ids": node.ids,
-        "messages": msgspec.Raw(texts[node.id]),
-        "preamble": node.info.preamble.hex(),
-        "cause": node.info.cause,
-        "dialect": node.info.dialect,
-        "told": {name: value for name, value in msgspec.structs.asdict(node.info.signals).items() if value},
-    }
-
-
-def _turn_to_json(node: Sampled, texts: Mapping[int, bytes], role: str) -> dict[str, Json]:
+def _turn_to_wire(node: Sampled, texts: Mapping[int, bytes], role: TurnRole) -> TraceTurn:
     info = node.info
-    return {
-        "id": node.id,
-        "parent": node.parent.id,
-        "kind": "sampled",
-        "role": role,
-        "ids": node.ids,
-        "logprobs": node.logprobs,
-        "message": msgspec.Raw(texts[node.id]),
-        "finish": info.finish,
-        "cause": info.cause,
-        "version_start": info.version_start,
-        "version_end": info.version_end,
-        "started": info.started,
-        "ended": info.ended,
-        "sampling": msgspec.Raw(info.sampling or b"null"),
-        "biases": info.biases,
-        "capture": info.capture,
-        "fault": info.fault,
-        "engine": info.engine,
-        "lost": info.lost,
-        "delivered": node.delivered,
-    }
+    return TraceTurn(
+        id=node.id,
+        parent=node.parent.id,
+        role=role,
+        ids=node.ids,
+        logprobs=node.logprobs,
+        message=msgspec.Raw(texts[node.id]),
+        finish=info.finish,
+        cause=info.cause,
+        version_start=info.version_start,
+        version_end=info.version_end,
+        started=info.started,
+        ended=info.ended,
+        sampling=msgspec.Raw(info.sampling or b"null"),
+        biases=info.biases,
+        capture=info.capture,
+        fault=info.fault,
+        engine=info.engine,
+        lost=info.lost,
+        delivered=node.delivered,
+    )

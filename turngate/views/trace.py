@@ -10,17 +10,19 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 
+from turngate.client.protocol import DecodedTrace, SessionTrace, TraceContext, TraceTurn
+from turngate.common.validation import explain_error
 from turngate.dialects import decode_stored_messages
 from turngate.dialects.chat import message_to_wire
 from turngate.errors import BadRequest
 from turngate.trace.roles import TurnRole
 from turngate.trace.sample import TrainingPolicy, untrainable_reason
 from turngate.trace.tree import Context, ContextInfo, Sampled, SampledInfo
-from turngate.types import ID_DTYPE, LOGPROB_DTYPE, Json, Message
+from turngate.types import NO_IDS, Json, decode_array
 
 _CHAT = "chat"
+_decoder = msgspec.json.Decoder(DecodedTrace, dec_hook=decode_array)
 
 
 class ContextView(msgspec.Struct, frozen=True):
@@ -33,7 +35,7 @@ class ContextView(msgspec.Struct, frozen=True):
     tools: list[Json]  # as the agent sent them, in its dialect
     dialect: str
     cause: str | None
-    told: Mapping[str, str]
+    signals: Mapping[str, str]
 
 
 class TurnView(msgspec.Struct, frozen=True):
@@ -63,21 +65,22 @@ class TurnView(msgspec.Struct, frozen=True):
 class TraceView:
     """The tree of one session, by context and turn."""
 
-    def __init__(self, view: Mapping[str, Any]) -> None:
-        self.session: str = view["session"]
-        self.status: str = view["status"]
-        self.stop: str = view["stop"]
-        self.config: Mapping[str, Json] = view["config"]
+    def __init__(self, trace: DecodedTrace) -> None:
+        self.session = trace.session
+        self.status = trace.status
+        self.stop = trace.stop
+        self.config = trace.config
+        self.vocabulary = trace.vocabulary
         self.contexts: dict[int, ContextView] = {}
         self.turns: list[TurnView] = []  # oldest first
         self._turns: dict[int, TurnView] = {}
-        policy = msgspec.convert(self.config.get("policy", {}), TrainingPolicy)
-        for node in view["nodes"]:
-            if node["kind"] == "context":
-                self.contexts[node["id"]] = _context(node, view["preambles"])
+        policy = msgspec.convert(self.config.policy, TrainingPolicy)
+        tools = {key: msgspec.json.decode(preamble.tools) or [] for key, preamble in trace.preambles.items()}
+        for node in trace.nodes:
+            if isinstance(node, TraceContext):
+                self.contexts[node.id] = _view_context(node, tools.get(node.preamble, []))
             else:
-                root = self._root(node["parent"])
-                turn = _turn(node, root, policy)
+                turn = _view_turn(node, self._root(node.parent), policy)
                 self._turns[turn.id] = turn
                 self.turns.append(turn)
 
@@ -113,12 +116,18 @@ class TraceView:
         return self.contexts[turn.parent].tools
 
 
-def parse_trace(view: Mapping[str, Any]) -> TraceView:
-    """Parse the trace that the admin API sends."""
-    missing = [name for name in ("session", "status", "stop", "config", "preambles", "nodes") if name not in view]
-    if missing:
-        raise BadRequest(f"trace: {', '.join(missing)}: missing; give what GET /admin/sessions/ID/trace answers")
-    return TraceView(view)
+def parse_trace(trace: DecodedTrace | Mapping[str, Any]) -> TraceView:
+    """Build the view of a trace, or of the JSON that the admin API sends for it."""
+    return TraceView(trace if isinstance(trace, SessionTrace) else decode_trace(msgspec.json.encode(trace)))
+
+
+def decode_trace(encoded: bytes) -> DecodedTrace:
+    """Decode the JSON of a trace."""
+    try:
+        return _decoder.decode(encoded)
+    except msgspec.ValidationError as error:
+        message, _ = explain_error(error, DecodedTrace)
+        raise BadRequest(f"trace: {message}; pass the reply of GET /admin/sessions/ID/trace", param="trace") from None
 
 
 def training_role(role: TurnRole) -> Literal["agent", "auxiliary", "discarded"]:
@@ -128,67 +137,63 @@ def training_role(role: TurnRole) -> Literal["agent", "auxiliary", "discarded"]:
     return "auxiliary" if role == "side" else "discarded"
 
 
-def _context(node: Mapping[str, Any], preambles: Mapping[str, Any]) -> ContextView:
-    messages = node["messages"]
-    if node["dialect"] != _CHAT:
-        messages = [message_to_wire(m) for m in decode_stored_messages(node["dialect"], msgspec.json.encode(messages))]
-    tools = preambles.get(node["preamble"], {}).get("tools") or []
-    return ContextView(
-        node["id"], node["parent"], node["ids"], messages, tools, node["dialect"], node["cause"], node["told"]
+def _view_context(node: TraceContext, tools: list[Json]) -> ContextView:
+    messages: list[Json] = (
+        msgspec.json.decode(node.messages)
+        if node.dialect == _CHAT
+        else [message_to_wire(message) for message in decode_stored_messages(node.dialect, bytes(node.messages))]
     )
+    return ContextView(node.id, node.parent, node.ids.tolist(), messages, tools, node.dialect, node.cause, node.signals)
 
 
-def _turn(node: Mapping[str, Any], root: int, policy: TrainingPolicy) -> TurnView:
-    reason = untrainable_reason(_to_sampled(node), node["role"], policy)
-    logprobs = node["logprobs"]
-    if logprobs is not None and (len(logprobs) != len(node["ids"]) or not all(map(_is_logprob, logprobs))):
+def _view_turn(turn: TraceTurn, root: int, policy: TrainingPolicy) -> TurnView:
+    reason = untrainable_reason(_to_sampled(turn), turn.role, policy)
+    logprobs: list[float] | None = None if turn.logprobs is None else turn.logprobs.tolist()
+    if logprobs is not None and (len(logprobs) != len(turn.ids) or not all(map(_is_logprob, logprobs))):
         logprobs = None
-        reason = reason or "log-probabilities that are none"
-    message = msgspec.convert(node["message"], Message)
+        reason = reason or "invalid log-probabilities"
     return TurnView(
-        id=node["id"],
-        parent=node["parent"],
+        id=turn.id,
+        parent=turn.parent,
         root=root,
-        ids=node["ids"],
+        ids=turn.ids.tolist(),
         logprobs=logprobs,
-        message=message_to_wire(message),
-        role=node["role"],
+        message=message_to_wire(turn.decode_message()),
+        role=turn.role,
         untrained=reason,
-        finish=node["finish"],
-        version_start=node["version_start"],
-        version_end=node["version_end"],
-        started=node["started"],
-        ended=node["ended"],
-        sampling=node["sampling"],
-        biases=node["biases"],
-        cause=node["cause"],
-        capture=node["capture"],
-        fault=node["fault"],
-        delivered=node["delivered"],
+        finish=turn.finish,
+        version_start=turn.version_start,
+        version_end=turn.version_end,
+        started=turn.started,
+        ended=turn.ended,
+        sampling=msgspec.json.decode(turn.sampling),
+        biases=list(turn.biases),
+        cause=turn.cause,
+        capture=turn.capture,
+        fault=turn.fault,
+        delivered=turn.delivered,
     )
 
 
-def _is_logprob(value: float | None) -> bool:
+def _is_logprob(value: float) -> bool:
     """Whether a value is a log-probability: a finite number of at most 0."""
-    return value is not None and math.isfinite(value) and value <= 0
+    return math.isfinite(value) and value <= 0
 
 
-def _to_sampled(node: Mapping[str, Any]) -> Sampled:
-    """Rebuild as much of the node as `untrainable` reads."""
-    context = Context(node["parent"], None, np.empty(0, ID_DTYPE), ContextInfo(b"", b"", "", False))
-    given = node["logprobs"]
-    logprobs = None if given is None else np.array([np.nan if v is None else v for v in given], LOGPROB_DTYPE)
+def _to_sampled(turn: TraceTurn) -> Sampled:
+    """Rebuild the parts of the node that `untrainable_reason` reads."""
+    context = Context(turn.parent, None, NO_IDS, ContextInfo(b"", b"", "", False))
     info = SampledInfo(
         b"",
         b"",
         b"",
-        node["finish"],
-        node["version_start"],
-        node["version_end"],
-        node["started"],
-        node["ended"],
-        biases=tuple(node["biases"]),
-        capture=node["capture"],
-        fault=node["fault"],
+        turn.finish,
+        turn.version_start,
+        turn.version_end,
+        turn.started,
+        turn.ended,
+        biases=turn.biases,
+        capture=turn.capture,
+        fault=turn.fault,
     )
-    return Sampled(node["id"], context, np.array(node["ids"], ID_DTYPE), logprobs, info)
+    return Sampled(turn.id, context, turn.ids, turn.logprobs, info)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from turngate.client.protocol import DecodedTrace
 from turngate.errors import Conflict
 from turngate.types import Json
 from turngate.views.trace import TraceView, TurnView, parse_trace
@@ -17,14 +18,14 @@ from turngate.views.trace import TraceView, TurnView, parse_trace
 SCHEMA_VERSION = 1
 
 
-def training_trace(view: Mapping[str, Any]) -> dict[str, Json]:
+def training_trace(trace: DecodedTrace | Mapping[str, Any]) -> dict[str, Json]:
     """Build the fields of a `TrainingTrace` from the reply to `GET /admin/sessions/{id}/trace` (or of `GatewayClient.trace`).
 
     It has every model call once, in the order of recording. A call that may not be trained has no 1 in its `loss_mask`, and
     `metadata.untrained` says why. Where log-probabilities are missing, `completion_token_ids` is empty (the format has no token
     without one) and the sampled ids are in `metadata.sampled_token_ids`. A trace without ids raises `Conflict`.
     """
-    return {"schema_version": SCHEMA_VERSION, "turns": training_turns(parse_trace(view))}
+    return {"schema_version": SCHEMA_VERSION, "turns": training_turns(parse_trace(trace))}
 
 
 def training_turns(trace: TraceView) -> list[dict[str, Json]]:

@@ -28,7 +28,7 @@ from turngate.trace.session import Session, SessionConfig
 from turngate.types import Capture, Json, Limits
 from turngate.views.session import SessionView, SessionViews, encode_json, encode_piece
 from turngate.views.session_directory import SessionDirectory, Summary
-from turngate.views.trace import TraceView, TurnView, parse_trace, training_role
+from turngate.views.trace import TraceView, TurnView, decode_trace, training_role
 from turngate.views.training_trace import training_turns
 
 Purpose = Literal["auto", "train", "eval"]
@@ -193,9 +193,7 @@ def _usage(live: Session | None, last_used: float) -> dict[str, Json]:
 
 
 def _trace_view(view: SessionView) -> TraceView:
-    trace = view.trace()
-    nodes = [msgspec.json.decode(encode_json(node)) for node in trace.pop("nodes")]
-    return parse_trace({**msgspec.json.decode(encode_json(trace)), "nodes": nodes})
+    return TraceView(decode_trace(view.encode_trace()))
 
 
 def _encode_entries(view: SessionView) -> bytes:
@@ -316,7 +314,7 @@ def _turn_json(trace: TraceView, turn: TurnView, index: int, messages: bool) -> 
         "n_prompt": len(trace.prompt(turn)),
         "n_tools": len(context.tools),
         "finish_reason": turn.finish,
-        "harness_session_id": context.told.get("thread"),
+        "harness_session_id": context.signals.get("thread"),
         "sampling_params": turn.sampling or {},
         "requested_sampling_params": {},  # requested parameters that were not applied are not recorded
         "sampled_logprobs": turn.logprobs,

@@ -15,7 +15,7 @@ from turngate.server.web.reader import PageReader
 from turngate.server.web.view_cache import FORMATS
 from turngate.store.sqlite import Store
 from turngate.trace.advantage import compute_advantages
-from turngate.views.session import encode_json, encode_piece, load_session_view
+from turngate.views.session import load_session_view
 
 _UNSAFE_IN_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 _CHUNK_BYTES = 256 * 1024
@@ -76,9 +76,8 @@ def _parse_format(request: Request, known: tuple[str, ...]) -> str:
 
 def _encode_trace(store: Store, *, session: str) -> bytes:
     with store.snapshot():
-        shown = load_session_view(store, session)
-    view = shown.trace()
-    return encode_json({**view, "nodes": [encode_piece(node) for node in view["nodes"]]})
+        view = load_session_view(store, session)
+    return view.encode_trace()
 
 
 async def _chunks(content: bytes) -> AsyncIterator[bytes]:

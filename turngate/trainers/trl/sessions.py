@@ -25,6 +25,7 @@ from turngate.agents.install import Installation, ensure_installed
 from turngate.agents.spec import AgentSpec, find_agent
 from turngate.client.gateway import GatewayClient
 from turngate.client.keys import read_admin_key
+from turngate.client.protocol import DecodedTrace
 from turngate.client.retry import retry_while_unreachable
 from turngate.common.loop_thread import LoopThread
 from turngate.errors import ConfigError, TurngateError
@@ -173,7 +174,7 @@ class TurngateSessions(ResourceSessionFactory):  # type: ignore[misc]
         rollout = Rollout(spec, gateway, connector)
         return TurngateSession(found, rollout, self._thread.run(_start_rollout(rollout)), self)
 
-    def trace(self, session: str) -> Json:
+    def trace(self, session: str) -> DecodedTrace:
         gateway = self._gateway
         assert gateway is not None, "a session of it is open"
         return self._thread.run(retry_while_unreachable(lambda: gateway.trace(session)))

@@ -59,7 +59,7 @@ def turns_from_view(viewed: TraceView) -> list[GraftTurn]:
                 untrained=turn.untrained,
                 message=turn.message,
                 finish=turn.finish,
-                model=str(viewed.config.get("model", "")),
+                model=viewed.config.model,
                 sampling=turn.sampling or {},
                 started=turn.started,
                 ended=turn.ended,
