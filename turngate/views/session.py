@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from turngate.client.protocol import TracePreamble, SessionTrace, TraceContext, TraceTurn
+from turngate.client.protocol import SessionTrace, TraceContext, TracePreamble, TraceTurn
 from turngate.errors import NotFound
 from turngate.store.reader import StoreReader
 from turngate.store.sqlite import Store
