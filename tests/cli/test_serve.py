@@ -117,7 +117,7 @@ def test_a_tokenizer_without_a_chat_template(tmp_path: Path) -> None:
     (folder / "chat_template.jinja").unlink()
     assert "no chat template" in refused("--tokenizer", folder, "--data", tmp_path / "data")
     written(folder / "chat_template.jinja", "{% for x in %}")
-    assert "chat template: line 1" in refused("--tokenizer", folder, "--data", tmp_path / "data")
+    assert "chat template has a syntax error on line 1" in refused("--tokenizer", folder, "--data", tmp_path / "data")
 
 
 def test_a_tokenizer_file_of_another_kind(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(folder: Path, tmp_path: 
 def test_what_is_wrong_with_a_folder_is_said_though_nothing_is_known_of_it(folder: Path) -> None:
     for text in ("{}", "[]", '{"model": {"type": "BPE"}}', '{"model": 3, "added_tokens": [{}]}'):
         (folder / "tokenizer.json").write_text(text)
-        with pytest.raises(ConfigError, match="is not a tokenizer"):
+        with pytest.raises(ConfigError, match="is not a valid tokenizer file"):
             load_renderer(folder)
     with pytest.raises(ConfigError, match="does not exist"):
         load_renderer(folder / "nowhere")

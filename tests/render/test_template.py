@@ -115,7 +115,7 @@ def test_a_template_that_refuses_system_messages_gets_them_in_the_question(tmp_p
         (lambda f: (f / "tokenizer.json").unlink(), "does not exist"),
         (lambda f: (f / "tokenizer.json").write_text("{"), "not valid JSON"),
         (lambda f: (f / "chat_template.jinja").unlink(), "no chat template"),
-        (lambda f: (f / "chat_template.jinja").write_text("{% if %}"), "chat template: line 1"),
+        (lambda f: (f / "chat_template.jinja").write_text("{% if %}"), "chat template has a syntax error on line 1"),
     ],
 )
 def test_a_broken_folder_is_named(tmp_path: Path, spoil: Any, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Chat templates ⇄ token ids. `load_renderer` loads and certifies the renderer of a tokenizer folder. No network, no engine."""
+"""Chat templates ⇄ token ids. `load_renderer` loads and certifies the renderer of a tokenizer folder. Needs no network and no engine."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def load_renderer(
 ) -> tuple[Renderer, Certificate]:
     """Load the renderer of a tokenizer folder.
 
-    `family`: `auto` uses a hand-written renderer if the `renderers` package knows the model's exact name, `template` always derives one
-    from the chat template, anything else names a family. `recertify`: ignore the cached certificate and probe again.
+    A `family` of `auto` uses a hand-written renderer if the `renderers` package has one for the exact model name. `template` always derives
+    a renderer from the chat template. Any other value is the name of a family. With `recertify`, ignore the cached certificate and probe
+    the renderer again.
     """
     name = record_name(folder, model, family)
     record = None if recertify else load_record(name)
@@ -47,22 +48,21 @@ def load_renderer(
     certificate = certify(renderer) if record is None else record.certificate
     if record is None:
         save_record(name, CertificateRecord(tokenizer.vocabulary, tokenizer.fast, certificate))
-    if (
-        derived is not None
-    ):  # a failed certificate of a hand-written family is only reported: its author vouches for the bridge
+    # If a hand-written renderer fails certification, that is only reported: we trust its author's bridge.
+    if derived is not None:
         derived.bridges = certificate.passed
     return renderer, certificate
 
 
 def _load_family(tokenizer: Tokenizer, model: str, family: str) -> Renderer | None:
-    # All names that the package knows have the form owner/model. Any other name saves us the import.
+    # All model names in the package have the form owner/model. For any other name, skip the slow import.
     if family == "template" or (family == "auto" and "/" not in model):
         return None
     if find_spec("renderers") is None:
         if family == "auto":
             return None
         raise ConfigError(
-            "family: the `renderers` package is not installed; pip install 'turngate[families]'", param="family"
+            "family: the `renderers` package is not installed; run pip install 'turngate[families]'", param="family"
         )
     from turngate.render.families import FamilyRenderer, family_of
 
@@ -71,10 +71,10 @@ def _load_family(tokenizer: Tokenizer, model: str, family: str) -> Renderer | No
 
 
 def find_tokenizer(name: str) -> Path:
-    """Find a tokenizer folder: the folder itself, or a model's newest snapshot in the local Hugging Face cache. Downloads nothing."""
+    """Find a tokenizer folder by path, or by model name in the local Hugging Face cache (the newest snapshot). Download nothing."""
     folder = Path(name).expanduser()
     if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        return folder  # problems with it are reported when it is read
+        return folder  # problems are reported when the folder is read
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     hub = Path(os.environ.get("HF_HUB_CACHE", str(home / "hub")))
     snapshots = sorted(
@@ -83,7 +83,8 @@ def find_tokenizer(name: str) -> Path:
     )
     if not snapshots:
         raise ConfigError(
-            f"tokenizer: {name!r} is neither a folder nor a model in the local Hugging Face cache ({hub})",
+            f"tokenizer: {name!r} is neither a folder nor a model in the local Hugging Face cache ({hub}); "
+            "choose a folder, or download the model first",
             param="tokenizer",
         )
     return snapshots[-1].parent

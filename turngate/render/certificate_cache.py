@@ -1,8 +1,8 @@
-"""A cache of vocabularies and certificates in `$TURNGATE_CACHE/certified`. Reading a tokenizer and probing its template take longer than
-the rest of a start.
+"""A cache of vocabularies and certificates in `$TURNGATE_CACHE/certified`.
 
-The name of a record is a digest of everything that its contents depend on: the folder's files, the family, our rendering code and the
-versions of the packages it uses. A record is therefore never stale, only absent.
+Reading a tokenizer and probing its template takes longer than the rest of the start-up. The name of a record is a digest of everything
+that its contents depend on: the folder's files, the model, the family, our rendering code and the versions of the packages it uses.
+A record can therefore be missing, but never stale.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _PACKAGES = ("tokenizers", "tiktoken", "jinja2", "renderers")
 
 
 class CertificateRecord(msgspec.Struct, frozen=True):
-    """What is cached about a tokenizer folder."""
+    """The cached facts about a tokenizer folder."""
 
     vocabulary: Vocabulary
-    fast: bool  # the fast encoder agrees with the reference encoder
+    fast: bool  # whether the fast encoder agrees with the reference encoder
     certificate: Certificate
 
 
 def record_name(folder: Path, model: str, family: str) -> str:
-    """Compute a record's name. An unreadable folder has one too: loading it reports the problem."""
+    """Compute a record's name, even for an unreadable folder. Loading that folder reports the problem."""
     purpose = blake2b(f"{model}\0{family}".encode(), digest_size=8)
     return f"{_tokenizer_digest(folder)}-{purpose.hexdigest()}"
 
 
 def _tokenizer_digest(folder: Path) -> str:
-    """Digest the tokenizer's files, our rendering code and the packages that it uses."""
+    """Compute a digest of the tokenizer's files, our rendering code and the versions of the packages it uses."""
     digest = blake2b(sys.version.encode(), digest_size=16)
     for path in [*(folder / file for file in _FILES), *sorted(Path(__file__).parent.glob("*.py"))]:
         digest.update(path.name.encode() + b"\0")
@@ -52,12 +52,12 @@ def _tokenizer_digest(folder: Path) -> str:
 def load_record(name: str) -> CertificateRecord | None:
     try:
         return _read_record(_cache_folder() / f"{name}.msgpack")
-    except RuntimeError:  # there is no home folder
+    except RuntimeError:  # no home folder
         return None
 
 
 def load_any_record(folder: Path) -> CertificateRecord | None:
-    """Load a record of the folder for any model and family: the vocabulary is the same."""
+    """Load a record of the folder for any model and family, since they all have the same vocabulary."""
     try:
         records = map(_read_record, _cache_folder().glob(f"{_tokenizer_digest(folder)}-*.msgpack"))
         return next((record for record in records if record is not None), None)
@@ -86,7 +86,7 @@ def save_record(name: str, record: CertificateRecord) -> None:
         newest = sorted(_cache_folder().glob("*.msgpack"), key=lambda file: file.stat().st_mtime, reverse=True)
         for old in newest[_MAX_RECORDS:]:
             old.unlink(missing_ok=True)
-    except (OSError, RuntimeError):  # RuntimeError: there is no home folder
+    except (OSError, RuntimeError):  # RuntimeError: no home folder
         return
 
 

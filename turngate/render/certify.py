@@ -1,8 +1,8 @@
-"""Certify a renderer: does extending the sampled ids give what rendering the whole conversation would give?
+"""Certify a renderer: check that extending the sampled ids gives the same result as rendering the whole conversation.
 
-For each probe conversation and each assistant turn in it, the prompt, the turn as the template writes it, and the bridge must have the same
-ids as rendering everything again. A difference only in past thinking, which templates drop and we keep, is allowed. A renderer that
-fails renders every turn whole, and reports it.
+In each probe conversation, for each assistant turn, the prompt, the turn and the bridge must together match a render of the whole
+conversation. Past thinking may differ, since templates drop it and we keep it. If a renderer derived from a template fails, every turn is
+rendered whole.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Certificate(msgspec.Struct, frozen=True):
 
     @property
     def passed(self) -> bool:
-        """Whether no case differs. A conversation that the template itself rejects says nothing about the bridge."""
+        """Whether no case differs. Conversations that the template itself rejects are ignored."""
         return not any(f.verdict == "differs" for f in self.findings)
 
 
 def certify(renderer: Renderer) -> Certificate:
-    """Run every case, with the assistant's turns complete and without their closing token."""
+    """Run every case twice: with complete assistant turns, and with turns that lack their closing token."""
     findings = [_run_case(renderer, case, truncated=truncated) for case in CASES for truncated in (False, True)]
     return Certificate(renderer.name, tuple(findings))
 
@@ -77,7 +77,7 @@ def _run_case(renderer: Renderer, case: ProbeCase, *, truncated: bool) -> ProbeR
 
 
 def _assistant_turns(messages: tuple[Message, ...]) -> Iterator[int]:
-    """The indices of assistant turns that another message follows."""
+    """Return the indices of assistant turns that are followed by another message."""
     return (i for i, m in enumerate(messages[:-1]) if m.role == "assistant")
 
 
@@ -96,8 +96,8 @@ def _compare(renderer: Renderer, case: ProbeCase, at: int, truncated: bool) -> t
     decode = renderer.tokenizer.decode
     whole = renderer.render(case.messages[:end], case.tools, case.kwargs)
     ours, theirs = decode([*prompt, *sampled, *bridge]), decode(whole)
-    # The bridge must have the template's own ids. Before it only the text has to agree: a whole render may merge tokens across
-    # the end of the prompt, which a model cannot do.
+    # The bridge must have the template's own ids. Before the bridge, only the text must match: a whole render may merge tokens
+    # across the end of the prompt, which a model cannot do.
     if ours == theirs and whole[len(whole) - len(bridge) :] == bridge:
         return "same", ""
     if _without_thinking(ours) == _without_thinking(theirs):
@@ -115,7 +115,8 @@ def _write_turn(renderer: Renderer, case: ProbeCase, at: int, prompt: list[int])
         closes = [n for n, i in enumerate(turn) if i in renderer.stop_ids]
         if closes:
             return turn[: closes[0] + 1]
-    # The template writes past turns differently from new ones (thinking in the generation prompt, say): write the turn by hand.
+    # The template writes past turns differently from new ones (for example, with thinking in the generation prompt), so write the turn
+    # by hand.
     message = case.messages[at]
     thinking = f"<think>\n{message.reasoning}\n</think>\n\n" if message.reasoning else ""
     return [*tokenizer.encode(thinking + message.content), renderer.stop_ids[0]]
@@ -127,7 +128,7 @@ def _without_thinking(text: str) -> str:
 
 def _first_difference(ours: str, whole: str) -> str:
     at = next((i for i, (a, b) in enumerate(zip(ours, whole, strict=False)) if a != b), min(len(ours), len(whole)))
-    return f"bridge has {ours[max(0, at - 20) : at + 30]!r} where the template has {whole[max(0, at - 20) : at + 30]!r}"
+    return f"the bridge has {ours[max(0, at - 20) : at + 30]!r}, the template {whole[max(0, at - 20) : at + 30]!r}"
 
 
 def _call(n: int, path: str) -> ToolCall:

@@ -1,7 +1,7 @@
 """Hand-written renderers of the `renderers` package (extra `families`), behind our `Renderer` interface.
 
-They are used if the package knows the model's name or `--family` names one. The module is imported only then, since importing the package
-takes a second.
+They are used if the package has a renderer for the model's name, or if `--family` names one. This module is imported only then, since
+importing the package takes a second.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _PROBE_TOOL = Tool(
 
 
 def family_of(model: str) -> str | None:
-    """The package's family for this exact model name, if any."""
+    """Return the package's family for this exact model name, or None."""
     found: str | None = MODEL_RENDERER_MAP.get(model)
     return found
 
 
 class FamilyRenderer:
-    """Renders with one family of the package."""
+    """A renderer for one family of the package."""
 
     def __init__(self, tokenizer: Tokenizer, family: str) -> None:
         self.name = f"family:{family}"
@@ -85,7 +85,7 @@ class FamilyRenderer:
             return None
         ids: list[int] = rendered.token_ids
         known = len(context) + len(sampled)
-        # The package promises this prefix. If it breaks the promise, the ids must not reach a trace.
+        # The package guarantees this prefix. Check it anyway: wrong ids must never reach a trace.
         return ids[known:] if ids[:known] == context + sampled else None
 
     def render_ids(self, messages: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]) -> Ids:
@@ -133,19 +133,19 @@ class FamilyRenderer:
         except ValueError as error:
             raise ConfigError(f"family: {error}", param="family") from None
         if config is None:
-            raise ConfigError(f"family: {self._family!r} is not a family", param="family")
+            raise ConfigError(f"unknown family {self._family!r}", param="family")
         values = {"thinking_retention": "all", **kwargs}
         try:
             return create_renderer(self.tokenizer, type(config)(**values))
-        except ValueError as error:  # pydantic's ValidationError is one
+        except ValueError as error:  # includes pydantic's ValidationError
             raise BadRequest(
-                f"chat_template_kwargs: {self.name} does not take {sorted(kwargs)}: {error}",
+                f"chat_template_kwargs: the renderer {self.name} does not accept {sorted(kwargs)}: {error}",
                 param="chat_template_kwargs",
             ) from error
 
 
 class _PackageReader(ReplyReader):
-    """Reads call syntaxes that only the package can parse: streams text up to the first unknown marker, and the rest at the end."""
+    """Reader for call syntaxes that only the package can parse. Streams text up to the first unknown marker, and the rest at the end."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class _PackageReader(ReplyReader):
 
 
 def _missing_text(shown: str, whole: str) -> str:
-    """The part of `whole` that was not shown yet; empty if the two disagree, since shown text cannot be taken back."""
+    """Return the part of `whole` that was not shown yet, or "" if the two disagree, since shown text cannot be taken back."""
     return whole[len(shown) :] if whole.startswith(shown) else ""
 
 

@@ -1,8 +1,8 @@
 """Parse sampled text into reasoning, content and tool calls, incrementally.
 
-The same parser serves streamed and whole replies: what it emits is what the agent receives and what the trace stores as the turn's message.
-A `Syntax` says how a model marks reasoning and calls; `detect_syntax` finds it from a template. Text that does not parse as a call is
-never dropped or guessed at: it is delivered as content. `template_fallbacks.py` writes the Hermes syntax that is parsed here.
+The same parser serves streamed and whole replies. Its output is sent to the agent and stored in the trace as the turn's message. A `Syntax`
+describes how a model marks reasoning and calls, and `detect_syntax` derives it from a template. Text that does not parse as a call is never
+dropped or guessed at, but delivered as content. `template_fallbacks.py` writes the Hermes syntax that is parsed here.
 """
 
 from __future__ import annotations
@@ -25,19 +25,15 @@ class MalformedCall(Exception):
 
 
 class Syntax(msgspec.Struct, frozen=True):
-    """How a model writes reasoning and tool calls.
-
-    `call_open`/`call_close` bracket one call (or, with an empty close, everything to the end); `noise` are wrapper markers
-    without meaning; `bare`: a reply that starts like JSON is a call.
-    """
+    """The markup of a model for reasoning and tool calls."""
 
     name: str
     reasoning_open: str = "<think>"
     reasoning_close: str = "</think>"
     call_open: str = "<tool_call>"
-    call_close: str = "</tool_call>"
-    noise: tuple[str, ...] = ()
-    bare: bool = False
+    call_close: str = "</tool_call>"  # empty: calls extend to the end of the reply
+    noise: tuple[str, ...] = ()  # wrapper markers that are ignored
+    bare: bool = False  # whether a reply that starts like JSON is a call
 
     def markers(self) -> tuple[str, ...]:
         return tuple(
@@ -61,10 +57,10 @@ def _parse_json_call(text: str, tools: Sequence[Tool]) -> tuple[str, str]:
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise MalformedCall(str(error)) from None
     raw = bytes(call.parameters or call.arguments).decode()
-    if raw.startswith('"'):  # arguments as a JSON string: its content is what the tool gets
+    if raw.startswith('"'):  # the arguments are encoded as a JSON string, so decode it
         raw = orjson.loads(raw)
     if not call.name:
-        raise MalformedCall("no name")
+        raise MalformedCall("the call has no name")
     return call.name, "{}" if raw == "null" else raw
 
 
@@ -83,18 +79,18 @@ def _parse_tagged_call(text: str, tools: Sequence[Tool]) -> tuple[str, str]:
 
 
 def _parse_tag(text: str, opening: str, closing: str) -> tuple[str, str, str]:
-    """Split at the first such element: its name, its body and the rest."""
+    """Find the first element with these tags. Return its name, its body and the text after it."""
     start = text.find(opening) + len(opening)
     named = text.find(">", start)
     end = text.find(closing, named)
     name = text[start:named].strip()
     if start < len(opening) or named < 0 or end < 0 or not name or any(c.isspace() for c in name):
-        raise MalformedCall(f"no whole {opening}…> element")
+        raise MalformedCall(f"no complete {opening}…> element")
     return name, text[named + 1 : end], text[end + len(closing) :]
 
 
 def _parameter_types(name: str, tools: Sequence[Tool]) -> dict[str, Json]:
-    """The types that the tool's schema declares for its parameters, if it is valid."""
+    """Return the types that the tool's schema declares for its parameters. Ignore invalid schemas."""
     for tool in tools:
         if tool.name == name:
             schema = tool.wire["function"].get("parameters")
@@ -178,7 +174,7 @@ _BODY_PARSERS: dict[str, BodyParser] = {
 
 
 def detect_syntax(rendered_call: str) -> Syntax | None:
-    """Find a template's syntax in the text that it renders for an assistant message with one call."""
+    """Detect a template's syntax from the text that it renders for an assistant message with one call."""
     for syntax in (HERMES, DEEPSEEK, MISTRAL):
         if syntax.call_open in rendered_call:
             return syntax
@@ -189,11 +185,11 @@ class Parsed(msgspec.Struct, frozen=True):
     """The parsed turn."""
 
     message: Message
-    reasoning_open: bool  # the text ended inside reasoning
+    reasoning_open: bool  # whether the text ended inside reasoning
 
 
 class Parser:
-    """Parses text as it arrives. `feed` returns what may be shown; `finish` returns the rest and the whole message."""
+    """An incremental parser. `feed` returns the events that can be sent so far; `finish` returns the rest and the whole message."""
 
     def __init__(
         self,
@@ -215,13 +211,13 @@ class Parser:
         elif in_reasoning:
             self._state = "reasoning"
         self._spaces: list[str] = []  # white space that is dropped if a marker follows
-        self._searched = 0  # how much of the buffer does not hold the end of a call
+        self._searched = 0  # characters of the buffer already searched for the end of a call
         self._reasoning: list[str] = []
         self._content: list[str] = []
         self._calls: list[ToolCall] = []
-        self._fresh = in_reasoning  # nothing of the current span was shown yet: leading newlines belong to the template
+        self._fresh = in_reasoning  # nothing of the current span was shown yet, so leading newlines belong to the template
         self._wants_calls = bool(tools)
-        self.satisfied = False  # the one requested call is complete: sampling may stop
+        self.satisfied = False  # whether the one requested call is complete, so that sampling may stop
 
     def feed(self, text: str) -> list[Delta | CallDelta]:
         self._buffer += text
@@ -242,13 +238,13 @@ class Parser:
         elif self._state == "held":
             self._take_held(events, rest)
         else:
-            # White space after the last call is the template's; after content it is the model's.
+            # White space after the last call belongs to the template; after content it belongs to the model.
             self._show(events, "content", rest if not self._calls else rest.rstrip())
         message = Message("assistant", "".join(self._content), "".join(self._reasoning), tuple(self._calls))
         return events, Parsed(message, reasoning_open)
 
     def _step(self, events: list[Delta | CallDelta]) -> bool:
-        """Make one transition; return True if another may follow."""
+        """Make one state transition. Return whether another may follow."""
         if self.satisfied:
             self._buffer = ""
             return False
@@ -291,7 +287,7 @@ class Parser:
         marker: str,
         then: Literal["content", "call"],
     ) -> bool:
-        """Show text up to `marker`. Hold back a possible start of the marker, and white space that may precede it."""
+        """Emit text up to `marker`. Hold back a possible start of the marker, and white space that may precede it."""
         for noise in self._syntax.noise:
             self._buffer = self._buffer.replace(noise, "")
         at = self._buffer.find(marker) if marker else -1
@@ -356,7 +352,7 @@ class Parser:
         self.satisfied = self._one_call
 
     def _take_held(self, events: list[Delta | CallDelta], text: str) -> None:
-        """Parse a reply that consists only of calls: forced ones, or bare JSON."""
+        """Parse a reply that consists only of calls, either forced or as bare JSON."""
         try:
             if self._constraint is not None and self._constraint.kind == "tool":
                 _require_json(text)
@@ -370,12 +366,12 @@ class Parser:
         self._emit_calls(events, calls)
 
     def _take_calls_in_reasoning(self, events: list[Delta | CallDelta]) -> None:
-        """Take complete calls from reasoning that the model forgot to close."""
+        """Extract complete calls from reasoning that the model did not close."""
         opening, close = self._syntax.call_open, self._syntax.call_close
         if not (self._wants_calls and opening and close):
             return
-        for piece in "".join(self._reasoning).split(opening)[1:]:
-            body, closed, _ = piece.partition(close)
+        for text in "".join(self._reasoning).split(opening)[1:]:
+            body, closed, _ = text.partition(close)
             if not closed:
                 return
             try:
@@ -387,7 +383,7 @@ class Parser:
 
 
 def _partial_marker_size(text: str, markers: Sequence[str]) -> int:
-    """Count the characters at the end of `text` that may be the start of a marker."""
+    """Return the number of characters at the end of `text` that may be the start of a marker."""
     partial = 0
     for marker in markers:
         for size in range(min(len(marker) - 1, len(text)), partial, -1):
@@ -398,12 +394,12 @@ def _partial_marker_size(text: str, markers: Sequence[str]) -> int:
 
 
 class StopStrings:
-    """Cuts a stream of text at the first stop string, which is not shown. Holds back a possible start of one."""
+    """A filter that ends a stream of text before the first stop string. It holds back a possible start of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._buffer = ""
-        self.met = ""  # the one that was found
+        self.met = ""  # the stop string that was found
 
     @property
     def hit(self) -> bool:

@@ -1,7 +1,7 @@
-"""The `Renderer` interface: a conversation → prompt ids, sampled ids → what the agent sees, and the bridge from one turn to the next.
+"""The `Renderer` interface: a conversation → prompt ids, sampled ids → reply events, and the bridge from one turn to the next.
 
-`TemplateRenderer` implements it for any chat template and derives the bridge from the template itself; `families.py` has hand-written
-renderers. `certify.py` tests whether a bridge gives what rendering the whole conversation would give.
+`TemplateRenderer` implements it for any chat template and derives the bridge from the template itself. `families.py` has hand-written
+renderers. `certify.py` tests whether a bridge gives the same result as rendering the whole conversation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from turngate.render.tokenizer import Tokenizer
 from turngate.types import ID_DTYPE, CallDelta, Constraint, Delta, Ids, Json, Message, Tool, ToolCall
 
 _MAX_FORMS = 256
-_MAX_FORM_MESSAGES = 64  # messages; finding a form renders them about twenty times
+_MAX_FORM_MESSAGES = 64  # finding a form renders the new messages about twenty times
 # Texts that a template may trim, unwrap, parse or otherwise inspect.
 _TRICKY_TEXTS = (
     "",
@@ -44,10 +44,10 @@ _TRICKY_TEXTS = (
 class LastTurn(msgspec.Struct, frozen=True):
     """The sampled turn that a bridge starts from."""
 
-    context: Ids  # the ids just before it, which end with the generation prompt
+    context: Ids  # the ids just before the turn, which end with the generation prompt
     sampled: Ids
-    message: Message  # as the agent has it
-    reasoning_open: bool = False  # sampling ended inside reasoning
+    message: Message  # as sent by the agent
+    reasoning_open: bool = False  # whether sampling ended inside reasoning
     system: str = ""  # the conversation's system prompt, which some templates inspect at every turn
 
 
@@ -55,28 +55,31 @@ class Renderer(Protocol):
     name: str
     tokenizer: Tokenizer
     stop_ids: tuple[int, ...]
-    bridges: bool  # False: the bridge disagrees with the template, so every turn is rendered whole
+    bridges: bool  # False if the bridge disagrees with the template, so that every turn is rendered whole
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json], *, generate: bool = True
     ) -> list[int]:
-        """Render the whole conversation. `generate`: with the generation prompt for the next turn."""
+        """Render the whole conversation. With `generate`, append the generation prompt for the next turn."""
 
     def knows(self, name: str) -> bool:
-        """Whether the template uses an argument of this name."""
+        """Return whether the template uses an argument of this name."""
 
     def bridge(
         self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
     ) -> list[int] | None:
-        """Render the ids between the last sampled id and the next turn. None: these messages cannot be rendered alone."""
+        """Render the ids between the last sampled id and the next turn.
+
+        Return None if these messages cannot be rendered alone.
+        """
 
     def render_ids(self, messages: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]) -> Ids:
-        """Like `render`, but return the array that a trace stores."""
+        """Render like `render`, but return an array."""
 
     def bridge_ids(
         self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
     ) -> Ids | None:
-        """Like `bridge`, but return an array."""
+        """Render like `bridge`, but return an array."""
 
     def reader(
         self, context: Ids, tools: Sequence[Tool], stop: Sequence[str], constraint: Constraint | None, one_call: bool
@@ -84,7 +87,7 @@ class Renderer(Protocol):
 
 
 class ReplyReader:
-    """Turns sampled ids into events, incrementally: detokenise, drop stop and special tokens, cut at stop strings, parse."""
+    """An incremental converter from sampled ids to events: detokenise, drop stop and special tokens, cut at stop strings, parse."""
 
     def __init__(
         self, tokenizer: Tokenizer, syntax: Syntax, stop_ids: tuple[int, ...], parser: Parser, stop: Sequence[str]
@@ -116,15 +119,15 @@ class ReplyReader:
         return events + more, parsed
 
 
-@lru_cache(maxsize=4)  # a gateway has one renderer, and every turn asks
+@lru_cache(maxsize=4)  # called for every turn; a gateway has one renderer
 def _find_hidden_ids(tokenizer: Tokenizer, syntax: Syntax, stop_ids: tuple[int, ...]) -> frozenset[int]:
-    """Find the tokens that are never shown."""
+    """Return the ids of tokens that are never shown."""
     markers = {tokenizer.added.get(marker) for marker in syntax.markers()}
     return (tokenizer.special_ids - markers) | frozenset(stop_ids)
 
 
 class BridgeForm(msgspec.Struct, frozen=True):
-    """The text that a template writes around new messages: one part before each, and one after the last."""
+    """The text that a template writes around new messages: one part before each message, and one after the last."""
 
     close: int
     parts: tuple[str, ...]
@@ -133,18 +136,18 @@ class BridgeForm(msgspec.Struct, frozen=True):
         return "".join(part for pair in zip(self.parts, contents, strict=False) for part in pair) + self.parts[-1]
 
 
-_encode_sorted = json.JSONEncoder(sort_keys=True).encode  # built once: building it takes longer than encoding
-_NOT_SEARCHED = BridgeForm(0, ())  # not searched for yet; None: there is no form
+_encode_sorted = json.JSONEncoder(sort_keys=True).encode  # built once, since building it takes longer than encoding
+_NOT_SEARCHED = BridgeForm(0, ())  # no search was made yet, whereas None means that no form exists
 
 
 class TemplateRenderer:
-    """Renders with any chat template. The bridge is what the template itself writes after an assistant turn."""
+    """A renderer for any chat template. The bridge is the text that the template itself writes after an assistant turn."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         if tokenizer.chat_template is None:
             raise ConfigError(
                 f"{tokenizer.folder} has no chat template (neither chat_template.jinja nor chat_template in tokenizer_config.json); "
-                "add one, or give another --tokenizer",
+                "add one, or choose a different --tokenizer",
                 param="tokenizer",
             )
         self.name = "template"
@@ -154,8 +157,8 @@ class TemplateRenderer:
         self.stop_ids = self._find_stops()
         if not self.stop_ids:
             raise ConfigError(
-                f"{tokenizer.folder}: the end of an assistant turn is unknown: the chat template writes no special token "
-                "after it, and tokenizer_config.json names no eos_token; add one",
+                f"tokenizer {tokenizer.folder} does not define the end of an assistant turn: the chat template writes no special "
+                "token after it, and tokenizer_config.json has no eos_token; add an eos_token",
                 param="tokenizer",
             )
         self._stop_texts = tuple(tokenizer.decode(i) for i in self.stop_ids)
@@ -173,7 +176,7 @@ class TemplateRenderer:
         return self.tokenizer.encode(self.text(messages, tools, kwargs, generate=generate), remember=True)
 
     def render_ids(self, messages: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]) -> Ids:
-        # Rollouts of one task start alike: their system prompt, tools and question are encoded once.
+        # Rollouts of one task have the same system prompt, tools and question, so encode these only once.
         return self.tokenizer.ids(self.text(messages, tools, kwargs), remember=True)
 
     def bridge(
@@ -191,7 +194,7 @@ class TemplateRenderer:
         ids = self.tokenizer.ids(after[1])
         if len(last.sampled) and int(last.sampled[-1]) in self.stop_ids:
             return ids
-        # Truncated: the closing tokens were not sampled, so they are context.
+        # The turn was truncated: its closing tokens were not sampled, so they are context.
         closing = self.tokenizer.encode(self.syntax.reasoning_close) if last.reasoning_open else []
         return np.concatenate([np.array([*closing, after[0]], ID_DTYPE), ids])
 
@@ -208,7 +211,7 @@ class TemplateRenderer:
     def _after_turn(
         self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
     ) -> tuple[int, str] | None:
-        """The closing token of an assistant turn, and the text that the template writes after it for `new`."""
+        """Return the closing token of an assistant turn, and the text that the template writes after it for `new`."""
         if len(new) > _MAX_FORM_MESSAGES:
             return self._render_after(last.message, last.system, new, tools, kwargs)
         speakers = tuple((m.role, m.name if m.role == "user" else "") for m in new)
@@ -226,10 +229,10 @@ class TemplateRenderer:
     def _find_form(
         self, last: LastTurn, new: Sequence[Message], tools: Sequence[Tool], kwargs: dict[str, Json]
     ) -> BridgeForm | None:
-        """Find the text that the template writes around messages of this shape, if it does not change the messages themselves.
+        """Find the text that the template writes around messages of this shape, if it leaves the messages themselves unchanged.
 
-        Tested with texts that templates are likely to change, and with other call ids and names. None: these messages have to be rendered
-        every time.
+        The form is tested with texts that templates are likely to change, and with different call ids and names. Return None if these
+        messages must be rendered every time.
         """
         holes = [f"turngateHOLE{n}END" for n in range(len(new))]
         found = self._render_after(last.message, last.system, _replace_contents(new, holes, "a"), tools, kwargs)
@@ -258,7 +261,7 @@ class TemplateRenderer:
         kwargs: dict[str, Json],
     ) -> tuple[int, str] | None:
         """Render the new messages after a stand-in for the conversation: one question, and an assistant turn of the same shape."""
-        # Whether there are tools may matter to a template; which ones must not, and certification checks that.
+        # A template may depend on whether there are tools, but not on which ones. Certification checks that.
         stand_in = [Message("user", "x"), _build_stand_in(message)]
         if system:
             stand_in.insert(0, Message("system", system))
@@ -274,7 +277,7 @@ class TemplateRenderer:
             return None
         at, which = min(found)
         after = text[at + len(self._stop_texts[which]) :]
-        # Some templates move system messages to the top: such a message cannot be added later.
+        # Some templates move system messages to the top, where a new message cannot be added later.
         if any(m.role == "system" and m.content.strip() not in after for m in new):
             return None
         return self.stop_ids[which], after
@@ -283,7 +286,7 @@ class TemplateRenderer:
         stops = dict.fromkeys(_read_generation_stops(self.tokenizer))
         if self.tokenizer.eos_token_id is not None:
             stops[self.tokenizer.eos_token_id] = None
-        # The template itself may close a turn with another token.
+        # The template itself may close a turn with a different token.
         text = self.text([Message("user", "x"), Message("assistant", SENTINEL), Message("user", "y")], (), {})
         following = text.partition(SENTINEL)[2].lstrip()
         for token, token_id in self.tokenizer.added.items():

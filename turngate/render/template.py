@@ -1,8 +1,8 @@
-"""Chat templates as Hugging Face runs them, and what each template can express.
+"""Chat templates, rendered as Hugging Face does, and the features that each template supports.
 
-`Template` compiles and renders. `Traits` records, from probing a template, whether it declares tools, renders calls and results, and takes
-arguments as objects or as text. `transformers` is not needed: the environment here is the documented one (sandboxed Jinja, `tojson`,
-`raise_exception`, `strftime_now`), and tests compare it with `transformers`.
+`Template` compiles and renders. `Traits` records the results of probing a template: whether it declares tools, renders calls and results,
+and accepts arguments as objects or as text. `transformers` is not needed: the environment here is the documented one (sandboxed Jinja,
+`tojson`, `raise_exception`, `strftime_now`), and tests compare it with `transformers`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SENTINEL = "turngateSENTINEL"
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks assistant text for training masks in some templates; rendering passes through it."""
+    """The `{% generation %}` tag, which marks assistant text for training masks in some templates. Rendering ignores it."""
 
     tags = {"generation"}
 
@@ -60,10 +60,10 @@ def _build_environment() -> ImmutableSandboxedEnvironment:
 
 
 class Traits(msgspec.Struct, frozen=True):
-    """What one template can do, found by rendering probes with it."""
+    """The features of one template, found by rendering probes with it."""
 
     native_tools: bool  # declares tools and renders calls and results; otherwise the Hermes form is used
-    text_arguments: bool  # takes call arguments as JSON text rather than as objects
+    text_arguments: bool  # accepts call arguments as JSON text rather than as objects
     null_content: bool  # renders calls only if content is null
     system: bool  # accepts a system message
     late_system: bool = True  # renders a later system message in its place
@@ -78,7 +78,9 @@ class Template:
             self._template = environment.from_string(source)
             self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
         except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(f"chat template: line {error.lineno}: {error.message}", param="tokenizer") from None
+            raise ConfigError(
+                f"the chat template has a syntax error on line {error.lineno}: {error.message}", param="tokenizer"
+            ) from None
         self.source = source
         self._special = special_tokens
         self.traits = Traits(native_tools=True, text_arguments=False, null_content=False, system=True)
@@ -87,7 +89,7 @@ class Template:
     def text(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, generate: bool, kwargs: dict[str, Json]
     ) -> str:
-        """Render the whole conversation as text. `generate`: with the generation prompt."""
+        """Render the whole conversation as text. With `generate`, append the generation prompt."""
         if not self.traits.native_tools:
             messages, tools = rewrite_tools_as_hermes(messages, tools), ()
         if not self.traits.late_system:
@@ -97,7 +99,7 @@ class Template:
         try:
             return self._render(messages, tools, generate, kwargs)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            # A template is a third party's program: it may reject a conversation by raising, or fail on one it does not expect.
+            # A template is third-party code. It may reject a conversation by raising, or fail on one it does not expect.
             raise BadRequest(
                 f"the model's chat template rejects this conversation: {error}", param="messages"
             ) from error
@@ -141,7 +143,7 @@ class Template:
         try:
             return orjson.loads(text or "{}")
         except orjson.JSONDecodeError:
-            return text  # malformed by the model: rendered as written
+            return text  # malformed JSON from the model is rendered unchanged
 
     def _probe(self) -> Traits:
         system = self._shows(SENTINEL, [Message("system", SENTINEL), Message("user", "x")])

@@ -1,7 +1,7 @@
 """Rewrite conversations for chat templates that lack a feature: tools, or system messages.
 
-Tools are declared in the system prompt; calls and results are written in the Hermes form, on which Qwen and Hermes models are trained.
-`parse.py` reads that form.
+Tools are declared in the system prompt. Calls and results are written in the Hermes form, which Qwen and Hermes models are trained on and
+`parse.py` reads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TAIL = (
 
 
 def declare_tools(tools: Sequence[Tool], tail: str = _TAIL) -> str:
-    """Write the system-prompt text that declares tools."""
+    """Return the system prompt text that declares tools."""
     return _HEAD + "\n".join(json.dumps(tool.wire, ensure_ascii=False) for tool in tools) + tail
 
 
@@ -35,7 +35,7 @@ def rewrite_tools_as_hermes(messages: Sequence[Message], tools: Sequence[Tool]) 
 
 
 def add_to_system_prompt(messages: Sequence[Message], declaration: str) -> list[Message]:
-    """Append `declaration` to the system prompt, or add one."""
+    """Append `declaration` to the system prompt, or add a system prompt with it."""
     if messages and messages[0].role == "system":
         text = f"{messages[0].content}\n\n{declaration}" if messages[0].content else declaration
         return [Message("system", text), *messages[1:]]
@@ -54,7 +54,7 @@ def move_system_to_user(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def move_late_system_to_user(messages: Sequence[Message]) -> list[Message]:
-    """Turn later system messages into user messages, for templates that would move them to the start of the prompt."""
+    """Turn system messages after the first message into user messages, for templates that would move them to the start of the prompt."""
     out: list[Message] = []
     for message in messages:
         before = out[-1] if out else None

@@ -1,8 +1,8 @@
-"""A Hugging Face tokenizer folder: text ⇄ ids, without `transformers`.
+"""The tokenizer of a Hugging Face folder: text ⇄ ids, without `transformers`.
 
-It reads `tokenizer.json`, `tokenizer_config.json` and the chat template. Encoding has a fast path (tiktoken over the same merges), which is
-used only if it gives the same ids as `tokenizers` on a probe corpus. Byte-level vocabularies are decoded with a table. The `renderers`
-package uses this class as its tokenizer too.
+`Tokenizer` reads `tokenizer.json`, `tokenizer_config.json` and the chat template. Encoding has a fast path (tiktoken with the same merges),
+which is used only if it returns the same ids as `tokenizers` on a probe corpus. Byte-level vocabularies are decoded with a table. The
+`renderers` package also uses this class as its tokenizer.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from turngate.types import ID_DTYPE, Ids, Json
 
 _NFC = NFC()
 _NO_TOKEN = -1
-_MIN_CACHED_PIECE = 1_000  # characters; shorter pieces are not cached
+_MIN_CACHED_PIECE = 1_000  # characters; shorter segments are not cached
 _MAX_CACHED_CHARACTERS = 1_000_000  # characters
-# Pre-tokenizers that never put the end of one line and the start of the next into one token, so that lines can be encoded one by
-# one: Qwen's and Llama's. In both, a match of a line break extends to the last line break in that white space and ends there, and
-# nothing looks back. (GPT-2's does not qualify: its `\s+` includes the indentation of the next line.)
+# Pre-tokenizers (Qwen's and Llama's) that never put the end of one line and the start of the next into one token, so that lines can
+# be encoded separately. In both, a match of a line break ends at the last line break in that white space, and there is no lookbehind.
+# (GPT-2's does not qualify: its `\s+` includes the indentation of the next line.)
 _LINE_SAFE_PATTERNS = frozenset(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
     + digits
@@ -45,7 +45,7 @@ _LINE = re.compile(r"[^\n]*\n(?:\s*[\r\n])?|[^\n]+")  # a line with the blank li
 _MAX_CACHED_LINES = 16_384  # in each of two generations
 _MAX_CACHED_LINE = 400  # characters; longer lines rarely repeat
 _MAX_TEXT_BY_LINES = 64_000  # characters; longer texts are encoded whole, which releases the interpreter lock
-# Outside Latin, punctuation, symbols, CJK and Hangul, whose normalisation is the same in all Unicode versions.
+# Characters other than Latin, punctuation, symbols, CJK and Hangul, whose normalisation is the same in all Unicode versions.
 _UNSETTLED = re.compile("[^\u0000-\u02ff\u2000-\u9fff\uac00-\ud7a3]")
 
 
@@ -55,7 +55,7 @@ class Tokenizer:
     def __init__(
         self, folder: Path, *, name: str = "", vocabulary: Vocabulary | None = None, fast: bool | None = None
     ) -> None:
-        """`vocabulary`: the folder's, if it was read before. `fast`: whether the fast encoder is known to be right; None: probe it."""
+        """`vocabulary` is the folder's vocabulary, if already read. `fast` states whether the fast encoder is correct; None probes it."""
         self.folder = folder
         self.name_or_path = name or str(folder)
         self._lazy_backend = _LazyBackend(folder / "tokenizer.json")
@@ -96,20 +96,20 @@ class Tokenizer:
         return self._fast is not None
 
     def encode(self, text: str, *_: Any, remember: bool = False, **__: Any) -> list[int]:
-        """Encode `text`. Added tokens in it are recognised; no tokens are added around it.
+        """Encode `text`. Added tokens in the text are recognised, but no tokens are added before or after it.
 
-        `remember`: cache its long pieces, because they will be encoded again.
+        With `remember`, cache its long segments, because they will be encoded again.
         """
         ids: list[int] = self.ids(text, remember=remember).tolist()
         return ids
 
     def ids(self, text: str, *, remember: bool = False) -> Ids:
-        """Encode `text` as an array. Cached ids are never converted to Python numbers, which would take longer than the lookup."""
+        """Encode `text` as an array. This avoids converting cached ids to Python numbers, which would take longer than the lookup."""
         fast = self._fast.ids(text, remember=remember) if self._fast is not None else None
         return np.array(self._encode_slow(text), ID_DTYPE) if fast is None else fast
 
     def _encode_slow(self, text: str) -> list[int]:
-        # The batch call releases the interpreter lock; the single one does not, and a megabyte would block everything for a second.
+        # The batch call releases the interpreter lock. The single call does not, so a megabyte would block everything for a second.
         ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
@@ -129,7 +129,7 @@ class Tokenizer:
         return b"".join(map(self.bytes_of, ids))
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes of one token of a byte-level vocabulary. Ids outside the vocabulary (padding rows) have none."""
+        """Return the bytes of one token of a byte-level vocabulary. Ids outside the vocabulary (padding rows) have none."""
         assert self._bytes is not None
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
 
@@ -143,7 +143,7 @@ class Tokenizer:
         return found
 
     def convert_tokens_to_ids(self, tokens: str | list[str]) -> Any:
-        """Required by the `renderers` package under this name."""
+        """Look up token ids. The `renderers` package requires this name."""
         if isinstance(tokens, str):
             found = self.token_id(tokens)
             return self.unk_token_id if found is None else found
@@ -160,10 +160,10 @@ _Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class StreamDecoder:
-    """Decodes ids incrementally. Incomplete UTF-8 is held back until it is complete, or until `flush`."""
+    """An incremental decoder of ids. Incomplete UTF-8 is held back until it is complete, or until `flush`."""
 
     def __init__(self, tokenizer: Tokenizer, backend: Backend | None) -> None:
-        """`backend`: None for a byte-level vocabulary."""
+        """`backend` is None for a byte-level vocabulary."""
         self._tokenizer = tokenizer
         self._backend = backend
         self._utf8 = _Utf8("replace")
@@ -180,8 +180,10 @@ class StreamDecoder:
 
 
 class _LazyBackend:
-    """The reference encoder, loaded on first use. Loading takes half a second and 100 MB, and with a cached vocabulary and a fast encoder
-    it may never be needed."""
+    """The reference encoder, loaded on first use.
+
+    Loading takes half a second and 100 MB. With a cached vocabulary and a fast encoder, it may never be needed.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -200,7 +202,7 @@ class _LazyBackend:
 
 
 class _FastEncoder:
-    """tiktoken over the same vocabulary. Only for byte-level BPE whose pre-tokenizer is one regular expression."""
+    """An encoder that runs tiktoken on the same vocabulary. Supports byte-level BPE whose pre-tokenizer is one regular expression."""
 
     def __init__(self, encoding: tiktoken.Encoding, rank_to_id: list[int], *, nfc: bool, added: dict[str, int]) -> None:
         self._encoding = encoding
@@ -213,7 +215,7 @@ class _FastEncoder:
         self._cache: OrderedDict[str, bytes] = OrderedDict()
         self._cached_characters = 0
         self._by_lines = encoding._pat_str in _LINE_SAFE_PATTERNS
-        # Lines and their ids. Rollouts of one task read the same files and see the same errors again and again.
+        # Lines and their ids. Rollouts of one task read the same files and see the same errors repeatedly.
         self._lines: dict[str, bytes] = {}
         self._older_lines: dict[str, bytes] = {}
         self._lock = threading.Lock()  # large prompts are rendered in threads
@@ -223,9 +225,9 @@ class _FastEncoder:
         return None if ids is None else ids.tolist()
 
     def ids(self, text: str, *, remember: bool = False) -> Ids | None:
-        """Encode `text`; None: only the slow encoder can."""
+        """Encode `text`. Return None if only the slow encoder can."""
         parts: list[bytes] = []
-        # Added tokens are split off first; the pieces between them are encoded one by one.
+        # Added tokens are split off first; the segments between them are encoded separately.
         for n, piece in enumerate(self._added_pattern.split(text)):
             if not piece:
                 continue
@@ -260,7 +262,7 @@ class _FastEncoder:
         return known
 
     def _encode_piece(self, piece: str) -> bytes | None:
-        """Encode a piece that holds no added tokens."""
+        """Encode a segment that contains no added tokens."""
         if (known := self._lines.get(piece)) is not None:  # the text between added tokens is often a single word
             return known
         if self._nfc and not piece.isascii() and not _surely_nfc(piece):
@@ -276,7 +278,7 @@ class _FastEncoder:
         return b"".join(ids)  # type: ignore[arg-type]  # all are known by now
 
     def _encode_line(self, line: str) -> bytes | None:
-        """Encode a line that is not in the newer cache. Threads may do this concurrently: they add the same entries."""
+        """Encode a line that is not in the newer cache. Concurrent calls are safe, since they add the same entries."""
         known = self._older_lines.get(line)
         if known is None:
             known = self._encode_uncached(line)
@@ -291,7 +293,7 @@ class _FastEncoder:
     def _encode_uncached(self, text: str) -> bytes | None:
         try:
             ranks = self._encoding.encode_ordinary(text)
-        except ValueError:  # its regex engine fails on half a million blanks in a row, for instance
+        except ValueError:  # tiktoken's regex engine fails on half a million spaces in a row, for instance
             return None
         ids = ranks if self._identity else [self._id[rank] for rank in ranks]
         return None if self._gaps and _NO_TOKEN in ids else np.array(ids, ID_DTYPE).tobytes()
@@ -302,7 +304,7 @@ class _FastEncoder:
         return re.compile(f"({tokens or '(?!)'})")
 
     def agrees(self, slow: Callable[[str], list[int]], table: list[bytes]) -> bool:
-        """Whether it agrees with the slow encoder on the probe corpus and on tokens of the vocabulary."""
+        """Return whether it agrees with the slow encoder on the probe corpus and on tokens of the vocabulary."""
         words = [token.decode("utf-8", "ignore") for token in table[:: max(1, len(table) // 1500)]]
         return all(
             fast is None or fast == slow(text)
@@ -320,7 +322,7 @@ class _FastEncoder:
             return None
         rank_to_id = list(merges.order)
         for byte in range(256):
-            if bytes([byte]) not in ranks:  # a few vocabularies lack some bytes: the slow encoder handles such text
+            if bytes([byte]) not in ranks:  # a few vocabularies lack some bytes; the slow encoder handles such text
                 ranks[bytes([byte])] = len(rank_to_id)
                 rank_to_id.append(_NO_TOKEN)
         encoding = tiktoken.Encoding("turngate", pat_str=merges.pattern, mergeable_ranks=ranks, special_tokens={})
@@ -328,12 +330,12 @@ class _FastEncoder:
 
 
 def _surely_nfc(text: str) -> bool:
-    """Whether text is NFC, for characters on which Python and `tokenizers` agree despite different Unicode versions."""
+    """Return whether text is certainly NFC. Characters that Python and `tokenizers` might treat differently count as not NFC."""
     return _UNSETTLED.search(text) is None and unicodedata.is_normalized("NFC", text)
 
 
 def probe_corpus(added: Iterable[str] = ()) -> list[str]:
-    """Texts on which two encoders must agree before one may replace the other: code, prose, scripts, spaces, digits."""
+    """Return texts on which two encoders must agree before one may replace the other: code, prose, scripts, spaces, digits."""
     code = Path(__file__).read_text(encoding="utf-8")
     lines = [
         code,
@@ -364,7 +366,7 @@ def probe_corpus(added: Iterable[str] = ()) -> list[str]:
         a + b for a in (" ", "\n", "x", "é", "9", "'s", "中") for b in (" ", "\n", "x", "é", "9", "'s", "中", "\u0301")
     ]
     marks = [f"x{t} y {t}{t}e\u0301\n{t}" for t in sorted(added)[:64]]
-    # Unassigned and rare code points: regex engines differ in the Unicode version of their tables.
+    # Unassigned and rare code points, since regex engines use different Unicode versions.
     planes = [
         "".join(chr(c) for c in range(start, start + 512) if not 0xD800 <= c < 0xE000)
         for start in range(0, 0x20000, 512)
@@ -375,8 +377,8 @@ def probe_corpus(added: Iterable[str] = ()) -> list[str]:
 def _load_backend(path: Path) -> Backend:
     try:
         return Backend.from_file(str(path))
-    except Exception as error:  # the package raises nothing narrower
-        raise ConfigError(f"tokenizer: {path} is not a tokenizer ({error})", param="tokenizer") from None
+    except Exception as error:  # the package raises no narrower type
+        raise ConfigError(f"tokenizer: {path} is not a valid tokenizer file ({error})", param="tokenizer") from None
 
 
 def _token_text(value: Json) -> str | None:
@@ -388,7 +390,7 @@ def _parse_length(value: Json) -> int | None:
 
 
 def _load_chat_template(folder: Path, config: Json) -> str | None:
-    """Load the folder's template file, else the template in its config; in a list of named ones, `default`."""
+    """Load the folder's template file, or else the template in its config. From a list of named templates, choose `default`."""
     file = folder / "chat_template.jinja"
     if file.exists():
         return file.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Reads a `tokenizer.json`: added and special ids, the bytes of each id, and the merges in the form that tiktoken takes.
+"""Read a `tokenizer.json`: added and special ids, the bytes of each id, and the merges in the form that tiktoken accepts.
 
 Reading the file and reordering its merges takes most of a second, so `certificate_cache.py` caches the result.
 """
@@ -37,7 +37,7 @@ def read_vocabulary(path: Path) -> Vocabulary:
         return _parse_vocabulary(spec, blake2b(path.read_bytes(), digest_size=16).hexdigest())
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"tokenizer: {path} is not a tokenizer ({type(error).__name__}: {error})", param="tokenizer"
+            f"tokenizer: {path} is not a valid tokenizer file ({type(error).__name__}: {error})", param="tokenizer"
         ) from None
 
 
@@ -67,10 +67,10 @@ def _parse_merges(spec: Json) -> Merges | None:
 
 
 def _merge_order(model: Json) -> list[int] | None:
-    """Token ids in merge order: base symbols first, then the result of each merge. None if ranks cannot express the merges.
+    """Return token ids in merge order: base symbols first, then the result of each merge.
 
-    If several merges make the same token, the first counts: a later pair with the same result has a lower priority than tiktoken would
-    give it, so this order is only a candidate until the probe corpus agrees.
+    Return None if ranks cannot express the merges. If several merges produce the same token, the first one determines its rank, although
+    later pairs have a lower priority than tiktoken then gives them. The order is therefore only a candidate until it passes the probe corpus.
     """
     vocab: dict[str, int] = model["vocab"]
     merged: dict[int, None] = {}
@@ -85,7 +85,7 @@ def _merge_order(model: Json) -> list[int] | None:
 
 
 def _single_pattern(pre: Json) -> str | None:
-    """The regular expression that splits text, if the pre-tokenizer is exactly one split followed by byte-level mapping."""
+    """Return the regular expression that splits text, if the pre-tokenizer is exactly one split followed by byte-level mapping."""
     if pre is None:
         return None
     stages = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
@@ -102,21 +102,21 @@ def _single_pattern(pre: Json) -> str | None:
             {"type": "Digits", "individual_digits": True},
             {"type": "ByteLevel", "add_prefix_space": False, **rest},
         ] if rest.get("use_regex", True):
-            # Digits are split off one by one first, so a space before a digit stays with the text before it.
+            # Digits are split off individually first, so a space before a digit stays with the text before it.
             return r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})|\s+(?!\S)|\s+"
         case _:
             return None
 
 
 def _is_nfc(normalizer: Json) -> bool | None:
-    """Whether text is normalised to NFC; None: the normalizer is one that the fast path does not support."""
+    """Return whether text is normalised to NFC, or None if the fast path does not support the normalizer."""
     if normalizer is None or (normalizer["type"] == "Sequence" and not normalizer["normalizers"]):
         return False
     return True if normalizer["type"] == "NFC" else None
 
 
 def _byte_table(spec: Json, added: dict[str, int]) -> list[bytes] | None:
-    """The bytes of each id of a byte-level vocabulary; None for any other."""
+    """Return the bytes of each id of a byte-level vocabulary, or None for any other."""
     decoder = spec.get("decoder") or {}
     kinds = (
         [d["type"] for d in decoder.get("decoders", [])] if decoder.get("type") == "Sequence" else [decoder.get("type")]
@@ -136,12 +136,12 @@ def _byte_table(spec: Json, added: dict[str, int]) -> list[bytes] | None:
 def _encode_latin(mapped: str, token: str) -> bytes:
     try:
         return mapped.encode("latin-1")
-    except UnicodeEncodeError:  # a token outside the byte alphabet: it stands for itself
+    except UnicodeEncodeError:  # a token outside the byte alphabet represents itself
         return token.encode()
 
 
 def _byte_chars() -> dict[int, str]:
-    """GPT-2's printable stand-in for each byte."""
+    """Return GPT-2's printable stand-in for each byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     chars = {byte: chr(byte) for byte in printable}
     for shift, byte in enumerate(b for b in range(256) if b not in chars):
@@ -156,7 +156,7 @@ def read_json(path: Path, *, optional: bool = False) -> Json:
         if optional:
             return {}
         raise ConfigError(
-            f"tokenizer: {path} does not exist; give a folder that holds tokenizer.json", param="tokenizer"
+            f"tokenizer: {path} does not exist; choose a folder that contains tokenizer.json", param="tokenizer"
         ) from None
     except OSError as error:
         raise ConfigError(f"tokenizer: {path} cannot be read ({error.strerror})", param="tokenizer") from None
