@@ -70,7 +70,7 @@ def _merge_order(model: Json) -> list[int] | None:
     """Return token ids in merge order: base symbols first, then the result of each merge.
 
     Return None if ranks cannot express the merges. If several merges produce the same token, the first one determines its rank, although
-    later pairs have a lower priority than tiktoken then gives them. The order is therefore only a candidate until it passes the probe corpus.
+    later pairs have a lower priority than tiktoken then gives them. The order is only a candidate until it passes the probe corpus.
     """
     vocab: dict[str, int] = model["vocab"]
     merged: dict[int, None] = {}
