@@ -215,7 +215,9 @@ class Parser:
         self._reasoning: list[str] = []
         self._content: list[str] = []
         self._calls: list[ToolCall] = []
-        self._fresh = in_reasoning  # nothing of the current span was shown yet, so leading newlines belong to the template
+        self._fresh = (
+            in_reasoning  # nothing of the current span was shown yet, so leading newlines belong to the template
+        )
         self._wants_calls = bool(tools)
         self.satisfied = False  # whether the one requested call is complete, so that sampling may stop
 
