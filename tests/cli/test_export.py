@@ -24,7 +24,7 @@ async def test_a_folder_that_is_served_is_exported_and_what_is_lost_is_told(tmp_
         done = await asyncio.to_thread(ran, "export", "sft", "--data", tmp_path / "data", "--out", out)
         assert done.exit_code == 0, done.output
         assert f"1 record of 1 rollout in 1 group → {out}" in done.stdout
-        assert "left out  1 × its session is open (--unfinished takes it)" in done.stdout
+        assert "left out  1 × its session is open (--unfinished includes it)" in done.stdout
         assert "lost      log-probabilities and policy versions" in done.stdout
         [record] = [json.loads(line) for line in out.read_text().splitlines()]
         assert record["messages"] == [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
@@ -41,7 +41,7 @@ async def test_a_folder_that_is_served_is_exported_and_what_is_lost_is_told(tmp_
         (["--advantage", "best"], "advantage must be one of normalised, leave_one_out, none, not 'best'"),
         (["--keep", "some"], "keep must be one of all, best, not 'some'"),
         (["--min-reward", "nan"], "min_reward must be a finite number, not nan"),
-        (["--as", "tokens"], "as: does not apply to rows; leave out --as"),
+        (["--as", "tokens"], "as does not apply to format rows; leave out --as"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_the_name_of_its_flag(more: list[str], line: str, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ async def test_a_slash_at_the_end_is_a_folder_and_replaces_no_file(tmp_path: Pat
     out.write_text("before")
     words = [word.format(out) for word in spelled]
     with process("export", "rows", "--data", tmp_path / "data", *words) as one:
-        one.until(lambda: "leave out the / at its end" in one.output)
+        one.until(lambda: "remove the trailing /" in one.output)
     with process("export", "atif", "--data", tmp_path / "data", *words) as one:
         one.until(lambda: "is a file, but a folder is needed" in one.output)
     assert out.read_text() == "before"
@@ -98,7 +98,7 @@ async def test_filters_that_leave_nothing_are_named(tmp_path: Path) -> None:
     words = ["export", "rows", "--data", tmp_path / "data", "--out", tmp_path / "out.jsonl"]
     for more in (["--min-reward", "5"], ["--resolved"], ["--session", "nope"], ["--unscored", "drop"]):
         assert refused(*words, *more).startswith(
-            f"data: none of 1 rollout there matches {' '.join(more)}; choose other filters"
+            f"data: no rollout in the folder matches {' '.join(more)} (it contains 1 rollout); change the filters"
         )
-    assert "so nothing is written; left out: 1 × it has no group" in refused(words[0], "dpo", *words[2:])
+    assert "so no file was written; left out: 1 × it has no group" in refused(words[0], "dpo", *words[2:])
     assert not (tmp_path / "out.jsonl").exists()

@@ -151,7 +151,7 @@ def test_rows_are_those_that_the_gateway_hands_out_with_advantages_over_the_grou
     assert by_name["fault"]["kind"] == "infrastructure fault" and by_name["unscored"]["kind"] is None
     assert by_name["good"]["model"] == "m" and by_name["good"]["version_start"] == 0
     assert set(done.left_out) == {
-        f"its session is {status} (--unfinished takes it)" for status in ("open", "cancelled")
+        f"its session is {status} (--unfinished includes it)" for status in ("open", "cancelled")
     }
 
 
@@ -219,7 +219,7 @@ def test_in_no_form_is_a_turn_learned_twice_or_one_that_may_not_be(made: Recordi
         assert not any(row["mask"][size:]), "nothing that is learned is cut off"
     messages, done = made.export("sft", **only)
     assert len(messages) == 2, "in the third, a turn that the second has would be learned again"
-    assert [count for why, count in done.left_out.items() if "a row with an assistant message" in why] == [1]
+    assert [count for why, count in done.left_out.items() if "a row with an untrained assistant message" in why] == [1]
 
 
 async def test_what_may_not_be_reinforced_may_be_imitated_if_that_is_asked_for(made: Recording) -> None:
@@ -228,7 +228,7 @@ async def test_what_may_not_be_reinforced_may_be_imitated_if_that_is_asked_for(m
         await made.ended(session, 1.0)
     only = {"sessions": (session.id,)}
     for format in ("rows", "sft", "verl", "slime"):
-        with pytest.raises(ConfigError, match=r"1 rollout gave no record, .*1 × it has nothing to train on"):
+        with pytest.raises(ConfigError, match=r"1 rollout yielded no records, .*1 × it has nothing to train on"):
             made.export(format, **only)  # its distribution was not the policy's own
     for form in ("messages", "completions", "tokens"):
         [record] = made.export("sft", form=form, imitate=True, **only)[0]
@@ -241,7 +241,7 @@ async def test_a_turn_that_was_cut_short_is_not_imitated(made: Recording) -> Non
         session = await made.rollout("short")
         await made.ask(session, [*ASKED], "Once upon", close=False)
         await made.ended(session, 1.0)
-    with pytest.raises(ConfigError, match="1 rollout gave no record"):
+    with pytest.raises(ConfigError, match="1 rollout yielded no records"):
         made.export("sft", imitate=True, sessions=(session.id,))
 
 
@@ -290,7 +290,7 @@ async def test_rollouts_whose_prompts_differ_make_no_pair(made: Recording) -> No
 
 @pytest.mark.promise(9)
 def test_where_there_are_no_pairs_it_is_said_why_and_nothing_is_replaced(made: Recording) -> None:
-    with pytest.raises(ConfigError, match=r"5 rollouts gave no record, .*1 × pairs .* less than 5 \(--margin\)"):
+    with pytest.raises(ConfigError, match=r"5 rollouts yielded no records, .*1 × pairs .* less than 5 \(--margin\)"):
         made.export("dpo", margin=5.0)
     assert list(made.out.iterdir()) == []
     (made.out / "out.jsonl").write_text("before")
@@ -496,27 +496,42 @@ def _nested(levels: int) -> Any:
 @pytest.mark.parametrize(
     ("format", "suffix", "choices", "line"),
     [
-        ("tfrecord", ".jsonl", {}, "format: 'tfrecord' is none of rows, sft"),
-        ("rows", ".csv", {}, "out: .* has to end in .jsonl or .parquet"),
-        ("sft", ".parquet", {}, "out: conversations do not fit into columns"),
-        ("sft", ".jsonl", {"form": "rows"}, "as: 'rows' is none of messages, completions, tokens for sft"),
-        ("rows", ".jsonl", {"form": "tokens"}, "as: does not apply to rows; leave out --as"),
-        ("verl", ".jsonl", {"prompt_ids": True}, "prompt_ids: does not apply to verl; leave out --prompt-ids"),
-        ("dpo", ".jsonl", {"pairs": 0}, "pairs: 0 must be at least 1"),
-        ("rows", ".jsonl", {"groups": ("nobody",)}, "data: none of 7 rollouts there matches --group nobody; choose"),
+        ("tfrecord", ".jsonl", {}, "format must be one of rows, sft, .*, not 'tfrecord'"),
+        ("rows", ".csv", {}, "out must be a .jsonl or .parquet file, not .*csv"),
+        ("sft", ".parquet", {}, "out: conversations cannot be written to a Parquet file"),
+        (
+            "sft",
+            ".jsonl",
+            {"form": "rows"},
+            "as must be one of messages, completions, tokens for format sft, not 'rows'",
+        ),
+        ("rows", ".jsonl", {"form": "tokens"}, "as does not apply to format rows; leave out --as"),
+        ("verl", ".jsonl", {"prompt_ids": True}, "prompt_ids does not apply to format verl; leave out --prompt-ids"),
+        ("dpo", ".jsonl", {"pairs": 0}, "pairs must be at least 1, not 0"),
+        (
+            "rows",
+            ".jsonl",
+            {"groups": ("nobody",)},
+            r"data: no rollout in the folder matches --group nobody \(it contains 7 rollouts\); change",
+        ),
         (
             "rows",
             ".jsonl",
             {"min_reward": 5.0, "resolved": True},
-            "none of 7 .* matches --min-reward 5 --resolved; choose",
+            r"no rollout .* matches --min-reward 5 --resolved \(it contains 7 .*\); change",
         ),
         (
             "rows",
             ".jsonl",
             {"sessions": ("a", "z*")},
-            r"none of 7 .* matches --session a --session z\*; choose other filters",
+            r"no rollout .* matches --session a --session z\* \(it contains 7 .*\); change the filters",
         ),
-        ("atif", "", {"tasks": ("u",), "unscored": "drop"}, "none of 7 .* matches --task u --unscored drop; choose"),
+        (
+            "atif",
+            "",
+            {"tasks": ("u",), "unscored": "drop"},
+            r"no rollout .* matches --task u --unscored drop \(it contains 7 .*\); change",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(
@@ -529,7 +544,7 @@ def test_what_cannot_be_is_refused_by_name(
 
 def test_without_pyarrow_it_is_said_what_to_install(made: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("turngate.trainers.export.files.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs pyarrow: pip install 'turngate\[parquet\]'"):
+    with pytest.raises(ConfigError, match=r"requires pyarrow; run pip install 'turngate\[parquet\]'"):
         made.export("rows", ".parquet")
     assert list(made.out.iterdir()) == []
 
@@ -580,7 +595,9 @@ def test_a_damaged_outcome_is_left_out_and_told(made: Recording, written: Any) -
         assert records and made.ids["bad"] not in json.dumps(records)
         assert done.left_out["its outcome is damaged on disk"] == 1
     assert "its outcome is damaged on disk" not in made.export("rows", sessions=(made.ids["good"],))[1].left_out
-    with pytest.raises(ConfigError, match=r"none of 7 rollouts .*; left out: 1 × its outcome is damaged on disk"):
+    with pytest.raises(
+        ConfigError, match=r"no rollout .* \(it contains 7 rollouts\); left out: 1 × its outcome is damaged on disk"
+    ):
         made.export("rows", sessions=(made.ids["bad"],))
 
 
@@ -598,14 +615,15 @@ def test_all_that_is_there_may_be_left_out(made: Recording) -> None:
         db.execute("UPDATE sessions SET config='{'")
     db.close()
     with pytest.raises(
-        ConfigError, match="none of 7 rollouts there can be exported; left out: 7 × its settings are damaged"
+        ConfigError,
+        match=r"no rollout .* can be exported \(it contains 7 rollouts\); left out: 7 × its settings are damaged",
     ):
         made.export("rows")
 
 
 @pytest.mark.parametrize("field", ["groups", "tasks", "sessions"])
 def test_one_name_alone_is_not_taken_letter_by_letter(field: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{field}: 'zz\*' is one name; give a tuple of them, \('zz\*',\)"):
+    with pytest.raises(ConfigError, match=rf"{field} must be a tuple of names, such as \('zz\*',\), not a string"):
         RolloutFilter(**{field: "zz*"})
 
 
@@ -613,7 +631,7 @@ def test_paths_may_be_text_and_a_slash_at_the_end_is_a_folder(made: Recording) -
     out = f"{made.out}/rows.jsonl"
     assert export(str(made.data), out, ExportChoices(format="rows")).out == Path(out)
     before = Path(out).read_bytes()
-    with pytest.raises(ConfigError, match=r"out: .*rows.jsonl/ is a folder, but rows are one file"):
+    with pytest.raises(ConfigError, match=r"out: .*rows.jsonl/ is a folder, but rows are written to a single file"):
         export(str(made.data), f"{out}/", ExportChoices(format="rows"))
     with pytest.raises(ConfigError, match=r"out: .*rows.jsonl is a file, but a folder is needed"):
         export(str(made.data), f"{out}/", ExportChoices(format="atif"))

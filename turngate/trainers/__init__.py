@@ -1,1 +1,1 @@
-"""Bridges from traces to trainers. Each imports its trainer in its own module only."""
+"""Integrations with trainers. Each one imports its trainer only inside its own module."""

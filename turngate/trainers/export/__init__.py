@@ -1,10 +1,10 @@
-"""Write files that trainers read, from a data folder. A new format is one file and one line here.
+"""Export rollouts from a data folder to files for trainers.
 
     choices = ExportChoices(format="verl", wanted=RolloutFilter(groups=("run1.*",)))
     result = export(Path("turngate-data"), Path("rows.parquet"), choices)
 
-`source.py` reads rollouts group by group, a format turns each group into records, and `files.py` writes them. Only one group is in
-memory at a time. A gateway may serve the folder meanwhile.
+`source.py` reads rollouts group by group, a format converts each group to records, and `files.py` writes them. Only one group is in
+memory at a time. A gateway may be using the folder at the same time. To add a format, add one file, and one line here.
 """
 
 from __future__ import annotations
@@ -37,25 +37,28 @@ FORMATS: Mapping[str, Format] = {
 
 
 class ExportResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What an export wrote and left out."""
+    """A summary of an export."""
 
     out: Path
-    replaced: bool  # a file of that name existed
-    replaced_files: int  # more than one only where each record is a file
-    other_files: int  # existing files of other records, which are kept
+    replaced: bool  # a file with the same name existed
+    replaced_files: int  # more than one only if each record is a file
+    other_files: int  # existing files of other records, left unchanged
     records: int
-    rollouts: int  # that were read
+    rollouts: int  # rollouts read
     groups: int
-    lost: tuple[str, ...]  # information that the format cannot hold
+    lost: tuple[str, ...]  # information that the format cannot represent
     left_out: Mapping[str, int]  # counts by reason
-    notes: tuple[str, ...]  # what to know before training on it
+    notes: tuple[str, ...]  # warnings for anyone who trains on the file
 
 
 def export(data: Path | str, out: Path | str, choices: ExportChoices) -> ExportResult:
-    """Write a file completely or not at all. An `out` that ends in / is a folder. Fails if there are no records."""
+    """Export rollouts to a file, which is written completely or not at all.
+
+    An `out` that ends in / is a folder. Raise `ConfigError` if there are no records to write.
+    """
     format = FORMATS.get(choices.format)
     if format is None:
-        raise ConfigError(f"format: {choices.format!r} is none of {', '.join(FORMATS)}", param="format")
+        raise ConfigError(f"format must be one of {', '.join(FORMATS)}, not {choices.format!r}", param="format")
     choices = format.check(choices)
     folder = isinstance(out, str) and out.endswith("/")
     data, out = Path(data), Path(out)
@@ -75,10 +78,10 @@ def export(data: Path | str, out: Path | str, choices: ExportChoices) -> ExportR
                     scored.add(format.find_scored_session(record))
                 except UnwritableRecord as error:
                     exclusions.add(str(error))
-            synthetic += sum(is_synthetic(one) for one in group.selected if one.id in scored)
+            synthetic += sum(is_synthetic(rollout) for rollout in group.selected if rollout.id in scored)
         if not file.records:
             raise ConfigError(
-                f"data: {count_rollouts(rollouts)} gave no record, so nothing is written; left out: {exclusions}",
+                f"data: {count_rollouts(rollouts)} yielded no records, so no file was written; left out: {exclusions}",
                 param="data",
             )
     return ExportResult(

@@ -1,9 +1,10 @@
-"""ATIF, Harbor's trajectory format (version 1.8): one per rollout, with every branch, its text, ids and log-probabilities.
+"""The `atif` format: Harbor's trajectory format (version 1.8), with the text, ids and log-probabilities of every branch.
 
-The main branch is the trajectory; all others (sub-agents, side calls, history before a compaction, abandoned branches) are embedded in it.
-A step that an earlier branch has is marked as copied, so that nothing is trained twice. The prompt ids of a step are the
-`new_prompt_token_ids` and `completion_token_ids` of all steps before it. `--prompt-ids` writes them out for every step, which grows with
-the square of the turns.
+Each rollout is one trajectory. The main branch is the trajectory itself; all others (sub-agents, side calls, history before a compaction,
+abandoned branches) are embedded in it. A step that an earlier branch already contains is marked as copied, so that it is not trained twice.
+
+The prompt of a step is the concatenation of `new_prompt_token_ids` and `completion_token_ids` of all earlier steps, and its own
+`new_prompt_token_ids`. `--prompt-ids` writes the full prompt of every step, so the file size grows with the square of the number of turns.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class Atif:
         return RecordLayout(what="trajectories", folder="session_id")
 
     def list_losses(self, choices: ExportChoices) -> tuple[str, ...]:
-        return ("images and other parts that are not text, and log-probabilities of turns that lack some",)
+        return (
+            "images and other parts that are not text, and the log-probabilities of turns in which some are missing",
+        )
 
     def find_scored_session(self, record: Record) -> str:
         return str(record["session_id"])
@@ -45,7 +48,7 @@ class Atif:
     def records(self, group: RecordedGroup, choices: ExportChoices, exclusions: Exclusions) -> Iterator[Record]:
         for rollout in group.selected:
             if not rollout.branches:
-                exclusions.add("nothing was sampled in it")
+                exclusions.add("it has no turns")
                 continue
             yield _build_record(rollout, choices)
 
@@ -64,7 +67,7 @@ def _build_record(rollout: RecordedRollout, choices: ExportChoices) -> Record:
 def _build_trajectory(
     rollout: RecordedRollout, row: Sample, written: set[int], choices: ExportChoices
 ) -> dict[str, Json]:
-    """Build the trajectory of a branch. `written`: nodes of earlier branches, to which this one's are added."""
+    """Build the trajectory of a branch, and add its nodes to `written`, which contains the nodes of earlier branches."""
     spans = {span.node: span for span in row.spans}
     nodes = {node.id: node for node in path_to(rollout.nodes[row.branch])}
     steps: list[dict[str, Json]] = []
@@ -99,14 +102,14 @@ def _build_trajectory(
 
 
 def _fork_cause(leaf: object) -> str | None:
-    """Return why the branch forked from another, if it did."""
+    """Return why the branch forked from another one, or None if it did not."""
     assert isinstance(leaf, Sampled)
     causes = [node.info.cause for node in path_to(leaf) if node.info.cause is not None]
     return causes[-1] if causes else None
 
 
 def _context_step(message: Message) -> dict[str, Json]:
-    """Build the step of a message that the agent sent. An assistant message among them was not sampled here."""
+    """Build the step for a message that the agent sent. Assistant messages among them were not sampled here."""
     if message.role == "assistant":
         return {"source": "agent", "is_copied_context": True, **_message_fields(message)}
     return {"source": "system" if message.role == "system" else "user", "message": message.content}
@@ -121,7 +124,7 @@ def _attach_observation(steps: list[dict[str, Json]], message: Message) -> None:
                 {"source_call_id": call, "content": message.content}
             )
             return
-    # The agent left the call out of its history.
+    # The agent removed the call from its history.
     steps.append({"source": "system", "message": "", "observation": {"results": [{"content": message.content}]}})
 
 
@@ -149,16 +152,16 @@ def _message_fields(message: Message) -> dict[str, Json]:
 
 
 def _arguments(written: str) -> dict[str, Json]:
-    """Return the arguments as an object, which ATIF requires. Other text is kept in `extra`."""
+    """Return the arguments as an object, as ATIF requires. Other arguments are kept as text in `extra`."""
     value = parse_arguments(written)
     return {"arguments": value} if isinstance(value, dict) else {"arguments": {}, "extra": {"written": written}}
 
 
 def _metrics(node: Sampled, span: RowSpan, choices: ExportChoices) -> dict[str, Json]:
-    """Return the metrics of a turn. An endpoint that returned no tokens gives no token counts."""
+    """Return the metrics of a turn. They have no token counts if the endpoint returned no tokens."""
     exact = node.info.capture == "tokens"
-    given = [math.nan] if node.logprobs is None else node.logprobs
-    scored = exact and len(given) == node.size and bool(np.isfinite(given).all())
+    logprobs = [math.nan] if node.logprobs is None else node.logprobs
+    scored = exact and len(logprobs) == node.size and bool(np.isfinite(logprobs).all())
     before = path_to(node.parent)
     return {
         **({"prompt_tokens": span.start, "completion_tokens": node.size} if exact else {}),

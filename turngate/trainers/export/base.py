@@ -1,4 +1,4 @@
-"""The `Format` protocol, and the choices that formats share."""
+"""The `Format` protocol, and the options of an export."""
 
 from __future__ import annotations
 
@@ -18,43 +18,41 @@ Record = Mapping[str, Json]
 
 
 class ExportChoices(msgspec.Struct, frozen=True, kw_only=True):
-    """What to export, and how. A format rejects choices that do not apply to it."""
+    """The options of an export. A format rejects options that do not apply to it."""
 
     format: str
     wanted: RolloutFilter = RolloutFilter()
     form: Form = ""  # empty: the format's default
     advantage: Choice = "normalised"
-    imitate: bool = (
-        False  # also turns without log-probabilities or with biased sampling: fit to imitate, not to reinforce
-    )
-    keep: Literal["all", "best"] = "all"  # rejection: per group
-    margin: float = 0.0  # dpo: least difference between the rewards of a pair
-    pairs: int = 4  # dpo: maximum per group
-    prompt_ids: bool = False  # atif: the full prompt of every step
+    imitate: bool = False  # include turns that can only be imitated: without log-probabilities, or sampled with a bias
+    keep: Literal["all", "best"] = "all"  # rejection: which rollouts of each group
+    margin: float = 0.0  # dpo: minimum difference between the rewards of a pair
+    pairs: int = 4  # dpo: maximum number of pairs per group
+    prompt_ids: bool = False  # atif: include the full prompt of every step
 
 
 class Format(Protocol):
-    """A file format. Stateless."""
+    """A file format. Implementations are stateless."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def whole_groups(self) -> bool:
-        """Whether it needs all rollouts of a group, also those that are not selected."""
+        """Whether the format needs all rollouts of a group, including those that are not selected."""
 
     def check(self, choices: ExportChoices) -> ExportChoices:
-        """Fill in defaults, and reject choices that do not apply, by the name of their flag."""
+        """Fill in defaults. Raise `ConfigError` with the name of the flag if an option does not apply."""
 
     def layout(self, choices: ExportChoices) -> RecordLayout: ...
 
     def records(self, group: RecordedGroup, choices: ExportChoices, exclusions: Exclusions) -> Iterator[Record]: ...
 
     def find_scored_session(self, record: Record) -> str:
-        """Return the session whose log-probabilities a record holds; empty if it holds none."""
+        """Return the session whose log-probabilities are in a record, or an empty string if it has none."""
 
     def list_losses(self, choices: ExportChoices) -> tuple[str, ...]:
-        """List the information that the format cannot hold."""
+        """List the information that the format cannot represent."""
 
 
 _DEFAULTS = ExportChoices(format="")
@@ -63,13 +61,15 @@ _FLAG_NAMES = {"form": "as"}
 
 
 def reject_unused(choices: ExportChoices, *known: str, forms: tuple[Form, ...] = ()) -> ExportChoices:
-    """Reject choices that do not apply to a format. The first of `forms` is the default."""
+    """Raise `ConfigError` for options that do not apply to a format. The first of `forms` is the default."""
     for name in _FLAGS:
         if name not in known and getattr(choices, name) != getattr(_DEFAULTS, name):
             flag = _FLAG_NAMES.get(name, name)
             raise ConfigError(
-                f"{flag}: does not apply to {choices.format}; leave out --{flag.replace('_', '-')}", param=flag
+                f"{flag} does not apply to format {choices.format}; leave out --{flag.replace('_', '-')}", param=flag
             )
     if choices.form and choices.form not in forms:
-        raise ConfigError(f"as: {choices.form!r} is none of {', '.join(forms)} for {choices.format}", param="as")
+        raise ConfigError(
+            f"as must be one of {', '.join(forms)} for format {choices.format}, not {choices.form!r}", param="as"
+        )
     return choices if choices.form or not forms else msgspec.structs.replace(choices, form=forms[0])

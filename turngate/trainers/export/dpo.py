@@ -1,11 +1,11 @@
-"""Preference pairs within a group: a better and a worse answer to the same prompt.
+"""The `dpo` format: preference pairs within a group, with a better and a worse answer to the same prompt.
 
     messages  {"prompt": […], "chosen": [one turn], "rejected": [one turn], "tools"}: the first turn at which the two rollouts differ.
-              Later turns answer different prompts
-    tokens    {"prompt_ids", "chosen_ids", "chosen_mask", "rejected_ids", "rejected_mask"}: from that turn to the end, with a mask of
-              the model's tokens
+              Later turns answer different prompts, so they are left out
+    tokens    {"prompt_ids", "chosen_ids", "chosen_mask", "rejected_ids", "rejected_mask"}: everything from that turn to the end, with a
+              mask of the trained tokens
 
-Prompts are the same if their ids are. Rollouts whose prompts differ (by a date, a path) make no pair.
+Prompts are equal if their ids are equal. Rollouts whose prompts differ, for example in a date or a path, do not form a pair.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _COLUMNS = {
 
 
 class _Divergence(msgspec.Struct, frozen=True):
-    """Where two rollouts diverge: their first different turns, and how many tokens precede them."""
+    """The first turns at which two rollouts differ, and the number of tokens before them."""
 
     better: Sampled
     worse: Sampled
@@ -54,13 +54,13 @@ class Dpo:
     whole_groups = False
 
     def check(self, choices: ExportChoices) -> ExportChoices:
-        for name, least in (("margin", 0.0), ("pairs", 1)):
-            if not getattr(choices, name) >= least:
-                raise ConfigError(f"{name}: {getattr(choices, name)} must be at least {least:g}", param=name)
+        for name, minimum in (("margin", 0.0), ("pairs", 1)):
+            if not (value := getattr(choices, name)) >= minimum:
+                raise ConfigError(f"{name} must be at least {minimum:g}, not {value}", param=name)
         return reject_unused(choices, "form", "margin", "pairs", forms=("messages", "tokens"))
 
     def layout(self, choices: ExportChoices) -> RecordLayout:
-        return RecordLayout(what="pairs of conversations", columns=_COLUMNS if choices.form == "tokens" else {})
+        return RecordLayout(what="conversation pairs", columns=_COLUMNS if choices.form == "tokens" else {})
 
     def list_losses(self, choices: ExportChoices) -> tuple[str, ...]:
         dropped = "branches other than the main one, log-probabilities and policy versions"
@@ -77,11 +77,11 @@ class Dpo:
 
     def records(self, group: RecordedGroup, choices: ExportChoices, exclusions: Exclusions) -> Iterator[Record]:
         if not group.name:
-            exclusions.add("it has no group, so there is nothing to compare it with", len(group.selected))
+            exclusions.add("it has no group, so it cannot be compared", len(group.selected))
             return
         rollouts = list(select_trainable(group, exclusions))
         scored = [one for one in rollouts if one.reward is not None]
-        exclusions.add("its reward is unknown, so it is neither better nor worse", len(rollouts) - len(scored))
+        exclusions.add("its reward is unknown, so it cannot be compared", len(rollouts) - len(scored))
         if len({one.reward for one in scored}) < 2:
             exclusions.add("groups without two different rewards", bool(scored))
             return
@@ -107,7 +107,7 @@ def _margin(better: RecordedRollout, worse: RecordedRollout) -> float:
 
 
 def _by_margin(pair: tuple[RecordedRollout, RecordedRollout]) -> tuple[float, int, int]:
-    """Sort by the widest margin, then by age."""
+    """Sort by margin, widest first, then by age, oldest first."""
     better, worse = pair
     return -_margin(better, worse), better.row.key, worse.row.key
 

@@ -1,4 +1,4 @@
-"""Write output files atomically, record by record: JSON lines, Parquet, or a folder with one JSON file per record."""
+"""Write records atomically to JSON Lines, Parquet, or a folder with one JSON file per record."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _BATCH = 2_000_000  # tokens in a row group of a Parquet file
 
 
 class RecordLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of a format's records. `columns`: the kind of each column; empty if records do not fit into columns."""
+    """The layout of a format's records. `columns` maps each column to its kind, and is empty if records have no fixed columns."""
 
-    what: str  # the records' name in messages
+    what: str  # name of the records in error messages
     columns: Mapping[str, str] = {}
     folder: str = ""  # the field that names the file, for formats with one file per record
 
 
 class UnwritableRecord(Exception):
-    """A record that cannot be written because of its content. Other records are not affected."""
+    """A record cannot be written because of its content. Other records are not affected."""
 
 
 class OutputFile(ABC):
     records = 0
-    replaced = 0  # existing files of the same name
-    others = 0  # existing files of other records, which are kept
+    replaced = 0  # existing files with the same name
+    others = 0  # existing files of other records, left unchanged
 
     @abstractmethod
     def add(self, record: Mapping[str, Json]) -> None: ...
@@ -49,23 +49,23 @@ class OutputFile(ABC):
 
 @contextmanager
 def open_output(out: Path, layout: RecordLayout, *, folder: bool = False) -> Iterator[OutputFile]:
-    """Open an output, which gets its name only when the block succeeds. `folder`: the caller asked for a folder."""
+    """Open an output file, which appears under its name only if the block succeeds. `folder` means that the caller requested a folder."""
     if folder and not layout.folder:
         raise ConfigError(
-            f"out: {out}/ is a folder, but {layout.what} are one file; leave out the / at its end",
+            f"out: {out}/ is a folder, but {layout.what} are written to a single file; remove the trailing /",
             param="out",
         )
     if layout.folder and (folder or not out.suffix or out.is_dir()):
         yield _FolderOutput(out, layout.folder)
         return
     if out.suffix not in (".jsonl", ".parquet"):
-        more = ", or a folder's name" if layout.folder else ""
-        raise ConfigError(f"out: {out} has to end in .jsonl or .parquet{more}", param="out")
+        more = " or a folder" if layout.folder else ""
+        raise ConfigError(f"out must be a .jsonl or .parquet file{more}, not {out}", param="out")
     if out.suffix == ".parquet" and not layout.columns:
-        raise ConfigError(f"out: {layout.what} do not fit into columns; write a .jsonl file", param="out")
+        raise ConfigError(f"out: {layout.what} cannot be written to a Parquet file; write a .jsonl file", param="out")
     _create_folder(out.absolute().parent)
     if out.is_dir():
-        raise ConfigError(f"out: {out} is a folder", param="out")
+        raise ConfigError(f"out: {out} is a folder; pass the name of a file", param="out")
     unfinished = out.with_name(f".{out.name}.{os.getpid()}.unfinished")
     existed = out.is_file()
     try:
@@ -101,19 +101,19 @@ def _open_private(path: Path) -> Iterator[IO[bytes]]:
 
 
 def to_file_name(session: str) -> str:
-    """Return a unique file name for a session: its id, with `~` for a colon, which some systems do not allow."""
+    """Return a unique file name for a session: its id, with `~` instead of colons, which some systems do not allow."""
     return quote(session, safe="").replace("~", "%7E").replace("%3A", "~")
 
 
 def encode_json(record: object) -> bytes:
-    """Encode a record. Arrays become lists, with null for NaN."""
+    """Encode a record as JSON. Arrays become lists, with null for NaN."""
     try:
         return orjson.dumps(record, default=_to_fragment)
     except TypeError:  # lone surrogates, from agents that cut text in the middle of a character
         try:
             return json.dumps(record, default=_to_list).encode()
         except RecursionError:
-            raise UnwritableRecord("it is nested too deeply for JSON readers") from None
+            raise UnwritableRecord("its content is nested too deeply for JSON") from None
 
 
 def _to_fragment(value: object) -> Json:
@@ -125,7 +125,7 @@ def _to_list(value: object) -> Json:
 
 
 def _array(value: np.ndarray) -> bytes:
-    # As 64-bit floats: the shortest form of a 32-bit float reads back as a different 64-bit one.
+    # Convert to 64-bit floats: the shortest decimal form of a 32-bit float parses as a different 64-bit float.
     wide = value.astype(np.float64) if value.dtype.kind == "f" else value
     return orjson.dumps(np.ascontiguousarray(wide), option=orjson.OPT_SERIALIZE_NUMPY)
 
@@ -147,7 +147,7 @@ class _FolderOutput(OutputFile):
 
     def __init__(self, folder: Path, named_after: str) -> None:
         if folder.exists() and not folder.is_dir():
-            raise ConfigError(f"out: {folder} is a file, but a folder is needed; choose another name", param="out")
+            raise ConfigError(f"out: {folder} is a file, but a folder is needed; choose a different name", param="out")
         self._folder = folder
         self._named_after = named_after
         self._before = {path.name for path in folder.glob("*.json")}
@@ -179,7 +179,7 @@ class _ParquetFile(OutputFile):
     def __init__(self, raw: IO[bytes], columns: Mapping[str, str]) -> None:
         if find_spec("pyarrow") is None:
             raise ConfigError(
-                "out: writing parquet needs pyarrow: pip install 'turngate[parquet]', or write a .jsonl file",
+                "out: writing a Parquet file requires pyarrow; run pip install 'turngate[parquet]', or write a .jsonl file",
                 param="out",
             )
         self._arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
@@ -226,6 +226,6 @@ class _ParquetFile(OutputFile):
             values = [v if v is None or isinstance(v, str) else encode_json(v).decode() for v in values]
             values = [v if v is None else v.encode("utf-8", "backslashreplace").decode() for v in values]
         elif self._arrow.types.is_list(kind) and any(isinstance(v, np.ndarray) and v.dtype.kind == "f" for v in values):
-            # NaN becomes null, so that no program computes with it.
+            # Store NaN as null, so that no program uses it as a number.
             values = [self._arrow.array(v, type=kind.value_type, from_pandas=True) for v in values]
         return self._arrow.array(values, type=kind)

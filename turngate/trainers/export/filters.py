@@ -1,4 +1,4 @@
-"""Select the rollouts that can be trained on: only the agent decided their outcome, and some row is trainable."""
+"""Select the rollouts of a group that can be trained on."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ TOO_LARGE = "its reward is too large to compute with"
 def select_trainable(
     group: RecordedGroup, exclusions: Exclusions, *, allow_untrained: bool = False, uses_reward: bool = True
 ) -> Iterator[RecordedRollout]:
-    """Yield the usable rollouts.
+    """Yield the rollouts with a valid outcome and at least one trainable row.
 
-    `allow_untrained`: also those without trainable rows. `uses_reward`: skip those whose reward is too large.
+    With `allow_untrained`, include rollouts without trainable rows. With `uses_reward`, skip rollouts whose reward is too large.
     """
     for rollout in group.selected:
         if not rollout.has_valid_outcome:

@@ -1,4 +1,4 @@
-"""Messages of a branch, in the form that chat templates take, and which of them the model sampled."""
+"""Read the messages of a branch, and convert them to the form that chat templates accept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _message = msgspec.json.Decoder(Message)
 
 class BranchMessage(msgspec.Struct, frozen=True):
     message: Message
-    node: int  # that holds it
+    node: int  # id of the node that contains it
     sampled: bool = False
 
 
@@ -36,13 +36,13 @@ def read_conversation(rollout: RecordedRollout, row: Sample) -> list[BranchMessa
 
 
 def read_tools(rollout: RecordedRollout, row: Sample) -> list[Json]:
-    """Read the tools of the branch's last turn, in OpenAI's form."""
+    """Read the tools of the branch's last turn, in OpenAI's format."""
     context = rollout.turn(row.branch).parent
     return [tool.wire for tool in decode_stored_tools(context.info.dialect, rollout.tools(context))]
 
 
 def to_template_message(message: Message) -> dict[str, Json]:
-    """Convert to the form of chat templates: arguments of calls become objects. Arguments that are not an object stay text."""
+    """Convert a message for chat templates: tool call arguments become objects. Arguments that are not a JSON object stay text."""
     wire = message_to_wire(message)
     for call in wire.get("tool_calls", ()):
         call["function"]["arguments"] = parse_arguments(call["function"]["arguments"])
@@ -58,7 +58,7 @@ def parse_arguments(arguments: str) -> Json:
 
 
 def _is_shallow(value: Json) -> bool:
-    """Check the nesting: most JSON readers have a limit."""
+    """Return whether the nesting is shallow enough for common JSON readers."""
     level = [value]
     for _ in range(_MAX_DEPTH):
         inside = [v for v in level if isinstance(v, dict | list)]

@@ -1,4 +1,4 @@
-"""Rejection sampling: the `sft` format, only for rollouts with a high enough reward. `--keep best` takes one per group."""
+"""The `rejection` format: `sft` examples of rollouts with a high enough reward. `--keep best` keeps one per group."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Rejection:
         return ""
 
     def records(self, group: RecordedGroup, choices: ExportChoices, exclusions: Exclusions) -> Iterator[Record]:
-        found = list(select_trainable(group, exclusions, allow_untrained=choices.imitate, uses_reward=False))
+        rollouts = list(select_trainable(group, exclusions, allow_untrained=choices.imitate, uses_reward=False))
         if choices.keep == "best" and group.name:
-            found = sorted(found, key=_best)[:1]
-        for rollout in found:
+            rollouts = sorted(rollouts, key=_best)[:1]
+        for rollout in rollouts:
             yield from build_examples(rollout, choices, exclusions)
 
 
 def _best(rollout: RecordedRollout) -> tuple[float, int, int]:
-    """Rank by reward, then by the fewest sampled tokens, then by age."""
-    assert rollout.reward is not None, "the filter has a minimum reward"
+    """Sort by highest reward, then by fewest sampled tokens, then by age, oldest first."""
+    assert rollout.reward is not None, "the filter sets a minimum reward"
     return -rollout.reward, rollout.session.sampled_tokens, rollout.row.key

@@ -1,4 +1,4 @@
-"""Complete training rows: ids, mask, log-probabilities, spans with roles and policy versions, reward, advantage, weight."""
+"""The `rows` format: complete training rows with ids, mask, log-probabilities, spans, reward, advantage and weight."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _COLUMNS = {
 
 class Rows:
     name = "rows"
-    whole_groups = True  # the baseline covers the whole group, also rollouts that are not selected
+    whole_groups = True  # the baseline covers the whole group, including rollouts that are not selected
 
     def check(self, choices: ExportChoices) -> ExportChoices:
         return reject_unused(choices, "advantage")
@@ -53,15 +53,16 @@ class Rows:
         return RecordLayout(what="rows", columns=_COLUMNS)
 
     def list_losses(self, choices: ExportChoices) -> tuple[str, ...]:
-        return ("branches with nothing to train on, and the text behind the ids",)
+        return ("branches with nothing to train on, and the text that the ids encode",)
 
     def find_scored_session(self, record: Record) -> str:
         return str(record["session"])
 
     def records(self, group: RecordedGroup, choices: ExportChoices, exclusions: Exclusions) -> Iterator[Record]:
         rollouts = [*group.selected, *group.others]
-        # As in a feed: a rollout with nothing to train on does not count.
-        computed = compute_advantages([one.reward if one.rows else None for one in rollouts], choices.advantage)
+        # As in a feed, the baseline ignores rollouts with nothing to train on.
+        rewards = [rollout.reward if rollout.rows else None for rollout in rollouts]
+        computed = compute_advantages(rewards, choices.advantage)
         for rollout, advantage in zip(group.selected, computed, strict=False):
             if not rollout.rows:
                 exclusions.add("it has nothing to train on")
@@ -109,7 +110,7 @@ def describe_rollout(rollout: RecordedRollout) -> dict[str, Json]:
 
 
 def version_range(row: Sample) -> dict[str, int]:
-    """Return the policy versions of the first and the last trained token."""
+    """Return the lowest and highest policy version of the trained tokens."""
     trained = [span for span in row.spans if span.trained]
     return {
         "version_start": min(span.version_start for span in trained),

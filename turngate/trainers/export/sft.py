@@ -1,9 +1,9 @@
-"""Supervised fine-tuning, in three forms that TRL and other Hugging Face trainers read.
+"""The `sft` format: supervised fine-tuning examples for TRL and other Hugging Face trainers, in three forms.
 
-messages     {"messages": […], "tools": […]}: one conversation per row, cut after the last trained turn. Every assistant message is
-             learned, so a row with an untrained one is left out
-completions  {"prompt": […], "completion": [one turn], "tools": […]}: one per trained turn; nothing is left out
-tokens       {"input_ids", "labels", "assistant_masks"}: the sampled ids themselves, without another rendering
+messages     {"messages": […], "tools": […]}: one conversation per row, cut after the last trained turn. Trainers learn every assistant
+             message, so rows with an untrained assistant message are left out
+completions  {"prompt": […], "completion": [one turn], "tools": […]}: one example per trained turn; no trained turn is left out
+tokens       {"input_ids", "labels", "assistant_masks"}: the sampled ids themselves, which are not rendered again
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from turngate.trainers.export.rows import describe_rollout
 from turngate.trainers.export.source import Exclusions, RecordedGroup, RecordedRollout
 from turngate.types import Json
 
-IGNORED = -100  # label of tokens that are not learned
+IGNORED = -100  # label of tokens that the loss ignores
 _COLUMNS = {
     "input_ids": "id[]",
     "labels": "id[]",
@@ -36,9 +36,7 @@ _COLUMNS = {
     "branch": "int",
 }
 _ENDED = ("stop", "tool_calls")
-_MIXED_ROW = (
-    "a row with an assistant message that is not trained on (use --as completions or tokens for the rest of it)"
-)
+_MIXED_ROW = "a row with an untrained assistant message (--as completions or --as tokens exports its trained turns)"
 
 
 class Sft:
@@ -56,7 +54,7 @@ class Sft:
         if choices.form == "tokens":
             return ("log-probabilities and policy versions",)
         return (
-            "the exact ids: the trainer renders them again, perhaps differently (--as tokens keeps them)",
+            "the exact ids: the trainer renders the messages again, perhaps differently (--as tokens keeps the ids)",
             "log-probabilities and policy versions",
         )
 
@@ -69,7 +67,7 @@ class Sft:
 
 
 def build_examples(rollout: RecordedRollout, choices: ExportChoices, exclusions: Exclusions) -> Iterator[Record]:
-    """Build the examples of a rollout, in the chosen form."""
+    """Yield the examples of a rollout, in the chosen form."""
     count = 0
     for row, learned in _select_imitable(rollout, choices) if choices.imitate else _select_trained(rollout):
         count += 1
@@ -77,9 +75,9 @@ def build_examples(rollout: RecordedRollout, choices: ExportChoices, exclusions:
         if choices.form == "tokens":
             yield {**_tokens(row, learned), **fields}
         elif choices.form == "completions":
-            yield from ({**one, **fields} for one in _completions(rollout, row, learned))
-        elif (whole := _messages(rollout, row, learned)) is not None:
-            yield {**whole, **fields}
+            yield from ({**example, **fields} for example in _completions(rollout, row, learned))
+        elif (conversation := _messages(rollout, row, learned)) is not None:
+            yield {**conversation, **fields}
         else:
             exclusions.add(_MIXED_ROW)
     if not count:
@@ -92,7 +90,7 @@ def _select_trained(rollout: RecordedRollout) -> Iterator[tuple[Sample, set[int]
 
 
 def _select_imitable(rollout: RecordedRollout, choices: ExportChoices) -> Iterator[tuple[Sample, set[int]]]:
-    """Select turns to imitate. They need no log-probabilities and may be sampled with a bias, but have to be complete."""
+    """Select the turns to imitate. They must be complete, but may lack log-probabilities or be sampled with a bias."""
     used: set[int] = set()
     for row in rollout.branches:
         found = {span.node for span in row.spans if span.node not in used and _is_complete(rollout, span, choices)}

@@ -1,6 +1,6 @@
-"""slime and miles: the input of their `Sample.from_dict`.
+"""The `slime` format, for slime and miles: input for their `Sample.from_dict`.
 
-`tokens` is prompt and response; `loss_mask` and `rollout_log_probs` cover the last `response_length` tokens.
+`tokens` is the prompt followed by the response. `loss_mask` and `rollout_log_probs` cover the last `response_length` tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _COLUMNS = {
     "status": "text",
     "metadata": "json",
 }
-_NODES = 2**24  # more than any session has
+_NODES = 2**24  # more nodes than any session has
 
 
 class Slime:
@@ -44,14 +44,14 @@ class Slime:
         return reject_unused(choices)
 
     def layout(self, choices: ExportChoices) -> RecordLayout:
-        return RecordLayout(what="samples of slime", columns=_COLUMNS)
+        return RecordLayout(what="slime samples", columns=_COLUMNS)
 
     def list_losses(self, choices: ExportChoices) -> tuple[str, ...]:
         return (
             FILLED_LOGPROBS,
             ROW_WEIGHTS,
-            "the text of prompt and response: both are empty, only tokens are exported",
-            "tokens sampled after the last trained one",
+            "the text of the prompt and the response: only tokens are exported, so both fields are empty",
+            "tokens after the last trained token",
         )
 
     def find_scored_session(self, record: Record) -> str:
@@ -62,7 +62,7 @@ class Slime:
             for row in rollout.rows:
                 parts = split_row(row)
                 yield {
-                    # From the store's keys: stable across exports, equal within a group, and unique per row.
+                    # Derived from session keys: stable across exports, the first equal within a group, the second unique per row.
                     "group_index": group.selected[0].row.key,
                     "index": rollout.row.key * _NODES + row.branch,
                     "prompt": "",

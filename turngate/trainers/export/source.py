@@ -1,7 +1,7 @@
-"""Read the rollouts of a data folder group by group, the oldest group first.
+"""Read the rollouts in a data folder group by group, oldest group first.
 
-A gateway may serve the folder at the same time. Only keys, groups and matches are held in memory for all sessions; traces are read one
-group at a time.
+A gateway may be using the folder at the same time. Traces are read one group at a time. For all sessions, only the key, the group and
+whether it matches the filter are kept in memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PAGE = 500
 
 
 class Exclusions:
-    """Counts of what was left out, by reason."""
+    """Counts of the rollouts, pairs and groups that were left out, by reason."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -46,24 +46,24 @@ class Exclusions:
 
 
 class RolloutFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Selects rollouts. Names may contain * and ?; several names match any of them; an empty filter matches all."""
+    """Selects rollouts. Names may contain * and ?. A rollout matches a tuple if it matches any name in it, or if the tuple is empty."""
 
     groups: tuple[str, ...] = ()
     tasks: tuple[str, ...] = ()
     sessions: tuple[str, ...] = ()
     min_reward: float | None = None
-    resolved: bool = False  # only resolved ones
-    unscored: Literal["keep", "drop"] = "keep"  # those without a known reward
-    unfinished: bool = False  # also sessions that are open, or were cancelled
+    resolved: bool = False  # only resolved rollouts
+    unscored: Literal["keep", "drop"] = "keep"  # rollouts without a known reward
+    unfinished: bool = False  # include open and cancelled sessions
 
     def __post_init__(self) -> None:
         for field in ("groups", "tasks", "sessions"):
-            if isinstance(given := getattr(self, field), str):
-                raise ConfigError(f"{field}: {given!r} is one name; give a tuple of them, ({given!r},)", param=field)
+            if isinstance(value := getattr(self, field), str):
+                raise ConfigError(f"{field} must be a tuple of names, such as ({value!r},), not a string", param=field)
 
     @property
     def filters(self) -> list[str]:
-        """The filters that are set, as flags of `turngate export`."""
+        """The active filters, as flags of `turngate export`."""
         names = (("group", self.groups), ("task", self.tasks), ("session", self.sessions))
         return [
             *(f"--{flag} {pattern}" for flag, patterns in names for pattern in patterns),
@@ -73,7 +73,7 @@ class RolloutFilter(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
     def may_match(self, row: SessionRow, outcome: RecordedOutcome | None) -> bool:
-        """Match a damaged session by what is still known of it."""
+        """Return whether a damaged session could match, based on the fields that can still be read."""
         names = ((find_group(row, outcome), self.groups), (find_task(row, outcome), self.tasks))
         return _matches(row.id, self.sessions) and all(not name or _matches(name, patterns) for name, patterns in names)
 
@@ -106,12 +106,12 @@ class RecordedRollout:
 
     @cached_property
     def rows(self) -> list[Sample]:
-        """The rows for a trainer: those with something to train on."""
+        """Rows with at least one trained token."""
         return build_samples(self.session.trace, self.session.config.policy)
 
     @cached_property
     def branches(self) -> list[Sample]:
-        """All branches, also those without anything to train on."""
+        """All branches, including those with nothing to train on."""
         return build_samples(self.session.trace, self.session.config.policy, keep_empty=True)
 
     @cached_property
@@ -132,12 +132,12 @@ class RecordedRollout:
         return self._store.preambles(self.row.key)
 
     def tools(self, context: Context) -> bytes:
-        """Return the tools as JSON, as the agent sent them."""
+        """Return the tools of a context as the JSON that the agent sent."""
         return self._preambles.get(context.info.preamble, (b"[]", b""))[0]
 
     @property
     def has_valid_outcome(self) -> bool:
-        """Whether only the agent decided the outcome: no invalid task, no infrastructure fault."""
+        """Whether the outcome reflects the agent's work, not an invalid task or an infrastructure fault."""
         return self.kind not in NO_REWARD
 
     def metadata(self, name: str) -> str:
@@ -145,16 +145,16 @@ class RecordedRollout:
 
     @property
     def truncated(self) -> bool:
-        """Whether a limit or a timeout ended it, or a turn was cut short."""
+        """Whether a limit or a timeout ended the rollout, or a turn was cut short."""
         status = self.outcome.data.get("status") if self.outcome and isinstance(self.outcome.data, dict) else None
         return self.session.truncated or status in ("limit", "timed out")
 
 
 class RecordedGroup:
-    """The rollouts of a group. `selected` ones are written; `others` are loaded for formats that need whole groups."""
+    """The rollouts of a group. `selected` rollouts are exported. `others` are loaded only for formats that need whole groups."""
 
     def __init__(self, name: str, selected: list[RecordedRollout], others: list[RecordedRollout]) -> None:
-        self.name = name  # empty: a rollout without a group
+        self.name = name  # empty for a rollout without a group
         self.selected = selected
         self.others = others
 
@@ -181,16 +181,16 @@ class RolloutSource(AbstractContextManager["RolloutSource"]):
         for (name, _), members in found.items():
             if not any(matches for _, matches in members):
                 continue
-            selected = [one for key, matches in members if matches and (one := self._load(key)) is not None]
+            selected = [loaded for key, matches in members if matches and (loaded := self._load(key)) is not None]
             others = [
-                one
+                loaded
                 for key, matches in members
-                if self._whole_groups and not matches and (one := self._load(key)) is not None
+                if self._whole_groups and not matches and (loaded := self._load(key)) is not None
             ]
             yield RecordedGroup(name, selected, others)
 
     def _index(self) -> dict[tuple[str, int], list[tuple[int, bool]]]:
-        """Map each group to the keys of its sessions, and whether each matches. A session without a group is its own group."""
+        """Map each group to its session keys and whether each session matches. A session without a group forms its own group."""
         found: dict[tuple[str, int], list[tuple[int, bool]]] = {}
         before: int | None = None
         newest_first = []
@@ -208,7 +208,7 @@ class RolloutSource(AbstractContextManager["RolloutSource"]):
                 matches = self._filter.matches(row, outcome)
                 if row.status != "sealed" and not self._filter.unfinished:
                     if matches:
-                        self._exclusions.add(f"its session is {row.status} (--unfinished takes it)")
+                        self._exclusions.add(f"its session is {row.status} (--unfinished includes it)")
                     continue
                 newest_first.append((find_group(row, outcome), row.key, matches))
         for name, key, matches in reversed(newest_first):
@@ -218,10 +218,10 @@ class RolloutSource(AbstractContextManager["RolloutSource"]):
     def _load(self, key: int) -> RecordedRollout | None:
         row = self._store.find_key(key)
         if row is None:
-            self._exclusions.add("its session was deleted in the meantime")
+            self._exclusions.add("its session was deleted during the export")
             return None
         outcome = self._store.outcomes.find(key)
-        if isinstance(outcome, DamagedOutcome):  # since the index was built
+        if isinstance(outcome, DamagedOutcome):  # damaged since the index was built
             self._exclusions.add(outcome.message)
             return None
         try:
@@ -232,14 +232,18 @@ class RolloutSource(AbstractContextManager["RolloutSource"]):
         return RecordedRollout(self._store, row, session, outcome)
 
     def _explain_empty(self) -> str:
-        """Explain why there is nothing to write."""
+        """Explain why no rollout matches."""
         if not self._seen:
-            return "no rollout is recorded there; give the --data folder of a gateway that served some"
+            return "the folder contains no rollouts; pass the --data folder of a gateway that has recorded some"
         filters, left = self._filter.filters, str(self._exclusions)
         if not filters:
-            return f"none of {count_rollouts(self._seen)} there can be exported; left out: {left}"
-        hint = f"left out: {left}" if left else "choose other filters, or look with `turngate show`"
-        return f"none of {count_rollouts(self._seen)} there matches {' '.join(filters)}; {hint}"
+            return (
+                f"no rollout in the folder can be exported (it contains {count_rollouts(self._seen)}); left out: {left}"
+            )
+        hint = f"left out: {left}" if left else "change the filters, or list the rollouts with `turngate show`"
+        return (
+            f"no rollout in the folder matches {' '.join(filters)} (it contains {count_rollouts(self._seen)}); {hint}"
+        )
 
 
 def count_rollouts(rollouts: int) -> str:

@@ -1,4 +1,4 @@
-"""Split a row into prompt and response, for formats that have both."""
+"""Split a row into prompt and response, for formats that need both."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from turngate.types import Ids, Logprobs
 
 
 class SplitRow(msgspec.Struct, frozen=True):
-    """`prompt` ends before the first trained token. Tokens after the last trained one are dropped."""
+    """A row split before its first trained token. Tokens after the last trained token are dropped."""
 
     prompt: Ids
     response: Ids
     mask: np.ndarray  # int8, of the response
     logprobs: Logprobs  # of the response; 0 for tokens that were not sampled, which are masked
-    turns: int  # trained ones
+    turns: int  # trained turns
 
 
 def split_row(row: Sample) -> SplitRow:
@@ -24,7 +24,7 @@ def split_row(row: Sample) -> SplitRow:
     first, end = int(trained[0]), int(trained[-1]) + 1
     mask = row.mask[first:end]
     logprobs = row.logprobs[first:end]
-    assert not np.isnan(logprobs[mask]).any(), "a trained token has its log-probability"
+    assert not np.isnan(logprobs[mask]).any(), "every trained token has a log-probability"
     return SplitRow(
         row.ids[:first],
         row.ids[first:end],
@@ -35,6 +35,6 @@ def split_row(row: Sample) -> SplitRow:
 
 
 FILLED_LOGPROBS = (
-    "missing log-probabilities of tokens that were not sampled: the format needs a number, so they are 0.0 and masked"
+    "which log-probabilities are missing: the format requires numbers, so unsampled tokens have 0.0 and are masked"
 )
-ROW_WEIGHTS = "equal weight of rollouts with several rows: each row has a `weight`, which the trainer has to apply"
+ROW_WEIGHTS = "equal weighting of rollouts that have several rows: the trainer must apply the `weight` of each row"

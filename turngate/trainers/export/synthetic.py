@@ -1,4 +1,4 @@
-"""Detect log-probabilities of the scripted engine. The store does not record the engine, but its values follow from the ids."""
+"""Detect synthetic log-probabilities. The store does not record the engine, but the scripted engine derives its values from the ids."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import numpy as np
 from turngate.engines.scripted import derive_logprobs
 from turngate.trainers.export.source import RecordedRollout
 
-_ENOUGH = 16  # tokens: more than match by chance
+_ENOUGH = 16  # tokens to compare; so many do not match by chance
 
 
 def is_synthetic(rollout: RecordedRollout) -> bool:
-    """Check the first trained turn of a rollout."""
+    """Return whether the first trained turn of a rollout has synthetic log-probabilities."""
     for row in rollout.rows:
         for span in row.spans:
             if span.trained:

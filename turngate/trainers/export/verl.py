@@ -1,4 +1,4 @@
-"""verl: the fields of its `AgentLoopOutput`, and `uid`, by which verl groups the rollouts of a prompt for advantages."""
+"""The `verl` format: the fields of its `AgentLoopOutput`, and the `uid` by which verl groups rollouts for advantages."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Verl:
         return reject_unused(choices)
 
     def layout(self, choices: ExportChoices) -> RecordLayout:
-        return RecordLayout(what="rows of verl", columns=_COLUMNS)
+        return RecordLayout(what="verl rows", columns=_COLUMNS)
 
     def list_losses(self, choices: ExportChoices) -> tuple[str, ...]:
-        return (FILLED_LOGPROBS, ROW_WEIGHTS, "tokens sampled after the last trained one")
+        return (FILLED_LOGPROBS, ROW_WEIGHTS, "tokens after the last trained token")
 
     def find_scored_session(self, record: Record) -> str:
         return str(record["extra_fields"]["session"])
