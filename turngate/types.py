@@ -222,6 +222,10 @@ class Tools(Protocol):
     @property
     def raw(self) -> bytes: ...
 
+    @property
+    def replaceable(self) -> bool:
+        """Whether a later tool may replace an earlier one with the same name."""
+
     def decode(self) -> tuple[Tool, ...]: ...
 
 

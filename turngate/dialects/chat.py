@@ -158,6 +158,8 @@ class ChatHistory:
 class ChatTools:
     """The tools of one request."""
 
+    replaceable = False
+
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
 

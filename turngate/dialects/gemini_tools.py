@@ -19,6 +19,8 @@ _MAX_DEPTH = 64
 class GeminiTools:
     """The tools of one request, restricted to `allowed` if it is set."""
 
+    replaceable = False
+
     def __init__(self, raw: bytes, allowed: Collection[str] = ()) -> None:
         self.raw = raw
         if allowed:

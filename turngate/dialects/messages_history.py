@@ -160,6 +160,8 @@ class MessagesHistory:
 class MessagesTools:
     """The tools of one request."""
 
+    replaceable = False
+
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
         self._known: dict[str, tuple[Tool, bool]] | None = None

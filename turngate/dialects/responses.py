@@ -122,7 +122,7 @@ class Responses:
         items = _decode_history(request, wire)
         offered = _collect_tools(request, items)
         text = _decode_text(request)
-        constraint, tools = _decode_constraint(request, text, offered, renewed=bool(items.offered))
+        constraint, tools = _decode_constraint(request, text, offered, replaceable=bool(items.offered))
         reasoning = request.reasoning or _Reasoning()
         sampling = {"temperature": request.temperature, "top_p": request.top_p}
         return Call(
@@ -278,14 +278,14 @@ def _decode_text(request: _Request) -> _Text:
 
 
 def _decode_constraint(
-    request: _Request, text: _Text, offered: bytes | None, *, renewed: bool
+    request: _Request, text: _Text, offered: bytes | None, *, replaceable: bool
 ) -> tuple[Constraint | None, ResponsesTools | None]:
     """Decode the required shape of the output and the tools that the model sees."""
     try:
         choice: Json = msgspec.json.decode(request.tool_choice)
     except DECODE_ERRORS as error:
         raise BadRequest(f"tool_choice: {describe_error(error)}", param="tool_choice") from None
-    tools = None if offered is None else ResponsesTools(offered, renewed=renewed)
+    tools = None if offered is None else ResponsesTools(offered, replaceable=replaceable)
     forced, shown = _decode_tool_choice(choice, tools, parallel=request.parallel_tool_calls is not False)
     shape = _decode_text_format(text)
     if forced is not None and shape is not None:

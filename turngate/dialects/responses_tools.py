@@ -76,14 +76,14 @@ _names = msgspec.json.Decoder(list[_Name])
 class ResponsesTools:
     """The tools of one request.
 
-    `allowed` names the tools that the model sees; None means all. If `renewed` is set, a tool may replace an earlier one with the same
+    `allowed` names the tools that the model sees; None means all. With `replaceable`, a tool may replace an earlier one with the same
     name, because some tools arrived during the conversation.
     """
 
-    def __init__(self, raw: bytes, allowed: Collection[str] | None = None, *, renewed: bool = False) -> None:
+    def __init__(self, raw: bytes, allowed: Collection[str] | None = None, *, replaceable: bool = False) -> None:
         self._tools = raw
         self._allowed = None if allowed is None else frozenset(allowed)
-        self.renewed = renewed
+        self.replaceable = replaceable
         self.raw = (
             raw if allowed is None else b'{"allowed_tools":%b,"tools":%b}' % (msgspec.json.encode(sorted(allowed)), raw)
         )
@@ -91,21 +91,21 @@ class ResponsesTools:
     def decode(self) -> tuple[Tool, ...]:
         by_name: dict[str, Tool] = {}
         for tool in decode_tools(self._tools, "tools"):
-            if tool.name in by_name and not self.renewed:
+            if tool.name in by_name and not self.replaceable:
                 raise BadRequest(f"tools contains two tools named {tool.name!r}; rename one", param="tools")
             by_name[tool.name] = tool
         return tuple(tool for name, tool in by_name.items() if self._allowed is None or name in self._allowed)
 
     def restrict_to(self, names: Collection[str]) -> ResponsesTools:
-        return ResponsesTools(self._tools, names, renewed=self.renewed)
+        return ResponsesTools(self._tools, names, replaceable=self.replaceable)
 
     @classmethod
     def from_stored(cls, raw: bytes) -> ResponsesTools:
         """Read stored tools: a list of tools, or a list of tools with the names of the allowed ones."""
         if not raw.lstrip().startswith(b"{"):
-            return cls(raw, renewed=True)
+            return cls(raw, replaceable=True)
         stored = msgspec.json.decode(raw, type=_AllowedTools)
-        return cls(bytes(stored.tools), stored.allowed_tools, renewed=True)
+        return cls(bytes(stored.tools), stored.allowed_tools, replaceable=True)
 
 
 def flat_name(namespace: str | None, name: str) -> str:

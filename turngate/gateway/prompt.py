@@ -112,7 +112,7 @@ class PromptBuilder:
         return preamble
 
     def _find_tool_set(self, call: Call, raw: bytes) -> _ToolSet:
-        key = call.dialect, raw, bool(getattr(call.tools, "renewed", False))
+        key = call.dialect, raw, call.tools is not None and call.tools.replaceable
         tool_set = self._tool_sets.get(key)
         if tool_set is None:
             tools = call.tools.decode() if call.tools is not None else ()
