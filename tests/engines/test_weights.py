@@ -63,8 +63,8 @@ async def test_vllm() -> None:
     [
         ("default", None, ""),
         ("3", MODEL, ""),
-        ("default", MODEL, "has weight version 'default' instead of 3"),
-        ("turngate: loading 4", None, "the update of its weights to 4 did not complete"),
+        ("default", MODEL, "its weight version is 'default' instead of 3"),
+        ("turngate: loading 4", None, "its update to weight version 4 did not complete"),
         ("default", ADAPTER, ""),
         ("default", PolicyWeights(version=4, lora_path="/a/4", name="policy-v4"), "adapter policy-v4 is not loaded"),
     ],
@@ -86,7 +86,7 @@ async def test_a_vllm_with_other_weights_than_those_in_force_counts_as_down(
 async def test_sglang() -> None:
     server = StandIn(says({"success": True, "message": "ok"}), {"/get_model_info": {"model_path": "/m/0"}})
     async with serving(server), started(SGLang(server.url)) as engine:
-        with pytest.raises(EngineRejected, match="cannot restore its initial weights, because their path is unknown"):
+        with pytest.raises(EngineRejected, match="cannot restore its initial weights because their path is unknown"):
             await engine.reload_initial_weights(frozen=False)
         await engine.pause()
         await engine.load(MODEL, frozen=True)

@@ -1,4 +1,4 @@
-"""The engine seam: token ids in, token ids with log-probabilities out, streamed.
+"""The engine interface: token ids in, token ids with log-probabilities out, streamed.
 
 Implementations: `vllm`, `sglang`, `local`, `scripted`, `gate`; `pool` spreads sessions over several of them.
 """
@@ -24,16 +24,16 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
     constraint: Constraint | None = None
-    stream: bool = True  # False: a single chunk is enough
+    stream: bool = True  # False if a single chunk is enough
     session: str = ""  # for affinity; never a secret
     request_id: str = ""
     cache_salt: str = ""
-    version: int = 0  # of the policy when the call was made
-    model: str = ""  # the engine's name for that version; empty: its default
-    echo_prompt: bool = False  # ask the engine which prompt ids it saw, as a check
+    version: int = 0  # policy version when the call was made
+    model: str = ""  # the engine's name for that version; empty for its default
+    echo_prompt: bool = False  # ask the engine to return the prompt ids it received, as a check
 
     def body(self, field: str, others: dict[str, Any]) -> bytes:
-        """Encode a JSON object that starts with the prompt. The ids never become Python integers, and are copied once."""
+        """Encode a JSON object with the prompt as its first field. The ids are copied once and never become Python integers."""
         inside = self.prompt.items if isinstance(self.prompt, PromptIds) else ids_to_json(self.prompt)
         return b"".join((f'{{"{field}":['.encode(), inside, b"],", orjson.dumps(others)[1:]))
 
@@ -41,8 +41,9 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
 class Chunk(msgspec.Struct, frozen=True):
     """Tokens sampled since the last chunk.
 
-    `ids` include a sampled stop token. `logprobs` has one entry per id; None if the engine gave none. `prompt`: the prompt ids that the
-    engine echoed, if requested. `versions`: of the policy at the first and last of these tokens, if the engine knows them.
+    `ids` includes a sampled stop token. `logprobs` has one entry per id, or is None if the engine returned no log-probabilities.
+    `prompt` has the prompt ids that the engine echoed, if requested. `versions` has the policy versions of the first and the last of
+    these tokens, if the engine reports them.
     """
 
     ids: Sequence[int]
@@ -61,15 +62,15 @@ class Health(msgspec.Struct, frozen=True):
     model: str = ""
     max_context: int | None = None
     in_flight: int = 0
-    wrong: bool = False  # it answers, but must not be used
+    wrong: bool = False  # responds, but must not be used
 
 
 class Engine(Protocol):
-    """Implementations raise only `EngineError`s and `ContextOverflow`.
+    """An engine. Implementations raise only `EngineError`s and `ContextOverflow`.
 
-    `generate` is a context manager around a stream of chunks: leaving it early, in any way, aborts the generation.
-    Entering it does no work; all work and waiting happens in the stream.
-    The last chunk has `finish` set; a stream that ends without one raises `EngineUnavailable` inside the implementation.
+    `generate` returns a context manager around a stream of chunks. Leaving it early for any reason aborts the generation.
+    Entering it does no work; all work and waiting happen while the stream is read.
+    The last chunk has `finish` set. If the stream ends before that, the implementation raises `EngineUnavailable`.
     """
 
     name: str
@@ -89,22 +90,21 @@ class Engine(Protocol):
 class RelayRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A call to relay (observe mode), with the gateway's model and sampling.
 
-    An endpoint of the same dialect gets the original body (`call.body`); another one gets a translation.
+    An endpoint of the call's own dialect receives the original body (`call.body`). Any other endpoint receives a translation.
     """
 
     call: Call
-    model: str = ""  # empty: the model that the agent requested
+    model: str = ""  # empty for the model that the agent requested
     sampling: Sampling | None = None  # the session's pinned sampling, if any
     max_tokens: int | None = None
     session: str = ""
     request_id: str = ""
-    verbatim: Mapping[
-        int, bytes
-    ] = {}  # by index of the raw message: turns as this endpoint wrote them (`RelayChunk.verbatim`)
+    # Earlier turns in this endpoint's own format (`RelayChunk.verbatim`), by index of the raw message.
+    verbatim: Mapping[int, bytes] = {}
 
 
 class RelayChunk(msgspec.Struct, frozen=True):
-    """Output of the endpoint since the last chunk, with the token data it gave."""
+    """Output of the endpoint since the last chunk, with any token data it returned."""
 
     events: tuple[Delta | CallDelta, ...] = ()
     ids: Sequence[int] | None = None
@@ -113,14 +113,14 @@ class RelayChunk(msgspec.Struct, frozen=True):
     finish: Finish | None = None
     usage: Usage | None = None
     stopped_by: str = ""  # the stop string that ended the answer, if any
-    fault: str = ""  # why the turn is not the model's own output: for example, the provider filtered it
-    lost: tuple[str, ...] = ()  # what the agent requested and this endpoint does not support
+    fault: str = ""  # why the turn is not the model's own output, for example because the provider filtered it
+    lost: tuple[str, ...] = ()  # parts of the request that this endpoint does not support
     biases: tuple[str, ...] = ()  # settings sent to the endpoint that may bias its sampling
-    verbatim: bytes = b""  # the whole turn in the endpoint's format, if it must be returned unchanged
+    verbatim: bytes = b""  # the whole turn in the endpoint's format, if it must be sent back unchanged
 
 
 class Relay(Protocol):
-    """The seam of observe mode: an endpoint that renders and parses by itself."""
+    """The interface of observe mode: an endpoint that does its own rendering and parsing."""
 
     name: str
 
@@ -133,4 +133,4 @@ class Relay(Protocol):
     def relay(self, request: RelayRequest) -> AbstractAsyncContextManager[AsyncIterator[RelayChunk]]: ...
 
     async def count(self, request: RelayRequest) -> int:
-        """Count the tokens of the prompt; raises `NotFound` if the endpoint cannot."""
+        """Count the tokens of the prompt. Raise `NotFound` if the endpoint does not support it."""

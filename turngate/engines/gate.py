@@ -1,13 +1,13 @@
 """The trainer as an engine: every model call waits until the trainer takes it, generates, and answers.
 
     gate = Gate()                                                   # the engine of a gateway in this process
-    async for call in gate:                                         # in any thread and event loop; several at once
+    async for call in gate:                                         # in any thread and event loop, or in several
         ids, logprobs = sample(call.prompt, call.max_tokens, call.sampling)
         await call.answer(ids, logprobs)
 
 The pipeline uses it like any other engine; `server/gate.py` serves trainers in other processes. A call is *waiting*, then
-*taken*, then *ended*. Every change happens under one lock, so that an answer and the agent's disconnect cannot both succeed. Ended calls
-are remembered for a while, so that a late answer gets an error that says why it is not needed.
+*taken*, then *ended*. Every change happens under one lock, so an answer and the agent's disconnect cannot both succeed. Ended calls
+are remembered for a while, so that a late answer gets an error that explains why it is no longer needed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from turngate.types import ID_DTYPE, Ids, Logprobs
 
 __all__ = ["Gate", "GateCall", "QueueStatus"]
 
-_REMEMBERED = 10_000  # maximum ended calls
+_REMEMBERED = 10_000  # maximum number of ended calls
 _FAULTS: dict[GateFault, type[TurngateError]] = {
     "unavailable": EngineUnavailable,
     "error": EngineError,
@@ -53,14 +53,14 @@ class QueueStatus(msgspec.Struct, frozen=True):
 
     waiting: int
     taken: int
-    oldest_s: float  # age of the oldest waiting call; 0: there is none
-    takers: int  # waiting for a call
+    oldest_s: float  # age of the oldest waiting call, or 0 if no call is waiting
+    takers: int  # trainers that are waiting for a call
 
 
 class Gate:
     """An engine whose calls are answered by the code that iterates over it.
 
-    `silence_s`: a call without progress for this long, taken or not, fails with a retryable error.
+    A call that makes no progress for `silence_s` seconds, whether taken or not, fails with a retryable error.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Gate:
         self._silence_s = silence_s
         self._vocabulary: int | None = None
         self._version: Callable[[], int] | None = None
-        # A plain lock: it is held briefly, never while waiting, and also guards against other threads.
+        # A threading lock, because trainers may run in other threads. It is held briefly and never across an `await`.
         self._lock = threading.Lock()
         self._live: dict[str, Ticket] = {}
         self._queue: OrderedDict[str, Ticket] = OrderedDict()
@@ -86,7 +86,7 @@ class Gate:
         self._closed = False
 
     def attach(self, *, vocabulary: int, version: Callable[[], int]) -> None:
-        """Set the size of the vocabulary and the source of the policy version. Called by the gateway."""
+        """Set the vocabulary size and the source of the policy version. Called by the gateway."""
         self._vocabulary, self._version = vocabulary, version
 
     # ── the gateway's side ──────────────────────────────────────────────────────────────────────────────────────
@@ -100,7 +100,7 @@ class Gate:
         with self._lock:
             self._closed = True
             for ticket in list(self._live.values()):
-                ticket.push(EngineUnavailable("the gateway is being stopped; repeat this call in a moment"))
+                ticket.push(EngineUnavailable("the gateway is stopping; retry this call in a moment"))
                 self._end(ticket, "the gateway was stopped")
             self._wake()
 
@@ -130,13 +130,13 @@ class Gate:
         ticket = Ticket(request, asyncio.get_running_loop())
         with self._lock:
             if self._closed:
-                raise EngineUnavailable("the gateway is being stopped; repeat this call in a moment")
+                raise EngineUnavailable("the gateway is stopping; retry this call in a moment")
             self._live[ticket.id] = self._queue[ticket.id] = ticket
             self._wake()
         return ticket
 
     def next_event(self, ticket: Ticket) -> Chunk | TurngateError | float | None:
-        """Return the next event of a call, or the time until which to wait for one."""
+        """Return the next event of a call, or the deadline for waiting for one. `None` means no deadline."""
         with self._lock:
             if ticket.events:
                 return ticket.events.popleft()
@@ -157,8 +157,8 @@ class Gate:
                 else:
                     self._requeue(ticket)
             if self._silence_s is not None and now >= ticket.last_event_at + self._silence_s:
-                problem = "the trainer took this call but sent nothing" if ticket.lease else "no trainer took this call"
-                ticket.push(EngineTimeout(f"{problem} for {self._silence_s:g} s; repeat it"))
+                problem = "the trainer took this call but sent nothing for" if ticket.lease else "no trainer took this call within"
+                ticket.push(EngineTimeout(f"{problem} {self._silence_s:g} s; retry it"))
                 self._end(ticket, f"it timed out after {self._silence_s:g} s without an answer")
 
     def leave(self, ticket: Ticket, reason: str) -> None:
@@ -178,9 +178,9 @@ class Gate:
     async def take(
         self, limit: int = 1, *, wait_s: float | None = None, lease_s: float | None = None
     ) -> list[GateCall]:
-        """Take the oldest calls, at least one and at most `limit`; none only after `wait_s`, or if the gateway stops.
+        """Wait for calls, and take up to `limit` of the oldest. Return an empty list after `wait_s`, or if the gateway stops.
 
-        `lease_s`: after this long without progress, a call is queued again. None: never, for a taker in the gateway's process.
+        A call that makes no progress for `lease_s` returns to the queue. `None` means never, for a trainer in the gateway's process.
         """
         loop, woken = asyncio.get_running_loop(), asyncio.Event()
         end = None if wait_s is None else loop.time() + wait_s
@@ -210,7 +210,7 @@ class Gate:
         finish: GateFinish | None,
         version: int | None = None,
     ) -> None:
-        """Accept a piece of an answer, after its first `at` tokens; with `finish`, the last one. Repeating a piece has no effect."""
+        """Accept the part of an answer that starts at token `at`. `finish` ends the answer. Repeating a part has no effect."""
         check_piece(ids, logprobs)
         digest = digest_piece(lease, at, ids, logprobs, finish)
         with self._lock:
@@ -219,7 +219,7 @@ class Gate:
                 return
             ticket = self._find_taken(call_id, lease)
             if at != ticket.sent:
-                raise Conflict(f"at: the next piece must start at {ticket.sent}, not at {at}")
+                raise Conflict(f"at must be {ticket.sent}, the number of tokens sent so far, not {at}")
             ticket.check_fits(ids, finish, self._vocabulary)
             current = ticket.version if self._version is None else self._version()
             versions = ticket.version_range(version, current)
@@ -242,7 +242,7 @@ class Gate:
         with self._lock:
             ticket = self._find_taken(call_id, lease)
             if ticket.sent:
-                raise Conflict("a call cannot be given back after its first piece; fail it instead")
+                raise Conflict("a call cannot be given back after part of its answer was sent; fail it instead")
             self._requeue(ticket)
 
     def renew_lease(self, call_id: str, lease: str) -> None:
@@ -263,7 +263,7 @@ class Gate:
     # ── under the lock ──────────────────────────────────────────────────────────────────────────────────────────
 
     def _wake(self) -> None:
-        """Wake all takers: a single one might be about to give up, or its loop might never run again."""
+        """Wake all takers. Waking only one is unsafe: it might be about to time out, or its loop might have stopped."""
         takers, self._takers = self._takers, {}
         for woken, loop in takers.items():
             with contextlib.suppress(RuntimeError):  # its loop is closed
@@ -293,7 +293,7 @@ class Gate:
         ticket.notify()  # wake the waiter: the new deadline may be earlier
 
     def _requeue(self, ticket: Ticket) -> None:
-        """Put a call at the head of the queue: it has waited longest."""
+        """Put a call at the head of the queue, because it has waited longest."""
         ticket.lease, ticket.until, ticket.lease_s = "", None, None
         self._queue[ticket.id] = ticket
         self._queue.move_to_end(ticket.id, last=False)
@@ -309,19 +309,19 @@ class Gate:
     def _find_taken(self, call_id: str, lease: str) -> Ticket:
         ticket, ended = self._live.get(call_id), self._ended.get(call_id)
         if ticket is None and ended is None:
-            raise NotFound(f"there is no call {call_id!r}; the gateway may have restarted since it was taken")
+            raise NotFound(f"unknown call {call_id!r}; the gateway may have restarted since the call was taken")
         if ended is not None:
             if ended.answered:
                 raise Conflict(f"call {call_id} has already ended: {ended.reason}")
             raise Gone(f"call {call_id} no longer needs an answer: {ended.reason}")
         assert ticket is not None
         if ticket.lease != lease:
-            raise Conflict(f"call {call_id} is no longer yours: its lease expired, and another taker has it")
+            raise Conflict(f"call {call_id} is no longer yours: its lease expired and it returned to the queue")
         return ticket
 
 
 class _Generation:
-    """A call as the pipeline sees it. It joins the queue when its first chunk is requested, and leaves it on exit."""
+    """A call as the pipeline sees it. The call joins the queue when its first chunk is requested, and leaves it on exit."""
 
     def __init__(self, gate: Gate, request: Generate) -> None:
         self._gate, self._request = gate, request
@@ -362,7 +362,7 @@ class _Generation:
 def _explain_exit(kind: type[BaseException] | None) -> str:
     """Explain why a turn ended before its answer."""
     if kind is None:
-        return "the turn ended before the whole answer arrived (a stop string, or a limit of its session)"
+        return "the turn ended before the whole answer arrived (because of a stop string or a session limit)"
     if issubclass(kind, TimeoutError):
         return "its session timed out"
     if issubclass(kind, asyncio.CancelledError):

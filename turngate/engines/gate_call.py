@@ -1,7 +1,7 @@
-"""A call at the gate, as the trainer sees it: the request, and answer, send, fail, give back.
+"""A call at the gate as the trainer sees it: the request, and methods to answer it, fail it or give it back.
 
-Handed out by the gate itself (`gate.py`), or by its client in another process (`client/gate.py`). Answers are converted to arrays and
-checked here.
+Calls are handed out by the gate itself (`gate.py`), or by its client in another process (`client/gate.py`). Answers are converted to
+arrays and checked here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GateFault = Literal["unavailable", "error", "overflow"]
 
 
 class GateBackend(Protocol):
-    """Accepts the answers of taken calls: the gate itself, or a remote gateway. Raises `Gone`, `Conflict`, `BadRequest`, `NotFound`."""
+    """A receiver of answers: the gate itself, or a remote gateway. Raises `Gone`, `Conflict`, `BadRequest` or `NotFound`."""
 
     async def piece(
         self, call: GateCall, ids: Ids, logprobs: Logprobs | None, finish: GateFinish | None, version: int | None
@@ -33,9 +33,9 @@ class GateBackend(Protocol):
 
 
 class GateCall:
-    """A call that the trainer has taken. Answer it once, whole or in pieces, from one task at a time.
+    """A call that the trainer has taken. Answer it once, whole or in parts, from one task at a time.
 
-    As a context manager, it gives the call back at the end of the block if it was not answered.
+    As a context manager, it ends an unanswered call on exit: it gives the call back, or fails it if part of the answer was sent.
     """
 
     def __init__(self, backend: GateBackend, call_id: str, lease: str, request: GateRequest) -> None:
@@ -49,11 +49,11 @@ class GateCall:
         self.stop = request.stop  # strings that end the answer; the gateway checks them too
         self.stop_ids = request.stop_ids
         self.constraint = request.constraint
-        self.stream = request.stream  # the agent reads a stream
-        self.version = request.version  # the gateway's policy version when it was taken
-        self.sent = 0  # tokens
+        self.stream = request.stream  # whether the agent reads a stream
+        self.version = request.version  # the gateway's policy version when the call was taken
+        self.sent = 0  # number of tokens
         self.over = False
-        self.gone = ""  # why it no longer needs an answer, once that is known
+        self.gone = ""  # why the call no longer needs an answer; empty while it does
 
     async def answer(
         self,
@@ -63,10 +63,11 @@ class GateCall:
         *,
         version: int | None = None,
     ) -> None:
-        """Answer with all sampled tokens, or the rest of them, including the stop token, with a log-probability each.
+        """Send all sampled tokens, or the remaining ones, and finish the call.
 
-        None for a log-probability, or for all: it is unknown, and the turn is recorded but never trained. `version`: of the policy that
-        sampled it; by default, the turn spans all versions since the call was taken.
+        `ids` includes the stop token. `logprobs` has one entry per id. Use None for an unknown log-probability, or for `logprobs` if all
+        are unknown; the turn is then recorded but never trained on. `version` is the policy version that sampled the tokens. By default,
+        the turn spans all versions since the call was taken.
         """
         await self._send_piece(ids, logprobs, finish, version)
 
@@ -77,20 +78,20 @@ class GateCall:
         *,
         version: int | None = None,
     ) -> None:
-        """Send a piece of the answer to the agent. End with `finish` or `answer`."""
+        """Send part of the answer to the agent. Complete it with `finish` or `answer`."""
         await self._send_piece(ids, logprobs, None, version)
 
     async def finish(self, finish: GateFinish = "stop") -> None:
         await self._send_piece((), None, finish, None)
 
     async def fail(self, message: str, fault: GateFault = "unavailable") -> None:
-        """Fail the call. The agent gets an error in its dialect: retryable, permanent (`error`), or context overflow (`overflow`)."""
+        """Fail the call. The agent gets a retryable error, a permanent one (`error`), or a context overflow (`overflow`)."""
         self._require_open()
         await self._backend.fail(self, message, fault)
         self.over = True
 
     async def give_back(self) -> None:
-        """Return the call to the queue. Not possible after the first piece."""
+        """Return the call to the queue. This is not possible once part of the answer was sent."""
         self._require_open()
         await self._backend.give_back(self)
         self.over = True
@@ -101,7 +102,7 @@ class GateCall:
     async def __aexit__(self, *_: object) -> None:
         if self.over:
             return
-        with contextlib.suppress(Gone, Conflict, NotFound):  # it has ended otherwise
+        with contextlib.suppress(Gone, Conflict, NotFound):  # the call has already ended
             await (self.fail("the trainer stopped in the middle of its answer") if self.sent else self.give_back())
 
     async def _send_piece(
@@ -151,50 +152,53 @@ def to_arrays(
         scores = None if logprobs is None else np.asarray(logprobs)
     except (TypeError, ValueError, RuntimeError) as error:  # a tensor with gradients, or on a device
         raise BadRequest(
-            f"ids, logprobs: cannot be converted to arrays ({error}); pass lists, or arrays on the CPU"
+            f"ids and logprobs cannot be converted to arrays ({error}); pass lists, or arrays on the CPU"
         ) from None
     if id_array.ndim != 1 or (id_array.dtype.kind not in "iu" and id_array.size):
         raise BadRequest(
-            f"ids: must be a flat list of integers, not a {id_array.ndim}-dimensional array of {id_array.dtype}",
+            f"ids must be a flat list of integers, not a {id_array.ndim}-dimensional array of {id_array.dtype}",
             param="ids",
         )
     if id_array.size and not 0 <= int(id_array.min()) <= int(id_array.max()) < 2**31:
-        raise BadRequest("ids: must be between 0 and the size of the vocabulary", param="ids")
+        raise BadRequest("ids must be between 0 and the size of the vocabulary", param="ids")
     if scores is None:
         return id_array.astype(ID_DTYPE), None
     if scores.ndim != 1 or scores.dtype.kind not in "fiuO":
         raise BadRequest(
-            f"logprobs: must be a flat list of numbers, not a {scores.ndim}-dimensional array of {scores.dtype}",
+            f"logprobs must be a flat list of numbers, not a {scores.ndim}-dimensional array of {scores.dtype}",
             param="logprobs",
         )
     unknown = np.array([value is None for value in scores.tolist()]) if scores.dtype.kind == "O" else np.zeros(0, bool)
     try:
         numbers = scores.astype(np.float64)
     except (TypeError, ValueError):
-        raise BadRequest("logprobs: must be numbers, or None if unknown", param="logprobs") from None
+        raise BadRequest("logprobs must be numbers, or None if unknown", param="logprobs") from None
     wrong = np.isnan(numbers)
     if unknown.size:
         wrong &= ~unknown
     if wrong.any():
         raise BadRequest(
-            f"logprobs: the value at {int(wrong.argmax())} is not a number; pass None if it is unknown",
+            f"logprobs[{int(wrong.argmax())}] is not a number; pass None if it is unknown",
             param="logprobs",
         )
     return id_array.astype(ID_DTYPE), numbers.astype(LOGPROB_DTYPE)
 
 
 def check_piece(ids: Ids, logprobs: Logprobs | None) -> None:
-    """Check that ids and log-probabilities match and are valid. NaN stands for an unknown log-probability."""
+    """Check that ids and log-probabilities match and are valid. NaN marks an unknown log-probability."""
     if ids.size and int(ids.min()) < 0:
-        raise BadRequest("ids: must be 0 or more", param="ids")
+        raise BadRequest("ids must be 0 or more", param="ids")
     if logprobs is None:
         return
     if len(logprobs) != len(ids):
-        raise BadRequest(f"logprobs: got {len(logprobs)} for {len(ids)} ids", param="logprobs")
+        raise BadRequest(
+            f"logprobs has length {len(logprobs)}, but ids has length {len(ids)}; pass one log-probability per id",
+            param="logprobs",
+        )
     wrong = np.isinf(logprobs) | (logprobs > LOGPROB_TOLERANCE)
     if wrong.any():
         where = int(wrong.argmax())
         raise BadRequest(
-            f"logprobs: {float(logprobs[where])} at {where} is not a log-probability, which must be finite and at most 0",
+            f"logprobs[{where}] is {float(logprobs[where])}; a log-probability must be finite and at most 0",
             param="logprobs",
         )

@@ -1,4 +1,4 @@
-"""The state of one call at the gate, and the checks of the pieces of its answer."""
+"""The state of one call at the gate, and the validation of its answer."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class Ticket:
     def __init__(self, request: Generate, loop: asyncio.AbstractEventLoop) -> None:
         self.id = request.request_id or os.urandom(16).hex()
         self.request = request
-        self.loop = loop  # of the gateway, which waits for events
+        self.loop = loop  # the gateway's, which waits for events
         self.notified = asyncio.Event()
         self.events: deque[Chunk | TurngateError] = deque()
-        self.arrived_at = self.last_event_at = time.monotonic()  # heard_at: of its last piece
-        self.lease = ""  # of the taker; empty while it waits
+        self.arrived_at = self.last_event_at = time.monotonic()  # by time.monotonic()
+        self.lease = ""  # the taker's token; empty while the call waits
         self.until: float | None = None  # when the lease expires
         self.lease_s: float | None = None
-        self.version = 0  # when it was taken
+        self.version = 0  # policy version when the call was taken
         self.sent = 0
-        self.stopped = False  # its last token was a stop token
-        self.last = b""  # digest of its last piece
+        self.stopped = False  # whether the last token was a stop token
+        self.last = b""  # digest of the last part of the answer
 
     def push(self, event: Chunk | TurngateError) -> None:
         self.events.append(event)
@@ -46,45 +46,44 @@ class Ticket:
             self.loop.call_soon_threadsafe(self.notified.set)
 
     def check_fits(self, ids: Ids, finish: GateFinish | None, vocabulary: int | None) -> None:
-        """Check that a piece continues the answer: its length, its ids, and its stop tokens."""
+        """Check that a part fits the answer so far: its length, ids and stop tokens."""
         request = self.request
         total = self.sent + len(ids)
         if total > request.max_tokens:
-            raise BadRequest(f"ids: {total} tokens exceed max_tokens ({request.max_tokens})", param="ids")
+            raise BadRequest(f"the answer has {total} tokens, which exceeds max_tokens ({request.max_tokens})", param="ids")
         if finish is not None and not total:
-            raise BadRequest("ids: an answer must have at least one token; the stop token counts", param="ids")
+            raise BadRequest("ids is empty; an answer needs at least one token, which may be the stop token", param="ids")
         if finish is None and not len(ids):
-            raise BadRequest("ids: a piece must have at least one token", param="ids")
+            raise BadRequest("ids is empty; pass at least one token, or finish the call", param="ids")
         if vocabulary is not None and len(ids) and int(ids.max()) >= vocabulary:
             where = int(ids.argmax())
             raise BadRequest(
-                f"ids: {int(ids[where])} at {where} is outside the vocabulary of {vocabulary} tokens", param="ids"
+                f"ids[{where}] is {int(ids[where])}, which is outside the vocabulary of {vocabulary} tokens", param="ids"
             )
         if len(ids) and self.stopped:
-            raise BadRequest("ids: the previous piece ended with a stop token; finish the call", param="ids")
+            raise BadRequest("ids must be empty, because the answer has ended with a stop token; finish the call", param="ids")
         stops = np.flatnonzero(np.isin(ids, request.stop_ids))
         if len(stops) and (stops[0] != len(ids) - 1 or finish == "length"):
             where = int(stops[0])
             raise BadRequest(
-                f"ids: {int(ids[where])} at {where} of {len(ids)} is a stop token, which must be the last token of an answer "
-                "with finish stop",
+                f"ids[{where}] is the stop token {int(ids[where])}, which must be the last token of an answer with finish 'stop'",
                 param="ids",
             )
 
     def version_range(self, version: int | None, current: int) -> tuple[int, int]:
-        """Return the policy versions of a piece. `current`: the gateway's version."""
+        """Return the first and last policy version of a part, given the gateway's `current` version."""
         if version is None:
             return self.version, current
         if not 0 <= version <= current:
             raise BadRequest(
-                f"version: {version} is not between 0 and the gateway's current version {current}; resume at the new version first",
+                f"version must be between 0 and the gateway's current version {current}, not {version}; resume at the new version first",
                 param="version",
             )
         return version, version
 
 
 class EndedCall(msgspec.Struct, frozen=True):
-    """What the gate remembers of a call that has ended."""
+    """A record of a call that has ended."""
 
     reason: str
     answered: bool
@@ -92,7 +91,7 @@ class EndedCall(msgspec.Struct, frozen=True):
 
 
 def digest_piece(lease: str, at: int, ids: Ids, logprobs: Logprobs | None, finish: GateFinish | None) -> bytes:
-    """Compute a digest of a piece, to recognize a piece that is sent again."""
+    """Compute a digest of part of an answer, to recognise one that is sent twice."""
     digest = hashlib.blake2b(f"{lease} {at} {finish} {logprobs is None}".encode(), digest_size=16)
     digest.update(ids.tobytes())
     digest.update(b"" if logprobs is None else logprobs.tobytes())

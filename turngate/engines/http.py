@@ -1,9 +1,9 @@
-"""HTTP to an engine: one client per engine, server-sent events, and upstream failures as `TurngateError`s.
+"""HTTP access to engines: one client per engine, server-sent events, and failures mapped to `TurngateError`s.
 
-Nothing here knows what an engine's JSON means. Two rules hold throughout:
+This module does not interpret an engine's JSON. Two rules hold throughout:
 
 - Leaving `EngineClient.post` before the generation is finished closes the connection, which tells the engine to abort.
-- Errors are `TurngateError`s whose message is safe to show to an agent: no URL, no key, no request headers.
+- Errors are `TurngateError`s whose message is safe to show to an agent: it contains no URL, key or request headers.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ MESSAGE_CHARS = 500  # maximum length of an engine's message in our errors
 EVENT_BYTES = 64 * 2**20  # maximum size of an event
 DRAIN_S = 0.25  # timeout for reading the end of a finished reply
 PROBE_S = 5.0  # timeout for health checks and aborts, which must never hang
-# uvicorn, under both vLLM and SGLang, drops idle connections after 5 s. A POST on a connection that the server is closing
-# fails as if the engine were gone, so ours are dropped first.
+# uvicorn, which both vLLM and SGLang use, closes idle connections after 5 s. A POST on a connection that is being closed
+# fails as if the engine were down, so the client closes idle connections first.
 KEEPALIVE_S = 2.0
-# vLLM sends this if it has no log-probability for the sampled token, or NaN.
+# vLLM sends this if the log-probability of the sampled token is missing or NaN.
 NO_LOGPROB = -9999.0
 
 _DONE = b"[DONE]"
-# How context overflow is reported by vLLM, SGLang, OpenAI, Anthropic, Gemini and compatible servers.
+# Messages with which vLLM, SGLang, OpenAI, Anthropic, Gemini and compatible servers report a context overflow.
 _OVERFLOW = re.compile(
     r"context_length_exceeded|maximum context length|maximum model length|model's context length"
     r"|input length \(\d+ tokens\) exceeds|context window|prompt is too long|exceed context limit"
@@ -51,7 +51,7 @@ _OVERFLOW = re.compile(
     r"|max_tokens must be at least 1, got 0",  # vLLM, if the prompt leaves no room for a single token
     re.IGNORECASE,
 )
-# The numbers in those messages: the size of the request (the total, if given), and the limit.
+# The numbers in these messages: the size of the request (the total, if present), and the limit.
 _SIZES = tuple(
     re.compile(pattern)
     for pattern in (
@@ -69,9 +69,9 @@ _SIZES = tuple(
 _LIMITS = re.compile(
     r"(?:tokens|\d) > (\d+)|(?:context|model) length (?:is|of) (\d+)|context length \((\d+) tokens\)|tokens allowed \(?(\d+)"
 )
-# Gemini reports an invalid key with a 400.
+# Gemini reports an invalid key with status 400.
 _NO_KEY = re.compile(r"API_KEY_INVALID|API key not valid|API key expired", re.IGNORECASE)
-# Error types of providers without a status: in a stream whose status line was 200.
+# Statuses for the error types in a stream, whose own status was already 200.
 _STATUS_OF = {
     "invalid_request_error": 400,
     "invalid_prompt": 400,
@@ -88,22 +88,22 @@ _STATUS_OF = {
     "timeout_error": 504,
     "UNAVAILABLE": 503,
 }
-# vLLM and SGLang reject requests with a 503 when their queues are full. They are up, only busy.
+# vLLM and SGLang reject requests with status 503 when their queues are full. They are busy, not down.
 _BUSY = re.compile(r"currently busy|backlog limit|queue is full|higher priority request|overloaded", re.IGNORECASE)
-# vLLM reports this with a 500 when its engine process has died. The server exits within a second.
+# vLLM reports this with status 500 when its engine process has died. The server exits within a second.
 _DYING = re.compile(r"EngineCore encountered an issue")
 
 
 def error_from_status(engine: str, status: int, message: str, evidence: str = "") -> TurngateError:
-    """Map an upstream HTTP status to an error. `message` is the readable part of the body, `evidence` all of it."""
+    """Map an upstream HTTP status to an error. `message` is the readable part of the body, and `evidence` is the raw body."""
     text = f"{engine}: {message}" if message else f"{engine} returned status {status}"
     words = f"{message} {evidence}"
     if status == 401 or (status == 400 and _NO_KEY.search(words)):
         # The gateway's own key is wrong. Providers quote parts of it here, so their message is not forwarded.
         return EngineError(f"{engine} rejected the gateway's API key; check the key in the gateway's configuration")
-    if status in (402, 403):  # not available to the account, which is not the agent's fault either
+    if status in (402, 403):  # a problem of the gateway's account, not of the agent's request
         return EngineError(text)
-    if status in (429, 529):  # 529: Anthropic is overloaded
+    if status in (429, 529):  # Anthropic sends 529 when it is overloaded
         return EngineBusy(text)
     if status in (408, 504):
         return EngineTimeout(text)
@@ -115,25 +115,25 @@ def error_from_status(engine: str, status: int, message: str, evidence: str = ""
 
 
 def parse_overflow(text: str, words: str) -> ContextOverflow:
-    """Build a context overflow with the numbers of the engine's message."""
+    """Build a `ContextOverflow` with the sizes in the engine's message."""
     sizes = next((found for pattern in _SIZES if (found := pattern.search(words))), None)
     size = None if sizes is None else sum(int(n) for n in sizes.groups())
     limits = _LIMITS.search(words)
     limit = None if limits is None else next(int(n) for n in limits.groups() if n)
     if size is not None and limit is not None and size <= limit:
-        size = None  # not the number that was too large
+        size = None  # not the number that exceeded the limit
     return ContextOverflow(text, limit=limit, size=size)
 
 
 def make_abort_error(engine: str) -> EngineBusy:
-    """Build the error for a call that the engine aborted before its first token, as during a weight update. It is retryable."""
+    """Build the retryable error for a call that the engine aborted before its first token, as it does during a weight update."""
     return EngineBusy(f"{engine} aborted the call before its first token")
 
 
-class map_errors:  # used like a function
-    """Map foreign exceptions to `TurngateError`s. Never use it around a `yield`: it would catch the caller's exceptions.
+class map_errors:  # lower case, because it is used like a function
+    """Map other libraries' exceptions to `TurngateError`s. Never use it around a `yield`: it would catch the caller's exceptions.
 
-    A class, because it is entered several times per turn, and a generator is ten times slower.
+    This is a class because it is entered several times per turn, and `@contextmanager` is ten times slower.
     """
 
     __slots__ = ("_engine",)
@@ -152,7 +152,7 @@ class map_errors:  # used like a function
 def _map_error(engine: str, error: BaseException) -> TurngateError | None:
     match error:
         case aiohttp.ConnectionTimeoutError():
-            return EngineUnavailable(f"{engine} did not accept the connection in time")
+            return EngineUnavailable(f"timed out connecting to {engine}")
         case MalformedReply():
             return EngineError(f"{engine} sent an invalid HTTP response: {error}")
         case TimeoutError():
@@ -168,7 +168,7 @@ def _map_error(engine: str, error: BaseException) -> TurngateError | None:
 
 
 def _reason(error: Exception) -> str:
-    """Return why a connection failed, without the address: agents read these messages."""
+    """Return why a connection failed. The address is left out, because agents read these messages."""
     if isinstance(error, aiohttp.ServerDisconnectedError):
         return "it closed the connection without a response"
     if isinstance(error, aiohttp.ClientPayloadError):
@@ -201,7 +201,7 @@ def _readable(value: Json) -> str:
 
 
 def align_logprobs(engine: str, ids: Sequence[int], logprobs: Sequence[float | None] | None) -> list[float | None]:
-    """Return one entry per id: None where the engine gave none. Rejects a list of another length."""
+    """Return one log-probability per id, with None where it is missing. Raise `EngineError` if the lengths differ."""
     if logprobs is None:
         return [None] * len(ids)
     if len(logprobs) != len(ids):
@@ -210,26 +210,26 @@ def align_logprobs(engine: str, ids: Sequence[int], logprobs: Sequence[float | N
 
 
 def clean_logprobs(logprobs: Sequence[float | None]) -> list[float | None]:
-    """Replace the engine's marker for a missing log-probability by None."""
+    """Replace the engine's marker for a missing log-probability with None."""
     return [None if value is None or value <= NO_LOGPROB else value for value in logprobs]
 
 
 class EventParser:
-    """Parses server-sent events from a byte stream that may be cut anywhere. Comments are dropped."""
+    """An incremental parser of server-sent events. A read may end anywhere. Comments are dropped."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []
 
     def feed(self, read: bytes) -> list[bytes]:
-        """Return the data of the events that this read completed."""
+        """Parse a read, and return the data of the events that it completes."""
         complete = self._parse_simple(read)
         if complete is not None:
             return complete
         lines = (self._rest + read).split(b"\n")
         self._rest = lines.pop()
         if len(self._rest) > EVENT_BYTES:
-            raise EngineError(f"the engine sent an event of more than {EVENT_BYTES} bytes")
+            raise EngineError(f"the engine sent an event larger than {EVENT_BYTES} bytes")
         events = []
         for line in lines:
             line = line.removesuffix(b"\r")
@@ -241,7 +241,7 @@ class EventParser:
         return events
 
     def _parse_simple(self, read: bytes) -> list[bytes] | None:
-        """Parse a read of complete one-line events, the usual case. None: the read has another form."""
+        """Parse a read that consists of complete one-line events, the usual case. Return None for any other read."""
         if self._rest or self._data or not read.endswith(b"\n\n"):
             return None
         if not read.startswith(b"data: ") or b"\r" in read:
@@ -251,10 +251,10 @@ class EventParser:
 
 
 class Reply:
-    """A POST: sent by the first read, closed when `EngineClient.post` is left.
+    """A POST request and its reply. It is sent by the first read, and closed when `EngineClient.post` is left.
 
-    `sent`: the engine may be working on it. `finished`: the generation has ended, and the rest of the reply is only drained; set by the
-    engine's implementation. `done`: the engine closed the stream properly.
+    `sent` is set once the engine may be working on the request. The engine's implementation sets `finished` when the generation has
+    ended; the rest of the reply is then only drained. `done` is set if the engine ended the stream properly.
     """
 
     def __init__(self, client: EngineClient, path: str, body: bytes, headers: Mapping[str, str]) -> None:
@@ -277,7 +277,7 @@ class Reply:
         await self.leave()
 
     async def whole(self) -> AsyncIterator[list[bytes]]:
-        """Yield the whole body as a single batch with one event, like a stream."""
+        """Yield the whole body as one batch with one event, in the form of a stream."""
         yield [await self.document()]
 
     async def events(self) -> AsyncIterator[list[bytes]]:
@@ -292,7 +292,7 @@ class Reply:
             return await response.read()
 
     async def batch(self) -> list[bytes] | None:
-        """Return the events of the next read that has any; None at the end."""
+        """Return the events of the next read that completes any, or None at the end."""
         response = await self.open()
         while not self.done:
             with map_errors(self._client.engine):
@@ -308,7 +308,7 @@ class Reply:
         return None
 
     async def leave(self) -> None:
-        """Close the reply. A finished one is read to its end first, so that its connection can be reused."""
+        """Close the reply. A finished reply is first read to its end so that its connection can be reused."""
         self._closed = True
         if self._response is None:
             return
@@ -325,14 +325,14 @@ class Reply:
             self._response.close()
 
     async def open(self) -> aiohttp.ClientResponse | Response:
-        """Send the request unless it was sent. After a rejection, it may be called again with another `body`."""
+        """Send the request unless it was already sent. After a rejection, it may be called again with a different `body`."""
         if self._response is not None:
             return self._response
         self.finished = False
         response = await self._post()
         if self._closed:  # by another task while this one was connecting
             response.close()
-            raise EngineUnavailable(f"the call to {self._client.engine} was cancelled while it connected")
+            raise EngineUnavailable(f"the call to {self._client.engine} was cancelled while connecting")
         if response.status != 200:
             try:
                 with map_errors(self._client.engine):
@@ -354,7 +354,7 @@ class Reply:
                 except ConnectFailed:
                     self.sent = False
                     raise
-        data = self.body if len(self.body) < 2**20 else io.BytesIO(self.body)  # as aiohttp requires for large bodies
+        data = self.body if len(self.body) < 2**20 else io.BytesIO(self.body)  # aiohttp expects large bodies as files
         with map_errors(self._client.engine):
             try:
                 return await self._client.session.post(
@@ -366,10 +366,10 @@ class Reply:
 
 
 class EngineClient:
-    """HTTP connections of one engine. `silence_s` bounds the time without a byte; None: no bound.
+    """An HTTP client for one engine.
 
-    `headers` are sent with every request; by default, the key in the `Authorization` header. `direct`: use the minimal client of
-    `http1.py`, for engines that speak plain JSON.
+    `silence_s` limits the time without a received byte; None means no limit. `headers` are sent with every request, and default to an
+    `Authorization` header with the key. `direct` selects the minimal client in `http1.py`, for engines that speak plain JSON.
     """
 
     def __init__(
@@ -429,11 +429,11 @@ class EngineClient:
             await session.close()
 
     def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> Reply:
-        """Return a streamed call, as a context manager. It is sent by the first read."""
+        """Return a streamed call as a context manager. The first read sends it."""
         return Reply(self, path, body, headers)
 
     async def get(self, path: str, shape: type[T]) -> T:
-        """Fetch a small JSON document, within a short timeout."""
+        """Fetch a small JSON document, with a short timeout."""
         body = await self._probe("GET", path, b"")
         return self.decode(msgspec.json.Decoder(shape).decode, body)
 
@@ -446,7 +446,7 @@ class EngineClient:
         await self._probe("POST", path, body)
 
     async def command(self, path: str, body: Json, within_s: float) -> bytes:
-        """Send a command that may take long. Returns the body of the reply."""
+        """Send a command that may take a long time, and return the body of the reply."""
         return await self._probe("POST", path, msgspec.json.encode(body), within_s)
 
     def decode(self, decoder: Callable[[bytes], T], data: bytes) -> T:
@@ -458,13 +458,13 @@ class EngineClient:
             return list(map(decoder, batch))
 
     def failure(self, status: int, body: bytes) -> TurngateError:
-        """Map an HTTP error, with the engine's message, shortened and without our key."""
+        """Map an HTTP error. The engine's message is shortened, and the key is removed from it."""
         return error_from_status(
             self.engine, status, self.redact(extract_message(body)), body[:4096].decode("utf-8", "replace")
         )
 
     def failure_in_stream(self, error: msgspec.Raw, default_status: int) -> TurngateError:
-        """Map an error event of a stream, whose status line was 200."""
+        """Map an error event in a stream, whose own status was 200."""
         value = msgspec.json.decode(error)
         codes = [value.get(field) for field in ("code", "status", "type")] if isinstance(value, dict) else []
         statuses = [code if isinstance(code, int) else _STATUS_OF.get(str(code), 0) for code in codes]
@@ -513,5 +513,5 @@ async def _readany(response: aiohttp.ClientResponse | Response) -> bytes:
 
 
 def is_present(error: msgspec.Raw) -> bool:
-    """Whether a field that was decoded as raw JSON has a value."""
+    """Return whether a field that was decoded as raw JSON has a value."""
     return bytes(error) not in (b"", b"null")

@@ -1,7 +1,8 @@
 """A minimal HTTP/1.1 client for one engine, with keep-alive and streamed replies.
 
-Every turn goes through here, and a general-purpose client costs as much as the rest of a turn. This one has no cookies, redirects, proxies
-or compression, which engines that take token ids do not need; relays use aiohttp (`http.py`). httptools parses, as in the server.
+Every turn uses this client, and a general-purpose one would take as much time as the rest of the turn. It has no cookies, redirects,
+proxies or compression, because engines that accept token ids do not need them. Relays use aiohttp (`http.py`). Like the server, it
+parses with httptools.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 import httptools
 
 _PAUSE_AT = 4 * 2**20  # unread bytes at which reading from the engine pauses
-_MAX_HEAD = 2**16
+_MAX_HEAD = 2**16  # bytes
 
 
 class ConnectFailed(OSError):
@@ -31,7 +32,7 @@ class MalformedReply(Exception):
 
 
 class ConnectionPool:
-    """Keep-alive connections to one origin. The newest is used first, so that idle ones expire."""
+    """Keep-alive connections to one origin. The most recently used one is reused first, so surplus ones expire."""
 
     def __init__(
         self, url: str, *, connect_s: float, silence_s: float | None, keep_s: float, headers: Mapping[str, str]
@@ -111,7 +112,7 @@ class ConnectionPool:
         self._all.discard(connection)
 
     def release(self, connection: _Connection) -> None:
-        """Return a connection whose reply was read to the end."""
+        """Return a connection to the pool once its reply has been read to the end."""
         now = asyncio.get_running_loop().time()
         while self._idle and now - self._idle[0][1] >= self._keep_s:
             self._idle.pop(0)[0].abort()
@@ -124,7 +125,7 @@ class Response:
     def __init__(self, connection: _Connection, silence_s: float | None) -> None:
         self.status = 0
         self._connection = connection
-        self.parts: list[bytes] = []  # of the body, not yet read
+        self.parts: list[bytes] = []  # unread parts of the body
         self._size = 0  # bytes received since the last read
         self._ended = False
         self._error: BaseException | None = None
@@ -144,7 +145,7 @@ class Response:
             await self._wait_more()
 
     async def readany(self) -> bytes:
-        """Return what has arrived since the last read; b"" at the end."""
+        """Return the data received since the last read, or b"" at the end."""
         while not self.parts and not self._ended:
             await self._wait_more()
         if not self.parts:
@@ -225,7 +226,7 @@ class Response:
 
 
 class _Connection(asyncio.Protocol):
-    """A connection. `response` is the reply that it waits for or receives; None while it is idle."""
+    """A connection. `response` is the reply being awaited or received, or None while the connection is idle."""
 
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
@@ -235,7 +236,7 @@ class _Connection(asyncio.Protocol):
         self.paused = False  # until our own reader catches up
         self._parser: httptools.HttpResponseParser
         self._read = 0
-        self._until_end = False  # the body ends with the connection
+        self._until_end = False  # the body ends when the connection closes
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # always a Transport
         self._transport = transport
@@ -287,7 +288,7 @@ class _Connection(asyncio.Protocol):
             self.abort()
 
     def eof_received(self) -> None:
-        """Return None: the transport closes itself."""
+        """Return None, so that the transport closes itself."""
 
     def connection_lost(self, error: Exception | None) -> None:
         self.open = False
@@ -326,7 +327,7 @@ class _Connection(asyncio.Protocol):
             return
         self.response = None
         response.end()
-        all_sent = self._transport.get_write_buffer_size() == 0  # else it replied before it had read the request
+        all_sent = self._transport.get_write_buffer_size() == 0  # otherwise the engine replied before reading the whole request
         if self._parser.should_keep_alive() and self.open and all_sent and not self.paused:
             self._pool.release(self)
         else:

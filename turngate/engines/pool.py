@@ -1,13 +1,14 @@
 """A pool of engines: sessions stay where their prefix is cached, and move when that replica is down.
 
-A *replica* is one configured engine, with its own health. A *lane* is where calls go: a replica, or one data-parallel
-rank of it.
+A *replica* is one configured engine, with its own health. A *lane* is a destination for calls: a replica, or one of its
+data-parallel ranks.
 
-- A session's first call goes to the lane with the fewest calls in flight, then the fewest sessions; later calls follow it.
-- An unreachable replica is down until a health check succeeds; checks become rarer with each miss.
-- A call that fails *before its first chunk* because its replica is unavailable is retried elsewhere, and the session moves
-  along: the caller has seen nothing yet. A busy replica is skipped once. All other errors, and every error after the first
-  chunk, are raised.
+- A session's first call goes to the lane with the fewest calls in flight, and then the fewest sessions. Later calls go to the same
+  lane.
+- An unreachable replica is down until a health check succeeds. Checks become less frequent with each failure.
+- A call that fails *before its first chunk* because its replica is unavailable is retried elsewhere, and its session moves
+  there. This is safe because the caller has not seen any output. If a replica is busy, the call is retried elsewhere once. All
+  other errors, and every error after the first chunk, are raised.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @runtime_checkable
 class HasLanes(Protocol):
-    """An engine with several data-parallel ranks. Its lanes share its connections; only the engine is started and closed."""
+    """An engine with several data-parallel ranks. Its lanes share its connections, and only the engine itself is started and closed."""
 
     def lanes(self) -> Sequence[Engine]: ...
 
@@ -37,9 +38,9 @@ class HasLanes(Protocol):
 class Pool:
     """An engine that spreads sessions over several engines.
 
-    Replicas that are up are checked every `check_s`; those that are down after `backoff_s`, with exponential backoff up to
-    `backoff_max_s`. `misses` consecutive failed checks take a replica down: a single one proves little under load, and moving
-    its sessions costs their caches. A call is tried on at most `attempts` lanes. At most `max_sessions` placements are
+    A replica that is up is checked every `check_s`. One that is down is checked after `backoff_s`, with exponential backoff up to
+    `backoff_max_s`. A replica is marked down after `misses` consecutive failed checks: under load, a single failure means little, and
+    moving sessions loses their caches. A call is tried on at most `attempts` lanes. At most `max_sessions` placements are
     remembered; the least recently used is forgotten first.
     """
 
@@ -99,7 +100,7 @@ class Pool:
         return _Call(self, request)
 
     def place(self, session: str) -> _Lane:
-        """Choose the lane of a session's call: its own if that is up, else the least loaded one."""
+        """Choose the lane for a session's call: the session's own lane if it is up, otherwise the least loaded one."""
         home = self._placed.get(session)
         if home is not None and home.replica.up:
             self._placed.move_to_end(session)
@@ -108,7 +109,7 @@ class Pool:
         return self._settle(session, self._least_loaded(()) or home or min(self._lanes, key=_Lane.load))
 
     def place_retry(self, session: str, tried: Sequence[_Lane]) -> _Lane | None:
-        """Choose another lane after a failure; None if there is no lane left to try."""
+        """Choose a different lane after a failure, or return None if no lane is left to try."""
         lane = self._least_loaded(tried) if len(tried) < self._attempts else None
         return None if lane is None else self._settle(session, lane)
 
@@ -154,7 +155,7 @@ class _Replica:
         self.engine = engine
         self.lanes = [_Lane(self, lane) for lane in (engine.lanes() if isinstance(engine, HasLanes) else [engine])]
         self.up = True
-        self._was_up = False  # ever
+        self._was_up = False  # whether it has ever been up
         self._misses = 0
         self._allowed = misses
         self._check_s, self._backoff_s, self._backoff_max_s = check_s, backoff_s, backoff_max_s
@@ -169,7 +170,7 @@ class _Replica:
         ]
 
     def mark_lost(self, error: EngineError) -> None:
-        """Record that a call could not reach it."""
+        """Record that a call could not reach the replica."""
         self._misses = max(self._misses, self._allowed)
         self._down(error.message)
         self._lost.set()
@@ -197,7 +198,7 @@ class _Replica:
         self.up = False
 
     async def watch(self) -> None:
-        """Check forever: regularly while it is up, with backoff while it is down."""
+        """Check the replica forever: regularly while it is up, and with backoff while it is down."""
         while True:
             try:
                 async with asyncio.timeout(self._pause()):
@@ -219,7 +220,7 @@ class _Replica:
 
 
 class _Call:
-    """The chunks of one call, from the lane that answers it. It starts when the first chunk is requested."""
+    """The chunks of one call, from the lane that answers it. The call starts when the first chunk is requested."""
 
     def __init__(self, pool: Pool, request: Generate) -> None:
         self._pool = pool
@@ -253,7 +254,7 @@ class _Call:
                 lane.in_flight -= 1
 
     async def _first(self) -> Chunk:
-        """Return the first chunk, from the first lane that gives one."""
+        """Return the first chunk, from the first lane that produces one."""
         tried: list[_Lane] = []
         was_busy = False
         lane = self._pool.place(self._request.session)

@@ -1,7 +1,7 @@
-"""The deterministic engine: replays scripted token ids, with faults on request. It runs in process, without HTTP.
+"""The scripted engine: replays token ids deterministically, with faults on request. It runs in process, without HTTP.
 
-For tests and for `turngate serve --engine scripted`. Its log-probabilities follow from the prompt and the ids
-(`derive_logprobs`), so that a recorded turn proves which prompt it was conditioned on.
+Used by tests and by `turngate serve --engine scripted`. Log-probabilities are derived from the prompt and the ids
+(`derive_logprobs`), so a recorded turn proves which prompt it was conditioned on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SYNTHETIC_NOTE = (
     "the scripted engine generated these turns: nothing was sampled, and the log-probabilities are synthetic"
 )
 _STEPS = 2**18  # multiples of 2^-18 are exact in float32, so stored values equal those sent
-_REMEMBERED = 10_000  # sessions and prompts to count, before the oldest is forgotten
+_REMEMBERED = 10_000  # maximum number of sessions or prompts to count
 
 
 class ScriptedTurn(msgspec.Struct, frozen=True):
@@ -37,7 +37,7 @@ class ScriptedTurn(msgspec.Struct, frozen=True):
     finish: Literal["stop", "length", "abort"] = "stop"
     chunk: int = 1  # tokens per chunk; 0: all in one
     delay_s: float = 0.0  # before the first chunk
-    pace_s: float = 0.0  # before every further one
+    pace_s: float = 0.0  # before each later chunk
 
     fail_before: bool = False  # the engine is unavailable
     busy: bool = False  # the engine rejects the request as busy
@@ -53,7 +53,7 @@ Script = Callable[[Generate, int], ScriptedTurn]
 
 
 def derive_logprobs(prompt: Ids | PromptIds, ids: Sequence[int]) -> list[float]:
-    """Compute a log-probability per id in (-5, 0) that depends on all ids before it. Exact in float32."""
+    """Compute a log-probability in (-5, 0) for each id, from the prompt and all ids up to it. Values are exact in float32."""
     state = _hash(prompt)
     values = []
     for token in ids:
@@ -69,9 +69,9 @@ def _hash(prompt: Ids | PromptIds) -> int:
 class Scripted:
     """An engine that follows a script.
 
-    `script` is a list of turns, or a function of the request and its index. The index counts the calls of a session, so that
-    sessions are independent. `keep`: how many requests stay in `received`, newest last. `silence_s`: as for the HTTP engines,
-    how long the stream may go without data before the call fails.
+    `script` is a list of turns, or a function of the request and its index. The index counts the calls of a session, so
+    sessions are independent. `received` has the last `keep` requests, newest last. As with the HTTP engines, a call fails after
+    `silence_s` without data.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Scripted:
         delay_s: float = 0.0,
         pace_s: float = 0.0,
     ) -> Scripted:
-        """Create an engine that samples random ids and then a stop id, from the seed, the prompt and its repetitions."""
+        """Create an engine that returns random ids and then a stop id. They depend on the seed, the prompt and its repetitions."""
         plain = [token for token in range(vocab_size) if token not in set(stop_ids)]
         seen = _Counter()
 
@@ -146,14 +146,14 @@ class Scripted:
         return self._script(request, self._calls.next(request.session))
 
     def _room(self, request: Generate) -> int:
-        """Return how many tokens may be sampled; below 1 the prompt does not fit."""
+        """Return the number of tokens that may be sampled. It is below 1 if the prompt does not fit."""
         if self._max_context is None:
             return request.max_tokens
         return min(request.max_tokens, self._max_context - len(request.prompt))
 
 
 class _Call:
-    """A running generation. `over`: it ended by itself, successfully or not."""
+    """A running generation. `over` is set once it has succeeded or failed, but not if it was aborted."""
 
     def __init__(self, name: str, request: Generate, turn: ScriptedTurn, room: int, silence_s: float | None) -> None:
         self.over = False
@@ -200,7 +200,7 @@ class _Call:
             raise EngineBusy(f"{self._name} is busy")
         if turn.overflow or self._room < 1:
             raise ContextOverflow(
-                f"{self._name}: the prompt has {len(self._request.prompt)} tokens and does not fit into the context"
+                f"{self._name}: the prompt has {len(self._request.prompt)} tokens and does not fit in the context"
             )
         if turn.hang:
             await self._wait(float("inf"))
@@ -223,7 +223,7 @@ class _Call:
 
 
 class _Counter:
-    """Counts keys, for a bounded number of keys."""
+    """A counter for a bounded number of keys."""
 
     def __init__(self) -> None:
         self._counts: OrderedDict[str, int] = OrderedDict()

@@ -1,16 +1,16 @@
-"""The SGLang engine: sends token ids to its native `/generate`, and receives sampled ids and log-probabilities.
+"""The SGLang engine: sends token ids to the native `/generate` API, and receives sampled ids and log-probabilities.
 
 Written from SGLang's public source (`http_server.py`, `io_struct.py`, `tokenizer_manager.py`, `sampling_params.py`) and
-tested against a fake server with the same messages. It has NOT been run against a live SGLang.
+tested against a fake server with the same messages. It has NOT been run against a live SGLang server.
 
 Peculiarities of its wire format:
 
 - Every event of a stream repeats all tokens so far, unless the server uses incremental streaming. Versions differ in whether
-  this applies to the ids, the log-probabilities, or both. `completion_tokens` counts all tokens so far, which tells the two
-  cases apart for each list.
+  this applies to the ids, the log-probabilities, or both. `completion_tokens` counts all tokens so far, which
+  distinguishes the two cases for each list.
 - An adapter is selected with `lora_path`, by the name it was loaded under.
-- `/abort_request` stops every request whose id *starts* with the given one. Ours end in random digits of a fixed length, so
-  that they only match themselves.
+- `/abort_request` stops every request whose id *starts* with the given one. Our ids end in random digits of a fixed length, so
+  that each one matches only itself.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _ServerInfo(msgspec.Struct):
 
 
 class _Done(msgspec.Struct):
-    """The reply to a change of weights. A rejection may have status 200."""
+    """The reply to a weight update. A rejection may have HTTP status 200."""
 
     success: bool = True
     message: str | None = None
@@ -98,8 +98,8 @@ _decode_echo = msgspec.json.Decoder(_EchoEvent).decode
 class SGLang:
     """One SGLang server, or an SGLang router in front of several.
 
-    `rank` and `ranks` are as in `VLLM`: data-parallel ranks of this server. `silence_s` bounds the time between two bytes, so a
-    call that is not streamed has to finish within it.
+    `rank` and `ranks` select data-parallel ranks of this server, as in `VLLM`. `silence_s` limits the time between two bytes, so a
+    call that is not streamed must finish within it.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class SGLang:
         self.model = model
         self._rank = rank
         self._ranks = ranks
-        self._initial_path = ""  # the original model's folder, once another one is loaded
+        self._initial_path = ""  # the initial model's folder, once a different one is loaded
         self._client = EngineClient(name, url, key=key, connect_s=connect_s, silence_s=silence_s, direct=True)
         self._aborts: set[asyncio.Task[None]] = set()
         self._description: tuple[str, int | None] | None = None
@@ -134,10 +134,10 @@ class SGLang:
         await self._client.close()
 
     def release(self, session: str) -> None:
-        """Do nothing: SGLang's cache expires by itself."""
+        """Do nothing: SGLang evicts its own cache."""
 
     def lanes(self) -> Sequence[SGLang]:
-        """Return one view per data-parallel rank, all on this engine's connections."""
+        """Return one engine per data-parallel rank. All share this engine's connections."""
         if self._ranks == 1:
             return [self]
         return [self._for_rank(rank) for rank in range(self._ranks)]
@@ -197,7 +197,7 @@ class SGLang:
     async def reload_initial_weights(self, *, frozen: bool) -> None:
         if not self._initial_path:
             raise EngineRejected(
-                f"{self.name}: cannot restore its initial weights, because their path is unknown; restart the engine"
+                f"{self.name} cannot restore its initial weights because their path is unknown; restart the engine"
             )
         body = {"model_path": self._initial_path, "flush_cache": not frozen}
         await self._command("/update_weights_from_disk", body, LOAD_S)
@@ -227,7 +227,7 @@ class SGLang:
         return model.model_path, models.data[0].max_model_len if models.data else None
 
     def _abort(self, rid: str) -> None:
-        """Abort a request. Closing the connection aborts too, but only after seconds, and not through every router."""
+        """Abort a request. Closing the connection also aborts it, but only after seconds, and not through every router."""
         task = asyncio.create_task(self._send_abort(rid))
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
@@ -245,7 +245,7 @@ class SGLang:
             "rid": rid,
             "sampling_params": _sampling(request),
             "return_logprob": True,
-            "logprob_start_len": -1,  # only of sampled tokens: the prompt's would need a prefill without the cache
+            "logprob_start_len": -1,  # sampled tokens only: the prompt's would need a prefill without the cache
             "top_logprobs_num": 0,
             "return_text_in_logprobs": False,
             "stream": request.stream,
@@ -279,7 +279,7 @@ class SGLang:
         raise EngineUnavailable(f"{self.name} ended its reply before the generation finished")
 
     def _chunk(self, batch: Sequence[bytes], sampled: int, echo: bool) -> Chunk:
-        """Merge the events of one read, after the first `sampled` tokens, into one chunk."""
+        """Merge the events of one read into one chunk. `sampled` is the number of tokens before it."""
         ids: list[int] = []
         logprobs: list[float | None] = []
         finish: Literal["stop", "length", "abort"] | None = None
@@ -316,7 +316,7 @@ class SGLang:
         return ids, align_logprobs(self.name, ids, [position.logprob for position in added])
 
     def _slice_new(self, items: Sequence[T], seen: int, total: int) -> Sequence[T]:
-        """Return the new items of a list that holds either all `total` items, or only those after the first `seen`."""
+        """Return the new items of a list that contains either all `total` items, or only those after the first `seen`."""
         if len(items) == total:
             return items[seen:]
         if len(items) == total - seen:
@@ -342,7 +342,7 @@ def _sampling(request: Generate) -> dict[str, Any]:
         "max_new_tokens": request.max_tokens,
         "stop_token_ids": request.stop_ids,
         "ignore_eos": False,
-        # The text is discarded, but stop strings are searched in it, so that it has to be complete.
+        # The text is discarded, but stop strings are matched against it, so it must be complete.
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
         "no_stop_trim": True,
@@ -355,7 +355,7 @@ def _sampling(request: Generate) -> dict[str, Any]:
 
 
 def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
-    """Return all sampling fields, also neutral ones: SGLang fills missing ones from `preferred_sampling_params`."""
+    """Return all sampling fields, even neutral ones: SGLang takes missing ones from `preferred_sampling_params`."""
     fields: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -372,7 +372,7 @@ def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
 
 
 def _schema(constraint: Constraint) -> str:
-    """Encode the schema as a string; SGLang has no other way to request any JSON object."""
+    """Encode the schema as a string. SGLang needs a schema even to request an arbitrary JSON object."""
     if constraint.kind == "json_object":
         return '{"type": "object"}'
     if constraint.schema is None:

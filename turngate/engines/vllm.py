@@ -8,7 +8,7 @@ Written against the request and response models of vLLM 0.32. Requirements for t
 - to load weights while it serves (`pause`, `load` …), `VLLM_SERVER_DEV_MODE=1` in its environment; for adapters
   `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`.
 
-All sampling fields are sent, also neutral ones: vLLM fills missing ones from the model's `generation_config.json`.
+All sampling fields are sent, even neutral ones: vLLM takes missing ones from the model's `generation_config.json`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Api = Literal["completions", "generate"]
 
 _PATHS: dict[Api, str] = {"completions": "/v1/completions", "generate": "/inference/v1/generate"}
 _NAMED = "token_id:"
-_LOADING = "turngate: loading "  # prefix of the version of incomplete weights
+_LOADING = "turngate: loading "  # prefix of the version while weights are incomplete
 _FINISH: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -56,19 +56,19 @@ class _Choice(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """A response or a stream event. The prompt's ids, maybe 70k of them, are skipped unless requested."""
+    """A response or a stream event. The prompt's ids, of which there may be 70k, are not decoded unless requested."""
 
     choices: tuple[_Choice, ...] = ()
     error: msgspec.Raw = msgspec.Raw()
 
 
 class _EchoChoice(_Choice):
-    prompt_token_ids: list[int] | None = None  # where `completions` puts it
+    prompt_token_ids: list[int] | None = None  # where the `completions` API puts them
 
 
 class _EchoEvent(_Event):
     choices: tuple[_EchoChoice, ...] = ()
-    prompt_token_ids: list[int] | None = None  # where `generate` puts it
+    prompt_token_ids: list[int] | None = None  # where the `generate` API puts them
 
 
 class _Card(msgspec.Struct):
@@ -90,11 +90,10 @@ _decode_echo = msgspec.json.Decoder(_EchoEvent).decode
 
 
 class VLLM:
-    """One vLLM API server. An empty `model` is the one it serves.
+    """One vLLM API server. An empty `model` means the model that it serves.
 
-    `rank` pins every call to one data-parallel rank. `ranks`: how many there are, for a `Pool`, which keeps each session on one of
-    them; it has no effect otherwise. `silence_s` bounds the time between two bytes, so a call that is not streamed has to
-    finish within it.
+    `rank` pins every call to one data-parallel rank. `ranks` is the number of ranks. Only a `Pool` uses it, to keep each session on
+    one rank. `silence_s` limits the time between two bytes, so a call that is not streamed must finish within it.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class VLLM:
         self._rank = rank
         self._ranks = ranks
         self._expected: PolicyWeights | None = None
-        self._reports_weights = True  # whether it reports a version of its weights
+        self._reports_weights = True  # whether the server reports the version of its weights
         root = url.rstrip("/").removesuffix("/v1")
         self._client = EngineClient(name, root, key=key, connect_s=connect_s, silence_s=silence_s, direct=True)
 
@@ -130,10 +129,10 @@ class VLLM:
         await self._client.close()
 
     def release(self, session: str) -> None:
-        """Do nothing: vLLM's cache expires by itself."""
+        """Do nothing: vLLM evicts its own cache."""
 
     def lanes(self) -> Sequence[VLLM]:
-        """Return one view per data-parallel rank, all on this engine's connections."""
+        """Return one engine per data-parallel rank. All share this engine's connections."""
         if self._ranks == 1:
             return [self]
         return [self._for_rank(rank) for rank in range(self._ranks)]
@@ -174,7 +173,7 @@ class VLLM:
             return
         served = await self._client.get("/v1/models", _Models)
         if any(card.id == weights.name for card in served.data):
-            await self.unload(weights.name)  # a retry may have other weights, which must not share its cache
+            await self.unload(weights.name)  # a retry may load different weights, which must not share its cache
         await self._command(
             "/v1/load_lora_adapter", {"lora_name": weights.name, "lora_path": weights.lora_path}, LOAD_S
         )
@@ -189,33 +188,33 @@ class VLLM:
         await self._command("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def _reload(self, options: dict[str, str], mark: str, frozen: bool) -> None:
-        """Reload weights. They are marked as loading meanwhile, because a failed reload crashes the engine at its next call."""
+        """Reload weights. The version marks them as incomplete until the end: after a failed reload, the next call crashes the engine."""
         await self._command("/update_weight_version", {"new_version": _LOADING + mark})
         await self._command("/collective_rpc", {"method": "reload_weights", "kwargs": options}, LOAD_S)
-        if not frozen:  # calls in flight need the cache; versions never share it
+        if not frozen:  # frozen calls need their cache; versions never share entries
             await self._command("/reset_prefix_cache")
         await self._command("/update_weight_version", {"new_version": mark})
 
     async def _wrong_weights(self, served: _Models) -> str:
-        """Return why it must not be used, if its weights are not the expected ones."""
+        """Return why the engine must not be used, or an empty string if its weights are the expected ones."""
         expected = self._expected
         if expected is not None and expected.is_adapter:
             if any(card.id == expected.name for card in served.data):
                 return ""
-            return f"adapter {expected.name} is not loaded, probably after a restart; repeat POST /admin/weights"
+            return f"adapter {expected.name} is not loaded, probably because the engine restarted; repeat POST /admin/weights"
         if not self._reports_weights:
             return ""
         try:
             mark = (await self._client.get("/weight_info", _WeightInfo)).weight_version
         except EngineRejected:
-            self._reports_weights = False  # it has no such route, so no weights were loaded into it either
+            self._reports_weights = False  # the route does not exist, so no weights can have been loaded either
             return ""
         except TurngateError as error:
             return error.message
         if mark.startswith(_LOADING):
-            return f"the update of its weights to {mark.removeprefix(_LOADING)} did not complete; restart the engine"
+            return f"its update to weight version {mark.removeprefix(_LOADING)} did not complete; restart the engine"
         if expected is not None and mark != str(expected.version):
-            return f"has weight version {mark!r} instead of {expected.version}; repeat POST /admin/weights"
+            return f"its weight version is {mark!r} instead of {expected.version}; repeat POST /admin/weights"
         return ""
 
     async def _command(self, path: str, body: Json = None, within_s: float = COMMAND_S) -> None:
@@ -225,7 +224,7 @@ class VLLM:
             if not error.message.endswith(": Not Found"):
                 raise
             need = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" if "lora" in path else "VLLM_SERVER_DEV_MODE=1"
-            raise EngineRejected(f"{self.name} does not serve {path.partition('?')[0]}: start it with {need}") from None
+            raise EngineRejected(f"{self.name} does not serve {path.partition('?')[0]}; start it with {need}") from None
 
     def generate(self, request: Generate) -> VLLMGeneration:
         return VLLMGeneration(self, request)
@@ -255,9 +254,9 @@ class VLLM:
         return self._client.post(_PATHS[self._api], self._body(request), self._headers(request))
 
     def chunk(self, batch: Sequence[bytes], echo: bool) -> Chunk | None:
-        """Merge the events of one read into one chunk."""
+        """Merge the events of one read into one chunk. Return None if they add nothing."""
         ids: list[int] = []
-        names: list[str] = []  # of ids after those; parsed together, because a stream has one per event
+        names: list[str] = []  # of the ids that follow; parsed together, because a stream has one per event
         logprobs: list[float | None] = []
         finish: Literal["stop", "length", "abort"] | None = None
         prompt: list[int] | None = None
@@ -285,7 +284,7 @@ class VLLM:
         return Chunk(ids, clean_logprobs(logprobs), finish, prompt)
 
     def _parse_names(self, names: list[str]) -> list[int]:
-        """Parse names such as "token_id:123", as one JSON list, which is four times as fast as one by one."""
+        """Parse names such as "token_id:123". Parsing them as one JSON list is four times as fast as one by one."""
         joined = ",".join(names)
         if joined.count(_NAMED) != len(names):
             raise self._no_ids()
@@ -321,16 +320,16 @@ class VLLM:
 
 
 class VLLMGeneration:
-    """A call: a stream of chunks, aborted if it is left before its end.
+    """A call: a stream of chunks. Leaving it before its end aborts the call.
 
-    An iterator, not a generator: leaving a generator early costs the event loop a task to close it.
+    This is an iterator, not a generator: if a generator is left early, the event loop has to start a task to close it.
     """
 
     def __init__(self, engine: VLLM, request: Generate) -> None:
         self._engine, self._request = engine, request
         self._reply: Reply
         self._started = False  # whether anything was sampled
-        self._read = False  # whether a reply that is not streamed was read
+        self._read = False  # whether the body of a reply that is not streamed was read
 
     async def __aenter__(self) -> AsyncIterator[Chunk]:
         self._reply = await self._engine.post(self._request).__aenter__()
@@ -363,7 +362,7 @@ class VLLMGeneration:
             self._read, batch = True, [await self._reply.document()]
         if batch is not None:
             return batch
-        if self._reply.done and not self._started:  # a `completions` stream ends so after an abort
+        if self._reply.done and not self._started:  # how a `completions` stream ends after an abort
             raise make_abort_error(self._engine.name)
         raise EngineUnavailable(f"{self._engine.name} ended its reply before the generation finished")
 
@@ -378,8 +377,8 @@ def _prompt(event: _Event) -> list[int] | None:
 def _completions(request: Generate) -> tuple[str, dict[str, Any]]:
     """Return the name of the prompt field, and all other fields."""
     return "prompt", {
-        # `return_token_ids` would return the whole prompt, 300 KB in a long rollout; ids as names of the log-probabilities
-        # do not.
+        # `return_token_ids` would also return the whole prompt, which is 300 KB in a long rollout.
+        # `return_tokens_as_token_ids` returns only the sampled ids.
         **({"return_token_ids": True} if request.echo_prompt else {"return_tokens_as_token_ids": True}),
         **_sampling(request),
     }
@@ -387,7 +386,7 @@ def _completions(request: Generate) -> tuple[str, dict[str, Any]]:
 
 def _generate(request: Generate) -> tuple[str, dict[str, Any]]:
     return "token_ids", {
-        "return_token_ids": request.echo_prompt,  # of the prompt; sampled ids are always returned
+        "return_token_ids": request.echo_prompt,  # applies to the prompt; sampled ids are always returned
         "sampling_params": {**_sampling(request), "detokenize": bool(request.stop)},  # only stop strings need the text
     }
 
@@ -398,10 +397,10 @@ def _sampling(request: Generate) -> dict[str, Any]:
         **_sampling_fields(request.sampling),
         "n": 1,
         "max_tokens": request.max_tokens,
-        "logprobs": 0,  # the sampled token's own, no alternatives
+        "logprobs": 0,  # only the sampled token's, without alternatives
         "stop_token_ids": request.stop_ids,
         "ignore_eos": False,
-        # The text is discarded, but stop strings are searched in it, so that it has to be complete.
+        # The text is discarded, but stop strings are matched against it, so it must be complete.
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
     }

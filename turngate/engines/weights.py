@@ -1,6 +1,6 @@
 """Engines whose weights can be changed while they serve.
 
-`gateway/weights.py` pauses calls, uses these methods on every replica, and resumes calls at the new version. An engine in the trainer's
+`gateway/weights.py` pauses calls, calls these methods on every replica, and resumes calls at the new version. An engine in the trainer's
 process is updated by the trainer itself.
 """
 
@@ -20,7 +20,7 @@ COMMAND_S = 60.0  # timeout for other commands
 class PolicyWeights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A version of the policy: a whole model from a folder, or an adapter that is served under a name.
 
-    Paths are on the engine's machine. A name without a path: another program has loaded the adapter.
+    Paths are on the engine's machine. A name without a path means that another program has loaded the adapter.
     """
 
     version: int
@@ -46,12 +46,12 @@ class UpdatableReplica(Protocol):
         """Pause sampling. Calls in flight are kept, and continue after `resume` with the weights loaded by then."""
 
     async def resume(self) -> None:
-        """Resume sampling. Does nothing if it is not paused."""
+        """Resume sampling. Do nothing if it is not paused."""
 
     async def load(self, weights: PolicyWeights, *, frozen: bool) -> None:
-        """Load these weights. `frozen`: calls in flight are paused and keep their cache.
+        """Load these weights. If `frozen`, calls in flight are paused and keep their cache.
 
-        After a failed load of a whole model, the engine must not be used, and its health says so.
+        If loading a whole model fails, the engine must not be used, and its health reports this.
         """
 
     async def reload_initial_weights(self, *, frozen: bool) -> None:
@@ -64,7 +64,7 @@ class UpdatableReplica(Protocol):
         """Unload an adapter. Calls in flight may still use it."""
 
     def expect(self, weights: PolicyWeights | None) -> None:
-        """Report the replica as unhealthy unless it has these weights. None: any weights are accepted."""
+        """Report the replica as unhealthy unless it has these weights. `None` accepts any weights."""
 
 
 def list_updatable_replicas(engine: Engine | None) -> list[UpdatableReplica]:
