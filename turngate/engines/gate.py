@@ -157,7 +157,11 @@ class Gate:
                 else:
                     self._requeue(ticket)
             if self._silence_s is not None and now >= ticket.last_event_at + self._silence_s:
-                problem = "the trainer took this call but sent nothing for" if ticket.lease else "no trainer took this call within"
+                problem = (
+                    "the trainer took this call but sent nothing for"
+                    if ticket.lease
+                    else "no trainer took this call within"
+                )
                 ticket.push(EngineTimeout(f"{problem} {self._silence_s:g} s; retry it"))
                 self._end(ticket, f"it timed out after {self._silence_s:g} s without an answer")
 

@@ -50,18 +50,25 @@ class Ticket:
         request = self.request
         total = self.sent + len(ids)
         if total > request.max_tokens:
-            raise BadRequest(f"the answer has {total} tokens, which exceeds max_tokens ({request.max_tokens})", param="ids")
+            raise BadRequest(
+                f"the answer has {total} tokens, which exceeds max_tokens ({request.max_tokens})", param="ids"
+            )
         if finish is not None and not total:
-            raise BadRequest("ids is empty; an answer needs at least one token, which may be the stop token", param="ids")
+            raise BadRequest(
+                "ids is empty; an answer needs at least one token, which may be the stop token", param="ids"
+            )
         if finish is None and not len(ids):
             raise BadRequest("ids is empty; pass at least one token, or finish the call", param="ids")
         if vocabulary is not None and len(ids) and int(ids.max()) >= vocabulary:
             where = int(ids.argmax())
             raise BadRequest(
-                f"ids[{where}] is {int(ids[where])}, which is outside the vocabulary of {vocabulary} tokens", param="ids"
+                f"ids[{where}] is {int(ids[where])}, which is outside the vocabulary of {vocabulary} tokens",
+                param="ids",
             )
         if len(ids) and self.stopped:
-            raise BadRequest("ids must be empty, because the answer has ended with a stop token; finish the call", param="ids")
+            raise BadRequest(
+                "ids must be empty, because the answer has ended with a stop token; finish the call", param="ids"
+            )
         stops = np.flatnonzero(np.isin(ids, request.stop_ids))
         if len(stops) and (stops[0] != len(ids) - 1 or finish == "length"):
             where = int(stops[0])
