@@ -1,11 +1,11 @@
-"""Documented names that changed in November 2026. They stay importable until 0.2.0, with a DeprecationWarning."""
+"""Documented names that were renamed in November 2026. The old names work until 0.2.0, with a DeprecationWarning."""
 
 from __future__ import annotations
 
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
 
-TYPE_CHECKING = False  # this is loaded with the package: `typing` and `importlib.abc` would take longer than all of it
+TYPE_CHECKING = False  # `import turngate` loads this module; importing `typing` or `importlib.abc` would take longer than all the rest
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import ModuleType
@@ -28,7 +28,7 @@ MODULES = {
     "turngate.trainers.openenv": "turngate.views.training_trace",
     "turngate.verdicts": "turngate.views.verdict",
 }
-# Names that changed: the old one, and today's.
+# Old name → new name.
 NAMES = {
     "turngate.agents.install.Installed": "turngate.agents.install.Installation",
     "turngate.agents.install.ensure": "turngate.agents.install.ensure_installed",
@@ -119,7 +119,7 @@ _RENAMED_IN = {old.rpartition(".")[0] for old in NAMES}
 
 
 class _Finder:
-    """Finds old modules, and adds the old names to modules that still exist."""
+    """Import hook that finds old modules, and adds old names to modules that still exist."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         if name in MODULES:
@@ -141,7 +141,7 @@ class _Finder:
 
 def install() -> None:
     """Make the old names importable."""
-    if not any(isinstance(one, _Finder) for one in sys.meta_path):
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
@@ -154,7 +154,7 @@ def _add_old_names(execute: Callable[[ModuleType], None]) -> Callable[[ModuleTyp
 
 
 def _look_up(module: str, name: str) -> Any:
-    """Return the value of an old name. An unknown one is looked up in the module that took the old one's place."""
+    """Return the value of an old name. A name that was not renamed is looked up in the module that replaced the old one."""
     from importlib import import_module
 
     old = f"{module}.{name}"

@@ -25,13 +25,13 @@ OBSERVED_ENGINES: dict[str, tuple[str, ...]] = {
 }
 
 
-# Groups of settings, as `--help` shows them.
+# Headings under which `--help` groups the settings.
 GATEWAY, MODEL, ENGINE, LOCAL_ENGINE = "Gateway", "Model", "Engine", "Local engine"
 LIMITS, OUTPUT, CHECKS = "Limits", "Output", "Checks"
 
 
 def _about(description: str, panel: str) -> msgspec.Meta:
-    """Describe a setting for `--help` and docs/configuration.md."""
+    """Attach a description to a setting, for `--help` and docs/configuration.md."""
     return msgspec.Meta(description=description, extra={"panel": panel})
 
 
@@ -75,7 +75,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     script: Annotated[str, _about("Scripted engine: JSON file with a list of replies.", ENGINE)] = ""
     capture: Annotated[
         Literal["auto", "tokens", "logprobs", "text"],
-        _about("Observe mode: what to request from the endpoint.", ENGINE),
+        _about("Capture level to request from the endpoint in observe mode.", ENGINE),
     ] = "auto"
     model: Annotated[str, _about("Model name, as used by agents and the engine.", MODEL)] = ""
     tokenizer: Annotated[
@@ -185,7 +185,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
             if not _is_url(url):
                 raise ConfigError(
-                    f"engine_url: {url!r} is not an http(s) URL such as http://127.0.0.1:8000", param="engine_url"
+                    f"engine_url must be an http or https URL such as http://127.0.0.1:8000, not {url!r}",
+                    param="engine_url",
                 )
         if self.engine in OBSERVED_ENGINES and len(self.engine_url) > 1:
             raise ConfigError(

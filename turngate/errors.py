@@ -1,6 +1,6 @@
-"""The error tree. An error names the boundary where it arose, its HTTP status and whether a retry is safe.
+"""The error hierarchy. Each error names the boundary it arose at, its HTTP status and whether a retry is safe.
 
-Errors may be raised anywhere. `server/` renders them, in the caller's own wire format.
+Errors can be raised anywhere. `server/` renders them in the caller's wire format.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ Boundary = Literal["client", "engine", "store", "config", "gateway", "sandbox", 
 
 
 class TurngateError(Exception):
-    """Base of all errors that a caller may see. `message` is safe to show: it holds no secrets and no other session's data."""
+    """Base class of all errors that a caller may see.
+
+    `message` is safe to show: it never contains secrets or another session's data.
+    """
 
     boundary: ClassVar[Boundary] = "gateway"
     status: ClassVar[int] = 500
@@ -25,7 +28,7 @@ class TurngateError(Exception):
 
 
 class ConfigError(TurngateError):
-    """A setting, file or folder is wrong. Raised before serving starts."""
+    """A setting, file or folder is invalid. Raised before serving starts."""
 
     boundary = "config"
     kind = "config_error"
@@ -42,7 +45,10 @@ class BadRequest(TurngateError):
 
 
 class ContextOverflow(BadRequest):
-    """The prompt does not fit. Every dialect must phrase this as its provider does, so that agents compact."""
+    """The prompt does not fit into the context.
+
+    Every dialect must phrase this as its provider does, so that agents recognise it and compact their history.
+    """
 
     kind = "context_length_exceeded"
 
@@ -50,8 +56,8 @@ class ContextOverflow(BadRequest):
         self, message: str, *, param: str | None = None, limit: int | None = None, size: int | None = None
     ) -> None:
         super().__init__(message, param=param)
-        self.limit = limit  # tokens that fit; None if only the engine knows
-        self.size = size  # tokens in the prompt; None if only the engine knows
+        self.limit = limit  # tokens that fit; None if known only to the engine
+        self.size = size  # tokens in the prompt; None if known only to the engine
 
 
 class Unauthorized(TurngateError):
@@ -61,7 +67,7 @@ class Unauthorized(TurngateError):
 
 
 class Forbidden(TurngateError):
-    """The caller is known, but is not allowed to do this from where it is."""
+    """The caller is authenticated but may not do this from its current location."""
 
     boundary = "client"
     status = 403
@@ -69,7 +75,7 @@ class Forbidden(TurngateError):
 
 
 class TooManyRequests(TurngateError):
-    """The caller sends requests too fast. `wait_s`: seconds until the next one may succeed."""
+    """The caller sends requests too fast. The next one may succeed after `wait_s` seconds."""
 
     boundary = "client"
     status = 429
@@ -88,7 +94,7 @@ class NotFound(TurngateError):
 
 
 class Conflict(TurngateError):
-    """The session's state forbids this: cancelled, sealed, completed, or an id that is taken."""
+    """The request conflicts with existing state: the session has ended, for example, or the id is taken."""
 
     boundary = "client"
     status = 409
@@ -110,7 +116,7 @@ class TooLarge(TurngateError):
 
 
 class Unprocessable(TurngateError):
-    """422, for the compatibility API whose contract requires it."""
+    """A 422 response, which the contract of a compatibility API requires."""
 
     boundary = "client"
     status = 422
@@ -118,7 +124,7 @@ class Unprocessable(TurngateError):
 
 
 class Busy(TurngateError):
-    """All slots and queue places are taken. The same call may succeed later."""
+    """All slots are in use and the queue is full. The same call may succeed later."""
 
     boundary = "client"
     status = 429
@@ -127,7 +133,7 @@ class Busy(TurngateError):
 
 
 class Stopping(TurngateError):
-    """The gateway is stopping. The same call will succeed once it is running again."""
+    """The gateway is stopping. The same call can succeed after a restart."""
 
     status = 503
     kind = "gateway_stopping"
@@ -143,7 +149,7 @@ class EngineError(TurngateError):
 
 
 class EngineRejected(EngineError):
-    """The engine rejected the request as invalid; sending it again would not help."""
+    """The engine rejected the request as invalid. Retrying does not help."""
 
     status = 400
     kind = "invalid_request_error"
@@ -170,7 +176,7 @@ class EngineTimeout(EngineError):
 
 
 class StoreError(TurngateError):
-    """The turn cannot be recorded, so the call is refused."""
+    """The turn cannot be recorded, so the call is rejected."""
 
     boundary = "store"
     status = 503
@@ -178,7 +184,7 @@ class StoreError(TurngateError):
 
 
 class SandboxError(TurngateError):
-    """The sandbox failed. This is not the agent's fault and is never scored as if it were."""
+    """The sandbox failed. The agent is not at fault, so the rollout is never scored for this."""
 
     boundary = "sandbox"
     kind = "sandbox_error"
@@ -186,7 +192,7 @@ class SandboxError(TurngateError):
 
 
 class SandboxUnavailable(SandboxError):
-    """This kind of sandbox cannot be created here. The message says what is missing and how to get it."""
+    """This kind of sandbox cannot be created here. The message states what is missing and how to install it."""
 
     retry_safe = False
 
@@ -198,15 +204,15 @@ class SandboxFileMissing(SandboxError):
 
 
 class SandboxGone(SandboxError):
-    """The sandbox ended by itself. A process inside it can cause that."""
+    """The sandbox ended unexpectedly, possibly because of a process inside it."""
 
 
 class SandboxStuck(SandboxGone):
-    """A process in the sandbox cannot be stopped. The sandbox is treated as gone, and its own processes caused it."""
+    """A process in the sandbox cannot be stopped, so the sandbox is treated as gone. Its own processes are at fault."""
 
 
 class SandboxTooLarge(SandboxError):
-    """The sandbox holds more data than may be copied out. Its own processes caused it."""
+    """The sandbox contains more data than may be copied out. Its own processes are at fault."""
 
     retry_safe = False
 

@@ -1,7 +1,7 @@
-"""The nouns that every layer shares: messages, tools, calls, sampling and the events of a reply.
+"""Types shared by every layer: messages, tools, calls, sampling parameters and reply events.
 
-Everything here is plain data. `dialects/` turns wire JSON into these types. No layer above it handles wire JSON, except where a JSON
-value is the data itself (tool schemas and the tools' wire form).
+Everything here is plain data. `dialects/` converts wire JSON to these types. No layer above it handles wire JSON, except where the JSON
+itself is the data (tool schemas and the wire form of tools).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 ID_DTYPE = np.int32
 LOGPROB_DTYPE = np.float32
-LOGPROB_TOLERANCE = 1e-3  # how far rounding may lift a log-probability above 0
+LOGPROB_TOLERANCE = 1e-3  # rounding may raise a log-probability this far above 0
 Ids = NDArray[np.int32]
 Logprobs = NDArray[np.float32]
 Json = Any  # a JSON value that is passed through as data
@@ -25,8 +25,8 @@ Role = Literal["system", "user", "assistant", "tool"]
 Mode = Literal["exact", "gate", "observe"]
 Finish = Literal["stop", "length", "tool_calls", "abort"]
 Capture = Literal["tokens", "logprobs", "text"]
-STALE = "stale"  # the stop reason of a session that no feed can use any more
-BATCH_STREAM = "batch:"  # the prefix of the event stream of a batch; its id follows
+STALE = "stale"  # stop reason of a session that is too old for every feed
+BATCH_STREAM = "batch:"  # prefix of a batch's event stream; the batch id follows
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
@@ -35,26 +35,26 @@ NO_IDS: Ids = np.empty(0, ID_DTYPE)
 
 
 def ids_to_json(ids: Ids) -> bytes:
-    """Encode ids as the items of a JSON list, without its brackets: `1,2,3`."""
+    """Encode ids as a JSON list without the brackets: `1,2,3`."""
     return orjson.dumps(np.ascontiguousarray(ids, ID_DTYPE), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
 
 
 def ids_from_json(items: bytes) -> Ids:
-    """Decode what `ids_to_json` encoded."""
+    """Decode the output of `ids_to_json`."""
     return np.array(orjson.loads(b"[%b]" % items), ID_DTYPE)
 
 
 def encode_array(value: object) -> Json:
-    """An `enc_hook` for `msgspec.json.encode`: arrays become lists, with null for NaN."""
+    """Encode an array as a list, with null for NaN. Used as `enc_hook` of `msgspec.json.encode`."""
     if isinstance(value, np.ndarray):
-        # As 64-bit numbers: the shortest form of a 32-bit number would be read back as a different 64-bit number.
+        # Encoded as 64-bit numbers, because the shortest form of a 32-bit number would be read back as a different 64-bit number.
         wide = value.astype(np.float64 if value.dtype.kind == "f" else np.int64)
         return msgspec.Raw(orjson.dumps(wide, option=orjson.OPT_SERIALIZE_NUMPY))
     raise TypeError(f"cannot encode {type(value).__name__}")
 
 
 def decode_array(kind: type, items: list[Any]) -> Ids | Logprobs:
-    """A `dec_hook` for `msgspec.json.decode`: lists become arrays, with NaN for null."""
+    """Decode a list as an array, with NaN for null. Used as `dec_hook` of `msgspec.json.decode`."""
     if kind == Ids:
         return np.array(items, ID_DTYPE)
     if kind == Logprobs:
@@ -63,16 +63,16 @@ def decode_array(kind: type, items: list[Any]) -> Ids | Logprobs:
 
 
 class PromptIds:
-    """The ids of a whole prompt, kept as the JSON list that engines accept.
+    """The ids of a whole prompt, stored as the JSON list that engines accept.
 
-    A turn adds about a hundredth to the list, so only the new part has to be encoded. The array is decoded on first use.
+    A turn extends the list by about one percent, so only the new part is encoded. The array is decoded on first use.
     """
 
     __slots__ = ("_array", "items", "size")
 
     def __init__(self, parts: Sequence[bytes], size: int) -> None:
-        """`parts`: encoded by `ids_to_json`."""
-        self.items = b",".join([part for part in parts if part])  # of the JSON list
+        """Join `parts`, each encoded by `ids_to_json`."""
+        self.items = b",".join([part for part in parts if part])  # of the JSON list, without brackets
         self.size = size
         self._array: Ids | None = None
 
@@ -103,9 +103,9 @@ NO_LOGPROBS: Logprobs = np.empty(0, LOGPROB_DTYPE)
 
 
 class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A function call by the model. `arguments` is the JSON text as the model wrote it.
+    """A function call by the model. `arguments` is the JSON text exactly as the model wrote it.
 
-    `signature` is a provider's opaque token for its thinking (observe mode). The agent must send it back; the model never reads it.
+    `signature` is a provider's opaque token for the model's thinking (observe mode). The agent must send it back; the model never reads it.
     """
 
     id: str
@@ -123,8 +123,8 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     name: str = ""
-    signature: str = msgspec.field(default="", name="seal")  # as in ToolCall, for the reasoning
-    # Why a text-only model cannot read it (it holds an image, say). Only an endpoint of the message's own dialect can.
+    signature: str = msgspec.field(default="", name="seal")  # like ToolCall.signature, but for the reasoning
+    # Why a text-only model cannot read the message, for example because it contains an image. Only an endpoint of the same dialect can.
     unsupported: str = msgspec.field(default="", name="beyond")
 
 
@@ -137,7 +137,7 @@ class DeliveredTurn(msgspec.Struct, frozen=True):
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A function that the agent offers. `wire` is OpenAI's function form, which chat templates expect."""
+    """A function that the agent offers. `wire` is in OpenAI's function format, which chat templates expect."""
 
     name: str
     wire: Json
@@ -148,7 +148,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
 
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] = 1.0
     top_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
-    top_k: Count = 0  # 0: off
+    top_k: Count = 0  # 0 means off
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
@@ -157,7 +157,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     min_tokens: Count = 0
 
     def biases(self) -> tuple[str, ...]:
-        """Name the parameters that make the sampled distribution differ from the policy's own at this temperature."""
+        """Return the names of the parameters that make sampling deviate from the policy's own distribution at this temperature."""
         neutral = NEUTRAL
         if self is neutral:
             return ()
@@ -172,7 +172,10 @@ NEUTRAL = Sampling()
 
 
 class Constraint(msgspec.Struct, frozen=True):
-    """A shape that the output must have. `tools`: a JSON list of calls; `tool`: the arguments of one named tool."""
+    """A format that the output must have.
+
+    With kind `tools`, the output is a JSON list of calls; with `tool`, it is the arguments of the named tool.
+    """
 
     kind: Literal["json_object", "json_schema", "tools", "tool"]
     schema: Json = None
@@ -180,7 +183,7 @@ class Constraint(msgspec.Struct, frozen=True):
 
 
 class Limits(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What one session may use. None: no limit."""
+    """Usage limits of one session. `None` means no limit."""
 
     turns: Count | None = None
     sampled_tokens: Count | None = None
@@ -189,9 +192,9 @@ class Limits(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
 
 
 class History(Protocol):
-    """The messages of a call, as raw pieces of wire JSON that are decoded on demand.
+    """The messages of a call, as raw fragments of wire JSON that are decoded on demand.
 
-    A raw piece may hold several messages: a wire format may put tool results and text together.
+    One fragment may contain several messages, because some wire formats combine tool results and text.
     """
 
     @property
@@ -199,16 +202,16 @@ class History(Protocol):
 
     @property
     def items(self) -> Sequence[bytes]:
-        """The items of the wire format's own list, from which the pieces are made."""
+        """The items of the list in the wire format, from which the fragments are made."""
 
     def decode(self, index: int) -> tuple[Message, ...]: ...
 
     def extend(self, items: Sequence[bytes]) -> History:
-        """Build the history of a longer list, which starts with this history's items."""
+        """Return the history of a longer list that starts with this history's items."""
 
 
 class CallSignals(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
-    """What the agent's own signals (headers, say) tell about a call: its conversation, the parent of that, and its role."""
+    """A call's conversation, parent conversation and role, as reported by the agent, for example in headers."""
 
     thread: str = ""
     parent: str = ""
@@ -241,15 +244,15 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     constraint: Constraint | None = None
     parallel_tool_calls: bool = True
     template_kwargs: dict[str, Json] = {}
-    template_hints: dict[str, Json] = {}  # template arguments that are dropped if the template does not use them
+    template_hints: dict[str, Json] = {}  # template arguments, ignored if the template does not use them
     stream: bool = False
     include_usage: bool = False
-    retried: bool = False  # the client says that it repeats a failed call
+    retried: bool = False  # the client reports this call as a retry
     idempotency_key: str = ""
     dialect: str = "chat"
     body: bytes = b""  # the request as received, for observe mode
-    forwarded_headers: Mapping[str, str] = {}  # headers that are sent on to a provider of the same dialect
-    reply_options: object = None  # what the dialect needs to encode the reply; opaque to others
+    forwarded_headers: Mapping[str, str] = {}  # headers to forward to a provider of the same dialect
+    reply_options: object = None  # the dialect's options for encoding the reply; opaque to other code
     signals: CallSignals = CallSignals()
 
 
@@ -261,7 +264,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """Newly sampled text. A `signature` closes the reasoning before it (observe mode)."""
+    """Newly sampled text. A `signature` ends the reasoning that precedes it (observe mode)."""
 
     kind: Literal["content", "reasoning", "signature"]
     text: str
@@ -275,17 +278,17 @@ class CallDelta(msgspec.Struct, frozen=True):
 
 
 class KeepAlive(msgspec.Struct, frozen=True):
-    """Nothing new yet, but the turn is still running."""
+    """A sign that the turn is still running, without new output."""
 
 
 class Done(msgspec.Struct, frozen=True):
-    """The turn is over and stored. Always the last event of a reply."""
+    """The end of a turn, which is now stored. Always the last event of a reply."""
 
     finish: Finish
     message: Message
     usage: Usage | None
-    node: int | None = None  # the turn in the trace; None if nothing was sampled
-    stopped_by: str = ""  # the stop string that ended it, if any
+    node: int | None = None  # the turn's node in the trace; None if no tokens were sampled
+    stopped_by: str = ""  # the stop string that ended the turn, if any
 
 
 ReplyEvent = Delta | CallDelta | KeepAlive | Done

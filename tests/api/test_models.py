@@ -66,7 +66,7 @@ def test_a_catalog_is_chosen_from(tmp_path: Path) -> None:
 def test_what_is_wrong_with_settings_is_told_by_their_names(tmp_path: Path) -> None:
     with pytest.raises(tg.TurngateError, match=r"network must be one of .*, not 'shut'"):
         tg.Client("scripted://any", network="shut")  # type: ignore[arg-type]
-    with pytest.raises(tg.TurngateError, match=r"config: .* cannot be read"):
+    with pytest.raises(tg.TurngateError, match=r"config file .* cannot be read"):
         tg.Client("scripted://any", config=tmp_path / "none.toml")
     with pytest.raises(tg.TurngateError, match=r'model "vllm://m".*needs a tokenizer'):
         tg.Client(tg.Endpoint(key="vllm://m", modes=["exact"], url="http://h:1"))

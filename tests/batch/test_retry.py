@@ -90,7 +90,7 @@ async def test_a_batch_that_runs_takes_it_up_at_once() -> None:
         refused = await client.post(f"/page/api/rollouts/{graded.session}/retry", headers=OWN)
         assert refused.status_code == 409 and "judged: graded" in refused.json()["error"]["message"]
         later = (await client.get(f"/page/api/rollouts/{one['id']}")).json()["can"]["retry"]
-        assert later == {"ok": False, "why": "attempt 2 of it is there already"}
+        assert later == {"ok": False, "why": "attempt 2 already exists"}
 
 
 async def test_a_batch_that_is_run_again_takes_it_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ async def test_a_batch_that_is_run_again_takes_it_up_once(monkeypatch: pytest.Mo
         one = await find_fault(client)
         for _ in range(2):  # who presses twice is not given two
             asked = (await client.post(f"/page/api/rollouts/{one['id']}/retry", headers=OWN)).json()
-            assert asked["taken"] is None and "run again on its folder" in asked["message"]
+            assert asked["taken"] is None and "run the batch again on its folder" in asked["message"]
         second = await run_batch(wanted, stage.client, stage.connector)
         assert [(o.task, o.kind, o.attempt) for o in second.finished] == [
             ("once-0", "graded", 2),

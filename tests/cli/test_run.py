@@ -101,7 +101,7 @@ def sessions(data: Path) -> list[tuple[str, str]]:
         (["--prompt", "x", "--timeout", "nan"], "timeout must be greater than 0, not nan"),
         (["--prompt", "x", "--max-turns", "-1"], "max_turns must be greater than 0, not -1"),
         (["--prompt", "x", "--memory-mb", "0"], "memory_mb must be greater than 0, not 0"),
-        (["--prompt", "x", "--script", "/no/file"], "script: /no/file cannot be read (No such file or directory)"),
+        (["--prompt", "x", "--script", "/no/file"], "script /no/file cannot be read: No such file or directory"),
         (["--prompt", "x", "--engine", "vlm"], "engine: "),
         (["--prompt", "x", "--public-url", "here"], "public_url: 'here' is not an http(s) URL"),
         (

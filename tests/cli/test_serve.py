@@ -146,8 +146,8 @@ def test_a_family_that_nobody_knows(tmp_path: Path) -> None:
 def test_a_script_that_is_not_a_list_of_replies(tmp_path: Path) -> None:
     for n, text in enumerate(('{"a": 1}', "[1]", "[", "[]")):
         file = written(tmp_path / f"script{n}.json", text)
-        assert refused("--script", file, "--data", tmp_path / "data").startswith("script: ")
-    assert refused("--script", tmp_path / "none", "--data", tmp_path / "data").startswith("script: ")
+        assert refused("--script", file, "--data", tmp_path / "data").startswith(f"script {file} ")
+    assert refused("--script", tmp_path / "none", "--data", tmp_path / "data").startswith("script ")
 
 
 def test_an_engine_key_that_is_not_set(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_port_in_use(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         line = refused("--port", str(port), "--data", tmp_path / "data")
-    assert line.startswith(f"port: cannot listen on 127.0.0.1:{port}") and "--port" in line
+    assert line.startswith(f"cannot listen on 127.0.0.1:{port}") and "--port" in line
 
 
 def test_an_address_that_is_not_ours(tmp_path: Path) -> None:

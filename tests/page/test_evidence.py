@@ -138,7 +138,7 @@ async def test_addresses_that_lead_nowhere_say_so(tmp_path: Path, shots: Path) -
         await web.go("#/nowhere")
         await web.sees(".empty", "Page not found")
         await web.go("#/rollout/nobody")
-        await web.sees(".empty", "there is no rollout 'nobody'")
+        await web.sees(".empty", "unknown rollout 'nobody'")
         await web.go("#/compare/fix-slug-0")
         await web.sees(".empty", "Choose two rollouts")
         web.complaints.clear()  # the browser's own, about a 404

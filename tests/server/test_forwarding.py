@@ -565,7 +565,7 @@ def test_cursors_of_several_workers_from_before_events_were_stored() -> None:
         return read_cursor(Request({"type": "http", "headers": [], "query_string": f"after={cursor}".encode()}))
 
     assert [read(""), read("9"), read("5.7"), read("7.5.6")] == [0, 9, 5, 5]
-    with pytest.raises(BadRequest, match=r"after: '5.x' is not the id of an event"):
+    with pytest.raises(BadRequest, match=r"after must be the id of an event, not '5.x'"):
         read("5.x")
 
 

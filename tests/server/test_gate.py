@@ -441,7 +441,7 @@ async def test_a_remote_trainer_outlives_the_gateway(tmp_path: Path, monkeypatch
             waiting = asyncio.create_task(far.take())
             await until(lambda: gate.queue_status().takers == 1)
             stopping.reschedule(loop.time() + min(scaled(5), MAX_WAIT_S / 2))
-        with pytest.raises(openai.InternalServerError, match="being stopped"):
+        with pytest.raises(openai.InternalServerError, match="the gateway is stopping"):
             await asking
         async with run_embedded(config):
             asking = asyncio.create_task(agent.chat.completions.create(model="m", messages=hi))

@@ -463,7 +463,7 @@ async def test_cancel_ends_what_is_being_sampled() -> None:
         assert again.status_code == 409 and "already cancelled" in again.json()["error"]["message"]
         assert (await client.post("/page/api/rollouts/nobody/seal", headers=OWN)).status_code == 404
         retry = await client.post(f"/page/api/rollouts/{session.id}/retry", headers=OWN)
-        assert retry.status_code == 409 and "belongs to no batch" in retry.json()["error"]["message"]
+        assert retry.status_code == 409 and "does not belong to a batch" in retry.json()["error"]["message"]
 
 
 async def test_nothing_of_it_is_done_where_turns_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

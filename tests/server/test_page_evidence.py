@@ -298,7 +298,7 @@ async def test_ids_without_their_tokenizer_are_told_without_text(tmp_path: Path)
     async with page_kit.served(tmp_path) as g:
         client = await entered(g)
         header = await told(client, "rollouts/long")
-        assert header["readable"] is False and "not known here" in header["unreadable"]
+        assert header["readable"] is False and "not available here" in header["unreadable"]
         page = await told(client, "rollouts/long/tokens")
         assert page["readable"] is False and page["nodes"][0]["text"] is None and page["nodes"][0]["ids"]
 

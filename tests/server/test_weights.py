@@ -387,11 +387,11 @@ async def test_calls_that_do_not_end_in_time_stop_an_update_and_not_the_agents()
 @pytest.mark.parametrize(
     ("wanted", "status", "words"),
     [
-        ({"version": 1}, 400, "path: give either"),
-        ({"version": 1, "path": "/m", "lora_path": "/a"}, 400, "path: give either"),
-        ({"version": 1, "path": "/m", "mode": "hold"}, 400, "mode: calls in flight would continue"),
+        ({"version": 1}, 400, "exactly one of path and lora_path"),
+        ({"version": 1, "path": "/m", "lora_path": "/a"}, 400, "exactly one of path and lora_path"),
+        ({"version": 1, "path": "/m", "mode": "hold"}, 400, "mode hold cannot be used with path"),
         ({"version": -1, "path": "/m"}, 400, "version"),
-        ({"version": 1, "lora_path": "/a", "name": ""}, 400, "name: an adapter needs a name"),
+        ({"version": 1, "lora_path": "/a", "name": ""}, 400, "name is empty"),
         ({"version": 2, "lora_path": "/a"}, 409, "version 2 is older than the current version 3"),
         ({"version": 3, "lora_path": "/a"}, 409, "version 3 is already active with different weights"),
     ],

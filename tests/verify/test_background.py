@@ -92,7 +92,7 @@ async def test_the_process_is_begun_again_if_it_was_killed(tmp_path: Path) -> No
         assert (await asyncio.to_thread(apart, agent.session_id)).ok
         assert apart._process is not None
         apart._process.kill()
-        with pytest.raises(StoreError, match="process ended"):
+        with pytest.raises(StoreError, match="process exited"):
             await asyncio.to_thread(apart, agent.session_id)
         assert (await asyncio.to_thread(apart, agent.session_id)).ok
         with pytest.raises(StoreError, match="there is no 'nobody'"):

@@ -204,9 +204,9 @@ def test_workers_whose_front_is_killed_end_too_and_the_folder_can_be_served_agai
     ("arguments", "named"),
     [
         (["--tokenizer", "/nowhere"], "/nowhere"),
-        (["--script", "/nowhere.json"], "script: /nowhere.json"),
+        (["--script", "/nowhere.json"], "script /nowhere.json"),
         (["--workers", "0"], "workers must be between 1 and 256, not 0"),
-        (["--host", "203.0.113.1"], "port: cannot listen"),
+        (["--host", "203.0.113.1"], "cannot listen"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(data: Path, arguments: list[str], named: str) -> None:

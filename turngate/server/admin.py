@@ -1,4 +1,4 @@
-"""The native API, under `/admin`: sessions with their traces, samples, outcomes and tool calls, and events. Needs the admin key."""
+"""The native API under `/admin`: sessions, their traces, samples, outcomes and tool calls, and events. Requires the admin key."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class OpenSessionBody(SessionConfig, frozen=True, kw_only=True, forbid_unknown_f
     """The body of `POST /admin/sessions`: a session's settings, and optionally its id."""
 
     id: str | None = None
-    mode: Mode | None = None  # type: ignore[assignment]  # None: the gateway's default mode
+    mode: Mode | None = None  # type: ignore[assignment]  # None means the gateway's default mode
 
     def config(self, default_mode: Mode) -> SessionConfig:
         values = {name: getattr(self, name) for name in SessionConfig.__struct_fields__}
@@ -45,7 +45,10 @@ class SealBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EventBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of `POST /admin/events`. The session may not be open yet; empty: the event is about no session."""
+    """The body of `POST /admin/events`.
+
+    The session need not be open yet. It is empty if the event does not concern a session.
+    """
 
     kind: RunnerEventKind
     session: str = ""
@@ -99,7 +102,7 @@ class AdminRoutes:
         body = await decode_body(request, OpenSessionBody)
         config = body.config(self._sessions.default_mode)
         if current_tracer() is not None and (parent := parse_traceparent(request.headers.get(TRACEPARENT, ""))):
-            # Stored with the session, so that spans of its turns have this parent after a restart too.
+            # Stored with the session, so that spans of its turns keep this parent after a restart.
             config = msgspec.structs.replace(config, metadata={**config.metadata, TRACEPARENT: parent})
         session, secret = self._sessions.open(config, body.id)
         return json_response(
@@ -109,7 +112,7 @@ class AdminRoutes:
     async def listing(self, request: Request) -> Response:
         status = request.query_params.get("status")
         if status not in (None, "open", "sealed", "cancelled"):
-            raise BadRequest(f"status: {status!r} is not one of open, sealed, cancelled", param="status")
+            raise BadRequest(f"status must be one of open, sealed, cancelled, not {status!r}", param="status")
         limit = int_param(request, "limit", 100)
         before = int_param(request, "before")
         return json_response(
@@ -165,7 +168,7 @@ class AdminRoutes:
     async def events(self, request: Request) -> Response:
         session_id = request.path_params.get("id", "")
         if session_id and not self._sessions.knows(session_id):
-            raise NotFound(f"there is no session {session_id!r}, and there are no events of one")
+            raise NotFound(f"unknown session {session_id!r}: it does not exist and has no events")
         wait = request.query_params.get("wait", "1") not in ("0", "false")
         return StreamingResponse(
             self._stream_events(session_id, read_cursor(request), wait),

@@ -1,4 +1,4 @@
-"""The gateway: composes engine, renderer, store, sessions, pipeline and routes into one ASGI application."""
+"""The gateway: an ASGI application composed of engine, renderer, store, sessions, pipeline and routes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _TOOL_PATH = re.compile(r"(?:/(?:s|rollout)/([^/]+))?/v1/tools/([^/]+)")
 class Gateway:
     """One gateway as an ASGI application. Call `start` before serving, and `stop` afterwards.
 
-    `engine`, `relay` and `renderer` replace those that the configuration asks for.
+    `engine`, `relay` and `renderer` override the ones built from the configuration.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Gateway:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def _store_renderer(self) -> None:
-        """Store the names of the tokenizer and renderer, so that recorded ids can be decoded later."""
+        """Store the tokenizer's folder and the renderer's name, so that recorded ids can be decoded later."""
         if self.renderer is not None:
             tokenizer = self.renderer.tokenizer
             self.store.set_setting(f"tokenizer:{tokenizer.digest}", str(tokenizer.folder.absolute()))
@@ -140,7 +140,7 @@ class Gateway:
         self.session_views = SessionViews(self.store)
         self.directory = SessionDirectory(self.store, self.sessions, self.session_views)
         self.evictor = Evictor(self.store, self.sessions, config.rest_s)
-        event_days = config.event_days if self.shard.number == 0 else 0.0  # one worker prunes for all
+        event_days = config.event_days if self.shard.number == 0 else 0.0  # one worker prunes events for all
         self._housekeeper = Housekeeper(
             self.sessions, self.evictor, self.events, idle_s=config.idle_s, event_s=event_days * 86400
         )
@@ -212,7 +212,7 @@ class Gateway:
 
     def _compose_starlette(self) -> Starlette:
         async def not_found(request: Request, error: Exception) -> Response:
-            message = f"there is no {request.method} {redact_known(request.url.path)} here{hint_for(request)}"
+            message = f"no route for {request.method} {redact_known(request.url.path)}{hint_for(request)}"
             body = dialect_of(request).encode_error(NotFound(message))
             return Response(body, status_code=404, media_type="application/json")
 
@@ -248,7 +248,7 @@ class Gateway:
 
     @property
     def _engine_mode(self) -> Mode:
-        """The mode of sessions that the engine serves."""
+        """Mode of the sessions that the engine serves."""
         return "gate" if isinstance(self.engine, Gate) else "exact"
 
     async def start(self) -> None:
@@ -268,19 +268,19 @@ class Gateway:
             self._verifier.start()
 
     def _on_verdict(self, verdict: Verdict) -> None:
-        """Receive a verdict in the verifier's thread."""
+        """Pass a verdict from the verifier's thread to the event loop."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._record_verdict, verdict)
 
     def _record_verdict(self, verdict: Verdict) -> None:
         try:
-            if self.store.find(verdict.session) is not None:  # unless it was deleted meanwhile
+            if self.store.find(verdict.session) is not None:  # it may have been deleted in the meantime
                 self.events.add(verdict.session, "verified", summarize_verdict(verdict))
         except StoreError as error:
             log.warning("could not store the verdict on session %s as an event: %s", verdict.session, error.message)
 
     async def end_polls(self) -> None:
-        """End the requests of trainers that wait for a call, so that shutdown does not wait for them."""
+        """End the polls of trainers that are waiting for calls, so that they do not delay shutdown."""
         if isinstance(self.engine, Gate):
             await self.engine.close()
 
@@ -302,7 +302,7 @@ class Gateway:
         self.store.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve model calls and host-tool calls directly, and everything else through Starlette, which costs more per request."""
+        """Serve model calls and host-tool calls directly, because Starlette costs more per request. Starlette serves everything else."""
         if scope["type"] != "http":
             await self._starlette(scope, receive, send)
             return

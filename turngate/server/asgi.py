@@ -1,6 +1,6 @@
-"""The ASGI pieces that model calls need: read a body within a limit, respond, stream, and notice a disconnect.
+"""ASGI building blocks for model calls: read a body up to a limit, respond, stream, and detect a disconnect.
 
-Plain ASGI, because this is the hot path: a framework's request and response objects cost more than recording the turn.
+This is plain ASGI because model calls are the hot path: a framework's request and response objects cost more than recording the turn.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Coroutine[Any, Any, None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-STALL_S = 60.0  # a client that reads nothing for this long counts as disconnected
+STALL_S = 60.0  # a client that reads nothing for this long is treated as disconnected
 JSON = (b"content-type", b"application/json")
-# On every response. It tells the relay in a sandbox that the gateway answered, and not a broken tunnel in between.
+# Sent with every response, so that the relay in a sandbox can tell the gateway's answers from those of a broken tunnel.
 GATEWAY_HEADER = (b"x-turngate", b"1")
 
 
 class ClientDisconnect(Exception):
-    """The client has closed the connection, so there is no one to respond to."""
+    """The client has closed the connection, so no response can be sent."""
 
 
 def parse_headers(scope: Scope) -> dict[str, str]:
@@ -52,7 +52,7 @@ def add_gateway_header(send: Send) -> Send:
 async def read_body(receive: Receive, headers: dict[str, str], limit: int) -> bytes:
     declared = headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
-        raise TooLarge(f"the request has {declared} bytes; the limit is {limit} (setting max_body_mb)")
+        raise TooLarge(f"the request body is {declared} bytes, but the limit is {limit} bytes (setting max_body_mb)")
     parts: list[bytes] = []
     size = 0
     while True:
@@ -62,7 +62,7 @@ async def read_body(receive: Receive, headers: dict[str, str], limit: int) -> by
         part = message.get("body", b"")
         size += len(part)
         if size > limit:
-            raise TooLarge(f"the request has more than {limit} bytes, the limit (setting max_body_mb)")
+            raise TooLarge(f"the request body is larger than the limit of {limit} bytes (setting max_body_mb)")
         parts.append(part)
         if not message.get("more_body", False):
             return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -75,10 +75,10 @@ async def respond(send: Send, status: int, body: bytes, headers: Sequence[tuple[
 
 
 async def send_or_give_up(send: Send, message: MutableMapping[str, Any]) -> None:
-    """Send a message, but not for longer than `STALL_S`: a frozen sandbox must not block an engine, a fence or a session."""
+    """Send a message, and raise `ClientDisconnect` after `STALL_S`. A frozen sandbox must not block an engine, a fence or a session."""
     sending = send(message)
     try:
-        waiting = sending.send(None)  # it usually completes at once and needs no timeout
+        waiting = sending.send(None)  # usually completes immediately, without the cost of a timeout
     except StopIteration:
         return
     try:
@@ -128,13 +128,13 @@ class DisconnectWatch:
             self._serving.cancel()
 
     def uncancel(self) -> None:
-        """Undo the cancellation, so that the serving task can clean up and return."""
+        """Undo the cancellation so that the serving task can clean up and return."""
         if self._serving is not None:
             self._serving.uncancel()
 
 
 class EventStream:
-    """A server-sent-event response. It starts with the first data, and sends a keep-alive after `alive_s` of silence."""
+    """A server-sent-event response that starts with the first data and sends a keep-alive after `alive_s` seconds of silence."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class EventStream:
         self._beat = self._loop.call_later(self._alive_s - silent, self._on_beat)
 
     async def _send_keep_alive(self) -> None:
-        # The reply may have ended between the timer and this task. Nothing may follow its last event.
+        # The reply may have ended after the timer fired, and no data may follow its last event.
         if not self._over:
-            with suppress(ClientDisconnect):  # the turn's next write notices it too
+            with suppress(ClientDisconnect):  # the turn's next write raises it too
                 await self.write(self._alive() if self.started else b"")

@@ -1,4 +1,4 @@
-"""Authorization. The admin key opens everything; a session's secret opens that session's model calls only."""
+"""Authorization: the admin key grants full access, a session's secret only that session's model calls."""
 
 from __future__ import annotations
 
@@ -19,23 +19,26 @@ METRICS_KEY = "TURNGATE_METRICS_KEY"
 
 
 def admin_key(data: Path) -> str:
-    """Return the gateway's admin key, and create it on first start."""
+    """Return the gateway's admin key. It is created on first start."""
     return own_key(data, ADMIN_KEY, ADMIN_KEY_FILE)
 
 
 def metrics_key() -> str:
-    """Return the key that opens only the metrics; empty if there is none and the admin key has to be used."""
+    """Return the key that grants access only to the metrics, or "" if only the admin key does."""
     key = read_key(METRICS_KEY)
     if key and len(key) < 16:
-        raise ConfigError(f"{METRICS_KEY}: must have at least 16 characters", param=METRICS_KEY)
+        raise ConfigError(f"{METRICS_KEY} must have at least 16 characters", param=METRICS_KEY)
     return key
 
 
 def own_key(data: Path, variable: str, name: str) -> str:
-    """Return a key from the environment, or from a file in the data folder. The file is created on first start, readable by its owner."""
+    """Return a key from the environment or from a file in the data folder.
+
+    The file is created on first start, readable only by its owner.
+    """
     if key := read_key(variable):
         if len(key) < 16:
-            raise ConfigError(f"{variable}: must have at least 16 characters", param=variable)
+            raise ConfigError(f"{variable} must have at least 16 characters", param=variable)
         return key
     path = data / name
     if (stored := read_key_file(path)) is not None:
@@ -71,7 +74,10 @@ class Auth:
             )
 
     def session(self, key: str, session_id: str | None) -> Session:
-        """Return the session of a model call. A session in the path needs its secret or the admin key; else the secret names it."""
+        """Return the session of a model call.
+
+        If the path names the session, the key must be its secret or the admin key. Otherwise the secret identifies the session.
+        """
         if session_id is None:
             if not key:
                 raise Unauthorized("No API key provided. Send a session's secret as 'Authorization: Bearer …'.")
@@ -86,5 +92,5 @@ class Auth:
         return self._sessions.find(session_id)
 
     def trusts(self, key: str, client: str) -> bool:
-        """Return whether a prime-rl client may omit the key: a loopback client, with the setting `open_loopback`."""
+        """Return whether a prime-rl client may omit the key. A loopback client may if `open_loopback` is set."""
         return self._open_loopback and not key and client in ("127.0.0.1", "::1")

@@ -21,7 +21,7 @@ _NOTE = "gateway.json"
 
 
 class RunningGateway(msgspec.Struct, frozen=True):
-    """The note that a gateway leaves in its data folder, for other processes on the machine."""
+    """A running gateway's address, as published in its data folder for other processes on the machine."""
 
     url: str
     pid: int
@@ -38,13 +38,13 @@ def find_running_gateway(data: Path) -> RunningGateway | None:
 
 
 def has_stale_note(data: Path) -> bool:
-    """Return whether the note was left by a gateway that no longer runs."""
+    """Return whether the data folder names a gateway that is no longer running."""
     return (data / _NOTE).exists() and find_running_gateway(data) is None
 
 
 @contextmanager
 def publish_address(data: Path, listener: socket.socket) -> Iterator[None]:
-    """Keep the note in the data folder within the block."""
+    """Publish the gateway's address in the data folder for the duration of the block."""
     note = data / _NOTE
     note.write_bytes(msgspec.json.encode(RunningGateway(local_url(listener), os.getpid())))
     try:
@@ -55,7 +55,7 @@ def publish_address(data: Path, listener: socket.socket) -> Iterator[None]:
 
 
 def local_url(listener: socket.socket) -> str:
-    """Return the URL at which this machine reaches the listener."""
+    """Return the URL at which processes on this machine reach the listener."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -71,7 +71,7 @@ def open_listener(config: ServeConfig) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"port: cannot listen on {config.host}:{config.port} ({error.strerror}); choose another --port",
+            f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose a different --port",
             param="port",
         ) from None
     return listener
@@ -87,7 +87,7 @@ def startup_message(config: ServeConfig, listener: socket.socket) -> str:
 
 
 def raise_file_limit() -> None:
-    """Allow as many open files as the system permits: a session takes two. Child processes inherit the limit."""
+    """Raise the limit on open files to the system's maximum, because each session uses two. Child processes inherit it."""
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))

@@ -1,4 +1,4 @@
-"""Build the engine or relay, and the renderer, that a configuration asks for."""
+"""Build the engine or relay, and the renderer, from the configuration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from turngate.render import BUILTIN_TOKENIZER, Certificate, Renderer, find_token
 
 
 def build_renderer(config: ServeConfig) -> tuple[Renderer | None, Certificate | None]:
-    """Load the renderer of the configured tokenizer. Observe mode has none."""
+    """Load the renderer for the configured tokenizer. Return None in observe mode, which needs no renderer."""
     if config.engine in OBSERVED_ENGINES:
         return None, None
     name = config.tokenizer or (config.model_folder if config.engine == "local" else "")
@@ -32,7 +32,7 @@ def build_renderer(config: ServeConfig) -> tuple[Renderer | None, Certificate | 
 
 
 def build_engine(config: ServeConfig, renderer: Renderer | None) -> tuple[Engine | None, Relay | None]:
-    """Build the engine, or the relay of observe mode."""
+    """Build the engine, or the relay for observe mode."""
     key = read_engine_key(config)
     match config.engine:
         case "vllm":
@@ -85,7 +85,7 @@ def _build_local_engine(config: ServeConfig) -> Engine:
         from turngate.engines.local import LocalEngine
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"engine: 'local' needs {error.name}: pip install 'turngate[local]' (without a GPU, first: "
+            f"the engine 'local' needs {error.name}; run: pip install 'turngate[local]' (without a GPU, first run: "
             "pip install torch --index-url https://download.pytorch.org/whl/cpu)",
             param="engine",
         ) from None
@@ -106,22 +106,23 @@ def read_engine_key(config: ServeConfig) -> str | None:
     key = read_key(config.engine_key_env)
     if not key:
         raise ConfigError(
-            f"engine_key_env: the environment variable {config.engine_key_env} is not set", param="engine_key_env"
+            f"the environment variable {config.engine_key_env} is not set, but engine_key_env names it; set it to the engine's API key",
+            param="engine_key_env",
         )
     return key
 
 
 def _load_script(path: str, renderer: Renderer) -> Script:
-    """Load the scripted engine's replies from a JSON file. A session gets one per turn, and starts over after the last."""
+    """Load the scripted engine's replies from a JSON file. A session receives one per turn, and starts over after the last."""
     texts = ["This is the scripted engine. Start with --script FILE (a JSON list of replies) to choose what it says."]
     if path:
         try:
             texts = msgspec.json.decode(Path(path).read_bytes(), type=list[str])
         except OSError as error:
-            raise ConfigError(f"script: {path} cannot be read ({error.strerror})", param="script") from None
+            raise ConfigError(f"script {path} cannot be read: {error.strerror}", param="script") from None
         except msgspec.DecodeError as error:
-            raise ConfigError(f"script: {path} is not a JSON list of strings ({error})", param="script") from None
+            raise ConfigError(f"script {path} must be a JSON list of strings: {error}", param="script") from None
         if not texts:
-            raise ConfigError(f"script: {path} contains no replies", param="script")
+            raise ConfigError(f"script {path} contains no replies; add at least one", param="script")
     turns = [ScriptedTurn([*renderer.tokenizer.encode(text), renderer.stop_ids[0]]) for text in texts]
     return lambda request, index: turns[index % len(turns)]

@@ -1,7 +1,7 @@
-"""The feed API for trainers, under `/admin/feeds` and `/admin/groups`. Needs the admin key.
+"""The feed API for trainers, under `/admin/feeds` and `/admin/groups`. Requires the admin key.
 
-Deliveries are msgpack with raw little-endian arrays; everything else is JSON, including errors. Any worker can serve it, because feeds live
-in the store.
+Deliveries are msgpack with raw little-endian arrays. Everything else is JSON, including errors. Any worker can serve these routes, because
+feeds are in the store.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class FeedRoutes:
         name = request.path_params["name"]
         reader = request.query_params.get("reader", "")
         if not reader:
-            raise BadRequest(f"reader: is missing; POST /admin/feeds/{name}/reader returns one", param="reader")
+            raise BadRequest(f"reader is missing; POST /admin/feeds/{name}/reader to obtain one", param="reader")
         page = await self._feeds.page(
             name,
             reader,
@@ -95,5 +95,5 @@ def _seconds_param(request: Request, name: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds < math.inf:
-        raise BadRequest(f"{name}: {text!r} is not a number of seconds", param=name)
+        raise BadRequest(f"{name} must be a number of seconds, 0 or more, not {text!r}", param=name)
     return seconds

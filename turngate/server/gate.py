@@ -1,7 +1,7 @@
-"""The gate for a trainer in another process, under `/admin/gate`: take calls, answer, fail, give back, renew. Needs the admin key.
+"""The gate API under `/admin/gate`, for a trainer in another process: take, answer, fail, return and renew calls. Requires the admin key.
 
-Served only if the gateway's engine is a gate (`--engine gate`). Bodies and replies are msgpack. Token ids are raw 32-bit integers and
-log-probabilities raw 32-bit floats (NaN: unknown), both little-endian.
+Available only with `--engine gate`. Bodies and replies are msgpack. Token ids are raw 32-bit integers and
+log-probabilities raw 32-bit floats (NaN if unknown), both little-endian.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class GateRoutes:
         body = await decode_msgpack(request, TakeCalls)
         calls: list[GateCall] = []
         if self._gate.closed:
-            raise Stopping("the gateway is being stopped; try again in a moment")
+            raise Stopping("the gateway is stopping; retry in a moment")
         with DisconnectWatch(request.receive) as watch:
             try:
                 calls = await self._gate.take(body.limit, wait_s=body.wait_s, lease_s=body.lease_s)
@@ -73,7 +73,7 @@ class GateRoutes:
         if watch.disconnected:  # the trainer will not receive the calls
             watch.uncancel()
             for call in calls:
-                with suppress(TurngateError):  # the call has ended meanwhile; the others must still be given back
+                with suppress(TurngateError):  # this call has ended, but the others must still be returned
                     self._gate.return_call(call.id, call.lease)
             return Response(status_code=499)
         return _pack(LeasedCalls([_to_leased_call(call) for call in calls]))
@@ -97,7 +97,7 @@ class GateRoutes:
         return _pack({})
 
     async def renew(self, request: Request) -> Response:
-        """Renew the leases, and return the calls that have ended, with the reason."""
+        """Renew the leases. Return the calls that have ended, each with the reason."""
         body = await decode_msgpack(request, RenewLeases)
         over: dict[str, str] = {}
         for call, lease in body.leases.items():
@@ -109,12 +109,12 @@ class GateRoutes:
 
 
 async def decode_msgpack(request: Request, kind: type[T]) -> T:
-    """Decode a request's body as `kind`. An empty body stands for all defaults."""
+    """Decode a request's body as `kind`. An empty body means all defaults."""
     raw = b""
     async for part in request.stream():
         raw += part
         if len(raw) > MAX_BODY:
-            raise TooLarge(f"the request has more than {MAX_BODY} bytes, the limit")
+            raise TooLarge(f"the request body is larger than the limit of {MAX_BODY} bytes")
     try:
         return msgspec.msgpack.decode(raw or b"\x80", type=kind)
     except msgspec.ValidationError as error:
@@ -124,8 +124,8 @@ async def decode_msgpack(request: Request, kind: type[T]) -> T:
         raise BadRequest(f"the body is not valid msgpack: {error}") from None
     except (UnicodeDecodeError, RecursionError) as error:
         field = _find_undecodable(raw, kind)
-        reason = "is nested too deep" if isinstance(error, RecursionError) else "has text that is not UTF-8"
-        raise BadRequest(f"{field or 'the body'}: {reason}", param=field) from None
+        reason = "is nested too deeply" if isinstance(error, RecursionError) else "contains text that is not UTF-8"
+        raise BadRequest(f"{field or 'the body'} {reason}", param=field) from None
 
 
 def _find_undecodable(raw: bytes, kind: type) -> str | None:
@@ -153,7 +153,7 @@ def _parse_array(raw: bytes, kind: type[np.generic], field: str) -> np.ndarray:
     little_endian = np.dtype(kind).newbyteorder("<")
     if len(raw) % little_endian.itemsize:
         raise BadRequest(
-            f"{field}: {len(raw)} bytes is not a multiple of {little_endian.itemsize}, the size of an element",
+            f"the length of {field} must be a multiple of {little_endian.itemsize} bytes, the size of an element, not {len(raw)}",
             param=field,
         )
     return np.frombuffer(raw, little_endian).astype(kind)

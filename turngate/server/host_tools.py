@@ -1,6 +1,6 @@
-"""Host tools for agents: `GET /v1/tools` lists the session's tools, `POST /v1/tools/{name}` calls one.
+"""Host tools for agents: `GET /v1/tools` lists the session's tools, and `POST /v1/tools/{name}` calls one.
 
-They need the session's secret, as model calls do. The path may also name the session. Errors have OpenAI's format.
+Like model calls, these routes require the session's secret, and the path may name the session. Errors use OpenAI's format.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class HostToolRoutes:
         )
 
     async def serve(self, scope: Scope, receive: Receive, send: Send, name: str, session_id: str | None) -> None:
-        """Serve one tool call. It waits for the host's answer until the client disconnects."""
+        """Serve one tool call: wait until the host answers or the client disconnects."""
         try:
             headers = parse_headers(scope)
             session = self._auth.session(_chat.read_key(headers, {}), session_id)
@@ -77,4 +77,4 @@ async def _read_arguments(receive: Receive, headers: dict[str, str]) -> bytes:
     try:
         return await read_body(receive, headers, MAX_ARGUMENTS)
     except TooLarge:
-        raise TooLarge(f"the arguments have more than {MAX_ARGUMENTS} bytes, the limit of a tool call") from None
+        raise TooLarge(f"the arguments are larger than the limit of {MAX_ARGUMENTS} bytes for a tool call") from None

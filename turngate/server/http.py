@@ -1,4 +1,4 @@
-"""Helpers of the Starlette routes: typed bodies, JSON responses, errors, parameters and the admin check."""
+"""Shared code for Starlette routes: typed bodies, JSON responses, errors, parameters and the admin check."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]
 MAX_BODY = 1_000_000
 _CHUNK_BYTES = 256 * 1024
-MAX_DEPTH = 200  # nested lists and objects in a body
+MAX_DEPTH = 200  # maximum nesting of lists and objects in a body
 _JSON_TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 _NAME_END = re.compile(rb"\s*:")
 _chat = Chat()
@@ -33,7 +33,7 @@ def json_response(value: object, status: int = 200) -> Response:
 
 
 def raw_json_response(answer: bytes, status: int = 200) -> Response:
-    """Return a response with JSON that is already encoded. Large ones are sent in chunks, so that other requests run in between."""
+    """Return a response with encoded JSON. A large one is sent in chunks, so that other requests are served in between."""
     if len(answer) <= _CHUNK_BYTES:
         return Response(answer, status_code=status, media_type="application/json")
     headers = {"content-length": str(len(answer))}
@@ -51,14 +51,14 @@ def error_response(error: TurngateError) -> Response:
 
 
 async def decode_body(request: Request, kind: type[T], *, wrong: type[TurngateError] = BadRequest) -> T:
-    """Decode a request's JSON body as `kind`. An empty body counts as `{}`."""
+    """Decode a request's JSON body as `kind`, and raise `wrong` if it is invalid. An empty body is treated as `{}`."""
     raw = b""
     async for part in request.stream():
         raw += part
         if len(raw) > MAX_BODY:
-            raise TooLarge(f"the request has more than {MAX_BODY} bytes, the limit")
+            raise TooLarge(f"the request body is larger than the limit of {MAX_BODY} bytes")
     if (field := find_too_deep(raw)) is not None:
-        raise wrong(f"{field or 'the body'}: is nested more than {MAX_DEPTH} deep", param=field or None)
+        raise wrong(f"{field or 'the body'} is nested too deeply; the limit is {MAX_DEPTH} levels", param=field or None)
     try:
         return msgspec.json.decode(raw or b"{}", type=kind)
     except msgspec.ValidationError as error:
@@ -69,9 +69,10 @@ async def decode_body(request: Request, kind: type[T], *, wrong: type[TurngateEr
 
 
 def find_too_deep(raw: bytes) -> str | None:
-    """Return the top-level field of a JSON body that is nested deeper than `MAX_DEPTH`; empty if it has no name, None if none is.
+    """Return the name of the top-level field of a JSON body that is nested deeper than `MAX_DEPTH`.
 
-    The depth that decoders can handle depends on the call stack, so it is bounded at the door.
+    Return "" if the nesting is not inside a named field, and None if no value is nested too deeply. The check runs before decoding, because
+    the depth that a decoder can handle depends on the call stack.
     """
     if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
         return None
@@ -90,7 +91,7 @@ def find_too_deep(raw: bytes) -> str | None:
 
 
 def bearer_key(request: Request) -> str:
-    """Return the key in the request's headers."""
+    """Return the API key from the request's headers."""
     return _chat.read_key(request.headers, {})
 
 
@@ -99,12 +100,12 @@ def int_param(request: Request, name: str, default: int | None = None) -> int | 
     if text is None:
         return default
     if not (text.isascii() and text.isdigit() and len(text) < 19):
-        raise BadRequest(f"{name}: {text!r} is not a whole number of 0 or more", param=name)
+        raise BadRequest(f"{name} must be a whole number, 0 or more, not {text!r}", param=name)
     return int(text)
 
 
 def route(path: str, method: str, endpoint: Endpoint, auth: Auth | None) -> Route:
-    """Return a route that renders errors. It requires the admin key unless `auth` is None."""
+    """Return a route that renders errors and, unless `auth` is None, requires the admin key."""
 
     async def serve(request: Request) -> Response:
         try:
@@ -118,11 +119,14 @@ def route(path: str, method: str, endpoint: Endpoint, auth: Auth | None) -> Rout
 
 
 def read_cursor(request: Request) -> int:
-    """Return the sequence number of the last event that a reader has seen. Older clients may send a number per worker, such as `12.7`."""
+    """Return the sequence number of the last event that the reader has received.
+
+    Older clients may send one number per worker, such as `12.7`.
+    """
     text = request.headers.get("last-event-id", "") or request.query_params.get("after", "")
     if not text:
         return 0
     parts = text.split(".")
     if not all(part.isascii() and part.isdigit() and len(part) < 19 for part in parts):
-        raise BadRequest(f"after: {text!r} is not the id of an event", param="after")
+        raise BadRequest(f"after must be the id of an event, not {text!r}", param="after")
     return min(map(int, parts))

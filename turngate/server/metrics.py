@@ -1,6 +1,6 @@
-"""`GET /metrics` for Prometheus: the values of this worker and, with several workers, of the others.
+"""`GET /metrics` for Prometheus, with the values of all workers.
 
-Needs the admin key, or the key in `TURNGATE_METRICS_KEY`, which opens nothing else.
+Requires the admin key, or the key in `TURNGATE_METRICS_KEY`, which grants access to nothing else.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from turngate.telemetry.metrics import (
     to_prometheus,
 )
 
-LAG_INTERVAL_S = 0.5  # between two measurements of the event loop's delay
-_MAX_FEEDS = 100  # the newest
+LAG_INTERVAL_S = 0.5  # interval between measurements of the event loop's delay
+_MAX_FEEDS = 100  # only the newest feeds are reported
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 Gauges = dict[str, Iterable[tuple[Labels, float]]]
 CollectOthers = Callable[[], Awaitable[dict[int, MetricsSnapshot | None]]]
 
 
 class MetricsEndpoint:
-    """Serves one gateway's metrics, and measures the delay of its event loop between `start` and `stop`."""
+    """The metrics endpoint of one gateway. It measures the event loop's delay between `start` and `stop`."""
 
     def __init__(
         self,
@@ -86,8 +86,8 @@ class MetricsEndpoint:
             lag.observe(max(0.0, loop.time() - due))
 
     async def snapshot(self) -> MetricsSnapshot:
-        """Return the values of this worker."""
-        # The last health check of our own engines. Hosted endpoints are left out: scraping must not send them requests.
+        """Return this worker's metrics."""
+        # The last health check of our own engines. Hosted endpoints are omitted, because a scrape must not send them requests.
         health = [] if self._engine is None else await self._engine.health()
         up = sum(replica.ok for replica in health)
         gauges: Gauges = {
@@ -102,7 +102,7 @@ class MetricsEndpoint:
         return self._metrics.snapshot(gauges)
 
     async def _snapshot_with_shared(self, silent_workers: int) -> MetricsSnapshot:
-        """Return the values of this worker, and those that come from the store and are the same for all workers."""
+        """Return this worker's metrics, and the metrics from the store, which are the same for all workers."""
         own = await self.snapshot()
         shared = self._metrics.snapshot(
             {
@@ -118,7 +118,7 @@ class MetricsEndpoint:
         try:
             listed, waiting = feeds.list_feeds()[-_MAX_FEEDS:], feeds.count_incomplete()
         except StoreError:
-            return {}  # the other metrics are still served
+            return {}  # serve the other metrics anyway
         none = (0, 0)
         return {
             "turngate_feed_newest": [((feed.name,), feed.newest) for feed in listed],
@@ -129,7 +129,7 @@ class MetricsEndpoint:
         }
 
     def route(self, collect_others: CollectOthers | None = None) -> Route:
-        """Return the route. `collect_others` reads the snapshots of the other workers, with None for one that does not answer."""
+        """Return the route. `collect_others` fetches the other workers' snapshots, with None for a worker that does not answer."""
 
         async def serve(request: Request) -> Response:
             try:
@@ -152,7 +152,7 @@ class MetricsEndpoint:
 
 
 def _process_gauges(started: float) -> Gauges:
-    """Return the standard process metrics of Prometheus clients. Memory and open files need /proc."""
+    """Return the standard process metrics of Prometheus clients. Memory and open files are omitted without /proc."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     gauges: Gauges = {
         "process_cpu_seconds_total": [((), usage.ru_utime + usage.ru_stime)],

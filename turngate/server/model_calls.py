@@ -1,6 +1,6 @@
-"""Model calls over HTTP, for every dialect: find the session, run the turn, stream or collect the reply.
+"""Model calls over HTTP, in every dialect: find the session, run the turn, and stream or collect the reply.
 
-Errors are rendered in the dialect's format here and nowhere else. A non-streaming reply collects a streamed one.
+Only this module renders errors of model calls in the dialect's format. A non-streaming reply collects a streamed one.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ModelCalls:
         *,
         prime: bool = False,
     ) -> None:
-        """Serve one call. `session_id` is the session that the path names, if any."""
+        """Serve one call. `session_id` is the session named in the path, if any."""
         dialect = match.dialect
         try:
             headers, query = parse_headers(scope), parse_query(scope)
@@ -123,13 +123,13 @@ class ModelCalls:
                 timing.span.end()
 
     def _prefix_cache(self, session: Session, dialect: Dialect) -> PrefixCache:
-        """Return the cache of what the session has sent in this dialect. It is dropped when the trace is evicted."""
+        """Return the cache of messages that the session has sent in this dialect. It is dropped when the trace is evicted."""
         if session.status != "open":
-            # The session ended while the call was being sent. The call will be refused, without loading the trace.
+            # The session ended while the call was being sent. The call will be rejected, so the trace need not be loaded.
             return PrefixCache(dialect, self._frames)
         try:
             caches = self._prefix_caches.setdefault(session.trace, {})
-        except StoreError as error:  # recorded, so that the agent is not blamed
+        except StoreError as error:  # recorded, so that the failure is not attributed to the agent
             session.last_error = CallError(error.boundary, error.kind, error.message)
             raise
         if dialect.name not in caches:
@@ -168,7 +168,7 @@ class ModelCalls:
             if isinstance(events[-1], Done):
                 with self._mark_undelivered(session, events[-1]):
                     await stream.write(data, last=True)
-            elif data:  # an empty write would count as a keep-alive
+            elif data:  # an empty write would restart the keep-alive timer
                 await stream.write(data)
 
         with EventStream(send, encoder.begin, lambda: encoder.event(KeepAlive()), self._alive_s, headers) as stream:
@@ -187,11 +187,11 @@ class ModelCalls:
         return _MarkUndelivered(self._recorder, session, done)
 
 
-# Classes instead of generator functions, because every call enters these contexts and generators are several times slower.
+# Classes instead of generator functions: every call enters these contexts, and generator-based ones are several times slower.
 
 
 class _MarkUndelivered:
-    """Marks a stored turn as undelivered if its end cannot be sent to the agent."""
+    """Context that marks a stored turn as undelivered if its end cannot be sent to the agent."""
 
     def __init__(self, recorder: TurnRecorder, session: Session, done: Done) -> None:
         self._recorder, self._session, self._done = recorder, session, done
@@ -205,7 +205,7 @@ class _MarkUndelivered:
 
 
 class _RenderInternalErrors:
-    """Turns an unexpected exception into an error that can be rendered in the dialect's format."""
+    """Context that converts an unexpected exception to an error that the dialect can render."""
 
     def __enter__(self) -> None:
         pass
@@ -213,11 +213,11 @@ class _RenderInternalErrors:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, TurngateError | ClientDisconnect):
             log.error("a model call failed unexpectedly", exc_info=error)
-            raise TurngateError("internal error; the gateway's log has the details") from error
+            raise TurngateError("internal error; see the gateway's log for details") from error
 
 
 class _ExplainCancellation:
-    """Turns a cancellation into its reason: the client disconnected, or the session ended."""
+    """Context that converts a cancellation to the error for its cause: the client disconnected, or the session ended."""
 
     def __init__(self, session: Session, watch: DisconnectWatch) -> None:
         self._session, self._watch = session, watch
@@ -234,7 +234,7 @@ class _ExplainCancellation:
         if self._watch.disconnected:
             raise ClientDisconnect from None
         if self._session.ending == "stopping":
-            raise Stopping("the gateway is being stopped; repeat this call in a moment") from None
+            raise Stopping("the gateway is stopping; retry this call in a moment") from None
         raise Conflict(f"this session is {self._session.ending}; the call was aborted") from None
 
 
@@ -250,7 +250,7 @@ async def respond_error(send: Send, dialect: Dialect, error: TurngateError) -> N
 
 
 def _request_id_header(dialect: Dialect) -> list[tuple[bytes, bytes]]:
-    """Return the header with the request id, as the provider's SDK expects it."""
+    """Return the request id in the header that the provider's SDK expects, if any."""
     return (
         [(dialect.request_id_header.encode(), f"req_{os.urandom(12).hex()}".encode())]
         if dialect.request_id_header

@@ -1,4 +1,4 @@
-"""Routes without the admin key: the health check, the start page, and the list of models."""
+"""Routes that do not require the admin key: the health check, the start page and the list of models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MODEL_BASES = (
 
 
 class PublicRoutes:
-    """`model` is the configured model name; without one, the engines are asked."""
+    """Public routes. `model` is the configured model name; if it is empty, the engines report their models."""
 
     def __init__(self, engine: Engine | None, relay: Relay | None, auth: Auth, model: str) -> None:
         self._engine = engine
@@ -47,7 +47,7 @@ class PublicRoutes:
         ]
 
     async def health(self, request: Request) -> Response:
-        """Tell a load balancer whether calls can be served."""
+        """Report whether calls can be served, for load balancers."""
         health = await self._engine_health()
         ok = any(engine.ok for engine in health)
         return json_response(
@@ -60,7 +60,7 @@ class PublicRoutes:
         )
 
     async def _engine_health(self) -> list[Health]:
-        """Return the engines' health. It is cached, because the route is public and must not flood a provider."""
+        """Return the engines' health, cached because this public route must not flood a provider with requests."""
         now = time.monotonic()
         if now - self._health_cache[0] > _HEALTH_CACHE_S:
             parts = [part for part in (self._engine, self._relay) if part is not None]
@@ -68,7 +68,7 @@ class PublicRoutes:
         return self._health_cache[1]
 
     async def start_page(self, request: Request) -> Response:
-        """Answer agents that check the base URL before they start. Redirect browsers to the web page."""
+        """Respond to agents that check the base URL before they start, and redirect browsers to the web page."""
         if request.url.path == "/" and request.method == "GET" and "text/html" in request.headers.get("accept", ""):
             return RedirectResponse("/page/", 307, headers=SECURITY_HEADERS)
         return json_response({"turngate": "model calls are served here"})

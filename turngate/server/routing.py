@@ -1,4 +1,4 @@
-"""Find out what a request asks for: the dialect and operation of its path, and the session it names."""
+"""Routing: the dialect, operation and model of a model call's path."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from turngate.dialects import DIALECTS, Dialect, Verb
 from turngate.server.asgi import Scope
 
 SESSION_PREFIX = re.compile(r"^/(s|rollout|v1/rollouts)/[^/]+")
-# Headers that only clients of one dialect send. Paths such as /v1/models are common to several dialects.
+# Headers that identify a dialect, because several dialects share paths such as /v1/models.
 _DIALECT_HEADERS = {"anthropic-version": "messages", "x-goog-api-key": "gemini"}
 
 
 class RouteMatch(msgspec.Struct, frozen=True):
-    """The dialect, operation and model that a path stands for."""
+    """The dialect, operation and model that a path identifies."""
 
     dialect: Dialect
     verb: Verb
@@ -49,7 +49,7 @@ class DialectRoutes:
 
 
 def dialect_of(request: Request) -> Dialect:
-    """Return the dialect in which to answer a request that is not a model call: by its headers, else by its path."""
+    """Return the dialect for the response to a request that is not a model call. Headers take precedence over the path."""
     path = SESSION_PREFIX.sub("", request.url.path) or "/"
     for header, name in _DIALECT_HEADERS.items():
         for dialect in DIALECTS:
@@ -60,9 +60,9 @@ def dialect_of(request: Request) -> Dialect:
 
 
 def hint_for(request: Request) -> str:
-    """Return a hint for a request to a path that does not exist; empty if there is none."""
+    """Return a hint for a request to an unknown route, or ""."""
     if request.url.path.endswith("/v1/completions"):
-        return "; text completions are not served, only chat: POST /v1/chat/completions"
+        return "; text completions are not supported: use POST /v1/chat/completions"
     if request.method != "POST" and request.url.path.endswith(
         ("/seal", "/cancel", "/pause", "/resume", "/register", "/unregister")
     ):

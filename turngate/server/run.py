@@ -1,4 +1,4 @@
-"""Run a gateway under uvicorn: as a process of its own, or embedded in another program."""
+"""Run a gateway under uvicorn, in a separate process or embedded in another program."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _run(config: ServeConfig) -> None:
 
 @contextmanager
 def trace_spans(config: ServeConfig) -> Iterator[None]:
-    """Record spans within the block, if they are enabled."""
+    """Record spans within the block if they are enabled."""
     if not is_enabled(config.spans):
         yield
         return
@@ -76,7 +76,7 @@ async def run_embedded(
     renderer: tuple[Renderer, Certificate] | None = None,
     wrap: Callable[[App], App] = lambda app: app,
 ) -> AsyncIterator[GatewayAddress]:
-    """Run a gateway in this process within the block. `wrap` may wrap the application, to observe requests."""
+    """Run a gateway in this process for the duration of the block. `wrap` can wrap the application, for example to observe requests."""
     gateway = Gateway(config, engine=engine, renderer=renderer)
     try:
         listener = open_listener(config)
@@ -107,12 +107,15 @@ def uvicorn_config(app: App) -> uvicorn.Config:
         timeout_keep_alive=75,
         timeout_graceful_shutdown=5,
         server_header=False,
-        proxy_headers=False,  # proxies are not trusted to name the client
+        proxy_headers=False,  # do not trust a proxy's claim about the client's address
     )
 
 
 def answer_when_stopping(app: App) -> App:
-    """Wrap an application to answer requests that shutdown cancels, in the client's dialect. uvicorn would answer with a bare 500."""
+    """Wrap an application so that requests cancelled by shutdown are answered in the client's dialect.
+
+    Otherwise uvicorn would respond with a bare 500.
+    """
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -121,16 +124,19 @@ def answer_when_stopping(app: App) -> App:
             if scope["type"] != "http":
                 raise
             try:
-                error = Stopping("the gateway is being stopped; repeat this call in a moment")
+                error = Stopping("the gateway is stopping; retry this call in a moment")
                 await respond_error(send, dialect_of(Request(scope)), error)
-            except RuntimeError:  # a response has started; breaking it off tells the client
+            except RuntimeError:  # the response has already started; aborting it signals the failure to the client
                 raise asyncio.CancelledError from None
 
     return serve
 
 
 class GatewayServer(uvicorn.Server):
-    """On shutdown, ends calls in flight itself, so that what they sampled is recorded and their agents get an answer."""
+    """A uvicorn server that aborts calls in flight on shutdown.
+
+    This way, the tokens sampled so far are recorded and the agents receive an answer.
+    """
 
     def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
         super().__init__(config)
@@ -138,7 +144,7 @@ class GatewayServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # uvicorn's version raises the signal again after serving, before the store and the engine are closed.
+        # uvicorn's version re-raises the signal after serving, before the store and the engine are closed.
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.handle_exit, number, None)
@@ -152,7 +158,7 @@ class GatewayServer(uvicorn.Server):
 
 
 class _EmbeddedServer(GatewayServer):
-    """Leaves signals to the host program."""
+    """A gateway server that leaves signals to the host program."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -173,7 +179,7 @@ async def _serve(gateway: Gateway, server: uvicorn.Server, listener: socket.sock
 
 
 def tune_garbage_collector() -> None:
-    """Exclude the vocabulary from garbage collection: half a million permanent objects would be scanned again and again."""
+    """Exclude the vocabulary from garbage collection, which would otherwise repeatedly scan half a million permanent objects."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)

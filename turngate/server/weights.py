@@ -1,4 +1,4 @@
-"""Pause and resume calls, and update weights, under `/admin/fence` and `/admin/weights`. Needs the admin key."""
+"""Routes to pause and resume calls and to update weights, under `/admin/fence` and `/admin/weights`. Require the admin key."""
 
 from __future__ import annotations
 
@@ -21,40 +21,54 @@ Limit = Annotated[float, msgspec.Meta(gt=0, le=7 * 86400)]
 
 
 class PauseBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """After `limit_s` without a resume, calls continue at the old version: the trainer that paused them is gone."""
+    """The body of `POST /admin/fence/pause`.
+
+    Without a resume within `limit_s` seconds, calls continue at the old version, because the trainer that paused them is presumed gone.
+    """
 
     mode: PauseMode = "hold"
     limit_s: Limit | None = None
 
 
 class ResumeBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`model` is the name under which the engine serves this version; None: its weights were replaced in place."""
+    """The body of `POST /admin/fence/resume`.
+
+    `model` is the name under which the engine serves this version. `None` means that its weights were replaced in place.
+    """
 
     version: Version | None = None
     model: str | None = None
 
 
 class WeightsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Either `path` or `lora_path`, as the engines see it. `name` is the adapter's name, in which `{version}` is replaced."""
+    """The body of `POST /admin/weights`.
+
+    Exactly one of `path` and `lora_path` is required. It must be valid on the engines' machines. `name` is the adapter's name;
+    `{version}` in it is replaced by the version.
+    """
 
     version: Version
     path: str = ""
     lora_path: str = ""
     name: str = "policy-v{version}"
-    mode: PauseMode | None = None  # None: drain for a model, hold for an adapter
+    mode: PauseMode | None = None  # None means drain for a model, hold for an adapter
     limit_s: Limit = 600.0  # how long to wait for calls in flight
 
     def to_load(self) -> PolicyWeights:
         if bool(self.path) == bool(self.lora_path):
-            raise BadRequest("path: give either the path of a model or the lora_path of an adapter", param="path")
+            raise BadRequest(
+                "exactly one of path and lora_path is required: set path for a model or lora_path for an adapter",
+                param="path",
+            )
         if self.path and self.mode == "hold":
             raise BadRequest(
-                "mode: calls in flight would continue while their weights change; use drain to let them end, or keep to freeze them",
+                "mode hold cannot be used with path, because calls in flight would continue while their weights change; "
+                "use drain to let them finish, or keep to freeze them",
                 param="mode",
             )
         name = self.name.replace("{version}", str(self.version)) if self.lora_path else ""
         if self.lora_path and not name:
-            raise BadRequest("name: an adapter needs a name", param="name")
+            raise BadRequest("name is empty; set it to the name of the adapter", param="name")
         return PolicyWeights(version=self.version, path=self.path, lora_path=self.lora_path, name=name)
 
 

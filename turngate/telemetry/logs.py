@@ -1,7 +1,7 @@
-"""Log lines, as text or JSON, with the session they belong to and without secrets.
+"""Log lines as text or JSON, labelled with their session and redacted.
 
-A command or worker process calls `log_to_stderr` once. `set_log_context` and `log_context` attach a session to the current task, so that
-every line logged below it carries the session, rollout and group. No code should log a key; redaction is the last line of defence.
+A command or worker process calls `log_to_stderr` once. `set_log_context` and `log_context` attach a session to the current task. JSON lines
+logged by that task include the session, rollout and group. No code should log a key; redaction is the last line of defence.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from turngate.types import Json
 
 Format = Literal["text", "json"]
 REDACTED = "[secret]"
-_MIN_SECRET_CHARS = 8  # shorter secrets are not redacted: they would match ordinary words
+_MIN_SECRET_CHARS = 8  # shorter secrets are not redacted, because they would match ordinary words
 # Keys that Turngate issues: session secrets and admin keys.
 _OWN_SECRETS = re.compile(r"(?<![\w-])(?:tg-[0-9a-f]{4}|tga-)[\w-]{43}(?![\w-])", re.ASCII)
 # Keys in headers and URLs, from any issuer.
 _KEY_AFTER_NAME = re.compile(r"(?i)(\b(?:bearer|x-api-key:?|x-goog-api-key:?|api[-_]?key[=:])\s*)[\w.~+/=-]{8,}")
-# A user name, or a user name and password, in a URL. The password may contain a slash, though it should not.
+# A user name in a URL, with or without a password. The password may contain a slash, although it should be encoded.
 _URL_CREDENTIALS = re.compile(r"""(\w+://)(?:[^\s/@"'<>,]+|[^\s/@:"'<>,]+:[^\s@"'<>,]+)@""")
 _context: ContextVar[tuple[str, Mapping[str, Json]]] = ContextVar("turngate_about", default=("", {}))
 _secrets: set[str] = set()
 
 
 class LogLine(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """One JSON log line. Unknown fields are omitted."""
+    """One JSON log line. Empty fields are omitted."""
 
     time: str  # UTC
     level: str
@@ -49,13 +49,13 @@ class LogLine(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
 
 
 def set_log_context(session: str, metadata: Mapping[str, Json]) -> None:
-    """Attach a session to log lines of this task and the tasks it starts. `metadata` supplies `rollout` and `group`."""
+    """Attach a session to the log lines of this task and the tasks it starts. `metadata` provides `rollout` and `group`."""
     _context.set((session, metadata))
 
 
 @contextmanager
 def log_context(session: str, metadata: Mapping[str, Json]) -> Iterator[None]:
-    """Attach a session to log lines within the block."""
+    """Attach a session to the log lines within the block."""
     token = _context.set((session, metadata))
     try:
         yield
@@ -77,7 +77,7 @@ def redact_known(text: str) -> str:
 
 
 def redact(text: str) -> str:
-    """Redact known secrets and everything that looks like one."""
+    """Redact known secrets and any text that looks like a secret."""
     text = redact_known(text)
     text = _KEY_AFTER_NAME.sub(rf"\1{REDACTED}", text)
     return _URL_CREDENTIALS.sub(rf"\1{REDACTED}@", text)
@@ -85,7 +85,7 @@ def redact(text: str) -> str:
 
 @contextmanager
 def log_to_stderr(format: Format = "text", level: int = logging.INFO, *, worker: int | None = None) -> Iterator[None]:
-    """Log to standard error within the block. `level` applies to Turngate's loggers; other libraries log warnings only."""
+    """Log to standard error within the block. `level` applies to Turngate's loggers; other libraries log only warnings."""
     handler = SafeStreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(worker) if format == "json" else TextFormatter(worker))
     root, own = logging.getLogger(), logging.getLogger("turngate")
@@ -102,11 +102,11 @@ def log_to_stderr(format: Format = "text", level: int = logging.INFO, *, worker:
 
 
 class SafeStreamHandler(logging.StreamHandler[TextIO]):
-    """Reports a line that cannot be written without its content. `logging` itself would print message and values unredacted."""
+    """A stream handler that reports write errors without the line's content, which `logging` would print unredacted."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = type(sys.exc_info()[1]).__name__
-        message = f"a line from {record.filename}:{record.lineno} could not be written: {error}"
+        message = f"could not write a log line from {record.filename}:{record.lineno}: {error}"
         report = logging.LogRecord(record.name, logging.ERROR, record.pathname, record.lineno, message, None, None)
         with suppress(OSError, ValueError):  # standard error is closed
             self.stream.write(self.format(report) + self.terminator)
@@ -149,12 +149,12 @@ class JsonFormatter(logging.Formatter):
 
 
 def _message(record: logging.LogRecord) -> str:
-    """Format a record's message. If the arguments do not match the format string, append them, so that the line is not lost."""
+    """Format a record's message. If the arguments do not match the format string, append them so that the line is not lost."""
     try:
         return record.getMessage()
     except (TypeError, ValueError, KeyError):
         values = record.args.values() if isinstance(record.args, Mapping) else record.args or ()
-        return " ".join(map(str, (record.msg, *values)))  # unquoted, so that secrets are still recognized
+        return " ".join(map(str, (record.msg, *values)))  # not quoted, so that secrets are still recognized
 
 
 def _encodable(text: str) -> str:

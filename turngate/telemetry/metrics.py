@@ -1,7 +1,7 @@
-"""Counters and histograms of one process, and their Prometheus text format.
+"""Counters and histograms of one process, and their encoding in the Prometheus text format.
 
-`FAMILIES` lists every metric. Updates are on the path of every turn, so they are plain additions, a few microseconds per turn. No
-label holds a value that an agent, a task or a session chooses, so the number of series stays small.
+`FAMILIES` lists every metric. Every turn updates the metrics, so updates are plain additions that take a few microseconds per turn. Agents,
+tasks and sessions cannot choose label values, so the number of series stays small.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-if TYPE_CHECKING:  # spans are imported only when they are on
+if TYPE_CHECKING:  # imported at run time only if spans are enabled
     from turngate.telemetry.spans import EngineSpan, TurnSpan
 
 Labels = tuple[str, ...]
 Merge = Literal["sum", "max", "same"]
-# Bucket bounds, in seconds. The gateway takes about a millisecond, an engine up to a minute.
+# Bucket bounds in seconds, except for rewards. The gateway takes about a millisecond, an engine up to a minute.
 OWN_BOUNDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 ENGINE_BOUNDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 COMMIT_BOUNDS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1, 0.5)
@@ -30,7 +30,10 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class MetricFamily(msgspec.Struct, frozen=True, kw_only=True):
-    """One metric. `merge` says how to combine workers' values; `same`: the value comes from the store and is the same in all."""
+    """One metric.
+
+    `merge` specifies how to combine the values of several workers. `same` marks a value from the store, which is the same in all workers.
+    """
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -53,9 +56,9 @@ FAMILIES = (
         name="turngate_workers_silent",
         kind="gauge",
         merge="same",
-        about="Workers that did not answer; their values are missing.",
+        about="Workers that did not answer, so that their values are missing.",
     ),
-    MetricFamily(name="turngate_sessions_open", kind="gauge", about="Sessions that are open."),
+    MetricFamily(name="turngate_sessions_open", kind="gauge", about="Open sessions."),
     MetricFamily(name="turngate_sessions_resting", kind="gauge", about="Open sessions whose trace is not in memory."),
     MetricFamily(name="turngate_sessions_opened_total", kind="counter", labels=("mode",), about="Sessions opened."),
     MetricFamily(
@@ -68,7 +71,7 @@ FAMILIES = (
         name="turngate_turns_total",
         kind="counter",
         labels=("dialect", "mode", "finish"),
-        about="Turns recorded, by finish reason; abort: cut short.",
+        about="Turns recorded, by finish reason. A turn with finish abort was cut short.",
     ),
     MetricFamily(
         name="turngate_prompt_tokens_total",
@@ -93,25 +96,25 @@ FAMILIES = (
         kind="histogram",
         labels=("dialect",),
         bounds=OWN_BOUNDS,
-        about="Time of a call without waiting for the engine and the fence. Includes writing to the agent.",
+        about="Time of a call, excluding waits for the engine and the fence but including writes to the agent.",
     ),
     MetricFamily(
         name="turngate_engine_seconds",
         kind="histogram",
         bounds=ENGINE_BOUNDS,
-        about="Time a call waited for the engine.",
+        about="Time that a call waited for the engine.",
     ),
     MetricFamily(
         name="turngate_engine_first_seconds",
         kind="histogram",
         bounds=ENGINE_BOUNDS,
-        about="Time until the engine's first tokens.",
+        about="Time until the engine returned the first tokens of a call.",
     ),
     MetricFamily(
         name="turngate_held_seconds",
         kind="histogram",
         bounds=ENGINE_BOUNDS,
-        about="Time calls waited at the fence, for calls that waited.",
+        about="Time that a call waited at the fence, if it had to wait.",
     ),
     MetricFamily(name="turngate_engine_calls", kind="gauge", about="Calls in progress at the engine."),
     MetricFamily(
@@ -122,9 +125,9 @@ FAMILIES = (
         kind="gauge",
         labels=("state",),
         merge="max",
-        about="Engine replicas up and down, at the last health check.",
+        about="Engine replicas that were up and down at the last health check.",
     ),
-    MetricFamily(name="turngate_fence_version", kind="gauge", merge="max", about="The policy version in force."),
+    MetricFamily(name="turngate_fence_version", kind="gauge", merge="max", about="Current policy version."),
     MetricFamily(
         name="turngate_fence_paused", kind="gauge", merge="max", about="1 while calls are held for a weight update."
     ),
@@ -132,7 +135,7 @@ FAMILIES = (
         name="turngate_store_commit_seconds",
         kind="histogram",
         bounds=COMMIT_BOUNDS,
-        about="Time to make a turn durable.",
+        about="Time to commit a turn to the store.",
     ),
     MetricFamily(
         name="turngate_loop_lag_seconds",
@@ -152,14 +155,14 @@ FAMILIES = (
         kind="gauge",
         labels=("feed",),
         merge="same",
-        about="Highest delivery handed out.",
+        about="Number of the highest delivery handed out.",
     ),
     MetricFamily(
         name="turngate_feed_committed",
         kind="gauge",
         labels=("feed",),
         merge="same",
-        about="Highest delivery trained.",
+        about="Number of the highest delivery committed as trained.",
     ),
     MetricFamily(
         name="turngate_feed_waiting_groups",
@@ -182,12 +185,12 @@ FAMILIES = (
         name="turngate_rollout_reward",
         kind="histogram",
         bounds=REWARD_BOUNDS,
-        about="Rewards of outcomes that have one. With negative rewards, the sum may fall.",
+        about="Rewards of outcomes that have one. The sum can decrease if rewards are negative.",
     ),
     MetricFamily(name="process_cpu_seconds_total", kind="counter", about="CPU time of all workers."),
     MetricFamily(name="process_resident_memory_bytes", kind="gauge", about="Resident memory of all workers."),
     MetricFamily(name="process_open_fds", kind="gauge", about="Open files and connections of all workers."),
-    MetricFamily(name="process_max_fds", kind="gauge", merge="max", about="Limit of open files per process."),
+    MetricFamily(name="process_max_fds", kind="gauge", merge="max", about="Limit on open files per process."),
     MetricFamily(
         name="process_start_time_seconds", kind="gauge", merge="max", about="Start time of the newest worker."
     ),
@@ -195,13 +198,13 @@ FAMILIES = (
 
 
 class Histogram:
-    """Observations of one set of labels, counted per bucket."""
+    """Observations for one set of labels, counted per bucket."""
 
     __slots__ = ("bounds", "counts", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)  # per bucket, not cumulative; the last is above all bounds
+        self.counts = [0] * (len(bounds) + 1)  # per bucket, not cumulative; the last bucket is above all bounds
         self.total = 0.0
 
     def observe(self, value: float) -> None:
@@ -210,7 +213,7 @@ class Histogram:
 
 
 class MetricSeries(msgspec.Struct, frozen=True):
-    """One set of labels of a metric. A histogram has `counts`, and its sum as `value`."""
+    """The value of a metric for one set of labels. For a histogram, `value` is the sum and `counts` the buckets."""
 
     labels: Labels
     value: float
@@ -218,13 +221,13 @@ class MetricSeries(msgspec.Struct, frozen=True):
 
 
 class MetricsSnapshot(msgspec.Struct, frozen=True):
-    """All values of one process at one moment, by family."""
+    """All metrics of one process at one moment, by family."""
 
     families: dict[str, list[MetricSeries]] = {}
 
 
 class CallTiming:
-    """Times of one model call, and its span if spans are on."""
+    """Times of one model call, and its span if spans are enabled."""
 
     __slots__ = ("began", "engine_s", "first_s", "held_s", "span")
 
@@ -232,12 +235,12 @@ class CallTiming:
         self.began = began  # time.perf_counter()
         self.held_s = 0.0
         self.engine_s = 0.0
-        self.first_s = -1.0  # less than 0: no tokens yet
+        self.first_s = -1.0  # negative until the first tokens arrive
         self.span: TurnSpan | None = None
 
 
 class EngineTimer:
-    """Measures the time that a call waits for the engine. Alternate `mark_received` and `mark_waiting`, then `finish`."""
+    """Measures how long a call waits for the engine. Alternate `mark_received` and `mark_waiting`, then call `finish`."""
 
     __slots__ = ("_mark", "_metrics", "_timing", "span")
 
@@ -246,7 +249,7 @@ class EngineTimer:
         self._timing = timing
         self.span: EngineSpan | None = None
         metrics.engine_calls += 1
-        self._mark = perf_counter()  # less than 0: not waiting
+        self._mark = perf_counter()  # negative while not waiting
 
     def mark_received(self) -> None:
         timing = self._timing
@@ -272,7 +275,7 @@ class EngineTimer:
 
 
 class Metrics:
-    """Counters and histograms of one process. Not thread-safe: used on the event loop only."""
+    """Counters and histograms of one process. Not thread-safe; used only on the event loop."""
 
     def __init__(self) -> None:
         self.engine_calls = 0
@@ -298,7 +301,7 @@ class Metrics:
         self._sampled[by_mode] = self._sampled.get(by_mode, 0) + sampled
 
     def observe_call(self, dialect: str, timing: CallTiming, now: float) -> None:
-        """Record the times of a call that was answered, with a turn or an error."""
+        """Record the times of a finished call, whether it succeeded or failed."""
         own = self._own.get(dialect)
         if own is None:
             own = self._own[dialect] = Histogram(OWN_BOUNDS)
@@ -322,7 +325,7 @@ class Metrics:
             self._reward.observe(min(max(reward, -MAX_REWARD), MAX_REWARD))
 
     def snapshot(self, gauges: Mapping[str, Iterable[tuple[Labels, float]]]) -> MetricsSnapshot:
-        """Return the current values, with `gauges` that the caller has just read."""
+        """Return the current metrics. The caller provides the current values of the `gauges`."""
         families: dict[str, list[MetricSeries]] = {
             name: [MetricSeries(labels, value) for labels, value in values.items()]
             for name, values in self._counters.items()
@@ -348,7 +351,7 @@ def _to_series(labels: Labels, histogram: Histogram) -> MetricSeries:
 
 
 def merge_snapshots(snapshots: Sequence[MetricsSnapshot]) -> MetricsSnapshot:
-    """Combine the snapshots of several workers. The first supplies the values that are the same in all."""
+    """Combine the snapshots of several workers. The first one provides the values that are the same in all."""
     families: dict[str, list[MetricSeries]] = {}
     for family in FAMILIES:
         by_labels: dict[Labels, MetricSeries] = {}
@@ -370,12 +373,12 @@ def _merge_series(merge: Merge, first: MetricSeries, second: MetricSeries) -> Me
 def label_by_worker(
     snapshots: Mapping[int, MetricsSnapshot],
 ) -> list[tuple[tuple[tuple[str, str], ...], MetricsSnapshot]]:
-    """Pair each worker's snapshot with a label that holds its number."""
+    """Pair each worker's snapshot with a `worker` label."""
     return [((("worker", str(number)),), snapshot) for number, snapshot in sorted(snapshots.items())]
 
 
 def to_prometheus(parts: Sequence[tuple[tuple[tuple[str, str], ...], MetricsSnapshot]]) -> bytes:
-    """Encode snapshots in Prometheus' text format. Each comes with extra labels, which may be empty."""
+    """Encode snapshots, each with its extra labels, in the Prometheus text format."""
     lines: list[str] = []
     for family in FAMILIES:
         rows = [(extra, series) for extra, snapshot in parts for series in snapshot.families.get(family.name, ())]

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of rollouts, stages, turns and engine calls. Off by default; OpenTelemetry is imported only when they are on.
+"""OpenTelemetry spans of rollouts, stages, turns and engine calls. Disabled by default; OpenTelemetry is imported only when enabled.
 
     rollout                     recorded by the runner
       stage sandbox …
@@ -7,11 +7,11 @@
         chat MODEL              a turn, recorded by the gateway
           text_completion MODEL the engine call
 
-The runner passes the trace context to the gateway in a header of the call that opens the session, never through the agent. Attribute
-names follow OpenTelemetry's conventions for generative AI; our own begin with `turngate.`. Spans never contain prompts, replies, task
-texts, keys or URLs.
+The runner passes the trace context to the gateway in a header of the request that opens the session, never through the agent. Attribute
+names follow OpenTelemetry's conventions for generative AI; our own attributes begin with `turngate.`. Spans never contain prompts, replies,
+task texts, keys or URLs.
 
-A process calls `start_tracing` once, and `current_tracer` wherever it records spans. Needs `pip install 'turngate[otel]'`.
+A process calls `start_tracing` once, and `current_tracer` wherever it records spans. Requires `pip install 'turngate[otel]'`.
 """
 
 from __future__ import annotations
@@ -35,39 +35,41 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("turngate")
 TRACEPARENT = "traceparent"
-_FLUSH_S = 10.0  # to send the last spans when the process ends
+_FLUSH_S = 10.0  # time to send the last spans when the process exits
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _TRACEPARENT_FORMAT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
-# Providers whose name in the conventions differs from ours.
+# Our names of providers that OpenTelemetry's conventions name differently.
 _PROVIDERS = {"gemini": "gcp.gemini", "responses": "openai"}
-_MODEL_NAME = re.compile(r"[\w.:/@+-]{1,100}", re.ASCII)  # anything else could be text of the agent's choice
-_OPERATIONS = {"gemini": "generate_content"}  # by dialect; default: chat
+_MODEL_NAME = re.compile(r"[\w.:/@+-]{1,100}", re.ASCII)  # other text could be content written by the agent
+_OPERATIONS = {"gemini": "generate_content"}  # by dialect; the default is chat
 _current: RolloutTracer | None = None
 
 
 def current_tracer() -> RolloutTracer | None:
-    """Return the tracer of this process, or None if spans are off."""
+    """Return the tracer of this process, or None if spans are disabled."""
     return _current
 
 
 def is_enabled(requested: bool) -> bool:
-    """Return whether spans are on: requested, or configured by OpenTelemetry's environment variables."""
+    """Return whether spans are enabled, by request or by OpenTelemetry's environment variables."""
     disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
     return not disabled and (requested or any(os.environ.get(name) for name in _ENDPOINTS))
 
 
 def start_tracing(service: str, exporter: SpanExporter | None = None) -> RolloutTracer:
-    """Record spans of this process. Send them to the endpoint that the environment names (OTLP over HTTP), or to `exporter`."""
+    """Start recording spans of this process. They are sent to `exporter`, or else to the OTLP endpoint set in the environment."""
     global _current
     try:
         _current = RolloutTracer(service, exporter)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"spans: {error.name} is missing: pip install 'turngate[otel]'", param="spans") from None
+        raise ConfigError(
+            f"spans need {error.name}, which is not installed; run: pip install 'turngate[otel]'", param="spans"
+        ) from None
     return _current
 
 
 def stop_tracing() -> None:
-    """Send the remaining spans, and stop recording."""
+    """Stop recording, and send the remaining spans."""
     global _current
     if _current is not None:
         tracer, _current = _current, None
@@ -75,12 +77,12 @@ def stop_tracing() -> None:
 
 
 def parse_traceparent(text: str) -> str:
-    """Return a `traceparent` header if it is valid, else an empty string."""
+    """Return the value of a `traceparent` header if it is valid, or ""."""
     return text if _TRACEPARENT_FORMAT.fullmatch(text) else ""
 
 
 class RolloutTracer:
-    """Starts the spans of rollouts and turns."""
+    """Factory for the spans of rollouts and turns."""
 
     def __init__(self, service: str, exporter: SpanExporter | None = None) -> None:
         from opentelemetry import trace
@@ -103,15 +105,15 @@ class RolloutTracer:
         self._provider.add_span_processor(processor)
         self._tracer: Tracer = self._provider.get_tracer("turngate", __version__)
         self._trace = trace
-        self.empty = Context()  # so that other spans of the process are not parents of ours
+        self.empty = Context()  # keeps other spans of the process from becoming parents of ours
 
     def close(self) -> None:
-        """Send the remaining spans, for at most ten seconds. The SDK's own time limit is not reliable."""
+        """Send the remaining spans, within ten seconds. The SDK's own time limit is not reliable."""
         sending = threading.Thread(target=self._provider.shutdown, daemon=True)
         sending.start()
         sending.join(_FLUSH_S)
         if sending.is_alive():
-            log.warning("spans: the last ones were not sent within %g s, and are lost", _FLUSH_S)
+            log.warning("the last spans could not be sent within %g s and are lost", _FLUSH_S)
 
     def start_rollout(self, rollout: str, group: str, task: str, agent: str, sandbox: str, attempt: int) -> Span:
         return self._start_child(
@@ -128,7 +130,7 @@ class RolloutTracer:
         )
 
     def start_turn(self, session: str, metadata: Mapping[str, Json], dialect: str, model: str) -> TurnSpan:
-        """Start the span of a turn. The session's metadata holds its parent. `model` may be the agent's choice of text."""
+        """Start the span of a turn. The session's metadata contains its parent. An agent may put arbitrary text in `model`."""
         model = model if _MODEL_NAME.fullmatch(model) else ""
         parent = metadata.get(TRACEPARENT)
         operation = _OPERATIONS.get(dialect, "chat")
@@ -170,7 +172,7 @@ class RolloutTracer:
 
 
 class Span:
-    """A started span. Ending it twice is allowed."""
+    """A started span. It may be ended more than once."""
 
     def __init__(self, tracer: RolloutTracer, span: OtelSpan) -> None:
         self._tracer = tracer
@@ -184,7 +186,7 @@ class Span:
 
     @property
     def traceparent(self) -> str:
-        """The span as the value of a `traceparent` header."""
+        """The value of a `traceparent` header that identifies this span."""
         context = self._span.get_span_context()
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
@@ -197,7 +199,7 @@ class Span:
                 self._span.set_attribute(name, value)
 
     def set_error(self, kind: str) -> None:
-        """Mark the span as failed. The error's message stays out: it may quote the engine or the agent."""
+        """Mark the span as failed. The error's message is omitted, because it may quote the engine or the agent."""
         self._span.set_attribute("error.type", kind)
         self._span.set_status(self._tracer._trace.Status(self._tracer._trace.StatusCode.ERROR))
 

@@ -1,2 +1,4 @@
 """Read models for people and APIs: sessions, traces, rollouts, groups and trends, read from the store.
-The only read side: servers, command line and trainers show and hand out what is built here."""
+
+The servers, the command line and the trainers all get their data from these views.
+"""

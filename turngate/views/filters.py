@@ -15,7 +15,10 @@ from turngate.views.rollout_index import STATUSES, RolloutEntry, yield_interpret
 
 
 class RolloutQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """Which rollouts to list, and in which order. A field with several values matches any of them; an empty one matches all."""
+    """A filter, order and page for a list of rollouts.
+
+    A field with several values matches any of them. An empty field matches everything.
+    """
 
     status: tuple[str, ...] = ()
     kind: tuple[str, ...] = ()
@@ -45,11 +48,11 @@ def matches(entry: RolloutEntry, query: RolloutQuery) -> bool:
 
 
 def _search_text(entry: RolloutEntry) -> str:
-    if not entry.found:
+    if not entry.search_text:
         row = entry.row
         parts = (row.id, row.name, row.group, row.task, row.agent, row.model, row.message, row.stop)
-        entry.found = "\n".join(dict.fromkeys(parts)).casefold()
-    return entry.found
+        entry.search_text = "\n".join(dict.fromkeys(parts)).casefold()
+    return entry.search_text
 
 
 def group_matches(group: GroupRow, query: RolloutQuery) -> bool:
@@ -91,17 +94,20 @@ GROUP_SORT_KEYS: Mapping[str, Callable[[GroupRow], Json]] = {
 
 
 def sort_by(
-    found: list[Json], how: str, keys: Mapping[str, Callable[[Json], Json]], tie: Callable[[Json], str]
+    items: list[Json], order: str, keys: Mapping[str, Callable[[Json], Json]], tie: Callable[[Json], str]
 ) -> list[Json]:
-    """Sort. Unknown values are last in both directions; `tie` orders equal ones, so that pages do not overlap."""
-    name = how.removeprefix("-")
+    """Sort items by the key that `order` names, descending if it starts with `-`.
+
+    Items without a value are last in both directions. `tie` orders items with equal values, so that pages do not overlap.
+    """
+    name = order.removeprefix("-")
     key = keys.get(name)
     if key is None:
-        raise BadRequest(f"sort: {name[:100]!r} is not one of {', '.join(keys)}", param="sort")
-    down = how.startswith("-")
+        raise BadRequest(f"sort must be one of {', '.join(keys)}, not {name[:100]!r}", param="sort")
+    descending = order.startswith("-")
     yield_interpreter()
-    found.sort(key=tie, reverse=down)
-    pairs = [(key(one), one) for one in found]
+    items.sort(key=tie, reverse=descending)
+    pairs = [(key(item), item) for item in items]
     known = [pair for pair in pairs if pair[0] is not None]
-    known.sort(key=itemgetter(0), reverse=down)
-    return [one for _, one in known] + [one for value, one in pairs if value is None]
+    known.sort(key=itemgetter(0), reverse=descending)
+    return [item for _, item in known] + [item for value, item in pairs if value is None]

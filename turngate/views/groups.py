@@ -1,4 +1,4 @@
-"""Summaries of groups."""
+"""Summaries of groups of rollouts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class GroupRow(msgspec.Struct, kw_only=True):
     pass_at_1: float | None
     rewards: list[float | None]
     classes: dict[str, int]
-    signal: bool | None  # None: fewer than two rewards are known
+    signal: bool | None  # None if fewer than two rewards are known
     opened: float
     latest: float
 
@@ -62,7 +62,7 @@ def summarize_group(name: str, rows: Sequence[RolloutRow]) -> GroupRow:
 
 
 def last_attempts(rows: Sequence[RolloutRow]) -> list[RolloutRow]:
-    """Keep the last attempt of each rollout."""
+    """Return only the last attempt of each rollout."""
     newest: dict[str, int] = {}
     for row in rows:
         if row.name:
@@ -71,21 +71,21 @@ def last_attempts(rows: Sequence[RolloutRow]) -> list[RolloutRow]:
 
 
 def _rewards_differ(known: Sequence[float]) -> bool | None:
-    found = _usable_rewards(known)
-    return None if len(found) < 2 else min(found) != max(found)
+    usable = _usable_rewards(known)
+    return None if len(usable) < 2 else min(usable) != max(usable)
 
 
 def mean(known: Sequence[float]) -> float | None:
-    """The mean of the rewards, computed as in a feed: rewards that are too large do not count."""
-    found = _usable_rewards(known)
-    return fsum(found) / len(found) if found else None
+    """Return the mean of the rewards, ignoring rewards that are too large, as a feed does."""
+    usable = _usable_rewards(known)
+    return fsum(usable) / len(usable) if usable else None
 
 
 def standard_deviation(known: Sequence[float]) -> float | None:
-    found = _usable_rewards(known)
-    middle = mean(found)
-    return None if middle is None else sqrt(fsum((one - middle) ** 2 for one in found) / len(found))
+    usable = _usable_rewards(known)
+    middle = mean(usable)
+    return None if middle is None else sqrt(fsum((reward - middle) ** 2 for reward in usable) / len(usable))
 
 
 def _usable_rewards(known: Sequence[float]) -> list[float]:
-    return [one for one in known if not is_too_large(one)]
+    return [reward for reward in known if not is_too_large(reward)]

@@ -1,4 +1,4 @@
-"""Answers about all rollouts of a data folder. Each answer is brought up to date first."""
+"""Lists and summaries of all rollouts in a data folder. Each query first reads new events."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_CHANGED = 200
 
 
 class Overview(RolloutIndex):
-    """The rollouts of one data folder: lists, groups, changes."""
+    """The rollouts of one data folder: lists, groups and changes."""
 
     def sums(self, store: Store) -> dict[str, Json]:
         cursor, now = self.refresh(store), time.time()
@@ -60,20 +60,20 @@ class Overview(RolloutIndex):
         }
 
     def rollout(self, store: Store, session: str) -> tuple[RolloutRow, int, int]:
-        """A rollout's row, the key of its session (0 if it has none), and the cursor."""
+        """Return a rollout's row, the key of its session (0 if it has none), and the cursor."""
         cursor = self.refresh(store)
         entry = self.entries.get(session)
         if entry is None:
-            raise NotFound(f"there is no rollout {session!r}")
+            raise NotFound(f"unknown rollout {session!r}")
         return self.refresh_row(entry, time.time(), store), entry.key, cursor
 
     def damage(self, session: str) -> str:
-        """What of a rollout cannot be read; empty if all of it can, as far as the index knows."""
+        """Return a description of a rollout's damaged data, or "" if the index has found no damage."""
         entry = self.entries.get(session)
         return "" if entry is None else entry.damage
 
     def check_retry(self, store: Store, session: str) -> tuple[RolloutRow, str]:
-        """A rollout's row, and why it cannot be tried again; empty if it can."""
+        """Return a rollout's row, and the reason why it cannot be retried, or "" if it can."""
         row, _, _ = self.rollout(store, session)
         if row.status in ACTIVE_STATUSES:
             return row, "it is still running"
@@ -82,20 +82,26 @@ class Overview(RolloutIndex):
         if row.kind and row.kind != "infrastructure fault":
             return row, f"it has been judged: {row.kind}"
         if not row.kind and row.status != "cancelled":
-            return row, "nothing failed: it was not to be graded"
+            return row, "it did not fail; it was run without grading"
         if not row.batch or not row.name:
-            return row, "it belongs to no batch; run it again where it was run"
+            return row, "it does not belong to a batch; run it again the way you first ran it"
         later = max(entry.row.attempt for entry in self.entries.values() if entry.row.name == row.name)
-        return row, f"attempt {later} of it is there already" if later > row.attempt else ""
+        return row, f"attempt {later} already exists" if later > row.attempt else ""
 
     def list_changes(self, store: Store, after: int) -> dict[str, Json]:
-        """The changes after a cursor: the rows that changed, and the rollouts that were deleted."""
+        """Return the changes after a cursor: the rows that changed, and the rollouts that were deleted."""
         cursor, now = self.refresh(store), time.time()
         touched = store.queries.list_changed(after, _MOST_CHANGED)
         rows = [
-            self.refresh_row(self.entries[one], now, store) for one in touched[:_MOST_CHANGED] if one in self.entries
+            self.refresh_row(self.entries[session], now, store)
+            for session in touched[:_MOST_CHANGED]
+            if session in self.entries
         ]
-        gone = [one for one in touched[:_MOST_CHANGED] if one not in self.entries and not one.startswith(BATCH_STREAM)]
+        gone = [
+            session
+            for session in touched[:_MOST_CHANGED]
+            if session not in self.entries and not session.startswith(BATCH_STREAM)
+        ]
         return {"cursor": cursor, "rollouts": rows, "gone": gone, "more": len(touched) > _MOST_CHANGED}
 
     def groups(self, store: Store, query: RolloutQuery) -> dict[str, Json]:
@@ -117,29 +123,34 @@ class Overview(RolloutIndex):
         }
 
     def list_graded(self, store: Store, name: str) -> list[tuple[str, int]]:
-        """Ids and session keys of the graded rollouts of a group."""
+        """Return the ids and session keys of a group's graded rollouts."""
         self.refresh(store)
         return [
-            (one.row.id, one.key)
-            for one in self.entries.values()
-            if one.row.group == name and one.key and one.row.reward is not None
+            (entry.row.id, entry.key)
+            for entry in self.entries.values()
+            if entry.row.group == name and entry.key and entry.row.reward is not None
         ]
 
     def group(self, store: Store, name: str, trains: Mapping[int, bool]) -> dict[str, Json]:
-        """Its rollouts, with what a trainer would make of their rewards. `trains`: by session key, whether anything of it can be
-        trained; of those that are not in it, whatever has sampled tokens counts."""
+        """Return a group's rollouts with the advantages that a trainer would compute.
+
+        `trains` states for each session key whether the rollout has trainable tokens. A rollout that is not listed is assumed to have some
+        if it has sampled tokens.
+        """
         cursor, now = self.refresh(store), time.time()
         entries = sorted(
-            (one for one in self.entries.values() if one.row.group == name), key=lambda one: one.row.opened
+            (entry for entry in self.entries.values() if entry.row.group == name), key=lambda entry: entry.row.opened
         )
         if not entries or not name:
-            raise NotFound("name: there is no such group", param="name")
-        rows = [self.refresh_row(one, now, store) for one in entries]
-        # As in a feed: a rollout without anything to train does not count.
-        counted = [one.row.reward if trains.get(one.key, one.row.sampled_tokens > 0) else None for one in entries]
+            raise NotFound("unknown group; set name to the name of a recorded group", param="name")
+        rows = [self.refresh_row(entry, now, store) for entry in entries]
+        # As in a feed, a rollout without trainable tokens is excluded.
+        counted = [
+            entry.row.reward if trains.get(entry.key, entry.row.sampled_tokens > 0) else None for entry in entries
+        ]
         summed = summarize_group(name, rows)
         known = [row.reward for row in last_attempts(rows) if row.reward is not None]
-        ways = {how: compute_advantages(counted, how) for how in ("normalised", "leave_one_out")}
+        advantages = {method: compute_advantages(counted, method) for method in ("normalised", "leave_one_out")}
         estimates = [{"k": k, "estimate": chance} for k, chance in pass_curve(summed.graded, summed.passed)]
         return {
             "group": name,
@@ -147,7 +158,7 @@ class Overview(RolloutIndex):
             "cursor": cursor,
             "rollouts": [
                 {**msgspec.to_builtins(row), "advantage": normal, "leave_one_out": alone}
-                for row, normal, alone in zip(rows, ways["normalised"], ways["leave_one_out"], strict=True)
+                for row, normal, alone in zip(rows, advantages["normalised"], advantages["leave_one_out"], strict=True)
             ],
             "mean_reward": summed.mean_reward,
             "std_reward": standard_deviation(known),
@@ -157,17 +168,19 @@ class Overview(RolloutIndex):
             "classes": summed.classes,
             "signal": summed.signal,
             "deliveries": [
-                {"feed": one.feed, "number": one.number, "at": one.at} for one in self.deliveries if one.group == name
+                {"feed": delivery.feed, "number": delivery.number, "at": delivery.at}
+                for delivery in self.deliveries
+                if delivery.group == name
             ],
         }
 
     def members(self, store: Store, name: str) -> list[tuple[str, int]]:
-        """Ids and session keys of the rollouts of a group that have a session, oldest first."""
+        """Return the ids and session keys of a group's rollouts that have a session, oldest first."""
         self.refresh(store)
-        entries = [one for one in self.entries.values() if one.row.group == name and one.key]
+        entries = [entry for entry in self.entries.values() if entry.row.group == name and entry.key]
         if not entries or not name:
-            raise NotFound("group: there is no such group, or none of it has begun", param="group")
-        return [(one.row.id, one.key) for one in sorted(entries, key=lambda one: one.key)]
+            raise NotFound("unknown group, or none of its rollouts has started", param="group")
+        return [(entry.row.id, entry.key) for entry in sorted(entries, key=lambda entry: entry.key)]
 
     def training(self, store: Store, prefix: str, buckets: int) -> dict[str, Json]:
         return trends.summarize_training(self, store, prefix, buckets)
@@ -176,12 +189,12 @@ class Overview(RolloutIndex):
         return trends.summarize_failures(self, store, prefix)
 
     def _members(self, now: float) -> dict[str, list[RolloutRow]]:
-        found: dict[str, list[RolloutRow]] = {}
+        members: dict[str, list[RolloutRow]] = {}
         for entry in self.all(now):
             if entry.row.group:
-                found.setdefault(entry.row.group, []).append(entry.row)
-        return found
+                members.setdefault(entry.row.group, []).append(entry.row)
+        return members
 
 
-def _names(found: Iterable[str]) -> list[str]:
-    return sorted({name for name in found if name})[:_MOST_NAMES]
+def _names(names: Iterable[str]) -> list[str]:
+    return sorted({name for name in names if name})[:_MOST_NAMES]

@@ -1,4 +1,4 @@
-"""One rollout in detail: its tree, its conversation, its tokens, and its exports."""
+"""One rollout in detail: its tree, conversation, tokens and exports."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from turngate.types import Ids, Json, Message
 from turngate.views.session import SessionView
 from turngate.views.tokens import TokenDecoder, TokenTexts
 
-MAX_CHARS = 20_000  # of a text; a longer one is shortened unless requested whole
-_LABEL = 90
-_DIGITS = 6  # of a log-probability
+MAX_CHARS = 20_000  # longer texts are shortened unless requested in full
+_LABEL = 90  # maximum characters of a node's label
+_DIGITS = 6  # decimal places of a log-probability
 
 
 class RolloutView:
-    """Everything that the page shows of one rollout. `tokenizer`: None where it is not on this machine."""
+    """The details of one rollout that the page shows. `tokenizer` is None if it is not available on this machine."""
 
-    def __init__(self, shown: SessionView, tokenizer: Tokenizer | None) -> None:
-        self._shown = shown
+    def __init__(self, session_view: SessionView, tokenizer: Tokenizer | None) -> None:
+        self._session_view = session_view
         self._decoder = TokenDecoder(tokenizer)
-        self._said: dict[int, list[Message]] = {}
+        self._messages: dict[int, list[Message]] = {}  # by node
 
     # ── nodes ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     @cached_property
     def nodes(self) -> list[Node]:
-        return sorted(self._shown.session.trace.nodes, key=lambda node: node.id)
+        return sorted(self._session_view.session.trace.nodes, key=lambda node: node.id)
 
     @cached_property
     def by_id(self) -> dict[int, Node]:
@@ -46,16 +46,16 @@ class RolloutView:
 
     @cached_property
     def roles(self) -> dict[int, TurnRole]:
-        return assign_roles(self._shown.session.trace)
+        return assign_roles(self._session_view.session.trace)
 
     @cached_property
     def numbers(self) -> dict[int, int]:
-        """The number of each turn, in the order of recording."""
+        """The number of each turn in recording order, starting at 1, by node."""
         return {node.id: n for n, node in enumerate((n for n in self.nodes if isinstance(n, Sampled)), 1)}
 
     @cached_property
     def branches(self) -> list[Sample]:
-        return self._shown.samples(keep_empty=True)
+        return self._session_view.samples(keep_empty=True)
 
     @cached_property
     def rows(self) -> list[Sample]:
@@ -63,24 +63,24 @@ class RolloutView:
 
     @cached_property
     def row_of(self) -> dict[int, int]:
-        """By turn, the row that trains it."""
+        """The training row of each trained turn, by node."""
         return {span.node: n for n, row in enumerate(self.rows) for span in row.spans if span.trained}
 
     def _reason(self, turn: Sampled) -> str:
-        return untrainable_reason(turn, self.roles[turn.id], self._shown.session.config.policy)
+        return untrainable_reason(turn, self.roles[turn.id], self._session_view.session.config.policy)
 
     def read_messages(self, node: Node) -> list[Message]:
-        """The messages of a node, decoded."""
-        if node.id not in self._said:
-            raw = self._shown.texts[node.id]
+        """Return the decoded messages of a node."""
+        if node.id not in self._messages:
+            raw = self._session_view.texts[node.id]
             if isinstance(node, Context):
-                self._said[node.id] = decode_stored_messages(node.info.dialect, raw)
+                self._messages[node.id] = decode_stored_messages(node.info.dialect, raw)
             else:
-                self._said[node.id] = [msgspec.json.decode(raw, type=Message)]
-        return self._said[node.id]
+                self._messages[node.id] = [msgspec.json.decode(raw, type=Message)]
+        return self._messages[node.id]
 
     def totals(self) -> dict[str, Json]:
-        session = self._shown.session
+        session = self._session_view.session
         return {
             "nodes": len(self.nodes),
             "tokens": session.trace.tokens(),
@@ -94,7 +94,7 @@ class RolloutView:
     # ── the tree ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def tree(self) -> dict[str, Json]:
-        branches = sorted(self._branches(), key=lambda one: (one["role"] != "main", -one["tokens"], one["leaf"]))
+        branches = sorted(self._branches(), key=lambda b: (b["role"] != "main", -b["tokens"], b["leaf"]))
         return {
             "nodes": [self._node(node) for node in self.nodes],
             "forks": self.forks(),
@@ -150,10 +150,10 @@ class RolloutView:
             }
 
     def _label(self, node: Node) -> str:
-        said = self.read_messages(node)
-        if not said:
+        messages = self.read_messages(node)
+        if not messages:
             return ""
-        message = said[-1]
+        message = messages[-1]
         text = _one_line(message.content) or _one_line(message.reasoning)
         if isinstance(node, Context):
             return _shorten(f"{message.role}: {text}")
@@ -163,11 +163,11 @@ class RolloutView:
     # ── forks ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def forks(self) -> list[dict[str, Json]]:
-        """The calls that did not continue an existing branch, and the first token that differs."""
+        """Return the nodes that did not continue an existing branch, each with the first token that differs."""
         return [fork for node in self.nodes if (fork := self._fork(node)) is not None]
 
     def _fork(self, node: Node) -> dict[str, Json] | None:
-        other = self._find_left_branch(node)
+        other = self._find_forked_branch(node)
         if other is None and node.info.cause is None:
             return None
         fork: dict[str, Json] = {"node": node.id, "cause": node.info.cause, "from": None, "at": None, "shared": None}
@@ -185,28 +185,28 @@ class RolloutView:
             "now": self._token(node, at),
         }
 
-    def _find_left_branch(self, node: Node) -> Node | None:
-        """The end of the branch that a node forked from; None if it is no fork."""
+    def _find_forked_branch(self, node: Node) -> Node | None:
+        """Return the end of the branch that a node forked from, or None if the node is not a fork."""
         siblings: Sequence[Node]
         if node.parent is not None:
             siblings = node.parent.children
-            earlier = [one for one in siblings if one.id < node.id]
+            earlier = [sibling for sibling in siblings if sibling.id < node.id]
             return earlier[0] if earlier else None
         if node.info.cause is None:
             return None
-        # A new root: it forked from the earlier conversation with the longest common prefix.
-        ends = [_deepest(root, node.id) for root in self._shown.session.trace.roots if root.id < node.id]
+        # A new root is treated as a fork of the earlier conversation with the longest common prefix.
+        ends = [_deepest(root, node.id) for root in self._session_view.session.trace.roots if root.id < node.id]
         ours = path_ids(node)
         return max(ends, key=lambda end: (_common_prefix(ours, path_ids(end)), end.length), default=None)
 
     def _token(self, end: Node, at: int) -> dict[str, Json] | None:
-        """The token at a position of the path to `end`; None if the path is shorter."""
+        """Return the token at a position on the path to `end`, or None if the path is shorter."""
         for node in path_to(end):
             start = node.length - node.size
             if start <= at < node.length:
                 place = at - start
-                pieces = self._decoder.decode(node)
-                text = None if pieces is None else pieces.text[place]
+                texts = self._decoder.decode(node)
+                text = None if texts is None else texts.text[place]
                 return {"id": int(node.ids[place]), "text": text, "node": node.id}
         return None
 
@@ -251,36 +251,39 @@ class RolloutView:
     # ── the tokens ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def tokens(self, *, node: int | None = None, token: int = 0, limit: int = 4000, branch: int | None = None) -> Json:
-        """Up to `limit` tokens from a token of a node on, or a few more: a part never ends inside a character."""
+        """Return up to `limit` tokens, starting at `token` of `node`.
+
+        A few more may be returned, so that a part never ends inside a character.
+        """
         nodes = self._along(branch)
-        ids = [one.id for one in nodes]
+        ids = [candidate.id for candidate in nodes]
         place = 0 if node is None else ids.index(node) if node in ids else len(ids)
         parts: list[dict[str, Json]] = []
-        left = limit
+        remaining = limit
         following: dict[str, int] | None = None
-        for one in nodes[place:]:
-            start = min(token, one.size)
+        for current in nodes[place:]:
+            start = min(token, current.size)
             token = 0
-            if left <= 0:
-                following = {"node": one.id, "token": start}
+            if remaining <= 0:
+                following = {"node": current.id, "token": start}
                 break
-            pieces = self._decoder.decode(one)
-            end = min(one.size, start + left)
-            if pieces is not None:
-                end = pieces.end(end)
-            parts.append(self._part(one, pieces, start, end))
-            left -= end - start
-            if end < one.size:
-                following = {"node": one.id, "token": end}
+            texts = self._decoder.decode(current)
+            end = min(current.size, start + remaining)
+            if texts is not None:
+                end = texts.end(end)
+            parts.append(self._part(current, texts, start, end))
+            remaining -= end - start
+            if end < current.size:
+                following = {"node": current.id, "token": end}
                 break
         return {
             "nodes": parts,
             "next": following,
-            "total": sum(one.size for one in nodes),
+            "total": sum(candidate.size for candidate in nodes),
             "readable": self._decoder.is_available,
         }
 
-    def _part(self, node: Node, pieces: TokenTexts | None, start: int, end: int) -> dict[str, Json]:
+    def _part(self, node: Node, texts: TokenTexts | None, start: int, end: int) -> dict[str, Json]:
         ids = node.ids[start:end]
         about: dict[str, Json] = {
             "id": node.id,
@@ -297,7 +300,7 @@ class RolloutView:
             "trained": False,
             "reason": "",
             "row": None,
-            **self._decoder.to_json(ids, pieces, start, end),
+            **self._decoder.to_json(ids, texts, start, end),
         }
         if isinstance(node, Context):
             return about
@@ -305,7 +308,7 @@ class RolloutView:
         del turn["started"], turn["ended"]
         return {**about, **turn, "logprobs": _round_logprobs(node, start, end)}
 
-    # ── what a group shows of it ────────────────────────────────────────────────────────────────────────────────
+    # ── facts for the group view ────────────────────────────────────────────────────────────────────────────────
 
     def facts(self) -> dict[str, Json]:
         known = [
@@ -314,10 +317,10 @@ class RolloutView:
         scores = np.concatenate(known).astype(np.float64) if known else np.empty(0)
         scores = scores[np.isfinite(scores)]
         causes: Counter[str] = Counter(node.info.cause for node in self.nodes if node.info.cause is not None)
-        anew: Counter[str] = Counter()
+        fork_tokens: Counter[str] = Counter()
         for node in self.nodes:
             if isinstance(node, Context) and node.info.cause is not None:
-                anew[node.info.cause] += node.size
+                fork_tokens[node.info.cause] += node.size
         versions = sorted({v for turn in self._turns() for v in (turn.info.version_start, turn.info.version_end)})
         totals = self.totals()
         return {
@@ -329,7 +332,7 @@ class RolloutView:
             "entropy": float(-scores.mean()) if len(scores) else None,
             "entropy_tokens": len(scores),
             "forks": dict(causes),
-            "anew": dict(anew),
+            "anew": dict(fork_tokens),
             "versions": versions,
             "error": "",
         }
@@ -342,8 +345,8 @@ class RolloutView:
     def training_rows(
         self, outcome: RecordedOutcome | None, advantage: float | None, about: Mapping[str, Json]
     ) -> Iterator[Json]:
-        """The training rows, as `turngate export rows` writes them. `about`: facts of the session that the trace does not have."""
-        session = self._shown.session
+        """Yield the training rows, as `turngate export rows` writes them. `about` provides session facts that are not in the trace."""
+        session = self._session_view.session
         status = outcome.data.get("status") if outcome and isinstance(outcome.data, dict) else None
         for row in self.rows:
             trained = [span for span in row.spans if span.trained]
@@ -366,8 +369,8 @@ class RolloutView:
             }
 
     def conversations(self, about: Mapping[str, Json]) -> Iterator[Json]:
-        """The conversation of each branch, in the OpenAI format."""
-        preambles = self._shown.preambles
+        """Yield the conversation of each branch in OpenAI's format."""
+        preambles = self._session_view.preambles
         for branch in self.branches:
             nodes = path_to(self.by_id[branch.branch])
             root = nodes[0]
@@ -385,14 +388,14 @@ class RolloutView:
 
 
 def _common_prefix(ours: Ids, theirs: Ids) -> int:
-    """The number of tokens that two paths have in common from the start."""
+    """Return the length of the common prefix of two paths, in tokens."""
     size = min(len(ours), len(theirs))
-    other = np.flatnonzero(ours[:size] != theirs[:size])
-    return int(other[0]) if len(other) else size
+    differences = np.flatnonzero(ours[:size] != theirs[:size])
+    return int(differences[0]) if len(differences) else size
 
 
 def _deepest(root: Context, before: int) -> Node:
-    """The end of the longest path from a root, as it was before a node was added."""
+    """Return the end of the longest path from a root, considering only nodes added before node `before`."""
     best: Node = root
     waiting: list[Node] = [root]
     while waiting:
@@ -410,7 +413,7 @@ def _mean_logprob(turn: Sampled) -> float | None:
 
 
 def _round_logprobs(turn: Sampled, start: int, end: int) -> Json:
-    """Round log-probabilities. None unless there is one for each token; a single missing one is null."""
+    """Round log-probabilities. Return None unless there is a value for each token; an unknown value (NaN) becomes null."""
     if turn.logprobs is None or len(turn.logprobs) != turn.size:
         return None
     return np.round(turn.logprobs[start:end].astype(np.float64), _DIGITS)

@@ -1,4 +1,4 @@
-"""An index of all rollouts, built from sessions, outcomes and events, never from a trace."""
+"""An index of all rollouts, built from sessions, outcomes and events rather than from traces."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Else = TypeVar("Else")
 Status = Literal["starting", "running", "finishing", "done", "cancelled"]
 STATUSES: tuple[Status, ...] = ("starting", "running", "finishing", "done", "cancelled")
 ACTIVE_STATUSES: tuple[Status, ...] = ("starting", "running", "finishing")
-DONE = "done"  # the last stage that a runner reports
+DONE = "done"  # the last stage reported by a runner
 DAMAGED = "its outcome is damaged on disk"
-BUCKET_S = 10.0  # of time, in which turns are counted together
-CHUNK = 1000  # rollouts between two pauses for other threads
-_PAGE = 2000  # sessions or events that are read at once
-_SILENT_S = 3600.0  # after which a runner that reported no end counts as gone
-_DELIVERIES = 10_000  # that are remembered at most
-_LONG = 2000  # characters of a message in a list
-_YIELD_S = 0.0002  # between two pieces of work: serving calls comes first
+BUCKET_S = 10.0  # turns are counted per interval of this length
+CHUNK = 1000  # rollouts to process before yielding to other threads
+_PAGE = 2000  # sessions or events per query
+_SILENT_S = 3600.0  # a runner that is silent for this long is considered gone
+_DELIVERIES = 10_000  # maximum number kept
+_LONG = 2000  # maximum characters of a message in a list
+_YIELD_S = 0.0002  # pause that lets the thread that serves calls run
 
 
 class RolloutRow(msgspec.Struct, kw_only=True, rename={"kind": "class"}):
@@ -62,7 +62,7 @@ class RolloutRow(msgspec.Struct, kw_only=True, rename={"kind": "class"}):
 
 
 class _OutcomeSummary(msgspec.Struct, frozen=True):
-    """The fields of an outcome that a list needs; decoding skips the rest."""
+    """The fields of an outcome that a list needs. Decoding skips the others."""
 
     kind: OutcomeClass
     reward: float | None = None
@@ -82,7 +82,7 @@ class _SessionSettings(msgspec.Struct, frozen=True):
 
 
 class _StageEvent(msgspec.Struct, frozen=True):
-    """A runner's report of a stage. Any client may send one with any content, so every field is optional."""
+    """A stage reported by a runner. Clients can send arbitrary content, so every field is optional."""
 
     stage: Json = ""
     rollout: Json = ""
@@ -130,43 +130,43 @@ _delivery_decoder = msgspec.json.Decoder(_DeliveryEvent)
 
 
 class RolloutEntry:
-    """One rollout: its row, and what the row is computed from."""
+    """One rollout: its row, and the state from which the row is computed."""
 
-    __slots__ = ("damage", "done", "found", "key", "recorded", "row", "state", "versions_of")
+    __slots__ = ("damage", "done", "key", "recorded", "row", "search_text", "state", "versions_of")
 
     def __init__(self, row: RolloutRow) -> None:
         self.row = row
-        self.key = 0  # of its session; 0: it has none yet
-        self.state = ""  # of that session
-        self.damage = ""  # what of it cannot be read
-        self.done = ""  # the end that its runner reported; empty: none yet
-        self.recorded: float | None = None  # the time of its outcome
-        self.versions_of = 0, 0  # turns and tokens at the time when its versions were read
-        self.found = ""  # the text to search in; empty: not built yet
+        self.key = 0  # key of its session; 0 if it has none yet
+        self.state = ""  # status of its session
+        self.damage = ""  # description of its damaged data
+        self.done = ""  # final status reported by its runner; empty until then
+        self.recorded: float | None = None  # time at which its outcome was recorded
+        self.versions_of = 0, 0  # turns and tokens when its versions were last read
+        self.search_text = ""  # built on first search
 
 
 class RolloutIndex:
-    """The rollouts of one data folder. `refresh` reads everything at first, and then only new events."""
+    """The rollouts of one data folder. The first `refresh` reads all data, later ones only new events."""
 
     def __init__(self) -> None:
         self._clear()
 
     def _clear(self) -> None:
-        self._cursor = -1  # -1: nothing was read yet
+        self._cursor = -1  # -1 before the first read
         self.entries: dict[str, RolloutEntry] = {}
-        self.spans: dict[int, list[int]] = {}  # turns, tokens, outcomes
-        self.versions: list[tuple[float, int]] = []  # when each came into force
+        self.spans: dict[int, list[int]] = {}  # turns, tokens and outcomes by time interval
+        self.versions: list[tuple[float, int]] = []  # time at which each version became active
         self.deliveries: list[DeliveryRecord] = []
-        self.whole = True  # events go back to the beginning
-        self._gone: set[str] = set()  # ids of deleted sessions that no other session has
+        self.whole = True  # whether no events were pruned
+        self._gone: set[str] = set()  # ids of deleted sessions that are not reused
 
-    # ── being up to date ────────────────────────────────────────────────────────────────────────────────────────
+    # ── updates ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def refresh(self, store: Store) -> int:
-        """Read what is new. Returns the number of the last event that was read."""
+        """Read new events. Return the number of the last one."""
         with store.snapshot():
             newest = store.events.newest()
-            # Events that were removed before they were read are lost: build it again.
+            # Rebuild the index if events were pruned before they were read.
             if self._cursor < 0 or newest < self._cursor or self._cursor < store.events.last_pruned():
                 self._clear()
                 self._build(store)
@@ -178,7 +178,7 @@ class RolloutIndex:
     def _build(self, store: Store) -> None:
         survey = store.queries
         oldest = survey.oldest()
-        self._take_sessions(store)
+        self._load_sessions(store)
         self.whole = self._is_whole(store)
         self._gone = {session for session in survey.list_deleted() if session not in self.entries}
         for totals in survey.sum_events():
@@ -187,25 +187,27 @@ class RolloutIndex:
                 entry.row.turns, entry.row.sampled_tokens = totals.turns, totals.sampled_tokens
                 entry.row.seen = max(entry.row.seen, totals.at)
         if not self.whole:
-            self._count_old(store, oldest)
+            self._count_pruned_turns(store, oldest)
         yield_interpreter()
         for number, event in enumerate(survey.last_stages()):
             if number % _PAGE == 0:
                 yield_interpreter()
-            self._take_stage(event, store)
+            self._apply_stage(event, store)
         for moment in survey.bucket_events(BUCKET_S):
             self.spans[moment.number] = [moment.turns, moment.sampled_tokens, moment.outcomes]
         for event in survey.list_gateway_events(("fence", "delivery")):
-            self._take_gateway(event)
+            self._apply_gateway_event(event)
 
     def _is_whole(self, store: Store) -> bool:
-        """Whether no event was removed for its age. Events of deleted sessions do not count; a folder of an older version has sessions
-        without events."""
-        oldest = min(self.entries.values(), key=lambda one: one.key, default=None)
+        """Return whether no event was pruned because of its age. Events of deleted sessions are ignored.
+
+        A data folder of an older version is incomplete, because it has sessions without events.
+        """
+        oldest = min(self.entries.values(), key=lambda entry: entry.key, default=None)
         return not store.events.last_pruned() and (oldest is None or store.queries.has_opened_event(oldest.row.id))
 
-    def _count_old(self, store: Store, oldest: float | None) -> None:
-        """Count the turns of sessions whose first events were removed, in their traces."""
+    def _count_pruned_turns(self, store: Store, oldest: float | None) -> None:
+        """Count turns from the traces of sessions whose first events were pruned."""
         for entry in self.entries.values():
             if entry.key and (oldest is None or entry.row.opened < oldest):
                 yield_interpreter()
@@ -216,22 +218,22 @@ class RolloutIndex:
         changed: dict[str, None] = {}  # sessions to read again
         while page := store.queries.list_events_after(self._cursor, _PAGE):
             for event in page:
-                self._take(event, changed, store)
+                self._apply(event, changed, store)
             self._cursor = page[-1].seq
             if len(page) < _PAGE:
                 break
             yield_interpreter()
         if changed:
             sessions = store.queries.find_sessions(list(changed))
-            there = {session.id for session in sessions}
-            for gone in changed.keys() - there:
+            existing = {session.id for session in sessions}
+            for gone in changed.keys() - existing:
                 if (entry := self.entries.get(gone)) is not None and entry.key:
                     del self.entries[gone]
-            self._take_in(sessions, store)
+            self._update_sessions(sessions, store)
 
-    def _take(self, event: RawEvent, changed: dict[str, None], store: Store) -> None:
+    def _apply(self, event: RawEvent, changed: dict[str, None], store: Store) -> None:
         entry = self.entries.get(event.session)
-        if entry is None and event.kind == "opened":  # its first turn may come before the session is read
+        if entry is None and event.kind == "opened":  # its first turn may precede reading the session
             entry = self.entries[event.session] = RolloutEntry(RolloutRow(id=event.session, opened=event.time))
             self._gone.discard(event.session)
         if entry is not None:
@@ -247,7 +249,7 @@ class RolloutIndex:
                 span[0] += counts
                 span[1] += turn.sampled_tokens
             case "stage":
-                self._take_stage(event, store)
+                self._apply_stage(event, store)
             case "opened" | "sealed" | "cancelled" | "limit":
                 changed[event.session] = None
             case "outcome":
@@ -258,29 +260,29 @@ class RolloutIndex:
                 changed.pop(event.session, None)
                 self._gone.add(event.session)
             case "fence" | "delivery":
-                self._take_gateway(event)
+                self._apply_gateway_event(event)
 
     def _span(self, at: float) -> list[int]:
         return self.spans.setdefault(int(at / BUCKET_S), [0, 0, 0])
 
-    def _take_sessions(self, store: Store) -> None:
+    def _load_sessions(self, store: Store) -> None:
         after = 0
         while page := store.queries.sessions(after, _PAGE):
-            self._take_in(page, store)
+            self._update_sessions(page, store)
             after = page[-1].key
             yield_interpreter()
 
-    def _take_in(self, sessions: Sequence[RawSession], store: Store) -> None:
+    def _update_sessions(self, sessions: Sequence[RawSession], store: Store) -> None:
         outcomes = store.queries.outcomes([session.key for session in sessions])
         for session in sessions:
             entry = self.entries.get(session.id)
             if entry is None or entry.key not in (0, session.key):  # an id may be reused after its session was deleted
                 entry = self.entries[session.id] = RolloutEntry(RolloutRow(id=session.id))
-            self._settle(entry, session, outcomes.get(session.key))
+            self._update_entry(entry, session, outcomes.get(session.key))
 
-    def _settle(self, entry: RolloutEntry, session: RawSession, outcome: tuple[float, bytes] | None) -> None:
+    def _update_entry(self, entry: RolloutEntry, session: RawSession, outcome: tuple[float, bytes] | None) -> None:
         row = entry.row
-        entry.key, entry.state, entry.found = session.key, session.status, ""
+        entry.key, entry.state, entry.search_text = session.key, session.status, ""
         row.opened, row.closed, row.stop = session.opened, session.closed, session.stop
         row.seen = max(row.seen, session.closed or session.opened)
         config = _decode_or(_settings_decoder, session.config, _SessionSettings())
@@ -295,7 +297,7 @@ class RolloutIndex:
             entry.recorded, written = outcome
             row.seen = max(row.seen, entry.recorded)
             recorded = _decode_or(_outcome_decoder, written, None)
-            if recorded is None:  # its grade is lost
+            if recorded is None:  # its grade cannot be read
                 row.kind, row.reward, row.resolved = "", None, None
                 row.message = entry.damage = DAMAGED
                 return
@@ -304,20 +306,20 @@ class RolloutIndex:
             row.message, row.attempt = recorded.message[:_LONG], recorded.attempt
             row.group, row.task = recorded.group or row.group, recorded.task or row.task
 
-    def _take_stage(self, event: RawEvent, store: Store) -> None:
+    def _apply_stage(self, event: RawEvent, store: Store) -> None:
         if not event.session or event.session.startswith(BATCH_STREAM):
-            return  # not of a rollout
+            return  # not a rollout's event
         stage = _decode_or(_stage_decoder, event.data, _StageEvent())
         entry = self.entries.get(event.session)
         if entry is None and event.session in self._gone:
-            return  # its runner goes on reporting, but its session was deleted
+            return  # its runner still reports stages, but its session was deleted
         if entry is None:
             entry = self.entries[event.session] = RolloutEntry(RolloutRow(id=event.session, opened=event.time))
-            begun = store.queries.first_stage(event.session)
-            if begun is not None:
-                entry.row.opened = begun.time
-                self._describe(entry.row, _decode_or(_stage_decoder, begun.data, _StageEvent()))
-        entry.row.stage, entry.row.seen, entry.found = _text(stage.stage), max(entry.row.seen, event.time), ""
+            first = store.queries.first_stage(event.session)
+            if first is not None:
+                entry.row.opened = first.time
+                self._describe(entry.row, _decode_or(_stage_decoder, first.data, _StageEvent()))
+        entry.row.stage, entry.row.seen, entry.search_text = _text(stage.stage), max(entry.row.seen, event.time), ""
         self._describe(entry.row, stage)
         if stage.stage == DONE:
             entry.done = _text(stage.status) or "finished"
@@ -332,7 +334,7 @@ class RolloutIndex:
             entry.row.message = entry.row.message or _text(stage.message)[:_LONG]
 
     def _describe(self, row: RolloutRow, stage: _StageEvent) -> None:
-        """Fill in what a runner reports of a rollout that has no session yet, and may never have one."""
+        """Fill in a row from a runner's report. The rollout may not have a session yet, and may never have one."""
         row.name = row.name or _text(stage.rollout)
         row.task, row.agent, row.model = (
             row.task or _text(stage.task),
@@ -342,17 +344,23 @@ class RolloutIndex:
         row.group, row.batch = row.group or _text(stage.group), row.batch or _text(stage.batch)
         row.attempt = max(row.attempt, _positive_int(stage.attempt))
 
-    def _take_gateway(self, event: RawEvent) -> None:
+    def _apply_gateway_event(self, event: RawEvent) -> None:
         if event.kind == "fence":
             version = _decode_or(_fence_decoder, event.data, _FenceEvent()).version
             if version is not None and (not self.versions or version > self.versions[-1][1]):
                 self.versions.append((event.time, version))
             return
-        one = _decode_or(_delivery_decoder, event.data, None)
-        if one is None:
+        delivery = _decode_or(_delivery_decoder, event.data, None)
+        if delivery is None:
             return
         self.deliveries.append(
-            DeliveryRecord(feed=one.feed, number=one.number, group=one.group, rollouts=one.rollouts, at=event.time)
+            DeliveryRecord(
+                feed=delivery.feed,
+                number=delivery.number,
+                group=delivery.group,
+                rollouts=delivery.rollouts,
+                at=event.time,
+            )
         )
         if len(self.deliveries) > _DELIVERIES:
             del self.deliveries[: _DELIVERIES // 2]
@@ -360,19 +368,19 @@ class RolloutIndex:
     # ── one row ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def refresh_row(self, entry: RolloutEntry, now: float, store: Store) -> RolloutRow:
-        """Bring a rollout's row up to date and return it. Its versions are read only here, since few rows are shown."""
+        """Update a rollout's row and return it. Versions are read only here, because few rows are shown."""
         row = entry.row
         row.status = _status(entry, now)
         row.seconds = round(max(0.0, (row.closed or now) - row.opened), 3)
-        sampled = row.turns, row.sampled_tokens  # an aborted turn has tokens but does not count as a turn
+        sampled = row.turns, row.sampled_tokens  # an aborted turn adds tokens but is not counted as a turn
         if entry.key and sampled != entry.versions_of:
-            found = store.queries.versions(entry.key)
-            row.version_start, row.version_end = found or (None, None)
+            versions = store.queries.versions(entry.key)
+            row.version_start, row.version_end = versions or (None, None)
             entry.versions_of = sampled
         return row
 
     def all(self, now: float) -> Iterator[RolloutEntry]:
-        """All rollouts with their current status. Pauses in between, so that calls are served."""
+        """Yield all rollouts with their current status, pausing regularly so that calls are served."""
         for number, entry in enumerate(self.entries.values(), 1):
             entry.row.status = _status(entry, now)
             yield entry
@@ -380,18 +388,18 @@ class RolloutIndex:
                 yield_interpreter()
 
     def version_at(self, at: float) -> int | None:
-        """The policy version at a time; None if it is no longer known."""
-        place = bisect_right(self.versions, at, key=lambda one: one[0])
+        """Return the policy version at a given time, or None if it is no longer known."""
+        place = bisect_right(self.versions, at, key=lambda change: change[0])
         if place:
             return self.versions[place - 1][1]
         return 0 if self.whole else None
 
     def by_group(self) -> dict[str, list[RolloutEntry]]:
-        found: dict[str, list[RolloutEntry]] = {}
+        groups: dict[str, list[RolloutEntry]] = {}
         for entry in self.entries.values():
             if entry.row.group:
-                found.setdefault(entry.row.group, []).append(entry)
-        return found
+                groups.setdefault(entry.row.group, []).append(entry)
+        return groups
 
 
 def _status(entry: RolloutEntry, now: float) -> Status:
@@ -408,7 +416,7 @@ def _status(entry: RolloutEntry, now: float) -> Status:
 
 
 def _decode_or(decoder: msgspec.json.Decoder[T], written: bytes, otherwise: Else) -> T | Else:
-    """Decode stored JSON. Returns `otherwise` if it is damaged on disk, so that the list goes on without it."""
+    """Decode stored JSON. Return `otherwise` if it is damaged on disk, so that the rest of the list is still shown."""
     try:
         return decoder.decode(written)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -424,5 +432,5 @@ def _positive_int(value: Json) -> int:
 
 
 def yield_interpreter() -> None:
-    """Let the thread that serves calls run. Without this, it would get the interpreter only every few milliseconds."""
+    """Let the thread that serves calls run. Otherwise, it would get to run only every few milliseconds."""
     time.sleep(_YIELD_S)

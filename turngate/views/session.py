@@ -1,7 +1,7 @@
 """Whole sessions as JSON: the tree with ids, log-probabilities and messages, and the training rows.
 
-Encoding a long session takes most of a second. It is done in a thread of its own, from the store, so that the event loop goes on serving;
-the thread reads the session as of one moment, even while turns are written.
+Encoding a long session takes most of a second. A separate thread does it from the store, so that the event loop can continue serving. The
+thread reads a consistent snapshot, even while turns are being written.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ T = TypeVar("T")
 
 
 class SessionView(msgspec.Struct, frozen=True):
-    """One stored session, and the messages that its ids stand for."""
+    """One stored session, and the messages that its ids encode."""
 
     session: Session
-    texts: Mapping[int, bytes]  # by node, JSON: a list of messages for a context, one for a turn
+    texts: Mapping[int, bytes]  # by node, as JSON: a list of messages for a context, one message for a turn
     preambles: Mapping[bytes, tuple[bytes, bytes]]  # tools and template arguments
 
     def encode_trace(self) -> bytes:
-        """Encode the whole tree, as `GET /admin/sessions/{id}/trace` sends it.
+        """Encode the whole tree in the format of `GET /admin/sessions/{id}/trace`.
 
         Nodes are encoded one by one, so that other threads can run in between.
         """
@@ -65,7 +65,7 @@ class SessionView(msgspec.Struct, frozen=True):
 
 
 class SessionViews:
-    """Builds views in a thread of its own. Call `close` when the gateway stops."""
+    """Builds session views in a separate thread. Call `close` when the gateway stops."""
 
     def __init__(self, store: Store) -> None:
         self._reader = StoreReader(store, "looks")
@@ -74,25 +74,28 @@ class SessionViews:
         self._reader.close()
 
     async def build(self, session_id: str, make: Callable[[SessionView], T]) -> T:
-        """Load a session and run `make` on it in the thread. `make` should work in small pieces: a long call into C blocks all threads."""
+        """Load a session in the thread and return the result of `make`.
 
-        def look(store: Store) -> T:
+        `make` should work in small steps, because a long call into C blocks all threads.
+        """
+
+        def query(store: Store) -> T:
             with store.snapshot():
-                shown = load_session_view(store, session_id)
-            return make(shown)
+                view = load_session_view(store, session_id)
+            return make(view)
 
-        return await self._reader.run(look)
+        return await self._reader.run(query)
 
     async def shapes(self, first: int, last: int) -> dict[int, tuple[int, int]]:
-        """The numbers of turns and roots of the sessions with keys in a range."""
+        """Return the numbers of turns and roots of the sessions with keys from `first` to `last`."""
         return await self._reader.run(lambda store: store.shapes(first, last))
 
 
 def load_session_view(store: Store, session_id: str) -> SessionView:
     row = store.find(session_id)
     if row is None:
-        raise NotFound(f"there is no session {redact_known(session_id)!r}")
-    # In this order: nodes that are added in between must not lack their messages.
+        raise NotFound(f"unknown session {redact_known(session_id)!r}")
+    # Load the session first, so that nodes added in between do not lack their messages.
     session = store.load(row)
     return SessionView(session, store.messages(row.key), store.preambles(row.key))
 
@@ -102,7 +105,7 @@ def encode_json(value: object) -> bytes:
 
 
 def encode_piece(value: object) -> msgspec.Raw:
-    """Encode a part of a larger reply."""
+    """Encode a part of a larger JSON document."""
     return msgspec.Raw(encode_json(value))
 
 

@@ -1,4 +1,4 @@
-"""Sessions as the APIs list and describe them: the stored row, and the live session where there is one."""
+"""Lists and descriptions of sessions for the APIs, from the stored row and the live session, if any."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Description = SessionDescription[SessionConfig, RecordedOutcome]
 
 
 class SessionDirectory:
-    """Lists and describes the sessions of a running gateway."""
+    """The sessions of a running gateway, for listing and description."""
 
     def __init__(self, store: Store, sessions: Sessions, session_views: SessionViews) -> None:
         self._store = store
@@ -36,35 +36,35 @@ class SessionDirectory:
         return [Summary(**_summarize(row, find_live(row.id), outcomes.get(row.key))) for row in rows]
 
     async def show(self, session_id: str) -> Description:
-        """Describe a session by its id, without loading its trace into memory for good."""
+        """Describe a session by its id, without keeping its trace in memory."""
         find_live: Callable[[str], Session | None] = self._sessions.find_live
         live = find_live(session_id)
         if live is not None and not live.is_evicted:
             return self.describe(live)
         try:
-            stored = await self._session_views.build(session_id, lambda shown: shown.session)
+            stored = await self._session_views.build(session_id, lambda view: view.session)
         except StoreError:
             if (live := find_live(session_id)) is None:
                 raise
             return self.describe(live)
         live = find_live(session_id)
         if live is not None and (not live.is_evicted or live.key != stored.key):
-            # By now its trace is in memory and may have grown, or another session has its id.
+            # Meanwhile, the trace was loaded and may have grown, or a different session has reused the id.
             return self.describe(live)
         return self.describe(live or stored, stored.trace)
 
     def describe(self, session: Session, trace: Trace | None = None) -> Description:
-        """`trace`: the session's, where it is not in memory."""
+        """Describe a session. Pass its `trace` if it is not in memory."""
         return describe_session(self._store, session, trace, self._sessions.find_live(session.id))
 
 
 def describe_session(
     store: Store, session: Session, trace: Trace | None = None, live: Session | None = None
 ) -> Description:
-    """One session with its counters, roles and forks. If its trace is unreadable, the description says so and has the rest."""
+    """Describe a session with its counters, roles and forks. If the trace is unreadable, `unreadable` states why."""
     row = store.find(session.id)
     if row is None:
-        raise NotFound(f"there is no session {redact_known(session.id)!r}")
+        raise NotFound(f"unknown session {redact_known(session.id)!r}")
     unreadable = ""
     try:
         trace = trace or session.trace
@@ -89,7 +89,7 @@ def describe_session(
 def _summarize(
     row: SessionRow, live: Session | None, outcome: RecordedOutcome | DamagedOutcome | None
 ) -> dict[str, Json]:
-    """The fields of a `Summary`."""
+    """Return the fields of a `Summary`."""
     damaged = outcome.message if isinstance(outcome, DamagedOutcome) else ""
     return {
         "id": row.id,

@@ -1,4 +1,4 @@
-"""The text of single tokens. In a byte vocabulary one character may take several tokens, none of which has a text of its own."""
+"""Decode tokens one by one. In a byte vocabulary, a character may span several tokens, and none of them has text on its own."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from turngate.types import Ids, Json
 
 
 class TokenTexts(msgspec.Struct, frozen=True):
-    """The text of each token of a node; None for a token that is only part of a character."""
+    """The text of each token of a node, with None for a token that is only part of a character."""
 
     text: list[str | None]
     runs: list[
         tuple[int, int, str | None]
-    ]  # first, past the last, and their text together; None: they never become a character
+    ]  # first token, end, and their combined text, or None if they do not form a character
 
     def end(self, place: int) -> int:
-        """The first position from `place` on that is not inside a character."""
-        for first, past, _ in self.runs:
-            if first < place < past:
-                return past
+        """Return the first position at or after `place` that is not inside a character."""
+        for first, end, _ in self.runs:
+            if first < place < end:
+                return end
         return place
 
 
 class TokenDecoder:
-    """Decodes the tokens of nodes and keeps the result. `tokenizer`: None where it is not on this machine."""
+    """Decodes and caches the tokens of nodes. `tokenizer` is None if it is not available on this machine."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -43,10 +43,10 @@ class TokenDecoder:
             self._texts[node.id] = decode_tokens(self._tokenizer, node.ids)
         return self._texts[node.id]
 
-    def to_json(self, ids: Ids, pieces: TokenTexts | None, start: int, end: int) -> dict[str, Json]:
-        if pieces is None or self._tokenizer is None:
+    def to_json(self, ids: Ids, texts: TokenTexts | None, start: int, end: int) -> dict[str, Json]:
+        if texts is None or self._tokenizer is None:
             return {"text": None, "bytes": {}, "runs": [], "special": []}
-        text = pieces.text[start:end]
+        text = texts.text[start:end]
         table = self._tokenizer.vocabulary.table
         special = self._tokenizer.special_ids
         hexed = {}
@@ -57,19 +57,22 @@ class TokenDecoder:
         return {
             "text": text,
             "bytes": hexed,
-            "runs": [(a - start, b - start, text) for a, b, text in pieces.runs if start <= a and b <= end],
+            "runs": [(a - start, b - start, text) for a, b, text in texts.runs if start <= a and b <= end],
             "special": [n for n, token in enumerate(ids.tolist()) if token in special],
         }
 
 
 def decode_tokens(tokenizer: Tokenizer, ids: Ids) -> TokenTexts:
-    """Decode each token on its own. A token that is only part of a character has no text; the run that makes up the character has it."""
+    """Decode each token separately.
+
+    A token that is only part of a character has no text. The run of tokens that forms the character has the text instead.
+    """
     if tokenizer.vocabulary.table is None:
         return _decode_streaming(tokenizer, ids)
     text: list[str | None] = []
     runs: list[tuple[int, int, str | None]] = []
     known: dict[int, str | None] = {}
-    held, begun = b"", 0  # bytes of an incomplete character, and where it began
+    held, begun = b"", 0  # bytes of an incomplete character, and its first token
     for place, token in enumerate(ids.tolist()):
         if not held:
             if token not in known:
@@ -91,7 +94,7 @@ def decode_tokens(tokenizer: Tokenizer, ids: Ids) -> TokenTexts:
         elif len(more) > len(held) and _incomplete_prefix(more):
             text.append(None)
             held = more
-        else:  # it never becomes a character; this token may begin another one
+        else:  # the run does not form a character; this token may start a new one
             runs.append((begun, place, None))
             piece = _decode_whole(tokenizer.bytes_of(token))
             text.append(piece)
@@ -105,7 +108,7 @@ def decode_tokens(tokenizer: Tokenizer, ids: Ids) -> TokenTexts:
 
 
 def _decode_whole(spelled: bytes) -> str | None:
-    """None for incomplete characters, and for an id outside the vocabulary, which has no bytes."""
+    """Decode bytes. Return None for incomplete characters, and for an id outside the vocabulary, which has no bytes."""
     try:
         return spelled.decode() or None
     except UnicodeDecodeError:
@@ -113,7 +116,7 @@ def _decode_whole(spelled: bytes) -> str | None:
 
 
 def _incomplete_prefix(spelled: bytes) -> bytes:
-    """Return the bytes if more bytes can complete them to a character, else nothing."""
+    """Return the bytes if more bytes can complete their last character; otherwise return no bytes."""
     try:
         spelled.decode()
     except UnicodeDecodeError as error:
@@ -122,7 +125,7 @@ def _incomplete_prefix(spelled: bytes) -> bytes:
 
 
 def _decode_streaming(tokenizer: Tokenizer, ids: Ids) -> TokenTexts:
-    """Decode with the tokenizer's own streaming decoder, for vocabularies that are not of bytes."""
+    """Decode with the tokenizer's own streaming decoder, for vocabularies that do not consist of bytes."""
     decoder = tokenizer.decoder()
     text: list[str | None] = []
     runs: list[tuple[int, int, str | None]] = []

@@ -1,6 +1,6 @@
-"""Read a trace's JSON view (`GET /admin/sessions/{id}/trace`) back, call by call: the prompt of each in ids and in messages.
+"""Parse the JSON of a trace (`GET /admin/sessions/{id}/trace`) into model calls, each with its prompt as ids and as messages.
 
-For formats with a record per model call, in the gateway and in trainers alike. `trace/sample.py` decides what may be trained.
+Used by the gateway and by trainers for formats with one record per model call. `trace/sample.py` decides which turns may be trained.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _decoder = msgspec.json.Decoder(DecodedTrace, dec_hook=decode_array)
 
 
 class ContextView(msgspec.Struct, frozen=True):
-    """A context node: the messages that were added, and their ids."""
+    """A context node: the added messages and their ids."""
 
     id: int
     parent: int | None
     ids: list[int]
-    messages: list[Json]  # in the OpenAI format
+    messages: list[Json]  # in OpenAI's format
     tools: list[Json]  # as the agent sent them, in its dialect
     dialect: str
     cause: str | None
@@ -39,14 +39,14 @@ class ContextView(msgspec.Struct, frozen=True):
 
 
 class TurnView(msgspec.Struct, frozen=True):
-    """One model call. `untrained` is the reason why it may not be trained; empty if it may."""
+    """One model call. `untrained` is the reason why it may not be trained, or empty if it may."""
 
     id: int
     parent: int  # its context
     root: int  # the first context of its conversation
     ids: list[int]
-    logprobs: list[float] | None  # None unless there is one for each id
-    message: Json  # in the OpenAI format
+    logprobs: list[float] | None  # None unless every id has one
+    message: Json  # in OpenAI's format
     role: TurnRole
     untrained: str
     finish: str
@@ -63,7 +63,7 @@ class TurnView(msgspec.Struct, frozen=True):
 
 
 class TraceView:
-    """The tree of one session, by context and turn."""
+    """The tree of one session, as contexts and turns."""
 
     def __init__(self, trace: DecodedTrace) -> None:
         self.session = trace.session
@@ -89,35 +89,35 @@ class TraceView:
         return context if parent is None else self._turns[parent].root
 
     def path(self, turn: TurnView) -> list[ContextView | TurnView]:
-        """The nodes from the root to `turn`."""
-        found: list[ContextView | TurnView] = [turn]
+        """Return the nodes from the root to `turn`."""
+        nodes: list[ContextView | TurnView] = [turn]
         while True:
-            context = self.contexts[found[-1].parent]  # type: ignore[index]  # a turn always has one
-            found.append(context)
+            context = self.contexts[nodes[-1].parent]  # type: ignore[index]  # a turn always has a parent
+            nodes.append(context)
             if context.parent is None:
-                return found[::-1]
-            found.append(self._turns[context.parent])
+                return nodes[::-1]
+            nodes.append(self._turns[context.parent])
 
     def prompt(self, turn: TurnView) -> list[int]:
-        """The ids that were sent to the engine."""
+        """Return the ids that were sent to the engine for a turn."""
         ids: list[int] = []
         for node in self.path(turn)[:-1]:
             ids += node.ids
         return ids
 
     def messages(self, turn: TurnView) -> list[Json]:
-        """The conversation that a turn answers, in the OpenAI format."""
-        found: list[Json] = []
+        """Return the conversation that a turn answers, in OpenAI's format."""
+        messages: list[Json] = []
         for node in self.path(turn)[:-1]:
-            found += [node.message] if isinstance(node, TurnView) else node.messages
-        return found
+            messages += [node.message] if isinstance(node, TurnView) else node.messages
+        return messages
 
     def tools(self, turn: TurnView) -> list[Json]:
         return self.contexts[turn.parent].tools
 
 
 def parse_trace(trace: DecodedTrace | Mapping[str, Any]) -> TraceView:
-    """Build the view of a trace, or of the JSON that the admin API sends for it."""
+    """Build the view of a trace, given as a struct or as the JSON object that the admin API returns."""
     return TraceView(trace if isinstance(trace, SessionTrace) else decode_trace(msgspec.json.encode(trace)))
 
 
@@ -127,7 +127,7 @@ def decode_trace(encoded: bytes) -> DecodedTrace:
         return _decoder.decode(encoded)
     except msgspec.ValidationError as error:
         message, _ = explain_error(error, DecodedTrace)
-        raise BadRequest(f"trace: {message}; pass the reply of GET /admin/sessions/ID/trace", param="trace") from None
+        raise BadRequest(f"invalid trace: {message}; pass the complete reply of GET /admin/sessions/ID/trace", param="trace") from None
 
 
 def training_role(role: TurnRole) -> Literal["agent", "auxiliary", "discarded"]:
@@ -176,7 +176,7 @@ def _view_turn(turn: TraceTurn, root: int, policy: TrainingPolicy) -> TurnView:
 
 
 def _is_logprob(value: float) -> bool:
-    """Whether a value is a log-probability: a finite number of at most 0."""
+    """Return whether a value is a log-probability: a finite number that is at most 0."""
     return math.isfinite(value) and value <= 0
 
 

@@ -1,8 +1,8 @@
-"""A trace in OpenEnv's format: `TrainingTrace`, version 1, as `openenv.core.harness.training` defines it. TRL reads it, too.
+"""Convert a trace to OpenEnv's `TrainingTrace`, version 1, which TRL also reads. It is defined in `openenv.core.harness.training`.
 
     TrainingTrace.model_validate(training_trace(await gateway.trace(session)))
 
-This module builds plain data and does not import `openenv`. Its own strict model checks the result in the tests.
+This module builds plain data and does not import `openenv`. The tests validate the result with OpenEnv's strict model.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ SCHEMA_VERSION = 1
 
 
 def training_trace(trace: DecodedTrace | Mapping[str, Any]) -> dict[str, Json]:
-    """Build the fields of a `TrainingTrace` from the reply to `GET /admin/sessions/{id}/trace` (or of `GatewayClient.trace`).
+    """Build the fields of a `TrainingTrace` from the reply of `GET /admin/sessions/{id}/trace` or `GatewayClient.trace`.
 
-    It has every model call once, in the order of recording. A call that may not be trained has no 1 in its `loss_mask`, and
-    `metadata.untrained` says why. Where log-probabilities are missing, `completion_token_ids` is empty (the format has no token
-    without one) and the sampled ids are in `metadata.sampled_token_ids`. A trace without ids raises `Conflict`.
+    The result contains every model call once, in recording order. A call that may not be trained has only zeros in its `loss_mask`, and
+    `metadata.untrained` states the reason. If log-probabilities are missing, `completion_token_ids` is empty, because the format requires
+    one for every token, and `metadata.sampled_token_ids` contains the sampled ids. Raises `Conflict` for a trace without ids.
     """
     return {"schema_version": SCHEMA_VERSION, "turns": training_turns(parse_trace(trace))}
 
 
 def training_turns(trace: TraceView) -> list[dict[str, Json]]:
-    """Return every model call as OpenEnv's `TrainingTurn`. A turn that may not be trained has a mask of zeros and states the reason."""
+    """Return every model call as OpenEnv's `TrainingTurn`. A turn that may not be trained is masked with zeros and has the reason."""
     return [_training_turn(trace, turn) for turn in trace.turns]
 
 
@@ -37,9 +37,9 @@ def _training_turn(trace: TraceView, turn: TurnView) -> dict[str, Json]:
     prompt = trace.prompt(turn)
     if not prompt:
         raise Conflict(
-            f"turn {turn.id} was {turn.untrained or 'captured without ids'}: without the ids of its prompt it cannot be trained"
+            f"turn {turn.id} cannot be trained, because the ids of its prompt are missing ({turn.untrained or 'captured without ids'})"
         )
-    # The format requires log-probabilities for sampled tokens. Without them, the ids are in the metadata instead.
+    # The format requires log-probabilities for sampled tokens. Without them, the ids are put into the metadata instead.
     scored = turn.logprobs is not None
     completion = turn.ids if scored else []
     trained = int(not turn.untrained)

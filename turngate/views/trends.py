@@ -1,4 +1,4 @@
-"""Trends over time: rewards, staleness and throughput; and the most frequent failures."""
+"""Trends over time (rewards, staleness and throughput) and the most frequent failures."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _DIGITS = re.compile(r"\d+|0x[0-9a-f]+|\b[0-9a-f]{8,}\b")
 
 def summarize_training(index: RolloutIndex, store: Store, prefix: str, buckets: int) -> dict[str, Json]:
     cursor, now = index.refresh(store), time.time()
-    mine = [one for one in index.entries.values() if one.row.group.startswith(prefix)]
-    for number, one in enumerate(mine):
+    entries = [entry for entry in index.entries.values() if entry.row.group.startswith(prefix)]
+    for number, entry in enumerate(entries):
         if number % (CHUNK // 2) == 0:
             yield_interpreter()
-        index.refresh_row(one, now, store)
-    first = min((one.row.opened for one in mine), default=now)
+        index.refresh_row(entry, now, store)
+    first = min((entry.row.opened for entry in entries), default=now)
     width = _bucket_width((now - first) / buckets)
     graded = [
-        (one.recorded, one.row)
-        for one in mine
-        if one.recorded is not None and one.row.reward is not None and not is_too_large(one.row.reward)
+        (entry.recorded, entry.row)
+        for entry in entries
+        if entry.recorded is not None and entry.row.reward is not None and not is_too_large(entry.row.reward)
     ]
     return {
         "cursor": cursor,
@@ -41,7 +41,7 @@ def summarize_training(index: RolloutIndex, store: Store, prefix: str, buckets: 
         "time": _rewards_over_time(graded, width),
         "version": _rewards_by_version([row for _, row in graded]),
         "throughput": _throughput(index, first, now, width),
-        "staleness": _staleness(index, mine),
+        "staleness": _staleness(index, entries),
         "deliveries": _list_deliveries(index, prefix),
         "versions": [{"version": version, "at": at} for at, version in index.versions[-_MOST_DELIVERIES:]],
         "feeds": [
@@ -59,17 +59,17 @@ def summarize_training(index: RolloutIndex, store: Store, prefix: str, buckets: 
 
 
 def _throughput(index: RolloutIndex, first: float, now: float, width: float) -> list[Json]:
-    """Turns, tokens and rollouts of the whole gateway by time, without gaps."""
+    """Return the turns, tokens and rollouts of the whole gateway over time, without gaps."""
     start, end = int(first // width), int(now // width)
     sums = {number: [0, 0, 0] for number in range(start, end + 1)}
     for number, counted in index.spans.items():
-        into = sums.get(int(number * BUCKET_S // width))
-        if into is not None:
+        totals = sums.get(int(number * BUCKET_S // width))
+        if totals is not None:
             for place in range(3):
-                into[place] += counted[place]
+                totals[place] += counted[place]
     points = []
     for number, (turns, tokens, outcomes) in sums.items():
-        # The first and the last interval are incomplete.
+        # The first and last intervals are incomplete.
         lasted = min(now, (number + 1) * width) - max(first - first % BUCKET_S, number * width)
         lasted = max(lasted, BUCKET_S)
         points.append(
@@ -85,54 +85,54 @@ def _throughput(index: RolloutIndex, first: float, now: float, width: float) -> 
 
 def _list_deliveries(index: RolloutIndex, prefix: str) -> list[Json]:
     members = index.by_group()
-    newest = [one for one in index.deliveries if one.group.startswith(prefix)][-_MOST_DELIVERIES:]
+    newest = [delivery for delivery in index.deliveries if delivery.group.startswith(prefix)][-_MOST_DELIVERIES:]
     points = []
-    for one in newest:
-        # A group may be delivered in parts: it had what was recorded by then.
-        rows = [entry.row for entry in members.get(one.group, ()) if (entry.recorded or 0) <= one.at]
+    for delivery in newest:
+        # A group may be delivered in parts. A part contains the rollouts recorded by then.
+        rows = [entry.row for entry in members.get(delivery.group, ()) if (entry.recorded or 0) <= delivery.at]
         sampled = [row.version_start for row in rows if row.version_start is not None]
         rewards = [row.reward for row in rows if row.reward is not None]
-        version, oldest = index.version_at(one.at), min(sampled, default=None)
+        version, oldest = index.version_at(delivery.at), min(sampled, default=None)
         points.append(
             {
-                "feed": one.feed,
-                "number": one.number,
-                "group": one.group,
-                "at": one.at,
+                "feed": delivery.feed,
+                "number": delivery.number,
+                "group": delivery.group,
+                "at": delivery.at,
                 "version": version,
                 "oldest": oldest,
                 "behind": None if version is None or oldest is None else version - oldest,
                 "mean": mean(rewards),
-                "rollouts": one.rollouts,
+                "rollouts": delivery.rollouts,
             }
         )
     return points
 
 
 def _staleness(index: RolloutIndex, entries: Iterable[RolloutEntry]) -> list[Json]:
-    """By how many versions the policy had moved on when each outcome was recorded."""
+    """Count rollouts by the number of versions their first token was behind the policy when the outcome was recorded."""
     behind: Counter[int] = Counter()
-    for one in entries:
-        if one.recorded is not None and one.row.version_start is not None:
-            version = index.version_at(one.recorded)
+    for entry in entries:
+        if entry.recorded is not None and entry.row.version_start is not None:
+            version = index.version_at(entry.recorded)
             if version is not None:
-                behind[version - one.row.version_start] += 1
+                behind[version - entry.row.version_start] += 1
     return [{"behind": gap, "rollouts": behind[gap]} for gap in sorted(behind)]
 
 
 def summarize_failures(index: RolloutIndex, store: Store, prefix: str) -> dict[str, Json]:
-    """The messages of failures by class, most frequent first. Messages that differ only in numbers count as one."""
+    """Return the messages of failures by class, most frequent first. Messages that differ only in numbers are counted together."""
     cursor, now = index.refresh(store), time.time()
-    said: dict[str, dict[str, list[RolloutRow]]] = {}
+    by_class: dict[str, dict[str, list[RolloutRow]]] = {}
     for entry in index.all(now):
         row = entry.row
         kind: str = row.kind or ("damaged" if entry.damage else "cancelled" if row.status == "cancelled" else "")
         if kind in ("", "graded") or not row.group.startswith(prefix):
             continue
         message = row.message or row.stop or entry.done
-        said.setdefault(kind, {}).setdefault(_DIGITS.sub("#", message), []).append(row)
+        by_class.setdefault(kind, {}).setdefault(_DIGITS.sub("#", message), []).append(row)
     classes = []
-    for kind, messages in sorted(said.items(), key=lambda one: -sum(map(len, one[1].values()))):
+    for kind, messages in sorted(by_class.items(), key=lambda item: -sum(map(len, item[1].values()))):
         frequent = sorted(messages.values(), key=len, reverse=True)[:_MOST_MESSAGES]
         classes.append(
             {
@@ -163,16 +163,18 @@ def _rewards_over_time(graded: Sequence[tuple[float, RolloutRow]], width: float)
 
 
 def _rewards_by_version(rows: Iterable[RolloutRow]) -> list[Json]:
-    """Mean reward by the policy version of a rollout's first token."""
-    found: dict[int, list[float]] = {}
+    """Return the mean reward by the policy version of a rollout's first token."""
+    rewards: dict[int, list[float]] = {}
     for row in rows:
         if row.version_start is not None and row.reward is not None:
-            found.setdefault(row.version_start, []).append(row.reward)
-    return [{"version": version, "mean": mean(known), "count": len(known)} for version, known in sorted(found.items())]
+            rewards.setdefault(row.version_start, []).append(row.reward)
+    return [
+        {"version": version, "mean": mean(known), "count": len(known)} for version, known in sorted(rewards.items())
+    ]
 
 
 def _bucket_width(least: float) -> float:
-    """The width of a bucket: a round number of seconds."""
+    """Return the width of a bucket: a round number of seconds, at least `least`."""
     for width in (10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, 86400):
         if width >= least:
             return float(width)

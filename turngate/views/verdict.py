@@ -1,7 +1,7 @@
-"""Verification as the gateway runs it: with the rows that the gateway's own code gives to a trainer.
+"""Verification by the gateway, of the same rows that it delivers to trainers.
 
-The command line verifies in its own process. A gateway that verifies while it serves starts another one,
-`python -m turngate.views.verdict DATA`: rendering a long session takes seconds, and no call may wait that long.
+The command line verifies in its own process. A gateway that verifies while it serves starts a separate process,
+`python -m turngate.views.verdict DATA`, because rendering a long session takes seconds and must not delay calls.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOWEST_PRIORITY = 19  # a `nice` value
 
 @contextmanager
 def open_row_source(data: Path) -> Iterator[RowSource]:
-    """Open the rows that the gateway's own code gives to a trainer. Works whether or not a gateway serves the folder."""
+    """Open the rows that the gateway delivers to trainers. Works whether or not a gateway is serving the folder."""
     store = Store.reading(data)
     try:
         yield lambda session_id, everything: load_session_view(store, session_id).samples(keep_empty=everything)
@@ -35,14 +35,14 @@ def open_row_source(data: Path) -> Iterator[RowSource]:
 
 
 class VerdictReply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The process's reply for one session: a verdict, or why there is none."""
+    """The verifier process's reply for one session: a verdict, or the reason why there is none."""
 
     verdict: Verdict | None = None
     error: str = ""
 
 
 class VerifierProcess:
-    """Verifies sessions in a low-priority process, which is started for the first session and restarted if it ended."""
+    """Verifies sessions in a low-priority process, which is started for the first session and restarted if it exits."""
 
     def __init__(self, data: Path) -> None:
         self._data = data
@@ -57,11 +57,11 @@ class VerifierProcess:
             process.stdin.write(msgspec.json.encode(session_id) + b"\n")
             process.stdin.flush()
             line = process.stdout.readline()
-        except (OSError, ValueError):  # it ended, or was closed in the meantime
+        except (OSError, ValueError):  # the process exited or was closed in the meantime
             line = b""
         if not line:
             self._kill_process()
-            raise StoreError("the verifier process ended; the next session starts another one")
+            raise StoreError("the verifier process exited; it is restarted for the next session")
         reply = msgspec.json.decode(line, type=VerdictReply)
         if reply.verdict is None:
             raise StoreError(reply.error)
@@ -77,7 +77,7 @@ class VerifierProcess:
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(  # noqa: S603  # our own module
-            # -P: never import from the current folder, which an agent may be able to write to.
+            # -P prevents imports from the current folder, which an agent may be able to write to.
             [sys.executable, "-P", "-m", "turngate.views.verdict", str(self._data)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -85,7 +85,7 @@ class VerifierProcess:
         )
 
     def close(self) -> None:
-        """End the process at once and for good. Called from another thread, which must not wait for a verdict."""
+        """Kill the process immediately and do not restart it. Called from a thread that must not wait for a verdict."""
         self._closed = True
         self._kill_process()
 
@@ -102,7 +102,7 @@ class VerifierProcess:
 
 
 class BackgroundVerifier:
-    """Verifies every n-th session that ends while the gateway serves."""
+    """Verifies every n-th session that ends while the gateway is serving."""
 
     def __init__(self, data: Path, every: int, report: Callable[[Verdict], None]) -> None:
         self._process = VerifierProcess(data)
@@ -115,12 +115,12 @@ class BackgroundVerifier:
         self._checker.submit(session_id)
 
     def stop(self) -> None:
-        """Stop at once. `turngate verify` can verify the abandoned sessions at any time."""
+        """Stop immediately. Sessions that were not verified can be verified later with `turngate verify`."""
         self._checker.stop(self._process.close)
 
 
 def main(data: Path) -> None:
-    """Read session ids from stdin, one JSON string per line, and write replies. Ends with its input, so never outlives the gateway."""
+    """Read session ids from stdin, one JSON string per line, and write replies. Exit at the end of input, when the gateway exits."""
     with suppress(OSError, AttributeError):
         os.nice(_LOWEST_PRIORITY)
     renderers = Renderers()  # each tokenizer is loaded once
@@ -133,13 +133,13 @@ def main(data: Path) -> None:
             reply = VerdictReply(verdict)
         except TurngateError as error:
             reply = VerdictReply(error=error.message)
-        except Exception as error:  # a bug in a check must not end the checks
+        except Exception as error:  # a bug in one check must not stop the others
             reply = VerdictReply(error=f"{type(error).__name__}: {error}")
         try:
             sys.stdout.buffer.write(msgspec.json.encode(reply) + b"\n")
             sys.stdout.buffer.flush()
         except BrokenPipeError:
-            os._exit(0)  # the gateway has ended; no one reads the reply
+            os._exit(0)  # the gateway has exited, so the reply is not read
 
 
 if __name__ == "__main__":

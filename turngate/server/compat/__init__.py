@@ -1,1 +1,1 @@
-"""Other projects' APIs: prime-rl's rollout gateway and OpenEnv's capture API."""
+"""Compatibility with other projects' APIs: prime-rl's rollout gateway and OpenEnv's capture API."""

@@ -1,11 +1,11 @@
 """OpenEnv's capture API: `POST /sessions`, `GET /sessions`, `GET /sessions/{id}`, `/rollout`, `/trace_entries`, `DELETE /sessions/{id}`.
 
-In OpenEnv, the agent's API key is the session's id. Here the id opens nothing: the returned `session_id` is the session's secret, which
-works wherever a client uses OpenEnv's id. `id` is the session's real id, as `/admin` and lists show it. Paths accept both.
+In OpenEnv, the agent's API key is the session's id. Here, the id grants no access: the returned `session_id` is the session's secret, which
+works wherever a client uses OpenEnv's id. `id` is the session's real id, as shown by `/admin` and in lists. Paths accept both.
 
-Differences: prompts are extended and never rendered again, replies are streamed as they are sampled, sessions are durable and expire,
-forced tool calls are answered and masked, aborted calls are kept, every turn has its policy versions, and a token that several sequences
-share is trained in one of them. docs/openenv.md has the details.
+This implementation differs from OpenEnv's. Prompts are extended and never rendered again, replies are streamed as they are sampled, and
+sessions are durable and expire. Forced tool calls are answered and masked, and aborted calls are kept. Every turn has its policy versions,
+and a token shared by several sequences is trained in only one of them. See docs/openenv.md for details.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _ENGINE_FIELDS = (
     "api_key",
     "auth_header",
     "provider",
-)  # a session may choose the engine in OpenEnv, but not here
+)  # a session can choose the engine in OpenEnv, but not here
 _MAX_INT = 2**31 - 1  # the largest integer that engines accept
-_METADATA_KEY = "openenv"  # marks sessions of this API in their metadata
+_METADATA_KEY = "openenv"  # metadata key that marks sessions opened through this API
 
 
 class OpenEnvSessionBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,20 +92,21 @@ class OpenEnvRoutes:
         for name in _ENGINE_FIELDS:
             if getattr(body, name) and (name, getattr(body, name)) != ("auth_header", "Authorization"):
                 raise BadRequest(
-                    f"{name}: a session cannot choose the engine; set it when you start the gateway (--engine, --engine-url)",
+                    f"{name} is not supported, because a session cannot choose the engine; "
+                    "choose it when starting the gateway (--engine, --engine-url)",
                     param=name,
                 )
         mode = self._sessions.default_mode
         if body.purpose == "train" and mode == "observe":
             raise BadRequest(
-                "purpose: training requires exact engine token capture, and this gateway is in observe mode"
+                "purpose cannot be 'train', because this gateway is in observe mode and training requires exact token capture"
             )
         config = SessionConfig(
             model=body.model or "",
             mode=mode,
             limits=Limits(turns=body.max_model_calls or None),
             sampling=_parse_sampling(body),
-            # An evaluation samples as the agent requests. Biased sampling is recorded.
+            # An evaluation samples as the agent requests, and records biased sampling.
             bias="record" if body.purpose == "eval" else "neutral",
             metadata={**(body.metadata or {}), _METADATA_KEY: {"purpose": body.purpose}},
         )
@@ -162,7 +163,7 @@ class OpenEnvRoutes:
         return raw_json_response(await self._session_views.build(self._session_id(request), _encode_entries))
 
     async def delete(self, request: Request) -> Response:
-        """End the session and delete everything recorded. Repeating it has no effect."""
+        """End the session and delete its recorded data. Deleting it again has no effect."""
         try:
             await self._sessions.delete(self._session_id(request))
         except NotFound:
@@ -170,7 +171,7 @@ class OpenEnvRoutes:
         return json_response({"deleted": True})
 
     def _session_id(self, request: Request) -> str:
-        """Return the session's id. The path holds its secret, as clients know it, or its id."""
+        """Return the session's id. The path contains its secret, which clients use, or its id."""
         name: str = request.path_params["id"]
         return self._sessions.find_id_by_secret(name) or name
 
@@ -186,7 +187,7 @@ class OpenEnvRoutes:
 
 
 def _usage(live: Session | None, last_used: float) -> dict[str, Json]:
-    """Return the idle time, and whether the last call failed as `upstream_errors`. The events have all failures."""
+    """Return the idle time, and as `upstream_errors` whether the last call failed. The events list all failures."""
     used = last_used if live is None else live.last_used
     failed = live is not None and live.last_error is not None
     return {"idle_s": round(max(0.0, time.time() - used), 1), "upstream_errors": int(failed)}
@@ -198,7 +199,7 @@ def _trace_view(view: SessionView) -> TraceView:
 
 def _encode_entries(view: SessionView) -> bytes:
     if _capture_kind(view.session)["rollout_type"] == "eval":
-        raise Conflict("this is an evaluation: it has a trace (/rollout), but nothing that may be trained")
+        raise Conflict("this session is an evaluation, which has no entries to train on; use /rollout for its trace")
     entries = []
     for turn in training_turns(_trace_view(view)):
         node = turn.pop("node_id")
@@ -207,7 +208,7 @@ def _encode_entries(view: SessionView) -> bytes:
 
 
 def _capture_kind(session: Session) -> dict[str, str]:
-    """Return what was captured, and whether it can be used for training."""
+    """Return the capture level, and whether the session is for training or evaluation."""
     captured = {turn.info.capture for turn in session.trace.turns()}
     if session.config.mode != "observe":
         level: Capture = "tokens"
@@ -218,31 +219,33 @@ def _capture_kind(session: Session) -> dict[str, str]:
 
 
 def _parse_sampling(body: OpenEnvSessionBody) -> dict[str, Json]:
-    """Return the session's sampling. Training allows only the temperature, because all else biases what is sampled."""
+    """Return the session's sampling parameters. Training allows only the temperature, because the others bias the samples."""
     if body.eval_sampling and body.purpose != "eval":
-        raise BadRequest("eval_sampling: needs purpose 'eval'", param="eval_sampling")
+        raise BadRequest("eval_sampling requires purpose 'eval'", param="eval_sampling")
     if body.purpose == "eval":
         if body.sampling is not None:
-            raise BadRequest("sampling: is for training; use eval_sampling for an evaluation", param="sampling")
+            raise BadRequest("sampling is only for training; use eval_sampling for an evaluation", param="sampling")
         return _check_sampling("eval_sampling", body.eval_sampling or {}, _EVAL_SAMPLING)
-    given = _check_sampling("sampling", body.sampling or {}, ("temperature", *_NEUTRAL))
-    if given and not given.get("temperature"):
-        raise BadRequest("sampling.temperature: must be above 0 for training", param="sampling.temperature")
+    sampling = _check_sampling("sampling", body.sampling or {}, ("temperature", *_NEUTRAL))
+    if sampling and not sampling.get("temperature"):
+        raise BadRequest("sampling.temperature must be greater than 0 for training", param="sampling.temperature")
     for name, neutral in _NEUTRAL.items():
-        if name in given and given.pop(name) not in neutral:
-            raise BadRequest(f"sampling.{name}: must be {neutral[0]} for training", param=f"sampling.{name}")
-    return given
+        if name in sampling and sampling.pop(name) not in neutral:
+            raise BadRequest(f"sampling.{name} must be {neutral[0]} for training", param=f"sampling.{name}")
+    return sampling
 
 
-def _check_sampling(field: str, given: dict[str, float], names: tuple[str, ...]) -> dict[str, Any]:
-    if unknown := sorted(set(given) - set(names)):
-        raise BadRequest(f"{field}.{unknown[0]}: is not one of {', '.join(names)}", param=f"{field}.{unknown[0]}")
-    top_k = given.get("top_k", 0)
+def _check_sampling(field: str, values: dict[str, float], names: tuple[str, ...]) -> dict[str, Any]:
+    if unknown := sorted(set(values) - set(names)):
+        raise BadRequest(
+            f"unknown parameter {field}.{unknown[0]} (supported: {', '.join(names)})", param=f"{field}.{unknown[0]}"
+        )
+    top_k = values.get("top_k", 0)
     if not -1 <= top_k <= _MAX_INT or top_k != int(top_k):
         raise BadRequest(
-            f"{field}.top_k: {top_k:g} is not a whole number from -1 to {_MAX_INT}", param=f"{field}.top_k"
+            f"{field}.top_k must be a whole number from -1 to {_MAX_INT}, not {top_k:g}", param=f"{field}.top_k"
         )
-    return {**given, **({"top_k": max(0, int(top_k))} if "top_k" in given else {})}  # OpenEnv uses -1 for off
+    return {**values, **({"top_k": max(0, int(top_k))} if "top_k" in values else {})}  # in OpenEnv, -1 means off
 
 
 def _is_true(text: str | None) -> bool:
@@ -280,7 +283,7 @@ def _encode_rollout(view: SessionView, limits_met: int, *, discarded: bool, mess
 
 
 def _sequence_json(row: Sample, by_id: dict[int, TurnView], trains: bool) -> dict[str, Json]:
-    """Return one branch. The format requires a number at every position: without a log-probability it is 0.0, and masked."""
+    """Return one branch. The format requires a number at every position, so a missing log-probability is 0.0 and masked."""
     turns = [by_id[span.node] for span in row.spans]
     mask = row.mask & trains
     for span, turn in zip(row.spans, turns, strict=True):
@@ -332,7 +335,7 @@ def _turn_json(trace: TraceView, turn: TurnView, index: int, messages: bool) -> 
 
 
 def _tree_stats(trace: TraceView) -> dict[str, int]:
-    """Count roots, leaves and forks as OpenEnv does: over calls, so that two replies to one prompt are a fork."""
+    """Count roots, leaves and forks as OpenEnv does: over calls, so two replies to one prompt are a fork."""
     parents = [trace.contexts[turn.parent].parent for turn in trace.turns]
     children: dict[int, int] = {}
     for parent in parents:

@@ -1,8 +1,9 @@
 """The API of prime-rl's rollout gateway: `/v1/rollouts/{id}/register | chat/completions | trajectory | cancel | unregister`.
 
-Requests and replies have the same fields. Differences: `register` also returns the session's secret (`api_key`), history is never
-tokenized again, cancel aborts the generation, unregister is idempotent, idle rollouts expire, replies are streamed as they are sampled, and
-the agent gets no token data. The routes need the admin key, unless `open_loopback` admits loopback clients without a key.
+Requests and replies have the same fields as prime-rl's. This implementation differs in a few ways. `register` also returns the
+session's secret (`api_key`), `cancel` aborts the generation, and `unregister` is idempotent. History is never tokenized again, replies
+are streamed as they are sampled, idle rollouts expire, and the agent receives no token data. The routes require the admin key, unless
+`open_loopback` admits loopback clients without a key.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class PrimeRoutes:
         return json_response({"rollout_id": session.id, "status": rollout_status(session)})
 
     async def unregister(self, request: Request) -> Response:
-        """End the rollout, and keep its trace until the session is deleted. Repeating it has no effect."""
+        """End the rollout, and keep its trace until the session is deleted. Unregistering it again has no effect."""
         session = await self._sessions.seal(request.path_params["id"], "unregistered")
         return json_response({"rollout_id": session.id, "status": rollout_status(session)})
 
@@ -140,7 +141,7 @@ def _encode_trajectory(view: SessionView) -> bytes:
 
 
 def _parse_sampling(params: dict[str, Any]) -> dict[str, Json]:
-    """Return the sampling parameters that take precedence over the agent's. Other parameters are ignored."""
+    """Return the sampling parameters that override the agent's. Unknown parameters are ignored."""
     known = {field.name for field in msgspec.structs.fields(Sampling)}
     sampling = {name: value for name, value in params.items() if name in known and value is not None}
     if isinstance(sampling.get("top_k"), int):
@@ -156,7 +157,7 @@ def _parse_max_tokens(params: dict[str, Any]) -> int | None:
     value = params.get("max_tokens", params.get("max_completion_tokens"))
     if value is not None and (not isinstance(value, int) or value < 1):
         raise Unprocessable(
-            f"sampling_params.max_tokens: {value!r} is not a whole number above 0", param="sampling_params"
+            f"sampling_params.max_tokens must be a whole number greater than 0, not {value!r}", param="sampling_params"
         )
     return value
 

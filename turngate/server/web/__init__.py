@@ -1,1 +1,1 @@
-"""The web page's API, login and files."""
+"""The web page's API, login and static files."""

@@ -1,4 +1,4 @@
-"""The page's event streams: what changed in the lists, and the events of one rollout."""
+"""The web page's event streams: changes to the lists, and the events of one rollout."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from turngate.store.sqlite import Store
 from turngate.types import Json
 from turngate.views.session import encode_json, encode_piece
 
-_INTERVAL_S = 0.4  # between two updates; changes in between are sent together
+_INTERVAL_S = 0.4  # minimum interval between updates; changes within it are sent together
 _KEEP_ALIVE_S = 15.0
-_MAX_BEHIND = 10_000  # events; a client that is further behind has to reload
+_MAX_BEHIND = 10_000  # events; a client that is further behind must reload
 _MAX_STREAMS = 128
 
 
 class EventStreamRoutes:
-    """`describe_gateway` returns the gateway's current state for the page's header."""
+    """Event-stream routes. `describe_gateway` returns the gateway's current state for the page's header."""
 
     def __init__(
         self,
@@ -53,18 +53,18 @@ class EventStreamRoutes:
     async def events(self, request: Request) -> Response:
         session = request.path_params["id"]
         if not self._sessions.knows(session):
-            raise NotFound(f"there is no rollout {session!r}")
+            raise NotFound(f"unknown rollout {session!r}")
         return self._respond(self._stream_events(request, session, self._start_cursor(request)))
 
     def _start_cursor(self, request: Request) -> int:
-        """Return the cursor after which to start: the client's last event, or the newest event if it names none."""
-        is_given = request.headers.get("last-event-id") or request.query_params.get("after")
+        """Return the cursor after which to start: the client's last event or, if the client sends none, the newest event."""
+        has_cursor = request.headers.get("last-event-id") or request.query_params.get("after")
         newest = self._events.newest()
-        return min(read_cursor(request), newest) if is_given else newest
+        return min(read_cursor(request), newest) if has_cursor else newest
 
     def _respond(self, stream: AsyncGenerator[bytes, None]) -> Response:
         if self._streams >= _MAX_STREAMS:
-            raise TooManyRequests("too many pages are open; close some", wait_s=5)
+            raise TooManyRequests("too many pages are open; close some of them", wait_s=5)
         return StreamingResponse(
             self._count(stream), media_type="text/event-stream", headers={"x-accel-buffering": "no"}
         )
@@ -79,7 +79,7 @@ class EventStreamRoutes:
             self._streams -= 1
 
     def _may_continue(self, request: Request) -> bool:
-        """Return whether the client is still logged in and the gateway still runs."""
+        """Return whether the client is still logged in and the gateway is still running."""
         if self._events.closed:
             return False
         try:
@@ -108,14 +108,14 @@ class EventStreamRoutes:
                 continue
             try:
                 changes = await self._reader.run(partial(self._find_changes, after=after))
-            except StoreError:  # the gateway is being stopped
+            except StoreError:  # the gateway is stopping
                 return
             after = changes["cursor"]
             yield _encode_event("changed", after, encode_json({**changes, "gateway": self._describe_gateway()}))
             await asyncio.sleep(_INTERVAL_S)
 
     def _find_changes(self, store: Store, *, after: int) -> dict[str, Json]:
-        """Read the changes, and encode the rows in the reader's thread, which owns them."""
+        """Read the changes and encode the rows. Runs in the reader's thread, which owns them."""
         changes = self._reader.views.overview.list_changes(store, after)
         return {**changes, "rollouts": [encode_piece(row) for row in changes["rollouts"]]}
 

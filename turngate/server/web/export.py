@@ -1,4 +1,4 @@
-"""Downloads of the page: training rows, messages and traces of a rollout or a group."""
+"""The web page's downloads: training rows, messages and traces of a rollout or a group."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ class ExportRoutes:
         return await self._export(f"{name}.{format}.jsonl", format, group, group)
 
     async def _export(self, name: str, format: str, selected: Members, group: Members) -> Response:
-        """Export the selected rollouts. Damaged ones are left out, and counted in a header before the first line is sent."""
+        """Export the selected rollouts. Damaged ones are omitted, and a response header states their number."""
         damaged = 0
         for session, key in selected:
             damaged += await self._reader.run(partial(self._views.damaged, session=session, key=key))
         if damaged == len(selected):
-            raise StoreError("nothing can be exported: the trace is damaged on disk")
+            raise StoreError("cannot export anything, because the trace is damaged on disk")
         response = _attachment(self._lines(format, selected, group), name, "application/x-ndjson")
         response.headers["x-turngate-left-out"] = str(damaged)
         return response
 
     async def _lines(self, format: str, selected: Members, group: Members) -> AsyncIterator[bytes]:
-        """Yield the lines, one rollout at a time. Advantages are computed over the whole group."""
+        """Yield the lines, reading one rollout at a time. Advantages are computed over the whole group."""
         rewards = []
         for session, key in group if format == "rows" else ():
             rewards.append(await self._reader.run(partial(self._views.training_reward, session=session, key=key)))
@@ -70,7 +70,7 @@ class ExportRoutes:
 def _parse_format(request: Request, known: tuple[str, ...]) -> str:
     format = request.query_params.get("format", "rows")
     if format not in known:
-        raise BadRequest(f"format: {format[:100]!r} is not one of {', '.join(known)}", param="format")
+        raise BadRequest(f"format must be one of {', '.join(known)}, not {format[:100]!r}", param="format")
     return format
 
 
@@ -87,7 +87,7 @@ async def _chunks(content: bytes) -> AsyncIterator[bytes]:
 
 
 def _attachment(content: AsyncIterator[bytes], name: str, media_type: str) -> Response:
-    """Return a file to be saved, never shown. A name may contain any characters, a header may not."""
+    """Return a response that browsers save rather than display. Characters that are unsafe in a header are replaced in the name."""
     filename = _UNSAFE_IN_NAME.sub("-", name)[-120:].lstrip(".-") or "export"
     headers = {"content-disposition": f'attachment; filename="{filename}"'}
     return StreamingResponse(content, media_type=media_type, headers=headers)

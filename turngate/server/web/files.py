@@ -1,6 +1,6 @@
-"""The web page's static files, read once from `turngate/ui`, and the security headers of every response below `/page`.
+"""The web page's static files, read once from `turngate/ui`, and the security headers of every response under `/page`.
 
-Agents can put any text on the page. The headers let the page load and run only these files, forbid content sniffing, and keep other
+The page shows arbitrary text from agents. The headers let it load and run only these files, forbid content sniffing, and prevent other
 sites from framing or reading it.
 """
 
@@ -48,7 +48,7 @@ class StaticFile(msgspec.Struct, frozen=True):
 
 
 class StaticFiles:
-    """All files by path. Only these are served, whatever the request's path looks like."""
+    """The static files by path. No request can reach a file outside this set."""
 
     def __init__(self, folder: Path = FOLDER) -> None:
         self._files = {
@@ -63,7 +63,7 @@ class StaticFiles:
     def serve(self, request: Request, name: str) -> Response:
         file = self._files.get(name or "index.html")
         if file is None:
-            raise NotFound(f"there is no {request.method} {request.url.path[:200]} here")
+            raise NotFound(f"no route for {request.method} {request.url.path[:200]}")
         headers = {"etag": file.etag, "cache-control": "no-cache"}
         if file.etag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)

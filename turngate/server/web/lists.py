@@ -1,4 +1,4 @@
-"""The page's lists: the overview, rollouts, groups, training and failures."""
+"""The web page's lists: overview, rollouts, groups, training and failures."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from turngate.views.rollout_index import STATUSES
 
 CLASSES = ("graded", "agent failed", "invalid task", "infrastructure fault", "none")
 _MAX_ROWS = 500
-_MAX_UNREAD_TRACES = 512  # read for one group's advantages; no trainer's group is larger
+_MAX_UNREAD_TRACES = 512  # limit for computing one group's advantages; no trainer's group is larger
 
 
 class ListRoutes:
-    """`describe_gateway` returns the gateway's current state for the page's header."""
+    """List routes. `describe_gateway` returns the gateway's current state for the page's header."""
 
     def __init__(self, reader: PageReader, describe_gateway: Callable[[], dict[str, Json]]) -> None:
         self._reader = reader
@@ -43,7 +43,11 @@ class ListRoutes:
         return await self._reader.respond(lambda store: self._views.overview.groups(store, filters))
 
     async def group(self, request: Request) -> Response:
-        """Show one group. Whether a rollout counts depends on its trace: traces are read one query each, so others run in between."""
+        """Show one group.
+
+        A rollout's trace determines whether it contributes to the advantages. Each trace is read in its own query, so that other requests
+        are served in between.
+        """
         name = request.query_params.get("name", "")
         graded = await self._reader.run(lambda store: self._views.overview.list_graded(store, name))
         if len(self._views.unread(graded)) > _MAX_UNREAD_TRACES:
@@ -55,7 +59,7 @@ class ListRoutes:
         return await self._reader.respond(lambda store: self._views.overview.group(store, name, trains))
 
     async def group_evidence(self, request: Request) -> Response:
-        """Show entropy and forks of a group's rollouts. Each is one query, so others run in between."""
+        """Show the entropy and forks of a group's rollouts. Each is read in its own query, so that other requests are served in between."""
         name = request.query_params.get("name", "")
         members = await self._reader.run(lambda store: self._views.overview.members(store, name))
         rollouts = []
@@ -84,7 +88,7 @@ def _parse_filters(request: Request, sort: str) -> RolloutQuery:
         values = values_of(name)
         for value in values:
             if value not in known:
-                raise BadRequest(f"{name}: {value[:100]!r} is not one of {', '.join(known)}", param=name)
+                raise BadRequest(f"{name} must be one of {', '.join(known)}, not {value[:100]!r}", param=name)
         return values
 
     return RolloutQuery(

@@ -1,8 +1,8 @@
-"""Login to the web page with the admin key, and its cookie.
+"""Login to the web page with the admin key, and the login cookie.
 
-The cookie holds a random number and an expiry time, signed with a key derived from the admin key. Every worker can check it without
-shared state, also after a restart, and a new admin key invalidates it. A logout stores the cookie's hash until the cookie expires. The
-cookie opens the page's routes and no others.
+The cookie contains a random number and an expiry time, signed with a key derived from the admin key. Any worker can check it without
+shared state, even after a restart, and a new admin key invalidates it. Logging out stores the cookie's hash until the cookie expires. The
+cookie grants access only to the page's routes.
 """
 
 from __future__ import annotations
@@ -27,14 +27,12 @@ from turngate.server.auth import Auth
 from turngate.store.sqlite import Store
 
 COOKIE = "turngate_page"
-PAGE_HEADER = (
-    "x-turngate-page"  # neither a form nor a script of another site can send this header without a CORS preflight
-)
+PAGE_HEADER = "x-turngate-page"  # forms and scripts of other sites cannot send this header without a CORS preflight
 COOKIE_LIFETIME_S = 12 * 3600.0
 _MAX_TRIES = 8  # wrong keys per client address
 _TRIES_WINDOW_S = 60.0
-_MAX_CALLERS = 4096  # client addresses with wrong keys that are remembered
-_LOGGED_OUT = "page_logged_out"  # setting in the store: JSON, expiry time by hash
+_MAX_CALLERS = 4096  # client addresses whose wrong keys are remembered
+_LOGGED_OUT = "page_logged_out"  # setting in the store: a JSON object of cookie hash to expiry time
 _END = struct.Struct(">d")
 _RANDOM_BYTES = 24
 _MAC_BYTES = 32
@@ -48,10 +46,10 @@ class PageLogin:
         self._wrong: dict[str, deque[float]] = {}
 
     def log_in(self, request: Request, key: str) -> tuple[str, float]:
-        """Check the admin key, and return a cookie and its expiry time."""
+        """Check the admin key. Return a cookie and its expiry time."""
         caller = request.client.host if request.client is not None else ""
         now = time.time()
-        # Before counting tries: behind a proxy all clients share an address, and the right key must always work.
+        # Checked before counting tries: clients behind a proxy share an address, and the right key must always work.
         if not self._auth.is_admin(key):
             self._reject(caller, now)
         self._wrong.pop(caller, None)
@@ -67,12 +65,12 @@ class PageLogin:
             del self._wrong[next(iter(self._wrong))]
         if len(tries) >= _MAX_TRIES:
             wait = tries[0] + _TRIES_WINDOW_S - now
-            raise TooManyRequests(f"too many wrong keys; try again in {wait:.0f} seconds", wait_s=wait)
+            raise TooManyRequests(f"too many attempts with a wrong key; try again in {wait:.0f} seconds", wait_s=wait)
         tries.append(now)
-        raise Unauthorized("key: this is not the admin key", param="key")
+        raise Unauthorized("key is not the admin key", param="key")
 
     def log_out(self, request: Request) -> None:
-        """Invalidate the cookie, for all workers."""
+        """Invalidate the client's cookie in all workers."""
         token = self._read(request.cookies.get(COOKIE, ""))
         if token is None:
             return
@@ -86,14 +84,14 @@ class PageLogin:
         self._store.change_setting(_LOGGED_OUT, add_digest)
 
     def require(self, request: Request) -> float:
-        """Return when the client's cookie expires. Raise `Unauthorized` without a valid cookie."""
+        """Return the expiry time of the client's cookie. Raise `Unauthorized` if it is missing or invalid."""
         end = self.expiry_of(request.cookies.get(COOKIE, ""))
         if end is None:
             raise Unauthorized("not logged in, or the login has expired; POST /page/login with the admin key")
         return end
 
     def expiry_of(self, cookie: str) -> float | None:
-        """Return when a cookie expires, or None if it is not valid."""
+        """Return the expiry time of a cookie, or None if it is not valid."""
         token = self._read(cookie)
         if token is None:
             return None
@@ -105,14 +103,14 @@ class PageLogin:
         return None if _digest(raw) in msgspec.json.decode(logged_out, type=dict[str, float]) else end
 
     def _read(self, token: str) -> tuple[bytes, float] | None:
-        """Decode a cookie into its bytes and expiry time, or None if it is forged or expired."""
+        """Return a cookie's bytes and expiry time, or None if it is forged or expired."""
         try:
             raw = base64.urlsafe_b64decode(token.encode("ascii") + b"=" * (-len(token) % 4))
         except (binascii.Error, UnicodeEncodeError, ValueError):
             return None
         if len(raw) != _END.size + _RANDOM_BYTES + _MAC_BYTES:
             return None
-        if _encode(raw) != token:  # base64 has several spellings of the same bytes; only ours is valid
+        if _encode(raw) != token:  # base64 can encode the same bytes in several ways; accept only ours
             return None
         body, mac = raw[:-_MAC_BYTES], raw[-_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._sign(body)):
@@ -125,24 +123,26 @@ class PageLogin:
 
 
 def require_same_origin(request: Request) -> None:
-    """Reject requests that change something unless they come from our own page."""
+    """Reject a state-changing request unless it was sent by our own page."""
     if not request.headers.get(PAGE_HEADER):
         raise Forbidden(
-            f"{PAGE_HEADER}: this header is missing; requests that change something need it",
+            f"the header {PAGE_HEADER} is missing; every POST request under /page needs it",
             param=PAGE_HEADER,
         )
     site = request.headers.get("sec-fetch-site")
     if site is not None:
         if site != "same-origin":
-            raise Forbidden(f"sec-fetch-site: {site[:40]!r}; only the page itself may send this request")
+            raise Forbidden(
+                f"sec-fetch-site must be 'same-origin', not {site[:40]!r}; only the page itself may send this request"
+            )
         return
     origin = request.headers.get("origin")
     if origin is not None and urlsplit(origin).netloc.lower() != request.headers.get("host", "").lower():
-        raise Forbidden(f"origin: {origin[:200]!r} is another site; only the page itself may send this request")
+        raise Forbidden(f"origin {origin[:200]!r} is a different site; only the page itself may send this request")
 
 
 def set_login_cookie(response: Response, request: Request, token: str, seconds: float) -> Response:
-    """Set the cookie; `seconds` 0 deletes it. A cookie set over TLS is sent over TLS only."""
+    """Set the login cookie, or delete it if `seconds` is 0. A cookie set over TLS is sent only over TLS."""
     is_tls = (
         request.url.scheme == "https" or request.headers.get("x-forwarded-proto", "").split(",")[0].strip() == "https"
     )

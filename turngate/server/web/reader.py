@@ -1,4 +1,4 @@
-"""Run the web page's queries, in a thread apart from the ones that serve turns."""
+"""Run the web page's queries in their own thread, so that they do not delay turns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class PageReader:
-    """Answers from the store, one query at a time. `views` must only be used by the queries. RolloutView it when the gateway stops."""
+    """Runs queries on the store, one at a time. Only queries may use `views`. Close the reader when the gateway stops."""
 
     def __init__(self, store: Store, tokenizer: Tokenizer | None) -> None:
         self._thread = StoreReader(store, "page")
@@ -29,7 +29,7 @@ class PageReader:
         return await self._thread.run(query)
 
     async def respond(self, query: Callable[[Store], Json]) -> Response:
-        """Return a query's result as a JSON response. It is encoded in the reader's thread."""
+        """Return a query's result as a JSON response, encoded in the reader's thread."""
         return raw_json_response(await self.run(lambda store: encode_json(query(store))))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""One rollout on the page: its header, tree, messages and tokens, and the actions cancel, seal and retry."""
+"""One rollout on the web page: its header, tree, messages and tokens, and the actions cancel, seal and retry."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from turngate.types import BATCH_STREAM, Json
 from turngate.views.rollout import RolloutView
 from turngate.views.session import encode_json, encode_piece
 
-_ANSWER_S = 4.0  # how long to wait for a batch's answer to a retry request
+_ANSWER_S = 4.0  # time to wait for the batch's answer to a retry request
 
 
 class RolloutRoutes:
@@ -58,7 +58,7 @@ class RolloutRoutes:
         def query(store: Store) -> bytes:
             rollout, cursor = self._views.rollout(store, session)
             content = view(rollout)
-            # Encoded one by one: a long call into C would block all other threads.
+            # Encoded one by one, because a long call into C would block all other threads.
             nodes = [encode_piece(node) for node in content["nodes"]]
             return encode_json({**content, "nodes": nodes, "cursor": cursor})
 
@@ -84,7 +84,7 @@ class ActionRoutes:
         return await self._row(request)
 
     async def retry(self, request: Request) -> Response:
-        """Request another attempt from the rollout's batch. The request is stored: a batch that is not running reads it later."""
+        """Ask the rollout's batch for another attempt. The request is stored, so a batch that is not running reads it later."""
         session = request.path_params["id"]
         row, why_not = await self._reader.run(partial(self._views.overview.check_retry, session=session))
         if why_not:
@@ -93,7 +93,7 @@ class ActionRoutes:
         seq = self._events.announce(stream, "retry", {"rollout": row.name, "session": session, "attempt": row.attempt})
         answer = await self._events.wait_for(lambda: self._find_answer(stream, seq), _ANSWER_S, woken_by=stream)
         if answer is None:
-            message = "the batch is not running; the retry is stored and takes effect when the batch is run again on its folder"
+            message = "the batch is not running; the retry request is stored and takes effect when you run the batch again on its folder"
             return json_response({"asked": True, "taken": None, "message": message})
         return json_response({"asked": True, "taken": answer["taken"], "message": answer["message"]})
 
@@ -106,7 +106,7 @@ class ActionRoutes:
         if row is None:
             if self._events.knows(session):
                 raise Conflict("the rollout's session is not open")
-            raise NotFound(f"there is no rollout {session!r}")
+            raise NotFound(f"unknown rollout {session!r}")
         if row.status != "open":
             raise Conflict(f"the rollout's session is already {row.status}")
 

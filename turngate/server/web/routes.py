@@ -1,7 +1,7 @@
-"""The web page and its API, below `/page`.
+"""The web page and its API, under `/page`.
 
-Everything is read from the store. With several workers, any of them serves the lists; requests that name a rollout go to the worker that
-owns it, which can also end it.
+All data is read from the store. With several workers, any worker serves the lists. Requests that name a rollout are routed to the worker
+that owns it, which can also end it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LoginBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WebPage:
-    """Close it when the gateway stops."""
+    """The web page and its API. Close it when the gateway stops."""
 
     def __init__(
         self,

@@ -22,26 +22,28 @@ from turngate.views.rollout_index import DONE, RolloutRow
 from turngate.views.session import SessionView, encode_json, load_session_view
 
 FORMATS = ("rows", "trace", "messages")
-_MAX_ROLLOUTS = 4  # rollout views kept in memory
-_MAX_FACTS = 4096  # ended rollouts whose facts are kept in memory
+_MAX_ROLLOUTS = 4  # cached rollout views
+_MAX_FACTS = 4096  # ended rollouts whose facts are cached
 _LOG_CHARS = 16_000
 _MAX_TOOL_CALLS = 200
 _ENTROPY = "mean negative log-probability of the sampled tokens that have one: an estimate of the policy's entropy"
 
 
 class ViewCache:
-    """Views of one data folder. Not thread-safe: used in the page's reader thread only."""
+    """Views of one data folder. Not thread-safe; used only in the page's reader thread."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.overview = Overview()
         self._own = tokenizer
-        self._other: tuple[str, Tokenizer | None, str] | None = None  # the last tokenizer of another vocabulary
+        self._other: tuple[str, Tokenizer | None, str] | None = (
+            None  # the last tokenizer loaded for a different vocabulary
+        )
         self._rollouts: OrderedDict[str, tuple[object, RolloutView]] = OrderedDict()
         self._facts: OrderedDict[int, dict[str, Json]] = OrderedDict()
         self._trains: dict[int, bool] = {}  # of ended rollouts, by session key
 
     def rollout(self, store: Store, session: str) -> tuple[RolloutView, int]:
-        """Return the current view of a rollout, and the event cursor that it reflects. Without a session the view is empty."""
+        """Return the current view of a rollout and its event cursor. A rollout without a session has an empty view."""
         row, key, cursor = self.overview.rollout(store, session)
         return self._load_rollout(store, session, key) if key else _empty_view(row), cursor
 
@@ -61,20 +63,20 @@ class ViewCache:
         return view
 
     def _find_tokenizer(self, store: Store, vocabulary: str) -> tuple[Tokenizer | None, str]:
-        """Return the tokenizer of a vocabulary, or the reason why it is missing."""
+        """Return the tokenizer of a vocabulary, or None and the reason why it is unavailable."""
         if self._own is not None and self._own.digest == vocabulary:
             return self._own, ""
         if not vocabulary:
-            return None, "the tokenizer of its ids is not known here"
+            return None, "the session does not name the tokenizer of its ids"
         if self._other is None or self._other[0] != vocabulary:
             folder = store.setting(f"tokenizer:{vocabulary}")
             try:
                 tokenizer = load_decoder(Path(folder)) if folder else None
-                why = "" if tokenizer is not None else "the tokenizer that it was recorded with is not known here"
+                why = "" if tokenizer is not None else "the tokenizer it was recorded with is not available here"
             except ConfigError as error:
-                tokenizer, why = None, f"the tokenizer that it was recorded with cannot be read: {error.message}"
+                tokenizer, why = None, f"the tokenizer it was recorded with cannot be read: {error.message}"
             if tokenizer is not None and tokenizer.digest != vocabulary:
-                tokenizer, why = None, "the tokenizer that it was recorded with has changed since"
+                tokenizer, why = None, "the tokenizer it was recorded with has changed since then"
             self._other = (vocabulary, tokenizer, why)
         return self._other[1], self._other[2]
 
@@ -86,7 +88,7 @@ class ViewCache:
         damaged = ""
         try:
             stored = store.find_key(key) if key else None
-        except StoreError as error:  # the rest of the header is still shown
+        except StoreError as error:  # show the rest of the header anyway
             stored, damaged = None, error.message
         outcome = _read_outcome(store, key) if key else None
         data = outcome.data if outcome is not None and isinstance(outcome.data, dict) else {}
@@ -131,36 +133,36 @@ class ViewCache:
         except (StoreError, NotFound) as error:
             return {**_NO_FACTS, "error": error.message}
         row = store.find_key(key)
-        if row is not None and row.status != "open":  # it no longer changes
+        if row is not None and row.status != "open":  # the rollout no longer changes
             self._facts[key] = facts
             while len(self._facts) > _MAX_FACTS:
                 self._facts.popitem(last=False)
         return facts
 
     def group_of(self, store: Store, *, session: str) -> list[tuple[str, int]]:
-        """Return the rollouts of the same group, including the rollout itself."""
+        """Return all rollouts of the rollout's group, including itself."""
         row, key, _ = self.overview.rollout(store, session)
         if not key:
-            raise NotFound(f"rollout {row.id!r} has no session: nothing was recorded")
+            raise NotFound(f"rollout {row.id!r} has no session, so nothing was recorded")
         return self.overview.members(store, row.group) if row.group else [(session, key)]
 
     def training_reward(self, store: Store, *, session: str, key: int) -> float | None:
-        """Return the reward as a feed counts it: None if nothing of the rollout can be trained."""
+        """Return the reward as used by a feed, or None if the rollout has no trainable tokens."""
         outcome = _read_outcome(store, key)
         return outcome.reward if outcome is not None and self.facts(store, session=session, key=key)["rows"] else None
 
     def trains(self, store: Store, *, session: str, key: int) -> bool:
-        """Return whether anything of a rollout can be trained."""
+        """Return whether a rollout has trainable tokens."""
         cached = self._trains.get(key)
         if cached is not None:
             return cached
         trains = bool(self.facts(store, session=session, key=key)["rows"])
-        if key in self._facts:  # it no longer changes
+        if key in self._facts:  # the rollout no longer changes
             self._trains[key] = trains
         return trains
 
     def unread(self, members: list[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Return the rollouts whose trace `trains` would have to read."""
+        """Return the rollouts whose trace `trains` has not read yet."""
         return [member for member in members if member[1] not in self._trains]
 
     def damaged(self, store: Store, *, session: str, key: int) -> bool:
@@ -169,13 +171,13 @@ class ViewCache:
     def lines(self, store: Store, *, session: str, key: int, format: str, advantage: float | None) -> list[bytes]:
         try:
             row, view = store.find_key(key), self._load_rollout(store, session, key)
-        except (StoreError, NotFound):  # left out, as in the exporter; `damaged` counts it
+        except (StoreError, NotFound):  # omitted, as in the exporter; counted by `damaged`
             return []
         if row is None:
-            return []  # deleted meanwhile
+            return []  # deleted in the meantime
         outcome = _read_outcome(store, key)
         if format == "rows" and outcome is not None and outcome.reward is not None and is_too_large(outcome.reward):
-            return []  # as in the exporter and in feeds
+            return []  # omitted, as in the exporter and in feeds
         metadata = row.config.metadata
         about: dict[str, Json] = {
             "session": session,
@@ -208,7 +210,7 @@ _NO_FACTS: dict[str, Json] = {
 
 
 def summarize_drift(name: str, rollouts: list[dict[str, Json]]) -> dict[str, Json]:
-    """Sum up entropy and forks over the rollouts of a group."""
+    """Summarize entropy and forks over the rollouts of a group."""
     tokens = sum(facts["entropy_tokens"] for facts in rollouts)
     total = sum(facts["entropy"] * facts["entropy_tokens"] for facts in rollouts if facts["entropy"] is not None)
     causes = sorted({cause for facts in rollouts for cause in facts["forks"]})
@@ -245,7 +247,7 @@ def _value_to_json(value: Json) -> Json:
 
 
 def _stages(facts: list[RawEvent], data: dict[str, Json]) -> list[dict[str, Json]]:
-    """Return each stage's start and duration: as the runner measured it, else until the start of the next stage."""
+    """Return each stage's start and duration. Without a measurement by the runner, a stage lasts until the next one starts."""
     seconds = data.get("seconds")
     measured = seconds if isinstance(seconds, dict) else {}
     stages: list[dict[str, Json]] = []
@@ -265,11 +267,11 @@ def _stages(facts: list[RawEvent], data: dict[str, Json]) -> list[dict[str, Json
 def _error(
     row: RolloutRow, outcome: RecordedOutcome | None, data: dict[str, Json], facts: list[RawEvent]
 ) -> dict[str, Json] | None:
-    """Return what failed and at which boundary, or None if nothing failed."""
+    """Return the error and its boundary, or None if the rollout did not fail."""
     if row.kind in ("", "graded"):
         return None
     fault = data.get("fault")
-    if outcome is None and facts:  # no outcome was recorded: use the runner's last event
+    if outcome is None and facts:  # no outcome was recorded, so use the runner's last event
         fault = _decode_fact(facts[-1]).get("fault")
     details = fault if isinstance(fault, dict) else {}
     return {
@@ -310,7 +312,7 @@ def _tool_call(call: Json) -> dict[str, Json]:
 
 
 def load_decoder(folder: Path) -> Tokenizer:
-    """Load a tokenizer for decoding only, which needs no probing."""
+    """Load a tokenizer for decoding only, without probing it."""
     record = load_any_record(folder)
     if record is not None:
         return Tokenizer(folder, vocabulary=record.vocabulary, fast=record.fast)
@@ -318,7 +320,7 @@ def load_decoder(folder: Path) -> Tokenizer:
 
 
 def _read_outcome(store: Store, key: int) -> RecordedOutcome | None:
-    """Return a session's outcome, or None if there is none or it is damaged. The lists show damage."""
+    """Return a session's outcome, or None if it is missing or damaged. The lists show damage."""
     outcome = store.outcomes.find(key)
     return outcome if isinstance(outcome, RecordedOutcome) else None
 

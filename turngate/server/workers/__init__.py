@@ -1,1 +1,1 @@
-"""Several processes behind one port."""
+"""Several worker processes behind one port."""

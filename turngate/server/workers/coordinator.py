@@ -1,7 +1,7 @@
-"""Coordination of the workers: worker 0 pauses and resumes calls for all of them, and any worker collects the metrics of all.
+"""Coordinate the workers: worker 0 pauses and resumes calls for all workers, and any worker collects the metrics of all.
 
-The fence's state is written to the store before the workers are notified. A worker that restarts during a pause therefore comes up paused
-and at the right version. A worker that is down during a change is waited for.
+The fence's state is written to the store before the workers are notified, so a worker that restarts during a pause is paused and at the
+right version. A change waits for a worker that is restarting.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from turngate.server.weights import FenceRoutes
 from turngate.server.workers.forwarding import RESTART_WAIT_S, PeerWorkers
 from turngate.telemetry.metrics import MetricsSnapshot
 
-_METRICS_S = 2.0  # to wait for another worker's metrics; Prometheus itself waits ten seconds
+_METRICS_S = 2.0  # time to wait for another worker's metrics; Prometheus waits ten seconds for the scrape
 
 
 class WorkerFence(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class WorkerFence(msgspec.Struct, frozen=True):
 
 
 class WorkerResume(msgspec.Struct, frozen=True):
-    """The request to resume. With `check`, the worker checks its replicas first."""
+    """A request to resume. If `check` is set, the worker first checks its replicas."""
 
     version: int
     model: str | None
@@ -43,7 +43,7 @@ class WorkerResume(msgspec.Struct, frozen=True):
 
 
 class Coordinator:
-    """The part of a worker that acts for all workers. It is the `Barrier` of weight updates."""
+    """The part of a worker that acts for all workers. It implements `Barrier` for weight updates."""
 
     def __init__(self, gateway: Gateway, peers: PeerWorkers) -> None:
         self._gateway = gateway
@@ -68,7 +68,7 @@ class Coordinator:
         ]
 
     async def restore_fence(self) -> None:
-        """Restore the fence from the store before serving. Worker 0 continues an update that it had started."""
+        """Restore the fence from the store before serving. Worker 0 continues an unfinished update."""
         fence = self._gateway.fence
         version, model = self._gateway.fence_state.read_policy()
         fence.resume(version, model)
@@ -103,25 +103,25 @@ class Coordinator:
         new = fence.version if version is None else version
         await self._gateway.replicas.prepare(new, check=check)
         self._gateway.fence_state.write_open(new)
-        fence.set(version, model)  # if a worker cannot be reached, the version stays in force anyway
+        fence.set(version, model)  # the new version applies even if a worker cannot be reached
         await self._ask_all("POST", "/worker/fence/resume", WorkerResume(new, model, check))
         self._gateway.barrier.resume(new, model, expired=expired)
 
     async def _ask_all(self, method: str, target: str, body: object = None) -> list[WorkerFence]:
-        """Return the answers of all other workers. Fail if one of them does not answer."""
+        """Send a request to all other workers and return their answers. Raise `Stopping` if one does not answer."""
 
         content = None if body is None else msgspec.json.encode(body)
 
         async def ask_twice(number: int) -> WorkerFence:
             try:
                 return await self._ask(number, method, target, content)
-            except Stopping:  # the worker died in between; its successor answers
+            except Stopping:  # the worker died meanwhile; retry with the restarted one
                 return await self._ask(number, method, target, content)
 
         return list(await asyncio.gather(*map(ask_twice, self._peers.others)))
 
     async def _ask(self, number: int, method: str, target: str, content: bytes | None) -> WorkerFence:
-        # Draining takes as long as the longest model call. All else is quick, unless the worker hangs.
+        # Draining takes as long as the longest model call. Other requests are quick unless the worker hangs.
         limit = None if target.endswith("/drained") else RESTART_WAIT_S
         try:
             async with (
@@ -130,15 +130,15 @@ class Coordinator:
             ):
                 answer = await response.read()
         except TimeoutError:
-            raise Stopping(f"worker {number} does not answer; repeat the call in a moment") from None
+            raise Stopping(f"worker {number} is not responding; retry the request in a moment") from None
         except (aiohttp.ClientError, OSError):
-            raise Stopping("a worker was stopped meanwhile; repeat the call in a moment") from None
+            raise Stopping("a worker stopped during the request; retry it in a moment") from None
         if response.status != 200:
-            raise Stopping(f"worker {number} failed with status {response.status}; repeat the call in a moment")
+            raise Stopping(f"worker {number} failed with status {response.status}; retry the request in a moment")
         return msgspec.json.decode(answer, type=WorkerFence)
 
     async def _collect_metrics(self) -> dict[int, MetricsSnapshot | None]:
-        """Return the metrics of the other workers, with None for one that does not answer."""
+        """Return the metrics of the other workers, with None for a worker that does not answer."""
 
         async def ask(number: int) -> MetricsSnapshot | None:
             try:

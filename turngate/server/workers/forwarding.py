@@ -1,9 +1,9 @@
 """Forward requests to the worker that owns the session.
 
-The front sends most connections to the right worker, by their first request. The exceptions are connections that serve several sessions,
-secrets without a slot, and requests that open sessions. These are forwarded unchanged over the owner's private Unix socket, and the reply
-is streamed back. If the client disconnects, so does the forwarded request. A request that arrived over a private socket is not forwarded
-again.
+The front assigns most connections to the right worker, based on their first request. The exceptions are connections that serve several
+sessions, secrets without a slot, and requests that open sessions. These requests are forwarded unchanged over the owner's private Unix
+socket, and the reply is streamed back. If the client disconnects, the forwarded request is closed too. A request that arrived over a
+private socket is not forwarded again.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from turngate.server.web.files import add_security_headers, is_page_path
 from turngate.server.web.login import COOKIE
 
 log = logging.getLogger("turngate")
-RESTART_WAIT_S = 30.0  # how long to wait for a worker that is restarting
-CLIENT_HEADER = b"x-turngate-client"  # the client's address, for the owner; ignored outside private sockets
-RUN_HEADER = b"x-turngate-run"  # a secret of this run's workers, which marks their own requests
-INTERNAL_PREFIX = "/worker/"  # requests between workers; others are neither served nor forwarded
+RESTART_WAIT_S = 30.0  # time to wait for a worker that is restarting
+CLIENT_HEADER = b"x-turngate-client"  # carries the client's address to the owner; ignored outside private sockets
+RUN_HEADER = b"x-turngate-run"  # carries a secret of this run, which marks the workers' own requests
+INTERNAL_PREFIX = "/worker/"  # only for requests between workers; never served to clients or forwarded
 _CONNECTION_HEADERS = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"expect", b"date"}
 _AUTO_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
-# Requests that name a session in their body, or none.
+# Requests that name their session in the body, if at all.
 _ROUTED_BY_BODY = {("POST", "/admin/sessions"), ("POST", "/admin/events"), ("POST", "/sessions")}
 FENCE_ROUTES = {
     ("GET", "/admin/fence"),
@@ -66,7 +66,7 @@ class PeerWorkers:
 
     def __init__(self, shard: Shard, folder: Path, run: str) -> None:
         self.shard = shard
-        self.own_header = ((RUN_HEADER.decode(), run),)  # marks requests of the worker itself
+        self.own_header = ((RUN_HEADER.decode(), run),)  # marks the worker's own requests
         self.others = [n for n in range(shard.workers) if n != shard.number]
         self._clients = {n: _unix_client(socket_path(folder, n)) for n in self.others}
 
@@ -78,7 +78,7 @@ class PeerWorkers:
     async def request(
         self, number: int, method: str, target: str, headers: Sequence[tuple[str, str]] = (), body: bytes | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request to another worker and yield its response. Waits for a worker that is restarting."""
+        """Send a request to another worker and yield its response. Wait if the worker is restarting."""
         response = await self._connect(number, method, URL(f"http://worker{target}", encoded=True), headers, body)
         try:
             yield response
@@ -100,15 +100,18 @@ class PeerWorkers:
             except aiohttp.ClientConnectorError:
                 if loop.time() > end:
                     raise Stopping(
-                        "the worker that owns this session is not running; repeat the call in a moment"
+                        "the worker that owns this session is not running; retry the call in a moment"
                     ) from None
                 await asyncio.sleep(0.05)
             except (aiohttp.ClientError, OSError):
-                raise Stopping("the worker that owns this session was stopped; repeat the call in a moment") from None
+                raise Stopping("the worker that owns this session has stopped; retry the call in a moment") from None
 
 
 class ForwardingApp:
-    """The public application of a worker. It serves its own sessions, forwards the rest, and serves `shared` for all workers."""
+    """A worker's public application.
+
+    It serves its own sessions, forwards requests for other sessions to their workers, and serves `shared` on behalf of all workers.
+    """
 
     def __init__(self, gateway: Gateway, peers: PeerWorkers, shared: App) -> None:
         self._gateway = gateway
@@ -127,7 +130,7 @@ class ForwardingApp:
         if is_page_path(scope["path"]):
             send = add_security_headers(send)
         if scope["path"].startswith(INTERNAL_PREFIX):
-            await self._gateway(scope, receive, send)  # which responds with 404
+            await self._gateway(scope, receive, send)  # responds with 404
         elif route in FENCE_ROUTES:
             await self._serve_at(0, scope, receive, send, local=self._shared)
         elif route == METRICS_ROUTE:
@@ -138,7 +141,7 @@ class ForwardingApp:
             await self._serve_at(self._owner(scope), scope, receive, send, local=self._gateway)
 
     def _owner(self, scope: Scope) -> int:
-        """Return the worker that owns the request's session, found by its path or key. Without a session, it is this worker."""
+        """Return the worker that owns the session named by the request's path or key. Return this worker if there is no session."""
         if named := SESSION_PATH.match(scope["path"].encode("utf-8", "surrogatepass")):
             return self._shard.owner(named[1].decode("utf-8", "surrogatepass"))
         match = self._dialect_routes.match(scope["path"])
@@ -148,7 +151,7 @@ class ForwardingApp:
         return self._shard.number if session_id is None else self._shard.owner(session_id)
 
     def _is_authorized(self, scope: Scope) -> bool:
-        """Return whether the request's key, or for the page its cookie, opens anything at all."""
+        """Return whether the request has a valid key or, for the page, a valid cookie."""
         if is_page_path(scope["path"]):
             return self._gateway.page.login.expiry_of(Request(scope).cookies.get(COOKIE, "")) is not None
         match = self._dialect_routes.match(SESSION_PREFIX.sub("", scope["path"]))
@@ -160,11 +163,11 @@ class ForwardingApp:
         return bool(key) and self._gateway.sessions.find_id_by_secret(key) is not None
 
     async def _serve_by_body(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request whose body may name a session. A new session without an id goes to the workers in turn."""
+        """Serve a request whose body may name a session. New sessions without an id are distributed to the workers in turn."""
         try:
             body = await read_body(receive, parse_headers(scope), MAX_BODY)
         except TooLarge:
-            error = TooLarge(f"the request has more than {MAX_BODY} bytes, the limit")
+            error = TooLarge(f"the request body is larger than the limit of {MAX_BODY} bytes")
             await respond_error(send, dialect_of(Request(scope)), error)
             return
         except ClientDisconnect:
@@ -178,11 +181,11 @@ class ForwardingApp:
         await self._serve_at(number, scope, _replay_body(body, receive), send, local=self._gateway)
 
     async def _serve_at(self, number: int, scope: Scope, receive: Receive, send: Send, *, local: App) -> None:
-        """Serve a request with `local` if `number` is this worker, else forward it."""
+        """Serve a request with `local` if `number` is this worker; otherwise forward it."""
         if number == self._shard.number:
             await local(scope, receive, send)
             return
-        if not self._is_authorized(scope):  # rejected here, before a long body is read
+        if not self._is_authorized(scope):  # reject it before reading a long body
             await self._gateway(scope, receive, send)
             return
         try:
@@ -216,8 +219,8 @@ class ForwardingApp:
                 async for part in response.content.iter_any():
                     await send_or_give_up(send, {"type": "http.response.body", "body": part, "more_body": True})
             except (aiohttp.ClientError, OSError):
-                log.warning("worker %d ended in the middle of a reply", number)
-                return  # the unfinished reply tells the client
+                log.warning("worker %d exited in the middle of a reply", number)
+                return  # the truncated reply signals the failure to the client
             await send_or_give_up(send, {"type": "http.response.body", "body": b""})
 
 
@@ -228,7 +231,7 @@ class _SessionIds(msgspec.Struct):
 
 
 def restore_client(app: App) -> App:
-    """Wrap the application on the private socket: set the client's address from the forwarded header."""
+    """Wrap the application on the private socket to set the client's address from the forwarded header."""
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         for name, value in scope.get("headers", ()):
@@ -257,7 +260,7 @@ def _unix_client(path: str) -> aiohttp.ClientSession:
 
 
 def _replay_body(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that replays a body which was already read."""
+    """Return a `receive` that replays a body that was already read."""
     pending: list[bytes] = [body]
 
     async def replay() -> dict[str, object]:
@@ -269,7 +272,7 @@ def _replay_body(body: bytes, receive: Receive) -> Receive:
 
 
 def _decode_header(value: bytes) -> str:
-    """Decode a header value so that aiohttp encodes it to the same bytes."""
+    """Decode a header value so that aiohttp encodes it back to the same bytes."""
     try:
         return value.decode("utf-8")
     except UnicodeDecodeError:

@@ -1,10 +1,10 @@
-"""Accept connections and hand each to the worker of its session: the parent process of `turngate serve --workers N`.
+"""The parent process of `turngate serve --workers N`: accept connections and hand each to the worker of its session.
 
-    accept → read the head of the first request → find the session's worker → pass it the connection, with what was read
+    accept → read the head of the first request → find the session's worker → pass it the connection and the bytes read so far
 
-From then on the connection belongs to the worker, so the front costs per connection and not per call. It holds the data folder's lock,
-starts the workers, restarts one that dies, and stops them all on a signal. It knows nothing of sessions but their slots, and imports
-nothing heavy.
+From then on, the connection belongs to the worker, so the front adds a cost per connection, not per call. The front holds the data
+folder's lock, starts the workers, restarts any that die, and stops them all on a signal. All it knows about a session is its slot. It
+must stay light, so it imports no heavy modules.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ from turngate.store.lock import lock_folder
 log = logging.getLogger("turngate")
 HEAD_BYTES = 32 * 1024
 HEAD_S = 5.0  # after this long, the connection is handed over with a partial head
-WAIT_S = 30.0  # how long a connection waits for its worker to restart
-STOP_S = 12.0  # how long a worker may take to stop
-LOCK_WAIT_S = 10.0  # how long to wait for the workers of a killed front to exit
+WAIT_S = 30.0  # time a connection waits for its worker to restart
+STOP_S = 12.0  # time a worker may take to stop
+LOCK_WAIT_S = 10.0  # time to wait for the workers of a killed front to exit
 BACK_OFF_S = (0.0, 0.2, 1.0, 5.0)  # delays before restarting a worker that keeps dying
-STABLE_S = 10.0
-PATH_BYTES = 100  # of a Unix socket's path; the system allows 107
+STABLE_S = 10.0  # a worker that ran this long is restarted without delay
+PATH_BYTES = 100  # maximum length of a Unix socket's path; the system allows 107
 
 
 class WorkerStart(msgspec.Struct, frozen=True):
-    """What a worker reads on its standard input."""
+    """Start-up parameters that a worker reads from its standard input."""
 
     number: int
     workers: int
     run: str  # a secret, new each time the gateway starts
-    pair: int  # descriptor of its end of the socket pair
+    pair: int  # descriptor of the worker's end of the socket pair
     lock: int  # descriptor of the data folder's lock, which the worker keeps open
     sockets: str  # folder of the workers' private sockets
     config: ServeConfig
 
 
 class WorkerReport(msgspec.Struct, frozen=True):
-    """A worker's message that it is ready, or the error that keeps it from starting."""
+    """A worker's report that it is ready, or the error that prevents it from starting."""
 
     error: str = ""
 
@@ -111,13 +111,13 @@ class Front:
             await asyncio.gather(*runs, return_exceptions=True)
 
     def _stop(self) -> None:
-        if self.stopping.is_set():  # the second signal stops at once
+        if self.stopping.is_set():  # a second signal kills the workers immediately
             for worker in self._workers:
                 worker.kill()
         self.stopping.set()
 
     async def _wait_until_ready(self, runs: list[asyncio.Task[None]]) -> None:
-        """Wait for all workers. Raise the error of the first that cannot start."""
+        """Wait until all workers are ready. Raise the error of the first one that cannot start."""
         ready = asyncio.create_task(self._wait_for_workers())
         stopped = asyncio.create_task(self.stopping.wait())
         tasks: list[asyncio.Task[Any]] = [ready, stopped, *runs]
@@ -147,8 +147,8 @@ class Front:
                 connection, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:  # out of descriptors: pause, rather than spin
-                log.warning("cannot accept connections at present: %s", error.strerror)
+            except OSError as error:  # out of descriptors: pause instead of spinning
+                log.warning("cannot accept connections at the moment: %s; retrying", error.strerror)
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(self._listener)
                 loop.call_later(0.2, self._accept_more)
@@ -156,7 +156,7 @@ class Front:
             self._pending.add(PendingConnection(connection, self))
 
     def assign(self, pending: PendingConnection, head: bytes) -> None:
-        """Give a connection to the worker that owns its session, or to the next worker if it names none."""
+        """Assign a connection to the worker that owns its session, or to the next worker if it names no session."""
         self._pending.discard(pending)
         slot = slot_from_head(head)
         worker = next(self._next) if slot is None else self._workers[slot % len(self._workers)]
@@ -168,7 +168,7 @@ class Front:
 
 
 class PendingConnection:
-    """A connection whose first request's head is not complete yet."""
+    """A connection that has not yet sent the complete head of its first request."""
 
     def __init__(self, connection: socket.socket, front: Front) -> None:
         self.connection = connection
@@ -218,34 +218,36 @@ class WorkerProcess:
         self.ready = asyncio.Event()
         self._pair: socket.socket | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._waiting: deque[tuple[socket.socket, bytes, float]] = deque()  # connections that were not passed on yet
+        self._waiting: deque[tuple[socket.socket, bytes, float]] = (
+            deque()
+        )  # connections not yet handed over, with head and arrival time
         self._error = ""
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Start the process, and restart it whenever it dies, until the front stops. Raise if the first start fails."""
-        short_runs = 0  # in a row
+        """Run the process, restarting it whenever it dies, until the front stops. Raise `ConfigError` if the first start fails."""
+        short_runs = 0  # consecutive
         first = True
         while not stopping.is_set():
             began = time.monotonic()
             try:
                 code = await self._run_process(stopping)
             except OSError as error:
-                code, self._error = 1, f"it cannot be started: {error.strerror}"
+                code, self._error = 1, f"worker {self._number} cannot be started: {error.strerror}"
             if stopping.is_set():
                 return
             if first and not self.ready.is_set():
-                raise ConfigError(self._error or f"worker {self._number} ended with {code} before it was ready")
+                raise ConfigError(self._error or f"worker {self._number} exited with code {code} before it was ready")
             first = False
             self.ready.clear()
             short_runs = 0 if time.monotonic() - began > STABLE_S else short_runs + 1
             pause = BACK_OFF_S[min(short_runs, len(BACK_OFF_S) - 1)]
             why = self._error or (f"signal {-code}" if code < 0 else f"exit code {code}")
-            log.warning("worker %d ended (%s); restarting%s", self._number, why, f" in {pause} s" * bool(pause))
+            log.warning("worker %d exited (%s); restarting%s", self._number, why, f" in {pause} s" * bool(pause))
             with suppress(TimeoutError):
                 await asyncio.wait_for(stopping.wait(), pause)
 
     async def _run_process(self, stopping: asyncio.Event) -> int:
-        """Run the process until it ends, and return its exit code."""
+        """Run the process until it exits. Return its exit code."""
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
@@ -262,7 +264,7 @@ class WorkerProcess:
             )
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                "-P",  # no imports from the current folder, where an agent may be able to write
+                "-P",  # no imports from the current folder, which an agent may be able to write to
                 "-m",
                 "turngate.server.workers.worker",
                 str(self._number),  # shown in process lists
@@ -296,7 +298,7 @@ class WorkerProcess:
             process.terminate()
         await asyncio.wait([ended], timeout=STOP_S)
         if not ended.done():
-            log.warning("worker %d did not stop within %d s and is killed", self._number, STOP_S)
+            log.warning("worker %d did not stop within %d s; killing it", self._number, STOP_S)
             self.kill()
 
     def kill(self) -> None:
@@ -319,37 +321,37 @@ class WorkerProcess:
         if not self._error:
             self._pair = ours
             self.ready.set()
-            self._pass_on()
+            self._hand_over_waiting()
 
     # ── connections ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def give(self, connection: socket.socket, head: bytes) -> None:
         self._waiting.append((connection, head, time.monotonic()))
         if self._pair is not None:
-            self._pass_on()
+            self._hand_over_waiting()
         else:
             asyncio.get_running_loop().call_later(WAIT_S, self._give_up)
 
-    def _pass_on(self) -> None:
-        """Pass on as many connections as the socket takes now, and the rest when it is writable again."""
+    def _hand_over_waiting(self) -> None:
+        """Hand over as many connections as the socket accepts now, and the rest when it is writable again."""
         loop, pair = asyncio.get_running_loop(), self._pair
         while self._waiting and pair is not None:
             connection, head, _ = self._waiting[0]
             try:
                 socket.send_fds(pair, [b"+", head], [connection.fileno()])
             except (BlockingIOError, InterruptedError):
-                loop.add_writer(pair, self._pass_on)
+                loop.add_writer(pair, self._hand_over_waiting)
                 return
             except (
                 BrokenPipeError,
                 ConnectionResetError,
-            ):  # the process just died; the connections wait for its successor
+            ):  # the process just died; the connections wait for the restarted one
                 self._pair = None
                 loop.call_later(WAIT_S, self._give_up)
                 return
-            except OSError as error:  # too many connections are in transit
-                log.warning("cannot hand over a connection at present: %s", error.strerror)
-                loop.call_later(0.1, self._pass_on)
+            except OSError as error:  # too many descriptors in transit
+                log.warning("cannot hand over a connection at the moment: %s; retrying", error.strerror)
+                loop.call_later(0.1, self._hand_over_waiting)
                 return
             self._waiting.popleft()
             connection.close()
@@ -364,7 +366,7 @@ class WorkerProcess:
 
 @contextmanager
 def _lock_data(data: Path) -> Iterator[IO[bytes]]:
-    """Lock the data folder. The workers of a killed front hold the lock until they exit, so wait for them."""
+    """Lock the data folder. Wait for the workers of a killed front, which hold the lock until they exit."""
     end = time.monotonic() + LOCK_WAIT_S
     while True:
         try:

@@ -1,4 +1,4 @@
-"""One of several workers: a complete gateway that gets its connections from the front.
+"""A worker process: a complete gateway that receives its connections from the front.
 
 The front starts it as `python -m turngate.server.workers.worker` and writes a `WorkerStart` to its standard input.
 """
@@ -46,13 +46,13 @@ log = logging.getLogger("turngate")
 
 def main() -> None:
     start = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerStart)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the front says when to stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process, but the front decides when to stop
     with logs.log_to_stderr(start.config.log_format, worker=start.number):
         _run(start)
 
 
 def _run(start: WorkerStart) -> None:
-    for descriptor in (start.lock, start.pair):  # not inherited by processes that the worker starts
+    for descriptor in (start.lock, start.pair):  # processes started by the worker must not inherit these
         os.set_inheritable(descriptor, False)
     with socket.socket(fileno=start.pair) as pair:
         try:
@@ -80,7 +80,7 @@ async def _serve(start: WorkerStart, pair: socket.socket, gateway: Gateway) -> N
 
 
 class WorkerGateway:
-    """A gateway among its peers: the application for the private socket (`inside`) and the public one (`outside`)."""
+    """A gateway with peers. `inside` is the application on the private socket, `outside` the public one."""
 
     def __init__(self, gateway: Gateway, shard: Shard, folder: Path, run: str) -> None:
         self.gateway = gateway
@@ -103,7 +103,7 @@ class WorkerGateway:
         await self.gateway.stop()
 
     async def _serve_inside(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve requests of other workers, the shared fence at worker 0, and forwarded requests."""
+        """Serve requests between workers, forwarded requests and, in worker 0, the shared fence."""
         if scope["path"].startswith(INTERNAL_PREFIX) and self._is_from_peer(scope):
             await self._internal(scope, receive, send)
         elif self._number == 0 and (scope["method"], scope["path"]) in FENCE_ROUTES:
@@ -112,7 +112,7 @@ class WorkerGateway:
             await self.gateway(scope, receive, send)
 
     def _is_from_peer(self, scope: Scope) -> bool:
-        """Return whether another worker of this run sent the request itself, rather than forwarding it."""
+        """Return whether a worker of this run sent the request itself, rather than forwarding it."""
         values = [value for name, value in scope["headers"] if name == RUN_HEADER]
         return len(values) == 1 and secrets.compare_digest(values[0], self._run)
 
@@ -127,7 +127,7 @@ def _starlette(routes: list[Route]) -> App:
 
 
 class WorkerServer(GatewayServer):
-    """Serves the private socket and the connections that the front hands over."""
+    """A server for the private socket and for connections that the front hands over."""
 
     def __init__(self, inside: uvicorn.Config, outside: uvicorn.Config, gateway: Gateway, pair: socket.socket) -> None:
         super().__init__(inside, gateway)
@@ -160,7 +160,7 @@ class WorkerServer(GatewayServer):
             except OSError:
                 message, descriptors = b"", []
             if not message:
-                log.warning("the front process has ended; stopping")
+                log.warning("the front process has exited; stopping")
                 asyncio.get_running_loop().remove_reader(self._pair)
                 self.should_exit = True
                 return
@@ -182,7 +182,7 @@ class WorkerServer(GatewayServer):
 
 
 class HandedOverConnection(HttpToolsProtocol):
-    """A connection whose first bytes the front has read."""
+    """A connection whose first bytes were already read by the front."""
 
     def __init__(self, head: bytes, config: uvicorn.Config, state: uvicorn.server.ServerState) -> None:
         super().__init__(config, state, {})
