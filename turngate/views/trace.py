@@ -127,7 +127,9 @@ def decode_trace(encoded: bytes) -> DecodedTrace:
         return _decoder.decode(encoded)
     except msgspec.ValidationError as error:
         message, _ = explain_error(error, DecodedTrace)
-        raise BadRequest(f"invalid trace: {message}; pass the complete reply of GET /admin/sessions/ID/trace", param="trace") from None
+        raise BadRequest(
+            f"invalid trace: {message}; pass the complete reply of GET /admin/sessions/ID/trace", param="trace"
+        ) from None
 
 
 def training_role(role: TurnRole) -> Literal["agent", "auxiliary", "discarded"]:
