@@ -180,7 +180,7 @@ async def test_a_task_that_is_known_to_be_invalid_is_not_tried_any_more() -> Non
         assert result.summary.overall.kinds == {"invalid task": 8}
         tried = Counter(one.attempt for one in result.finished)
         assert 3 <= tried[1] <= 4 and tried[0] == 8 - tried[1], "two are looked after at once"
-        assert any("setup-0: invalid, and not tried any more: setup: setup.sh" in note for note in batch.progress.notes)
+        assert any("task setup-0 is invalid; its remaining rollouts are skipped: setup: setup.sh" in note for note in batch.progress.notes)
 
 
 async def test_another_plan_on_the_same_folder_is_refused_with_what_differs() -> None:
@@ -189,7 +189,7 @@ async def test_another_plan_on_the_same_folder_is_refused_with_what_differs() ->
         before = (stage.out / LEDGER_NAME).read_bytes()
         for other, line in (
             (stage.plan("well-0", n=2), "n: was 1, is now 2"),
-            (stage.plan("well-1", n=1), "tasks: well-0 is gone; tasks: well-1 is new"),
+            (stage.plan("well-1", n=1), "tasks: well-0 was removed; tasks: well-1 was added"),
             (stage.plan("well-0", n=1, model="other"), "model: was m, is now other"),
         ):
             with pytest.raises(ConfigError, match=line):
@@ -222,7 +222,7 @@ async def test_a_sandbox_that_cannot_be_made_any_more_stops_the_batch() -> None:
         wanted = stage.plan("well-0", n=5, bounds=Bounds(running=1, warm=0))
         broken = msgspec.structs.replace(wanted, backend=Gone(stage.root / "s", after=4))
         result = await run_batch(broken, stage.client, stage.connector)
-        assert result.stopped == "no sandbox can be created: the daemon is gone; start it"
+        assert result.stopped == "sandboxes cannot be created: the daemon is gone; start it"
         assert not result.complete and read_ledger(stage.out).faults == {}
         assert all(one.kind == "graded" for one in result.finished), "nothing was burnt"
         with pytest.raises(SandboxUnavailable):
@@ -295,18 +295,18 @@ def test_the_command_tells_what_came_of_it_and_where_it_is(home: Path) -> None:
     again = ran(*command(home, "--n", "3", "--out", str(home / "out"), "--json", "--resume"))
     assert again.exit_code == 0
     assert json.loads(again.stdout) == summary
-    assert "6 of 6 rollouts are finished already" in again.stderr
+    assert "6 of 6 rollouts are already finished" in again.stderr
     other = ran(*command(home, "--n", "2", "--out", str(home / "out")))
-    assert other.exit_code == 2 and "holds another batch (n: was 3, is now 2)" in other.stderr
+    assert other.exit_code == 2 and "contains a different batch (n: was 3, is now 2)" in other.stderr
 
 
 @pytest.mark.parametrize(
     ("more", "line"),
     [
-        (["--n", "0"], "n: 0 must be at least 1"),
-        (["--concurrency", "0"], "concurrency: 0 must be at least 1"),
-        (["--retries", "-1"], "retries: -1 must be at least 0"),
-        (["--name", "a/b"], "name: 'a/b' must be 1 to 64 letters, digits"),
+        (["--n", "0"], "n must be at least 1, not 0"),
+        (["--concurrency", "0"], "concurrency must be at least 1, not 0"),
+        (["--retries", "-1"], "retries must be at least 0, not -1"),
+        (["--name", "a/b"], "name must be 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit, not 'a/b'"),
         (["--only", "three"], "task: no task in"),
         (["--on-timeout", "ignore"], "on_timeout must be one of grade, exclude, zero, not 'ignore'"),
         (["--out", "/dev/null/x"], "out folder /dev/null/x is not writable"),

@@ -94,9 +94,9 @@ def test_how_fast_it_runs_is_not_what_it_is(tmp_path: Path) -> None:
         ({"network": "open"}, "network: was none, is now open"),
         ({"session": {"limits": {"turns": 1}}}, 'session: was {}, is now {"limits":{"turns":1}}'),
         ({"timeout_s": 5.0}, "timeout: was None, is now 5.0"),
-        ({"image": "x"}, "image: was not given, is now x"),
-        ({"tasks": (Task(id="t0", instruction="x"),)}, "tasks: t1 is gone, and so are 18 more"),
-        ({"tasks": tuple(Task(id=f"t{n}", instruction="x") for n in range(21))}, "tasks: t20 is new"),
+        ({"image": "x"}, "image: was not set, is now x"),
+        ({"tasks": (Task(id="t0", instruction="x"),)}, "tasks: t1 was removed (and 18 more)"),
+        ({"tasks": tuple(Task(id=f"t{n}", instruction="x") for n in range(21))}, "tasks: t20 was added"),
         ({"tasks": tuple(Task(id=f"t{n}", instruction="xy"[n == 3]) for n in range(20))}, "tasks: t3 has changed"),
     ],
 )
@@ -121,12 +121,12 @@ def test_a_task_is_what_lies_in_its_folders_wherever_those_are(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("fields", "line"),
     [
-        ({"n": 0}, "n: 0 must be at least 1"),
-        ({"rounds": 0}, "rounds: 0 must be at least 1"),
-        ({"retries": -1}, "retries: -1 must be at least 0"),
-        ({"stale_retries": -1}, "stale_retries: -1 must be at least 0"),
-        ({"tasks": ()}, "tasks: there is none to run"),
-        ({"tasks": (Task(id="t", instruction="x"),) * 2}, "tasks: 't' appears more than once"),
+        ({"n": 0}, "n must be at least 1, not 0"),
+        ({"rounds": 0}, "rounds must be at least 1, not 0"),
+        ({"retries": -1}, "retries must be at least 0, not -1"),
+        ({"stale_retries": -1}, "stale_retries must be at least 0, not -1"),
+        ({"tasks": ()}, "tasks is empty"),
+        ({"tasks": (Task(id="t", instruction="x"),) * 2}, "tasks: task id 't' appears more than once"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(fields: dict[str, Any], line: str, tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ async def test_a_batch_that_runs_takes_it_up_at_once() -> None:
         assert about["can"]["retry"] == {"ok": True, "why": ""}
         assert about["error"]["boundary"] == "sandbox" and "no sandbox today" in about["error"]["message"]
         asked = await client.post(f"/page/api/rollouts/{one['id']}/retry", headers=OWN)
-        assert asked.json() == {"asked": True, "taken": True, "message": "it is tried again, as attempt 2"}
+        assert asked.json() == {"asked": True, "taken": True, "message": "the rollout will be retried as attempt 2"}
         result = await running
         kinds = {finished.task: (finished.kind, finished.attempt) for finished in result.finished}
         assert kinds == {"once-0": ("graded", 2), "hang-0": ("agent failed", 1)} and result.complete
@@ -162,7 +162,7 @@ async def test_a_wish_that_comes_before_the_ledger_has_the_end_waits_for_it(monk
         client = await log_in(stage)
         one = await find_fault(client)
         asked = (await client.post(f"/page/api/rollouts/{one['id']}/retry", headers=OWN)).json()
-        assert asked["taken"] is None and "attempt 1 is not over yet" in asked["message"]
+        assert asked["taken"] is None and "attempt 1 has not ended yet" in asked["message"]
         written.set()
         result = await running
         assert [(finished.kind, finished.attempt) for finished in result.finished] == [("graded", 2)]

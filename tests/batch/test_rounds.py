@@ -64,7 +64,7 @@ async def test_tasks_come_round_and_each_group_is_closed_once_complete(monkeypat
         more = await run_batch(msgspec.structs.replace(wanted, rounds=3), stage.client, stage.connector)
         assert more.complete and more.finished[:8] == result.finished and len(more.finished) == 12
         assert set(told.closed) == {*groups, f"{batch}.well-0@2", f"{batch}.sandbox-0@2"}
-        with pytest.raises(ConfigError, match="rounds: 1 is less than the 3 that"):
+        with pytest.raises(ConfigError, match="rounds must be at least 3, not 1: "):
             await run_batch(msgspec.structs.replace(wanted, rounds=1), stage.client, stage.connector)
 
 

@@ -150,7 +150,7 @@ def test_a_batch_of_nothing_has_a_picture_too() -> None:
     summary = summarize("b", ["a"], 2, [])
     assert "no rewards" in render_svg(summary, [])
     ET.fromstring(render_svg(summary, []))
-    assert render_lines(build_panels(summary, [])[0]) == ["rewards: nothing to show"]
+    assert render_lines(build_panels(summary, [])[0]) == ["rewards: no data"]
 
 
 def test_bars_are_as_long_as_what_they_show() -> None:

@@ -75,7 +75,7 @@ async def test_an_outcome_that_the_gateway_cannot_take_stops_the_batch_and_is_re
             result = await run_plan(stage)
             assert not result.complete and result.finished == ()
             assert (
-                "could not be recorded at the gateway (gateway: the disk is full); resuming the batch" in result.stopped
+                "could not be recorded at the gateway (gateway: the disk is full); resume the batch" in result.stopped
             )
             [late] = read_ledger(stage.out).unrecorded.values()
             assert read_ledger(stage.out).open == {} and late.finished.kind == "graded"

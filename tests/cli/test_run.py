@@ -103,10 +103,10 @@ def sessions(data: Path) -> list[tuple[str, str]]:
         (["--prompt", "x", "--memory-mb", "0"], "memory_mb must be greater than 0, not 0"),
         (["--prompt", "x", "--script", "/no/file"], "script /no/file cannot be read: No such file or directory"),
         (["--prompt", "x", "--engine", "vlm"], "engine: "),
-        (["--prompt", "x", "--public-url", "here"], "public_url: 'here' is not an http(s) URL"),
+        (["--prompt", "x", "--public-url", "here"], "public_url must be an http(s) URL, not 'here'"),
         (
             ["--prompt", "x", "--public-url", "http://x", "--tunnel", "y"],
-            "tunnel: give either a public URL or a tunnel's",
+            "tunnel and public_url cannot both be set",
         ),
         (["--prompt", "x", "--gateway", "here"], "TURNGATE_ADMIN_KEY is not set; set it to the gateway's admin key"),
         (
@@ -234,7 +234,7 @@ def test_an_agent_that_is_not_there(data: Path, tmp_path: Path) -> None:
     file.write_text('name = "mine"\ntitle = "Mine"\ndialect = "chat"\ncommand = ["no-such-program"]\n')
     done = ran("run", "--agent", str(file), "--prompt", "x", "--data", data)
     assert done.exit_code == 3
-    assert "  fault   agent, in stage launch: mine: command: there is no no-such-program in the local" in done.stdout
+    assert "  fault   agent, in stage launch: mine: no-such-program not found in the local" in done.stdout
 
 
 def test_as_json(data: Path) -> None:

@@ -107,9 +107,9 @@ def test_each_bad_end_has_a_policy_of_its_own(
 @pytest.mark.parametrize(
     ("status", "how"),
     [
-        ("failed", "it ended with exit code 3 before its first turn"),
-        ("timed out", "it ran out of time before its first turn"),
-        ("limit", "it reached the limit of its session (turns) before its first turn"),
+        ("failed", "the agent exited with code 3 before its first turn"),
+        ("timed out", "the agent ran out of time before its first turn"),
+        ("limit", "the agent reached a session limit (turns) before its first turn"),
     ],
 )
 def test_an_agent_that_never_called_its_model_has_no_reward(status: Status, how: str) -> None:

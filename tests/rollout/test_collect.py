@@ -215,7 +215,7 @@ async def test_a_working_folder_that_takes_too_long_is_left_out_and_named(
     monkeypatch.setattr(posix, "DOWNLOAD", "exec sleep 3600")
     outcome = await stage.run('print("done")')
     assert (outcome.status, outcome.collected.work, outcome.collected.stdout) == ("finished", False, "done\n")
-    assert outcome.collected.missing == (f"work: it took longer than {limit_s / 2:.0f} s to copy",)
+    assert outcome.collected.missing == (f"work: copying took longer than {limit_s / 2:.0f} s",)
 
 
 async def test_a_working_folder_that_is_gone(stage: Stage) -> None:

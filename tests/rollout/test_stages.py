@@ -232,7 +232,7 @@ async def test_a_program_that_is_not_there_is_the_agents_fault(stage: Stage) -> 
     outcome = await stage.run(agent=agent)
     boundary, where, message = fault(outcome)
     assert (boundary, where) == ("agent", "launch")
-    assert message.startswith("mine: command: there is no no-such-program in the local sandbox; install it there")
+    assert message.startswith("mine: no-such-program not found in the local sandbox; install it there")
     assert (await stage.gateway.show(outcome.session))["status"] == "sealed"
     assert (await stage.gateway.show(outcome.session))["stop"] == "error"
 
@@ -244,7 +244,7 @@ async def test_an_image_without_the_agent_is_the_agents_fault(stage: Stage) -> N
     )
     assert fault(await stage.run(agent=agent)) == (
         *("agent", "launch"),
-        "mine: install.check: ended with exit code 7: too old",
+        "mine: install.check exited with code 7: too old",
     )
 
 
@@ -408,7 +408,7 @@ async def test_a_gateway_that_goes_away_for_good(stage: Stage, tmp_path: Path, m
     assert (boundary, where) == ("gateway", "seal") and "cannot be reached" in message
     assert outcome.turns == 2  # as far as we were told
     assert any("could not be ended" in note for note in outcome.notes)
-    assert any("could not be asked" in note for note in outcome.notes)
+    assert any("the recording could not be read from the gateway" in note for note in outcome.notes)
     assert len(await stage.gateway.turns(outcome.session)) == 2
     assert stage.alive() == []
 

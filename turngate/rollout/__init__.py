@@ -1,1 +1,1 @@
-"""One rollout: a task, an agent, a sandbox and a session, from start to end."""
+"""Rollouts and batches: run an agent on a task in a sandbox, record its session, and grade its work."""

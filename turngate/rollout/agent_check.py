@@ -1,6 +1,6 @@
-"""Check that the gateway captures an agent completely: run it on a small task with the scripted engine, and compare everything.
+"""Check that the gateway captures an agent completely: run it on a small task with the scripted engine, and compare the results.
 
-The engine replies with the agent's own `[[check]]` steps (read, edit, run, finish), so the expected result is known.
+The engine replies with the `[[check]]` steps from the agent's description (read, edit, run, finish), so the expected result is known.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ AFTER = "alpha\ncolor\nomega\n"
 
 
 class PromiseResult(msgspec.Struct, frozen=True):
-    """Whether one promise held."""
+    """The result of checking one promise."""
 
     name: str
     ok: bool
@@ -48,7 +48,7 @@ class PromiseResult(msgspec.Struct, frozen=True):
 
 
 class CheckReport(msgspec.Struct, frozen=True):
-    """The results of a check, and what they are based on."""
+    """The results of a check, and the data they are based on."""
 
     outcome: Outcome
     results: tuple[PromiseResult, ...]
@@ -62,22 +62,22 @@ class CheckReport(msgspec.Struct, frozen=True):
 
 
 class CheckOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What can be varied in a check."""
+    """Options of a check."""
 
     image: str = ""
     network: Network = "none"
-    scenes: Callable[[str], tuple[Scene, ...]] | None = None  # by working folder; None: the agent's own steps
+    scenes: Callable[[str], tuple[Scene, ...]] | None = None  # a function of the working folder; None: the agent's own steps
     instruction: str = INSTRUCTION
     model: str = MODEL
     model_limits: ModelLimits = ModelLimits()
-    max_context: int | None = None  # of the model; None: as in `model_limits`
-    session: Mapping[str, Json] = {}  # further settings of the session
+    max_context: int | None = None  # the model's context length; None: as in `model_limits`
+    session: Mapping[str, Json] = {}  # more session settings
     timeout_s: float = 240.0
     around: Callable[[App], App] = lambda app: app  # middleware between agent and gateway
 
 
 class AgentCheck(msgspec.Struct, frozen=True):
-    """A check that is ready to run, and its parts, so that tests can observe and disturb it."""
+    """A check that is ready to run. Its parts are public, so that tests can observe and disturb it."""
 
     engine: Scripted
     gateway: GatewayClient
@@ -86,11 +86,12 @@ class AgentCheck(msgspec.Struct, frozen=True):
     usual: bool  # the engine replies with the agent's own steps
 
     async def run(self) -> CheckReport:
+        """Run the rollout, and return the report."""
         await self.rollout.run()
         return await self.build_report()
 
     async def build_report(self) -> CheckReport:
-        """Evaluate what has been recorded so far."""
+        """Evaluate the recording so far."""
         outcome = self.rollout.outcome
         trace = await self.gateway.trace(outcome.session) if outcome.session else None
         samples = await self.gateway.samples(outcome.session, everything=True) if outcome.session else []
@@ -107,7 +108,7 @@ async def check_agent(
     options: CheckOptions = CheckOptions(),
     watch: ProgressCallback = lambda progress: None,
 ) -> CheckReport:
-    """Run a check. The recording and what the agent left stay in `folder`."""
+    """Run a check. The recording and the agent's files are kept in `folder`."""
     async with prepare_check(agent, installed, backend, folder, options, watch) as prepared:
         return await prepared.run()
 
@@ -121,9 +122,9 @@ async def prepare_check(
     options: CheckOptions = CheckOptions(),
     watch: ProgressCallback = lambda progress: None,
 ) -> AsyncIterator[AgentCheck]:
-    """Start a gateway with the scripted engine, and prepare a rollout on it that the block may run."""
+    """Start a gateway with the scripted engine, and yield a check that is ready to run on it."""
     if not agent.check and options.scenes is None:
-        raise AgentError(f"{agent.name}: check: the description has no [[check]] steps to play", param="check")
+        raise AgentError(f"{agent.name}: the agent's description has no [[check]] steps; add some", param="check")
     renderer, certificate = load_renderer(BUILTIN_TOKENIZER, model="", family="auto")
     scenes: list[Scene] = []
     engine = Scripted(
@@ -178,16 +179,16 @@ def _evaluate(
     turns = [node for node in nodes if isinstance(node, TraceTurn)]
     fault = f"{outcome.fault.stage}: {outcome.fault.message}" if outcome.fault else _describe_end(outcome)
     results = [
-        PromiseResult("the agent ran and ended by itself", outcome.status == "finished", outcome.status + ": " + fault)
+        PromiseResult("the agent ran and exited on its own", outcome.status == "finished", outcome.status + ": " + fault)
     ]
     if usual:
         results.append(_check_work(folder))
         results.append(_check_rows(samples))
     results += [
         PromiseResult(
-            "every model call it made is in the trace",
+            "the trace contains every model call",
             bool(turns) and len(engine.received) == len(turns) and outcome.calls in (None, len(turns)),
-            f"{outcome.calls} through its door, {len(engine.received)} at the engine, {len(turns)} in the trace",
+            f"{outcome.calls} calls by the agent, {len(engine.received)} at the engine, {len(turns)} in the trace",
         ),
         _check_exactness(nodes, turns, engine),
         _check_side_calls(samples),
@@ -197,7 +198,7 @@ def _evaluate(
         agrees = not collected.differences and collected.transcript_turns > 0
         results.append(
             PromiseResult(
-                "its own transcript agrees, turn by turn",
+                "the agent's own transcript matches, turn by turn",
                 agrees,
                 "; ".join(collected.differences) or f"{collected.transcript_turns} turns",
             )
@@ -210,7 +211,7 @@ def _check_work(folder: Path) -> PromiseResult:
     written = notes.read_text() if notes.is_file() else "missing"
     ok = written == AFTER and done.is_file() and done.read_text().strip() == "done"
     return PromiseResult(
-        "the task is done", ok, f"notes.txt {written!r}, done.txt {'is there' if done.is_file() else 'missing'}"
+        "the task is done", ok, f"notes.txt {written!r}, done.txt {'exists' if done.is_file() else 'missing'}"
     )
 
 
@@ -239,7 +240,7 @@ def _check_exactness(nodes: list[TraceNode], turns: list[TraceTurn], engine: Scr
         expected = np.array(derive_logprobs(prompt, turn.ids.tolist()), LOGPROB_DTYPE)
         scored = scored and turn.logprobs is not None and np.array_equal(turn.logprobs, expected)
     ok = sorted(recorded) == sent and scored
-    return PromiseResult("every recorded id is what the engine saw or sampled", ok, f"{len(turns)} turns")
+    return PromiseResult("every recorded id was received or sampled by the engine", ok, f"{len(turns)} turns")
 
 
 def _check_side_calls(samples: list[SampleRow]) -> PromiseResult:
@@ -250,7 +251,7 @@ def _check_side_calls(samples: list[SampleRow]) -> PromiseResult:
         if span.trained != (span.role in ("main", "subagent")) and not span.reason.startswith("trained in")
     ]
     sides = sum(span.role == "side" for row in samples for span in row.spans)
-    return PromiseResult("side calls are labelled and not trained", not wrong, f"{sides} side calls")
+    return PromiseResult("side calls are labelled and excluded from training", not wrong, f"{sides} side calls")
 
 
 def _describe_end(outcome: Outcome) -> str:

@@ -1,4 +1,4 @@
-"""Launch an agent in its sandbox as a background job, and wait until it ends or has to."""
+"""Launch an agent in its sandbox as a background job, and wait until it exits or must be stopped."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from turngate.rollout.classify import SESSION_LIMITS, Ending
 from turngate.rollout.spec import RolloutSpec
 from turngate.sandboxes.base import Job, Sandbox
 
-GRACE_S = 30.0  # for an agent to end by itself after its session reached a limit
+GRACE_S = 30.0  # for an agent to exit on its own after its session reached a limit
 _FIND_PROGRAM = 'command -v -- "$1" >/dev/null'
 
 
 def build_launch(spec: RolloutSpec, installed: Installation, sandbox: Sandbox, base_url: str, key: str) -> Launch:
-    """Plan the agent's command, environment and settings files. `installed`: as the sandbox sees it."""
+    """Plan the agent's command, environment and settings files. `installed` contains paths inside the sandbox."""
     launch = plan_launch(
         spec.agent,
         installed,
@@ -38,13 +38,13 @@ def build_launch(spec: RolloutSpec, installed: Installation, sandbox: Sandbox, b
 
 
 async def check_program(spec: RolloutSpec, sandbox: Sandbox, launch: Launch) -> None:
-    """Check that the agent's program is in the sandbox and starts there."""
+    """Check that the sandbox has the agent's program, and that it starts."""
     name = spec.agent.name
-    found = await sandbox.exec(["/bin/sh", "-c", _FIND_PROGRAM, "sh", launch.program], env=launch.env, timeout_s=60)
-    if found.exit_code:
+    lookup = await sandbox.exec(["/bin/sh", "-c", _FIND_PROGRAM, "sh", launch.program], env=launch.env, timeout_s=60)
+    if lookup.exit_code:
         raise AgentError(
-            f"{name}: command: there is no {launch.program} in the {spec.backend.name} sandbox; "
-            "install it there, or choose another --sandbox or --image",
+            f"{name}: {launch.program} not found in the {spec.backend.name} sandbox; "
+            "install it there, or choose a different --sandbox or --image",
             param="command",
         )
     if launch.check:
@@ -52,7 +52,7 @@ async def check_program(spec: RolloutSpec, sandbox: Sandbox, launch: Launch) -> 
         if result.exit_code:
             printed = (result.stderr or result.stdout).decode("utf-8", "replace").strip()[-300:]
             raise AgentError(
-                f"{name}: install.check: ended with exit code {result.exit_code}: {printed or 'it printed nothing'}",
+                f"{name}: install.check exited with code {result.exit_code}: {printed or 'no output'}",
                 param="install.check",
             )
 
@@ -66,7 +66,7 @@ async def run_agent(
     ending: Ending,
     note: Callable[[str], None],
 ) -> None:
-    """Run it until it exits, its time is up or its session is over. Adds how it ended to `ending`."""
+    """Run the agent until it exits, it times out or its session ends. Record how it ended in `ending`."""
     job = await sandbox.start(
         launch.command, env=launch.env, cwd=launch.cwd, stdout=launch.stdout, stderr=launch.stderr
     )
@@ -75,7 +75,7 @@ async def run_agent(
     over = asyncio.create_task(session_over.wait())
     try:
         await asyncio.wait({exited, over}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if ending.stop in SESSION_LIMITS:  # the gateway's replies say so; most agents end now
+        if ending.stop in SESSION_LIMITS:  # the gateway's replies report the limit, and most agents then exit
             await asyncio.wait({exited}, timeout=GRACE_S)
         ending.ran_s = time.monotonic() - began
         ending.limit = ending.stop if ending.stop in SESSION_LIMITS else ""
@@ -87,7 +87,7 @@ async def run_agent(
 
 
 async def _kill(job: Job, exited: asyncio.Task[int], note: Callable[[str], None]) -> None:
-    """Kill all processes of the agent, also those that it left behind when it exited."""
+    """Kill all of the agent's processes, including any that it left behind when it exited."""
     try:
         await run_to_completion(job.kill())
     except TurngateError as error:

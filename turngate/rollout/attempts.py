@@ -1,4 +1,4 @@
-"""Workers that run the attempts of a batch, each to its line in the ledger."""
+"""Workers that run the attempts of a batch and write each result to the ledger."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MAX_BACKOFF_S = 60.0  # between two attempts
 
 
 class AttemptRunner:
-    """Runs one attempt of a rollout and settles it: finished, to be tried again, or to be recorded later."""
+    """Runs single attempts, and settles each one: the rollout is finished, will be retried, or will be recorded later."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class AttemptRunner:
         self._health = BatchHealth(plan, gateway, results)
 
     async def run(self, item: RolloutItem, take_slot: Callable[[], Slot]) -> None:
-        """Run one attempt, to its line in the ledger. `take_slot` is called when the rollout begins."""
+        """Run one attempt, and write its result to the ledger. `take_slot` is called when the rollout starts."""
         ledger = self._results.ledger
         if self._results.is_invalid(item.task):
             await self._results.skip(item)
@@ -74,10 +74,10 @@ class AttemptRunner:
             outcome, verdict = await self._run_rollout(item, started, take_slot)
         except asyncio.CancelledError:
             if started.rollout not in ledger.state.unrecorded:
-                with suppress(TurngateError):  # otherwise the next run does it
+                with suppress(TurngateError):  # if this fails, the next run settles the attempt
                     await run_to_completion(self._lost.settle(started, "cancelled", ""))
             raise
-        # The gateway has the outcome by now, so the ledger must have it too, even if we are cancelled.
+        # The gateway already has the outcome, so it must be written to the ledger even if we are cancelled.
         await run_to_completion(self._settle(item, started, outcome, verdict))
         if ledger.full:
             self._stop.stop(self._health.check_disk())
@@ -104,8 +104,8 @@ class AttemptRunner:
                     await run_to_completion(self._results.postpone(item, started, rollout.outcome, rollout.verdict))
             raise
         except Exception as error:
-            # A bug of ours costs this rollout and not the batch, and the agent is not blamed for it.
-            log.exception("rollout %s, attempt %d", item.id, started.attempt)
+            # A bug in Turngate fails this rollout, not the batch, and does not count against the agent.
+            log.exception("unexpected error in rollout %s, attempt %d", item.id, started.attempt)
             rollout.fail(error)
         finally:
             slot.leave()
@@ -135,7 +135,7 @@ class AttemptRunner:
         results, message = self._results, describe_failure(outcome)
         faults = results.state.faults.get(item.id, 0)
         if reason := await self._health.check_after_fault(message):
-            # Not this rollout's failure: when the batch is resumed, it has all its attempts again.
+            # The rollout is not at fault, so this attempt does not use up a retry.
             await results.end_attempt(started, "cancelled", message)
             self._stop.stop(reason)
         elif faults < self._plan.retries:
@@ -147,17 +147,17 @@ class AttemptRunner:
 
 
 class Workers:
-    """Take rollouts from the schedule and run them, until nothing is left to do or the batch stops."""
+    """Workers that take rollouts from the schedule and run them, until all are done or the batch stops."""
 
     def __init__(self, schedule: Schedule, concurrency: Concurrency, attempts: AttemptRunner, stop: StopSignal) -> None:
         self._schedule = schedule
         self._concurrency = concurrency
         self._attempts = attempts
         self._stop = stop
-        self._slots: dict[asyncio.Task[object], Slot | None] = {}  # of the workers that have a rollout
+        self._slots: dict[asyncio.Task[object], Slot | None] = {}  # by worker, for those with a rollout
 
     async def run(self, count: int, supply: Awaitable[None]) -> None:
-        """Run `count` workers, and beside them what supplies them."""
+        """Run `count` workers, and `supply`, which fills their schedule."""
         self._schedule.start_workers(count)
         workers = [asyncio.create_task(self._work()) for _ in range(count)]
         stopping = asyncio.create_task(self._stop.wait())
@@ -169,7 +169,7 @@ class Workers:
                 done, _ = await asyncio.wait(running | others, return_when=asyncio.FIRST_COMPLETED)
                 running, others = running - done, others - done
                 for task in done - {stopping}:
-                    if not task.cancelled():  # as `cancel_running` does
+                    if not task.cancelled():  # `cancel_running` cancels workers
                         task.result()
         finally:
             for task in (stopping, supplying, *workers):
@@ -177,7 +177,7 @@ class Workers:
             await run_to_completion(wait_for_tasks(stopping, supplying, *workers))
 
     def cancel_running(self) -> None:
-        """Cancel the workers whose agents still run. Finished work is still graded."""
+        """Cancel the workers whose agents are still running. Finished work is still graded."""
         for worker, slot in self._slots.items():
             if slot is None or not slot.agent_is_done:
                 worker.cancel()

@@ -1,21 +1,21 @@
-"""Many rollouts: n of each task, through failures, crashes and Ctrl-C, each in exactly one class at the end.
+"""Run a batch: n rollouts of each task, despite failures, crashes and Ctrl-C. Each rollout ends in exactly one class.
 
     result = await run_batch(plan, gateway, connector)
 
     async with aclosing(rollouts(plan, gateway, connector)) as finished:
         async for rollout in finished: …
 
-    plan            what to run
-    schedule        what runs next: group by group, as the throttle allows, and retries
-    attempts        workers that run one attempt after the other, each to its line in the ledger
-    results         the ledger, and what follows from it
+    plan            the tasks to run, and how
+    schedule        decides what runs next: groups, as the throttle allows, and retries
+    attempts        workers that run the attempts and write their results to the ledger
+    results         the ledger, and the progress and groups that follow from it
     group_closer    closes complete groups at the gateway
-    retry_listener  requests to try a rollout again
-    lost_attempts   what an earlier run left open
-    health          what stops a batch: a full disk, no sandboxes, no gateway
+    retry_listener  handles requests to retry a rollout
+    lost_attempts   settles the attempts that an earlier run left open
+    health          detects what stops a batch: a full disk, no sandboxes, no gateway
 
-A few workers take from one schedule, so memory does not grow with the batch. After an infrastructure fault there is another attempt,
-later, with a new session and a new sandbox. If nothing can go on, the batch stops and says why; the same plan on the same folder
+A few workers share one schedule, so memory use does not grow with the batch. After an infrastructure fault, the rollout is retried later
+with a new session and a new sandbox. If the batch cannot continue, it stops and reports why. Running the same plan on the same folder
 resumes it.
 """
 
@@ -47,23 +47,23 @@ from turngate.rollout.stop_signal import StopSignal
 from turngate.rollout.summary import Summary, summarize
 from turngate.rollout.throttle import Throttle, no_throttle
 
-_FLUSH_S = 5.0  # to send the last replies, and to close the last groups of a batch that stops early
+_FLUSH_S = 5.0  # time to send the last replies, and to close the last groups of a batch that stops early
 
 
 class BatchStopped(TurngateError):
-    """A batch cannot go on. What is finished stays finished."""
+    """The batch cannot continue. Finished rollouts are kept."""
 
     kind = "batch_stopped"
 
 
 class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What is finished so far."""
+    """The finished rollouts of a batch so far, and their summary."""
 
     batch: str
     folder: Path
     finished: tuple[FinishedRollout, ...]  # by round, task and index
     summary: Summary
-    stopped: str = ""  # why it stopped early; the same plan resumes it
+    stopped: str = ""  # why the batch stopped early; running the same plan resumes it
 
     @property
     def complete(self) -> bool:
@@ -78,7 +78,7 @@ async def run_batch(
     *,
     throttle: Throttle = no_throttle,
 ) -> BatchResult:
-    """Run a batch to its end, or until it has to stop. Cancelling it ends what runs, cleanly; the same plan resumes it."""
+    """Run a batch until it is complete or must stop. Cancelling ends the running rollouts cleanly; running the same plan resumes it."""
     return await Batch(plan, gateway, connector, watch, throttle=throttle).run()
 
 
@@ -90,9 +90,10 @@ async def rollouts(
     *,
     throttle: Throttle = no_throttle,
 ) -> AsyncIterator[FinishedRollout]:
-    """Yield the rollouts as they finish, those of an earlier run first. Closing the iterator stops the batch.
+    """Yield the rollouts as they finish, starting with those of earlier runs. Closing the iterator stops the batch.
 
-    A rollout that is tried again on request is yielded once more: of two with the same `rollout`, the higher `attempt` counts.
+    A rollout that is retried on request is yielded again: the result with the higher `attempt` replaces the earlier one with the same
+    `rollout`.
     """
     queue: asyncio.Queue[FinishedRollout | None] = asyncio.Queue()
     batch = Batch(plan, gateway, connector, watch, throttle=throttle, on_finished=queue.put_nowait)
@@ -110,7 +111,7 @@ async def rollouts(
 
 
 class Batch:
-    """Runs one plan, once. `result` says at any time what is finished."""
+    """Runs one plan, once. `result` can be read at any time."""
 
     def __init__(
         self,
@@ -122,7 +123,7 @@ class Batch:
         throttle: Throttle = no_throttle,
         on_finished: Callable[[FinishedRollout], None] = lambda finished: None,
     ) -> None:
-        """`on_finished` is called with each finished rollout, those of an earlier run first."""
+        """Prepare a batch. `on_finished` is called with each finished rollout, starting with those of earlier runs."""
         self._plan = plan
         concurrency = Concurrency(plan.bounds)
         self.progress = BatchProgress(total=plan.total, states=concurrency.states)
@@ -136,6 +137,7 @@ class Batch:
         self._retries = RetryListener(plan, gateway, results, self._schedule, stop)
 
     async def run(self) -> BatchResult:
+        """Run the batch until it is complete or must stop, and return the result."""
         ledger = await self._results.open()
         background = [asyncio.create_task(self._closer.run())]
         try:
@@ -157,13 +159,14 @@ class Batch:
         return self.result
 
     async def wind_up(self) -> None:
-        """Begin nothing more and cancel the agents that run, but grade finished work. `run` then returns what there is."""
+        """Start no more rollouts and cancel the running agents, but grade finished work. `run` then returns the result so far."""
         self._stop.is_winding_up = True
         self._workers.cancel_running()
         await self._schedule.notify()
 
     @property
     def result(self) -> BatchResult:
+        """The result so far."""
         plan, state = self._plan, self._results.state
         position = {task.id: n for n, task in enumerate(plan.tasks)}
         finished = tuple(sorted(state.finished.values(), key=lambda one: (one.round, position[one.task], one.index)))
@@ -186,7 +189,7 @@ class Batch:
         )
 
     async def _claim_folder(self, ledger: Ledger) -> None:
-        """Check that the folder holds this batch, or begin it there."""
+        """Check that the folder contains this batch, or start the batch in an empty folder."""
         tasks = await asyncio.to_thread(self._plan.digests)
         terms, header = self._plan.terms(), ledger.state.head
         if header is None:
@@ -194,20 +197,21 @@ class Batch:
             await ledger.add(header)
         elif changes := describe_changes(header, terms, tasks):
             raise ConfigError(
-                f"out: {ledger.folder} holds another batch ({'; '.join(changes)}); choose another --out folder, or run it as it was",
+                f"out: {ledger.folder} contains a different batch ({'; '.join(changes)}); "
+                "choose a different --out folder, or restore the original settings",
                 param="out",
             )
         unrecorded = (entry.finished for entry in ledger.state.unrecorded.values())
         rounds = 1 + max((one.round for one in (*ledger.state.finished.values(), *unrecorded)), default=0)
         if rounds > self._plan.rounds:
             raise ConfigError(
-                f"rounds: {self._plan.rounds} is less than the {rounds} that {ledger.folder} holds already",
+                f"rounds must be at least {rounds}, not {self._plan.rounds}: {ledger.folder} already contains {rounds} rounds",
                 param="rounds",
             )
         self._results.batch = header.batch
 
     async def _resume(self, ledger: Ledger) -> None:
-        """Settle what an earlier run left: count finished rollouts, record outcomes that the gateway lacks, end open attempts."""
+        """Continue from an earlier run: count finished rollouts, record outcomes that the gateway does not have, and end open attempts."""
         state, results, progress = ledger.state, self._results, self.progress
         requests = await self._retries.read_earlier() if state.attempts else {}
         accepted = await self._retries.accept_earlier(requests)
@@ -217,11 +221,11 @@ class Batch:
             await self._lost.record(unrecorded)
         for started in list(state.open.values()):
             await asyncio.to_thread(results.remove_work, started.session)
-            await self._lost.settle(started, "lost", "its runner ended before it did")
+            await self._lost.settle(started, "lost", "the runner ended before the attempt did")
         await self._retries.reply_earlier(requests, accepted)
         progress.before = progress.done
         if progress.before:
-            results.note(f"{progress.before} of {progress.total} rollouts are finished already")
+            results.note(f"{progress.before} of {progress.total} rollouts are already finished")
         progress.started = time.monotonic()
         results.report()
 
@@ -236,7 +240,7 @@ class Batch:
             await asyncio.wait(self._retries.tasks, timeout=_FLUSH_S)
         if not await self._closer.flush(_FLUSH_S if self._stop.reason else health.RESTART_S):
             self._stop.stop(
-                "the gateway did not answer when complete groups were closed; resuming the batch closes them"
+                "the gateway did not respond to requests to close complete groups; resume the batch to close them"
             )
 
     def _note(self, text: str) -> None:

@@ -1,12 +1,13 @@
-"""Decide how a rollout ended: who is to blame, its class and reward, and whether to try it again. Pure, without I/O.
+"""Classify how a rollout ended: what was at fault, its class and reward, and whether to retry it. Pure, without I/O.
 
-    a stage failed             task: invalid task; agent: agent failed; anything else: infrastructure fault
-    cancelled                  by the caller, or somebody ended its session at the gateway: cancelled; because it was too old: stale
-    the engine failed          infrastructure fault, also if the engine went silent until the agent gave up or ran out of time
-    the agent ended            by itself, out of time or at a limit: its work is graded, excluded or 0, as the policy says
-    there is nothing to grade  no turn: agent failed; the agent destroyed its work: as the policy says; otherwise infrastructure fault
+    a stage failed         `invalid task` if the task was at fault, `agent failed` if the agent was, otherwise `infrastructure fault`
+    it was cancelled       `cancelled` if the caller or someone at the gateway ended it, `stale` if it had become too old to train on
+    the engine failed      `infrastructure fault`, even if the engine only stopped responding until the agent gave up or timed out
+    the agent ended        on its own, by timeout or at a limit: the work is graded, excluded or scored 0, depending on the policy
+    the work is missing    `agent failed` if there was no turn, or if the agent destroyed its work (excluded or scored 0, depending on
+                           the policy); otherwise `infrastructure fault`
 
-Only what the agent did is graded. A rollout that others broke never has a reward.
+Only the agent's own work is graded. A rollout that failed for any other reason never has a reward.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from turngate.tasks.grading.types import Grade
 from turngate.trace.session import CallError
 from turngate.types import STALE, Limits
 
-SILENT_SHARE = 0.5  # of the agent's time: if the engine was silent for longer, the engine is to blame
-PATIENCE_S = 60.0  # an agent that failed after less silence than this gave up too early
+SILENT_SHARE = 0.5  # if the engine was silent for more than this share of the agent's time, the engine is at fault
+PATIENCE_S = 60.0  # an agent that failed after a shorter silence gave up too early
 SESSION_LIMITS = tuple(field.name for field in msgspec.structs.fields(Limits))
-# The class of a fault by who is to blame. Engine, sandbox, store and gateway are infrastructure.
+# The class of a fault by the boundary at fault. Engine, sandbox, store and gateway are infrastructure.
 _FAULT_CLASSES: Mapping[Boundary, OutcomeClass] = {"task": "invalid task", "agent": "agent failed"}
-# Who is to blame if a stage takes too long; in all other stages it is the sandbox.
+# The error for a stage that takes too long. In all other stages, the sandbox is at fault.
 _TIMEOUT_ERRORS: Mapping[Stage, type[TurngateError]] = {
     "setup": TaskError,
     "session": TurngateError,
@@ -48,32 +49,32 @@ Retry = Literal["", "fault", "stale"]
 
 
 class Ending(msgspec.Struct, kw_only=True):
-    """The facts about how a rollout ended. They are filled in as they become known; `classify` judges them."""
+    """The facts about how a rollout ended. They are filled in as they become known, and `classify` evaluates them."""
 
     cancelled: bool = False  # the caller cancelled the rollout
-    complete: bool = False  # the agent ran to its end, and its work was collected
+    complete: bool = False  # the agent's run is over, and its work was collected
     fault: Fault | None = None  # a stage failed
-    ran_s: float | None = None  # how long the agent ran; None: it did not
-    exit_code: int | None = None  # of the agent; None: it did not end by itself
-    limit: str = ""  # the limit that the session reached while the agent ran
-    session_ended: bool = False  # the session was over while the agent ran
-    stop: str = ""  # why the session ended: a limit, `STALE`, or a sentence that says who ended it
-    sealed_stop: str = ""  # why the session ended, as the gateway says after it was sealed
+    ran_s: float | None = None  # how long the agent ran; None if it did not run
+    exit_code: int | None = None  # the agent's; None if it did not exit on its own
+    limit: str = ""  # the limit that the session reached while the agent was running
+    session_ended: bool = False  # the session ended while the agent was running
+    stop: str = ""  # why the session ended: a limit, `STALE`, or a sentence
+    sealed_stop: str = ""  # why the session ended, as reported by the gateway after sealing it
     last_error: CallError | None = None
-    silent_s: float = 0.0  # how long the agent waited for the engine at the end without receiving a token
+    silent_s: float = 0.0  # how long the agent was last waiting for the engine without receiving a token
     turns: int = 0
     graded: bool = True  # the task has a grader, and the caller wants a grade
-    work_lost: str = ""  # why the agent is to blame that there is no work
-    work_missing: str = ""  # why there is no work, and the agent is not to blame
-    grade: Grade | None = None  # the grader's
+    work_lost: str = ""  # how the agent destroyed its work
+    work_missing: str = ""  # why the work is missing, if the agent is not at fault
+    grade: Grade | None = None  # the grader's verdict
 
 
 class Classification(msgspec.Struct, frozen=True, kw_only=True):
-    """What the facts amount to."""
+    """The verdict on a rollout."""
 
     status: Status
-    kind: RolloutClass | None = None  # None: the work has to be graded first
-    grade: Grade | None = None  # None where the class is not one that is recorded
+    kind: RolloutClass | None = None  # None if the work must be graded first
+    grade: Grade | None = None  # None if no outcome is recorded for the class
     fault: Fault | None = None
     stop: str = ""
     retry: Retry = ""  # whether a new attempt may help, and which budget it uses
@@ -92,10 +93,10 @@ class _Cause(msgspec.Struct, frozen=True):
 
 
 def classify(ending: Ending, policy: EndPolicy) -> Classification:
-    """Judge the facts known so far."""
+    """Classify a rollout by the facts known so far."""
     cause = _find_cause(ending)
     status: Status = cause.status
-    if ending.cancelled and (ending.graded or not ending.complete):  # without its grade a rollout is not complete
+    if ending.cancelled and (ending.graded or not ending.complete):  # a graded rollout is not complete without its grade
         status = "cancelled"
     grade = None if status == "cancelled" else _find_grade(ending, cause, policy)
     kind = _find_class(ending, status, cause.stop, grade)
@@ -111,29 +112,29 @@ def classify(ending: Ending, policy: EndPolicy) -> Classification:
 
 
 def timeout_error(stage: Stage, limit_s: float) -> TurngateError:
-    """Build the error of a stage that took too long. Its type says who is to blame."""
+    """Build the error for a stage that took too long. Its type states what is at fault."""
     return _TIMEOUT_ERRORS.get(stage, SandboxError)(f"stage {stage} took longer than {limit_s:.0f} s")
 
 
 def _find_cause(ending: Ending) -> _Cause:
-    """How it ended and who is to blame, before anything is graded."""
+    """Determine how the rollout ended and what was at fault, before grading."""
     is_stale = ending.sealed_stop == STALE
     stop = STALE if is_stale else ending.stop
     if ending.fault is not None:
         return _Cause("error", stop, ending.fault)
-    if is_stale:  # however the agent reacted to it
+    if is_stale:  # regardless of how the agent reacted
         return _Cause("cancelled", stop)
     status = _find_run_status(ending)
     if status not in ("finished", "failed", "timed out"):
         return _Cause(status, stop)
-    if ending.sealed_stop in SESSION_LIMITS:  # the agent ended before the event of the limit arrived
+    if ending.sealed_stop in SESSION_LIMITS:  # the agent exited before the limit event arrived
         return _Cause("limit", ending.sealed_stop)
     if ending.last_error is not None:
         return _blame_call(ending, ending.last_error, status)
     if _was_engine_silent(ending, status):
         message = (
-            f"the engine went silent: it sent nothing for {ending.silent_s:.0f} of the {ending.ran_s or 0:.0f} s "
-            "that the agent ran"
+            f"the engine went silent: it sent no tokens for {ending.silent_s:.0f} of the {ending.ran_s or 0:.0f} s "
+            "that the agent was running"
         )
         return _Cause("error", stop, Fault("agent", EngineTimeout.boundary, message))
     return _Cause(status, stop)
@@ -150,7 +151,7 @@ def _find_run_status(ending: Ending) -> Status:
 
 
 def _blame_call(ending: Ending, error: CallError, status: Status) -> _Cause:
-    """The agent ended after a failed call. That is its own doing only if the call was at fault."""
+    """Determine the cause if the agent's last call failed. The agent is at fault only if the call itself was."""
     if error.kind == ContextOverflow.kind:
         return _Cause("limit", error.kind)
     if error.kind == EngineRejected.kind and ending.turns:  # the engine accepted other calls
@@ -159,7 +160,7 @@ def _blame_call(ending: Ending, error: CallError, status: Status) -> _Cause:
 
 
 def _was_engine_silent(ending: Ending, status: Status) -> bool:
-    """Whether the engine took the agent's time without an error. A slow engine is not silent: its tokens arrive."""
+    """Return whether the engine used up the agent's time without an error. A slow engine is not silent: it still sends tokens."""
     if ending.silent_s <= SILENT_SHARE * (ending.ran_s or 0.0):
         return False
     return status == "timed out" or (status == "failed" and ending.silent_s > PATIENCE_S)
@@ -173,7 +174,7 @@ def _find_grade(ending: Ending, cause: _Cause, policy: EndPolicy) -> Grade | Non
         return None
     how = _describe(cause, ending.exit_code)
     if cause.status != "finished" and not ending.turns:
-        return Grade(kind="agent failed", message=f"it {how} before its first turn: there is nothing to grade")
+        return Grade(kind="agent failed", message=f"the agent {how} before its first turn")
     actions: Mapping[Status, EndAction] = {
         "timed out": policy.timed_out,
         "failed": policy.failed,
@@ -181,13 +182,13 @@ def _find_grade(ending: Ending, cause: _Cause, policy: EndPolicy) -> Grade | Non
     }
     match actions.get(cause.status, "grade"):
         case "exclude":
-            return Grade(kind="agent failed", message=f"it {how}, and the policy excludes such rollouts")
+            return Grade(kind="agent failed", message=f"the agent {how}, and the policy excludes such rollouts")
         case "zero":
-            return Grade(kind="agent failed", reward=0.0, message=f"it {how}, and the policy counts that as 0")
-    if ending.work_lost:  # at no price, destroying the work would be a way out of every bad grade
+            return Grade(kind="agent failed", reward=0.0, message=f"the agent {how}, and the policy scores that as 0")
+    if ending.work_lost:  # without a penalty, an agent could avoid a bad grade by destroying its work
         return Grade(kind="agent failed", reward=0.0 if policy.lost == "zero" else None, message=ending.work_lost)
     if ending.work_missing:
-        return Grade(kind="infrastructure fault", message=f"there is no work to grade: {ending.work_missing}")
+        return Grade(kind="infrastructure fault", message=f"no work to grade: {ending.work_missing}")
     return ending.grade
 
 
@@ -204,6 +205,6 @@ def _describe(cause: _Cause, exit_code: int | None) -> str:
         case "timed out":
             return "ran out of time"
         case "limit":
-            return f"reached the limit of its session ({cause.stop.replace('_', ' ')})"
+            return f"reached a session limit ({cause.stop.replace('_', ' ')})"
         case _:
-            return f"ended with exit code {exit_code}"
+            return f"exited with code {exit_code}"

@@ -1,6 +1,6 @@
-"""Copy an agent's output, transcript and logs out of its sandbox. The host does not trust them.
+"""Copy an agent's output, transcript and logs out of its sandbox. Their names and contents are untrusted.
 
-<folder>/stdout, stderr     what it printed
+<folder>/stdout, stderr     the agent's output
 <folder>/home/…             its transcript and logs
 <folder>/work/…             its working folder (copied by `work.py`)
 """
@@ -21,10 +21,10 @@ from turngate.sandboxes.base import Sandbox
 
 _MAX_FILES = 500
 _MAX_FILE_BYTES = 64_000_000
-_MAX_BYTES = 512_000_000  # of all transcripts and logs together
-_MAX_LIST_BYTES = 4_000_000  # of their names
-_TAIL_BYTES = 4000  # of the output, in the outcome
-# Regular files only: a link could lead anywhere. Paths are separated by nulls, since names may contain newlines.
+_MAX_BYTES = 512_000_000  # total size of transcripts and logs
+_MAX_LIST_BYTES = 4_000_000  # total size of their names
+_TAIL_BYTES = 4000  # how much of the output's end the outcome includes
+# Regular files only: a link could point anywhere. Paths are separated by null bytes, because names may contain newlines.
 _FIND = """
 PATH="$PATH:/usr/bin:/bin"; most=$1 home=$2; shift 2
 for p in "$@"; do find "$home" -xdev -type f -path "$p" -print0 2>/dev/null; done | head -c "$most"; exit 0
@@ -33,30 +33,30 @@ _READ_TAIL = 'PATH="$PATH:/usr/bin:/bin"; [ -f "$1" ] && exec tail -c "$2" -- "$
 
 
 class Collected(msgspec.Struct, frozen=True):
-    """What was copied, and what is missing."""
+    """The files that were copied, and those that are missing."""
 
     folder: str = ""
-    stdout: str = ""  # its end
-    stderr: str = ""
+    stdout: str = ""  # only the end
+    stderr: str = ""  # only the end
     files: int = 0
     work: bool = False
     differences: tuple[str, ...] = ()  # where the agent's transcript and the trace disagree
-    transcript_turns: int | None = None  # None: the agent writes no transcript
+    transcript_turns: int | None = None  # None if the agent does not write a transcript
     missing: tuple[str, ...] = ()
 
 
 async def collect(
     sandbox: Sandbox, launch: Launch, folder: Path, redact: Callable[[bytes], bytes] = bytes
 ) -> Collected:
-    """Copy everything but the work to `folder`. What cannot be copied is listed as missing: nothing an agent left can fail a rollout.
+    """Copy everything except the work to `folder`. Files that cannot be copied are listed as missing and do not fail the rollout.
 
-    `redact` removes secrets from what the agent printed."""
+    `redact` removes secrets from the agent's output."""
     missing: list[str] = []
     try:
         await asyncio.to_thread(folder.mkdir, mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise TurngateError(
-            f"{folder} cannot be created ({error.strerror}); choose another --out", param="out"
+            f"out: {folder} cannot be created ({error.strerror}); choose a different --out folder", param="out"
         ) from None
     output = {
         name: await _collect_output(sandbox, path, folder / name, missing, redact)
@@ -79,11 +79,11 @@ async def _collect_output(
     try:
         data = await sandbox.read(path, limit=_MAX_FILE_BYTES)
     except SandboxFileMissing:
-        return ""  # it was never started
+        return ""  # the agent was never started
     except SandboxError as error:
-        # Probably too large: its end says most about how it went.
+        # The file is probably too large. Its end is the most useful part.
         data = b""
-        with suppress(SandboxError):  # the sandbox may have ended
+        with suppress(SandboxError):  # the sandbox may be gone
             tail = await sandbox.exec(
                 ["/bin/sh", "-c", _READ_TAIL, "sh", path, str(_MAX_FILE_BYTES)], cwd="/", timeout_s=60
             )
@@ -105,7 +105,7 @@ async def _collect_home_files(sandbox: Sandbox, patterns: list[str], target: Pat
         return 0
     listed, _, rest = found.stdout.rpartition(b"\0")
     if rest or len(found.stdout) >= _MAX_LIST_BYTES:
-        missing.append("home: there are too many transcript and log files to list")
+        missing.append("home: too many transcript and log files to list")
     names = [name.decode("utf-8", "surrogateescape") for name in dict.fromkeys(listed.split(b"\0")) if name]
     if len(names) > _MAX_FILES:
         missing.append(f"home: {len(names) - _MAX_FILES} of {len(names)} transcript and log files were not copied")
@@ -113,7 +113,7 @@ async def _collect_home_files(sandbox: Sandbox, patterns: list[str], target: Pat
     for name in names[:_MAX_FILES]:
         inside = _relative_to_home(name, sandbox.home)
         if inside is None:
-            missing.append(f"home: {name!r} is not below the home folder")
+            missing.append(f"home: {name!r} is outside the home folder")
             continue
         try:
             data = await sandbox.read(name, limit=min(_MAX_FILE_BYTES, remaining))
@@ -126,18 +126,18 @@ async def _collect_home_files(sandbox: Sandbox, patterns: list[str], target: Pat
 
 
 async def _write_file(target: Path, data: bytes, missing: list[str]) -> bool:
-    """Write a file on the host. Its name comes from the sandbox, so it may clash with others."""
+    """Write a file on the host, and return whether that succeeded. The sandbox chose its name, so it may conflict with other files."""
     try:
         await asyncio.to_thread(target.parent.mkdir, parents=True, exist_ok=True)
         await asyncio.to_thread(target.write_bytes, data)
     except OSError as error:
-        missing.append(f"{target.name}: cannot be written: {error.strerror}")
+        missing.append(f"{target.name} could not be written: {error.strerror}")
         return False
     return True
 
 
 def _relative_to_home(name: str, home: str) -> PurePosixPath | None:
-    """Return the path below the home folder, or None. The name comes from the sandbox, so it may be anything."""
+    """Return the path relative to the home folder, or None if it is outside. The name is untrusted: the sandbox chose it."""
     path = PurePosixPath(name)
     if not path.is_relative_to(home) or ".." in path.parts or "\0" in name or str(path) == home:
         return None

@@ -1,9 +1,9 @@
-"""Limit how many rollouts of a batch are in each phase at once. Each rollout has a `Slot`.
+"""Limit how many rollouts of a batch are in each phase at the same time. Each rollout has a `Slot`.
 
     waiting → start → ready → run → done → grade
 
-A sandbox exists from `start` until the agent is done. There are at most `running + warm`, so `warm` sandboxes are prepared before their
-agents can run. Rollouts that wait for a grader have no sandbox, and hold nothing up.
+A sandbox exists from `start` until the agent is done. There are at most `running + warm` sandboxes, so up to `warm` of them can be
+prepared before their agents may run. Rollouts that wait for grading have no sandbox, so they do not block others.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ def _count_cores() -> int:
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
-    """The most rollouts in each phase at once. None: derived from the number of cores."""
+    """The maximum number of rollouts in each phase. None means that it depends on the number of CPU cores."""
 
     running: int = 8
-    starting: int | None = None  # twice the cores
-    grading: int | None = None  # the cores
-    warm: int | None = None  # the cores
+    starting: int | None = None  # None: twice the number of cores
+    grading: int | None = None  # None: the number of cores
+    warm: int | None = None  # None: the number of cores
 
     def __post_init__(self) -> None:
         for name, least in (("running", 1), ("starting", 1), ("grading", 1), ("warm", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
                 shown = "concurrency" if name == "running" else name
-                raise ConfigError(f"{shown}: {value} must be at least {least}", param=shown)
+                raise ConfigError(f"{shown} must be at least {least}, not {value}", param=shown)
 
     @property
     def max_starting(self) -> int:
@@ -60,12 +60,12 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rollouts(self) -> int:
-        """All at once: those with sandboxes, and those that are being graded."""
+        """The maximum number of rollouts in all phases: those with sandboxes, and those that are being graded."""
         return self.sandboxes + self.max_grading
 
 
 class Concurrency:
-    """The semaphores of one batch. `states` counts the rollouts in each state."""
+    """The semaphores of one batch. `states` contains the number of rollouts in each state."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.states: Counter[SlotState] = Counter()
@@ -81,7 +81,7 @@ class Concurrency:
 
 
 class Slot:
-    """One rollout's way through the phases. Call `leave` when it is over, however it ended."""
+    """The slot of one rollout, called to enter a phase. Call `leave` when the rollout ends, even if it failed."""
 
     def __init__(self, concurrency: Concurrency) -> None:
         self._concurrency = concurrency
@@ -108,15 +108,16 @@ class Slot:
 
     @property
     def agent_is_done(self) -> bool:
-        """Whether its work is being graded or about to be."""
+        """Whether the agent's work is being graded or is about to be."""
         return self._state in ("done", "grade")
 
     def leave(self) -> None:
+        """Release the slot."""
         self._release_sandbox()
         self._set_state(None)
 
     def _release_sandbox(self) -> None:
-        """The sandbox itself is gone by now."""
+        """Release the semaphore of the sandbox, which has already been removed."""
         if self._has_sandbox:
             self._has_sandbox = False
             self._concurrency.sandboxes.release()

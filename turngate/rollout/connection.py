@@ -1,4 +1,4 @@
-"""Connect a rollout's sandbox to the gateway: through a door of its own, or by a public address if it shares nothing with this host."""
+"""Connect a rollout's sandbox to the gateway: through a separate door, or at a public URL if the sandbox is remote."""
 
 from __future__ import annotations
 
@@ -16,34 +16,37 @@ from turngate.sandboxes import door, egress, tunnel
 from turngate.sandboxes.base import Sandbox
 from turngate.sandboxes.tunnel import Tunnel
 
-_TOKEN_COUNTS = ("/count_tokens", ":countTokens")  # calls that sample nothing
-_TOOLS = "/v1/tools/"  # nor do those
+_TOKEN_COUNTS = ("/count_tokens", ":countTokens")  # paths of calls that do not sample
+_TOOLS = "/v1/tools/"  # prefix of further calls that do not sample
 
 
 class Connection(msgspec.Struct):
-    """The base URL that the agent uses, and how many generations it requested there; None: they do not pass through a door of ours."""
+    """An agent's connection to the gateway."""
 
-    base_url: str
-    generations: int | None = None
+    base_url: str  # that the agent uses
+    generations: int | None = None  # requested so far; None if the calls do not pass through a door on this host
 
     def count_call(self, method: str, path: str) -> None:
-        """Count a call that passed through the door."""
+        """Count a call through the door if it samples."""
         samples = method == "POST" and not path.endswith(_TOKEN_COUNTS) and not path.startswith(_TOOLS)
         if samples and self.generations is not None:
             self.generations += 1
 
 
 class GatewayConnector:
-    """Connects the sandboxes of all rollouts to one gateway. Remote ones use `public_url`, or `tunnel`: a command that prints a URL."""
+    """Connects the sandboxes of all rollouts to one gateway.
+
+    Remote sandboxes use `public_url`, or the URL that the command `tunnel` prints.
+    """
 
     def __init__(self, gateway: str, public_url: str = "", tunnel: str = "") -> None:
         reject_credentials(
-            public_url, "public_url", "agents reach the gateway by it: nothing but its address belongs there"
+            public_url, "public_url", "remove them: agents receive this URL, so it must contain only the address"
         )
         if public_url and (urlsplit(public_url).scheme not in ("http", "https") or not urlsplit(public_url).netloc):
-            raise ConfigError(f"public_url: {public_url!r} is not an http(s) URL", param="public_url")
+            raise ConfigError(f"public_url must be an http(s) URL, not {public_url!r}", param="public_url")
         if public_url and tunnel:
-            raise ConfigError("tunnel: give either a public URL or a tunnel's command", param="tunnel")
+            raise ConfigError("tunnel and public_url cannot both be set; set only one of them", param="tunnel")
         self._gateway = gateway
         self._public_url = public_url.rstrip("/")
         self._command = tunnel
@@ -54,7 +57,7 @@ class GatewayConnector:
         await self._stack.__aenter__()
         if self._command:
             try:
-                # The tunnel leads to a door, so that its address serves nothing but model calls.
+                # The tunnel leads to a door, so that its public address serves only model calls.
                 outside = await self._stack.enter_async_context(door.open_door(self._gateway))
                 self._tunnel = await self._stack.enter_async_context(tunnel.open_tunnel(self._command, outside.address))
             except BaseException:
@@ -69,14 +72,14 @@ class GatewayConnector:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The hosts that a remote sandbox has to reach."""
+        """The hosts that a remote sandbox must be able to reach."""
         host = urlsplit(self._tunnel.url if self._tunnel is not None else self._public_url).hostname
         return (host,) if host else ()
 
     @asynccontextmanager
     async def connect(self, sandbox: Sandbox, *, python: str = "", node: str = "") -> AsyncIterator[Connection]:
-        """Run a relay in the sandbox while the block runs."""
-        python = python or sys.executable  # if the sandbox sees this one, nothing has to be searched for
+        """Run a relay in the sandbox for the duration of the block, and yield the connection."""
+        python = python or sys.executable  # saves a search if the sandbox can access this interpreter
         if sandbox.shared is None:
             async with egress.connect_sandbox(
                 sandbox, self._find_remote_target(), python=python, node=node
@@ -94,7 +97,7 @@ class GatewayConnector:
         target = self._tunnel or self._public_url
         if not target:
             raise ConfigError(
-                "public_url: a remote sandbox cannot reach 127.0.0.1; give --public-url URL, or --tunnel COMMAND",
+                "public_url is not set, and a remote sandbox cannot reach 127.0.0.1; pass --public-url URL or --tunnel COMMAND",
                 param="public_url",
             )
         return target

@@ -1,4 +1,4 @@
-"""Grade an agent's work, and retry if the infrastructure failed. The agent never runs twice."""
+"""Grade an agent's work, and retry the grading after infrastructure faults. The agent is not run again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BACKOFF_S = 1.0  # before the second try; four times as long before the third
 
 
 async def grade_with_retries(task: Task, work: Work, environment: GradingEnvironment) -> Grade:
-    """Run the task's grader on the work until the infrastructure lets it decide, at most `MAX_TRIES` times."""
+    """Run the task's grader on the work. Retry after an infrastructure fault, up to `MAX_TRIES` tries in total."""
     tries = 1
     while True:
         result = await grade(task, work, environment)

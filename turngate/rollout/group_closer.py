@@ -1,6 +1,6 @@
-"""Close the groups of a batch at the gateway as soon as they are complete, so that no trainer waits for more rollouts.
+"""Close the groups of a batch at the gateway as soon as they are complete, so that trainers do not wait for more rollouts.
 
-Closing a group twice is the same as closing it once, so a resumed batch closes all complete groups again.
+Closing a group is idempotent, so a resumed batch closes all complete groups again.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from turngate.client.retry import retry_while_unreachable
 from turngate.errors import TurngateError
 from turngate.rollout.ledger import FinishedRollout
 
-_RETRY_S = 0.5  # between two tries, while the gateway does not answer
-RECORDED_CLASSES = ("graded", "agent failed", "invalid task")  # the gateway has their outcome, and it counts in a group
+_RETRY_S = 0.5  # between two tries, while the gateway does not respond
+RECORDED_CLASSES = ("graded", "agent failed", "invalid task")  # the gateway includes these outcomes in a group
 
 
 class GroupCloser:
-    """Closes the groups of one batch in the background: start `run` as a task. `on_rejected` is called with the reason if the gateway
-    refuses to close a group."""
+    """Closes the groups of one batch in the background. Start `run` as a task. If the gateway rejects closing a group, `on_rejected` is
+    called with the reason."""
 
     def __init__(self, gateway: GatewayClient, n: int, on_rejected: Callable[[str], None]) -> None:
         self._gateway = gateway
         self._n = n
         self._on_rejected = on_rejected
         self._incomplete: defaultdict[str, list[bool]] = defaultdict(list)  # by group: whether each member is recorded
-        self._closed: dict[str, list[bool]] = {}  # likewise
+        self._closed: dict[str, list[bool]] = {}  # the same, for complete groups
         self._queue: asyncio.Queue[str] = asyncio.Queue()
-        self.empty_groups = 0  # complete groups without a recorded member: no trainer will see them
+        self.empty_groups = 0  # complete groups without a recorded member, which trainers never see
         self.empty_group_added = asyncio.Event()
 
     def add(self, finished: FinishedRollout) -> None:
-        """Count a finished rollout, whatever its class."""
+        """Count a finished rollout of any class."""
         group = _group_name(finished)
         members = self._incomplete[group]
         members.append(_is_recorded(finished))
@@ -47,7 +47,7 @@ class GroupCloser:
             self.empty_group_added.set()
 
     def reopen(self, finished: FinishedRollout) -> None:
-        """Take back a finished rollout that runs again. Its group is closed again when it is complete once more."""
+        """Remove a finished rollout that will run again. Its group is closed again when the rollout has finished."""
         group = _group_name(finished)
         members = self._closed.pop(group, None)
         if members is not None:
@@ -56,13 +56,14 @@ class GroupCloser:
         self._incomplete[group].remove(_is_recorded(finished))
 
     async def run(self) -> None:
+        """Close complete groups until cancelled."""
         while True:
             group = await self._queue.get()
             await self._close(group)
             self._queue.task_done()
 
     async def flush(self, limit_s: float) -> bool:
-        """Wait until all complete groups are closed. Returns False if that takes too long."""
+        """Wait until all complete groups are closed. Return False if that takes longer than `limit_s`."""
         try:
             async with asyncio.timeout(limit_s):
                 await self._queue.join()
@@ -71,7 +72,7 @@ class GroupCloser:
         return True
 
     async def _close(self, group: str) -> None:
-        """Wait for a gateway that is restarting or cannot write for now."""
+        """Close a group. Keep trying while the gateway is restarting or temporarily cannot write."""
         try:
             await retry_while_unreachable(lambda: self._gateway.close_group(group), limit_s=math.inf, pause_s=_RETRY_S)
         except TurngateError as error:

@@ -1,4 +1,4 @@
-"""Find out whether a batch can go on at all: room on the disk, a sandbox backend that works, a gateway that answers."""
+"""Check whether a batch can continue: free disk space, a working sandbox backend and a gateway that responds."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from turngate.errors import SandboxUnavailable, TurngateError
 from turngate.rollout.plan import BatchPlan
 from turngate.rollout.results import BatchResults
 
-RESTART_S = 15.0  # to wait for a gateway that does not answer
-_PROBE_S = 5.0  # for which the result of a probe holds
-_MIN_IN_A_ROW = 20  # infrastructure faults in a row, before the batch stops
+RESTART_S = 15.0  # how long to wait for a gateway that does not respond
+_PROBE_S = 5.0  # how long the result of a probe stays valid
+_MIN_IN_A_ROW = 20  # the batch stops after at least this many infrastructure faults in a row
 
 
 class BatchHealth:
-    """Of one batch. Each check returns why the batch cannot go on, or nothing."""
+    """Health checks for one batch. Each returns why the batch cannot continue, or an empty string."""
 
     def __init__(self, plan: BatchPlan, gateway: GatewayClient, results: BatchResults) -> None:
         self._plan = plan
@@ -29,13 +29,14 @@ class BatchHealth:
         self._probing = asyncio.Lock()
 
     def count_success(self) -> None:
+        """Reset the count of infrastructure faults in a row."""
         self._faults_in_a_row = 0
 
     async def check_after_fault(self, message: str) -> str:
-        """Say why no other rollout could do better now. Empty: nothing is known that speaks against it."""
+        """Return why other rollouts would fail too, or an empty string if the batch can continue."""
         self._faults_in_a_row += 1
         if self._faults_in_a_row >= max(_MIN_IN_A_ROW, 2 * self._plan.bounds.running):
-            return f"the last {self._faults_in_a_row} attempts were all infrastructure faults, the last one: {message}"
+            return f"the last {self._faults_in_a_row} attempts were all infrastructure faults; the most recent was: {message}"
         async with self._probing:
             at, problem = self._last_probe
             if time.monotonic() - at > _PROBE_S:
@@ -44,10 +45,11 @@ class BatchHealth:
             return problem
 
     def check_disk(self) -> str:
+        """Return an error message if the disk is full, otherwise an empty string."""
         free = shutil.disk_usage(self._plan.folder).free
         if free >= self._plan.min_free_bytes and not self._results.ledger.full:
             return ""
-        return f"{self._plan.folder}: the disk is full ({free / 1e6:.1f} MB are free); make room"
+        return f"{self._plan.folder}: the disk is full ({free / 1e6:.1f} MB free); free up space and resume the batch"
 
     async def _probe(self) -> str:
         if full := self.check_disk():
@@ -55,9 +57,9 @@ class BatchHealth:
         try:
             await self._plan.backend.check()
         except SandboxUnavailable as error:
-            return f"no sandbox can be created: {error.message}"
+            return f"sandboxes cannot be created: {error.message}"
         except TurngateError:
-            pass  # it may pass
+            pass  # may be temporary
         try:
             await retry_while_unreachable(self._gateway.check, limit_s=RESTART_S)
         except TurngateError as error:

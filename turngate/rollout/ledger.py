@@ -1,15 +1,15 @@
 """The durable record of a batch: `ledger.jsonl` in its folder.
 
-    {"type":"batch", …}      what the batch is; the first line
-    {"type":"begun", …}      an attempt, with the id of its session: written before that session is opened
-    {"type":"ended", …}      an attempt that decided nothing: an infrastructure fault, it was cancelled, its runner died, or it was stale
-    {"type":"unrecorded", …} a rollout that is done, but the gateway has not recorded its outcome yet
-    {"type":"finished", …}   a rollout that is done
-    {"type":"reopened", …}   a finished rollout that was not judged runs again, because somebody asked
+    {"type":"batch", …}      the first line, which identifies the batch
+    {"type":"begun", …}      an attempt started; written before its session is opened, and includes the session's id
+    {"type":"ended", …}      an attempt ended without a verdict: infrastructure fault, cancelled, stale, or the runner crashed
+    {"type":"unrecorded", …} a rollout is done, but the gateway has not recorded its outcome yet
+    {"type":"finished", …}   a rollout is finished
+    {"type":"reopened", …}   a finished rollout without a verdict will run again, on request
 
-Lines are only appended, and each is synced to the disk. They are JSON lines and not a database: they are read once at the start, a torn
-last line is recognised by its missing end, and people and programs can read them while the batch runs. The file is locked, so that two
-runners cannot use one folder. Some disk space is reserved, so that what is done can be written even if the disk is full.
+Lines are only appended, and each is synced to disk. The ledger is a JSON Lines file, not a database: it is read only once, at the start,
+an incomplete last line has no newline, and people and programs can read the file while the batch runs. The file is locked, so that two
+runners cannot use the same folder. Some disk space is reserved, so that finished rollouts can be written even if the disk is full.
 """
 
 from __future__ import annotations
@@ -33,20 +33,22 @@ from turngate.trace.pass_at_k import has_passed
 
 LEDGER_NAME = "ledger.jsonl"
 RESERVE_NAME = "ledger.reserve"
-_RESERVED_BYTES = 1_000_000  # room for the last lines of some thousand rollouts
+_RESERVED_BYTES = 1_000_000  # enough for the last lines of a few thousand rollouts
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class LedgerHeader(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
-    """Identifies the batch. Its folder is never used for another one."""
+    """Identity of the batch. Its folder is never used for a different batch."""
 
     batch: str
-    terms: Mapping[str, str]  # by name: what must not change between two runs of it
-    tasks: Mapping[str, str]  # by id: a digest of the task
+    terms: Mapping[str, str]  # settings by name that must not change between runs of the batch
+    tasks: Mapping[str, str]  # task id → digest of the task
     made: float
 
 
 class AttemptStarted(msgspec.Struct, frozen=True, kw_only=True, tag="begun", omit_defaults=True):
+    """The start of an attempt."""
+
     rollout: str
     round: int = 0
     attempt: int
@@ -55,7 +57,7 @@ class AttemptStarted(msgspec.Struct, frozen=True, kw_only=True, tag="begun", omi
 
 
 class AttemptEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended", omit_defaults=True):
-    """An attempt after which the rollout still has to be done."""
+    """The end of an attempt that did not finish its rollout."""
 
     rollout: str
     attempt: int
@@ -66,46 +68,46 @@ class AttemptEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended", omit_
 
 
 class FinishedRollout(msgspec.Struct, frozen=True, kw_only=True, tag="finished", omit_defaults=True):
-    """A rollout that is done. It is in exactly one class, and has a reward only if a grader or the policy gave one."""
+    """A finished rollout. It is in exactly one class, and has a reward only if the grader or the policy assigned one."""
 
     rollout: str
     task: str
     round: int = 0
     index: int  # in its group
     kind: RolloutClass
-    reward: float | None = None  # None: unknown, which is not 0
+    reward: float | None = None  # None means unknown, which is not 0
     resolved: bool | None = None
-    attempt: int = 0  # 0: it was not run
+    attempt: int = 0  # 0 if it was not run
     session: str = ""
     status: Status | None = None  # how the agent ended
     turns: int = 0
     sampled_tokens: int = 0
     rows: int | None = None
     seconds: Mapping[str, float] = {}  # per stage
-    stage: str = ""  # which stage failed, and who is to blame
-    boundary: Boundary | Literal[""] = ""
+    stage: str = ""  # the stage that failed
+    boundary: Boundary | Literal[""] = ""  # where the fault was
     message: str = ""
     at: float
 
     @property
     def passed(self) -> bool | None:
-        """None: unknown."""
+        """Whether the rollout passed, or None if unknown."""
         return has_passed(self.reward, self.resolved)
 
 
 class ReopenedRollout(msgspec.Struct, frozen=True, kw_only=True, tag="reopened"):
-    """A rollout that was finished without having been judged, and runs again."""
+    """A rollout that finished without a verdict and will run again."""
 
     rollout: str
-    attempt: int  # its last one
+    attempt: int  # the last attempt
     at: float
 
 
 class UnrecordedRollout(msgspec.Struct, frozen=True, kw_only=True, tag="unrecorded"):
-    """A rollout that is done, but not finished until the gateway has recorded its outcome. Its agent does not run again."""
+    """A rollout that is done, but whose outcome the gateway has not recorded yet. Its agent does not run again."""
 
     finished: FinishedRollout
-    recorded: RecordedOutcome  # exactly: the gateway may have it after all, and then rejects one that differs
+    recorded: RecordedOutcome  # must not change: the gateway may already have it, and rejects a different one
     why: str
 
 
@@ -113,24 +115,25 @@ LedgerEntry = LedgerHeader | AttemptStarted | AttemptEnded | UnrecordedRollout |
 
 
 class LedgerError(TurngateError):
-    """The ledger cannot be written or read. Its lines are still valid; the batch can be resumed when that is fixed."""
+    """The ledger cannot be read or written. Lines that were already written stay valid, so the batch can be resumed after a fix."""
 
     boundary = "store"
     kind = "ledger_error"
 
 
 class LedgerState(msgspec.Struct):
-    """What the lines add up to."""
+    """The state of a batch after applying all lines. The dictionaries are keyed by rollout."""
 
     head: LedgerHeader | None = None
-    finished: dict[str, FinishedRollout] = {}  # by rollout
+    finished: dict[str, FinishedRollout] = {}
     open: dict[str, AttemptStarted] = {}  # attempts without an end
     unrecorded: dict[str, UnrecordedRollout] = {}
-    attempts: dict[str, int] = {}  # the number of the last one
-    faults: dict[str, int] = {}  # infrastructure faults
-    stale: dict[str, int] = {}  # stale attempts
+    attempts: dict[str, int] = {}  # number of the last attempt
+    faults: dict[str, int] = {}  # number of infrastructure faults
+    stale: dict[str, int] = {}  # number of stale attempts
 
     def apply(self, entry: LedgerEntry) -> None:
+        """Update the state with an entry."""
         match entry:
             case LedgerHeader():
                 self.head = entry
@@ -156,12 +159,12 @@ class LedgerState(msgspec.Struct):
 
 
 class Ledger:
-    """Create it with `open`. `state` is what is on the disk."""
+    """The ledger of a running batch. Create it with `open`. `state` reflects the entries on disk."""
 
     def __init__(self, folder: Path, fd: int, state: LedgerState, size: int) -> None:
         self.folder = folder
         self.state = state
-        self.full = False  # the disk is, and the reserve is in use
+        self.full = False  # the disk is full, and the reserved space is in use
         self._fd = fd
         self._size = size
         self._waiting: list[tuple[LedgerEntry, asyncio.Future[None]]] = []
@@ -170,13 +173,13 @@ class Ledger:
 
     @classmethod
     def open(cls, folder: Path) -> Ledger:
-        """Open and lock the ledger of a folder, which is created if necessary."""
+        """Open and lock the ledger of a folder. Create the folder if necessary."""
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             fd = os.open(folder / LEDGER_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_APPEND, 0o600)
         except OSError as error:
             raise ConfigError(
-                f"out: {folder} cannot be written ({error.strerror}); choose another --out folder", param="out"
+                f"out: {folder} cannot be written to ({error.strerror}); choose a different --out folder", param="out"
             ) from None
         try:
             _lock(fd, folder)
@@ -188,7 +191,7 @@ class Ledger:
             raise
 
     async def add(self, entry: LedgerEntry) -> None:
-        """Write an entry. It is on the disk when this returns; a cancellation does not undo it."""
+        """Write an entry. It is on disk when this returns. Cancelling does not undo the write."""
         if self._broken is not None:
             raise self._broken
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -198,6 +201,7 @@ class Ledger:
         await asyncio.shield(done)
 
     async def close(self) -> None:
+        """Finish the current write, and close the file."""
         if self._writing is not None:
             await asyncio.wait([self._writing])
         for _, done in self._waiting:
@@ -207,7 +211,7 @@ class Ledger:
             self._fd = -1
 
     async def _write(self) -> None:
-        """Write all waiting entries together: one sync for all lines that arrived during the last one."""
+        """Write all waiting entries together, with one sync for all lines that were added during the previous sync."""
         while self._waiting:
             batch, self._waiting = self._waiting, []
             data = b"".join(msgspec.json.encode(entry) + b"\n" for entry, _ in batch)
@@ -220,7 +224,7 @@ class Ledger:
                 for _, done in batch:
                     if not done.done():
                         done.set_exception(error)
-                        done.exception()  # mark it as retrieved: its writer may have been cancelled
+                        done.exception()  # mark it as retrieved: the caller may have been cancelled
                 continue
             for entry, done in batch:
                 self.state.apply(entry)
@@ -228,7 +232,7 @@ class Ledger:
                     done.set_result(None)
 
     def _append(self, data: bytes) -> None:
-        """Write whole lines or nothing: a failed write is truncated."""
+        """Write all lines or none: after a failed write, the file is truncated to its previous size."""
         try:
             try:
                 self._write_and_sync(data)
@@ -259,12 +263,13 @@ def _lock(fd: int, folder: Path) -> None:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         raise ConfigError(
-            f"out: another batch is running in {folder}; wait for it, or choose another --out folder", param="out"
+            f"out: another batch is running in {folder}; wait until it ends, or choose a different --out folder",
+            param="out",
         ) from None
 
 
 def _reserve(folder: Path) -> None:
-    """Reserve disk space, which is freed when the disk is full."""
+    """Reserve disk space, to be released when the disk is full."""
     try:
         fd = os.open(folder / RESERVE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -275,7 +280,8 @@ def _reserve(folder: Path) -> None:
     except OSError as error:
         (folder / RESERVE_NAME).unlink(missing_ok=True)
         raise ConfigError(
-            f"out: {folder} has no space ({error.strerror}); free some, or choose another --out folder", param="out"
+            f"out: not enough disk space in {folder} ({error.strerror}); free up space, or choose a different --out folder",
+            param="out",
         ) from None
 
 
@@ -288,7 +294,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _read_complete_lines(fd: int) -> bytes:
-    """Read all complete lines, and cut off a last one that was not written to its end."""
+    """Read all complete lines, and cut an incomplete last line off the file."""
     with os.fdopen(os.dup(fd), "rb") as file:
         file.seek(0)
         data = file.read()
@@ -305,14 +311,14 @@ def _parse_ledger(data: bytes, path: Path) -> LedgerState:
         try:
             known.apply(decode(line))
         except msgspec.MsgspecError as error:
-            raise LedgerError(f"{path}: line {number} is not a line of a ledger: {error}", param="out") from None
+            raise LedgerError(f"{path}: line {number} is not a valid ledger entry: {error}", param="out") from None
     if data and known.head is None:
-        raise LedgerError(f"{path}: has no line that says which batch it is", param="out")
+        raise LedgerError(f"{path} has no header line that identifies the batch", param="out")
     return known
 
 
 def read_ledger(folder: Path) -> LedgerState:
-    """Read what a batch has done so far, also while it runs."""
+    """Read the state of a batch. The batch may be running."""
     path = folder / LEDGER_NAME
     try:
         data = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Settle what an earlier run of a batch left open: attempts without an end, and outcomes that the gateway has not recorded."""
+"""Settle what an earlier run of a batch left open: unfinished attempts, and outcomes that the gateway has not recorded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from turngate.rollout.stop_signal import StopSignal
 
 
 class LostAttempts:
-    """Asks the gateway what became of attempts of one batch."""
+    """Settles the lost attempts of one batch by asking the gateway how they ended."""
 
     def __init__(self, gateway: GatewayClient, results: BatchResults, stop: StopSignal) -> None:
         self._gateway = gateway
@@ -23,8 +23,7 @@ class LostAttempts:
         self._stop = stop
 
     async def settle(self, started: AttemptStarted, why: Literal["cancelled", "lost"], message: str) -> None:
-        """End an attempt whose end the runner did not see. If the gateway has its outcome, it was over and counts: a second run would
-        make two of it."""
+        """End an attempt whose end the runner did not see. If the gateway has its outcome, use that instead of running the rollout again."""
         shown = await self._cancel_session(started.session)
         recorded = None if shown is None else shown.outcome
         if shown is None or recorded is None:
@@ -35,7 +34,7 @@ class LostAttempts:
             await self._results.finish(build_adopted(started, recorded, shown))
 
     async def record(self, unrecorded: UnrecordedRollout) -> None:
-        """Record the outcome of a rollout that is done. If that still fails, the batch stops."""
+        """Record the outcome of a rollout that is done. Stop the batch if that fails again."""
         finished = unrecorded.finished
         try:
             await record_outcome(self._gateway, finished.session, unrecorded.recorded, wait_s=health.RESTART_S)
@@ -43,19 +42,19 @@ class LostAttempts:
         except RequestRejected as refused:
             if refused.answered not in (404, 409):
                 return self._stop.stop(describe_unrecorded(finished, refused.message))
-            # The session was deleted, or has another outcome: what the gateway has counts.
+            # The session was deleted or has a different outcome. The gateway's record takes precedence.
             return await self.settle(_build_started(finished), "lost", refused.message)
         except TurngateError as error:
             return self._stop.stop(describe_unrecorded(finished, error.message))
 
     async def _cancel_session(self, session: str) -> SessionInfo | None:
-        """Cancel it, and return what the gateway has of it; None: it was never opened."""
+        """Cancel a session and return its info, or None if it was never opened."""
         try:
             await self._gateway.cancel(session)
         except RequestRejected as refused:
             if refused.answered == 404:
                 return None
-            if refused.answered != 409:  # 409: it has ended
+            if refused.answered != 409:  # 409: already ended
                 raise
         return await self._gateway.show(session)
 

@@ -1,4 +1,4 @@
-"""How far a rollout is and how it ended, as its runner knows it."""
+"""The progress and the outcome of a rollout, from the runner's point of view."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from turngate.tasks.grading.types import Grade
 Stage = Literal[
     "sandbox", "files", "setup", "session", "relay", "launch", "agent", "seal", "collect", "clean", "grade", "record"
 ]
-Phase = Literal["start", "run", "grade"]  # each has its own limit on how many rollouts are in it at once
+Phase = Literal["start", "run", "grade"]  # each limits how many rollouts are in it at the same time
 Status = Literal["finished", "failed", "timed out", "limit", "cancelled", "error"]
 PhaseGate = Callable[[Phase], AbstractAsyncContextManager[None]]
-# `not graded`: the task has no grader; `cancelled`: somebody ended its session at the gateway; `stale`: the gateway ended it, because
-# the policy had moved on too far to train on it.
+# `not graded`: the task has no grader. `cancelled`: someone ended the session at the gateway. `stale`: the gateway ended the session,
+# because the policy had changed too much to train on it.
 RolloutClass = OutcomeClass | Literal["not graded", "cancelled", "stale"]
 ROLLOUT_CLASSES: tuple[RolloutClass, ...] = (
     "graded",
@@ -34,7 +34,7 @@ ROLLOUT_CLASSES: tuple[RolloutClass, ...] = (
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """What went wrong in which stage, and who is to blame."""
+    """A failure: the stage in which it occurred, and the boundary at fault."""
 
     stage: Stage
     boundary: Boundary
@@ -42,7 +42,7 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, kw_only=True):
-    """How a rollout ended, and what the host decided about it."""
+    """The outcome of a rollout: how it ended, and how the host graded it."""
 
     session: str = ""
     rollout: str = ""
@@ -54,26 +54,26 @@ class Outcome(msgspec.Struct, kw_only=True):
     sandbox: str
     model: str
     status: Status = "error"
-    kind: OutcomeClass | None = None  # None: it was cancelled, or is not graded
-    reward: float | None = None  # None: unknown, which is not 0
+    kind: OutcomeClass | None = None  # None if it was cancelled or is not graded
+    reward: float | None = None  # None means unknown, which is not 0
     grade: Grade | None = None
-    exit_code: int | None = None  # of the agent; None: it did not end by itself
-    stop: str = ""  # the limit that the session reached, or who ended it
+    exit_code: int | None = None  # the agent's; None if it did not exit on its own
+    stop: str = ""  # the limit that the session reached, or how it was ended
     fault: Fault | None = None
     seconds: dict[str, float] = {}
     turns: int = 0
     sampled_tokens: int = 0
     roles: dict[str, int] = {}
-    rows: int | None = None  # None: the gateway could not be asked
-    calls: int | None = None  # model calls that the agent made; None: they did not pass through a door of ours
+    rows: int | None = None  # None if the gateway did not respond
+    calls: int | None = None  # the agent's model calls; None if they did not pass through a door on this host
     collected: Collected = Collected()
-    unrecorded: str = ""  # why the gateway has not recorded this yet; empty: it has, or does not need to
+    unrecorded: str = ""  # why the gateway has not recorded this yet; empty if it has, or does not need to
     not_enforced: tuple[str, ...] = ()  # limits that the sandbox does not enforce
     notes: tuple[str, ...] = ()
 
 
 class RolloutProgress(msgspec.Struct):
-    """How far a rollout is, for a progress callback."""
+    """The progress of a rollout, as passed to a progress callback."""
 
     stage: Stage | Literal["done"] = "sandbox"
     turns: int = 0

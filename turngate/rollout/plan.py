@@ -1,4 +1,4 @@
-"""The plan of a batch: its tasks, agent, sandbox and limits, and how the batch is recognised when it is resumed."""
+"""The plan of a batch: its tasks, agent, sandbox and limits, and the settings that identify it when it is resumed."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from turngate.tasks.task import Task
 from turngate.types import BATCH_STREAM, Json
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-DEFAULT_TIMEOUT_S = 1800.0  # if neither the plan nor the task says
+DEFAULT_TIMEOUT_S = 1800.0  # if neither the plan nor the task sets a timeout
 
 
 class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run, how often, where, and within which limits."""
+    """The settings of a batch."""
 
     tasks: tuple[Task, ...]
     agent: AgentSpec
     installed: Installation
     backend: Backend
     model: str
-    folder: Path  # for the ledger, and what agents leave
-    name: str = ""  # prefix of its group names: a feed with `groups="NAME."` takes only these groups
-    n: int = 1  # rollouts of each task, each round
-    rounds: int = 1  # how often all tasks are run; may be raised when the batch is resumed
+    folder: Path  # for the ledger and the agents' files
+    name: str = ""  # prefix of the group names: a feed with `groups="NAME."` accepts only these groups
+    n: int = 1  # rollouts per task and round
+    rounds: int = 1  # how many times all tasks are run; may be raised when the batch is resumed
     bounds: Bounds = Bounds()
     retries: int = 2  # after infrastructure faults
-    stale_retries: int = 2  # of a rollout that became stale; 0: it is excluded
-    back_off_s: float = 2.0  # before the first retry; twice as long before each further one
+    stale_retries: int = 2  # for a rollout that became stale; 0 excludes it
+    back_off_s: float = 2.0  # before the first retry; doubles before each further one
     seed: int | None = None  # determines the order of the tasks and the sampling seed of each rollout
-    timeout_s: float | None = None  # None: the task's
+    timeout_s: float | None = None  # None: the task's timeout
     image: str = ""
     network: Network = "none"
     resources: Resources = Resources()
@@ -55,35 +55,35 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
     options: Mapping[str, str] = {}
     policy: EndPolicy = EndPolicy()
     grade: bool = True
-    keep_work: bool = False  # the agents' working folders, after grading
-    invalid_after: int = 3  # rollouts that found a task invalid, before the others are skipped
-    min_free_bytes: int = 64_000_000  # with less disk space, no rollout begins
+    keep_work: bool = False  # keep the agents' working folders after grading
+    invalid_after: int = 3  # after this many rollouts found a task invalid, its remaining rollouts are skipped
+    min_free_bytes: int = 64_000_000  # with less free disk space, no rollout starts
 
     def __post_init__(self) -> None:
         for name, least in (("n", 1), ("rounds", 1), ("retries", 0), ("stale_retries", 0), ("invalid_after", 1)):
             if getattr(self, name) < least:
-                raise ConfigError(f"{name}: {getattr(self, name)} must be at least {least}", param=name)
+                raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)}", param=name)
         if self.name and not _NAME.fullmatch(self.name):
             raise ConfigError(
-                f"name: {self.name[:100]!r} must be 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit",
+                f"name must be 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit, not {self.name[:100]!r}",
                 param="name",
             )
         if not self.tasks:
-            raise ConfigError("tasks: there is none to run", param="tasks")
+            raise ConfigError("tasks is empty; specify at least one task", param="tasks")
         duplicates = [task for task, count in Counter(task.id for task in self.tasks).items() if count > 1]
         if duplicates:
             raise ConfigError(
-                f"tasks: {duplicates[0]!r} appears more than once; task ids must be unique", param="tasks"
+                f"tasks: task id {duplicates[0]!r} appears more than once; ids must be unique", param="tasks"
             )
         for task in self.tasks:
-            staging.build_sandbox_spec(task, self.backend, image=self.image)  # fail before anything runs
+            staging.build_sandbox_spec(task, self.backend, image=self.image)  # report errors before the batch starts
 
     @property
     def total(self) -> int:
         return len(self.tasks) * self.n * self.rounds
 
     def terms(self) -> dict[str, str]:
-        """What identifies the batch, by the names of the flags. How fast and how long it runs does not."""
+        """Return the settings that identify the batch, by flag name. Settings that only affect its speed or length are not included."""
         return {
             "agent": f"{self.agent.name} {self.agent.install.version}".strip(),
             "agent's description": _digest(self.agent),
@@ -108,25 +108,26 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def new_id(self) -> str:
-        """Create an id for a batch that begins now. It is unique even among batches of the same name."""
+        """Create an id for a new batch. It is unique even among batches with the same name."""
         return f"{self.name}.{uuid.uuid4().hex[:8]}" if self.name else uuid.uuid4().hex[:8]
 
     def digests(self) -> dict[str, str]:
-        """Compute a digest of each task, by its id."""
+        """Compute a digest of each task, by task id."""
         return {task.id: _digest(_without_source(task)) for task in self.tasks}
 
     def fingerprint(self) -> str:
-        """A name that is the same for the same batch: its default folder."""
+        """Return a name that depends only on the batch's settings and tasks. It is used for the default folder."""
         return _digest([self.terms(), self.digests()])[:12]
 
     def order_tasks(self, round: int = 0) -> tuple[Task, ...]:
-        """The tasks in the order in which their groups run: shuffled if there is a seed, and differently in each round."""
+        """Return the tasks in the order in which their groups run. With a seed, they are shuffled, differently in each round."""
         if self.seed is None:
             return self.tasks
-        own = random.Random(f"{self.seed} {round}" if round else self.seed)
-        return tuple(own.sample(self.tasks, len(self.tasks)))
+        generator = random.Random(f"{self.seed} {round}" if round else self.seed)
+        return tuple(generator.sample(self.tasks, len(self.tasks)))
 
     def rollout_spec(self, task: Task, index: int, batch: str, attempt: int, round: int = 0) -> RolloutSpec:
+        """Build the spec of one attempt."""
         group = group_name(batch, task.id, round)
         return RolloutSpec(
             task=task,
@@ -152,36 +153,36 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _build_session(self, task: Task, index: int, round: int) -> Mapping[str, Json]:
-        """Add a sampling seed. Each rollout has its own: with the same for all, a whole group would be alike."""
+        """Add a sampling seed to the session settings. Each rollout has a different seed, because otherwise a group would be identical."""
         if self.seed is None:
             return self.session
-        which = f"{self.seed} {task.id} {index}" + (f" {round}" if round else "")
-        own = int.from_bytes(hashlib.sha256(which.encode()).digest()[:6])
-        return {**self.session, "sampling": {"seed": own, **self.session.get("sampling", {})}}
+        source = f"{self.seed} {task.id} {index}" + (f" {round}" if round else "")
+        rollout_seed = int.from_bytes(hashlib.sha256(source.encode()).digest()[:6])
+        return {**self.session, "sampling": {"seed": rollout_seed, **self.session.get("sampling", {})}}
 
 
 def _with_batch_id(batch: str, session: Mapping[str, Json]) -> Mapping[str, Json]:
-    """Add the batch to the session's metadata, so that the page can send retry requests to it."""
+    """Add the batch id to the session's metadata, so that the web UI can send retry requests to the batch."""
     return {**session, "metadata": {"batch": batch, **session.get("metadata", {})}}
 
 
 def batch_stream(batch: str) -> str:
-    """The name of the event stream that holds retry requests to a batch, and its replies."""
+    """Return the name of the event stream with a batch's retry requests and replies."""
     return f"{BATCH_STREAM}{batch}"
 
 
 def group_name(batch: str, task: str, round: int) -> str:
-    """The name of a group for trainers and the gateway. Task ids do not contain @."""
+    """Return the name of a group for trainers and the gateway. Task ids do not contain @."""
     return f"{batch}.{task}" + (f"@{round}" if round else "")
 
 
 def _without_source(task: Task) -> Task:
-    """Drop where the task was read from: a folder that was moved holds the same tasks."""
+    """Remove the task's source path: moving a folder does not change its tasks."""
     return msgspec.structs.replace(task, source="")
 
 
 def _digest(value: object) -> str:
-    """Hash a value. A path counts as the content of its files."""
+    """Hash a value. A path is hashed by the content of its files."""
     data = msgspec.json.encode(msgspec.to_builtins(value, enc_hook=_hash_path), order="deterministic")
     return hashlib.sha256(data).hexdigest()[:16]
 
@@ -204,13 +205,13 @@ def _to_json(value: object) -> str:
 
 
 def describe_changes(before: LedgerHeader, terms: Mapping[str, str], tasks: Mapping[str, str]) -> list[str]:
-    """Say how a plan differs from the batch that a folder holds."""
+    """List how a plan differs from the batch in a folder, each as "setting: change"."""
     return [*_describe_changed_terms(before.terms, terms), *_describe_changed_tasks(before.tasks, tasks)]
 
 
 def _describe_changed_terms(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
     return [
-        f"{name}: was {before.get(name) or 'not given'}, is now {after.get(name) or 'not given'}"
+        f"{name}: was {before.get(name) or 'not set'}, is now {after.get(name) or 'not set'}"
         for name in {**before, **after}
         if before.get(name) != after.get(name)
     ]
@@ -219,12 +220,12 @@ def _describe_changed_terms(before: Mapping[str, str], after: Mapping[str, str])
 def _describe_changed_tasks(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
     changed = [task for task, digest in before.items() if after.get(task, digest) != digest]
     changes = {
-        "is gone": [task for task in before if task not in after],
-        "is new": [task for task in after if task not in before],
+        "was removed": [task for task in before if task not in after],
+        "was added": [task for task in after if task not in before],
         "has changed": changed,
     }
     return [
-        f"tasks: {tasks[0]} {what}" + (f", and so are {len(tasks) - 1} more" if len(tasks) > 1 else "")
+        f"tasks: {tasks[0]} {what}" + (f" (and {len(tasks) - 1} more)" if len(tasks) > 1 else "")
         for what, tasks in changes.items()
         if tasks
     ]

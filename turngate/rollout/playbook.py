@@ -1,7 +1,7 @@
-"""A script for the scripted engine that replies to an agent by what its prompt contains.
+"""A script for the scripted engine that chooses each reply by the content of the agent's prompt.
 
-An agent owns its loop, so a fixed list of replies is not enough: titles, sub-agents and retries come in between. A scene is recognised
-by words in the prompt, and the number of turns in the prompt says which of its steps comes next.
+An agent controls its own loop, so a fixed list of replies is not enough: requests for titles, sub-agents and retries come in between. A
+scene is recognised by words in the prompt, and the number of turns in the prompt determines its next step.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from turngate.engines.base import Generate
 from turngate.engines.scripted import ScriptedTurn
 from turngate.render import Renderer
 
-_TURN = "<|im_start|>assistant"  # of the built-in template, for which these replies are written
+_TURN = "<|im_start|>assistant"  # in the built-in template, for which these replies are written
 _TOOLS = "<tools>"
 
 
 class Scene(msgspec.Struct, frozen=True):
-    """A conversation, and the model's reply to each of its turns. The last one is repeated."""
+    """A conversation, and the model's reply to each of its turns. The last reply is repeated."""
 
-    words: str  # that its prompts contain
+    words: str  # text that identifies the scene's prompts
     steps: tuple[CheckStep, ...]
-    tools: bool = True  # only for prompts that offer tools
-    begins: int = 0  # turns in the prompt before the first one of this scene: of a parent, or of a summary
-    pace_s: float = 0.0  # before every sampled chunk
+    tools: bool = True  # match only prompts that offer tools
+    begins: int = 0  # number of turns in the prompt before the scene's first one, from a parent or a summary
+    pace_s: float = 0.0  # delay before each sampled chunk
     finds: Mapping[
         str, str
-    ] = {}  # patterns by placeholder: the last match in the prompt fills the placeholder in the steps
+    ] = {}  # placeholder → pattern; the pattern's last match in the prompt replaces the placeholder in the steps
 
 
 class Playbook:
-    """Replies with the first scene that matches, or with `otherwise`."""
+    """A script that replies with the first scene that matches, or with `otherwise`."""
 
     def __init__(self, renderer: Renderer, scenes: Sequence[Scene], otherwise: str = "All right.") -> None:
         self._renderer = renderer
@@ -45,7 +45,7 @@ class Playbook:
 
     def __call__(self, request: Generate, index: int) -> ScriptedTurn:
         text = self._renderer.tokenizer.decode(request.prompt.tolist())
-        turns = text.count(_TURN) - 1  # the prompt ends with the beginning of this one
+        turns = text.count(_TURN) - 1  # the prompt ends with the start of this turn
         for scene in self._scenes:
             if scene.words in text and (_TOOLS in text or not scene.tools):
                 step = scene.steps[max(0, min(turns - scene.begins, len(scene.steps) - 1))]
@@ -58,17 +58,17 @@ class Playbook:
 
 
 def _fill_from_prompt(step: CheckStep, patterns: Mapping[str, str], text: str) -> CheckStep:
-    values = {name: found[-1] for name, pattern in patterns.items() if (found := re.findall(pattern, text))}
+    values = {name: matches[-1] for name, pattern in patterns.items() if (matches := re.findall(pattern, text))}
     return fill_steps([step], values)[0] if values else step
 
 
 def fill_steps(steps: Sequence[CheckStep], values: Mapping[str, placeholders.Value]) -> tuple[CheckStep, ...]:
-    """Replace the placeholders in all texts of the steps."""
+    """Replace the placeholders in all strings of the steps."""
     return tuple(msgspec.convert(_fill_value(msgspec.to_builtins(step), values), CheckStep) for step in steps)
 
 
 def format_step(step: CheckStep) -> str:
-    """Write a step as the model would."""
+    """Format a step as the text that a model would sample."""
     thought = f"<think>\n{step.think}\n</think>\n\n" if step.think else ""
     calls = "\n".join(
         f'<tool_call>\n{{"name": {json.dumps(call.tool)}, "arguments": {json.dumps(call.arguments)}}}\n</tool_call>'

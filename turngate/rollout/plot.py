@@ -1,4 +1,4 @@
-"""Plots of a batch: rewards, pass@k, turns, tokens and time per stage, as bars for a terminal and as an SVG file."""
+"""Plots of a batch: rewards, pass@k, turns, tokens and time per stage, as terminal bars and as an SVG file."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Panel(msgspec.Struct, frozen=True):
     title: str
     bars: tuple[Bar, ...]
     note: str = ""  # below the title
-    full: float | None = None  # the value of a full bar; None: the largest value
+    full: float | None = None  # value of a full-length bar; None: the largest value
 
 
 def build_panels(summary: Summary, finished: Iterable[FinishedRollout]) -> tuple[Panel, ...]:
-    """Build the panels from the numbers."""
+    """Build the panels for a batch."""
     ran = [rollout for rollout in finished if "agent" in rollout.seconds]
     return (
         _build_rewards(summary),
@@ -46,7 +46,7 @@ def build_panels(summary: Summary, finished: Iterable[FinishedRollout]) -> tuple
 
 def _build_rewards(summary: Summary) -> Panel:
     unknown = summary.overall.finished - summary.overall.graded
-    note = f"{unknown} without a reward are not shown" if unknown else ""
+    note = f"{unknown} without a reward not shown" if unknown else ""
     bars = (
         Bar(f"{b.low:.2g} to {b.high:.2g}", b.count, str(b.count), _BAR if b.count else _MUTED)
         for b in summary.histogram
@@ -57,13 +57,13 @@ def _build_rewards(summary: Summary) -> Panel:
 def _build_pass_at(summary: Summary) -> Panel:
     tasks = len(summary.tasks)
     fewer = [p.k for p in summary.overall.pass_at if p.tasks < tasks]
-    note = f"from k = {fewer[0]} on not over all {tasks} tasks" if fewer else ""
+    note = f"from k = {fewer[0]}, not all {tasks} tasks are included" if fewer else ""
     bars = tuple(Bar(f"k = {p.k}", p.estimate, f"{p.estimate:.1%}") for p in summary.overall.pass_at)
     return Panel("pass@k", bars, note, full=1.0)
 
 
 def _build_histogram(title: str, values: Sequence[int], colour: str) -> Panel:
-    """Count the rollouts by a value."""
+    """Build a histogram with one value per rollout."""
     if not values:
         return Panel(title, ())
     low, high = min(values), max(values)
@@ -88,9 +88,9 @@ def _build_stages(summary: Summary) -> Panel:
 
 
 def render_lines(panel: Panel, width: int = 40) -> list[str]:
-    """Draw one line per bar, exact to an eighth of a character."""
+    """Draw one line per bar, with a resolution of an eighth of a character."""
     if not panel.bars:
-        return [f"{panel.title}: nothing to show"]
+        return [f"{panel.title}: no data"]
     label = max(len(bar.label) for bar in panel.bars)
     largest = panel.full or max(bar.value for bar in panel.bars) or 1.0
     head = panel.title + (f"  ({panel.note})" if panel.note else "")
@@ -107,7 +107,7 @@ def _render_bar(share: float, width: int) -> str:
 
 
 def render_svg(summary: Summary, finished: Iterable[FinishedRollout]) -> str:
-    """Draw all panels into one SVG. Text stays text, so that it can be searched; names are escaped."""
+    """Draw all panels into one SVG. Labels are text elements, so they can be searched, and names are escaped."""
     rewards, passes, turns, tokens, stages = build_panels(summary, finished)
     overall = summary.overall
     mean = "no rewards" if overall.mean_reward is None else f"mean reward {overall.mean_reward:.3f}"
@@ -131,7 +131,7 @@ def _render_bars(panel: Panel, x: float, y: float, width: float, height: float) 
     """Draw horizontal bars."""
     parts = [_render_text(x, y + 14, panel.title, weight="bold")]
     if panel.note or not panel.bars:
-        parts.append(_render_text(x, y + 30, panel.note or "nothing to show", colour=_MUTED, size=11))
+        parts.append(_render_text(x, y + 30, panel.note or "no data", colour=_MUTED, size=11))
     if not panel.bars:
         return "\n".join(parts)
     top = y + 40
@@ -152,10 +152,10 @@ def _render_bars(panel: Panel, x: float, y: float, width: float, height: float) 
 
 
 def _render_curve(panel: Panel, x: float, y: float, width: float, height: float) -> str:
-    """Draw a line from 0 to 1 over k."""
+    """Draw a line plot of values between 0 and 1, by k."""
     parts = [_render_text(x, y + 14, panel.title, weight="bold")]
     if panel.note or not panel.bars:
-        parts.append(_render_text(x, y + 30, panel.note or "nothing to show", colour=_MUTED, size=11))
+        parts.append(_render_text(x, y + 30, panel.note or "no data", colour=_MUTED, size=11))
     if not panel.bars:
         return "\n".join(parts)
     left, top, right, bottom = x + 40, y + 44, x + width - 20, y + height - 24

@@ -12,29 +12,30 @@ from turngate.rollout.concurrency import SlotState
 from turngate.rollout.ledger import FinishedRollout
 from turngate.rollout.outcome import RolloutClass
 
-_WINDOW_S = 30.0  # over which tokens per second are counted
+_WINDOW_S = 30.0  # period over which tokens per second are averaged
 
 
 class BatchProgress(msgspec.Struct, kw_only=True):
-    """Counters that the batch keeps up to date. A progress callback gets the same object each time."""
+    """Counters that the batch keeps up to date. A progress callback receives the same object each time."""
 
     total: int
     before: int = 0  # finished in an earlier run of the same batch
-    done: int = 0  # finished, those of earlier runs included
+    done: int = 0  # finished, including those of earlier runs
     kinds: Counter[RolloutClass] = msgspec.field(default_factory=Counter)
     graded: int = 0
     passed: int = 0
     reward: float = 0.0  # the sum of the known rewards
     states: Counter[SlotState] = msgspec.field(default_factory=Counter)
-    retrying: int = 0  # rollouts that wait for their next attempt
-    round: int = 0  # of the group that began last
-    held: bool = False  # the throttle holds the next group back
+    retrying: int = 0  # rollouts that are waiting for their next attempt
+    round: int = 0  # round of the group that started last
+    held: bool = False  # the throttle is holding back the next group
     sampled_tokens: int = 0  # in this run
     started: float = msgspec.field(default_factory=time.monotonic)
-    notes: list[str] = []  # what happened to the whole batch, oldest first
+    notes: list[str] = []  # messages about the whole batch, oldest first
     recent: deque[tuple[float, int]] = msgspec.field(default_factory=deque)
 
     def add(self, finished: FinishedRollout) -> None:
+        """Count a finished rollout."""
         self.done += 1
         self.kinds[finished.kind] += 1
         if finished.reward is not None:
@@ -43,7 +44,7 @@ class BatchProgress(msgspec.Struct, kw_only=True):
             self.passed += bool(finished.passed)
 
     def remove(self, finished: FinishedRollout) -> None:
-        """Take back a rollout that runs again."""
+        """Remove a rollout that will run again."""
         self.done -= 1
         self.kinds[finished.kind] -= 1
         if finished.reward is not None:
@@ -52,6 +53,7 @@ class BatchProgress(msgspec.Struct, kw_only=True):
             self.passed -= bool(finished.passed)
 
     def add_tokens(self, tokens: int) -> None:
+        """Count newly sampled tokens."""
         self.sampled_tokens += tokens
         now = time.monotonic()
         self.recent.append((now, tokens))
@@ -74,7 +76,7 @@ class BatchProgress(msgspec.Struct, kw_only=True):
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds that are left at the speed of this run; None: not known yet."""
+        """The remaining seconds at the speed of this run, or None if not known yet."""
         new = self.done - self.before
         elapsed = time.monotonic() - self.started
         return (self.total - self.done) * elapsed / new if new > 0 else None

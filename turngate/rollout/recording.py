@@ -1,4 +1,4 @@
-"""Record an outcome at the gateway, beside the trace."""
+"""Record an outcome at the gateway, together with the trace."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from turngate.client.retry import retry_while_unreachable
 from turngate.rollout.outcome import Outcome
 from turngate.store.outcomes import RecordedOutcome
 
-_LOG_CHARS = 4000  # of the end of each log
+_LOG_CHARS = 4000  # how much of each log's end is recorded
 
 
 def build_record(outcome: Outcome) -> RecordedOutcome:
-    """Select what the gateway stores: enough to build samples and to see what went wrong. Files stay with the runner.
+    """Build the record that the gateway stores: enough to build samples and to diagnose failures. Files stay on the runner's host.
 
-    The same outcome always gives the same record: the gateway rejects a second one that differs."""
+    The same outcome must always produce the same record, because the gateway rejects a second record that differs."""
     assert outcome.kind is not None
     grade, fault = outcome.grade, outcome.fault
     logs = {
@@ -45,12 +45,12 @@ def build_record(outcome: Outcome) -> RecordedOutcome:
 async def record_outcome(
     gateway: GatewayClient, session: str, record: RecordedOutcome, *, wait_s: float, is_sealed: bool = False
 ) -> None:
-    """Seal the session if need be and record. Waits up to `wait_s` for a gateway that is restarting."""
+    """Seal the session if necessary, and record the outcome. Wait up to `wait_s` seconds for a gateway that is restarting."""
 
     async def seal_and_record() -> None:
         nonlocal is_sealed
         if not is_sealed:
-            await gateway.seal(session, "error")  # a sealed session keeps its reason
+            await gateway.seal(session, "error")  # a session that is already sealed keeps its reason
             is_sealed = True
         await gateway.record(session, record)
 

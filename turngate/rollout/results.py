@@ -1,4 +1,4 @@
-"""The results of a batch: its ledger, and what follows from its lines (progress, complete groups, invalid tasks)."""
+"""The results of a batch: its ledger, and the state derived from it (progress, complete groups, invalid tasks)."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from turngate.rollout.schedule import RolloutItem
 from turngate.store.outcomes import RecordedOutcome
 from turngate.tasks.task import Task
 
-_MAX_CHARS = 2000  # of a message
+_MAX_CHARS = 2000  # per message
 EndReason = Literal["fault", "cancelled", "lost", "stale"]
 
 
 class BatchResults:
-    """Of one batch. `batch` is its id, known once its folder is claimed."""
+    """The results of one batch. `batch` is its id, which is empty until the batch's folder is claimed."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class BatchResults:
         self._closer = closer
         self._on_finished = on_finished
         self._ledger: Ledger | None = None
-        self._invalid: Counter[str] = Counter()  # by task: rollouts that found it invalid
-        self._valid: set[str] = set()  # tasks that were graded: later failures are not their fault
+        self._invalid: Counter[str] = Counter()  # number of rollouts that found the task invalid, by task
+        self._valid: set[str] = set()  # tasks with a graded rollout, which are therefore valid
 
     async def open(self) -> Ledger:
-        """Open and lock the ledger. If cancelled meanwhile, nothing stays locked."""
+        """Open and lock the ledger. Cancelling releases the lock."""
         opening = asyncio.ensure_future(asyncio.to_thread(Ledger.open, self._plan.folder))
         try:
             self._ledger = await asyncio.shield(opening)
@@ -70,7 +70,7 @@ class BatchResults:
 
     @property
     def ledger(self) -> Ledger:
-        assert self._ledger is not None, "it is opened before anything is written"
+        assert self._ledger is not None, "the ledger must be opened before it is used"
         return self._ledger
 
     @property
@@ -78,16 +78,18 @@ class BatchResults:
         return LedgerState() if self._ledger is None else self._ledger.state
 
     def report(self) -> None:
+        """Call the progress callback."""
         self._watch(self.progress)
 
     def note(self, text: str) -> None:
+        """Add a message about the whole batch, and report it."""
         self.progress.notes.append(text)
         self.report()
 
     # ── attempts ────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def end_attempt(self, started: AttemptStarted, why: EndReason, message: str = "") -> None:
-        """Write that an attempt decided nothing: the rollout still has to be done."""
+        """Write the end of an attempt that did not finish its rollout."""
         await self.ledger.add(
             AttemptEnded(
                 rollout=started.rollout,
@@ -102,7 +104,7 @@ class BatchResults:
     async def postpone(
         self, item: RolloutItem, started: AttemptStarted, outcome: Outcome, verdict: Classification
     ) -> FinishedRollout:
-        """Write that a rollout is done, but the gateway has not recorded it: that is done when the batch is resumed."""
+        """Write that a rollout is done but not recorded at the gateway. It is recorded when the batch is resumed."""
         await self.save_outcome(started.session, outcome)
         finished = build_finished(item, started, outcome, verdict)
         await self.ledger.add(
@@ -111,24 +113,26 @@ class BatchResults:
         return finished
 
     async def save_outcome(self, session: str, outcome: Outcome) -> None:
-        """Write the whole outcome beside what the agent left. The ledger has what matters, so a full disk costs only this file."""
+        """Write the full outcome to the folder with the agent's files. This may fail on a full disk: the ledger has the essential data."""
         await asyncio.to_thread(_write_outcome, self._plan.folder / "rollouts" / session, outcome)
 
     def remove_work(self, session: str) -> None:
+        """Remove a working folder, unless the plan keeps them."""
         if not self._plan.keep_work:
             shutil.rmtree(self._plan.folder / "rollouts" / session / "work", ignore_errors=True)
 
     # ── finished rollouts ───────────────────────────────────────────────────────────────────────────────────────
 
     async def finish(self, finished: FinishedRollout) -> None:
+        """Write a finished rollout to the ledger, and count it."""
         await self.ledger.add(finished)
         self.count(finished)
         if finished.kind == "invalid task" and self._invalid[finished.task] == self._plan.invalid_after:
-            self.note(f"{finished.task}: invalid, and not tried any more: {finished.message}")
+            self.note(f"task {finished.task} is invalid; its remaining rollouts are skipped: {finished.message}")
 
     async def skip(self, item: RolloutItem) -> None:
         """Finish a rollout of an invalid task without running it."""
-        times = self._invalid[item.task.id]
+        count = self._invalid[item.task.id]
         await self.finish(
             FinishedRollout(
                 rollout=item.id,
@@ -136,13 +140,13 @@ class BatchResults:
                 round=item.round,
                 index=item.index,
                 kind="invalid task",
-                message=f"not tried: {times} rollouts of the task found it invalid",
+                message=f"skipped: {count} rollouts found the task invalid",
                 at=timestamp(),
             )
         )
 
     async def reopen(self, finished: FinishedRollout) -> None:
-        """Take back a finished rollout that was not judged: it runs again."""
+        """Reopen a finished rollout without a verdict, so that it runs again."""
         await self.write_reopened(finished.rollout, finished.attempt)
         self.progress.remove(finished)
         self._closer.reopen(finished)
@@ -151,6 +155,7 @@ class BatchResults:
         await self.ledger.add(ReopenedRollout(rollout=rollout, attempt=attempt, at=timestamp()))
 
     def count(self, finished: FinishedRollout) -> None:
+        """Update the progress, groups and invalid tasks with a finished rollout."""
         self.progress.add(finished)
         if finished.kind == "invalid task" and finished.attempt:
             self._invalid[finished.task] += 1
@@ -160,11 +165,12 @@ class BatchResults:
         self._on_finished(finished)
 
     def is_invalid(self, task: Task) -> bool:
+        """Return whether enough rollouts found the task invalid to skip the rest."""
         return self._invalid[task.id] >= self._plan.invalid_after and task.id not in self._valid
 
 
 def is_unrecorded(outcome: Outcome) -> bool:
-    """Whether the gateway still has to record it. Infrastructure faults count in no group and need not be."""
+    """Return whether the gateway still needs to record the outcome. Infrastructure faults need not be recorded: groups exclude them."""
     return bool(outcome.unrecorded) and outcome.kind != "infrastructure fault"
 
 
@@ -177,14 +183,14 @@ def describe_failure(outcome: Outcome) -> str:
 def describe_unrecorded(finished: FinishedRollout, why: str) -> str:
     return (
         f"the outcome of {finished.rollout} could not be recorded at the gateway ({why}); "
-        "resuming the batch records it first"
+        "resume the batch to record it"
     )
 
 
 def build_finished(
     item: RolloutItem, started: AttemptStarted, outcome: Outcome, verdict: Classification
 ) -> FinishedRollout:
-    assert verdict.kind is not None, "it has been graded if it had to be"
+    assert verdict.kind is not None, "the rollout must be graded first"
     fault = outcome.fault
     return FinishedRollout(
         rollout=item.id,
@@ -209,7 +215,7 @@ def build_finished(
 
 
 def build_adopted(started: AttemptStarted, recorded: RecordedOutcome, shown: SessionInfo) -> FinishedRollout:
-    """Build the result of a rollout from what the gateway stores. How long its stages took is not known."""
+    """Build the result of a rollout from the gateway's record. The durations of its stages are unknown."""
     return FinishedRollout(
         rollout=started.rollout,
         task=recorded.task,

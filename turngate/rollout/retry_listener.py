@@ -1,4 +1,4 @@
-"""Decide the retry requests of a batch: those that arrive while it runs, and those from before."""
+"""Decide retry requests for a batch: those that arrive while it runs, and those from before."""
 
 from __future__ import annotations
 
@@ -19,31 +19,34 @@ from turngate.rollout.schedule import RolloutItem, Schedule
 from turngate.rollout.stop_signal import StopSignal
 
 log = logging.getLogger("turngate")
-_RECONNECT_S = 5.0  # before events are read again from a gateway that did not answer
-_REPLY_S = 2.0  # for an attempt to be over, before the reply says that it is not
-_RETRYABLE: tuple[RolloutClass, ...] = ("infrastructure fault", "cancelled", "stale")  # they have not been judged
-_ENDING = RetryReply(None, "the batch is just ending; run it again on its folder, and it is taken up")
+_RECONNECT_S = 5.0  # pause before reading events again from a gateway that did not respond
+_REPLY_S = 2.0  # how long to wait for an attempt to end before replying that it is still running
+_RETRYABLE: tuple[RolloutClass, ...] = ("infrastructure fault", "cancelled", "stale")  # classes without a verdict
+_ENDING = RetryReply(None, "the batch is ending; run it again on the same folder to process this request")
 
 
 class RetryListener:
-    """Of one batch. It runs a finished rollout again if that was not judged and its last attempt is the one that the request means."""
+    """Handles the retry requests of one batch.
+
+    A finished rollout runs again if it has no verdict and its last attempt is the one in the request.
+    """
 
     def __init__(
         self, plan: BatchPlan, gateway: GatewayClient, results: BatchResults, schedule: Schedule, stop: StopSignal
     ) -> None:
-        self.tasks: set[asyncio.Task[None]] = set()  # each decides one request
+        self.tasks: set[asyncio.Task[None]] = set()  # one per undecided request
         self._plan = plan
         self._gateway = gateway
         self._results = results
         self._schedule = schedule
         self._stop = stop
-        self._deciding = asyncio.Lock()  # one request after the other
-        self._last: int | None = None  # position of the last event; None: earlier ones have not been read yet
+        self._deciding = asyncio.Lock()  # requests are decided one at a time
+        self._last: int | None = None  # position of the last event; None if earlier events have not been read yet
 
     # ── requests from before this run ───────────────────────────────────────────────────────────────────────────
 
     async def read_earlier(self) -> dict[int, RetryRequest]:
-        """Read the requests that arrived while the batch did not run. A gateway that does not answer is noticed elsewhere."""
+        """Read the requests that arrived while the batch was not running. A gateway that does not respond is detected elsewhere."""
         try:
             async with asyncio.timeout(health.RESTART_S):
                 return await self._read_pending()
@@ -51,7 +54,7 @@ class RetryListener:
             return {}
 
     async def accept_earlier(self, requests: Mapping[int, RetryRequest]) -> set[int]:
-        """Reopen the rollouts that can be tried again, before they count as finished. Returns which requests these are."""
+        """Reopen the rollouts that can be retried, before they are counted as finished. Return the positions of the accepted requests."""
         accepted = set()
         for seq, request in requests.items():
             if request.rollout in self._results.state.finished and not self._find_objection(request):
@@ -61,6 +64,7 @@ class RetryListener:
         return accepted
 
     async def reply_earlier(self, requests: Mapping[int, RetryRequest], accepted: set[int]) -> None:
+        """Reply to the requests that arrived while the batch was not running."""
         for seq, request in requests.items():
             is_accepted = seq in accepted
             await self._reply(
@@ -70,6 +74,7 @@ class RetryListener:
     # ── requests while it runs ──────────────────────────────────────────────────────────────────────────────────
 
     async def listen(self) -> None:
+        """Handle requests as they arrive, until cancelled."""
         batch = self._results.batch
         while True:
             try:
@@ -82,7 +87,7 @@ class RetryListener:
                     if (new := retry_requests.parse_request(event)) is not None:
                         self._consider(event.seq, new)
             except TurngateError as error:
-                log.debug("retry requests cannot be read now: %s", error.message)
+                log.debug("could not read retry requests: %s", error.message)
             await asyncio.sleep(_RECONNECT_S)
 
     async def _read_pending(self) -> dict[int, RetryRequest]:
@@ -90,18 +95,22 @@ class RetryListener:
         return pending
 
     def _consider(self, seq: int, request: RetryRequest) -> None:
-        """Decide in a task of its own: an attempt may take long to end. The batch does not end before the decision."""
+        """Decide a request in a separate task, because an attempt may take long to end. The batch does not end before the decision."""
         self._schedule.hold()
         task = asyncio.create_task(self._answer(seq, request))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
     async def _answer(self, seq: int, request: RetryRequest) -> None:
-        """The page shows an attempt as over a little before the ledger has it, and a cancelled one while its agent is being killed."""
+        """Decide a request once its attempt is settled, and reply.
+
+        The attempt may still be running: the web UI shows an attempt as ended slightly before the ledger has it, and a cancelled one while
+        its agent is still being killed.
+        """
         rollout, attempt = request.rollout, request.attempt
         try:
             if not await self._schedule.wait_until_settled(rollout, attempt, _REPLY_S):
-                not_yet = f"attempt {attempt} is not over yet; when it is, the decision is in the batch's events"
+                not_yet = f"attempt {attempt} has not ended yet; the decision will appear in the batch's events"
                 await self._reply(seq, RetryReply(None, not_yet))
                 await self._schedule.wait_until_settled(rollout, attempt, None)
             async with self._deciding:
@@ -114,7 +123,7 @@ class RetryListener:
         await self._reply(seq, reply)
 
     async def _decide(self, request: RetryRequest) -> RetryReply:
-        """Decide, and act on it before the reply is sent. A later run decides what this one cannot."""
+        """Decide a request, and reopen the rollout before the reply is sent. If this run is ending, a later run decides."""
         if self._schedule.is_running(request.rollout, request.attempt):
             return _ENDING
         if objection := self._find_objection(request):
@@ -133,20 +142,24 @@ class RetryListener:
         await self._schedule.notify()
 
     def _find_objection(self, request: RetryRequest) -> str:
-        """Say why a rollout cannot be tried again. Empty: it can."""
+        """Return why a rollout cannot be retried, or an empty string if it can."""
         state = self._results.state
         unrecorded = state.unrecorded.get(request.rollout)
         finished = unrecorded.finished if unrecorded is not None else state.finished.get(request.rollout)
         if finished is None:
             started = request.rollout in state.attempts
-            return "it is not finished: it is tried again anyway" if started else "it is not of this batch"
+            return (
+                "the rollout is not finished; it will be retried anyway"
+                if started
+                else "the rollout is not part of this batch"
+            )
         if finished.kind not in _RETRYABLE:
-            return f"it has been judged: {finished.kind}"
+            return f"the rollout already has a verdict: {finished.kind}"
         last = finished.attempt
-        return "" if last == request.attempt else f"its last attempt was {last}, not {request.attempt}"
+        return "" if last == request.attempt else f"the rollout's last attempt was {last}, not {request.attempt}"
 
     def _note_retry(self, rollout: str) -> None:
-        self._results.note(f"{rollout}: is tried again, as somebody asked")
+        self._results.note(f"retrying {rollout} on request")
 
     async def _reply(self, seq: int, reply: RetryReply) -> None:
         await retry_requests.send_reply(self._gateway, self._results.batch, seq, reply)

@@ -1,8 +1,8 @@
-"""Requests to try a rollout again, and the replies to them, in the event stream of a batch.
+"""Requests to retry a rollout, and the replies to them, in the event stream of a batch.
 
-The gateway's page adds a request (`retry`) to the stream, whether or not the batch is running. The reply is a `note` with the request's
-position in the stream: accepted, rejected, or postponed. A request that is neither accepted nor rejected is still open, for this run
-of the batch or a later one.
+The gateway's web UI adds a `retry` event to the stream, whether or not the batch is running. The reply is a `note` event with the
+request's position in the stream: accepted, rejected or postponed. A request that is neither accepted nor rejected stays open, and this
+run of the batch or a later one decides it.
 """
 
 from __future__ import annotations
@@ -19,34 +19,37 @@ from turngate.store.events import GatewayEvent
 
 
 class RetryReply(NamedTuple):
-    taken: bool | None  # None: postponed
+    """The reply to a retry request."""
+
+    taken: bool | None  # whether the request is accepted; None if postponed
     message: str
 
 
 class RetryRequest(msgspec.Struct, frozen=True):
-    """Somebody wants a rollout to be tried again after its last attempt."""
+    """A request to run a rollout again after its last attempt."""
 
     rollout: str
-    attempt: int  # the last one
+    attempt: int  # the last attempt
 
     def accept(self) -> RetryReply:
-        return RetryReply(True, f"it is tried again, as attempt {self.attempt + 1}")
+        """Return the reply that accepts the request."""
+        return RetryReply(True, f"the rollout will be retried as attempt {self.attempt + 1}")
 
 
 def parse_request(event: GatewayEvent) -> RetryRequest | None:
-    """Read the request in an event, if it is one."""
+    """Return the retry request in an event, or None if it is a different event."""
     if event.kind != "retry":
         return None
     try:
         return msgspec.convert(event.data, RetryRequest)
-    except msgspec.ValidationError:  # not one of ours
+    except msgspec.ValidationError:  # not a valid request
         return None
 
 
 async def read_pending(gateway: GatewayClient, batch: str) -> tuple[dict[int, RetryRequest], int]:
-    """Read the open requests by their position in the stream, and the position of the last event.
+    """Return the open requests by their position in the stream, and the position of the last event.
 
-    The whole stream is read: in a part of it, a rejected request would look open."""
+    This reads the whole stream: if the replies were missing, decided requests would seem open."""
     pending: dict[int, RetryRequest] = {}
     last = 0
     async for event in gateway.events(batch_stream(batch), wait=False):
@@ -59,7 +62,7 @@ async def read_pending(gateway: GatewayClient, batch: str) -> tuple[dict[int, Re
 
 
 async def send_reply(gateway: GatewayClient, batch: str, seq: int, reply: RetryReply) -> None:
-    """Reply to a request. If the gateway does not answer, the request stays open."""
+    """Reply to a request. If the gateway does not respond, the request stays open."""
     with suppress(TurngateError):
         data = {"retry": seq, "taken": reply.taken, "message": reply.message}
         await gateway.announce(batch_stream(batch), "note", data)

@@ -1,4 +1,4 @@
-"""One rollout, stage by stage.
+"""Run one rollout, stage by stage.
 
     start   sandbox → files → setup
     run     session → relay → launch → agent → seal → collect → clean
@@ -7,18 +7,18 @@
     sandbox   create the sandbox, with the agent's installation
     files     upload the task's files
     setup     run the task's setup script
-    session   open a session at the gateway: from here on there is a trace
+    session   open a session at the gateway, which starts the trace
     relay     connect the sandbox to the gateway, and to nothing else
-    launch    write the agent's settings, and check that its program is there
-    agent     run it as a background job until it exits, its time is up, its session is over, or the rollout is cancelled
+    launch    write the agent's settings, and check that its program is installed
+    agent     run the agent in the background until it exits, it times out, its session ends, or the rollout is cancelled
     seal      allow no more turns
-    collect   copy its output, its own transcript and its work
-    clean     stop and remove everything, whatever happened before
-    grade     the host decides, in a fresh sandbox that no agent has touched
-    record    the gateway stores the outcome beside the trace
+    collect   copy the agent's output, transcript and work
+    clean     stop and remove everything, even after a failure
+    grade     grade the work on behalf of the host, in a fresh sandbox that no agent has touched
+    record    store the outcome at the gateway, together with the trace
 
-Each stage has a time limit, and a failure says who is to blame (`classify.py`). Whatever happens, the recorded trace stays. An agent
-never runs twice on one trace; only the grading is retried.
+Each stage has a time limit, and `classify.py` decides what a failure is attributed to. The recorded trace is kept in any case. An agent
+never runs twice on one trace; only grading is retried.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ from turngate.tasks.grading.types import GradingEnvironment, Work
 from turngate.telemetry.logs import log_context
 
 log = logging.getLogger(__name__)
-INSTALL_FOLDER = "/opt/turngate"  # where a sandbox sees an agent's installation
-_SPARE_S = 15.0  # that a stage has beyond the limit of what it runs, to stop that properly
-_KILL_S = 90.0  # likewise, to kill an agent
+INSTALL_FOLDER = "/opt/turngate"  # path of an agent's installation inside a sandbox
+_SPARE_S = 15.0  # extra time for a stage to stop a script that reached its own limit
+_KILL_S = 90.0  # extra time to kill an agent
 _COUNT_S = 120.0  # to count the rows of a long trace
-_QUICK_COUNT_S = 10.0  # the same for a cancelled rollout
+_QUICK_COUNT_S = 10.0  # the same, for a cancelled rollout
 
 
 class Rollout:
@@ -80,8 +80,11 @@ class Rollout:
         on_sandbox_ready: Callable[[str], None] = lambda workdir: None,
         session: str = "",
     ) -> None:
-        """`gate` limits how many rollouts are in a phase at once. `on_sandbox_ready` receives the working folder. `session` is the id
-        for the session, if the caller has to know it beforehand."""
+        """Prepare a rollout.
+
+        `gate` limits how many rollouts are in a phase at the same time. `on_sandbox_ready` is called with the working folder. `session`
+        sets the session's id; by default, a new one is generated.
+        """
         self._spec = spec
         self._gateway = gateway
         self._connector = connector
@@ -105,7 +108,7 @@ class Rollout:
         self._session = AgentSession(gateway, session, self._ending, self.progress, watch, self._note)
         self._events = StageEvents(gateway, session, str(spec.session.get("metadata", {}).get("batch", "")))
         self._stages = Stages(self.outcome, self.progress, watch, self._events)
-        # The installation as the sandbox sees it.
+        # The installation with its paths inside the sandbox.
         self._installed, self._mounts = (
             spec.installed.relocate(INSTALL_FOLDER)
             if spec.backend.relocates
@@ -114,10 +117,11 @@ class Rollout:
 
     @property
     def verdict(self) -> Classification:
+        """The classification of the rollout so far."""
         return classify(self._ending, self._spec.policy)
 
     async def run(self) -> Outcome:
-        """Run to the end. If cancelled, everything is cleaned up before the cancellation propagates."""
+        """Run the rollout to completion. If cancelled, clean up before the cancellation propagates."""
         outcome = self.outcome
         context = log_context(self._session.id, {"rollout": outcome.rollout, "group": outcome.group})
         with self._stages.trace_rollout(), context:
@@ -126,11 +130,11 @@ class Rollout:
                     return await self._run()
             finally:
                 log.info(
-                    "ended: %s, %s, reward %s, %d turns", outcome.status, outcome.kind, outcome.reward, outcome.turns
+                    "rollout ended: %s, %s, reward %s, %d turns", outcome.status, outcome.kind, outcome.reward, outcome.turns
                 )
 
     async def _run(self) -> Outcome:
-        """The life of a rollout. The sandbox is gone before the work is graded."""
+        """Run all stages. The sandbox is removed before the work is graded."""
         async with self._record_faults(), AsyncExitStack() as cleanup:
             async with self._gate("start"):
                 sandbox = await self._create_sandbox(cleanup)
@@ -150,8 +154,8 @@ class Rollout:
         return self.outcome
 
     def fail(self, error: Exception) -> None:
-        """Count an unexpected exception as a fault of turngate, whatever else is known."""
-        fault = Fault("clean", "gateway", f"unexpected error in turngate: {error!r}")
+        """Attribute an unexpected exception to Turngate. This overrides any other verdict."""
+        fault = Fault("clean", "gateway", f"unexpected error in Turngate: {error!r}")
         self._ending.fault, self._ending.cancelled = fault, False
         self._update_outcome()
 
@@ -175,7 +179,7 @@ class Rollout:
             reachable=self._connector.hosts,
             mounts=tuple(Mount(source, target) for source, target in self._mounts),
             env={**base.env, **spec.env},
-            # Twice: a warm sandbox may wait for as long as another agent runs.
+            # Twice the timeout, because a warm sandbox may have to wait until another agent is done.
             life_s=2 * spec.timeout_s + spec.task.setup_timeout_s + sum(LIMITS_S.values()),
             labels={**base.labels, "agent": spec.agent.name},
         )
@@ -228,7 +232,7 @@ class Rollout:
             self.outcome.calls = connection.generations
 
     async def _seal_session(self) -> TurngateError | None:
-        """Allow no more turns. An error is returned, so that what the agent left can be saved before it is raised."""
+        """Allow no more turns. Return an error instead of raising it, so that the agent's files can be saved first."""
         status = self._update_outcome().status
         try:
             async with self._stages.enter("seal"):
@@ -243,7 +247,7 @@ class Rollout:
         return None
 
     async def _collect(self, sandbox: Sandbox, launch: Launch, unsealed: TurngateError | None) -> None:
-        """Copy what the agent left. Its output and logs may be missing; without its work there is nothing to grade."""
+        """Copy the agent's output, logs and work. Only the work is required for grading."""
         async with self._stages.enter("collect"):
             collected = await collect(sandbox, launch, self._folder, self._redactor.redact_bytes)
             self.outcome.collected = msgspec.structs.replace(
@@ -271,7 +275,7 @@ class Rollout:
         )
 
     async def _read_answers(self) -> list[dict[str, object]]:
-        """The agent's calls to host tools, oldest first."""
+        """Return the agent's calls to host tools, oldest first."""
         if not self._spec.task.tools:
             return []
         calls = await self._gateway.tool_calls(self._session.id)
@@ -299,14 +303,14 @@ class Rollout:
 
     @asynccontextmanager
     async def _record_faults(self) -> AsyncIterator[None]:
-        """Turn an error of a stage into a fault. A cancellation goes on when the rest is done."""
+        """Turn an error in a stage into a fault. On cancellation, finish up and re-raise it."""
         try:
             yield
         except asyncio.CancelledError:
             await self._finish_cancelled()
             raise
         except TurngateError as error:
-            if _is_being_cancelled():  # and cleaning up failed
+            if _is_being_cancelled():  # cleaning up failed
                 self._note(error.message)
                 await self._finish_cancelled()
                 raise asyncio.CancelledError from error
@@ -325,7 +329,7 @@ class Rollout:
         await self._session.end(cancelled=_is_being_cancelled())
 
     async def _remove_sandbox(self, sandbox: Sandbox) -> None:
-        """Report a failure, which does not change how the rollout ended."""
+        """Remove the sandbox. A failure is only noted, and does not change the outcome."""
         try:
             async with self._stages.enter("clean"):
                 await sandbox.stop()
@@ -339,12 +343,12 @@ class Rollout:
     # ── grade ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _grade(self) -> None:
-        """Find the class and the reward. A cancelled rollout has neither."""
+        """Determine the class and the reward. A cancelled rollout has neither."""
         try:
             await self._count_turns(_COUNT_S)
             await self._grade_work()
         except asyncio.CancelledError:
-            if self._spec.is_graded:  # without its grade it is not complete, and runs again
+            if self._spec.is_graded:  # the rollout is incomplete without its grade, and will run again
                 self._ending.cancelled, self._ending.grade = True, None
                 self._update_outcome()
             raise
@@ -352,7 +356,7 @@ class Rollout:
             await run_to_completion(asyncio.to_thread(self._discard_work))
 
     async def _count_turns(self, limit_s: float) -> None:
-        """Ask the gateway what it has recorded, if it still answers."""
+        """Read the numbers of turns, tokens and rows from the gateway, if it responds."""
         outcome = self.outcome
         if not outcome.session:
             return
@@ -364,14 +368,14 @@ class Rollout:
                 outcome.roles, self._ending.stop = shown.roles or {}, self.verdict.stop or shown.stop
                 outcome.rows = len(await self._gateway.samples(outcome.session))
         except (TurngateError, TimeoutError) as error:
-            self._note(f"the gateway could not be asked what it has recorded: {error}")
+            self._note(f"the recording could not be read from the gateway: {error}")
         self._ending.turns = outcome.turns
         self._update_outcome()
 
     async def _grade_work(self) -> None:
         spec, ending = self._spec, self._ending
         if self._work is None:
-            ending.work_missing = "; ".join(self.outcome.collected.missing) or "it was not copied"
+            ending.work_missing = "; ".join(self.outcome.collected.missing) or "the work was not copied"
         else:
             ending.work_lost = self._work.lost
         if self._update_outcome().kind is not None:
@@ -386,13 +390,13 @@ class Rollout:
         self._update_outcome()
 
     async def _record(self) -> None:
-        """Record the outcome beside the trace. If the gateway is gone, the caller may record it later."""
+        """Record the outcome at the gateway. If that fails, the caller may record it later."""
         outcome, session = self.outcome, self._session
         if not outcome.session or outcome.kind is None:
             return
         if outcome.kind == "infrastructure fault" and not session.is_ended:
-            return  # it counts in no group, and most likely the gateway is the reason
-        outcome.unrecorded = "its runner was stopped before the gateway had recorded it"
+            return  # groups exclude such rollouts, and the gateway is probably down
+        outcome.unrecorded = "the runner was stopped before the gateway recorded the outcome"
         try:
             async with self._stages.enter("record"):
                 await session.record(build_record(outcome))
@@ -404,7 +408,7 @@ class Rollout:
     # ── outcome ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _update_outcome(self) -> Classification:
-        """Write what is known by now into the outcome."""
+        """Update the outcome with everything known so far."""
         outcome, verdict = self.outcome, self.verdict
         grade = verdict.grade
         if grade is not None:
@@ -421,7 +425,7 @@ class Rollout:
 
     @property
     def _folder(self) -> Path:
-        """Where what the agent left is stored."""
+        """The folder for the agent's files."""
         return self._spec.folder / self._session.id
 
 

@@ -1,4 +1,4 @@
-"""Which rollout of a batch runs next: group by group, as the throttle allows, and retries when they are due."""
+"""Decide which rollout of a batch runs next: groups in order, as the throttle allows, and retries when they are due."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from turngate.tasks.task import Task
 
 
 class RolloutItem(msgspec.Struct, frozen=True):
-    """One rollout of a batch that is not finished."""
+    """A rollout of a batch that still needs to run."""
 
     id: str
     task: Task
@@ -31,7 +31,7 @@ class RolloutItem(msgspec.Struct, frozen=True):
 
 
 class Schedule:
-    """Hands rollouts to workers. It does not end while an attempt or a retry request is pending, since either may add one."""
+    """Assigns rollouts to workers. It does not end while an attempt or a retry request is pending, because either may add a rollout."""
 
     def __init__(
         self,
@@ -49,19 +49,19 @@ class Schedule:
         self._throttle = throttle
         self._stop = stop
         self._changed = asyncio.Condition()
-        self._fresh: deque[RolloutItem] = deque()  # of the group that began last: those that no worker has taken yet
-        self._all_supplied = False  # there is no group left to begin
-        self._retries: list[tuple[float, int, RolloutItem]] = []  # by when they are due
+        self._fresh: deque[RolloutItem] = deque()  # rollouts of the current group that no worker has taken yet
+        self._all_supplied = False  # all groups have started
+        self._retries: list[tuple[float, int, RolloutItem]] = []  # a heap, ordered by due time
         self._order = itertools.count()
-        self._pending = 0  # attempts, and undecided retry requests
-        self._workers = 0  # that will look for more
-        self._attempts: dict[str, int] = {}  # by rollout: the attempt that is not settled
-        self._requested: set[str] = set()  # rollouts that run again because somebody asked
+        self._pending = 0  # number of attempts and undecided retry requests
+        self._workers = 0  # number of workers that still call `next`
+        self._attempts: dict[str, int] = {}  # rollout → number of its unsettled attempt
+        self._requested: set[str] = set()  # rollouts that run again on request
 
-    # ── what there is to do ─────────────────────────────────────────────────────────────────────────────────────
+    # ── groups and retries ──────────────────────────────────────────────────────────────────────────────────────
 
     async def supply(self, batch: str, finished: Container[str]) -> None:
-        """Add one group at a time: the next when a worker has taken the last rollout of the one before, and the throttle allows it."""
+        """Add all groups, one at a time: each one when the previous group's rollouts have been taken and the throttle allows it."""
         for number, group in enumerate(self._iter_groups(batch)):
             items = [item for item in group if item.id not in finished and item.id not in self._requested]
             if not items:
@@ -77,7 +77,7 @@ class Schedule:
         await self.notify()
 
     async def _wait_for_throttle(self, number: int) -> None:
-        """Wait until a group may begin. An earlier group that no trainer will see makes room for it."""
+        """Wait until a group may start. An earlier group that trainers never see does not count towards the throttle."""
         closer = self._closer
         while True:
             closer.empty_group_added.clear()
@@ -99,19 +99,21 @@ class Schedule:
                 yield [RolloutItem(f"{group}.{index}", task, number, index) for index in range(self._plan.n)]
 
     def add_retry(self, item: RolloutItem, wait_s: float = 0.0) -> None:
+        """Schedule a retry that is due in `wait_s` seconds."""
         heapq.heappush(self._retries, (time.monotonic() + wait_s, next(self._order), item))
 
     def exclude(self, rollout: str) -> None:
-        """Do not supply this rollout with its group: a retry request brings it."""
+        """Skip this rollout when its group is added, because a retry request already added it."""
         self._requested.add(rollout)
 
     # ── workers ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def start_workers(self, count: int) -> None:
+        """Set the number of workers."""
         self._workers = count
 
     async def next(self) -> RolloutItem | None:
-        """Take a retry that is due, or the next of the group. None: there is nothing left to do, or the batch stops."""
+        """Return a retry that is due, or the next rollout of the group. Return None if all are done or the batch is stopping."""
         async with self._changed:
             while not self._stop:
                 due_s = self._retries[0][0] - time.monotonic() if self._retries else None
@@ -133,20 +135,22 @@ class Schedule:
         return None
 
     def start_attempt(self, rollout: str, attempt: int) -> None:
+        """Mark an attempt as unsettled."""
         self._attempts[rollout] = attempt
 
     async def end_attempt(self, rollout: str) -> None:
-        """A worker is done with what `next` gave it."""
+        """Mark a worker as done with the rollout that `next` returned."""
         self._attempts.pop(rollout, None)
         await self.release()
 
     # ── retry requests ──────────────────────────────────────────────────────────────────────────────────────────
 
     def hold(self) -> None:
-        """Keep the workers until `release`: there may be something more to do."""
+        """Keep the workers waiting for more rollouts until `release` is called."""
         self._pending += 1
 
     async def release(self) -> None:
+        """Undo one `hold`."""
         self._pending -= 1
         await self.notify()
 
@@ -155,11 +159,11 @@ class Schedule:
 
     @property
     def accepts_more(self) -> bool:
-        """Whether a worker is sure to take what is added now."""
+        """Whether a worker will certainly take a rollout that is added now."""
         return self._workers > 0 and not self._stop
 
     async def wait_until_settled(self, rollout: str, attempt: int, limit_s: float | None) -> bool:
-        """Wait until an attempt is in the ledger, or never will be. Returns False if that takes too long."""
+        """Wait until an attempt is in the ledger or never will be. Return False if that takes longer than `limit_s`."""
         try:
             async with asyncio.timeout(limit_s), self._changed:
                 await self._changed.wait_for(lambda: not (self.is_running(rollout, attempt) and self.accepts_more))
@@ -168,7 +172,7 @@ class Schedule:
         return True
 
     async def notify(self) -> None:
-        """Wake everybody who waits for a change."""
+        """Report the progress, and wake everything that waits for a change."""
         self._progress.retrying = len(self._retries)
         self._report()
         async with self._changed:

@@ -1,4 +1,4 @@
-"""The session of one rollout at the gateway: open it, follow its events, and end it whatever happens."""
+"""The session of one rollout at the gateway: open it, follow its events, and always end it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from turngate.rollout.spec import RolloutSpec
 from turngate.store.outcomes import RecordedOutcome
 from turngate.types import STALE, Json
 
-RESTART_S = 40.0  # to wait for a gateway that is restarting
-END_S = 10.0  # for the gateway to end the session of a failed rollout
+RESTART_S = 40.0  # how long to wait for a gateway that is restarting
+END_S = 10.0  # how long the gateway may take to end the session of a failed rollout
 
 
 class AgentSession:
-    """One agent's session. Adds what it learns to `ending`."""
+    """The session of one agent. It records how the session ended in `ending`."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class AgentSession:
     ) -> None:
         self.id = session
         self.key = ""  # empty until the session is open
-        self.is_ended = False  # by this runner
-        self.over = asyncio.Event()  # set when the session reaches a limit, or somebody else ends it
+        self.is_ended = False  # this runner has ended it
+        self.over = asyncio.Event()  # set when the session reaches a limit, or when someone else ends it
         self._gateway = gateway
         self._ending = ending
         self._progress = progress
@@ -50,14 +50,14 @@ class AgentSession:
         self._is_ending = False  # this runner is ending it
 
     async def open(self, config: dict[str, Json], traceparent: str) -> None:
-        """Open it under an id that we chose, so that it can be ended even if we are cancelled before the reply arrives."""
+        """Open the session with an id chosen here, so that it can be ended even if we are cancelled before the reply arrives."""
         opened = await self._gateway.open(config, self.id, traceparent)
         self.id, self.key = opened.id, opened.key
         self._progress.session = opened.id
 
     @asynccontextmanager
     async def follow(self) -> AsyncIterator[None]:
-        """Follow its events while the block runs."""
+        """Follow the session's events for the duration of the block."""
         following = asyncio.create_task(self._follow())
         try:
             yield
@@ -65,10 +65,10 @@ class AgentSession:
             following.cancel()
             await asyncio.wait([following])
             if not following.cancelled() and (error := following.exception()) is not None:
-                self._note(f"progress could not be followed to the end: {error!r}")
+                self._note(f"stopped following the session's events: {error!r}")
 
     async def _follow(self) -> None:
-        """Count turns, and notice when the session is over."""
+        """Count turns, and detect the end of the session."""
         async for event in self._gateway.events(self.id):
             kind, data = event.kind, event.data
             if kind == "turn":
@@ -86,11 +86,11 @@ class AgentSession:
         self.over.set()
 
     async def seal(self, stop: str) -> None:
-        """Allow no more turns. Waits for a restarting gateway, which will have the session as it was."""
+        """Allow no more turns. Wait for a gateway that is restarting, because it keeps the session."""
         self._is_ending = True
 
         async def show_and_seal() -> tuple[SessionInfo, SessionInfo]:
-            # Read before it is sealed: only a live session knows how its last call failed.
+            # Read the session before sealing it: only a live session reports its last error.
             return await self._gateway.show(self.id), await self._gateway.seal(self.id, stop)
 
         live, sealed = await retry_while_unreachable(show_and_seal, limit_s=RESTART_S)
@@ -103,11 +103,11 @@ class AgentSession:
             ending.last_error = live.last_error
 
     async def record(self, record: RecordedOutcome) -> None:
-        """Record the outcome beside the trace."""
+        """Record the outcome at the gateway."""
         await record_outcome(self._gateway, self.id, record, wait_s=RESTART_S, is_sealed=self.is_ended)
 
     async def end(self, *, cancelled: bool) -> None:
-        """End the session of a rollout that did not get as far as sealing it."""
+        """End the session of a rollout that stopped before sealing it."""
         if self.is_ended:
             return
         self._is_ending = True
@@ -120,16 +120,16 @@ class AgentSession:
                 await end(self.id)
                 self.is_ended = True
         except TimeoutError:
-            self._note(f"the session could not be ended: the gateway did not answer for {END_S:.0f} s")
+            self._note(f"the session could not be ended: the gateway did not respond within {END_S:.0f} s")
         except RequestRejected as refused:
-            if refused.answered != 404:  # 404: it was never opened
+            if refused.answered != 404:  # 404: never opened
                 self._note(f"the session could not be ended: {refused.message}")
         except TurngateError as error:
             self._note(f"the session could not be ended: {error.message}")
 
 
 def build_session_config(spec: RolloutSpec, group: str) -> dict[str, Json]:
-    """Build the settings to open the session with. The caller's own win."""
+    """Build the settings for opening the session. The settings in `spec.session` take precedence."""
     metadata = {
         "task": spec.task.id,
         "agent": spec.agent.name,
@@ -138,11 +138,11 @@ def build_session_config(spec: RolloutSpec, group: str) -> dict[str, Json]:
         "group": group,
         **({"rollout": spec.rollout, "attempt": spec.attempt} if spec.rollout else {}),
     }
-    given = dict(spec.session)
+    overrides = dict(spec.session)
     return {
         "model": spec.model,
         "signals": msgspec.to_builtins(resolve_signals(spec.agent.signals, spec.model)),
         **({"tools": msgspec.to_builtins(spec.task.tools)} if spec.task.tools else {}),
-        **given,
-        "metadata": {**metadata, **given.get("metadata", {})},
+        **overrides,
+        "metadata": {**metadata, **overrides.get("metadata", {})},
     }

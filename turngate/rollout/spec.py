@@ -1,4 +1,4 @@
-"""What to run: one task, one agent, one sandbox, and the limits and policies of the rollout."""
+"""The specification of a rollout: its task, agent, sandbox, limits and policies."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ EndAction = Literal["grade", "exclude", "zero"]
 
 
 class EndPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """How to score an agent that did not end well by itself: grade its work as it stands, exclude it, or give it 0."""
+    """How to score an agent that did not end normally: grade its work anyway, exclude the rollout, or score it 0."""
 
     timed_out: EndAction = "grade"
-    failed: EndAction = "grade"  # its exit code was not 0
-    limit: EndAction = "grade"  # its session reached a limit
-    lost: Literal["exclude", "zero"] = "zero"  # nothing to grade: it broke its sandbox, or left more than can be copied
+    failed: EndAction = "grade"  # the exit code was not 0
+    limit: EndAction = "grade"  # the session reached a limit
+    lost: Literal["exclude", "zero"] = "zero"  # the agent broke its sandbox, or left more files than can be copied
 
 
 class RolloutSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run, where, and within which limits."""
+    """The settings of one rollout."""
 
     task: Task
     agent: AgentSpec
@@ -40,14 +40,14 @@ class RolloutSpec(msgspec.Struct, frozen=True, kw_only=True):
     network: Network = "none"
     resources: Resources = Resources()
     env: Mapping[str, str] = {}
-    session: Mapping[str, Json] = {}  # further settings of the session: limits, sampling, policy …
-    model_limits: ModelLimits = ModelLimits()  # what the agent's configuration says about its model
-    options: Mapping[str, str] = {}  # of the agent
-    folder: Path  # what the agent left is stored here, in a folder named after the session
+    session: Mapping[str, Json] = {}  # more session settings: limits, sampling, policy …
+    model_limits: ModelLimits = ModelLimits()  # the model's limits, for the agent's configuration
+    options: Mapping[str, str] = {}  # the agent's options
+    folder: Path  # for the agent's files, in a subfolder named after the session
     keep_work: bool = True
     grade: bool = True  # if the task has a grader
     policy: EndPolicy = EndPolicy()
-    rollout: str = ""  # the caller's name for the rollout; by default the id of its session
+    rollout: str = ""  # the caller's name for the rollout; by default, the session's id
     group: str = ""
     attempt: int = 1
 

@@ -1,4 +1,4 @@
-"""Send the stages of a rollout to the gateway, so that they are in one event stream with its turns."""
+"""Send the stages of a rollout to the gateway, so that they appear in the same event stream as its turns."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from turngate.rollout.outcome import Outcome, Stage
 from turngate.types import Json
 
 _FLUSH_S = 5.0  # to send the last events when the rollout ends
-_MAX_CHARS = 2000  # of a text in an event
+_MAX_CHARS = 2000  # per string in an event
 _FIRST: Stage = "sandbox"
 
 
 class StageEvents(AbstractAsyncContextManager["StageEvents"]):
-    """Sends the events of one rollout in the background. An event that cannot be sent is dropped: it is not worth losing a rollout."""
+    """Sends the events of one rollout in the background. An event that cannot be sent is dropped, so that it cannot fail the rollout."""
 
     def __init__(self, gateway: GatewayClient, session: str, batch: str = "") -> None:
         self._gateway = gateway
@@ -40,6 +40,7 @@ class StageEvents(AbstractAsyncContextManager["StageEvents"]):
             await asyncio.wait_for(self._sending, _FLUSH_S)
 
     def send(self, stage: Stage | Literal["done"], outcome: Outcome) -> None:
+        """Queue an event for a stage that starts, or for the end of the rollout."""
         self._queue.put_nowait(_build_event(stage, outcome, self._batch))
 
     async def _send_all(self) -> None:
@@ -49,16 +50,16 @@ class StageEvents(AbstractAsyncContextManager["StageEvents"]):
 
 
 def _build_event(stage: Stage | Literal["done"], outcome: Outcome, batch: str) -> dict[str, Json]:
-    """The last event holds the outcome. Agents cannot read this stream."""
+    """Build the event for a stage. The last one contains the outcome. Agents cannot read this stream."""
     event: dict[str, Json] = {"stage": stage, "rollout": outcome.rollout, "attempt": outcome.attempt}
-    if stage == _FIRST:  # there is no session yet whose metadata would say so
+    if stage == _FIRST:  # the session, whose metadata has these fields, does not exist yet
         about = {"task": outcome.task, "group": outcome.group, "agent": outcome.agent, "model": outcome.model}
         about |= {"batch": batch}
         return {**event, **{name: value[:_MAX_CHARS] for name, value in about.items()}}
     if stage != "done":
         return event
     event |= {"status": outcome.status, "class": outcome.kind, "reward": outcome.reward}
-    if (fault := outcome.fault) is not None:  # there may be no session whose outcome would say so
+    if (fault := outcome.fault) is not None:  # there may be no session to record the outcome in
         event["fault"] = {"stage": fault.stage, "boundary": fault.boundary}
         event["message"] = fault.message[:_MAX_CHARS]
     return event

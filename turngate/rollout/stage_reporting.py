@@ -1,4 +1,4 @@
-"""The stages of one rollout: their time limits, and what logs, progress, events and spans report about them."""
+"""Run the stages of one rollout with time limits, and report them in logs, progress, events and spans."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from turngate.rollout.stage_events import StageEvents
 from turngate.telemetry.spans import Span, current_tracer
 
 log = logging.getLogger(__name__)
-# Seconds. The task limits `setup` and the rollout limits `agent`; `grade` has no limit but the grader's own.
+# In seconds. The task limits `setup`, the rollout limits `agent`, and the grader limits `grade`.
 LIMITS_S: Mapping[Stage, float] = {
     "sandbox": 600,
     "files": 300,
@@ -36,24 +36,24 @@ class Stages:
     def __init__(
         self, outcome: Outcome, progress: RolloutProgress, watch: ProgressCallback, events: StageEvents
     ) -> None:
-        self.failed: Stage | None = None  # the first that failed
+        self.failed: Stage | None = None  # the first stage that failed
         self._outcome = outcome
         self._progress = progress
         self._watch = watch
         self._events = events
         self._rollout_span: Span | None = None
-        self._agent_span: Span | None = None  # while the agent runs
+        self._agent_span: Span | None = None  # set while the agent is running
 
     @property
     def traceparent(self) -> str:
-        """The span that the gateway puts the turns under."""
+        """The parent span for the gateway's turns."""
         return "" if self._agent_span is None else self._agent_span.traceparent
 
     @asynccontextmanager
     async def enter(
         self, stage: Stage, limit_s: float | None = None, *, since: float | None = None
     ) -> AsyncIterator[None]:
-        """Run the block as a stage with a time limit. `since`: when it began, if that was earlier."""
+        """Run the block as a stage with a time limit. Set `since` if the stage started earlier."""
         self.announce(stage)
         began = time.monotonic() if since is None else since
         limit = limit_s or LIMITS_S.get(stage)
@@ -75,6 +75,7 @@ class Stages:
                 span.end()
 
     def announce(self, stage: Stage | Literal["done"]) -> None:
+        """Report that a stage starts, or that the rollout is done."""
         self._progress.stage = stage
         log.info("stage %s", stage)
         self._watch(self._progress)
@@ -82,7 +83,7 @@ class Stages:
 
     @contextmanager
     def trace_rollout(self) -> Iterator[None]:
-        """Export the block as the rollout's span, if tracing is on."""
+        """Export the block as the rollout's span, if tracing is enabled."""
         outcome, tracer = self._outcome, current_tracer()
         if tracer is None:
             yield
@@ -109,7 +110,7 @@ class Stages:
 
     @contextmanager
     def trace_agent(self, session: str) -> Iterator[None]:
-        """Export the block as the agent's span; the gateway puts the turns under it."""
+        """Export the block as the agent's span, which is the parent of the gateway's turns."""
         if self._rollout_span is None:
             yield
             return

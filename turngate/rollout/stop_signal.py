@@ -1,4 +1,4 @@
-"""Whether a batch has to stop, and why."""
+"""A signal that a batch must stop, with the reason."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 
 class StopSignal:
-    """Set once by whatever finds that the batch cannot go on, or by the caller who winds it up."""
+    """Signals that a batch cannot continue, or that its caller wants it to start no more attempts."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
-        self.reason = ""  # why it has to stop; empty: it does not
-        self.is_winding_up = False  # the caller wants no new attempts
+        self.reason = ""  # why the batch must stop; empty if it need not
+        self.is_winding_up = False  # no new attempts are started
         self._note = note
         self._stopped = asyncio.Event()
 
@@ -19,12 +19,12 @@ class StopSignal:
         return bool(self.reason) or self.is_winding_up
 
     def stop(self, reason: str) -> None:
-        """Stop everything. The first reason counts."""
+        """Stop the batch. Only the first reason is kept."""
         if not self.reason:
             self.reason = reason
             self._note(f"stopping: {reason}")
             self._stopped.set()
 
     async def wait(self) -> None:
-        """Wait until everything has to stop."""
+        """Wait until `stop` is called."""
         await self._stopped.wait()

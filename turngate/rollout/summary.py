@@ -1,7 +1,8 @@
-"""The statistics of a batch: per task, per round and overall. A reward that is not known is in no mean, and is counted separately.
+"""The statistics of a batch: per task, per round and overall. Unknown rewards are excluded from means and counted separately.
 
-`pass@k` is the chance that at least one of k rollouts passes, estimated without bias from the g that were graded, c of which
-passed: 1 - C(g - c, k) / C(g, k). Overall it is the mean over the tasks that have at least k graded rollouts, and says how many those are.
+`pass@k` is the probability that at least one of k rollouts passes. With g graded rollouts, c of which passed, its unbiased estimate is
+1 - C(g - c, k) / C(g, k). The overall value is the mean over the tasks with at least k graded rollouts, and the number of those tasks is
+reported with it.
 """
 
 from __future__ import annotations
@@ -33,13 +34,15 @@ PHASES: Mapping[str, Phase] = {
 
 
 class PassAtK(msgspec.Struct, frozen=True):
+    """An estimate of pass@k."""
+
     k: int
     estimate: float
-    tasks: int  # that have at least k graded rollouts
+    tasks: int  # number of tasks with at least k graded rollouts
 
 
 class HistogramBin(msgspec.Struct, frozen=True):
-    """One bin of the histogram of rewards. The last one includes its upper end."""
+    """One bin of the reward histogram. The last bin includes its upper end."""
 
     low: float
     high: float
@@ -47,57 +50,63 @@ class HistogramBin(msgspec.Struct, frozen=True):
 
 
 class RolloutStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Statistics of some rollouts: of one task, of one round, or of all."""
+    """Statistics of the rollouts of one task, one round or the whole batch."""
 
     wanted: int
     finished: int
     graded: int  # with a reward
     passed: int
-    mean_reward: float | None  # None: there is no reward
+    mean_reward: float | None  # None if there are no rewards
     pass_at: tuple[PassAtK, ...]
     kinds: Mapping[RolloutClass, int]
     attempts: int
-    mean_turns: float | None  # of those in which an agent ran
+    mean_turns: float | None  # over the rollouts in which an agent ran
     mean_tokens: float | None
     turns: int
     sampled_tokens: int
-    stages: Mapping[str, float]  # mean seconds, of the rollouts that reached the stage
+    stages: Mapping[str, float]  # mean seconds, over the rollouts that reached the stage
     phases: Mapping[Phase, float]
 
 
 class TaskStats(RolloutStats, frozen=True, kw_only=True):
+    """Statistics of one task over all rounds."""
+
     task: str
-    rewards: tuple[float | None, ...]  # by round and index; None: not known, or not finished
+    rewards: tuple[float | None, ...]  # by round and index; None if unknown or not finished
 
 
 class RoundStats(RolloutStats, frozen=True, kw_only=True):
+    """Statistics of one round over all tasks."""
+
     round: int
 
 
 class GroupStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A group that a trainer should know about."""
+    """A group that is of limited use for training."""
 
     task: str
     round: int = 0
     graded: int
     wanted: int
-    reward: float | None = None  # the same for all
+    reward: float | None = None  # the reward that all rollouts have in common
     why: Mapping[RolloutClass, int] = {}  # the classes of the rollouts without a reward
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """The statistics of a batch."""
+
     batch: str
     n: int
     overall: RolloutStats
     tasks: tuple[TaskStats, ...]  # over all rounds
     rounds: tuple[RoundStats, ...] = ()  # if there is more than one
-    no_signal: tuple[GroupStats, ...]  # all known rewards are equal: there is no advantage to learn from
-    shrunken: tuple[GroupStats, ...]  # fewer rewards than finished rollouts
+    no_signal: tuple[GroupStats, ...]  # groups whose known rewards are all equal, so their advantages are 0
+    shrunken: tuple[GroupStats, ...]  # groups with fewer rewards than finished rollouts
     histogram: tuple[HistogramBin, ...]
-    # Why rollouts have no reward, by class: messages and how often, the most frequent first.
+    # Why rollouts have no reward, by class: pairs of a message and its count, most frequent first.
     messages: Mapping[RolloutClass, Sequence[tuple[str, int]]]
-    seconds: float = 0.0  # from the beginning of the first rollout to the end of the last, pauses included
-    stopped: str = ""  # why it stopped early
+    seconds: float = 0.0  # from the start of the batch to the end of the last rollout, including pauses
+    stopped: str = ""  # why the batch stopped early
 
 
 def summarize(
@@ -110,7 +119,7 @@ def summarize(
     seconds: float = 0.0,
     stopped: str = "",
 ) -> Summary:
-    """Summarize the finished rollouts. `tasks` are all tasks of the batch, also those without a finished rollout."""
+    """Summarize the finished rollouts. `tasks` lists all tasks of the batch, including those without a finished rollout."""
     by_task: dict[str, list[FinishedRollout]] = {task: [] for task in tasks}
     for rollout in finished:
         by_task[rollout.task].append(rollout)
@@ -144,7 +153,7 @@ def _compute_task_stats(task: str, n: int, rounds: int, members: Sequence[Finish
 
 
 def _compute_round_stats(number: int, n: int, by_task: Mapping[str, Sequence[FinishedRollout]]) -> RoundStats:
-    """Compute the statistics of a round as if it were a batch of its own."""
+    """Compute the statistics of a round as if it were a separate batch."""
     here = {task: [rollout for rollout in members if rollout.round == number] for task, members in by_task.items()}
     per_task = [
         _compute_task_stats(task, n, 1, [_as_first_round(rollout) for rollout in members])
@@ -236,7 +245,7 @@ def _find_shrunken(by_task: Mapping[str, Sequence[FinishedRollout]], n: int) -> 
 
 
 def build_histogram(rewards: Sequence[float], bins: int = 10) -> tuple[HistogramBin, ...]:
-    """Count the rewards in equal bins from 0 to 1, or wider if there are rewards beyond that."""
+    """Count the rewards in bins of equal width from 0 to 1, or a wider range if there are rewards outside it."""
     if not rewards:
         return ()
     low, high = min(0.0, *rewards), max(1.0, *rewards)

@@ -1,8 +1,8 @@
-"""How far a batch may be ahead of a trainer: a throttle is awaited before each group begins.
+"""Limit how far a batch runs ahead of a trainer. A throttle is awaited before each group starts.
 
-Its argument is the number of earlier groups that a trainer has seen or may still see. Groups without a recorded rollout (all were lost
-to faults) reach no trainer and do not count, so `number < trained + max_ahead` is the whole rule. If an earlier group turns out to be
-empty while the next one waits, the throttle is cancelled and awaited again with a lower number.
+Its argument is the number of earlier groups that a trainer has seen or may still see. A group starts if this number is less than
+`trained + max_ahead`. Groups without a recorded rollout (all were lost to faults) never reach a trainer, so they are not included. If an
+earlier group turns out to be empty while the next one waits, the throttle is cancelled and awaited again with a lower number.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from collections.abc import Awaitable, Callable
 
 from turngate.errors import ConfigError
 
-Throttle = Callable[[int], Awaitable[None]]  # returns when the group may begin
+Throttle = Callable[[int], Awaitable[None]]  # returns when the group may start
 
 
 async def no_throttle(number: int) -> None:
-    """Let every group begin at once."""
+    """Let every group start immediately."""
 
 
 class TrainerThrottle:
     """Keeps a batch at most `max_ahead` groups ahead of a trainer. Belongs to one event loop."""
 
     def __init__(self, max_ahead: int, trained: int = 0) -> None:
-        """`trained`: how many groups are trained already, such as the committed number of a feed."""
+        """Create a throttle. `trained` is the number of groups already trained, such as a feed's committed position."""
         if max_ahead < 1:
-            raise ConfigError(f"ahead: {max_ahead} must be at least 1", param="ahead")
+            raise ConfigError(f"ahead must be at least 1, not {max_ahead}", param="ahead")
         self._max_ahead = max_ahead
         self._trained = trained
         self._more = asyncio.Event()
 
     def mark_trained(self, groups: int) -> None:
-        """Set how many groups are trained by now, in total."""
+        """Set the total number of groups trained so far."""
         self._trained = max(self._trained, groups)
         self._more.set()
 

@@ -19,7 +19,7 @@ from turngate.errors import AgentError
 from turngate.trace.session import limit_message
 from turngate.types import DeliveredTurn, Message
 
-_MAX_EXTRA_TURNS = 10_000  # beyond those in the trace: comparing more would take too long
+_MAX_EXTRA_TURNS = 10_000  # allowed beyond those in the trace, because comparing more would take too long
 _MAX_DIFFERENCES = 100  # in the result
 
 
@@ -42,11 +42,11 @@ def list_delivered_turns(trace: DecodedTrace) -> list[DeliveredTurn]:
 def compare_transcript(
     transcript: Transcript, folder: Path, recorded: Sequence[DeliveredTurn], stop: str
 ) -> tuple[int, list[str]]:
-    """Return how many turns the transcript has, and how they differ from the trace. An agent may write anything."""
+    """Return the number of turns in the transcript, and how they differ from the trace. The transcript is untrusted."""
     try:
         turns, differences = _compare_files(transcript, folder, recorded, stop)
     except (RecursionError, OSError) as error:
-        raise AgentError(f"transcript: cannot be read: {error}", param="transcript") from None
+        raise AgentError(f"the agent's transcript cannot be read: {error}", param="transcript") from None
     extra = len(differences) - _MAX_DIFFERENCES
     return turns, differences[:_MAX_DIFFERENCES] + ([f"and {extra} more"] if extra > 0 else [])
 
@@ -55,20 +55,21 @@ def _compare_files(
     transcript: Transcript, folder: Path, recorded: Sequence[DeliveredTurn], stop: str
 ) -> tuple[int, list[str]]:
     stdout = folder / "stdout"
-    found = read_transcripts(transcript, folder / "home", stdout.read_bytes() if stdout.is_file() else b"")
-    written = len(found.main) + sum(map(len, found.subagents))
+    transcripts = read_transcripts(transcript, folder / "home", stdout.read_bytes() if stdout.is_file() else b"")
+    written = len(transcripts.main) + sum(map(len, transcripts.subagents))
     if written > len(recorded) + _MAX_EXTRA_TURNS:
         return written, [f"the transcript has {written} turns, far more than the trace"]
     main = _list_turns(recorded, "main")
-    # Some agents write their summaries as turns, and all of them the gateway's last message.
+    # Some agents also write their summaries as turns, and all of them write the gateway's last message.
     side = [*_list_turns(recorded, "side"), TranscriptTurn(text=limit_message(stop))]
     differences = [
-        _format_difference("main", d) for d in compare_turns(found.main, main, side=side, fills_in=transcript.fills_in)
+        _format_difference("main", d)
+        for d in compare_turns(transcripts.main, main, side=side, fills_in=transcript.fills_in)
     ]
-    if found.subagents:
+    if transcripts.subagents:
         differences += [
             _format_difference("sub-agent", d)
-            for d in _compare_subagents(found.subagents, recorded, fills_in=transcript.fills_in)
+            for d in _compare_subagents(transcripts.subagents, recorded, fills_in=transcript.fills_in)
         ]
     return written, differences
 
@@ -76,7 +77,7 @@ def _compare_files(
 def _compare_subagents(
     written: Sequence[Sequence[TranscriptTurn]], recorded: Sequence[DeliveredTurn], *, fills_in: bool
 ) -> list[Difference]:
-    """Match each written conversation with the most similar recorded one: sub-agents run in parallel, and their names say nothing."""
+    """Compare each written conversation with the most similar recorded one. Sub-agents run in parallel, and their names do not help."""
     conversations = _group_conversations(recorded, "subagent")
     differences: list[Difference] = []
     for turns in written:

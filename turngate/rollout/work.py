@@ -1,4 +1,4 @@
-"""Copy an agent's working folder out of its sandbox, and find out who is to blame if that fails."""
+"""Copy an agent's working folder out of its sandbox, and determine whether the agent is at fault if that fails."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from turngate.tasks.grading.types import Work
 from turngate.tasks.grading.work import collect_work, needs_git
 from turngate.tasks.task import Task
 
-# Any tar can do this, and it needs no disk.
+# Works with any tar, and needs no disk space.
 _PACK = 'PATH="/usr/bin:/bin:$PATH"; exec tar -cf - -C /proc version 2>/dev/null'
 _PACKED = b"version"
 
 
 class WorkCopy(msgspec.Struct, frozen=True):
-    """The agent's work on the host, and what is missing from it."""
+    """The host's copy of the agent's work, and what is missing from it."""
 
-    work: Work | None  # None: it could not be copied, and the agent is not to blame
+    work: Work | None  # None if it could not be copied and the agent is not at fault
     missing: tuple[str, ...] = ()
 
     @property
@@ -38,12 +38,12 @@ async def copy_work(
     read_answers: Callable[[], Awaitable[Sequence[Mapping[str, object]]]],
     limit_s: float,
 ) -> WorkCopy:
-    """Copy the working folder to `folder`. `read_answers`: the calls that the agent made to host tools."""
+    """Copy the working folder to `folder`. `read_answers` returns the agent's calls to host tools."""
     try:
         async with asyncio.timeout(limit_s):
             work = await collect_work(sandbox, folder, git=needs_git(task), answers=await read_answers())
     except TimeoutError:
-        return WorkCopy(None, (f"work: it took longer than {limit_s:.0f} s to copy",))
+        return WorkCopy(None, (f"work: copying took longer than {limit_s:.0f} s",))
     except SandboxError as error:
         message = make_encodable(error.message)
         blames_agent = sandbox.shared is not None and (isinstance(error, SandboxGone) or await is_broken(sandbox))
@@ -54,9 +54,9 @@ async def copy_work(
 
 
 async def is_broken(sandbox: Sandbox) -> bool:
-    """Whether tar no longer works in there. It did when the task's files were uploaded, so the agent broke it.
+    """Return whether tar no longer works in the sandbox. It worked when the task's files were uploaded, so the agent broke it.
 
-    A sandbox that does not answer is not broken in this sense: the agent is not to blame."""
+    Return False if the sandbox does not respond: that is not the agent's fault."""
     try:
         done = await sandbox.exec(["/bin/sh", "-c", _PACK], cwd="/", timeout_s=60)
     except SandboxError:
