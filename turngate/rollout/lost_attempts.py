@@ -23,7 +23,7 @@ class LostAttempts:
         self._stop = stop
 
     async def settle(self, started: AttemptStarted, why: Literal["cancelled", "lost"], message: str) -> None:
-        """End an attempt whose end the runner did not see. If the gateway has its outcome, use that instead of running the rollout again."""
+        """End an attempt whose end the runner did not see. If the gateway has its outcome, use it instead of running the rollout again."""
         shown = await self._cancel_session(started.session)
         recorded = None if shown is None else shown.outcome
         if shown is None or recorded is None:
