@@ -180,7 +180,10 @@ async def test_a_task_that_is_known_to_be_invalid_is_not_tried_any_more() -> Non
         assert result.summary.overall.kinds == {"invalid task": 8}
         tried = Counter(one.attempt for one in result.finished)
         assert 3 <= tried[1] <= 4 and tried[0] == 8 - tried[1], "two are looked after at once"
-        assert any("task setup-0 is invalid; its remaining rollouts are skipped: setup: setup.sh" in note for note in batch.progress.notes)
+        assert any(
+            "task setup-0 is invalid; its remaining rollouts are skipped: setup: setup.sh" in note
+            for note in batch.progress.notes
+        )
 
 
 async def test_another_plan_on_the_same_folder_is_refused_with_what_differs() -> None:
@@ -306,7 +309,10 @@ def test_the_command_tells_what_came_of_it_and_where_it_is(home: Path) -> None:
         (["--n", "0"], "n must be at least 1, not 0"),
         (["--concurrency", "0"], "concurrency must be at least 1, not 0"),
         (["--retries", "-1"], "retries must be at least 0, not -1"),
-        (["--name", "a/b"], "name must be 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit, not 'a/b'"),
+        (
+            ["--name", "a/b"],
+            "name must be 1 to 64 letters, digits, '.', '_' or '-', starting with a letter or digit, not 'a/b'",
+        ),
         (["--only", "three"], "task: no task in"),
         (["--on-timeout", "ignore"], "on_timeout must be one of grade, exclude, zero, not 'ignore'"),
         (["--out", "/dev/null/x"], "out folder /dev/null/x is not writable"),

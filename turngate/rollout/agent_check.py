@@ -66,7 +66,9 @@ class CheckOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     image: str = ""
     network: Network = "none"
-    scenes: Callable[[str], tuple[Scene, ...]] | None = None  # a function of the working folder; None: the agent's own steps
+    scenes: Callable[[str], tuple[Scene, ...]] | None = (
+        None  # a function of the working folder; None: the agent's own steps
+    )
     instruction: str = INSTRUCTION
     model: str = MODEL
     model_limits: ModelLimits = ModelLimits()
@@ -179,7 +181,9 @@ def _evaluate(
     turns = [node for node in nodes if isinstance(node, TraceTurn)]
     fault = f"{outcome.fault.stage}: {outcome.fault.message}" if outcome.fault else _describe_end(outcome)
     results = [
-        PromiseResult("the agent ran and exited on its own", outcome.status == "finished", outcome.status + ": " + fault)
+        PromiseResult(
+            "the agent ran and exited on its own", outcome.status == "finished", outcome.status + ": " + fault
+        )
     ]
     if usual:
         results.append(_check_work(folder))

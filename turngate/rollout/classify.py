@@ -96,7 +96,9 @@ def classify(ending: Ending, policy: EndPolicy) -> Classification:
     """Classify a rollout by the facts known so far."""
     cause = _find_cause(ending)
     status: Status = cause.status
-    if ending.cancelled and (ending.graded or not ending.complete):  # a graded rollout is not complete without its grade
+    if ending.cancelled and (
+        ending.graded or not ending.complete
+    ):  # a graded rollout is not complete without its grade
         status = "cancelled"
     grade = None if status == "cancelled" else _find_grade(ending, cause, policy)
     kind = _find_class(ending, status, cause.stop, grade)

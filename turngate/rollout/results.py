@@ -182,8 +182,7 @@ def describe_failure(outcome: Outcome) -> str:
 
 def describe_unrecorded(finished: FinishedRollout, why: str) -> str:
     return (
-        f"the outcome of {finished.rollout} could not be recorded at the gateway ({why}); "
-        "resume the batch to record it"
+        f"the outcome of {finished.rollout} could not be recorded at the gateway ({why}); resume the batch to record it"
     )
 
 

@@ -130,7 +130,11 @@ class Rollout:
                     return await self._run()
             finally:
                 log.info(
-                    "rollout ended: %s, %s, reward %s, %d turns", outcome.status, outcome.kind, outcome.reward, outcome.turns
+                    "rollout ended: %s, %s, reward %s, %d turns",
+                    outcome.status,
+                    outcome.kind,
+                    outcome.reward,
+                    outcome.turns,
                 )
 
     async def _run(self) -> Outcome:
