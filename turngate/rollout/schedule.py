@@ -1,4 +1,4 @@
-"""Decide which rollout of a batch runs next: groups in order, as the throttle allows, and retries when they are due."""
+"""Decide which rollout of a batch runs next: groups, as the throttle allows, and retries when they are due."""
 
 from __future__ import annotations
 
