@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert refused("agents", "check", "shell").startswith("agent shell has no [[check]] steps to run; ")
     assert "did you mean claude-code" in refused("agents", "check", "claude_code")
     assert refused("agents", "check", "pi", "--sandbox", "cloud").startswith(
-        "sandbox: there is no backend 'cloud'; choose one of: "
+        "sandbox must be one of local, bubblewrap, docker, e2b, huggingface, not 'cloud'"
     )
     assert refused("agents", "check", str(tmp_path / "none.toml")).endswith(
         "cannot be read (No such file or directory)"

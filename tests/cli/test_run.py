@@ -89,7 +89,7 @@ def sessions(data: Path) -> list[tuple[str, str]]:
         (["--prompt", "x", "--network", "some"], "network must be none or open, not 'some'"),
         (
             ["--prompt", "x", "--sandbox", "vm"],
-            "sandbox: there is no backend 'vm'; choose one of: local, bubblewrap, docker",
+            "sandbox must be one of local, bubblewrap, docker, e2b, huggingface, not 'vm'",
         ),
         (
             ["--prompt", "x"],

@@ -79,10 +79,10 @@ async def test_a_tunnel_is_found_by_what_it_prints_and_ends_with_its_group(tmp_p
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("echo no address here", "ended with 0 without printing a URL; its last lines: no address here"),
-        ("sh -c 'echo oh no >&2; exit 3'", "ended with 3 without printing a URL; its last lines: oh no"),
+        ("echo no address here", "exited with 0 without printing a URL; its last lines: no address here"),
+        ("sh -c 'echo oh no >&2; exit 3'", "exited with 3 without printing a URL; its last lines: oh no"),
         ("sleep 60", "took longer than 1 s"),
-        ("no-such-tunnel {port}", "there is no program no-such-tunnel"),
+        ("no-such-tunnel {port}", "program no-such-tunnel not found"),
         ("", "is empty"),
     ],
 )
@@ -151,4 +151,4 @@ async def test_a_tunnel_that_cannot_be_made_again_is_tried_with_pauses(tmp_path:
         await kit.soon(lambda: len(tries()) >= 5, within_s=20)
         for (before, after), pause in zip(pairwise(tries()), (0.2, 0.4, 0.8, 0.8), strict=False):
             assert after - before > 0.95 * pause
-        assert any("ended with 1 without printing a URL" in line for line in said)
+        assert any("exited with 1 without printing a URL" in line for line in said)

@@ -1,4 +1,4 @@
-"""Sandboxes to run agents in, by name. `base.py` is the interface; `egress.py` connects a sandbox to the gateway."""
+"""Sandboxes to run agents in, by name. `base.py` defines the interface, and `egress.py` connects a sandbox to the gateway."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib import import_module
 from turngate.errors import SandboxUnavailable
 from turngate.sandboxes.base import Backend
 
-# Module and class, imported on demand: the remote backends need SDKs that are extras.
+# Module and class, imported on demand because the remote backends need optional SDKs.
 BACKENDS: dict[str, tuple[str, str]] = {
     "local": ("turngate.sandboxes.local", "LocalBackend"),
     "bubblewrap": ("turngate.sandboxes.bubblewrap", "BubblewrapBackend"),
@@ -19,9 +19,9 @@ BACKENDS: dict[str, tuple[str, str]] = {
 
 
 def get_backend(name: str) -> Backend:
-    """Create the backend of that name, with its defaults."""
+    """Create the backend with this name, with its default settings."""
     if name not in BACKENDS:
-        raise SandboxUnavailable(f"sandbox: there is no backend {name!r}; choose one of: {', '.join(BACKENDS)}")
+        raise SandboxUnavailable(f"sandbox must be one of {', '.join(BACKENDS)}, not {name!r}")
     module, factory = BACKENDS[name]
     make: Callable[[], Backend] = vars(import_module(module))[factory]
     return make()

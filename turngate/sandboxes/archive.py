@@ -1,8 +1,8 @@
-"""Pack folders into tar streams and unpack them again. An agent wrote what comes out of a sandbox, so nothing in it is trusted.
+"""Pack folders into tar streams and unpack them. The content of a sandbox is written by an agent, so it is not trusted.
 
-Unpacking opens every folder on the way one by one and never follows a link. Links are created last, and only those that cannot lead
-outside. (`tarfile`'s own filter is not enough: Python releases in use let crafted link chains through.) A small stream cannot grow large
-on the host either: hard links stay links, and headers that `tarfile` would hold in memory are limited.
+Unpacking opens each folder of a path separately and never follows a link. Links are created last, and only if they cannot lead outside.
+(`tarfile`'s own filter is not enough: Python releases in use accept some crafted link chains.) A small stream cannot expand into large
+data on the host either: hard links stay links, and the size of headers that `tarfile` keeps in memory is limited.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ from typing import IO, NoReturn
 from turngate.errors import SandboxError, SandboxTooLarge
 
 MAX_ENTRIES = 1_000_000
-MAX_HEADER_BYTES = 1_000_000  # of a name or another extended header
-MAX_LINK_BYTES = 4096  # of a link's target; Linux has no longer ones
-MAX_PATH_BYTES = 3000  # a longer path could not be packed again, here or in another sandbox
-MAX_DEPTH = 200  # of nested folders: real work has fewer, and deeper trees take very long to walk
+MAX_HEADER_BYTES = 1_000_000  # of a long name or other extended header
+MAX_LINK_BYTES = 4096  # of a link's target; the maximum on Linux
+MAX_PATH_BYTES = 3000  # a longer path could not be packed again, here or in a sandbox
+MAX_DEPTH = 200  # of nested folders; real work has fewer, and deeper trees take very long to walk
 CHUNK_BYTES = 1 << 20
 TIMEOUT_S = 600.0
-MAX_NAMED = 20  # of the skipped files
+MAX_NAMED = 20  # skipped files to name
 EXTENDED_HEADERS = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
-REFUSED_TYPES = (tarfile.XGLTYPE, tarfile.GNUTYPE_SPARSE)  # `tar -c` never writes them, and they grow in memory
+REFUSED_TYPES = (tarfile.XGLTYPE, tarfile.GNUTYPE_SPARSE)  # `tar -c` never writes these, and they can use a lot of memory
 
 
 def pack(folder: Path, into: IO[bytes], exclude: Container[str] = ()) -> None:
-    """Pack the content of a folder. Links stay links, so that their targets on this machine stay private."""
-
+    """Pack the content of a folder. Links stay links, so the files they point to on this machine stay private."""
     if not folder.is_dir():
         raise SandboxError(f"{folder} is not a folder")
     with tarfile.open(fileobj=into, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        waiting = ["."]  # not recursive, as `tar.add` is: folders may be deep
+        waiting = ["."]  # not recursive, unlike `tar.add`, because folders may be deeply nested
         while waiting:
             name = waiting.pop()
             member = None if name.removeprefix("./") in exclude else _sanitize(tar.gettarinfo(folder / name, name))
@@ -61,7 +60,7 @@ def _sanitize(member: tarfile.TarInfo | None) -> tarfile.TarInfo | None:
 
 
 class _Member(tarfile.TarInfo):
-    """Refuses members that would grow in memory, before `tarfile` reads them."""
+    """A tar member that is rejected before `tarfile` reads it if it would use too much memory."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Member:
@@ -74,12 +73,12 @@ class _Member(tarfile.TarInfo):
             raise SandboxTooLarge("the folder was not copied completely: its tar stream is malformed")
         return member
 
-    def _proc_gnusparse_10(self, *_: object) -> NoReturn:  # it reads a list of any length
+    def _proc_gnusparse_10(self, *_: object) -> NoReturn:  # the original reads a list of any length
         raise SandboxError("the folder was not copied completely: its tar stream is malformed")
 
 
 class _SkippedFiles:
-    """Counts the files that could not be copied, and names the first few."""
+    """A count of the files that could not be copied, and the names of the first few."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -103,9 +102,10 @@ def unpack(
     timeout_s: float = TIMEOUT_S,
     is_cancelled: Callable[[], bool] = lambda: False,
 ) -> tuple[str, ...]:
-    """Unpack a stream into a host folder, which is created if missing. Devices, pipes and links that lead outside are skipped.
+    """Unpack a stream into a host folder, which is created if necessary, and return the skipped entries with reasons.
 
-    Returns what was skipped. Raises only `SandboxError`. `is_cancelled` is polled; unpacking stops when it returns true.
+    Devices, pipes and links that lead outside are skipped. `is_cancelled` is polled, and unpacking stops when it returns true. Raises
+    only `SandboxError`.
     """
     deadline = time.monotonic() + timeout_s
 
@@ -133,7 +133,7 @@ def _unpack(stream: IO[bytes], root: int, limit: int, check_deadline: Callable[[
     size = count = 0
     with tarfile.open(fileobj=stream, mode="r|", tarinfo=_Member) as tar:
         while (member := tar.next()) is not None:
-            tar.members = []  # type: ignore[attr-defined]  # it keeps them all otherwise
+            tar.members = []  # type: ignore[attr-defined]  # otherwise it keeps all members in memory
             check_deadline()
             size, count = size + member.size, count + 1
             if member.size < 0 or size > limit or count > MAX_ENTRIES:
@@ -175,7 +175,7 @@ def _unpack(stream: IO[bytes], root: int, limit: int, check_deadline: Callable[[
 
 
 def is_complete(tar: IO[bytes]) -> bool:
-    """Tell whether a tar file has its end marker: then tar carried on after the errors it reported."""
+    """Return whether a tar file has its end marker, which means that tar continued after any errors it reported."""
     end = tar.seek(0, os.SEEK_END)
     if end < 1024 or end % 512:
         return False
@@ -184,7 +184,7 @@ def is_complete(tar: IO[bytes]) -> bool:
 
 
 def parse_tar_errors(stderr: bytes) -> tuple[str, ...]:
-    """List what tar says it left out."""
+    """List the files that tar reported as left out, with reasons."""
     skipped = _SkippedFiles()
     for line in stderr.decode(errors="replace").splitlines():
         text = line.strip().removeprefix("tar: ")
@@ -197,19 +197,19 @@ def parse_tar_errors(stderr: bytes) -> tuple[str, ...]:
 def _split_path(name: str) -> list[str]:
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if name.startswith("/") or ".." in parts or "\0" in name:
-        raise SandboxError("a file name in the folder leads out of it")
+        raise SandboxError("the folder contains a file name that leads out of it")
     return parts
 
 
 def _stays_inside(depth: int, target: str) -> bool:
-    """Tell whether a link that lies `depth` folders deep stays inside: it may go up through real folders, then only down."""
+    """Return whether a link `depth` folders deep stays inside: its target may go up through real folders, then only down."""
     parts = [part for part in target.split("/") if part not in ("", ".")]
     ups = next((i for i, part in enumerate(parts) if part != ".."), len(parts))
     return not target.startswith("/") and ups <= depth and ".." not in parts[ups:]
 
 
 def _open_folder(root: int, path: list[str]) -> int:
-    """Open the folder at `path` and return its descriptor. Missing folders are created."""
+    """Open the folder at `path` and return its descriptor. Create missing folders."""
     here = os.dup(root)
     for part in path:
         try:
@@ -225,7 +225,7 @@ def _open_folder(root: int, path: list[str]) -> int:
 
 
 def _make_hard_link(root: int, source: list[str], path: list[str]) -> str:
-    """Create a second name for an extracted file. Return why that is impossible, or ""."""
+    """Create a hard link to an extracted file. Return why that is impossible, or "" on success."""
     if not source or not path:
         return "the link has no name"
     if len(source) > MAX_DEPTH:
@@ -233,14 +233,14 @@ def _make_hard_link(root: int, source: list[str], path: list[str]) -> str:
     there = here = -1
     try:
         there, here = _open_folder(root, source[:-1]), _open_folder(root, path[:-1])
-        # Regular files only: a symbolic link could lead outside from its new place.
+        # Regular files only, because a symbolic link could lead outside from its new location.
         if not stat.S_ISREG(os.stat(source[-1], dir_fd=there, follow_symlinks=False).st_mode):
             return "the link's target is not a file"
         if source != path:
             _remove_file(path[-1], here)
             os.link(source[-1], path[-1], src_dir_fd=there, dst_dir_fd=here, follow_symlinks=False)
     except OSError as error:
-        return f"cannot link it: {error.strerror}"
+        return f"the link cannot be created: {error.strerror}"
     finally:
         for fd in (there, here):
             if fd >= 0:
@@ -249,7 +249,7 @@ def _make_hard_link(root: int, source: list[str], path: list[str]) -> str:
 
 
 def _remove_file(name: str, folder: int) -> None:
-    """Remove a file of an earlier download. It is never written to, because it may have other names."""
+    """Remove a file from an earlier download. It is not overwritten, because hard links to it may exist."""
     try:
         if stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
             os.unlink(name, dir_fd=folder)
@@ -268,9 +268,9 @@ def _write_file(root: int, path: list[str], content: IO[bytes], mode: int, check
     finally:
         os.close(folder)
     with os.fdopen(fd, "wb") as file:
-        while piece := content.read(CHUNK_BYTES):
+        while chunk := content.read(CHUNK_BYTES):
             check_deadline()
-            file.write(piece)
+            file.write(chunk)
         os.fchmod(file.fileno(), mode & 0o755 | 0o600)
 
 

@@ -1,8 +1,8 @@
-"""The interface of a sandbox, an isolated place to run an agent in: exec, background jobs, files, stop.
+"""The interface of a sandbox, an isolated environment for an agent: exec, background jobs, files, stop.
 
-One contract test suite (`tests/sandboxes`) checks all backends: `local`, `bubblewrap`, `docker`, `e2b`, `huggingface`. Paths are paths
-inside the sandbox. A command is a list of arguments and is not parsed by a shell. Secrets are passed by environment or file, never by
-argument. Implementations raise only `SandboxError`s.
+One contract test suite (`tests/sandboxes`) covers all backends: `local`, `bubblewrap`, `docker`, `e2b`, `huggingface`. Paths are paths
+inside the sandbox. A command is a list of arguments and is not parsed by a shell. Secrets are passed in the environment or in files,
+never as arguments. Implementations raise only `SandboxError`s.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import msgspec
 
 Network = Literal["none", "open"]
 
-# Set in the environment of a job that starts no others and survives when the agent's job is killed: the relay.
+# Marks a job that starts no other processes and must survive when the agent's job is killed, such as the relay.
 STANDALONE_ENV = "TURNGATE_ALONE"
 
 
 class Mount(msgspec.Struct, frozen=True):
-    """A folder of the host that is visible in the sandbox. Remote sandboxes get a copy of it."""
+    """A host folder that is visible in the sandbox. Remote sandboxes receive a copy."""
 
     source: str
     target: str
@@ -28,7 +28,7 @@ class Mount(msgspec.Struct, frozen=True):
 
 
 class Resources(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Upper limits on what a sandbox may use. None: the backend's default."""
+    """Upper limits on a sandbox's resources. None means the backend's default."""
 
     cpus: Annotated[float, msgspec.Meta(gt=0)] | None = None
     memory_mb: Annotated[int, msgspec.Meta(ge=16)] | None = None
@@ -36,23 +36,23 @@ class Resources(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
 
 
 class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Describes the sandbox to create."""
+    """The description of a sandbox to create."""
 
-    image: str = ""  # a container image or template name; empty: the backend's default
+    image: str = ""  # the name of a container image or template; empty: the backend's default
     dockerfile: str = ""  # a folder with a Dockerfile to build, instead of an image
-    workdir: str = ""  # where commands run; empty: the image's own, or the backend's
-    folders: tuple[str, ...] = ()  # more folders to create, empty and writable
-    network: Network = "none"  # none: only the gateway can be reached, through the relay
+    workdir: str = ""  # where commands run; empty: the image's default, or else the backend's
+    folders: tuple[str, ...] = ()  # additional empty, writable folders to create
+    network: Network = "none"  # none: only the gateway is reachable, through the relay
     reachable: tuple[str, ...] = ()  # remote: hosts that stay reachable with network "none", for the relay
     mounts: tuple[Mount, ...] = ()
     env: Mapping[str, str] = {}  # for every command
     resources: Resources = Resources()
-    life_s: float = 24 * 3600  # it ends by itself after this long, even if its owner died
+    life_s: float = 24 * 3600  # the sandbox ends after this time, even if its owner has died
     labels: Mapping[str, str] = {}
 
 
 class ExecResult(msgspec.Struct, frozen=True):
-    """How a command ended. `exit_code` follows the shell's convention: 128 + n if signal n ended it."""
+    """The result of a command. `exit_code` follows the shell's convention: 128 + n if signal n ended it."""
 
     exit_code: int
     stdout: bytes = b""
@@ -61,13 +61,13 @@ class ExecResult(msgspec.Struct, frozen=True):
 
 
 class Job(Protocol):
-    """A command in the background."""
+    """A command running in the background."""
 
     async def wait(self) -> int:
-        """Wait for the exit code: 128 + n if signal n ended the command, never 0 for a killed one."""
+        """Wait for the command to end and return its exit code: 128 + n if signal n ended it, and never 0 if it was killed."""
 
     async def kill(self, grace_s: float = 2.0) -> None:
-        """Terminate the command and everything it started: SIGTERM first, SIGKILL after `grace_s`. Does nothing if it has ended."""
+        """End the command and all processes it started, with SIGTERM, then SIGKILL after `grace_s`. Do nothing if it has ended."""
 
 
 class Sandbox(Protocol):
@@ -76,15 +76,15 @@ class Sandbox(Protocol):
 
     @property
     def home(self) -> str:
-        """$HOME of every command; writable, and empty at first."""
+        """$HOME of every command. It is writable and initially empty."""
 
     @property
     def workdir(self) -> str:
-        """The default working folder of commands; writable."""
+        """The default working folder of commands. It is writable."""
 
     @property
     def shared(self) -> tuple[Path, str] | None:
-        """A folder that host and sandbox share, for unix sockets: its path on the host, and inside. None for remote sandboxes."""
+        """The folder that host and sandbox share for unix sockets: its paths on the host and inside. None for remote sandboxes."""
 
     async def exec(
         self,
@@ -97,10 +97,10 @@ class Sandbox(Protocol):
         keep: int | None = None,
         leave: bool = True,
     ) -> ExecResult:
-        """Run a command to its end. After `timeout_s` it is killed with all its children; the result then has the output so far.
+        """Run a command to its end. After `timeout_s` it is killed with all its children, and the result contains the output so far.
 
-        `keep`: the number of output bytes to keep, half from the beginning and half from the end. Without it, excessive output is an error.
-        `leave`: if false, processes that the command left running are killed before this returns.
+        `keep` limits the output to this many bytes, half from the beginning and half from the end. Without it, excessive output is an
+        error. If `leave` is false, processes that the command left running are killed before this returns.
         """
 
     async def start(
@@ -112,25 +112,26 @@ class Sandbox(Protocol):
         stdout: str = "",
         stderr: str = "",
     ) -> Job:
-        """Start a command in the background. Output goes to the named files, or is discarded."""
+        """Start a command in the background. Its output is written to the named files, or discarded."""
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Write a file and create missing parent folders."""
+        """Write a file. Create missing parent folders."""
 
     async def read(self, path: str, *, limit: int = 64_000_000) -> bytes:
-        """Read a file. Raises `SandboxFileMissing` if there is none, and `SandboxError` if it is larger than `limit`."""
+        """Read a file. Raise `SandboxFileMissing` if it does not exist, or `SandboxError` if it is larger than `limit` bytes."""
 
     async def upload(self, folder: Path, target: str, *, exclude: Container[str] = ()) -> None:
-        """Copy the content of a host folder into `target`. `exclude`: files and folders to leave out, by their path in the folder."""
+        """Copy the content of a host folder into `target`, except for the paths in `exclude`, which are relative to the folder."""
 
     async def download(self, source: str, folder: Path, *, exclude: Sequence[str] = ()) -> tuple[str, ...]:
-        """Copy the content of a sandbox folder into a host folder. Nothing in it can make us write outside that folder.
+        """Copy the content of a sandbox folder into a host folder, and return the entries that could not be copied, with reasons.
 
-        Returns what could not be copied: one unreadable file does not prevent the others. `exclude`: paths in the folder to leave out.
+        Nothing is written outside the host folder, whatever the content. An unreadable file does not prevent copying the others. Paths
+        in `exclude`, relative to `source`, are left out.
         """
 
     async def stop(self) -> None:
-        """Kill every process and remove everything. May be called twice."""
+        """Kill every process and remove the sandbox. May be called more than once."""
 
 
 class Backend(Protocol):
@@ -141,15 +142,15 @@ class Backend(Protocol):
 
     @property
     def relocates(self) -> bool:
-        """Whether a mount can have another path inside than on the host."""
+        """Whether a mount can have a different path inside than on the host."""
 
     async def check(self) -> None:
-        """Check that sandboxes of this kind can be created. Raises `SandboxUnavailable` with what is missing and how to get it."""
+        """Raise `SandboxUnavailable` if sandboxes of this kind cannot be created, with what is missing and how to install it."""
 
     def not_enforced(self, spec: SandboxSpec) -> tuple[str, ...]:
-        """List what a spec asks for that this backend cannot enforce."""
+        """List the parts of a spec that this backend cannot enforce."""
 
     async def create(self, spec: SandboxSpec) -> Sandbox: ...
 
     async def sweep(self) -> int:
-        """Remove what dead owners left behind (after a crash or kill). Returns the number of sandboxes removed."""
+        """Remove sandboxes whose owner has died, for example in a crash, and return their number."""

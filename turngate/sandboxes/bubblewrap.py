@@ -1,12 +1,12 @@
-"""The `bubblewrap` sandbox: the host's own programs, read-only, in namespaces of their own. It needs no image, daemon or root.
+"""The `bubblewrap` sandbox: the host's programs, read-only, in separate namespaces. It needs no image, daemon or root.
 
-Inside are /usr, a few harmless files of /etc, an empty home, a working folder, a private /tmp and the mounts. Nothing else of the host is
-visible: no process, and no network but a private loopback. One supervisor is process 1, and every command and background job runs under
-it, so they share /tmp, processes and loopback. A system call filter (`seccomp.py`) closes the kernel's keyrings and VSOCK, which
-namespaces do not separate.
+It contains /usr, a few harmless files of /etc, an empty home, a working folder, a private /tmp and the mounts. Nothing else of the host
+is visible: no other processes, and no network except a private loopback. A supervisor is process 1, and every command and background job
+runs under it, so they share /tmp, processes and loopback. A system call filter (`seccomp.py`) blocks the kernel's keyrings and VSOCK,
+which namespaces do not isolate.
 
-The kernel is shared, disk space is not limited, and `not_enforced` names the other limits that do not apply. With `network="open"` the
-sandbox has the host's network, including its loopback.
+The kernel is shared, disk space is not limited, and `not_enforced` lists other limits that cannot be applied. With `network="open"` the
+sandbox uses the host's network, including its loopback.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from turngate.sandboxes.supervised import SUPERVISOR, SupervisedSandbox
 KIND = "bubblewrap"
 HOME, WORKDIR, SHARED, SUPERVISOR_INSIDE = "/home/agent", "/workspace", "/run/turngate", "/run/supervisor.py"
 USER_ID = (
-    1000  # inside, because some agents refuse to run as root; on the host it is Turngate's user without privileges
+    1000  # inside, because some agents refuse to run as root; on the host it maps to Turngate's user, without privileges
 )
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # links into /usr on most machines, folders on others
-# These hold no secrets, and programs break without them.
+SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # links into /usr on most machines, real folders on others
+# These contain no secrets, and programs break without them.
 ETC = (
     "alternatives",
     "ca-certificates.conf",
@@ -56,12 +56,12 @@ ETC = (
     "timezone",
 )
 KEY_FILES = ("keys", "key-users")  # in /proc
-RESERVED = ("usr", "etc", "proc", "dev", "sys", "run", *SYSTEM)  # where a sandbox cannot have folders of its own
+RESERVED = ("usr", "etc", "proc", "dev", "sys", "run", *SYSTEM)  # where a sandbox cannot have its own folders
 ETC_ONLINE = ("hosts", "resolv.conf")  # only with the host's network
 
 
 class BubblewrapBackend:
-    """`root`: as for `LocalBackend`."""
+    """Creates bubblewrap sandboxes. `root` has the same meaning as for `LocalBackend`."""
 
     name = KIND
     relocates = True
@@ -72,7 +72,7 @@ class BubblewrapBackend:
     async def check(self) -> None:
         if not shutil.which("bwrap"):
             raise SandboxUnavailable(
-                "bubblewrap is not installed; install it with apt-get install bubblewrap, or your system's package manager"
+                "bubblewrap is not installed; run apt-get install bubblewrap, or use your system's package manager"
             )
         trial = await asyncio.create_subprocess_exec(
             *("bwrap", "--unshare-all", "--ro-bind", "/", "/", "--", "/bin/sh", "-c", ":"),
@@ -88,9 +88,9 @@ class BubblewrapBackend:
             )
 
     def not_enforced(self, spec: SandboxSpec) -> tuple[str, ...]:
-        """List what a spec asks for that this backend cannot enforce."""
+        """List the parts of a spec that this backend cannot enforce."""
         image = ("image",) if spec.image or spec.dockerfile else ()
-        unfiltered = () if seccomp.build_filter() else ("the kernel's keyrings and VSOCK are closed",)
+        unfiltered = () if seccomp.build_filter() else ("kernel keyrings and VSOCK",)
         return (*image, *unfiltered, *cgroups.not_enforced(spec.resources))
 
     async def create(self, spec: SandboxSpec) -> SupervisedSandbox:
@@ -125,7 +125,7 @@ class BubblewrapBackend:
 
 
 def _bwrap_options(spec: SandboxSpec, folder: Path) -> list[str]:
-    """Build bwrap's options: what is visible inside, and what is cut off."""
+    """Build bwrap's options, which define what is visible inside."""
     options = [
         "--unshare-all",
         "--unshare-user",
@@ -179,21 +179,21 @@ def _folder_name(n: int) -> str:
 
 
 def _check_folders(spec: SandboxSpec) -> None:
-    """Check that the sandbox's own folders do not lie in what it shows of the host."""
+    """Check that the sandbox's own folders are not inside folders of the host."""
     for folder in filter(None, (spec.workdir, *spec.folders)):
         first, *rest = PurePosixPath(folder).parts
         if first != "/" or not rest or ".." in rest or rest[0] in RESERVED:
             raise SandboxError(
-                f"a bubblewrap sandbox cannot have a folder of its own at {folder}; choose one such as {WORKDIR}"
+                f"a bubblewrap sandbox cannot have its own folder at {folder}; choose a path such as {WORKDIR}"
             )
 
 
 def _cover_kernel_files() -> list[str]:
-    """Cover the files in /proc that belong to the kernel rather than to a process.
+    """Return options that cover the files in /proc that belong to the kernel, not to a process.
 
-    They belong to the host's root. If Turngate runs as root, an agent without any privilege counts as their owner: it could set
-    `kernel.core_pattern` and so run programs outside. So writable files become read-only, and files that only root can read become
-    empty, as do the lists of the host user's keys.
+    The host's root owns these files. If Turngate runs as root, even an agent without privileges counts as their owner, and could set
+    `kernel.core_pattern` to run programs outside. So writable files become read-only, and files that only root can read become empty,
+    as do the lists of the host user's keys.
     """
     covers = []
     for entry in sorted(Path("/proc").iterdir()):
@@ -208,7 +208,7 @@ def _cover_kernel_files() -> list[str]:
 
 
 def _write_etc(etc: Path) -> None:
-    """Write the sandbox's own /etc files, and create the mount points for files of the host's /etc."""
+    """Write the sandbox's own /etc files, and create mount points for files from the host's /etc."""
     (etc / "passwd").write_text(f"agent:x:{USER_ID}:{USER_ID}::{HOME}:/bin/sh\nnobody:x:65534:65534::/:/bin/false\n")
     (etc / "group").write_text(f"agent:x:{USER_ID}:\nnogroup:x:65534:\n")
     (etc / "hosts").write_text("127.0.0.1 localhost sandbox\n::1 localhost\n")
@@ -225,7 +225,7 @@ def _write_etc(etc: Path) -> None:
 
 @cache
 def _find_python() -> tuple[str, str]:
-    """Return an interpreter that also exists inside, and the folder to mount if it lies outside /usr."""
+    """Return an interpreter that is available inside, and the folder to mount if it is outside /usr."""
     own = Path(os.path.realpath(sys.executable))
     if own.is_relative_to("/usr"):
         return str(own), ""

@@ -1,7 +1,7 @@
-"""Limits on CPU, memory and processes for sandboxes that are plain processes of this machine (local and bubblewrap).
+"""Limits on CPU, memory and processes for sandboxes that are ordinary processes on this machine (local and bubblewrap).
 
-Uses the kernel's control groups, version 1 or 2: one group per sandbox, with the sandbox's name. Creating groups takes root or a
-delegated part of the tree. `enforceable_limits` returns the limits that can be enforced here; the backends' `not_enforced` names the rest.
+Uses the kernel's control groups, version 1 or 2, with one group per sandbox, named after it. Creating groups requires root or a
+delegated subtree. `enforceable_limits` returns the limits that can be enforced here; the backends' `not_enforced` lists the rest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from turngate.sandboxes.base import Resources
 MOUNT = Path("/sys/fs/cgroup")
 GROUP = "turngate"
 CONTROLLER = {"cpus": "cpu", "memory_mb": "memory", "pids": "pids"}
-PERIOD_US = 100_000  # over which CPU shares are measured
+PERIOD_US = 100_000  # the period of the CPU quota
 
 
 def enforceable_limits(mount: Path = MOUNT) -> frozenset[str]:
@@ -37,7 +37,7 @@ def not_enforced(limits: Resources, mount: Path = MOUNT) -> tuple[str, ...]:
 
 
 def apply_limits(name: str, limits: Resources, processes: Iterable[int], mount: Path = MOUNT) -> None:
-    """Apply the enforceable limits to processes and everything they will start."""
+    """Apply the enforceable limits to processes and their future descendants."""
     enforceable = {
         field: value for field, value in _limits_by_field(limits).items() if field in enforceable_limits(mount)
     }
@@ -54,14 +54,14 @@ def apply_limits(name: str, limits: Resources, processes: Iterable[int], mount: 
 
 
 def remove_group(name: str, mount: Path = MOUNT) -> None:
-    """Remove a sandbox's groups. They must have no processes left."""
+    """Remove a sandbox's groups, which must not contain any processes."""
     for controller in CONTROLLER.values():
         with suppress(OSError):
             (mount / GROUP / name if _is_unified(mount) else mount / controller / GROUP / name).rmdir()
 
 
 def _is_unified(mount: Path) -> bool:
-    """Tell whether this is version 2, with one tree for all controllers."""
+    """Return whether this is version 2, which has one tree for all controllers."""
     return (mount / "cgroup.controllers").exists()
 
 
@@ -74,13 +74,13 @@ def _create_group(name: str, controller: str, mount: Path) -> Path:
     if not _is_unified(mount):
         return mount / controller / GROUP / name
     (mount / GROUP).mkdir(exist_ok=True)
-    for parent in (mount, mount / GROUP):  # a child has only the controllers that its parents hand down
+    for parent in (mount, mount / GROUP):  # a group can only use the controllers that its ancestors enable
         (parent / "cgroup.subtree_control").write_text(f"+{controller}")
     return mount / GROUP / name
 
 
 def _limit_files(field: str, value: float, *, unified: bool) -> dict[str, str]:
-    """Map a limit to control files and their content."""
+    """Return the control files that set a limit, and their content."""
     quota, size = str(int(value * PERIOD_US)), str(int(value) << 20)
     if field == "pids":
         return {"pids.max": str(int(value))}

@@ -1,11 +1,12 @@
-"""The `docker` sandbox: a container from an image, or from a folder with a Dockerfile, on this machine's Docker.
+"""The `docker` sandbox: a container from an image or a Dockerfile, on this machine's Docker.
 
-It uses the `docker` command, which reaches Docker the way its user does (contexts, rootless, podman's stand-in) and needs no package; the
-official SDK blocks. The container's own process is a `sleep` that ends with the sandbox's life; then Docker removes the container, even if
-this process has died. Commands are `docker exec`s, which report true exit codes.
+It uses the `docker` command, which respects the user's setup (contexts, rootless, podman's replacement) and needs no Python package. The
+official SDK is not used because it blocks. The container's main process is a `sleep` that lasts for the sandbox's lifetime; after that
+Docker removes the container, even if this process has died. Commands run with `docker exec`, which reports true exit codes.
 
-A container has no privileges and cannot gain any, no network unless requested, and limits on processes, memory and CPU. Commands run as
-the image's user. An image needs a shell, `sleep`, `cat`, `grep` and `tar`, as all but the smallest have. Disk space is not limited.
+A container has no privileges and cannot gain any, has no network unless requested, and has limits on processes, memory and CPU. Commands
+run as the image's user. An image needs a shell, `sleep`, `cat`, `grep` and `tar`, which all but the smallest images have. Disk space is
+not limited.
 """
 
 from __future__ import annotations
@@ -37,20 +38,21 @@ DEFAULT_IMAGE = "turngate-base:bookworm"  # built by `tools/base_image.py`
 PUBLIC_IMAGE = "python:3.11-bookworm"  # from a registry, with Python and git
 HOME, WORKDIR, SHARED = "/home/agent", "/workspace", "/run/turngate"
 SANDBOX_LABEL, OWNER_LABEL, CREATED_LABEL = "turngate.sandbox", "turngate.owner", "turngate.created"
-BUILD_LABEL = "turngate.build"  # of images that we built from a Dockerfile
-JOB_ENV = "TURNGATE_JOB"  # set in the environment of everything that a command starts
-DEFAULT_PIDS = 4096  # process limit, unless a spec has one
+BUILD_LABEL = "turngate.build"  # on images that we built from a Dockerfile
+JOB_ENV = "TURNGATE_JOB"  # set in the environment of every process that a command starts
+DEFAULT_PIDS = 4096  # process limit if a spec has none
 STEP_TIMEOUT_S = 120.0  # for one docker command
 KILL_TIMEOUT_S = 15.0
-MAX_ENV_LINE = 30_000  # bytes; docker does not read longer lines from an --env-file
+MAX_ENV_LINE = 30_000  # longer values are not passed in an --env-file, because docker limits the length of its lines
 CLI_VARIABLES = ("DOCKER_", "HOME", "PATH", "BUILDKIT_", "COMPOSE_")  # variables that the docker command itself reads
 AMBIGUOUS_CODES = (1, 125, 126, 127)  # exit codes that can also mean that the docker command itself failed
 
 FOLDER_EXISTS = '[ -d "$1" ]'
 RUN_SCRIPT = 'cd -- "$1" || exit 126; shift; exec "$@"'
-# With "marked": kills everything that has a job's mark, and its descendants. With "all": kills everything but process 1, its sleep (the
-# oldest of its children), this script and the first processes of the jobs given as further arguments; an agent may have dropped its mark
-# and its parents, or taken another job's mark. Processes are stopped before they are killed, so that none forks meanwhile.
+# With "marked": kills all processes with the job's mark and their descendants. With "all": kills everything except process 1, its sleep
+# (its oldest child), this script, and the first processes of the jobs given as further arguments with their descendants. "all" also finds
+# processes that have dropped their mark and left their parent, or have taken another job's mark. Processes are stopped before they are
+# killed, so that none can fork in the meantime.
 KILL_SCRIPT = """
 look() {
   list=
@@ -106,7 +108,7 @@ exit 1
 
 
 class DockerSandbox(PosixSandbox):
-    """A container. Created by `DockerBackend.create`."""
+    """A container, created by `DockerBackend.create`."""
 
     def __init__(self, folder: Path, env: Mapping[str, str]) -> None:
         self.folder = folder
@@ -114,9 +116,9 @@ class DockerSandbox(PosixSandbox):
         self.home, self.workdir = HOME, WORKDIR
         self._jobs: set[DockerJob] = set()
         self._stopped = False
-        self.gone = False  # its container has ended without being stopped
+        self.gone = False  # the container has ended, though `stop` was not called
         self._started_at = 0.0
-        self._killed = False  # by us, because its processes could not be killed otherwise
+        self._killed = False  # we killed the container, because its processes could not be killed otherwise
 
     @property
     def id(self) -> str:
@@ -150,7 +152,7 @@ class DockerSandbox(PosixSandbox):
             raise await self._explain_end()
         job = secrets.token_hex(8)
         lines, own = _split_env({**env, JOB_ENV: job})
-        with tempfile.TemporaryFile() as file:  # unnamed, readable only by the docker command
+        with tempfile.TemporaryFile() as file:  # unnamed, so only the docker command can read it
             file.write(lines)
             file.seek(0)
             process = await _spawn_docker(
@@ -169,12 +171,12 @@ class DockerSandbox(PosixSandbox):
 
     async def _run(self, *command: Any, **how: Any) -> ExecResult:
         result = await super()._run(*command, **how)
-        if self.gone and not result.timed_out:  # the command did not run, or not to its end
+        if self.gone and not result.timed_out:  # the command did not run to its end
             raise await self._explain_end()
         return result
 
     async def _explain_end(self) -> SandboxError:
-        """Tell whether processes in the container ended it, which is their fault, or something outside, for which Docker has an event."""
+        """Return an error that tells whether a process inside ended the container, or something outside, according to Docker's events."""
         if self._stopped or self._killed:
             return SandboxGone("the sandbox has ended")
         when = ("--since", f"{self._started_at:.0f}", "--until", f"{time.time() + 1:.0f}")
@@ -182,15 +184,15 @@ class DockerSandbox(PosixSandbox):
         events = {line.strip() for line in output.splitlines()}
         if "die" in events and not events & {"kill", "stop", "destroyed"}:
             return SandboxGone("a process in the sandbox ended it")
-        return SandboxError("the sandbox's container was ended from outside")
+        return SandboxError("the sandbox's container was stopped from outside")
 
     async def kill(self) -> None:
-        """Kill the whole container, when its processes cannot be killed otherwise."""
+        """Kill the whole container, if its processes cannot be killed otherwise."""
         code, _, _ = await _run_docker("kill", self.id)
-        self._killed = self._killed or not code  # otherwise it had already ended
+        self._killed = self._killed or not code  # on failure, it had already ended
 
     async def check_running(self) -> bool:
-        """Tell whether the container is running. Raises if the daemon does not answer."""
+        """Return whether the container is running. Raise `SandboxError` if the daemon does not answer."""
         code, out, stderr = await _run_docker("container", "inspect", "--format", "{{.State.Running}}", self.id)
         if code and "no such" not in stderr.lower():
             raise SandboxError(f"docker inspect failed: {stderr.strip()[-300:]}")
@@ -198,7 +200,7 @@ class DockerSandbox(PosixSandbox):
         return not self.gone
 
     def other_jobs(self, job: DockerJob) -> list[DockerJob]:
-        """Return the running jobs besides one."""
+        """Return the running jobs except for `job`."""
         return [other for other in self._jobs if other is not job and other.is_running]
 
     def discard_job(self, job: DockerJob) -> None:
@@ -217,7 +219,7 @@ class DockerSandbox(PosixSandbox):
 
 
 class DockerJob:
-    """A `docker exec`. `standalone`: it starts nothing, and survives when the agent's job is killed."""
+    """A `docker exec`. A `standalone` job starts no other processes and survives when the agent's job is killed."""
 
     def __init__(
         self, sandbox: DockerSandbox, process: asyncio.subprocess.Process, name: str, *, standalone: bool
@@ -235,7 +237,7 @@ class DockerJob:
         code = await self._process.wait()
         self._sandbox.discard_job(self)
         if code in AMBIGUOUS_CODES and not await self._sandbox.check_running():
-            return KILLED  # with its container, which a command inside can end: not a sandbox error
+            return KILLED  # its container ended; a command inside can cause that, so it is not a sandbox error
         return code if code >= 0 else KILLED
 
     async def kill(self, grace_s: float = 2.0) -> None:
@@ -245,7 +247,7 @@ class DockerJob:
         arguments = ["all", *(job.name for job in others)] if last else ["marked"]
         while True:
             code, stderr = await self._kill_inside(grace_s, arguments)
-            failed = f"a process in the container cannot be killed: {stderr.strip()[-200:]}" if code else ""
+            failed = f"cannot kill a process in the container: {stderr.strip()[-200:]}" if code else ""
             if failed and not await self._sandbox.check_running():
                 failed = ""
             with suppress(TimeoutError):
@@ -254,15 +256,15 @@ class DockerJob:
                     break
             if failed or time.monotonic() > deadline:
                 if not last:
-                    raise SandboxError(failed or "docker exec is still running though its command has ended")
-                await self._sandbox.kill()  # nothing else runs there, and this always works
+                    raise SandboxError(failed or "docker exec is still running, although its command has ended")
+                await self._sandbox.kill()  # always works, and nothing else runs there
                 await self.wait_for_client()
                 break
-            # Docker was about to start the command when we looked for it.
+            # Docker had not started the command yet when we searched for it, so try again.
         self._sandbox.discard_job(self)
 
     async def wait_for_client(self) -> None:
-        """Wait for the docker command to notice that its container has ended, and kill it if it does not."""
+        """Wait for the docker command to notice that its container has ended. Kill it if it does not."""
         try:
             await asyncio.wait_for(self._process.wait(), KILL_TIMEOUT_S)
         except TimeoutError:
@@ -277,8 +279,10 @@ class DockerJob:
 
 
 class DockerBackend:
-    """`root`: the folder for the sandboxes' sockets, as for `LocalBackend`. `image`: the default image; if empty, our own base image
-    if it was built here, otherwise a public one.
+    """Creates Docker sandboxes.
+
+    `root` is the parent folder of the sandboxes' socket folders, as for `LocalBackend`. `image` is the default image; if it is empty,
+    that is our own base image if it was built here, and otherwise a public one.
     """
 
     name = KIND
@@ -291,16 +295,16 @@ class DockerBackend:
     async def check(self) -> None:
         if not shutil.which("docker"):
             raise SandboxUnavailable(
-                "docker is not installed; install it with apt-get install docker.io, or see https://docs.docker.com"
+                "docker is not installed; run apt-get install docker.io, or see https://docs.docker.com"
             )
         code, _, stderr = await _run_docker("version", "--format", "{{.Server.Version}}")
         if code:
             raise SandboxUnavailable(
-                f"the Docker daemon does not answer; start it, or check `docker version`: {stderr.strip()[-300:]}"
+                f"the Docker daemon does not respond; start it, or check `docker version`: {stderr.strip()[-300:]}"
             )
 
     def not_enforced(self, spec: SandboxSpec) -> tuple[str, ...]:
-        """List what a spec asks for that this backend cannot enforce: nothing."""
+        """List the parts of a spec that this backend cannot enforce. Docker enforces all of them."""
         return ()
 
     async def create(self, spec: SandboxSpec) -> DockerSandbox:
@@ -360,13 +364,13 @@ def _create_options(sandbox: DockerSandbox, spec: SandboxSpec) -> list[str]:
     ]
     if spec.network == "none":
         options += ["--network", "none"]
-    if limits.memory_mb:  # the second: no swap
+    if limits.memory_mb:  # an equal --memory-swap means no swap
         options += ["--memory", f"{limits.memory_mb}m", "--memory-swap", f"{limits.memory_mb}m"]
     if limits.cpus:
         options += ["--cpus", str(limits.cpus)]
     for name, value in labels.items():
         options += ["--label", f"{name}={value}"]
-    # Read-only, so that no foreign files are left in it; sockets in it can still be used.
+    # Read-only, so that the container cannot leave files in it. Sockets in it can still be used.
     options += ["--mount", _mount_option(str(sandbox.folder / "shared"), SHARED, writable=False)]
     for mount in spec.mounts:
         options += ["--mount", _mount_option(mount.source, mount.target, writable=mount.writable)]
@@ -380,12 +384,12 @@ def _mount_option(source: str, target: str, *, writable: bool) -> str:
 
 
 def _make_readable(folder: Path) -> None:
-    """Open the folder to the container's user, who may be anyone. On the host it lies in a closed folder."""
+    """Make the folder readable for the container's user, who may be anyone. On the host, its parent folder is private."""
     folder.chmod(0o755)
 
 
 def _pack_folders(paths: Sequence[str], user: int, group: int) -> bytes:
-    """Build a tar file with empty folders of the container's user. Docker unpacks it where users inside could not create folders."""
+    """Build a tar file with empty folders owned by the container's user. Docker can unpack it where that user may not create folders."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
         for path in paths:
@@ -397,16 +401,16 @@ def _pack_folders(paths: Sequence[str], user: int, group: int) -> bytes:
 
 
 def _split_env(env: Mapping[str, str]) -> tuple[bytes, dict[str, str]]:
-    """Split variables into a file for the docker command, and those that it must take from its own environment.
+    """Split variables into the content of an --env-file, and those that must be passed through the docker command's environment.
 
-    None become arguments, which every user of the host can read.
+    Values are never passed as arguments, which every user of the host can read.
     """
     lines, own = [], {}
     for name, value in env.items():
         if "\n" in value or "\r" in value or len(value) > MAX_ENV_LINE:
             if name.startswith(CLI_VARIABLES):
                 raise SandboxError(
-                    f"environment variable {name}: docker cannot pass a value with line breaks, or one this long"
+                    f"docker cannot pass the environment variable {name}: its value has line breaks or is too long"
                 )
             own[name] = value
         else:
@@ -415,22 +419,22 @@ def _split_env(env: Mapping[str, str]) -> tuple[bytes, dict[str, str]]:
 
 
 async def _build_image(folder: Path) -> str:
-    """Build the image of a folder with a Dockerfile, unless this content has been built before."""
+    """Build the image from a folder with a Dockerfile, unless the same content was built before."""
     tag = f"turngate-build:{await asyncio.to_thread(_digest_folder, folder)}"
     code, _, _ = await _run_docker("image", "inspect", tag)
     if code:
-        # A failed build leaves nothing. No owner label: containers would inherit it, and `sweep` relies on it.
+        # A failed build leaves nothing behind. The image has no owner label: containers would inherit it, and `sweep` uses it.
         command = ("build", "--quiet", "--force-rm", "--label", f"{BUILD_LABEL}=1", "--tag", tag, str(folder))
         code, out, stderr = await _run_docker(*command, timeout_s=3600)
         if code:
             raise SandboxError(
-                f"docker could not build {folder}/Dockerfile; the last lines:\n{_last_lines(stderr or out)}"
+                f"docker could not build {folder}/Dockerfile; its last lines of output:\n{_last_lines(stderr or out)}"
             )
     return tag
 
 
 def _last_lines(stderr: str, count: int = 12) -> str:
-    """Return the last lines of a log, without colours and overwritten progress bars."""
+    """Return the last lines of a log, without colours and progress bars."""
     plain = re.sub(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]", "", stderr)
     lines = [line.rpartition("\r")[2].rstrip() for line in plain.replace("\r\n", "\n").split("\n")]
     clean = ["".join(c for c in line if c.isprintable() or c == "\t")[:300] for line in lines if line]
@@ -439,7 +443,7 @@ def _last_lines(stderr: str, count: int = 12) -> str:
 
 def _digest_folder(folder: Path) -> str:
     if not (folder / "Dockerfile").is_file():
-        raise SandboxError(f"{folder} has no Dockerfile")
+        raise SandboxError(f"{folder} contains no Dockerfile")
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         kind = b"link" if path.is_symlink() else b"file" if path.is_file() else b"folder"
@@ -451,15 +455,15 @@ def _digest_folder(folder: Path) -> str:
 
 
 async def _remove_container(container: str) -> None:
-    """Remove a container with its processes and volumes, and wait until it is gone."""
+    """Remove a container with its processes and volumes, and wait until it no longer exists."""
     deadline = time.monotonic() + STEP_TIMEOUT_S
     while True:
         code, _, stderr = await _run_docker("rm", "--force", "--volumes", container)
         if code == 0 or "No such container" in stderr:
             return
         if time.monotonic() > deadline:
-            raise SandboxError(f"docker could not remove the container {container}: {stderr.strip()[-300:]}")
-        await asyncio.sleep(0.2)  # it may be removed already, because its life is over
+            raise SandboxError(f"docker could not remove container {container}: {stderr.strip()[-300:]}")
+        await asyncio.sleep(0.2)  # Docker may already be removing it, because its lifetime is over
 
 
 async def run_docker(*arguments: str, stdin: bytes = b"", timeout_s: float = STEP_TIMEOUT_S) -> str:
@@ -502,11 +506,11 @@ async def _spawn_docker(
             stdout=stdout,
             stderr=stderr,
             pass_fds=pass_fds,
-            start_new_session=True,  # a Ctrl-C in our terminal must not reach it
+            start_new_session=True,  # Ctrl-C in our terminal must not reach it
         )
     except FileNotFoundError as error:
         raise SandboxUnavailable(
-            "docker is not installed; install it with apt-get install docker.io, or see https://docs.docker.com"
+            "docker is not installed; run apt-get install docker.io, or see https://docs.docker.com"
         ) from error
     except (OSError, ValueError) as error:
         raise SandboxError(f"cannot start docker: {error}") from error

@@ -1,9 +1,9 @@
-"""The host's end of a sandbox's connection: one door per rollout that lets only model and tool calls through to the gateway.
+"""The host's end of a sandbox's connection: one door per rollout that forwards only model and tool calls to the gateway.
 
-A door is a unix socket in the folder that a sandbox shares with the host, or a loopback port that a tunnel leads to. It passes an exact
-list of methods and paths and answers everything else itself, so neither the admin API nor another rollout can be reached through it. It
-parses requests with the strict reader of `relay.py` and sends what it parsed, not the original bytes, so the gateway cannot read a
-request differently.
+A door listens on a unix socket in the folder that a sandbox shares with the host, or on a loopback port behind a tunnel. It forwards only
+an exact list of methods and paths and answers all other requests itself, so neither the admin API nor another rollout can be reached
+through it. It parses requests with the strict reader of `relay.py` and sends the parsed request, not the original bytes, so the gateway
+cannot interpret a request differently.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from urllib.parse import unquote_to_bytes
 from turngate.errors import SandboxUnavailable
 from turngate.sandboxes import relay
 
-# Method and path; `*` is a model's name, which may contain slashes. Agents probe their provider with HEAD.
+# Method and path; `*` is a model's name, which may contain slashes. Agents use HEAD to probe their provider.
 MODEL_CALLS: tuple[tuple[str, str], ...] = (
     ("HEAD", "/"),
     ("GET", "/v1/models"),
@@ -36,24 +36,24 @@ MODEL_CALLS: tuple[tuple[str, str], ...] = (
     ("POST", "/v1beta/models/*:streamGenerateContent"),
     ("POST", "/v1beta/models/*:countTokens"),
 )
-# Host tools. The session knows which ones exist, and its secret authorizes the call.
+# Host tools. The gateway checks that the session has the tool, and the session's secret authorizes the call.
 TOOL_CALLS: tuple[tuple[str, str], ...] = (("GET", "/v1/tools"), ("POST", "/v1/tools/*"))
 SEGMENT = r"[A-Za-z0-9_~@+-][A-Za-z0-9._~@+-]*"  # never ".."
-MODEL_NAME = rf"{SEGMENT}(?:/{SEGMENT})*"  # what `*` stands for
-GATEWAY_HEADER = f"{relay.GATEWAY_HEADER}: 1"  # tells the relay that the gateway's side answered, not a dead tunnel
-# Limits on what an agent can make the host hold, even without a key. A relay retries when it is refused.
+MODEL_NAME = rf"{SEGMENT}(?:/{SEGMENT})*"  # replaces `*`
+GATEWAY_HEADER = f"{relay.GATEWAY_HEADER}: 1"  # tells the relay that this is not the reply of a dead tunnel
+# Limits on the memory that an agent can make the host use, even without a key. A relay retries when it is refused.
 MAX_CONNECTIONS = 64
-MAX_BODY_BYTES = 256 * 1024 * 1024  # of all request bodies together
+MAX_BODY_BYTES = 256 * 1024 * 1024  # all request bodies together
 STALL_S = 60.0  # the longest silence within a request
-MAX_SOCKET_PATH = 107  # bytes; the system's limit
+MAX_SOCKET_PATH = 107  # bytes; the limit on Linux
 SHARED_FACTOR = 16  # multiplies the limits of a door that all remote sandboxes share
-STRIPPED_HEADERS = ("x-forwarded-", "forwarded", "x-real-ip", "x-turngate")  # a server might trust these of a proxy
+STRIPPED_HEADERS = ("x-forwarded-", "forwarded", "x-real-ip", "x-turngate")  # a server might trust these if a proxy sends them
 
 
 class GatewayDoor(relay.HttpRelay):
     """A proxy to the gateway that admits only the listed routes. Created by `open_door`.
 
-    `address` is its address for a relay. `calls` and `refused` count the requests that went through and those that did not.
+    `address` is the address to which a relay connects. `calls` counts the admitted requests, and `refused` the others.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class GatewayDoor(relay.HttpRelay):
         plain = _decode_path(path.partition("?")[0])
         if not any(method == allowed and pattern.fullmatch(plain) for allowed, pattern in self._routes):
             self.refused += 1
-            refused = relay.RequestRefused(404, "only model and tool calls pass here", "not_found")
+            refused = relay.RequestRefused(404, "only model and tool calls are allowed here", "not_found")
             refused.headers = GATEWAY_HEADER
             raise refused
 
@@ -91,7 +91,7 @@ class GatewayDoor(relay.HttpRelay):
         return request._replace(headers=headers)
 
     def log(self, line: str) -> None:
-        """Drop it: the relay in the sandbox logs its failed attempts."""
+        """Discard the line, because the relay in the sandbox logs its failed attempts."""
 
 
 def _decode_path(path: str) -> str:
@@ -105,16 +105,16 @@ def _compile_route(path: str) -> re.Pattern[str]:
 
 
 def _socket_mode(folder: Path) -> int:
-    """Return the mode of a socket in a folder. A folder that is open to others, as a container's user may be, lies in a closed one."""
+    """Return the mode for a socket in a folder. If the folder is open to others, for a container's user, its parent is private."""
     return 0o666 if folder.stat().st_mode & 0o007 else 0o600
 
 
 def _check_socket_path(path: Path) -> Path:
-    """Check that the system accepts the path. Sandboxes' folders lie in the host's temporary folder."""
+    """Return the path, or raise `SandboxUnavailable` if it is too long. Sandbox folders are in the host's temporary folder."""
     size = len(os.fsencode(path))
     if size > MAX_SOCKET_PATH:
         raise SandboxUnavailable(
-            f"TMPDIR: the sandbox's socket path {path} is {size} bytes long, but a unix socket's path may have at most "
+            f"TMPDIR: the sandbox's socket path {path} is {size} bytes long, but a unix socket path may have at most "
             f"{MAX_SOCKET_PATH}; set TMPDIR to a folder whose path is {size - MAX_SOCKET_PATH} bytes shorter, such as /tmp"
         )
     return path
@@ -123,12 +123,12 @@ def _check_socket_path(path: Path) -> Path:
 def _bind_unix_socket(path: Path, mode: int) -> socket.socket:
     """Bind a unix socket that has this mode from the start.
 
-    The umask belongs to the whole process. It is changed only for the call of `bind`, so that other threads do not create folders with it.
+    The umask applies to the whole process, so it is changed only during `bind`. Otherwise other threads might create files with it.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         try:
-            os.fchmod(listener.fileno(), mode)  # Linux: the bound file gets the socket's mode, less the umask
+            os.fchmod(listener.fileno(), mode)  # on Linux, the bound file gets the socket's mode minus the umask
             mask = 0
         except OSError:
             mask = 0o777 & ~mode
@@ -151,7 +151,7 @@ async def open_door(
     routes: Sequence[tuple[str, str]] = MODEL_CALLS + TOOL_CALLS,
     on_call: Callable[[str, str], None] = lambda method, path: None,
 ) -> AsyncIterator[GatewayDoor]:
-    """Open a door to the gateway at that URL: on a unix socket in `folder`, or without one on a port of 127.0.0.1."""
+    """Open a door to the gateway at a URL, on a unix socket in `folder`, or on a port of 127.0.0.1 if there is no folder."""
     door = GatewayDoor(gateway, routes, on_call, sandboxes=SHARED_FACTOR if folder is None else 1)
     try:
         if folder is None:

@@ -36,22 +36,22 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RECONNECT_S = 1.0
-OUTPUT_MARKER = "--- turngate"  # E2B runs a login shell, whose profile may print something first
+OUTPUT_MARKER = "--- turngate"  # E2B runs a login shell, whose profile may print something before our script
 
 
 class ProcessNotFound(SandboxError):
-    """E2B has no process of that number: it has ended."""
+    """The process does not exist in the E2B sandbox, so it has ended."""
 
 
 class E2BBackend:
-    """Creates E2B sandboxes with the key in `E2B_API_KEY`. An image is the name of an E2B template."""
+    """Creates E2B sandboxes with the API key in `E2B_API_KEY`. A spec's image is the name of an E2B template."""
 
     name = "e2b"
     relocates = True
 
     def __init__(self, *, reachable: Sequence[str] = (), lease_s: float = 3600.0, patience_s: float = 120.0) -> None:
-        self._reachable = list(reachable)  # hosts that stay reachable with network "none", in addition to a spec's
-        self._lease_s = lease_s  # an hour is the most that E2B grants every account
+        self._reachable = list(reachable)  # hosts that stay reachable with network "none", in addition to those of a spec
+        self._lease_s = lease_s  # an hour is the longest lease available to every E2B account
         self._patience_s = patience_s  # how long a running command may be unreachable
 
     async def check(self) -> None:
@@ -61,17 +61,17 @@ class E2BBackend:
             raise SandboxUnavailable(f"cannot reach E2B: {error}") from None
 
     def not_enforced(self, spec: SandboxSpec) -> tuple[str, ...]:
-        """List what a spec asks for that the service does not apply."""
+        """List the parts of a spec that the service does not apply."""
         return tuple(name for name, value in msgspec.structs.asdict(spec.resources).items() if value)
 
     async def create(self, spec: SandboxSpec) -> Sandbox:
         e2b = _import_sdk()
         if spec.dockerfile:
             raise SandboxUnavailable(
-                "E2B cannot build a Dockerfile here: build an E2B template from it, and give the template's name as the image"
+                "E2B cannot build a Dockerfile: build an E2B template from it, and set the image to the template's name"
             )
         if spec.resources.cpus or spec.resources.memory_mb or spec.resources.pids:
-            log.warning("E2B does not apply the requested resources: a sandbox has the size of its template")
+            log.warning("the requested resources are not applied: an E2B sandbox has the size of its template")
         closed = spec.network == "none"
         reachable = [*self._reachable, *spec.reachable]
         ends = time.monotonic() + spec.life_s
@@ -89,7 +89,7 @@ class E2BBackend:
         with _map_errors("create a sandbox"):
             try:
                 sandbox = await asyncio.shield(creating)
-            except asyncio.CancelledError:  # what to remove is known only once it exists
+            except asyncio.CancelledError:  # wait until the sandbox exists, so that it can be removed
                 with suppress(Exception):
                     await (await run_to_completion(as_coroutine(creating))).kill()
                 raise
@@ -108,12 +108,12 @@ class E2BBackend:
         self, labels: dict[str, str], limit: int | None = None
     ) -> list[tuple[str, dict[str, str]]]:
         e2b = _import_sdk()
-        found: list[tuple[str, dict[str, str]]] = []
+        sandboxes: list[tuple[str, dict[str, str]]] = []
         with _map_errors("list the sandboxes"):
             pages = e2b.AsyncSandbox.list(query=e2b.SandboxQuery(metadata=labels or None), limit=limit)
-            while pages.has_next and (limit is None or len(found) < limit):
-                found += [(each.sandbox_id, each.metadata) for each in await pages.next_items()]
-        return found
+            while pages.has_next and (limit is None or len(sandboxes) < limit):
+                sandboxes += [(each.sandbox_id, each.metadata) for each in await pages.next_items()]
+        return sandboxes
 
 
 class E2BConnection:
@@ -147,7 +147,7 @@ class E2BConnection:
         return lambda: self._wait_for_exit(handle)
 
     async def _wait_for_exit(self, handle: AsyncCommandHandle[None]) -> None:
-        """Follow a command's output stream to its end, and reconnect when it breaks."""
+        """Follow a command's output stream to its end, and reconnect if the stream breaks."""
         e2b = _import_sdk()
         pid, lost_at = handle.pid, 0.0
         stream: AsyncCommandHandle[None] | None = handle
@@ -160,7 +160,7 @@ class E2BConnection:
                         lost_at = 0.0
                         await stream.wait()
                     return
-                except ProcessNotFound:  # it ended while we were disconnected
+                except ProcessNotFound:  # the command ended while we were disconnected
                     return
                 except RequestLost:
                     lost_at = lost_at or time.monotonic()
@@ -217,13 +217,13 @@ def _import_sdk() -> ModuleType:
 
 @contextmanager
 def _map_errors(action: str) -> Iterator[None]:
-    """Turn the SDK's exceptions into ours. All are mapped here, and none carries the key."""
+    """Convert the SDK's exceptions to ours. All are converted here, and none contains the key."""
     e2b = _import_sdk()
     try:
         yield
     except SandboxError:
         raise
-    except Exception as error:  # the SDK also raises bare `Exception`s, and those of three HTTP libraries
+    except Exception as error:  # the SDK also raises bare `Exception`s and errors of three HTTP libraries
         message = f"E2B could not {action}: {describe_error(error, os.environ.get('E2B_API_KEY', ''))}"
         status = error.status_code if isinstance(error, e2b.SandboxException) else None
         kind: type[SandboxError]

@@ -1,9 +1,9 @@
-"""Connect a sandbox to the gateway: start a relay inside and return the URL that an agent uses as its model provider.
+"""Connect a sandbox to the gateway: start a relay inside, and yield the URL that the agent uses as its model provider.
 
     async with open_door(gateway, folder=sandbox.shared[0]) as door, connect_sandbox(sandbox, door) as base_url: …
 
-Where sandbox and host share a folder (local, bubblewrap, docker) the relay connects to a `GatewayDoor`; otherwise to a `Tunnel` or a
-public URL. The relay is a background job that runs on the sandbox's Python or Node. If it is killed, it is restarted on the same port.
+If sandbox and host share a folder (local, bubblewrap, docker), the relay connects to a `GatewayDoor`; otherwise it connects to a `Tunnel`
+or a public URL. The relay is a background job that runs on the sandbox's Python or Node. If it is killed, it is restarted on the same port.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from turngate.sandboxes.tunnel import Tunnel
 
 RELAY_FOLDER = ".turngate"  # in the sandbox's home
 RELAY_SOURCES = {"python": Path(relay.__file__), "node": Path(relay.__file__).with_suffix(".mjs")}
-# The relay needs only the standard library, and searching for more takes time.
+# The relay needs only the standard library, and searching for other packages takes time.
 _INTERPRETER_FLAGS = {"python": ("-I", "-S"), "node": ()}
 START_S = 30.0
 PROBE_S = 60.0
 RESTART_PAUSE_S = 0.5
 
-# Asks Python for its own path: `python3` may be a script that searches for one, which takes ten times as long.
+# Asks Python for its real path: `python3` may be a wrapper script that searches for one, which takes ten times as long.
 FIND_RUNTIME = """
 rm -f "$3/port" "$3/reached"
 for python in "$1" python3 python; do
@@ -57,10 +57,10 @@ async def connect_sandbox(
     node: str = "",
     give_up_s: float = relay.GIVE_UP_S,
 ) -> AsyncIterator[str]:
-    """Keep the sandbox connected while the block runs, and yield the URL by which it reaches the gateway.
+    """Keep the sandbox connected while the block runs, and yield the URL at which it can reach the gateway.
 
-    `python`, `node`: an interpreter in the sandbox for the relay, if it is not on the PATH. `give_up_s`: how long a call waits for a
-    gateway that does not answer.
+    Set `python` or `node` to an interpreter in the sandbox for the relay if it is not on the PATH. A call waits for a gateway that does
+    not answer for at most `give_up_s`.
     """
     async with AsyncExitStack() as stack:
         folder = f"{sandbox.home}/{RELAY_FOLDER}"
@@ -72,7 +72,7 @@ async def connect_sandbox(
         await write_target(_relay_target(sandbox, egress))
         if isinstance(egress, Tunnel):
             await stack.enter_async_context(egress.notify(write_target))
-            await write_target(egress.url)  # it may have changed before we subscribed
+            await write_target(egress.url)  # the URL may have changed before we subscribed
         run = await _stage_relay(sandbox, folder, python, node)
         command = [*run, "--target", target, "--port-file", f"{folder}/port", "--give-up-s", str(give_up_s)]
         first = [*command, "--port", "0", "--reached-file", f"{folder}/reached"]
@@ -104,8 +104,8 @@ async def _stage_relay(sandbox: Sandbox, folder: str, python: str, node: str) ->
     found = await sandbox.exec(["/bin/sh", "-c", FIND_RUNTIME, "sh", python, node, folder], timeout_s=START_S)
     if found.exit_code:
         raise SandboxError(
-            "the sandbox has neither Python 3.8 or newer nor Node, and the relay to the gateway needs one of them: "
-            "install one in the image"
+            "the relay to the gateway needs Python 3.8 or newer, or Node, but the sandbox has neither Python nor Node; "
+            "install one of them in the image"
         )
     kind, _, program = found.stdout.decode().strip().partition(" ")
     source = RELAY_SOURCES[kind]
@@ -124,7 +124,7 @@ async def _read_port(sandbox: Sandbox, folder: str) -> int:
 
 
 async def _check_gateway_reached(sandbox: Sandbox, file: str) -> None:
-    """Fail now, with a clear reason, rather than during the agent's first call."""
+    """Raise `SandboxError` if the gateway is unreachable, so that this does not first surface in the agent's first call."""
     text = await _wait_for_file(sandbox, file, PROBE_S)
     if text != relay.REACHED:
         raise SandboxError(
@@ -133,7 +133,7 @@ async def _check_gateway_reached(sandbox: Sandbox, file: str) -> None:
 
 
 async def _wait_for_file(sandbox: Sandbox, file: str, limit_s: float) -> str:
-    """Wait until the relay has written a file, and return its content."""
+    """Wait until the relay has written a file, and return its content. Return "" after `limit_s`."""
     tries = 50 + round(10 * limit_s)
     done = await sandbox.exec(["/bin/sh", "-c", WAIT_FOR_FILE, "sh", file, str(tries)], timeout_s=limit_s + 5)
     return done.stdout.decode(errors="replace").strip()
@@ -151,9 +151,9 @@ async def _cancel_task(watch: asyncio.Task[None]) -> None:
     watch.cancel()
     await asyncio.wait([watch])
     if not watch.cancelled():
-        watch.exception()  # the sandbox has ended; its next use raises the same
+        watch.exception()  # the sandbox has ended; its next use raises the same error
 
 
 async def _kill_relay(jobs: list[Job]) -> None:
-    with suppress(SandboxError):  # it ended with its sandbox
+    with suppress(SandboxError):  # the relay ended with its sandbox
         await run_to_completion(jobs[-1].kill())

@@ -1,6 +1,6 @@
-"""The private folder on the host that a local sandbox has. It is named like the sandbox and names its owner.
+"""The private host folder of a sandbox on this machine. It has the sandbox's name and contains a file that names its owner.
 
-`sweep_folders` removes the folders of dead owners and kills the processes they left.
+`sweep_folders` removes the folders of dead owners and kills the processes they left behind.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from turngate.sandboxes import cgroups, owner, supervisor
 
 log = logging.getLogger(__name__)
 
-SANDBOX_ENV = "TURNGATE_SANDBOX"  # set in every process that belongs to a sandbox on the host
-KILL_TIMEOUT_S = 10.0  # for a killed process to disappear
-STALE_S = 3600.0  # a folder without an owner is being created, but never for this long
+SANDBOX_ENV = "TURNGATE_SANDBOX"  # set in the environment of every host process that belongs to a sandbox
+KILL_TIMEOUT_S = 10.0  # for killed processes to disappear
+STALE_S = 3600.0  # creating a folder never takes this long, so an older unfinished folder is removed
 
 
 def create_folder(root: Path | None, kind: str, *parts: str) -> Path:
-    """Create a sandbox's folder with subfolders `parts`. Its name is the sandbox's id."""
+    """Create a sandbox's folder with the subfolders `parts`. Its name is the sandbox's id."""
     name = f"{kind}-{secrets.token_hex(6)}"
     try:
         root = _private_root(root)
         new = root / f".{name}"
         new.mkdir(mode=0o700)
-        # First, so that the folder is swept if we are killed before it is complete.
+        # Written first, so that the folder is swept if we are killed before it is complete.
         (new / supervisor.OWNER_FILE).write_text(str(owner.current_owner()))
         for part in parts:
             (new / part).mkdir(mode=0o700)
-        return new.rename(root / name)  # `sweep_folders` sees it only now, with its owner
+        return new.rename(root / name)  # only now is it a complete folder for `sweep_folders`
     except OSError as error:
         raise SandboxError(f"cannot create the sandbox's folder: {error}") from error
 
 
 def _private_root(root: Path | None) -> Path:
-    """Return the folder of all sandbox folders. It must be closed to other users, who could plant links in it."""
+    """Return the parent of all sandbox folders. It must be private, because other users could plant links in it."""
     root = root or Path(tempfile.gettempdir()) / f"turngate-{os.getuid()}"
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = root.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise SandboxError(f"{root} must be a folder of this user that no one else can enter: chmod 700 {root}")
+        raise SandboxError(f"{root} must be a folder that belongs to this user and is private; run chmod 700 {root}")
     return root
 
 
@@ -60,7 +60,7 @@ def _sweep_folders(root: Path, kind: str) -> int:
     for folder in leftovers:
         try:
             remove_folder(folder)
-        except SandboxError as error:  # go on with the next one
+        except SandboxError as error:  # continue with the next one
             log.warning("%s", error.message)
     for unfinished in root.glob(f".{kind}-*"):
         with suppress(OSError):
@@ -72,13 +72,13 @@ def _sweep_folders(root: Path, kind: str) -> int:
 def _is_ownerless(folder: Path) -> bool:
     try:
         parsed = owner.parse_owner((folder / supervisor.OWNER_FILE).read_text())
-    except OSError:  # it is just being removed
+    except OSError:  # it is being removed
         return False
     return parsed is not None and parsed.gone
 
 
 def remove_folder(folder: Path) -> None:
-    """Kill what still belongs to a sandbox and remove its folder. Raises if something remains; a later sweep removes that."""
+    """Kill the remaining processes of a sandbox and remove its folder. Raise `SandboxError` if files remain for a later sweep."""
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while supervisor.kill_all(lambda: _find_processes(folder.name)) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -88,7 +88,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def _find_processes(name: str) -> list[int]:
-    """Find the processes that carry a sandbox's mark, and their children: a process that drops its mark is still the supervisor's child."""
+    """Find the processes with a sandbox's mark and their descendants. A process without the mark still descends from the supervisor."""
     mark = f"{SANDBOX_ENV}={name}".encode()
     found = []
     for process in Path("/proc").iterdir():

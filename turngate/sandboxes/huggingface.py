@@ -1,6 +1,6 @@
-"""Hugging Face sandboxes, through the official `huggingface_hub` SDK: one Job, on a machine of its own, per sandbox.
+"""Hugging Face sandboxes, through the official `huggingface_hub` SDK: one Job on its own machine per sandbox.
 
-The SDK blocks, so each call runs in a thread and is kept short: a command is started in the background and polled until it has ended.
+The SDK blocks, so each call runs in a thread and is kept short: a command is started in the background and polled until it ends.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ T = TypeVar("T")
 
 DEFAULT_IMAGE = "python:3.12"  # the SDK's default
 ENDED_STAGES = ("COMPLETED", "CANCELED", "ERROR", "DELETED")  # stages of a Job
-POLLS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)  # between two polls of a command; the last one repeats
+POLLS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)  # pauses between polls of a command; the last one repeats
 
 
 class NotFoundError(SandboxError):
-    """Status 404, for a file or for its sandbox: the Jobs proxy does not tell them apart."""
+    """Status 404, for a file or for its sandbox. The Jobs proxy does not distinguish between them."""
 
 
 class HuggingFaceBackend:
-    """Creates Hugging Face sandboxes with the token in `HF_TOKEN`, in that user's namespace unless one is given."""
+    """Creates Hugging Face sandboxes with the token in `HF_TOKEN`, by default in that user's namespace."""
 
     name = "huggingface"
     relocates = True
@@ -70,7 +70,7 @@ class HuggingFaceBackend:
         self._start_s = start_s
         self._patience_s = patience_s  # how long a running command may be unreachable
         self._threads = ThreadPoolExecutor(threads, "huggingface")
-        # A pool of its own: creating a sandbox blocks for long, and other calls must not wait for that.
+        # A separate pool, because creating a sandbox blocks for a long time and other calls must not wait for it.
         self._creators = ThreadPoolExecutor(threads, "huggingface-make")
         self._warned = False
 
@@ -81,7 +81,7 @@ class HuggingFaceBackend:
             raise SandboxUnavailable(f"cannot reach Hugging Face: {error}") from None
 
     def not_enforced(self, spec: SandboxSpec) -> tuple[str, ...]:
-        """List what a spec asks for that the service does not apply."""
+        """List the parts of a spec that the service does not apply."""
         network = ("network",) if spec.network == "none" else ()
         return (*network, *(name for name, value in msgspec.structs.asdict(spec.resources).items() if value))
 
@@ -89,13 +89,13 @@ class HuggingFaceBackend:
         hub, api = _import_sdk(), _create_api()
         if spec.dockerfile:
             raise SandboxUnavailable(
-                "Hugging Face cannot build a Dockerfile: push an image to a registry and name it as the image"
+                "Hugging Face cannot build a Dockerfile: push the image to a registry, and set the image to its name"
             )
         if spec.network == "none" and not self._warned:
             self._warned = True
-            log.warning("Hugging Face sandboxes cannot close the network: agents in them reach the internet")
+            log.warning("Hugging Face sandboxes cannot close the network: agents in them can reach the internet")
         if spec.resources.cpus or spec.resources.memory_mb or spec.resources.pids:
-            log.warning("Hugging Face does not apply the requested resources: a sandbox has the size of its flavor")
+            log.warning("the requested resources are not applied: a Hugging Face sandbox has the size of its flavor")
         namespace = await self._resolve_namespace(api)
         ends = time.monotonic() + spec.life_s
         creation = self._creators.submit(
@@ -114,7 +114,7 @@ class HuggingFaceBackend:
             try:
                 sandbox = await asyncio.wrap_future(creation)
             except asyncio.CancelledError:
-                creation.add_done_callback(_kill_unwanted)  # the thread cannot be stopped, but its sandbox can
+                creation.add_done_callback(_kill_unwanted)  # the thread cannot be stopped, but its sandbox can be
                 raise
         connection = HuggingFaceConnection(sandbox, api, namespace, self._threads, self._lease_s, self._patience_s)
         return await ShellSandbox.create(connection, spec, ends)
@@ -127,10 +127,10 @@ class HuggingFaceBackend:
             jobs = api.list_jobs(status=["RUNNING", "SCHEDULING"], labels=host_label(), namespace=namespace)
             return [job.id for job in jobs if is_abandoned(job.labels or {})]
 
-        found = await _call_in_thread(self._threads, "list the sandboxes", find_abandoned)
-        for job in found:
+        abandoned = await _call_in_thread(self._threads, "list the sandboxes", find_abandoned)
+        for job in abandoned:
             await _call_in_thread(self._threads, "remove a sandbox", api.cancel_job, job_id=job, namespace=namespace)
-        return len(found)
+        return len(abandoned)
 
     async def _resolve_namespace(self, api: huggingface_hub.HfApi) -> str:
         if not self._namespace:
@@ -167,7 +167,7 @@ class HuggingFaceConnection:
             "run a command", self._sandbox.run, ["/bin/sh", "-c", script], timeout=SCRIPT_TIMEOUT_S, check=False
         )
         if result.exit_code is None or result.timed_out:
-            raise SandboxError("Hugging Face could not run a command: the command was killed")
+            raise SandboxError("Hugging Face could not run a command: it was killed")
         return result.exit_code, result.stdout + (result.stderr if result.exit_code else "")
 
     async def spawn(self, script: str, env: Mapping[str, str]) -> Callable[[], Awaitable[None]]:
@@ -177,7 +177,7 @@ class HuggingFaceConnection:
         return partial(self._wait_for_exit, str(process.id))
 
     async def _wait_for_exit(self, process: str) -> None:
-        """Poll until a command has ended, less and less often: the service has no stream for a background command."""
+        """Poll with growing pauses until a command has ended. The service has no stream for background commands."""
         polls, lost_at = 0, 0.0
         while True:
             await asyncio.sleep(POLLS_S[min(polls, len(POLLS_S) - 1)])
@@ -240,10 +240,10 @@ class HuggingFaceConnection:
             raise
 
     async def _is_alive(self) -> bool:
-        """Return False only if the service says that the sandbox has ended."""
+        """Return False only if the service reports that the sandbox has ended."""
         try:
             job = await _call_in_thread(
-                self._threads, "look at a sandbox", self._api.inspect_job, job_id=self.id, namespace=self._namespace
+                self._threads, "inspect a sandbox", self._api.inspect_job, job_id=self.id, namespace=self._namespace
             )
         except NotFoundError:
             return False
@@ -260,7 +260,7 @@ def _import_sdk() -> ModuleType:
         huggingface_hub.Sandbox  # noqa: B018  (missing in older releases)
     except (ImportError, AttributeError):
         raise SandboxUnavailable(
-            "the Hugging Face SDK is not installed, or too old; run pip install 'turngate[huggingface]'"
+            "the Hugging Face SDK is not installed or too old; run pip install 'turngate[huggingface]'"
         ) from None
     return huggingface_hub
 
@@ -274,7 +274,7 @@ def _create_api() -> huggingface_hub.HfApi:
 
 
 def _kill_unwanted(creation: Future[huggingface_hub.Sandbox]) -> None:
-    with suppress(Exception):  # it was not created; and what cannot be removed ends when it is idle
+    with suppress(Exception):  # it may not have been created; a sandbox that cannot be removed ends when it is idle
         creation.result().kill()
 
 
@@ -287,7 +287,7 @@ async def _call_in_thread(
 
 @contextmanager
 def _map_errors(action: str) -> Iterator[None]:
-    """Turn the SDK's exceptions into ours. All are mapped here, and none carries the token."""
+    """Convert the SDK's exceptions to ours. All are converted here, and none contains the token."""
     errors = _import_sdk().errors
     try:
         yield
@@ -314,6 +314,6 @@ def _map_errors(action: str) -> Iterator[None]:
 
 
 def _http_error_type() -> type[Exception]:
-    import httpx2  # the SDK's HTTP library, whose errors it lets through
+    import httpx2  # the SDK's HTTP library, whose errors it does not catch
 
     return httpx2.HTTPError

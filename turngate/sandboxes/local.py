@@ -1,7 +1,7 @@
-"""The `local` sandbox: a private folder on this machine, and processes that can all be found again. For trusted agents and tests.
+"""The `local` sandbox: a private folder and tracked processes on this machine, for trusted agents and tests.
 
-It keeps rollouts apart (own HOME, own TMPDIR, clean environment, nothing left behind), but it is not isolated: an agent can read and
-reach everything that its user can. `not_enforced` names what a spec asks for in vain.
+It separates rollouts from each other (own HOME and TMPDIR, clean environment, full cleanup), but it does not isolate them: an agent can
+access everything that its user can. `not_enforced` lists the parts of a spec that have no effect.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FALLBACK_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class LocalBackend:
-    """`root`: the folder for the sandboxes' folders; by default a private one in the host's temporary folder."""
+    """Creates local sandboxes. `root` is the parent of their folders, by default a private folder in the host's temporary folder."""
 
     name = KIND
     relocates = False  # host and sandbox share one file system
@@ -32,11 +32,11 @@ class LocalBackend:
     async def check(self) -> None:
         if not sys.platform.startswith("linux"):
             raise SandboxUnavailable(
-                "the local sandbox needs Linux (it finds processes in /proc); use --sandbox docker"
+                "the local sandbox needs Linux, because it finds processes in /proc; use --sandbox docker"
             )
 
     def not_enforced(self, spec: SandboxSpec) -> tuple[str, ...]:
-        """List what a spec asks for that this backend cannot enforce."""
+        """List the parts of a spec that this backend cannot enforce."""
         requested = {
             "network": spec.network == "none",
             "read-only mounts": any(not mount.writable for mount in spec.mounts),
@@ -53,7 +53,7 @@ class LocalBackend:
         _check_mounts(spec)
         if spec.folders:
             raise SandboxError(
-                f"the local sandbox cannot create {spec.folders[0]}: it shares the host's file system; use docker"
+                f"the local sandbox cannot create {spec.folders[0]}, because it shares the host's file system; use --sandbox docker"
             )
         folder = folders.create_folder(self.root, KIND, "home", "work", "tmp", "shared")
         env = {
@@ -78,7 +78,7 @@ class LocalBackend:
 
 
 def _check_mounts(spec: SandboxSpec) -> None:
-    """Check that each mount keeps its path: host and sandbox share one file system."""
+    """Check that each mount has the same path inside, because host and sandbox share one file system."""
     for mount in spec.mounts:
         if mount.source != mount.target:
             raise SandboxError(

@@ -1,7 +1,7 @@
-"""The process that owns a sandbox: tells leftovers of a dead process from sandboxes in use.
+"""The process that owns a sandbox. It distinguishes leftovers of a dead process from sandboxes in use.
 
-A process is identified by its number, start time, kernel boot and process namespace; a machine by its name and a digest of its
-machine-id, since many machines are called "localhost". The owner is written to the sandbox's folder (local, bubblewrap) or to a label.
+A process is identified by its number, start time, kernel boot and process namespace. A machine is identified by its name and a digest of
+its machine-id, because many machines are called "localhost". The owner is stored in the sandbox's folder (local, bubblewrap) or a label.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Owner(msgspec.Struct, frozen=True):
 
     @property
     def gone(self) -> bool:
-        """Whether the process has certainly ended. For other machines and other containers this is unknown, so False."""
+        """Whether the process has certainly ended. False if it belongs to a different machine or container, where that is unknown."""
         here = current_owner()
         if self.host != here.host:
             return False
@@ -38,7 +38,7 @@ class Owner(msgspec.Struct, frozen=True):
 
 
 def parse_owner(text: str) -> Owner | None:
-    """Parse an owner's string form. Return None if it is something else."""
+    """Parse an owner's string form. Return None if the text is not one."""
     words = text.split()
     if len(words) != 5 or not (words[3].isdigit() and words[4].isdigit()):
         return None
@@ -59,13 +59,13 @@ def _machine() -> tuple[str, str, str]:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = str(Path("/proc/self/ns/pid").readlink())
-    except OSError:  # not Linux, where only docker works
+    except OSError:  # not Linux, so only docker works
         return host, "-", "-"
     return host, boot, namespace
 
 
 def _start_time(pid: int) -> int | None:
-    """Return when a process started, or None if there is no such process or it is a zombie."""
+    """Return when a process started, in clock ticks since boot, or None if it does not exist or is a zombie."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
     except (OSError, ValueError):

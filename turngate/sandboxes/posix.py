@@ -1,7 +1,7 @@
-"""What `local`, `bubblewrap` and `docker` have in common: everything but starting a command and stopping the sandbox.
+"""The common part of `local`, `bubblewrap` and `docker`: everything except starting a command and stopping the sandbox.
 
-Each of them only starts commands on given descriptors. Files are read and written by commands (a shell, `cat`, `tar`) inside the sandbox,
-so a path means what it means there: a link that the agent planted leads only to where the agent could go itself.
+Files are read and written by commands (a shell, `cat`, `tar`) inside the sandbox, so paths are resolved there: a link planted by the agent
+leads only to files that the agent could access itself.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from turngate.errors import SandboxError, SandboxFileMissing, SandboxTooLarge
 from turngate.sandboxes import archive
 from turngate.sandboxes.base import ExecResult, Job
 
-OUTPUT_LIMIT = 256_000_000  # bytes of a command's output
+OUTPUT_LIMIT = 256_000_000  # bytes of a command's stdout or stderr
 FOLDER_LIMIT = 4_000_000_000  # bytes of a downloaded folder
 FILE_TIMEOUT_S = 600.0  # for copying one file or folder
-LINGER_S = 0.5  # how long to wait for the output's end: a daemon that the command left may hold it open
+LINGER_S = 0.5  # how long to wait for the end of the output, which a daemon left by the command may keep open
 KILLED = 137
 MISSING, NOT_A_FILE = 44, 45  # exit codes of READ
-TAR_PARTIAL = (1, 2)  # tar's exit codes if files changed while it read them, or could not be read
+TAR_PARTIAL = (1, 2)  # tar's exit codes if files changed while being read, or could not be read
 STDERR_LIMIT = 64_000  # bytes of tar's error messages
 
 # A spec's PATH may lack our tools, or lead into the working folder.
@@ -39,7 +39,7 @@ if [ "$1" = "$2" ]; then exec 2>&1; elif [ -n "$2" ]; then exec 2>"$2" || exit 1
 shift 2
 exec "$@"
 """
-# Written under another name first, so that a reader never finds half a file. It is private until it has its mode.
+# Written under a temporary name first, so that readers never see a partial file. It is private until its mode is set.
 WRITE = f"""{SYSTEM_PATH}
 [ ! -d "$1" ] || {{ echo "$1 is a folder" >&2; exit 1; }}
 umask 022 && mkdir -p -- "$(dirname -- "$1")" && umask 077 || exit 1
@@ -51,7 +51,7 @@ READ = f"""{SYSTEM_PATH}
 exec head -c "$2" -- "$1"
 """
 UPLOAD = SYSTEM_PATH + '; mkdir -p -- "$1" && exec tar -xof - -C "$1"'
-# Excludes match whole names only: GNU tar would otherwise search every part of a path, for minutes in deep folders.
+# Excludes match whole paths only. Otherwise GNU tar would search every part of a path, which takes minutes in deep folders.
 DOWNLOAD = f"""{SYSTEM_PATH}
 folder=$1; shift; [ -d "$folder" ] || exit {MISSING}
 case "$(tar --version 2>/dev/null)" in *GNU*) set -- --anchored --no-wildcards --no-recursion "$@" --recursion;; esac
@@ -70,7 +70,7 @@ class PosixSandbox(ABC):
     async def spawn(
         self, command: Sequence[str], env: Mapping[str, str], cwd: str, stdin: int, stdout: int, stderr: int
     ) -> Job:
-        """Start a command on three host descriptors, which stay the caller's. Raises only if the sandbox is gone."""
+        """Start a command on three host descriptors, which the caller still has to close. Raise only if the sandbox has ended."""
 
     async def exec(
         self,
@@ -114,12 +114,12 @@ class PosixSandbox(ABC):
         command = ["/bin/sh", "-c", READ, "sh", _check_path(path), str(limit + 1)]
         result = await self.exec(command, cwd=_base_folder(path), timeout_s=FILE_TIMEOUT_S)
         if result.exit_code == MISSING:
-            raise SandboxFileMissing(f"the sandbox has no file {path}")
+            raise SandboxFileMissing(f"file {path} not found in the sandbox")
         if result.exit_code == NOT_A_FILE:
-            raise SandboxError(f"{path} is not a file")
+            raise SandboxError(f"{path} in the sandbox is not a file")
         _check_success(result, f"cannot read {path}")
         if len(result.stdout) > limit:
-            raise SandboxError(f"{path} is larger than {limit} bytes")
+            raise SandboxError(f"{path} in the sandbox is larger than {limit} bytes")
         return result.stdout
 
     async def upload(self, folder: Path, target: str, *, exclude: Container[str] = ()) -> None:
@@ -142,7 +142,7 @@ class PosixSandbox(ABC):
             ]
             result = await self._run(command, cwd=_base_folder(source), timeout_s=FILE_TIMEOUT_S, into=tar)
             if result.exit_code == MISSING:
-                raise SandboxFileMissing(f"the sandbox has no folder {source}")
+                raise SandboxFileMissing(f"folder {source} not found in the sandbox")
             skipped: tuple[str, ...] = ()
             if result.exit_code in TAR_PARTIAL and archive.is_complete(tar):
                 skipped = archive.parse_tar_errors(result.stderr)
@@ -157,7 +157,7 @@ class PosixSandbox(ABC):
         full_env = {**self.env, "HOME": self.home, **(env or {})}
         if not command or any("\0" in word for word in (*command, cwd, *full_env, *full_env.values())):
             raise SandboxError(
-                "a command must not be empty, and its words and variables must not contain a NUL character"
+                "a command must not be empty, and its arguments and variables must not contain a NUL character"
             )
         if any(not name or "=" in name for name in full_env):
             raise SandboxError("an environment variable's name must not be empty or contain '='")
@@ -175,7 +175,7 @@ class PosixSandbox(ABC):
         keep: int | None = None,
         leave: bool = True,
     ) -> ExecResult:
-        """Run a command to its end. `into`: a file that receives its output instead of the result."""
+        """Run a command to its end. If `into` is set, its output is written to that file instead of the result."""
         if into:
             out, err = CapturedOutput(into, FOLDER_LIMIT), CapturedOutput(limit=STDERR_LIMIT, cut=True)
         elif keep is None:
@@ -199,7 +199,7 @@ class PosixSandbox(ABC):
 
 
 async def _wait_or_kill(job: Job, timeout_s: float | None, overflowed: asyncio.Event) -> tuple[int, bool]:
-    """Wait for the exit code, and tell whether time ran out. A timeout, excessive output or cancellation kills the command."""
+    """Return the exit code and whether the command timed out. A timeout, excessive output or cancellation kills the command."""
     waiting, overflowing = asyncio.ensure_future(job.wait()), asyncio.ensure_future(overflowed.wait())
     try:
         await asyncio.wait({waiting, overflowing}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -228,7 +228,7 @@ async def unpack_in_thread(tar: IO[bytes], folder: Path) -> tuple[str, ...]:
 
 
 class CapturedOutput:
-    """A pipe that a command prints into. It is read to its end and kept up to `limit` bytes; more is an error unless `cut` is set."""
+    """The output of a command, read from a pipe. More than `limit` bytes are an error, or are discarded if `cut` is set."""
 
     def __init__(self, into: IO[bytes] | None = None, limit: int = OUTPUT_LIMIT, *, cut: bool = False) -> None:
         self._read_end, self.write_end = os.pipe()
@@ -237,12 +237,12 @@ class CapturedOutput:
         self._cut = cut
         self._size = 0
         self._data = bytearray()
-        self.overflowed = asyncio.Event()  # set when too much output is an error
+        self.overflowed = asyncio.Event()  # set if there is too much output and that is an error
         self._transport: asyncio.ReadTransport | None = None
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def start_reading(self) -> None:
-        """Close our copy of the write end, which the command has now, and read until the command closes its own."""
+        """Close our copy of the write end, which the command has inherited, and read until the command closes its copy."""
         os.close(self.write_end)
         self.write_end = -1
         pipe = os.fdopen(self._read_end, "rb", 0)
@@ -274,7 +274,7 @@ class CapturedOutput:
 
 
 class TruncatedOutput(CapturedOutput):
-    """Output that keeps its beginning and its end, however long it is."""
+    """Output of any length, of which only the beginning and the end are kept."""
 
     def __init__(self, keep: int) -> None:
         super().__init__(limit=keep, cut=True)
@@ -316,12 +316,12 @@ def _open_devnull() -> IO[bytes]:
 
 def _check_path(path: str) -> str:
     if not path:
-        raise SandboxError("the path of a file in the sandbox is empty")
+        raise SandboxError("the path of a file in the sandbox must not be empty")
     return path if not path.startswith("-") else f"./{path}"
 
 
 def _base_folder(path: str) -> str:
-    """Return the folder that a path is relative to. An absolute path must work even if the working folder is gone."""
+    """Return the folder in which to resolve a path. An absolute path must work even if the working folder no longer exists."""
     return "/" if path.startswith("/") else ""
 
 

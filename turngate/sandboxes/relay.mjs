@@ -1,4 +1,4 @@
-// The twin of relay.py for images that have Node but no Python: same command line, same behaviour, same tests.
+// The counterpart of relay.py for images with Node but no Python: same command line, same behaviour, same tests.
 // Read relay.py first: it explains the purpose and the rules. No dependencies, Node 18 and newer.
 
 import fs from "node:fs";
@@ -7,7 +7,7 @@ import https from "node:https";
 import { randomBytes } from "node:crypto";
 import { parseArgs } from "node:util";
 
-const GATEWAY_HEADER = "x-turngate"; // on every reply of the gateway
+const GATEWAY_HEADER = "x-turngate"; // on every reply from the gateway
 const ATTEMPT_HEADER = "x-turngate-attempt";
 const IDEMPOTENCY_HEADER = "idempotency-key";
 const HEAD_LIMIT = 256 * 1024;
@@ -15,7 +15,7 @@ const CONNECT_MS = 15_000;
 const REACHED = "reached"; // written to --reached-file on success
 const FIRST_WAIT_MS = 100;
 const LONGEST_WAIT_MS = 5_000;
-const TARGET_CHECK_MS = 1_000; // how often a call that waits for its reply checks whether the target has changed
+const TARGET_CHECK_MS = 1_000; // how often a waiting call checks whether the target has changed
 const HOP_BY_HOP = new Set(["connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "expect"]);
 
 const { values: options } = parseArgs({
@@ -31,7 +31,7 @@ const { values: options } = parseArgs({
 const giveUpMs = Number(options["give-up-s"]) * 1000;
 const bodyLimit = Number(options["body-limit"]);
 
-class NoAnswer extends Error {} // the gateway has not answered; the same request may be sent again
+class NoAnswer extends Error {} // the gateway has not answered, so the request may be sent again
 class TooLarge extends Error {}
 
 function readTarget() {
@@ -45,7 +45,7 @@ function readTarget() {
 // ---- one request ----
 
 async function answer(incoming, outgoing) {
-  const gone = new AbortController(); // aborted when the agent hangs up
+  const gone = new AbortController(); // aborted when the agent disconnects
   outgoing.on("close", () => gone.abort());
   const body = await readBody(incoming);
   const headers = forwardedHeaders(incoming, body);
@@ -64,14 +64,14 @@ async function answer(incoming, outgoing) {
 }
 
 async function readBody(incoming) {
-  const pieces = [];
+  const chunks = [];
   let size = 0;
-  for await (const piece of incoming) {
-    size += piece.length;
+  for await (const chunk of incoming) {
+    size += chunk.length;
     if (size > bodyLimit) throw new TooLarge(`the body is larger than ${bodyLimit} bytes`);
-    pieces.push(piece);
+    chunks.push(chunk);
   }
-  return Buffer.concat(pieces);
+  return Buffer.concat(chunks);
 }
 
 function forwardedHeaders(incoming, body) {
@@ -96,7 +96,7 @@ async function tryOnce(incoming, body, headers, outgoing, gone) {
   try {
     const reply = await waitForReply(request, body, target);
     if ((reply.statusCode === 404 || reply.statusCode >= 500) && !(GATEWAY_HEADER in reply.headers)) {
-      throw new NoAnswer(`status ${reply.statusCode} that the gateway did not send`);
+      throw new NoAnswer(`status ${reply.statusCode} did not come from the gateway`);
     }
     await passReply(reply, outgoing);
   } finally {
@@ -111,7 +111,7 @@ function resolveTarget(target, path) {
   try {
     url = new URL(target);
   } catch {
-    throw new NoAnswer("there is no target yet");
+    throw new NoAnswer("the target is not set yet");
   }
   const port = url.port || (url.protocol === "https:" ? 443 : 80);
   const address = { hostname: url.hostname.replace(/^\[|\]$/g, ""), host: url.host, port, path: url.pathname.replace(/\/+$/, "") + path };
@@ -139,13 +139,13 @@ function waitForReply(request, body, target) {
   });
 }
 
-// Pass a reply on as it arrives. A reply that breaks off also breaks off for the agent.
+// Forward a reply as it arrives. If it breaks off, it also breaks off for the agent.
 function passReply(reply, outgoing) {
   return new Promise((resolve) => {
     outgoing.sendDate = false;
     outgoing.writeHead(reply.statusCode, reply.statusMessage, pairs(reply.rawHeaders).filter(([name]) => !HOP_BY_HOP.has(name.toLowerCase())).flat());
     outgoing.flushHeaders();
-    reply.on("data", (piece) => outgoing.write(piece) || reply.pause());
+    reply.on("data", (chunk) => outgoing.write(chunk) || reply.pause());
     outgoing.on("drain", () => reply.resume());
     reply.on("end", () => (reply.complete ? outgoing.end(resolve) : cut()));
     reply.on("error", cut);
@@ -178,7 +178,7 @@ function serve() {
   const server = http.createServer({ maxHeaderSize: HEAD_LIMIT, keepAliveTimeout: 75_000, requestTimeout: 0 }, (incoming, outgoing) => {
     answer(incoming, outgoing).catch((error) => {
       if (!(error instanceof TooLarge)) return outgoing.destroy();
-      outgoing.shouldKeepAlive = false; // the rest of the body is still to come
+      outgoing.shouldKeepAlive = false; // the rest of the body has not been read
       refuse(outgoing, 413, error.message);
     });
   });

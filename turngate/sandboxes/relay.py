@@ -1,17 +1,17 @@
 """Forward an agent's HTTP requests from 127.0.0.1 in a sandbox to the gateway, and retry until the gateway answers.
 
-Runs inside as `python3 relay.py --target FILE --port 0 --port-file FILE`, started by `egress.py`. `relay.mjs` is its twin for images
-without Python. On the host, `door.py` uses the same classes. FILE names the target: `unix:/path`, `http://host:port/prefix` or
-`https://…`. It is read again for every attempt, so a tunnel's new URL takes effect at once.
+`egress.py` runs it in the sandbox as `python3 relay.py --target FILE --port 0 --port-file FILE`. `relay.mjs` does the same in images
+without Python. On the host, `door.py` uses the same classes. The target file contains the gateway's address: `unix:/path`,
+`http://host:port/prefix` or `https://…`. It is read again for every attempt, so a tunnel's new URL takes effect immediately.
 
-A request is read completely, then sent until it is answered. A connection that fails or ends before a reply is retried, and so are 404
-and 5xx replies without the gateway's own header `x-turngate`, because a dead tunnel also sends those. A reply is passed on as it arrives
-and breaks off for the agent where it breaks off for us. When the agent hangs up, the upstream call ends at once.
+A request is read completely, then sent until it is answered. If the connection fails or ends before a reply, the request is sent again. So
+it is after a 404 or 5xx reply without the gateway's `x-turngate` header, because a dead tunnel also sends those. A reply is forwarded as
+it arrives. If it breaks off, it also breaks off for the agent. When the agent disconnects, the upstream call ends immediately.
 
 One file, standard library only, Python 3.8 and newer.
 """
 
-# Python 3.8, and files that depend on little:
+# Rules that do not fit Python 3.8 and a file without dependencies:
 # ruff: noqa: PTH104, UP035, UP041
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from functools import partial
 from typing import Any, Callable, Iterable, NamedTuple, Optional
 from urllib.parse import urlsplit
 
-GATEWAY_HEADER = "x-turngate"  # on every reply of the gateway
+GATEWAY_HEADER = "x-turngate"  # on every reply from the gateway
 ATTEMPT_HEADER = "x-turngate-attempt"
 IDEMPOTENCY_HEADER = "idempotency-key"
 REACHED = "reached"  # written to --reached-file on success
 HEAD_LIMIT = 256 * 1024
 BODY_LIMIT = 64 * 1024 * 1024
-SMALL_BODY = 64 * 1024  # read even for a request that will be refused, so that its connection can be reused
+SMALL_BODY = 64 * 1024  # bodies up to this size are read even if the request is refused, so that the connection can be reused
 CHUNK_BYTES = 64 * 1024
 GIVE_UP_S, CONNECT_S = 600.0, 15.0
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
-LINGER_S = 10.0  # to read and discard the rest of a refused body
-TARGET_CHECK_S = 1.0  # how often a call that waits for its reply checks whether the target has changed
+LINGER_S = 10.0  # how long to read and discard the rest of a refused body
+TARGET_CHECK_S = 1.0  # how often a waiting call checks whether the target has changed
 HOP_BY_HOP = {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "expect"}
 TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+\Z")
 PATH = re.compile(r"/[!-~]*\Z")
@@ -71,18 +71,18 @@ class HttpReply(NamedTuple):
 class RequestRefused(Exception):
     """A request that the relay answers itself."""
 
-    headers = ""  # one more header line of the answer
+    headers = ""  # an additional header line for the reply
 
     def __init__(self, status: int, message: str, kind: str = "invalid_request_error", unread: int = 0) -> None:
         super().__init__(message)
         self.status, self.message, self.kind = status, message, kind
         self.unread = (
-            unread  # bytes of the body still to come; closing before they are read looks like a broken connection
+            unread  # body bytes not yet read; closing before they are read looks like a broken connection
         )
 
 
 class NoAnswer(Exception):
-    """The gateway has not answered. The same request may be sent again."""
+    """The gateway has not answered, so the request may be sent again."""
 
 
 class TruncatedReply(Exception):
@@ -97,7 +97,7 @@ class ClientDisconnected(Exception):
 
 
 class ClientConnection:
-    """An agent's connection, read ahead of need: a hang-up is noticed while the agent's call is in progress."""
+    """An agent's connection. It is read ahead, so that a disconnect is noticed while a call is in progress."""
 
     def __init__(self, relay: HttpRelay, reader: StreamReader, writer: StreamWriter) -> None:
         self._relay, self._reader, self.writer = relay, reader, writer
@@ -132,11 +132,11 @@ class ClientConnection:
                 await asyncio.wait_for(self._has_data.wait(), self._relay.stall_s)
             except asyncio.TimeoutError:
                 if not self._buffer and limit == HEAD_LIMIT:
-                    raise ClientDisconnected from None  # idle between two requests
+                    raise ClientDisconnected from None  # idle between requests
                 raise RequestRefused(408, "the request stalled") from None
 
     async def discard(self, count: int) -> None:
-        """Read the rest of a body and drop it, for at most `LINGER_S`."""
+        """Read and discard the rest of a body, for at most `LINGER_S`."""
         deadline = time.monotonic() + LINGER_S
         count -= len(self._take(min(len(self._buffer), count)))
         while count > 0 and time.monotonic() < deadline and not self.closed.is_set():
@@ -156,7 +156,7 @@ class ClientConnection:
         return self._take(count)
 
     async def read_until(self, mark: bytes, limit: int) -> bytes:
-        """Read up to and including the mark."""
+        """Read up to and including `mark`."""
         await self._wait_until(lambda: mark in self._buffer or len(self._buffer) > limit, limit + CHUNK_BYTES)
         end = self._buffer.find(mark)
         if end < 0 or end > limit:
@@ -164,7 +164,7 @@ class ClientConnection:
         return self._take(end + len(mark))
 
     async def read_request(self, reserve: Callable[[int], None]) -> HttpRequest:
-        """Read the next request. `reserve` gets the number of body bytes before they are read, and may refuse them."""
+        """Read the next request. `reserve` is called with the number of body bytes before they are read, and may refuse them."""
         await self._wait_until(lambda: bool(self._buffer.lstrip(b"\r\n")), HEAD_LIMIT)
         self._take(len(self._buffer) - len(self._buffer.lstrip(b"\r\n")))  # some clients send an empty line first
         first, headers = parse_head(await self.read_until(b"\r\n\r\n", HEAD_LIMIT))
@@ -197,7 +197,7 @@ class ClientConnection:
         while True:
             size = chunk_size(await self.read_until(b"\r\n", 4096))
             if size is None:
-                raise RequestRefused(400, "a chunk has no size")
+                raise RequestRefused(400, "a chunk has no valid size")
             if len(body) + size > limit:
                 raise RequestRefused(413, f"the body is larger than {limit} bytes")
             if not size:
@@ -205,7 +205,7 @@ class ClientConnection:
             reserve(size)
             body += await self.read_exactly(size)
             if await self.read_exactly(2) != b"\r\n":
-                raise RequestRefused(400, "a chunk has no end")
+                raise RequestRefused(400, "a chunk does not end with a line break")
         while await self.read_until(b"\r\n", HEAD_LIMIT) != b"\r\n":  # trailers
             pass
         return bytes(body)
@@ -216,18 +216,18 @@ def body_length(headers: list[tuple[str, str]], limit: int) -> Optional[int]:
     codings, lengths = header_values(headers, "transfer-encoding"), set(header_values(headers, "content-length"))
     if codings:
         if codings != ["chunked"] or lengths:
-            raise RequestRefused(400, "a body is either chunked or has a content-length, not both")
+            raise RequestRefused(400, "a body must either be chunked or have a content-length, not both")
         return None
     length = lengths.pop() if lengths else "0"
     if lengths or not DIGITS.match(length):
-        raise RequestRefused(400, "content-length is not a number")
+        raise RequestRefused(400, "content-length must be one number")
     if int(length) > limit:
         raise RequestRefused(413, f"the body is larger than {limit} bytes", unread=int(length))
     return int(length)
 
 
 def parse_head(head: bytes) -> tuple[str, list[tuple[str, str]]]:
-    """Split a head into first line and headers. Strict: what two programs read differently can be used against one of them."""
+    """Split a head into first line and headers. It is strict, because a request that two programs read differently is an attack."""
     first, *lines = head[:-4].decode("latin-1").split("\r\n")
     headers = []
     for line in lines:
@@ -245,7 +245,7 @@ def encode_head(lines: Iterable[str]) -> bytes:
 
 
 def header_values(headers: list[tuple[str, str]], name: str) -> list[str]:
-    """Return a header's values in lower case. A header may be repeated or hold a list."""
+    """Return a header's values in lower case. A header may be repeated or contain a list."""
     return [part.strip().lower() for key, value in headers if key == name for part in value.split(",") if part.strip()]
 
 
@@ -258,35 +258,35 @@ def chunk_size(line: bytes) -> Optional[int]:
 
 
 class HttpRelay:
-    """Forwards requests to a target that is looked up before each attempt. `give_up_s=0`: one attempt, whose answer counts.
+    """A relay that looks up its target before each attempt. With `give_up_s=0` it makes one attempt and returns its result.
 
-    Subclasses may set limits and override the three methods below; `check_route` and `admit` may raise `RequestRefused`.
+    Subclasses may set limits and override `check_route`, `admit` and `log`. The first two may raise `RequestRefused`.
     """
 
     body_limit = BODY_LIMIT  # of one request
-    max_connections = sys.maxsize  # at a time
-    max_body_bytes = sys.maxsize  # held at a time, in all requests
+    max_connections = sys.maxsize  # at the same time
+    max_body_bytes = sys.maxsize  # of all requests in memory
     stall_s: Optional[float] = None  # the longest silence within a request
 
     def __init__(self, get_target: Callable[[], str], *, give_up_s: float = GIVE_UP_S) -> None:
         self.get_target, self.give_up_s = get_target, give_up_s
-        self._body_bytes = 0  # held now
+        self._body_bytes = 0  # currently in memory
         self._server: Optional[asyncio.AbstractServer] = None
-        self._connections: set[Any] = set()  # their tasks
+        self._connections: set[Any] = set()  # the tasks that serve them
 
     def check_route(self, method: str, path: str) -> None:
-        """Check a request before a large body is read."""
+        """Check a request's route before its body is read, if that is large."""
 
     def admit(self, request: HttpRequest) -> HttpRequest:
-        """Check a complete request. Return it, or another one to send instead."""
+        """Check a complete request, and return the request to send, which may be modified."""
         return request
 
     def log(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
     async def listen(self, listener: socket.socket) -> None:
-        # Serve only once `close` knows the server. If this were cancelled in between, the event loop would keep watching the
-        # descriptor's number and miss events of the next file that gets it.
+        # Start serving only after `self._server` is set, so that `close` can close it. Otherwise, if this were cancelled in between, the
+        # event loop would keep watching the descriptor and miss events of the next file with the same number.
         try:
             self._server = await asyncio.start_server(
                 self._accept, sock=listener, limit=CHUNK_BYTES, start_serving=False
@@ -304,7 +304,7 @@ class HttpRelay:
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def _accept(self, reader: StreamReader, writer: StreamWriter) -> None:
-        if len(self._connections) >= self.max_connections:  # a relay tries again
+        if len(self._connections) >= self.max_connections:  # the relay retries
             refuse(writer, RequestRefused(503, "too many connections", "overloaded"))
             writer.close()
             return
@@ -327,13 +327,13 @@ class HttpRelay:
             writer.close()
 
     async def _serve_request(self, client: ClientConnection) -> bool:
-        """Answer one request. Return whether the connection may be used for another."""
+        """Answer one request. Return whether the connection can be reused."""
         reserved = 0
 
         def reserve(count: int) -> None:
             nonlocal reserved
             if self._body_bytes + count > self.max_body_bytes:
-                raise RequestRefused(503, "too many large requests at once", "overloaded")
+                raise RequestRefused(503, "too many large requests at the same time", "overloaded")
             reserved, self._body_bytes = reserved + count, self._body_bytes + count
 
         try:
@@ -392,14 +392,14 @@ class HttpRelay:
             reply = waiting.result()
             from_gateway = GATEWAY_HEADER in dict(reply.headers)
             if self.give_up_s and (reply.status == 404 or reply.status >= 500) and not from_gateway:
-                raise NoAnswer(f"status {reply.status} that the gateway did not send")
+                raise NoAnswer(f"status {reply.status} did not come from the gateway")
             return await pass_reply(request, reply, reader, writer)
         finally:
             upstream.transport.abort()
 
 
 async def connect(target: str) -> tuple[StreamReader, StreamWriter, str, str]:
-    """Connect to the target. Also return the host to name in requests and the prefix of their paths."""
+    """Connect to the target. Return reader, writer, the value of the host header, and the prefix for request paths."""
     try:
         if target.startswith("unix:"):
             connecting = asyncio.open_unix_connection(target[5:], limit=HEAD_LIMIT)
@@ -407,7 +407,7 @@ async def connect(target: str) -> tuple[StreamReader, StreamWriter, str, str]:
             return reader, writer, "localhost", ""
         url = urlsplit(target)
         if url.scheme not in ("http", "https") or not url.hostname:
-            raise NoAnswer("there is no target yet")
+            raise NoAnswer("the target is not set yet")
         context = ssl.create_default_context() if url.scheme == "https" else None
         port = url.port or (443 if context else 80)
         opening = asyncio.open_connection(url.hostname, port, ssl=context, limit=HEAD_LIMIT)
@@ -419,7 +419,7 @@ async def connect(target: str) -> tuple[StreamReader, StreamWriter, str, str]:
 
 
 def enable_tcp_keepalive(connection: socket.socket) -> None:
-    """Let the system notice a peer that vanished without closing the connection."""
+    """Make the system detect a peer that disappeared without closing the connection."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, option):
@@ -427,7 +427,7 @@ def enable_tcp_keepalive(connection: socket.socket) -> None:
 
 
 def request_head(request: HttpRequest, host: str, prefix: str, attempt: int) -> bytes:
-    # The client lists headers that are for this hop alone under `connection`.
+    # Headers listed under `connection` apply to this hop only.
     dropped = HOP_BY_HOP | {"host", "content-length", ATTEMPT_HEADER, *header_values(request.headers, "connection")}
     lines = [f"{request.method} {prefix}{request.path} HTTP/1.1", f"host: {host}"]
     lines += [f"{name}: {value}" for name, value in request.headers if name not in dropped]
@@ -453,16 +453,16 @@ async def read_reply(reader: StreamReader, upstream: StreamWriter) -> HttpReply:
         raise NoAnswer(f"no reply: {error}") from error
 
 
-# ---- passing the reply on ----
+# ---- forwarding replies ----
 
 
 async def pass_reply(request: HttpRequest, reply: HttpReply, reader: StreamReader, writer: StreamWriter) -> bool:
-    """Pass a reply on as it arrives. Return whether the agent's connection may be used for another request."""
+    """Forward a reply as it arrives. Return whether the agent's connection can be reused."""
     chunked = "chunked" in header_values(reply.headers, "transfer-encoding")
     lengths = [] if chunked else header_values(reply.headers, "content-length")
     has_body = request.method != "HEAD" and reply.status not in (204, 304)
     as_chunks = chunked and not request.http_1_0
-    # A reply with neither chunks nor a length ends where its connection ends, for the agent too.
+    # A reply with neither chunks nor a length ends when its connection closes, also for the agent.
     keep_alive = request.keep_alive and (not has_body or as_chunks or bool(lengths))
     lines = [f"HTTP/1.1 {reply.status} {reply.reason}"]
     dropped = HOP_BY_HOP | ({"content-length"} if chunked else set())
@@ -483,7 +483,7 @@ async def pass_reply(request: HttpRequest, reply: HttpReply, reader: StreamReade
 
 
 async def pass_bytes(reader: StreamReader, writer: StreamWriter, count: Optional[int]) -> None:
-    """Pass `count` bytes on, or all that come if it is None."""
+    """Forward `count` bytes, or everything until the end if it is None."""
     while count is None or count > 0:
         data = await reader.read(CHUNK_BYTES if count is None else min(CHUNK_BYTES, count))
         if not data and count is None:
@@ -496,7 +496,7 @@ async def pass_bytes(reader: StreamReader, writer: StreamWriter, count: Optional
 
 
 async def pass_chunks(reader: StreamReader, writer: StreamWriter, framed: bool) -> None:
-    """Pass a chunked body on, with its framing or without."""
+    """Forward a chunked body, with or without its framing."""
 
     def write_frame(data: bytes) -> None:
         if framed:
@@ -518,7 +518,7 @@ async def pass_chunks(reader: StreamReader, writer: StreamWriter, framed: bool) 
 
 
 def refuse(writer: StreamWriter, refused: RequestRefused, request: Optional[HttpRequest] = None) -> bool:
-    """Answer a request ourselves. Return whether its connection may be used for another: not if it was not read completely."""
+    """Send an error reply. Return whether the connection can be reused, which it cannot if the request was not read completely."""
     keep_alive = request is not None and request.keep_alive
     body = json.dumps({"error": {"message": refused.message, "type": refused.kind, "code": refused.kind}}).encode()
     lines = [f"HTTP/1.1 {refused.status} Refused", "content-type: application/json", f"content-length: {len(body)}"]
@@ -528,7 +528,7 @@ def refuse(writer: StreamWriter, refused: RequestRefused, request: Optional[Http
 
 
 def reset(writer: StreamWriter) -> None:
-    """Abort a connection so that the peer cannot take it for a normal close."""
+    """Abort a connection so that the peer cannot mistake it for a normal close."""
     connection = writer.get_extra_info("socket")
     if connection is not None and connection.family != socket.AF_UNIX:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -571,7 +571,7 @@ def write_atomically(path: str, text: str) -> None:
 
 
 async def report_reached(port: int, path: str) -> None:
-    """Write to a file whether the gateway answers through this relay. A process of its own would take longer to start."""
+    """Write to a file whether the gateway answers through this relay. A separate process would take longer to start."""
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"HEAD / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
@@ -584,12 +584,12 @@ async def report_reached(port: int, path: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Forward HTTP requests to the gateway named in a file.")
-    parser.add_argument("--target", help="the file that names the target: unix:/path, http://… or https://…")
+    parser = argparse.ArgumentParser(description="Forward HTTP requests to the gateway whose address is in a file.")
+    parser.add_argument("--target", help="the file that contains the target: unix:/path, http://… or https://…")
     parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--port-file", help="the file to write the port to, once it is open")
+    parser.add_argument("--port-file", help="the file to write the port to once it is open")
     parser.add_argument(
-        "--reached-file", help="the file to write 'reached' to once the gateway answers, or why it does not"
+        "--reached-file", help="the file to write 'reached' to once the gateway answers, or otherwise the reason"
     )
     parser.add_argument("--give-up-s", type=float, default=GIVE_UP_S)
     parser.add_argument("--body-limit", type=int, default=BODY_LIMIT)

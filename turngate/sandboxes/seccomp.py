@@ -1,10 +1,10 @@
-"""A system call filter for `bubblewrap`: it closes what namespaces do not separate, and kernel interfaces that no agent needs.
+"""A system call filter for `bubblewrap`. It blocks what namespaces do not isolate, and kernel interfaces that agents do not need.
 
-The kernel's keyrings belong to a user, not to a namespace: without the filter, the host user's keys (Kerberos tickets, disk keys) could
-be read inside. VSOCK sockets reach the host past every network namespace, and AF_ALG sockets take keys from keyrings. io_uring opens
-sockets past a filter. A refused call fails with EPERM, as in a Docker container, which programs can handle.
+The kernel's keyrings belong to a user, not to a namespace: without the filter, a sandbox could read the host user's keys (Kerberos
+tickets, disk keys). VSOCK sockets reach the host from any network namespace, and AF_ALG sockets accept keys from keyrings. io_uring could
+open sockets without passing the filter. A blocked call fails with EPERM, as in a Docker container, so programs can handle it.
 
-Assembled by hand (classic BPF, see seccomp(2)), because libseccomp is not installed everywhere.
+The filter is assembled by hand (classic BPF, see seccomp(2)), because libseccomp is not installed everywhere.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 
 class Architecture(NamedTuple):
-    audit: int  # AUDIT_ARCH_…, the kernel's name for it
-    calls: tuple[int, ...]  # refused with any arguments
+    audit: int  # the kernel's AUDIT_ARCH_… constant
+    calls: tuple[int, ...]  # blocked with any arguments
     socket: int
-    most: int  # higher numbers belong to another calling convention (x32)
+    most: int  # higher numbers belong to a different calling convention (x32)
 
 
 # add_key, request_key, keyctl, bpf, perf_event_open, userfaultfd; io_uring_setup, _enter, _register
@@ -32,18 +32,18 @@ ARCHITECTURES = {
 FAMILIES = (38, 40)  # AF_ALG, AF_VSOCK
 LOAD, EQUAL, GREATER, RETURN = 0x20, 0x15, 0x25, 0x06
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
-NUMBER, AUDIT, FIRST_ARGUMENT = 0, 4, 16  # offsets in seccomp_data; of the argument, the half that holds an int
+NUMBER, AUDIT, FIRST_ARGUMENT = 0, 4, 16  # offsets in seccomp_data; an int is the lower half of an argument
 
 
 def build_filter(machine: str = "") -> bytes | None:
-    """Build the filter for a machine type. Return None if its system call numbers are not architecture."""
+    """Build the filter for a machine type, by default this one. Return None if its system call numbers are unknown."""
     architecture = ARCHITECTURES.get(machine or platform.machine())
     if architecture is None:
         return None
-    # Each line: operation, value, and the jumps if it is true and if it is false ("": the next line).
+    # Each line has an operation, a value, and the labels to jump to if it is true or false ("" means the next line).
     lines: list[tuple[int, int, str, str]] = [
         (LOAD, AUDIT, "", ""),
-        (EQUAL, architecture.audit, "", "refuse"),  # a 32-bit program has other numbers
+        (EQUAL, architecture.audit, "", "refuse"),  # 32-bit programs use different numbers
         (LOAD, NUMBER, "", ""),
         (GREATER, architecture.most, "refuse", ""),
         *((EQUAL, call, "refuse", "") for call in architecture.calls),
@@ -62,7 +62,7 @@ def build_filter(machine: str = "") -> bytes | None:
 
 
 def open_filter(filter_: bytes) -> int:
-    """Return a descriptor to read the filter from. The caller closes it."""
+    """Return a descriptor from which the filter can be read. The caller must close it."""
     read_end, write_end = os.pipe()
     try:
         os.write(write_end, filter_)  # smaller than any pipe's buffer

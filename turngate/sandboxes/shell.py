@@ -1,7 +1,8 @@
 """A sandbox on any service that can run shell commands: the common part of the remote backends `e2b` and `huggingface`.
 
-A service's own output stream is not trusted: it may break, it decodes output as text, and it reports -1 for a signal. So a small shell
-script in the sandbox runs the command, redirects its output to files and writes its exit code to a file. The stream only says when to look.
+A service's own output stream is not reliable: it may break, it decodes output as text, and it reports -1 for a signal. Therefore a small
+shell script in the sandbox runs the command, redirects its output to files and writes its exit code to a file. The stream only indicates
+when the command has ended.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SCRIPT_TIMEOUT_S = 600.0  # for our own scripts; packing a large folder takes the longest
-POLL_S = 30.0  # how often to check for the exit code: a stream can hang without breaking
+POLL_S = 30.0  # how often to check for the exit code, because a stream can hang without breaking
 MISSING, NOT_A_FILE, TOOL_MISSING = 44, 45, 46  # exit codes of our own scripts
 
 
 class RequestLost(SandboxError):
-    """The service or the network failed. The request may have been carried out or not; one that may happen twice can be retried."""
+    """The service or the network failed. The request may or may not have been executed, so only idempotent requests are retried."""
 
 
 class SandboxConnection(Protocol):
@@ -51,13 +52,13 @@ class SandboxConnection(Protocol):
 
     @property
     def lease_s(self) -> float:
-        """The sandbox ends by itself if it is not renewed for this long."""
+        """The time after which the sandbox ends unless it is renewed."""
 
     async def shell(self, script: str) -> tuple[int, str]:
-        """Run a short script, and return its exit code and output."""
+        """Run a short script and return its exit code and output."""
 
     async def spawn(self, script: str, env: Mapping[str, str]) -> Callable[[], Awaitable[None]]:
-        """Start a script in the background. Returns a function that waits until it has ended, across lost connections."""
+        """Start a script in the background. Return a function that waits until it ends, across lost connections."""
 
     async def put(self, path: str, data: bytes | Path) -> None: ...
 
@@ -68,11 +69,11 @@ class SandboxConnection(Protocol):
     async def renew(self, seconds: float) -> None: ...
 
     async def remove(self) -> None:
-        """Remove the sandbox. Does nothing if it is gone."""
+        """Remove the sandbox. Do nothing if it no longer exists."""
 
 
 class ShellJob:
-    """A command run by our script. Its folder holds `run`, `pid` while it runs, and `code` once it has ended."""
+    """A command run by our script. Its folder contains the script `run`, the process id in `pid`, and at the end the exit `code`."""
 
     def __init__(self, connection: SandboxConnection, folder: str, wait_for_end: Callable[[], Awaitable[None]]) -> None:
         self._connection = connection
@@ -90,11 +91,11 @@ class ShellJob:
             await retry(lambda: self._connection.shell(kill_script(self._folder, grace_s)))
 
     def stop_watching(self) -> None:
-        """Stop waiting for its exit code."""
+        """Stop waiting for the exit code."""
         self._watch.cancel()
 
     def settle(self, error: SandboxError | None) -> None:
-        """Record that the sandbox was stopped and the command with it, or the error that prevented it."""
+        """Record that the command ended because the sandbox was stopped, or the error that prevented stopping it."""
         self._stopped = error is None
         if self._code.done():
             return
@@ -106,7 +107,7 @@ class ShellJob:
     async def _watch_until_end(self, wait_for_end: Callable[[], Awaitable[None]]) -> None:
         try:
             code = await self._wait_for_exit(wait_for_end)
-        except Exception as error:  # passed on to the caller of `wait`
+        except Exception as error:  # raised by `wait`
             self._code.set_exception(error)
         else:
             self._code.set_result(code)
@@ -119,7 +120,7 @@ class ShellJob:
                         return code
             await ending
         code = await retry(self._read_exit_code)
-        # Only SIGKILL can end the script before it writes the code: it ignores other signals.
+        # Only SIGKILL can end the script before it writes the code, because it ignores other signals.
         return KILLED if code is None else code
 
     async def _read_exit_code(self) -> int | None:
@@ -130,7 +131,7 @@ class ShellJob:
 
 
 class ShellSandbox:
-    """Implements the sandbox interface on a service's connection."""
+    """A sandbox that uses a service's connection."""
 
     shared = None
 
@@ -146,15 +147,15 @@ class ShellSandbox:
 
     @classmethod
     async def create(cls, connection: SandboxConnection, spec: SandboxSpec, ends: float) -> ShellSandbox:
-        """Set a new sandbox up until `ends`. The service's sandbox is removed if that fails."""
+        """Set up a new sandbox that lasts until `ends`. Remove the service's sandbox if that fails."""
         try:
             code, output = await connection.shell(SETUP_SCRIPT)
             if code == TOOL_MISSING:
                 raise SandboxUnavailable(
-                    f"the image {spec.image!r} lacks {output.strip()}, which Turngate needs; install it in the image"
+                    f"the image {spec.image!r} has no {output.strip()}, which Turngate needs; install it in the image"
                 )
             if code or not re.fullmatch(r"/[\w./-]+\n", output, re.ASCII):  # our scripts use it without quotes
-                raise SandboxError(f"the new sandbox could not be set up: {output.strip()[-300:]}")
+                raise SandboxError(f"could not set up the new sandbox: {output.strip()[-300:]}")
             sandbox = cls(connection, output.strip(), spec, ends)
         except BaseException:
             with suppress(SandboxError):
@@ -163,7 +164,7 @@ class ShellSandbox:
         try:
             for folder in (sandbox.workdir, *spec.folders):
                 await sandbox._script(folder_script(folder), folder)
-            for mount in spec.mounts:  # a remote sandbox gets a copy
+            for mount in spec.mounts:  # a remote sandbox receives a copy
                 await sandbox.upload(Path(mount.source), mount.target)
         except BaseException:
             with suppress(SandboxError):
@@ -229,7 +230,7 @@ class ShellSandbox:
         return await self._run(self._new_path(), command, env, cwd, out, err, b"")
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        # Through our private folder, so that no one sees half a file, or a secret with too wide a mode.
+        # Staged in our private folder, so that a partial file or a secret with too open a mode is never visible.
         target, staged = shlex.quote(self._absolute(_check_path(path))), self._new_path()
         await retry(lambda: self._connection.put(staged, data))
         await self._script(
@@ -239,7 +240,7 @@ class ShellSandbox:
         )
 
     async def read(self, path: str, *, limit: int = 64_000_000) -> bytes:
-        # Checked from inside first: the path may contain links, and a service would wait forever for a pipe.
+        # Checked inside the sandbox first: the path may contain links, and reading a pipe would block the service forever.
         quoted = shlex.quote(self._absolute(_check_path(path)))
         check = f"[ -e {quoted} ] || exit {MISSING}; [ -f {quoted} ] || exit {NOT_A_FILE}; readlink -f {quoted}"
         resolved = await retry(lambda: self._script(check, path))
@@ -257,7 +258,7 @@ class ShellSandbox:
     async def download(self, source: str, folder: Path, *, exclude: Sequence[str] = ()) -> tuple[str, ...]:
         quoted, staged = shlex.quote(self._absolute(source)), self._new_path()
         without = shlex.join(f"--exclude=./{path}" for path in exclude)
-        # tar exits with 1 if a file changed while it was read, and with 2 if one could not be read; it packs the others.
+        # tar exits with 1 if a file changed while being read, and with 2 if one could not be read. It still packs the others.
         tar = (
             f"cd {quoted} || exit {MISSING}; umask 077; tar -czf {staged} {without} . 2>{staged}.err; code=$?; "
             f"head -c {STDERR_LIMIT} {staged}.err; rm -f {staged}.err; [ $code -le 2 ]"
@@ -306,12 +307,12 @@ class ShellSandbox:
             await retry(lambda: self._connection.put(f"{folder}/in", stdin))
         remaining = math.ceil(max(1.0, self._ends - time.monotonic()))
         try:
-            # Values are passed by environment, never in a script: services log scripts.
+            # Values are passed in the environment, never in a script, because services log scripts.
             wait_for_end = await self._connection.spawn(
                 watch_script(folder, remaining), {_env_slot(i): value for i, value in enumerate(variables.values())}
             )
         except (RequestLost, asyncio.CancelledError):
-            # It may be running, and starting it again could run it twice. So kill it, and let the caller know.
+            # The command may be running, so starting it again could run it twice. Kill it, and raise the error.
             with suppress(SandboxError):
                 await run_to_completion(self._connection.shell(kill_script(folder, 0)))
             raise
@@ -322,26 +323,26 @@ class ShellSandbox:
     async def _output(self, path: str) -> bytes:
         try:
             return await retry(lambda: self._connection.get(path, OUTPUT_LIMIT))
-        except SandboxFileMissing:  # killed before it began
+        except SandboxFileMissing:  # the command was killed before it started
             return b""
         except SandboxError:
-            if self._stopped:  # its output is gone too
+            if self._stopped:  # the output was removed with the sandbox
                 return b""
             raise
 
     async def _script(self, script: str, path: str) -> str:
         code, output = await self._connection.shell(f"{{ {script}; }} 2>&1")
         if code == MISSING:
-            raise SandboxFileMissing(f"the sandbox has no {path}")
+            raise SandboxFileMissing(f"{path} not found in the sandbox")
         if code == NOT_A_FILE:
-            raise SandboxError(f"{path} is not a file")
+            raise SandboxError(f"{path} in the sandbox is not a file")
         if code:
             raise SandboxError(f"{path}: {output.strip()[-300:] or f'exit code {code}'}")
         return output
 
     async def _renew(self) -> None:
         pause = self._connection.lease_s / 3
-        await asyncio.sleep(min(pause, self._ends - time.monotonic()))  # it was created with its first lease
+        await asyncio.sleep(min(pause, self._ends - time.monotonic()))  # creation includes the first lease
         while (remaining := self._ends - time.monotonic()) > 0:
             try:
                 await self._connection.renew(min(self._connection.lease_s, remaining))
@@ -361,7 +362,7 @@ class ShellSandbox:
         return posixpath.join(self.workdir, path)
 
 
-# Scripts: POSIX sh, with nothing but coreutils, grep, tar and setsid.
+# Scripts for POSIX sh that need only coreutils, grep, tar, gzip and setsid.
 
 SETUP_SCRIPT = f"""
 for tool in setsid tar gzip grep; do command -v $tool >/dev/null || {{ echo $tool; exit {TOOL_MISSING}; }}; done
@@ -373,9 +374,11 @@ mkdir -p "$base/home" "$base/work" "$base/jobs" && chmod 700 "$base/jobs" && cd 
 def run_script(
     folder: str, command: Sequence[str], env: Mapping[str, str], cwd: str, out: str, err: str, has_input: bool
 ) -> str:
-    """Return the script that becomes the command. It sets the variables itself, after a login shell's profile has run."""
+    """Return the script that becomes the command. It sets the variables itself, because a login shell's profile may change them."""
     if not command or any("\0" in word for word in (*command, cwd, out, err, *env, *env.values())):
-        raise SandboxError("a command must not be empty, and its words and variables must not contain a NUL character")
+        raise SandboxError(
+            "a command must not be empty, and its arguments and variables must not contain a NUL character"
+        )
     lines = [f"echo $$ >{folder}/pid"]
     lines += [f'mkdir -p "$(dirname {shlex.quote(path)})"' for path in (out, err) if not path.startswith(folder)]
     where = "&1" if err == out else shlex.quote(err)
@@ -383,7 +386,7 @@ def run_script(
     for i, name in enumerate(env):
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             raise SandboxError(
-                f"{name!r} cannot be an environment variable here: a shell takes only letters, digits and _"
+                f"invalid environment variable name {name!r}: this sandbox allows only letters, digits and _"
             )
         lines.append(f'export {name}="${_env_slot(i)}"; unset {_env_slot(i)}')
     lines.append(f"cd {shlex.quote(cwd)} || exit 126")
@@ -392,7 +395,7 @@ def run_script(
 
 
 def watch_script(folder: str, seconds: int) -> str:
-    """Return the script that runs `run` in a session of its own and writes its exit code. It kills the command after `seconds`."""
+    """Return the script that runs `run` in a new session and writes its exit code. It kills the command after `seconds`."""
     job = posixpath.basename(folder)
     return f"""
 trap : HUP INT TERM
@@ -406,7 +409,7 @@ echo "$code" >{folder}/code.new && mv {folder}/code.new {folder}/code
 
 
 def kill_script(folder: str, grace_s: float) -> str:
-    """Return the script that terminates, then kills: the process group, and processes that left it but carry the job's mark."""
+    """Return the script that ends a command with SIGTERM, then SIGKILL: its process group, and all processes with the job's mark."""
     return f"""
 mine() {{ grep -sl TURNGATE_JOB={posixpath.basename(folder)} /proc/[0-9]*/environ | cut -d/ -f3; }}
 alive() {{ [ ! -e {folder}/code ] || [ -n "$(mine)" ]; }}
@@ -421,7 +424,7 @@ true
 
 
 def folder_script(folder: str) -> str:
-    """Return the script that creates a writable folder, also at the root if the service's user may use sudo."""
+    """Return the script that creates a writable folder. It uses sudo if necessary and available, for example below /."""
     name = shlex.quote(folder)
     return (
         f"mkdir -p {name} 2>/dev/null && [ -w {name} ] || "
@@ -458,7 +461,7 @@ async def as_coroutine(work: Awaitable[T]) -> T:
 
 
 async def retry(request: Callable[[], Awaitable[T]]) -> T:
-    """Call `request` up to three times while its answer is lost. Only for requests that may happen twice."""
+    """Call `request` up to three times if its answer is lost. The request must be idempotent."""
     for pause in (0.2, 1.0):
         try:
             return await request()
@@ -491,7 +494,7 @@ def _unpack_gzip(archive: Path, folder: Path) -> tuple[str, ...]:
 
 
 def owner_labels() -> dict[str, str]:
-    """Return labels that name this process as a sandbox's owner, short enough for every service."""
+    """Return labels that identify this process as a sandbox's owner, short enough for every service."""
     here = current_owner()
     return {
         "turngate-host": _short_digest(here.host),
@@ -502,12 +505,12 @@ def owner_labels() -> dict[str, str]:
 
 
 def host_label() -> dict[str, str]:
-    """Return the label of sandboxes created on this machine. For other machines' sandboxes it is unknown whether their owner lives."""
+    """Return the label of sandboxes created on this machine. Only for these can we tell whether their owner is alive."""
     return {"turngate-host": owner_labels()["turngate-host"]}
 
 
 def is_abandoned(labels: Mapping[str, str]) -> bool:
-    """Tell whether a sandbox was created on this machine by a process that has ended. Other machines' leftovers end with their lease."""
+    """Return whether a sandbox was created on this machine by a process that has ended. Those of other machines end with their lease."""
     here = current_owner()
     pid, _, started = labels.get("turngate-process", "").partition("-")
     if labels.get("turngate-host") != _short_digest(here.host) or not (pid.isdigit() and started.isdigit()):
@@ -523,6 +526,6 @@ def _short_digest(text: str) -> str:
 
 
 def describe_error(error: BaseException, secret: str) -> str:
-    """Describe an error in one line, without the key."""
+    """Describe an error in one line, without `secret`."""
     text = f"{type(error).__name__}: {error}"
     return " ".join((text.replace(secret, "***") if secret else text).split())[:500]

@@ -1,6 +1,6 @@
-"""The host's side of a sandbox whose processes a `supervisor.py` manages: local and bubblewrap.
+"""The host's side of a sandbox whose processes are managed by `supervisor.py`: local and bubblewrap.
 
-Host and supervisor share only a socket pair. If the owner is killed, its end closes and the supervisor ends everything by itself.
+Host and supervisor communicate only through a socket pair. If the owner is killed, its end closes and the supervisor kills everything.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from turngate.sandboxes.posix import KILLED, PosixSandbox
 
 SUPERVISOR = Path(supervisor.__file__)
 START_S = 30.0
-KILL_TIMEOUT_S = 10.0  # for a killed process to disappear
+KILL_TIMEOUT_S = 10.0  # for killed processes to disappear
 
 
 class SupervisedSandbox(PosixSandbox):
@@ -49,7 +49,7 @@ class SupervisedSandbox(PosixSandbox):
         return self.folder / "shared", self._shared
 
     async def launch(self, command: Sequence[str], spec: SandboxSpec, *rest: str, pass_fds: Sequence[int] = ()) -> None:
-        """Start the supervisor with `command`, to which its own arguments are added."""
+        """Start the supervisor by running `command` with the supervisor's arguments appended."""
         fd = self._theirs.fileno()
         log = self.folder / "supervisor.log"
         try:
@@ -78,8 +78,8 @@ class SupervisedSandbox(PosixSandbox):
             ready = b""
         if ready != b"ready":
             reason = log.read_text(errors="replace").strip()[-500:]
-            raise SandboxError(f"the sandbox did not start: {reason or f'no message within {START_S:.0f} s'}")
-        first = self._process.pid  # only bwrap and the supervisor are running so far
+            raise SandboxError(f"the sandbox did not start: {reason or f'no response within {START_S:.0f} s'}")
+        first = self._process.pid  # only bwrap and the supervisor are running at this point
         cgroups.apply_limits(self.id, spec.resources, [first, *supervisor.descendants(first)])
 
     async def spawn(
@@ -118,7 +118,7 @@ class SupervisedSandbox(PosixSandbox):
     async def _stop(self) -> None:
         if not self._stopped:
             self._stopped = True
-            self._control.close()  # the supervisor notices
+            self._control.close()  # makes the supervisor end
             self._theirs.close()
         if self._process:
             try:
@@ -131,7 +131,7 @@ class SupervisedSandbox(PosixSandbox):
 
 
 class SupervisedJob:
-    """A command as its guard reports it: that it has started, then its exit code. The pipe's end means that no process of it is left."""
+    """A command. Its guard reports the start and the exit code through a pipe, which closes when all its processes have ended."""
 
     def __init__(self, sandbox: SupervisedSandbox, name: str) -> None:
         self._sandbox = sandbox
@@ -156,7 +156,7 @@ class SupervisedJob:
         return job
 
     def on_status(self, text: bytes) -> None:
-        """Handle what the guard has written so far."""
+        """Handle everything that the guard has written so far."""
         if not self._started.done():
             self._started.set_result(text.startswith(supervisor.STARTED))
         code = text[len(supervisor.STARTED) :]
@@ -174,11 +174,11 @@ class SupervisedJob:
         return await asyncio.shield(self._code)
 
     async def kill(self, grace_s: float = 2.0) -> None:
-        # A process that is not forked yet would not be found, and would keep running.
+        # A process that has not been forked yet would not be found, and would keep running.
         await asyncio.wait([self._started], timeout=KILL_TIMEOUT_S)
         for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_TIMEOUT_S)):
             if wait_s and not self._gone.done():
-                with suppress(SandboxError):  # it ended with its sandbox
+                with suppress(SandboxError):  # the command ended with its sandbox
                     await self._sandbox.send({"job": self._name, "signal": int(number)})
                 await asyncio.wait([self._gone], timeout=wait_s)
         if not self._gone.done():

@@ -1,16 +1,16 @@
-"""The first process of a sandbox on this machine: starts commands and tracks everything that descends from each of them.
+"""The first process of a sandbox on this machine. It starts commands and tracks all their descendants.
 
 `supervised.py` runs it as `python3 supervisor.py FD LIFE_S [FOLDER]`, on the host (local) or as process 1 of a namespace (bubblewrap). FD
-is one end of a socket pair. Each command gets a guard: a process that adopts whatever the command leaves behind, so a daemon that has
-left its session still belongs to the command. If a command kills its guard, this process adopts the rest and kills it. When the other
-end of FD closes (the owner stopped the sandbox or died), or after LIFE_S, every process is killed and FOLDER is removed.
+is one end of a socket pair. Each command has a guard, a process that adopts orphans of the command, so a daemon that has left its session
+still belongs to the command. If a command kills its guard, the supervisor adopts the remaining processes and kills them. When the other
+end of FD closes because the owner stopped the sandbox or died, or after LIFE_S, every process is killed and FOLDER is removed.
 
-`python3 supervisor.py --lead COMMAND …` runs one command on the host that ends when our stdin closes. Tunnels use it.
+`python3 supervisor.py --lead COMMAND …` runs one command on the host that ends when stdin closes. Tunnels use it.
 
 Standard library only, Python 3.8 and newer, one thread.
 """
 
-# Python 3.8, and files that depend on little:
+# Rules that do not fit Python 3.8 and a file without dependencies:
 # ruff: noqa: PTH101, PTH106, PTH208, S606, SIM105, UP006, UP035
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ import sys
 import time
 from typing import Any, Callable, Dict, Iterable, Set, Tuple
 
-SET_DUMPABLE, SET_CHILD_SUBREAPER = 4, 36  # of prctl(2)
+SET_DUMPABLE, SET_CHILD_SUBREAPER = 4, 36  # options of prctl(2)
 STARTED = (
-    b"+"  # on the status pipe; a line with the exit code follows, and its end when no process of the command is left
+    b"+"  # on the status pipe; a line with the exit code follows, and the pipe closes when all processes have ended
 )
-FD_COUNT = 5  # descriptors that come with a command: its order, stdin, stdout, stderr and status pipe
-CLOSE_ON_EXEC = 0x40000000  # MSG_CMSG_CLOEXEC, which `socket` does not name
+FD_COUNT = 5  # descriptors sent with a command: its order, stdin, stdout, stderr and status pipe
+CLOSE_ON_EXEC = 0x40000000  # MSG_CMSG_CLOEXEC, which `socket` does not define
 CANNOT_RUN, NOT_FOUND = 126, 127  # as in a shell
 OWNER_FILE = "owner"  # the file in a sandbox's folder that names its owner
-ORPHANS_S = 5.0  # for killed orphans to disappear
+ORPHANS_S = 5.0  # how long to wait for killed orphans to disappear
 
-Guards = Dict[str, Tuple[int, int]]  # per job: the guard's process and our copy of its status pipe
+Guards = Dict[str, Tuple[int, int]]  # per job: the guard's process id and our copy of its status pipe
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
     deadline = time.monotonic() + float(sys.argv[2])
     os.umask(0o022)
     _prctl(SET_CHILD_SUBREAPER, 1)
-    _prctl(SET_DUMPABLE, 0)  # commands have our user's id, and must not inspect this process
+    _prctl(SET_DUMPABLE, 0)  # commands run as the same user, and must not inspect this process
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     wake, woken = os.pipe()
@@ -88,7 +88,7 @@ def _receive(control: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _reap_guards(guards: Guards) -> None:
-    """Reap dead children. A guard that failed was killed while its command lives: that is killed before the job counts as ended."""
+    """Reap dead children. If a guard was killed, kill its command's processes before the job is reported as ended."""
     dead = _reap_children()
     ended = [(job, guard) for job, (guard, _) in guards.items() if guard in dead]
     pipes = [guards.pop(job)[1] for job, _ in ended]
@@ -99,7 +99,7 @@ def _reap_guards(guards: Guards) -> None:
 
 
 def _reap_children() -> dict[int, int]:
-    """Reap the children that have ended, and return their statuses."""
+    """Reap the children that have ended, and return their statuses by process id."""
     dead: dict[int, int] = {}
     while True:
         try:
@@ -112,7 +112,7 @@ def _reap_children() -> dict[int, int]:
 
 
 def _kill_orphans(guards: Set[int]) -> None:
-    """Kill the processes that have no guard, and wait until they are gone."""
+    """Kill the processes that have no guard, and wait until they have disappeared."""
     deadline = time.monotonic() + ORPHANS_S
     while time.monotonic() < deadline:
         orphans = _find_orphans(guards)
@@ -136,7 +136,7 @@ def _find_orphans(guards: Set[int]) -> list[int]:
 
 
 def _start_guard(control: socket.socket, job: str, fds: list[int], guards: Guards) -> None:
-    """Fork the guard of one command. We keep the status pipe open too: if the guard is killed, its command has not ended."""
+    """Fork the guard of one command. We also keep the status pipe open, because the command may outlive its guard."""
     guard = _fork(*fds[3:])
     if guard == 0:
         try:
@@ -155,7 +155,7 @@ def _start_guard(control: socket.socket, job: str, fds: list[int], guards: Guard
 
 
 def _fork(stderr: int, status: int) -> int:
-    """Fork. If the sandbox may have no more processes, report that as the command would, and return -1."""
+    """Fork. If that fails because of the process limit, report it like a failed command, and return -1."""
     try:
         return os.fork()
     except OSError as error:
@@ -165,7 +165,7 @@ def _fork(stderr: int, status: int) -> int:
 
 
 def _run_guard(order_fd: int, stdin: int, stdout: int, stderr: int, status: int) -> None:
-    """Start the command, report its exit code, and stay until no process of it is left."""
+    """Start the command, report its exit code, and exit once all its processes have ended."""
     signal.set_wakeup_fd(-1)
     _prctl(SET_CHILD_SUBREAPER, 1)
     with os.fdopen(order_fd, "rb") as file:
@@ -181,7 +181,7 @@ def _run_guard(order_fd: int, stdin: int, stdout: int, stderr: int, status: int)
     os.write(status, STARTED)
     for fd in (stdin, stdout, stderr):
         os.close(fd)
-    os.dup2(os.open(os.devnull, os.O_RDWR), 2)  # ours
+    os.dup2(os.open(os.devnull, os.O_RDWR), 2)  # the guard's own stderr
     while True:
         try:
             pid, ended = os.waitpid(-1, 0)
@@ -193,12 +193,12 @@ def _run_guard(order_fd: int, stdin: int, stdout: int, stderr: int, status: int)
 
 
 def _exec_command(order: Any, stdin: int, stdout: int, stderr: int, *, session: bool = True) -> None:
-    """Become the command. Signals, descriptors and the session must not be inherited from the fork."""
+    """Replace this process with the command. Signal handlers, descriptors and, by default, the session are reset first."""
     if session:
         os.setsid()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
-    for target, fd in enumerate((stdin, stdout, stderr)):  # all are above 2, because our own three are open
+    for target, fd in enumerate((stdin, stdout, stderr)):  # all are above 2, because our own 0, 1 and 2 are open
         os.dup2(fd, target)
     command, where = order["command"], order["cwd"]
     try:
@@ -222,9 +222,9 @@ def _exit_with_error(why: str, code: int) -> None:
 
 
 def run_led_command(command: list[str]) -> None:
-    """Run a command and exit with its code. Our stdin closes when the owner ends, even if it was killed; then the command is killed."""
+    """Run a command and exit with its code. Kill it when stdin closes, which happens when the owner ends, even if it is killed."""
     _prctl(SET_CHILD_SUBREAPER, 1)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # signals to our group are for the command
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # signals to our process group are meant for the command
         signal.signal(number, signal.SIG_IGN)
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
@@ -251,11 +251,11 @@ def run_led_command(command: list[str]) -> None:
             os._exit(1)
 
 
-# ---- ending processes; the host uses these as well ----
+# ---- ending processes; also used on the host ----
 
 
 def signal_descendants(root: int, number: int) -> None:
-    """Send a signal to all descendants of a process. SIGKILL leaves none of them, however fast they fork."""
+    """Send a signal to all descendants of a process. SIGKILL ends all of them, however fast they fork."""
     if number == signal.SIGKILL:
         kill_all(lambda: descendants(root))
     else:
@@ -264,7 +264,7 @@ def signal_descendants(root: int, number: int) -> None:
 
 
 def kill_everything() -> None:
-    """Kill everything but this process."""
+    """Kill all other processes of the namespace if this is process 1, or else all descendants."""
     if os.getpid() == 1:
         try:
             os.kill(-1, signal.SIGKILL)
@@ -275,7 +275,7 @@ def kill_everything() -> None:
 
 
 def kill_all(find: Callable[[], Iterable[int]]) -> int:
-    """Kill what `find` returns, and return how many that were. All are stopped first, so that none forks while we count."""
+    """Kill the processes that `find` returns, and return their number. All are stopped first, so that none can fork meanwhile."""
     stopped: set[int] = set()
     for _ in range(100):
         fresh = set(find()) - stopped
@@ -290,7 +290,7 @@ def kill_all(find: Callable[[], Iterable[int]]) -> int:
 
 
 def descendants(*roots: int) -> list[int]:
-    """Return the descendants of processes, parents first."""
+    """Return the descendants of the given processes, parents first."""
     children = _children_by_parent()
     found = list(roots)
     for pid in found:
@@ -299,7 +299,7 @@ def descendants(*roots: int) -> list[int]:
 
 
 def _children_by_parent() -> dict[int, list[int]]:
-    """Return the children of every process."""
+    """Return the children of every process, by the parent's id."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -320,9 +320,9 @@ def _send_signal(pid: int, number: int) -> None:
 
 
 def remove_folder(folder: str) -> bool:
-    """Remove a folder of any depth, even one whose owner removed its own permissions. Return whether it is gone.
+    """Remove a folder of any depth, even if its permissions were removed. Return whether it no longer exists.
 
-    The owner file goes last, so that an incomplete removal is swept later.
+    The owner file is removed last, so that a later sweep can complete a partial removal.
     """
     try:
         os.chmod(folder, 0o700)
@@ -349,7 +349,10 @@ def remove_folder(folder: str) -> bool:
 
 
 def _flatten_once(top: int, keep: str) -> int:
-    """Empty every subfolder and move the folders in them up into `top`, so that depth does not matter. Return the changes made."""
+    """Empty each subfolder of `top` and move the folders in it up into `top`, so that depth does not matter.
+
+    Return the number of changes.
+    """
     new = os.urandom(8).hex()
     changes = 0
     for name, is_folder in _list_entries(top):
@@ -361,7 +364,7 @@ def _flatten_once(top: int, keep: str) -> int:
         _try_call(os.chmod, name, 0o700, dir_fd=top)
         try:
             subfolder = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
-        except OSError:  # another user's, but perhaps empty
+        except OSError:  # it belongs to a different user, but may be empty
             changes += _try_call(os.rmdir, name, dir_fd=top)
             continue
         try:
@@ -380,7 +383,7 @@ def _flatten_once(top: int, keep: str) -> int:
 
 
 def _list_entries(folder: int) -> list[tuple[str, bool]]:
-    """List the names in a folder, and whether each is a folder."""
+    """Return the names in a folder, each with whether it is a folder."""
     try:
         with os.scandir(folder) as found:
             return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in found]

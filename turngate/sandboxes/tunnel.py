@@ -1,11 +1,11 @@
 """A tunnel: a command that prints a public URL and forwards it to a local port while it runs (cloudflared, ngrok, ssh -R …).
 
-The tunnel is checked from outside, because a dead tunnel often keeps running: `/health` of its URL must answer with the gateway's
-header. A tunnel that has ended or stopped answering is replaced. The new one has a new URL, which listeners receive. Providers limit
-how often a tunnel may be created, so the pause between tries grows.
+The tunnel is checked from outside, because a dead tunnel often keeps running: `/health` at its URL must answer with the gateway's
+header. A tunnel that has ended or stopped answering is replaced. The new tunnel has a new URL, which listeners receive. Providers limit
+how often a tunnel may be created, so the pause between attempts grows.
 
-The command ends with this process, even if this process is killed. It gets our environment without variables that look like secrets
-(`SECRET_NAME`), except those named after the command: ngrok gets NGROK_AUTHTOKEN and cloudflared TUNNEL_TOKEN, but never an admin key.
+The command ends with this process, even if this process is killed. It inherits our environment without variables that look like secrets
+(`SECRET_NAME`), except those named after the command: ngrok receives NGROK_AUTHTOKEN and cloudflared TUNNEL_TOKEN, but never an admin key.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ UrlListener = Callable[[str], Awaitable[None]]
 
 
 class Tunnel:
-    """Created by `open_tunnel`. `url` is the current one; `replaced` counts the earlier ones."""
+    """A running tunnel, created by `open_tunnel`. `url` is its current URL, and `replaced` counts the earlier ones."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Tunnel:
 
     @asynccontextmanager
     async def notify(self, listener: UrlListener) -> AsyncIterator[None]:
-        """Call `listener` with each new URL while the block runs. If it fails, it is called again with the next URL."""
+        """Call `listener` with each new URL while the block runs. If it raises `SandboxError`, it still receives the next URL."""
         self._listeners.append(listener)
         try:
             yield
@@ -78,18 +78,18 @@ class Tunnel:
             self._listeners.remove(listener)
 
     async def start(self) -> str:
-        """Run the command until it prints its URL."""
+        """Start the command, wait until it prints its URL, and return the URL."""
         found: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         lines: list[str] = []
         if not shutil.which(self.command[0]):
             raise SandboxError(
-                f"cannot start the tunnel: there is no program {self.command[0]}; install it, or change the tunnel command"
+                f"cannot start the tunnel: program {self.command[0]} not found; install it, or change the tunnel command"
             )
         try:
             self._process = process = await asyncio.create_subprocess_exec(
                 *_led_command(self.command),
                 env=filter_environment(self.command[0], os.environ),
-                stdin=asyncio.subprocess.PIPE,  # held open while we live, and never written to
+                stdin=asyncio.subprocess.PIPE,  # never written to; it closes when this process ends
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 start_new_session=True,
@@ -105,9 +105,9 @@ class Tunnel:
         try:
             await asyncio.wait((found, ended), timeout=self.start_s, return_when=asyncio.FIRST_COMPLETED)
             if not found.done():
-                await asyncio.wait([found], timeout=0.2)  # for its last lines
+                await asyncio.wait([found], timeout=0.2)  # its last lines may still arrive
             if not found.done():
-                end = f"ended with {process.returncode}" if ended.done() else f"took longer than {self.start_s:.0f} s"
+                end = f"exited with {process.returncode}" if ended.done() else f"took longer than {self.start_s:.0f} s"
                 raise SandboxError(
                     f"the tunnel command {end} without printing a URL; its last lines: {' | '.join(lines[-5:])[-400:]}"
                 )
@@ -120,11 +120,11 @@ class Tunnel:
         return self.url
 
     async def _read(self, stream: asyncio.StreamReader, lines: list[str], found: asyncio.Future[str]) -> None:
-        """Read all that the command prints while it runs, so that its pipe never fills up."""
+        """Read all output of the command while it runs, so that its pipe never fills up."""
         while True:
             try:
                 line = await stream.readline()
-            except ValueError:  # the line is too long to hold a URL
+            except ValueError:  # the line is too long to be a URL
                 continue
             if not line:
                 return
@@ -138,19 +138,19 @@ class Tunnel:
     async def stop(self) -> None:
         process, self._process = self._process, None
         if process:
-            for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):  # the last one for the rest of its group
+            for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):  # SIGKILL is for the rest of its group
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
                 with suppress(TimeoutError):
                     await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
                 if process.stdin:
-                    process.stdin.close()  # ends processes that left the group
+                    process.stdin.close()  # also ends processes that have left the group
         for task in self._reading:
             task.cancel()
         await asyncio.gather(*self._reading, return_exceptions=True)
 
     async def watch(self) -> None:
-        """Check the tunnel forever, and replace it when it is lost."""
+        """Check the tunnel until cancelled, and replace it when it is lost."""
         shortest, longest = self.pause_s
         pause = shortest
         while True:
@@ -178,7 +178,7 @@ class Tunnel:
     async def _wait_until_lost(self) -> str:
         """Wait until the tunnel is lost, and return why."""
         lost = 0
-        # A new connection each time: an old one may live on in a tunnel that accepts no new ones.
+        # Use a new connection each time, because an old one may still work in a tunnel that accepts no new ones.
         connector = aiohttp.TCPConnector(force_close=True)
         limit = aiohttp.ClientTimeout(total=self.probe_s)
         async with aiohttp.ClientSession(connector=connector, timeout=limit, trust_env=True) as session:
@@ -193,23 +193,23 @@ class Tunnel:
         return "the command has ended"
 
     async def _probe(self, session: aiohttp.ClientSession) -> str:
-        """Return why the gateway did not answer, or ""."""
+        """Return why the gateway did not answer, or "" if it did."""
         try:
             async with session.get(f"{self.url}/health", allow_redirects=False) as reply:
-                return "" if GATEWAY_HEADER in reply.headers else f"status {reply.status} that the gateway did not send"
+                return "" if GATEWAY_HEADER in reply.headers else f"status {reply.status} did not come from the gateway"
         except (aiohttp.ClientError, OSError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
 
 
 def filter_environment(program: str, ours: Mapping[str, str]) -> dict[str, str]:
-    """Return the part of our environment that the command may see."""
+    """Return the environment variables that the command may see."""
     own = ("TUNNEL_", f"{Path(program).name.upper().replace('-', '_')}_")
     return {name: value for name, value in ours.items() if not SECRET_NAME.search(name) or name.upper().startswith(own)}
 
 
 def _led_command(command: Sequence[str]) -> list[str]:
-    """Wrap the command in a process that ends it when we end."""
-    if not sys.platform.startswith("linux"):  # the command has to end by itself
+    """Wrap the command in a process that ends it when this process ends."""
+    if not sys.platform.startswith("linux"):  # not supported, so the command may outlive us
         return list(command)
     return [sys.executable, "-I", "-S", supervisor.__file__, "--lead", *command]
 
@@ -218,13 +218,13 @@ def _led_command(command: Sequence[str]) -> list[str]:
 async def open_tunnel(command: str | Sequence[str], url: str, **options: object) -> AsyncIterator[Tunnel]:
     """Open a tunnel to `url`, an address of 127.0.0.1, while the block runs.
 
-    `{port}` and `{url}` in the command stand for the address. `options` are those of `Tunnel`.
+    `{port}` and `{url}` in the command are replaced with the address. `options` are passed to `Tunnel`.
     """
     words = shlex.split(command) if isinstance(command, str) else list(command)
     port = url.rpartition(":")[2].strip("/")
     words = [word.replace("{port}", port).replace("{url}", url) for word in words]
     if not words:
-        raise SandboxError("the tunnel command is empty; give one such as `cloudflared tunnel --url {url}`")
+        raise SandboxError("the tunnel command is empty; set it to a command such as `cloudflared tunnel --url {url}`")
     tunnel = Tunnel(words, **options)  # type: ignore[arg-type]
     await tunnel.start()
     watching = asyncio.create_task(tunnel.watch())
