@@ -27,9 +27,7 @@ from turngate.sandboxes.supervised import SUPERVISOR, SupervisedSandbox
 
 KIND = "bubblewrap"
 HOME, WORKDIR, SHARED, SUPERVISOR_INSIDE = "/home/agent", "/workspace", "/run/turngate", "/run/supervisor.py"
-USER_ID = (
-    1000  # inside, because some agents refuse to run as root; on the host it maps to Turngate's user, without privileges
-)
+USER_ID = 1000  # inside, because some agents refuse to run as root; on the host it maps to Turngate's user, without privileges
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # links into /usr on most machines, real folders on others
 # These contain no secrets, and programs break without them.

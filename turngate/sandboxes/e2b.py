@@ -50,7 +50,9 @@ class E2BBackend:
     relocates = True
 
     def __init__(self, *, reachable: Sequence[str] = (), lease_s: float = 3600.0, patience_s: float = 120.0) -> None:
-        self._reachable = list(reachable)  # hosts that stay reachable with network "none", in addition to those of a spec
+        self._reachable = list(
+            reachable
+        )  # hosts that stay reachable with network "none", in addition to those of a spec
         self._lease_s = lease_s  # an hour is the longest lease available to every E2B account
         self._patience_s = patience_s  # how long a running command may be unreachable
 

@@ -41,7 +41,9 @@ IDEMPOTENCY_HEADER = "idempotency-key"
 REACHED = "reached"  # written to --reached-file on success
 HEAD_LIMIT = 256 * 1024
 BODY_LIMIT = 64 * 1024 * 1024
-SMALL_BODY = 64 * 1024  # bodies up to this size are read even if the request is refused, so that the connection can be reused
+SMALL_BODY = (
+    64 * 1024
+)  # bodies up to this size are read even if the request is refused, so that the connection can be reused
 CHUNK_BYTES = 64 * 1024
 GIVE_UP_S, CONNECT_S = 600.0, 15.0
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
@@ -76,9 +78,7 @@ class RequestRefused(Exception):
     def __init__(self, status: int, message: str, kind: str = "invalid_request_error", unread: int = 0) -> None:
         super().__init__(message)
         self.status, self.message, self.kind = status, message, kind
-        self.unread = (
-            unread  # body bytes not yet read; closing before they are read looks like a broken connection
-        )
+        self.unread = unread  # body bytes not yet read; closing before they are read looks like a broken connection
 
 
 class NoAnswer(Exception):

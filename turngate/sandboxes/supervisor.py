@@ -224,7 +224,11 @@ def _exit_with_error(why: str, code: int) -> None:
 def run_led_command(command: list[str]) -> None:
     """Run a command and exit with its code. Kill it when stdin closes, which happens when the owner ends, even if it is killed."""
     _prctl(SET_CHILD_SUBREAPER, 1)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # signals to our process group are meant for the command
+    for number in (
+        signal.SIGTERM,
+        signal.SIGINT,
+        signal.SIGHUP,
+    ):  # signals to our process group are meant for the command
         signal.signal(number, signal.SIG_IGN)
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
