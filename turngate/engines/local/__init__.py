@@ -1,21 +1,21 @@
-"""The in-process engine (extra `local`): a dense Llama, Qwen2 or Qwen3 on this machine's CPU or on one GPU.
+"""The in-process engine (extra `local`): runs a dense Llama, Qwen2 or Qwen3 model on the CPU or on one GPU.
 
     shape     the network's sizes, from config.json
     model     the network; training and sampling use the same parameters
     weights   load and save Hugging Face folders
-    cache     keys and values of running and earlier calls: slots, shared prefixes
+    cache     keys and values of current and earlier calls: slots, shared prefixes
     sampler   scores → ids, with the log-probabilities of the sampled distribution
-    decode    one step for all slots, on a CPU; graphs and kernels do the same on a GPU
+    decode    one step for all slots on a CPU; graphs and kernels are for a GPU
     worker    the sampling thread; outbox hands over its results
-    engine    the engine seam: calls in, chunks out
+    engine    the engine interface: calls in, chunks out
 
 Imports torch.
 """
 
 import os
 
-# Set this before torch is loaded. Its threads otherwise wait for each other by spinning, hundreds of times per step. With agents on the
-# same cores, a step on two threads took five times as long as on one.
+# Set this before torch is loaded. Otherwise its threads spin while they wait for each other, hundreds of times per step. With agents on
+# the same cores, a step on two threads took five times as long as on one.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from turngate.engines.local.engine import LocalEngine

@@ -1,7 +1,7 @@
-"""Keys and values of running and earlier calls.
+"""The cache: keys and values of current and earlier calls.
 
-A *slot* holds one sequence. It is kept when its call ends, so that a conversation's next turn continues in it, and calls with a common
-prefix copy it instead of computing it. Nothing is shared between different salts (policy versions).
+A *slot* contains one sequence. It is kept when its call ends, so that the conversation's next turn can continue in it, and calls with a
+common prefix can copy the prefix instead of computing it. Calls with different salts (policy versions) share nothing.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from turngate.engines.local.model import Attend
 from turngate.engines.local.shape import Shape
 from turngate.types import ID_DTYPE, Ids
 
-Places = NDArray[np.int64]  # numbers of slots, or positions in them
-_WORTH = 16  # length of a common prefix that is worth waiting for
-_HEAD = 64  # ids to compare first, before whole sequences
+Places = NDArray[np.int64]  # slot numbers, or positions in slots
+_WORTH = 16  # a common prefix longer than this is worth waiting for
+_HEAD = 64  # number of ids to compare before whole sequences
 
 
 class PromptPiece(msgspec.Struct, frozen=True):
-    """Ids of a prompt for one slot, from `start` on."""
+    """Part of a prompt in one slot, starting at position `start`."""
 
     slot: int
     start: int
@@ -33,7 +33,7 @@ class PromptPiece(msgspec.Struct, frozen=True):
 
 
 class KeyValues:
-    """The tensors: (layers, 2, slots, kv_heads, length, head). Slots that do not sample write to the last position."""
+    """The cache tensor: (layers, 2, slots, kv_heads, length, head). Idle slots write to the last position."""
 
     def __init__(self, shape: Shape, slots: int, length: int, device: torch.device, dtype: torch.dtype) -> None:
         self.spare = _round_up(length) - 1
@@ -53,7 +53,7 @@ class KeyValues:
         self.tensor[:, :, target, :, :size] = self.tensor[:, :, source, :, :size]
 
     def prompt_attention(self, pieces: Sequence[PromptPiece], slots: Tensor, positions: Tensor) -> Attend:
-        """Return the attention for several pieces in one batch: each sees its own slot."""
+        """Return the attention for several pieces in one batch. Each piece attends only to its own slot."""
         masks = [_causal_mask(len(p.ids), p.start, self.tensor.device) for p in pieces]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class KeyValues:
         return attend
 
     def step_attention(self, slots: Places, positions: Places) -> Attend:
-        """Return the attention for one id of each of these slots (ascending). Adjacent slots are read without a copy."""
+        """Return the attention for one id in each of these slots, in ascending order. Adjacent slots are read without a copy."""
         index, place = torch.from_numpy(slots), torch.from_numpy(positions)
         runs = []
         for rows in np.split(np.arange(len(slots)), np.flatnonzero(np.diff(slots) != 1) + 1):
@@ -110,13 +110,13 @@ def _round_up(length: int) -> int:
 
 
 def _causal_mask(size: int, start: int, device: torch.device) -> Tensor:
-    """Build the causal mask of `size` ids from `start` on: (size, start + size)."""
+    """Build the causal mask for `size` ids that start at position `start`: (size, start + size)."""
     places = torch.arange(start + size, device=device)
     return places <= places[start:, None]
 
 
 class Slots:
-    """The ids of each slot. `computed` counts those in the cache; `planned`, those that will be. `taken`: a call uses the slot."""
+    """The ids in each slot. `computed` counts the ids in the cache, and `planned` those that will be there. `taken` marks slots in use."""
 
     def __init__(self, slots: int, length: int) -> None:
         self.count = slots
@@ -127,7 +127,7 @@ class Slots:
         self._salts = [""] * slots
         self._used = np.zeros(slots, np.int64)
         self._clock = 0
-        self.reused = 0  # ids that did not have to be computed
+        self.reused = 0  # number of ids that were found in the cache
 
     def forget(self) -> None:
         """Discard everything computed: the weights have changed."""
@@ -135,9 +135,10 @@ class Slots:
         self.planned[:] = 0
 
     def take(self, ids: Ids, salt: str) -> tuple[int, int, int] | None:
-        """Take a slot for a call. Returns the slot, the slot to copy from (itself: copy nothing), and how many ids are computed.
+        """Take a slot for a call. Return the slot, the slot to copy the prefix from, and the length of that prefix.
 
-        None: no slot is free, or a useful prefix is being computed. The last id is never computed: it is the input of the first step.
+        If both slots are the same, there is nothing to copy. Return None if no slot is free, or if another call is still computing a
+        useful prefix. The prefix never includes the last id, which is the input of the first step.
         """
         free = np.flatnonzero(~self.taken)
         if not free.size:
@@ -163,7 +164,7 @@ class Slots:
         return slot, source, size
 
     def leave(self, slot: int, computed: int) -> None:
-        """Free a slot. `computed`: how many of its ids are in the cache."""
+        """Free a slot. `computed` is the number of its ids in the cache."""
         self._clock += 1
         self.taken[slot] = False
         self.computed[slot] = self.planned[slot] = computed

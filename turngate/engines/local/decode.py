@@ -1,6 +1,6 @@
-"""One step for all slots that sample: the network, the drawing, and the state between steps. Runs in the worker's thread.
+"""One step for all sampling slots: the network, the draw, and the state between steps. Runs in the worker's thread.
 
-`Decoder` is for a CPU and computes only the slots that sample. `graphs.GraphDecoder` does the same on a GPU.
+`Decoder` runs on a CPU and computes only the sampling slots. `graphs.GraphDecoder` runs on a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from turngate.types import ID_DTYPE, Ids, Logprobs
 
 
 class SlotStart(msgspec.Struct, frozen=True):
-    """The state with which a slot starts to sample: its last id, the position of that id, and the sampling."""
+    """The state in which a slot starts sampling: its last id, the position of that id, and its sampling settings."""
 
     slot: int
     token: int
@@ -33,16 +33,16 @@ class SlotStart(msgspec.Struct, frozen=True):
 
 
 class Pending(msgspec.Struct, frozen=True):
-    """A launched step: its slots, and where the results will be."""
+    """A launched step: its slots, and the tensors that will contain the results."""
 
     slots: Places
     ids: Tensor
     logprobs: Tensor
-    arrived: torch.cuda.Event | None = None  # set when the results are on the host; None: at once
+    arrived: torch.cuda.Event | None = None  # set when the results are on the host; None if they already are
 
 
 class Decoder:
-    """Runs steps. `ahead`: how many may be launched before the first is collected."""
+    """A decoder for a CPU. `ahead` is the number of earlier steps that may be uncollected when the next one is launched."""
 
     ahead = 0
 
@@ -87,7 +87,7 @@ class Decoder:
         return here.pin_memory().to(self.state.device, non_blocking=True) if self.state.is_cuda else here
 
     def launch(self, slots: Places, adjustments: Sequence[Adjustment]) -> Pending:
-        """Launch a step for these slots (ascending). With adjustments, all steps before it must have been collected."""
+        """Launch a step for these slots, in ascending order. With adjustments, all earlier steps must have been collected."""
         index = torch.from_numpy(slots)
         tokens, positions, seeds, drawn = self.state[:, index]
         attend = self.cache.step_attention(slots, positions.numpy())
@@ -102,7 +102,7 @@ class Decoder:
         return Pending(slots, ids, logprobs)
 
     def _compute_scores(self, hidden: Tensor) -> Tensor:
-        """Compute scores in float32. They are never rounded to bfloat16, whose steps above 16 are an eighth."""
+        """Compute scores in float32. They are never rounded to bfloat16, which above 16 has a precision of only an eighth."""
         if hidden.is_cuda and hidden.dtype != torch.float32:
             return torch.mm(hidden, self.model.head.t(), out_dtype=torch.float32)
         return self.model.scores(hidden).float()

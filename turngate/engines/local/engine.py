@@ -1,11 +1,11 @@
-"""The engine seam for a model in this process: calls in, chunks out.
+"""The engine interface of a model in this process: calls in, chunks out.
 
     engine = LocalEngine("path/to/model")
     await engine.start()
     async with engine.updating(version=1):   # sampling pauses; calls in flight continue with the new weights
         optimizer.step()                     # over engine.model.parameters()
 
-The event loop never computes: `worker.py` has its own thread, and this file turns its batches into streams.
+The event loop does no computation: `worker.py` has its own thread, and this module turns its batches into streams.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ _FILL_S = {"cpu": 0.0, "cuda": 0.015}
 class LocalEngine:
     """An engine that samples in this process. `model` is a folder, or a model that is being trained.
 
-    `dtype` "auto" is float32 on a CPU and bfloat16 on a GPU. If the given model has another one, the engine samples from a copy that is
-    refreshed after every update; else trainer and engine share parameters. `slots`: how many calls are sampled at once; others wait.
-    `max_context`: at most the model's own; it is reserved for each slot.
+    `dtype` "auto" is float32 on a CPU and bfloat16 on a GPU. If the given model has a different one, the engine samples from a copy that
+    is refreshed after every update. Otherwise trainer and engine share parameters. `slots` is the number of calls that are sampled
+    concurrently; other calls wait. `max_context` cannot exceed the model's own limit. Each slot reserves memory for that many tokens.
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class LocalEngine:
         )
         self._serials = itertools.count(1)
         self._open: dict[int, LocalGeneration] = {}
-        self._guard = threading.Lock()  # `_open` is used by the event loops and the thread
+        self._guard = threading.Lock()  # guards `_open`, which the event loops and the thread use
         self._state: Literal["new", "started", "closed"] = "new"
         self._folder = None if isinstance(model, Model) else model
         self._paused = False
-        self._version: int | None = None  # of the weights, if known
+        self._version: int | None = None  # version of the weights, if known
         self._expected: int | None = None
 
     def __repr__(self) -> str:
@@ -105,7 +105,7 @@ class LocalEngine:
 
     @property
     def reused_tokens(self) -> int:
-        """Prompt tokens that were found in the cache."""
+        """Number of prompt tokens that were found in the cache."""
         return self._table.reused
 
     async def start(self) -> None:
@@ -147,10 +147,11 @@ class LocalEngine:
     async def updating(self, version: int | None = None, *, drain: bool = False) -> AsyncIterator[Model]:
         """Pause sampling to change the weights.
 
-        Calls in flight continue afterwards with the new weights; `drain`: wait for them to end first. Everything computed with the old
-        weights is computed again, so that every log-probability belongs to one set of weights over the whole context.
+        Calls in flight continue afterwards with the new weights, unless `drain` waits for them to end first. Everything computed with
+        the old weights is computed again, so every log-probability belongs to one set of weights over the whole context.
 
-        `version`: of the policy from then on. Chunks then carry the version that sampled them; else the gateway's fence decides.
+        `version` is the policy version after the update. If it is set, chunks carry the version that sampled them. Otherwise the
+        gateway's fence determines their version.
         """
         reached = self._worker.hold(drain)
         next_version: int | None = self._version
@@ -181,7 +182,7 @@ class LocalEngine:
 
     def _refresh_copy(self) -> None:
         if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)  # the trainer uses another stream
+            torch.cuda.synchronize(self.model.device)  # the trainer uses a different stream
         if self._sampling_copy is not None:
             with torch.no_grad():
                 for copied, trained in zip(self._sampling_copy.parameters(), self.model.parameters(), strict=True):
@@ -189,7 +190,7 @@ class LocalEngine:
             if self.model.device.type == "cuda":
                 torch.cuda.synchronize(self.model.device)
 
-    # ── weights that come from a folder (`engines/weights.py`) ──────────────────────────────────────────────────────
+    # ── weights from a folder (`engines/weights.py`) ────────────────────────────────────────────────────────────────
 
     @property
     def address(self) -> str:
@@ -206,7 +207,7 @@ class LocalEngine:
             self._worker.resume(self._version)
 
     async def load(self, weights: PolicyWeights, *, frozen: bool) -> None:
-        """Load weights. Calls in flight continue with them over their whole context, frozen or not."""
+        """Load weights. Calls in flight continue with them over their whole context, whether frozen or not."""
         if weights.is_adapter:
             raise EngineRejected(
                 f"{self.name} does not support adapters; merge {weights.name!r} into a whole model and load that"
@@ -242,7 +243,7 @@ class LocalEngine:
         return "the local engine was closed" if self._state == "closed" else "the local engine was not started"
 
     def build_order(self, request: Generate) -> SamplingOrder:
-        """Build the order for the thread, or reject a request that it cannot serve."""
+        """Build the order for the thread. Reject a request that the engine cannot serve."""
         if why := self._why_unavailable():
             raise EngineUnavailable(f"{self.name} is unavailable: {why}")
         if request.constraint is not None:
@@ -267,7 +268,7 @@ class LocalEngine:
                 size=int(prompt.size),
             )
         if request.max_tokens < 1:
-            raise EngineRejected(f"{self.name}: max_tokens is {request.max_tokens}, but must be 1 or more")
+            raise EngineRejected(f"{self.name}: max_tokens must be 1 or more, not {request.max_tokens}")
         stop_ids = tuple(i for i in request.stop_ids if 0 <= i < vocabulary)
         max_tokens = min(request.max_tokens, room)
         return SamplingOrder(next(self._serials), prompt, max_tokens, request.sampling, stop_ids, request.cache_salt)
@@ -315,7 +316,7 @@ class LocalEngine:
 
 
 class LocalGeneration:
-    """A call: a stream of chunks, aborted if it is left before its end. It starts when the first chunk is requested."""
+    """A call: a stream of chunks. It starts when the first chunk is requested. Leaving it before its end aborts it."""
 
     def __init__(self, engine: LocalEngine, request: Generate) -> None:
         self.loop = asyncio.get_running_loop()
@@ -382,7 +383,7 @@ class LocalGeneration:
         return Chunk(ids, logprobs, finish, prompt, self._span())
 
     def _span(self) -> tuple[int, int] | None:
-        """Return the policy versions of the first and last of these tokens. An unknown first one is the request's version."""
+        """Return the policy versions of the first and last of these tokens. If the first is unknown, it is the request's version."""
         first, last = self._versions
         return None if last is None else (self._request.version if first is None else first, last)
 
@@ -391,9 +392,9 @@ def _choose_device(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device not in ("cpu", "cuda"):
-        raise ConfigError(f"device: must be auto, cpu or cuda, not {device!r}", param="device")
+        raise ConfigError(f"device must be auto, cpu or cuda, not {device!r}", param="device")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: torch found no CUDA device; use cpu", param="device")
+        raise ConfigError("device is cuda, but torch found no CUDA device; set it to cpu", param="device")
     return device
 
 
@@ -401,12 +402,12 @@ def _choose_dtype(dtype: str, kind: str) -> torch.dtype:
     if dtype == "auto":
         return torch.bfloat16 if kind == "cuda" else torch.float32
     if dtype not in _DTYPES:
-        raise ConfigError(f"dtype: must be auto, float32 or bfloat16, not {dtype!r}", param="dtype")
+        raise ConfigError(f"dtype must be auto, float32 or bfloat16, not {dtype!r}", param="dtype")
     return _DTYPES[dtype]
 
 
 def _choose_slots(model: Model, length: int, kind: str) -> int:
-    """Choose the number of slots: the usual one, or as many as fit into half of the memory."""
+    """Choose the number of slots: the default, or fewer if the default does not fit in half of the memory."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = torch.cuda.mem_get_info(model.device)[0] if kind == "cuda" else machine
     return max(1, min(_SLOTS[kind], memory // 2 // KeyValues.bytes_per_slot(model.shape, length, model.dtype)))

@@ -1,8 +1,8 @@
-"""`Decoder` for a GPU, where launching a thousand operations takes longer than a small model's computation.
+"""The decoder for a GPU, where launching a thousand operations takes longer than a small model's computation.
 
-A step is recorded once as a CUDA graph and replayed with one launch: network, drawing, and the state for the next step. So the next step is
-launched while the results of the last are being copied. A graph has a fixed number of rows, up to the last slot that samples. Slots in
-between that do not sample are computed too, write to the cache's spare position, and are ignored.
+A step (the network, the draw, and the state for the next step) is recorded once as a CUDA graph and replayed with one launch. The next
+step can therefore be launched while the results of the last one are being copied. A graph has a fixed number of rows, up to the last
+sampling slot. Idle slots in between are computed too, but they write to the cache's spare position and their results are ignored.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from turngate.engines.local.model import Attend, Model
 from turngate.engines.local.sampler import Adjustment, adjust_scores, draw
 from turngate.types import ID_DTYPE, Ids, Logprobs
 
-_ROWS = 8  # the smallest graph; the others double
-_MASK = 1 << 28  # the largest mask of a filling, in elements
+_ROWS = 8  # rows of the smallest graph; each larger one has twice as many
+_MASK = 1 << 28  # maximum elements in the attention mask of a group of prompts
 
 
 class _Results(msgspec.Struct):
-    """Host buffers for the results of one step, and the event of their arrival."""
+    """Host buffers for the results of one step, and an event that is set when they arrive."""
 
     ids: Tensor
     logprobs: Tensor
@@ -36,6 +36,8 @@ class _Results(msgspec.Struct):
 
 
 class GraphDecoder(Decoder):
+    """A decoder that replays CUDA graphs."""
+
     ahead = 1
 
     def __init__(self, model: Model, slots: int, length: int) -> None:
@@ -48,7 +50,7 @@ class GraphDecoder(Decoder):
         self._results: list[_Results] = []
         self._turn = 0
         model.angles(model.device)
-        if model.device.type == "cuda":  # else a test of the arithmetic
+        if model.device.type == "cuda":  # otherwise, a test of the arithmetic
             self._stream = torch.cuda.Stream(model.device)
             self._results = [
                 _Results(
@@ -105,7 +107,7 @@ class GraphDecoder(Decoder):
         self._graphs[rows, draws].replay()
 
     def _record_graph(self, rows: int, draws: bool) -> torch.cuda.CUDAGraph:
-        """Record a step. A run before it lets libraries initialize; its draws are undone, its cache entries are valid."""
+        """Record a step, after a run that lets libraries initialize. The run's draws are undone; its cache entries are valid."""
         if not draws and self._scores is None:
             size = (self.state.shape[1], self.model.shape.vocabulary)
             self._scores = torch.zeros(size, device=self.model.device)
@@ -151,7 +153,7 @@ class GraphDecoder(Decoder):
     # ── prompts ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _group_by_size(self, pieces: Sequence[PromptPiece]) -> Iterator[list[PromptPiece]]:
-        """Group pieces of similar size, which are padded and computed together."""
+        """Group pieces of similar size. The pieces of a group are padded and computed together."""
         group: list[PromptPiece] = []
         heads = self.model.shape.heads
         for piece in sorted(pieces, key=lambda p: len(p.ids)):

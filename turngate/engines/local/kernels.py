@@ -1,7 +1,8 @@
 """Attention of one query per slot over the cache, the most expensive part of a step on a GPU.
 
-Each program reads the keys and values of one slot and head, up to its length. That is four times as fast as torch's attention, which needs
-the same length for all slots. triton comes with torch's CUDA builds on Linux; without it, the plain version below reads the whole cache.
+Each program reads the keys and values of one slot and head, up to the slot's length. This is four times as fast as torch's attention,
+which needs the same length for all slots. torch's CUDA builds on Linux include triton. Without it, the plain version below reads the whole
+cache.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING or importlib.util.find_spec("triton") is not None:
     import triton.language as tl
 
     @triton.jit
-    def _attend_slot(  # type: ignore[no-untyped-def]  # whose annotations would be the kernel's
+    def _attend_slot(  # type: ignore[no-untyped-def]  # triton would interpret annotations
         q,
         keys,
         values,
@@ -38,15 +39,15 @@ if TYPE_CHECKING or importlib.util.find_spec("triton") is not None:
     ):
         slot, head = tl.program_id(0), tl.program_id(1)
         end = tl.load(positions + slot) + 1
-        end = tl.where(end > spare, 1, end)  # a slot that does not sample
+        end = tl.where(end > spare, 1, end)  # an idle slot
         rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
         place = (head * GROUP + rows[:, None]) * HEAD + cols[None, :]
         mine = (rows[:, None] < GROUP) & (cols[None, :] < HEAD)
-        asked = tl.load(q + slot * q_step + place, mask=mine, other=0.0)
+        query = tl.load(q + slot * q_step + place, mask=mine, other=0.0)
         base = slot.to(tl.int64) * slot_step + head * head_step
         most = tl.full((ROWS,), -float("inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
-        found = tl.zeros((ROWS, COLS), tl.float32)
+        summed = tl.zeros((ROWS, COLS), tl.float32)
         for start in range(0, end, BLOCK):
             at = start + tl.arange(0, BLOCK)
             key = tl.load(
@@ -59,20 +60,20 @@ if TYPE_CHECKING or importlib.util.find_spec("triton") is not None:
                 mask=(at[:, None] < end) & (cols[None, :] < HEAD),
                 other=0.0,
             )
-            score = tl.dot(asked, key, input_precision="ieee") * scale
+            score = tl.dot(query, key, input_precision="ieee") * scale
             score = tl.where(at[None, :] < end, score, -float("inf"))
             higher = tl.maximum(most, tl.max(score, 1))
             fade = tl.exp(most - higher)
             weight = tl.exp(score - higher[:, None])
             total = total * fade + tl.sum(weight, 1)
-            found = found * fade[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+            summed = summed * fade[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
             most = higher
-        found = found / total[:, None]
-        tl.store(out + slot * out_step + place, found.to(out.dtype.element_ty), mask=mine)
+        summed = summed / total[:, None]
+        tl.store(out + slot * out_step + place, summed.to(out.dtype.element_ty), mask=mine)
 
 
 def attend_slots(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, spare: int) -> Tensor:
-    """`q` (rows, heads, head) over `keys` and `values` (slots, kv_heads, length, head), row n over slot n up to its position."""
+    """Attend from `q` (rows, heads, head) to `keys` and `values` (slots, kv_heads, length, head): row n to slot n, up to its position."""
     if not q.is_cuda or importlib.util.find_spec("triton") is None:
         return _attend_plain(q, keys, values, positions)
     rows, heads, head = q.shape
@@ -104,6 +105,6 @@ def attend_slots(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, spa
 def _attend_plain(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
     rows = q.shape[0]
     seen = torch.arange(keys.shape[2], device=q.device) <= positions[:, None]
-    asked = q.unflatten(1, (keys.shape[1], -1))  # heads that share keys are rows of one query
-    found = F.scaled_dot_product_attention(asked, keys[:rows], values[:rows], attn_mask=seen[:, None, None])
-    return found.flatten(1, 2)
+    queries = q.unflatten(1, (keys.shape[1], -1))  # heads that share keys are rows of one query
+    output = F.scaled_dot_product_attention(queries, keys[:rows], values[:rows], attn_mask=seen[:, None, None])
+    return output.flatten(1, 2)

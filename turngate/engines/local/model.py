@@ -1,11 +1,11 @@
 """The network: dense Llama, Qwen2 and Qwen3, one class for trainer and engine.
 
-`Model.forward` is the trainer's: padded or packed rows in, scores out, with gradients. `Model.run` is what both share: the layers
-over tokens of any arrangement, with the caller's attention. The engine passes one that reads and writes its cache
-(`cache.py`), so that sampling and training use the same parameters without a copy.
+The trainer uses `Model.forward`: padded or packed rows in, scores out, with gradients. Trainer and engine share `Model.run`, which runs
+the layers over tokens in any arrangement, with the caller's attention function. The engine's attention function reads and writes its
+cache (`cache.py`), so sampling and training use the same parameters without a copy.
 
-Parameters that are multiplied with the same input are one matrix (queries, keys and values; gate and up): a small model is bound
-by the number of operations, not by their size. `weights.py` translates to and from the names of Hugging Face folders.
+Parameters that are multiplied by the same input form one matrix (queries, keys and values; gate and up), because the speed of a small
+model depends on the number of operations, not on their size. `weights.py` translates to and from the names in Hugging Face folders.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Model(nn.Module):
-    """A language model. `recompute`: recompute layers in the backward pass, which saves most of the memory of a training step."""
+    """A language model. `recompute` recomputes layers in the backward pass, which saves most of the memory of a training step."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -49,8 +49,8 @@ class Model(nn.Module):
         """Compute scores (rows, length, vocabulary) for `ids` (rows, length).
 
         Rows may be padded at their end with any ids. `segments` (rows, length) separates samples packed into one row: tokens see
-        only their own segment, and positions count from its start. `at` (rows, length, bool): only the scores at these positions,
-        as (positions, vocabulary).
+        only their own segment, and positions count from its start. `at` (rows, length, bool) selects positions; only their scores are
+        then computed, as (positions, vocabulary).
         """
         hidden = self.compute_hidden(ids, segments)
         return self.scores(hidden if at is None else hidden[at])
@@ -85,7 +85,7 @@ class Model(nn.Module):
         return self.norm(x)
 
     def angles(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines, (context, head / 2), in float32: large positions need the precision."""
+        """Return the rotary cosines and sines, (context, head / 2). They are in float32, because large positions need the precision."""
         if device not in self._tables:
             with torch.inference_mode(False), torch.device("cpu"):
                 speeds = _speeds(self.shape.rope, self.shape.head)
@@ -121,7 +121,7 @@ class _Layer(nn.Module):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair of a head's first and second half by its position's angle."""
+    """Rotate each pair of values, one from each half of a head, by the angle for the position."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -131,7 +131,7 @@ def _speeds(rope: Rope, head: int) -> Tensor:
     if rope.kind == "linear":
         return speeds / rope.factor
     if rope.kind == "llama3":
-        # Slow angles are stretched to the longer context, fast ones are left, and those between are blended.
+        # Low frequencies are stretched to the longer context, high ones are unchanged, and those in between are blended.
         waves = 2 * math.pi / speeds
         blend = ((rope.original / waves - rope.low) / (rope.high - rope.low)).clamp(0, 1)
         return speeds / rope.factor * (1 - blend) + speeds * blend

@@ -1,4 +1,4 @@
-"""What the sampling thread hands over: sampled ids and ended calls, in batches."""
+"""The output of the sampling thread: sampled ids and ended calls, delivered in batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ End = Literal["stop", "length"] | EngineError
 
 
 class SampledBatch(msgspec.Struct, frozen=True):
-    """What was sampled since the last batch, sorted by call, and which calls have ended. `version`: of the weights, if known."""
+    """Tokens sampled since the last batch, sorted by call, and the calls that ended. `version` is the weights' version, if known."""
 
     serials: Places
     ids: Ids
@@ -30,7 +30,7 @@ Deliver = Callable[[SampledBatch], None]
 
 
 class Outbox:
-    """Collects results, and delivers them at most every `flush_s`, or at once when a call has ended."""
+    """A buffer of results. It delivers them at most every `flush_s` seconds, or immediately when a call has ended."""
 
     def __init__(self, deliver: Deliver, flush_s: float) -> None:
         self.ends: dict[int, End] = {}
@@ -48,7 +48,7 @@ class Outbox:
         self._flushed = clock
         samples, self.samples = self.samples, []
         ends, self.ends = self.ends, {}
-        samples.append((np.empty(0, np.int64), np.empty(0, ID_DTYPE), np.empty(0, LOGPROB_DTYPE)))  # for ends alone
+        samples.append((np.empty(0, np.int64), np.empty(0, ID_DTYPE), np.empty(0, LOGPROB_DTYPE)))  # in case there are only ends
         serials, ids, logprobs = (np.concatenate([part[n] for part in samples]) for n in range(3))
         order = np.argsort(serials, kind="stable")
         self._deliver(SampledBatch(serials[order], ids[order], logprobs[order], ends, version))

@@ -1,7 +1,7 @@
-"""Scores → ids, with the log-probabilities of the distribution that was sampled.
+"""The sampler: scores → ids, with the log-probabilities of the distribution that was sampled.
 
-A row is drawn with one random number that follows from the call's seed and its number of tokens, independent of the batch. `draw` is enough
-for a plain call, and runs inside a GPU's graph; adjustments of the distribution (`Adjustment`) are made before it, row by row.
+A row is drawn with one random number, which depends only on the call's seed and its number of tokens so far, not on the batch. `draw` is
+enough for a plain call, and can run in a CUDA graph. Adjustments of the distribution (`Adjustment`) are made before it, row by row.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch.nn import functional as F
 
 from turngate.types import Ids, Sampling
 
-_BITS = 48  # of a random number in [0, 1); few enough that rounding never gives 1
+_BITS = 48  # bits of a random number in [0, 1), few enough that rounding never yields 1
 _MASK = (1 << 63) - 1
 _BLOCKS = (256, 128, 64)
 
 
 class Adjustment(msgspec.Struct, frozen=True):
-    """How to adjust the scores of a row: its sampling settings, and its tokens so far."""
+    """An adjustment of a row's scores: the row's sampling settings, and its tokens so far."""
 
     row: int
     sampling: Sampling
@@ -34,12 +34,12 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """Draw one id per row of `scores` (rows, vocabulary; float32, modified in place), with its log-probability.
 
-    Temperature 0 takes the likeliest; `some_greedy` False promises that there is no such row.
+    At temperature 0, the likeliest id is drawn. `some_greedy=False` promises that no row has temperature 0.
     """
     greedy = temperature == 0
     probabilities = F.softmax(scores.div_(torch.where(greedy, 1.0, temperature)[:, None]), dim=-1)
     ids = _pick_by_share(probabilities, uniform(seed, drawn))
-    ids.clamp_(max=scores.shape[-1] - 1)  # beyond it only if scores are NaN
+    ids.clamp_(max=scores.shape[-1] - 1)  # out of range only if scores are NaN
     if some_greedy:
         ids = torch.where(greedy, probabilities.argmax(dim=-1), ids)
     logprobs = probabilities.gather(-1, ids[:, None])[:, 0].log()
@@ -49,7 +49,7 @@ def draw(
 def _pick_by_share(probabilities: Tensor, share: Tensor) -> Tensor:
     """Return the id at which the cumulative probability of a row exceeds this share of the total.
 
-    First the block of ids, then the id in it: an exact sum over the vocabulary is the most expensive part of a step on a CPU.
+    First find the block of ids, then the id in it. An exact sum over the vocabulary would be the most expensive part of a step on a CPU.
     """
     width = next((size for size in _BLOCKS if probabilities.shape[-1] % size == 0), 0)
     if not width:
@@ -68,7 +68,7 @@ def _pick_by_share(probabilities: Tensor, share: Tensor) -> Tensor:
 
 
 def uniform(seed: Tensor, index: Tensor) -> Tensor:
-    """Compute a number in [0, 1) for each pair, with integer arithmetic: the same on every device."""
+    """Compute a pseudo-random number in [0, 1) for each pair. It uses integer arithmetic, so it is the same on every device."""
     x = seed + (index + 1) * -7046029254386353131  # wraps around, as do the products below
     x = (x ^ _shift_right(x, 30)) * -4658895280553007687
     x = (x ^ _shift_right(x, 27)) * -7723592293110705685
@@ -77,7 +77,7 @@ def uniform(seed: Tensor, index: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, by: int) -> Tensor:
-    """Shift right logically, also for negative numbers."""
+    """Shift right and fill with zeros, even if the number is negative."""
     return (x >> by) & (_MASK >> (by - 1))
 
 
@@ -97,12 +97,12 @@ def adjust_scores(scores: Tensor, adjustment: Adjustment) -> None:
     if sampling.top_p < 1:
         probabilities, order = F.softmax(row / sampling.temperature, dim=-1).sort(descending=True)
         beyond = probabilities.double().cumsum(dim=-1) - probabilities >= sampling.top_p
-        beyond[0] = False  # the likeliest always stays
+        beyond[0] = False  # the likeliest is always kept
         row[order[beyond]] = -torch.inf
 
 
 def _penalise(row: Tensor, adjustment: Adjustment) -> None:
-    """Apply penalties: repetition counts the prompt too; presence and frequency count sampled tokens."""
+    """Apply penalties. Repetition includes the prompt; presence and frequency include only sampled tokens."""
     sampling = adjustment.sampling
     if sampling.repetition_penalty != 1:
         seen = torch.from_numpy(np.unique(np.concatenate((adjustment.prompt, adjustment.sampled))).astype(np.int64)).to(

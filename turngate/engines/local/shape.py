@@ -19,8 +19,8 @@ class Rope(msgspec.Struct, frozen=True):
     theta: float = 10_000.0
     kind: str = "default"
     factor: float = 1.0
-    low: float = 1.0  # llama3: wavelengths above original / low are fully stretched,
-    high: float = 4.0  # those below original / high are not
+    low: float = 1.0  # llama3: wavelengths above original / low are fully stretched
+    high: float = 4.0  # llama3: wavelengths below original / high are unchanged
     original: int = 8192
 
 
@@ -30,15 +30,15 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     vocabulary: int
     hidden: int
-    inner: int  # of the feed-forward part
+    inner: int  # size of the feed-forward layer
     layers: int
     heads: int
     kv_heads: int
     head: int  # size of a head
     epsilon: float
-    context: int  # maximum length of the model
+    context: int  # maximum context length
     rope: Rope
-    tied: bool  # the output layer is the embedding
+    tied: bool  # the output layer uses the embedding's weights
     qkv_bias: bool
     out_bias: bool
     inner_bias: bool
@@ -69,7 +69,7 @@ class _Config(msgspec.Struct, kw_only=True):
 
 
 def read_shape(folder: Path) -> Shape:
-    """Read the shape of the model in `folder`. Rejects models that this engine cannot compute exactly."""
+    """Read the shape of the model in `folder`. Raise `ConfigError` if this engine cannot compute the model exactly."""
     path = folder / "config.json"
     try:
         config = msgspec.json.decode(path.read_bytes(), type=_Config)

@@ -1,7 +1,7 @@
 """Load and save Hugging Face folders.
 
-The network joins matrices of the same input (see `model.py`); a folder has them separately. `list_weights` gives a model's parameters under
-the folder's names without a copy, to send weights to another engine.
+The network joins matrices that have the same input (see `model.py`), but a folder has them separately. `list_weights` yields a model's
+parameters under the folder's names without a copy, to send weights to another engine.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def load(folder: str | Path, device: str = "cpu", dtype: torch.dtype = torch.flo
 
 
 def load_into(model: Model, folder: str | Path) -> None:
-    """Replace the weights of a model in place. All are read before the first is changed."""
+    """Replace the weights of a model in place. All of them are read before the first is changed."""
     folder = Path(folder)
     if (other := read_shape(folder)) != model.shape:
         wrong = [name for name in Shape.__struct_fields__ if getattr(other, name) != getattr(model.shape, name)]
@@ -71,7 +71,7 @@ def _state(model: Model, folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     for name, tensor in state.items():
         if tensor.shape != expected[name].shape:
             raise ConfigError(
-                f"model folder: {folder}: {name} is {tuple(tensor.shape)}, but config.json says "
+                f"model folder: {folder}: {name} has shape {tuple(tensor.shape)}, but config.json requires "
                 f"{tuple(expected[name].shape)}",
                 param="model_folder",
             )
@@ -100,7 +100,7 @@ def list_weights(model: Model) -> Iterator[tuple[str, Tensor]]:
 
 
 def save(model: Model, folder: str | Path, source: str | Path | None = None) -> None:
-    """Write the model as a Hugging Face folder. `source`: the folder it came from, for config and tokenizer."""
+    """Write the model as a Hugging Face folder. Config and tokenizer files are copied from the folder `source`, if given."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name in _EXTRA_FILES if source is not None else ():
@@ -112,7 +112,7 @@ def save(model: Model, folder: str | Path, source: str | Path | None = None) -> 
 
 
 class _Folder:
-    """The tensors of a folder by name, over all its files."""
+    """The tensors in all files of a folder, by name."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,8 +1,8 @@
-"""The sampling thread. It does not use event loops: calls arrive in a queue, and results leave in batches (`outbox.py`).
+"""The sampling thread. It uses no event loop: calls arrive in a queue, and results leave in batches (`outbox.py`).
 
 Each iteration of its loop: run commands (new calls, aborts, hold, end) → place waiting calls into slots → fill (compute a bounded part of
-the prompts) → step (one id for every slot that samples) → flush. The Python cost of a step does not grow with the number of slots: their
-bookkeeping is numpy arrays.
+the prompts) → step (one id for every slot that samples) → flush. The Python cost of a step does not grow with the number of slots,
+because their state is in numpy arrays.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ class SamplingOrder(msgspec.Struct, frozen=True):
 
 
 class _Hold(msgspec.Struct):
-    """A request to pause sampling for a change of weights. `drain`: first wait for the calls in flight to end."""
+    """A request to pause sampling for a weight update. With `drain`, calls in flight end first."""
 
     reached: Future[None]
     drain: bool
 
     def signal(self) -> None:
-        """Signal that nothing is sampled any more. The requester may have stopped waiting."""
+        """Signal that sampling has paused. The requester may have stopped waiting."""
         if not self.reached.done() and self.reached.set_running_or_notify_cancel():
             self.reached.set_result(None)
 
 
 class _Running:
-    """A call of the thread. `ids`: its prompt, and what it sampled before an update of the weights interrupted it."""
+    """A call in the thread. `ids` has the prompt, and the tokens sampled before a weight update interrupted the call."""
 
     __slots__ = ("adjusted", "drawn", "ids", "order", "seed", "was_interrupted")
 
@@ -72,12 +72,12 @@ class _Running:
 
 
 class Worker:
-    """Samples in a thread of its own. Public methods may be called from any thread."""
+    """A worker that samples in its own thread. Public methods may be called from any thread."""
 
     def __init__(
         self, decoder: Decoder, slots: Slots, deliver: Deliver, *, fill_tokens: int, fill_s: float, flush_s: float
     ) -> None:
-        self.broken = ""  # why sampling has stopped
+        self.broken = ""  # why sampling has stopped for good; empty while it works
         self._decoder = decoder
         self._slots = slots
         self._fill_tokens = fill_tokens
@@ -119,11 +119,11 @@ class Worker:
         self._commands.put(lambda: self._abort(serial))
 
     def abort_all(self) -> None:
-        """Fail all calls, also waiting ones."""
+        """Fail all calls, including waiting ones."""
         self._commands.put(self._abort_all)
 
     def hold(self, drain: bool) -> Future[None]:
-        """Pause sampling. The future is done when nothing is sampled any more; `resume` must follow."""
+        """Pause sampling. The future is done when sampling has paused. `resume` must follow."""
         hold = _Hold(Future(), drain)
         self._commands.put(lambda: self._holds.append(hold))
         if self._over or not self._thread.is_alive():
@@ -131,7 +131,7 @@ class Worker:
         return hold.reached
 
     def resume(self, version: int | None = None) -> None:
-        """Resume with weights of this version. Everything computed with the old ones is computed again."""
+        """Resume sampling with weights of this version. Everything computed with the old weights is computed again."""
         self._commands.put(lambda: self._resume(version))
 
     def end(self) -> None:
@@ -210,12 +210,12 @@ class Worker:
             hold.signal()
 
     def _is_draining(self) -> bool:
-        """Whether started calls have to end first, also those that an update has just interrupted."""
+        """Return whether started calls must end first, including those that an update has just interrupted."""
         started = bool(self._running) or any(call.was_interrupted for call in self._waiting.values())
         return self._holds[0].drain and started
 
     def _await_commands(self) -> None:
-        """Run queued commands. Waits for one if there is nothing to do, or sampling is held."""
+        """Run queued commands. Wait for one if there is nothing else to do, or if sampling is paused."""
         if all(hold.reached.done() for hold in self._holds) and (self._holds or not (self._running or self._waiting)):
             self._outbox.flush(self._version, now=True)
             self._commands.get()()
@@ -257,7 +257,7 @@ class Worker:
         self._stops[slot, : len(stop_ids)] = stop_ids
 
     def _fill(self) -> None:
-        """Compute a bounded part of the pending prompts. Calls whose prompt is complete start to sample."""
+        """Compute a bounded part of the pending prompts. Calls whose prompt is complete start sampling."""
         slots, room, pieces = self._slots, self._fill_tokens, []
         for slot in self._filling if self._filling_is_due() else ():
             start, end = int(slots.computed[slot]), int(slots.planned[slot])
@@ -276,7 +276,7 @@ class Worker:
             self._decoder.arm([self._start_slot(slot) for slot in ready])
 
     def _filling_is_due(self) -> bool:
-        """Whether to fill now. On a GPU, many prompts cost about as much as one, so the first waits briefly for others."""
+        """Return whether to fill now. On a GPU, many prompts cost about as much as one, so the first waits briefly for others."""
         waited = time.monotonic() - self._filling_since >= self._fill_s
         return waited or 8 * len(self._filling) >= self._slots.count or not self._serial.any()
 
@@ -304,7 +304,7 @@ class Worker:
         self._collect(leave=self._decoder.ahead if sampling.size and not self._adjusted else 0)
 
     def _collect(self, leave: int) -> None:
-        """Collect the results of all pending steps but the newest `leave`."""
+        """Collect the results of all pending steps except the newest `leave` steps."""
         while len(self._pending) > leave:
             pending, serials = self._pending.popleft()
             ids, logprobs = self._decoder.collect(pending)
@@ -337,7 +337,7 @@ class Worker:
         self._decoder.park(slots.tolist())
 
     def _free(self, slot: int) -> None:
-        """Free a slot. Its computed prefix stays, for later calls that share it."""
+        """Free a slot. Its computed prefix is kept for later calls that share it."""
         call = self._running.pop(slot)
         del self._places[call.order.serial]
         self._serial[slot] = 0

@@ -1,1 +1,1 @@
-"""Observe mode: relays to endpoints that render and parse by themselves."""
+"""Observe mode: relays to endpoints that do their own rendering and parsing."""

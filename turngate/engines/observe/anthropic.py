@@ -1,7 +1,7 @@
 """Observe mode: relay calls to Anthropic's Messages API, `/v1/messages`.
 
 A `messages` call is forwarded unchanged; calls of other dialects are translated. The endpoint returns no token ids, so only text is
-recorded. The key is only in the `x-api-key` header of this file's client.
+recorded. The key is sent only in the `x-api-key` header.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from turngate.errors import BadRequest, EngineError, EngineRejected
 from turngate.types import CallDelta, Constraint, Delta, Finish, Json, Tool, ToolCall, Usage
 
 VERSION = "2023-06-01"
-# The API requires a bound on the answer, which agents of other dialects may not give. Models with a lower limit reject it.
+# The API requires a limit on the answer, which agents of other dialects may not set. If the model rejects it as too high,
+# `FEWER_TOKENS` is sent instead.
 MAX_TOKENS = 32_000
 FEWER_TOKENS = 4096
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
@@ -49,7 +50,7 @@ _FINISH: dict[str, Finish] = {
     "model_context_window_exceeded": "length",
     "refusal": "stop",
 }
-# This API has two kinds of signatures, but an agent's `thinking` block only one field: redacted thinking is marked by a prefix.
+# This API has two kinds of signatures, but an agent's `thinking` block has only one field. A prefix marks redacted thinking.
 _REDACTED = "redacted_thinking:"
 
 
@@ -117,7 +118,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class AnthropicRelay(StreamingRelay):
-    """One endpoint. `url` is its base as for Anthropic's SDKs, with or without `/v1`."""
+    """A relay to one endpoint. `url` is the base URL as in Anthropic's SDKs, with or without `/v1`."""
 
     dialect = "messages"
 
@@ -164,7 +165,7 @@ class AnthropicRelay(StreamingRelay):
 
 
 def _override_body(request: RelayRequest) -> dict[str, Any]:
-    """Override model, limit and sampling in the agent's body. Everything else is unchanged."""
+    """Override the model, token limit and sampling in the agent's body. Leave everything else unchanged."""
     body: dict[str, Any] = {**parse_fields("the body", request.call.body), "stream": True}
     if request.model:
         body["model"] = request.model
@@ -180,7 +181,7 @@ def _override_body(request: RelayRequest) -> dict[str, Any]:
 
 
 def _restore_redacted(message: Json) -> Json:
-    """Restore the redacted thinking blocks, which were handed out as signatures."""
+    """Restore redacted thinking blocks, which the agent received as signatures."""
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return message
     return {**message, "content": [_restore_block(block) for block in message["content"]]}
@@ -234,7 +235,7 @@ def _translate(request: RelayRequest, without: frozenset[str]) -> RelayBody:
 
 
 def _messages(history: Sequence[RelayMessage], as_user: bool, lost: list[str]) -> list[Json]:
-    """Translate the messages. A user message right after tool results is merged with them."""
+    """Translate the messages. Consecutive user messages and tool results are merged."""
     messages: list[dict[str, Any]] = []
     for entry in history:
         message = entry.message
@@ -275,12 +276,12 @@ def _turn(entry: RelayMessage, lost: list[str]) -> list[Json]:
 
 
 def _text(text: str) -> list[Json]:
-    """Build a text block. The API rejects blank text."""
+    """Build a list with one text block, or an empty list for blank text, which the API rejects."""
     return [{"type": "text", "text": text}] if text.strip() else []
 
 
 def _id(call_id: str) -> str:
-    """Replace characters that the API does not allow."""
+    """Replace characters that the API does not allow in an id."""
     return re.sub(r"[^a-zA-Z0-9_-]", "_", call_id)
 
 
@@ -315,7 +316,7 @@ def _thinking(
     if constraint is not None and constraint.kind == "json_schema":
         config["format"] = {"type": "json_schema", "schema": constraint.schema}
     elif constraint is not None and constraint.kind == "json_object":
-        raise BadRequest("response_format: this endpoint supports json_schema, but not json_object; give a schema")
+        raise BadRequest("response_format: this endpoint supports json_schema, but not json_object; set a schema")
     thinks, effort = wants_thinking(request.call), reasoning_effort(request.call)
     if thinks is not None:
         optional["thinking"] = ("thinking", "adaptive")
@@ -336,9 +337,9 @@ def _thinking(
 
 
 class _Answer:
-    """Collects a reply, event by event.
+    """A reply, collected event by event.
 
-    `keep_verbatim`: keep the turn in the endpoint's format, because the agent's dialect may not return all of it.
+    `keep_verbatim` keeps the turn in the endpoint's format, because an agent of a different dialect may not send all of it back.
     """
 
     def __init__(self, client: EngineClient, *, keep_verbatim: bool) -> None:

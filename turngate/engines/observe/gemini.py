@@ -1,7 +1,7 @@
 """Observe mode: relay calls to Google's Gemini API, `/v1beta/models/{model}:streamGenerateContent`.
 
-A `gemini` call is forwarded unchanged; calls of other dialects are translated. Text is recorded, and log-probabilities on request
-(`capture="logprobs"`), which few of its models return. The key is only in the `x-goog-api-key` header of this file's client.
+A `gemini` call is forwarded unchanged; calls of other dialects are translated. Text is recorded, and on request
+also log-probabilities (`capture="logprobs"`), which few models return. The key is sent only in the `x-goog-api-key` header.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _SAMPLING = {
 }
 _LEVELS = {"minimal": "MINIMAL", "low": "LOW", "medium": "MEDIUM", "high": "HIGH", "xhigh": "HIGH", "max": "HIGH"}
 _FINISH: dict[str, Finish] = {"STOP": "stop", "MAX_TOKENS": "length", "CONTINUATION": "length"}
-# Finish reasons by which the provider withholds an answer. Any other reason means that the model failed.
+# Finish reasons for answers that the provider withholds. Reasons in neither table mean that the model failed.
 _FILTERS = ("SAFETY", "RECITATION", "LANGUAGE", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII")
-# The signature that this API accepts for calls of another provider.
+# The signature that this API accepts for tool calls from a different provider.
 _UNSIGNED = "skip_thought_signature_validator"
 _SNAKE = re.compile(r"(?<!^)(?=[A-Z])")
 
@@ -119,7 +119,7 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class GeminiRelay(StreamingRelay):
-    """One endpoint. `url` is its base, with or without the API's version."""
+    """A relay to one endpoint. `url` is the base URL, with or without the API version."""
 
     dialect = "gemini"
 
@@ -173,18 +173,18 @@ class GeminiRelay(StreamingRelay):
 
 
 def _model(request: RelayRequest) -> str:
-    """Return the model's name, quoted for a path: an agent may not choose another path."""
+    """Return the model's name, quoted so that an agent cannot choose a different path."""
     return quote((request.model or request.call.model).removeprefix("models/"), safe="")
 
 
 def _find_spelling(body: dict[str, Any], name: str) -> str:
-    """Find the spelling of a field in the agent's body: snake case and camel case are allowed."""
+    """Return a field's name as the agent's body spells it: in snake case or camel case."""
     snake = _SNAKE.sub("_", name).lower()
     return snake if snake in body else name
 
 
 def _override_body(request: RelayRequest, *, logprobs: bool) -> dict[str, Any]:
-    """Override limit, sampling and log-probabilities in the agent's body. Everything else is unchanged."""
+    """Override the token limit, sampling and log-probabilities in the agent's body. Leave everything else unchanged."""
     body: dict[str, Any] = {**parse_fields("the body", request.call.body)}
     config_name = _find_spelling(body, "generationConfig")
     config: dict[str, Any] = {**parse_fields(config_name, bytes(body.get(config_name, b"null")))}
@@ -203,7 +203,7 @@ def _override_body(request: RelayRequest, *, logprobs: bool) -> dict[str, Any]:
 
 
 def _translate_pinned(sampling: Sampling) -> dict[str, Json]:
-    """Translate the session's sampling, with neutral values: the models' defaults are not neutral."""
+    """Translate the session's sampling. Neutral values are included, because the models' defaults are not neutral."""
     return {
         "temperature": sampling.temperature,
         "topP": sampling.top_p,
@@ -249,7 +249,7 @@ def _translate(request: RelayRequest, without: frozenset[str], *, logprobs: bool
 
 
 def _contents(history: Sequence[RelayMessage], unsigned: bool, lost: list[str]) -> list[Json]:
-    """Translate the messages. The results of a turn's calls have to be together, right after it."""
+    """Translate the messages. The API requires the results of a turn's calls together, right after the turn."""
     contents: list[dict[str, Any]] = []
     answering = False
     for entry in history:
@@ -338,9 +338,9 @@ def _thinking(
 
 
 class _Answer:
-    """Collects a reply, event by event.
+    """A reply, collected event by event.
 
-    `keep_verbatim`: keep the turn in the endpoint's format, because the agent's dialect may not return all of it.
+    `keep_verbatim` keeps the turn in the endpoint's format, because an agent of a different dialect may not send all of it back.
     """
 
     def __init__(self, client: EngineClient, *, keep_verbatim: bool) -> None:
@@ -349,7 +349,7 @@ class _Answer:
         self._keep_verbatim = keep_verbatim
         self._usage: Usage | None = None
         self._parts: list[dict[str, Any]] = []  # the turn in the endpoint's format
-        self._ids: list[str] = []  # of the calls; empty where the endpoint gave none
+        self._ids: list[str] = []  # of the calls; empty where the endpoint sent none
         self._has_output = False
         self._fault = ""
 
@@ -399,7 +399,7 @@ class _Answer:
         return events
 
     def _keep(self, part: _Part) -> None:
-        """Keep a part for the next request: signatures, but no thoughts. Text pieces are joined up to a signature."""
+        """Keep a part for the next request: text and signatures, but no thoughts. Text is joined up to the next signature."""
         if part.thought and not part.thought_signature:
             return
         text = "" if part.thought else part.text or ""
@@ -417,7 +417,7 @@ class _Answer:
         part: dict[str, Any] = {"functionCall": {**wire, "id": call.id} if call.id else wire}
         self._parts.append({**part, "thoughtSignature": signature} if signature else part)
         self._ids.append(call.id or "")
-        # An agent refers to a call by its id, so a call without one gets one.
+        # An agent refers to a call by its id, so every call needs one.
         name = call.id or f"call_{uuid.uuid4().hex[:24]}"
         seal = "" if self._keep_verbatim else signature
         return [CallDelta(len(self._ids) - 1, ToolCall(name, call.name, "{}" if args == "null" else args, seal))]

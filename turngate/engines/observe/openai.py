@@ -1,8 +1,8 @@
 """Observe mode: relay calls to any OpenAI-compatible `/v1/chat/completions`.
 
-A `chat` call is forwarded unchanged; calls of other dialects are translated. The endpoint renders and parses; its token data is
-recorded. The relay requests as much as the endpoint gives (`capture`): token ids and log-probabilities from vLLM, log-probabilities
-from many, text from all. The provider's key is only in the `Authorization` header of this file's client.
+A `chat` call is forwarded unchanged; calls of other dialects are translated. The endpoint renders and parses, and its token data is
+recorded. The relay requests as much as the endpoint supports (`capture`): token ids and log-probabilities from vLLM, log-probabilities
+from many other endpoints, and text from all. The provider's key is sent only in the `Authorization` header.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from turngate.types import (
 
 _DIALECT = "chat"
 
-# Fields that each capture level adds. `tokens` is vLLM's, which also supports its own sampling fields.
+# Fields that each capture level adds. `tokens` is for vLLM, which also supports the sampling fields in `_EXTENSIONS`.
 _CAPTURE_FIELDS: dict[Capture, dict[str, bool]] = {
     "tokens": {"return_token_ids": True, "logprobs": True},
     "logprobs": {"logprobs": True},
@@ -64,8 +64,8 @@ _LEVELS: tuple[Capture, ...] = ("text", "logprobs", "tokens")
 _STANDARD = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed")
 _EXTENSIONS = ("top_k", "min_p", "repetition_penalty", "min_tokens")
 _BEYOND_OPENAI = re.compile(r"return_token_ids|" + "|".join(_EXTENSIONS))
-# Fields of an agent's body that do not affect sampling, or whose effect is recorded: sampling and constraint. Servers have many more
-# (`allowed_token_ids`, `structured_outputs`, `use_beam_search` …), and new ones with every version.
+# Fields of an agent's body that do not affect sampling, or whose effect is recorded (sampling and constraint). Any other field may bias
+# sampling: servers have many (`allowed_token_ids`, `structured_outputs`, `use_beam_search` …), and add more with every version.
 _HARMLESS = frozenset((*_STANDARD, *_EXTENSIONS)) - {"min_tokens"} | {
     *("model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens", "stop", "n"),
     *("tools", "tool_choice", "parallel_tool_calls", "response_format", "modalities", "logprobs", "top_logprobs"),
@@ -78,7 +78,7 @@ _FINISH: dict[str, Finish] = {
     "length": "length",
     "tool_calls": "tool_calls",
     "abort": "abort",
-    "error": "abort",  # OpenRouter, if the provider behind it failed
+    "error": "abort",  # OpenRouter: the provider behind it failed
     "insufficient_system_resource": "abort",  # DeepSeek
 }
 
@@ -97,7 +97,7 @@ class _ToolCall(msgspec.Struct):
 
 
 class _Message(msgspec.Struct):
-    """A message, or what a stream event adds to it."""
+    """A message, or the part of it in a stream event."""
 
     content: str | None = None
     refusal: str | None = None
@@ -119,7 +119,7 @@ class _Choice(msgspec.Struct):
     message: _Message | None = None
     delta: _Message | None = None
     finish_reason: str | None = None
-    stop_reason: str | int | None = None  # vLLM: the stop string that was met
+    stop_reason: str | int | None = None  # vLLM: the stop string that ended the answer
     logprobs: _Logprobs | None = None
     token_ids: list[int] | None = None
 
@@ -161,9 +161,9 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class OpenAIRelay:
-    """One OpenAI-compatible endpoint. `url` is its base: one with a path (`https://host/v1`) is used unchanged.
+    """A relay to one OpenAI-compatible endpoint. `url` is the base URL; `/v1` is added if it has no path.
 
-    `capture="auto"` first requests everything, and less if the endpoint rejects a field by name. Any other level is fixed.
+    `capture="auto"` first requests everything, and then less if the endpoint rejects a field by name. Any other level is fixed.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class OpenAIRelay:
 
     @property
     def capture(self) -> Capture:
-        """The level that is requested now. The chunks have what was returned."""
+        """The level that is currently requested. Chunks contain what the endpoint really returned."""
         return self._capture_request.level
 
     async def start(self) -> None:
@@ -231,7 +231,7 @@ class OpenAIRelay:
                 yield chunk
 
     async def _open(self, reply: Reply, request: RelayRequest) -> RelayBody:
-        """Send the call, and again without optional fields that the endpoint rejects."""
+        """Send the call. Send it again without optional fields that the endpoint rejects, or with a lower limit on the answer."""
         model = request.model or request.call.model
         shrinks = 0 if request.call.dialect == _DIALECT else SHRINKS
         while True:
@@ -265,13 +265,13 @@ class OpenAIRelay:
 
 
 class _CaptureRequest(msgspec.Struct, frozen=True):
-    """What the relay requests in addition to the agent."""
+    """The data that the relay requests beyond what the agent does."""
 
     level: Capture
-    usage: bool = True  # of a stream: `stream_options.include_usage`
+    usage: bool = True  # in a stream: `stream_options.include_usage`
 
     def without(self, refusal: str, adapts: bool) -> _CaptureRequest | None:
-        """Return a smaller request, if the rejection names a part of this one."""
+        """Return a smaller request if the rejection names a part of this one, or None if it does not."""
         if self.usage and "stream_options" in refusal:
             return _CaptureRequest(self.level, usage=False)
         if adapts and self.level == "tokens" and _BEYOND_OPENAI.search(refusal):
@@ -285,7 +285,7 @@ class _CaptureRequest(msgspec.Struct, frozen=True):
 
 
 def _override_body(body: dict[str, msgspec.Raw], request: RelayRequest, capture: _CaptureRequest) -> dict[str, Any]:
-    """Override model, limits, sampling and capture in the agent's body. Everything else is unchanged."""
+    """Override the model, token limits, sampling and capture fields in the agent's body. Leave everything else unchanged."""
     overridden: dict[str, Any] = {**body, **_CAPTURE_FIELDS[capture.level]}
     if "stream" in body:
         overridden["stream"] = bytes(body["stream"]) == b"true"
@@ -337,7 +337,7 @@ def _translate(request: RelayRequest, capture: _CaptureRequest, without: frozens
     body |= _CAPTURE_FIELDS[capture.level]
     if capture.usage:
         body["stream_options"] = {"include_usage": True}
-    if request.max_tokens is not None:  # newer OpenAI models use another name
+    if request.max_tokens is not None:  # newer OpenAI models use a different name
         optional["max_tokens"] = ("max_completion_tokens",)
         body["max_completion_tokens" if "max_tokens" in without else "max_tokens"] = request.max_tokens
     if call.stop:
@@ -360,7 +360,7 @@ def _message(
         wire: dict[str, Json] = {"role": message.role, "content": message.content}
         if message.role == "tool":
             return {**wire, "tool_call_id": message.tool_call_id}
-        if message.role == "system":  # many chat templates only accept it at the start
+        if message.role == "system":  # many chat templates accept a system message only at the start
             optional["system"] = ("system message", "system role")
             if "system" in without:
                 lost.append("the role of later system messages")
@@ -443,12 +443,12 @@ def _add_sampling(
     optional: dict[str, tuple[str, ...]],
     lost: list[str],
 ) -> None:
-    """Add the sampling: the session's, or the agent's as far as the endpoint supports it."""
+    """Add the session's sampling, or the part of the agent's sampling that the endpoint supports."""
     if request.sampling is not None:
         _override_sampling(body, request.sampling, everything=capture.level == "tokens")
         return
-    known_here = (*_STANDARD, *_EXTENSIONS) if capture.level == "tokens" else _STANDARD
-    sampling, unsupported = translate_sampling(request.call, {name: name for name in known_here}, without)
+    supported = (*_STANDARD, *_EXTENSIONS) if capture.level == "tokens" else _STANDARD
+    sampling, unsupported = translate_sampling(request.call, {name: name for name in supported}, without)
     optional |= {name: (name,) for name in sampling if name in _STANDARD}
     lost += unsupported
     body |= sampling
@@ -458,9 +458,9 @@ def _add_sampling(
 
 
 class _Answer:
-    """Collects a reply, event by event.
+    """A reply, collected event by event.
 
-    `keep_verbatim`: keep the turn in the endpoint's format, because agents of another dialect may not return reasoning.
+    `keep_verbatim` keeps the turn in the endpoint's format, because an agent of a different dialect may not send reasoning back.
     """
 
     def __init__(self, client: EngineClient, *, keep_verbatim: bool) -> None:
@@ -469,13 +469,13 @@ class _Answer:
         self._keep_verbatim = keep_verbatim
         self._usage: Usage | None = None
         self._calls = _Calls(client.engine)
-        self._has_ids = True  # whether every fragment of a call came with token ids
+        self._has_ids = True  # whether every fragment of a call had token ids
         self._text: dict[str, list[str]] = {"content": [], "reasoning": []}
         self._stopped_by = ""
         self._fault = ""
 
     def add(self, data: bytes) -> RelayChunk | None:
-        """Return what an event adds. The finish is left to `end`, because usage follows it."""
+        """Return the chunk for an event, or None if it adds nothing. `end` reports the finish, because usage arrives after it."""
         event = self._client.decode(_decode, data)
         if is_present(event.error):
             raise self._client.failure_in_stream(event.error, default_status=500)
@@ -491,11 +491,11 @@ class _Answer:
         return RelayChunk(tuple(events), ids, logprobs, event.prompt_token_ids)
 
     def end(self) -> RelayChunk:
-        """Return the last chunk, with the last tool call. Its token ids came with its fragments."""
+        """Return the last chunk, with the last tool call. The call's token ids were in earlier chunks, with its fragments."""
         calls = tuple(self._calls.close())
         finish = self.finish
         if self._keep_verbatim and self._calls.whole and finish == "stop":
-            finish = "tool_calls"  # some providers report it only for calls that were not forced
+            finish = "tool_calls"  # some providers report `tool_calls` only if the call was not forced
         return RelayChunk(
             calls,
             ids=[] if calls and self._has_ids else None,
@@ -541,7 +541,7 @@ class _Answer:
 
 
 class _Calls:
-    """Assembles tool calls from fragments. A call is complete when the next one starts, or at the end."""
+    """Tool calls, assembled from fragments. A call is complete when the next one starts, or at the end."""
 
     def __init__(self, engine: str) -> None:
         self.whole: list[ToolCall] = []
@@ -565,7 +565,7 @@ class _Calls:
     def close(self) -> list[CallDelta]:
         if not self._open:
             return []
-        # An agent refers to a call by its id, so a call without one gets one.
+        # An agent refers to a call by its id, so every call needs one.
         call = ToolCall(self._id or f"call_{uuid.uuid4().hex[:24]}", self._name, "".join(self._arguments))
         self._open, self._id, self._name, self._arguments = False, "", "", []
         self.whole.append(call)

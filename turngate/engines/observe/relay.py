@@ -1,6 +1,6 @@
 """Shared parts of the observe-mode relays: send a call in the endpoint's format, and stream its answer as chunks.
 
-`anthropic`, `gemini` and `responses` implement the format; `openai` has its own relay, because it can also return tokens.
+`anthropic`, `gemini` and `responses` implement their formats. `openai` has its own relay, because it can also return tokens.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ T = TypeVar("T")
 
 
 class AnswerCollector(Protocol):
-    """Collects one reply, event by event."""
+    """A reply, collected event by event."""
 
     finish: Finish | None
 
     def add(self, data: bytes) -> RelayChunk | None:
-        """Return what an event adds, if anything."""
+        """Return the chunk for an event, or None if it adds nothing."""
 
     def end(self) -> RelayChunk:
         """Return the last chunk, after the end of the stream."""
@@ -36,7 +36,7 @@ class AnswerCollector(Protocol):
 async def stream_answer(
     endpoint: str, answer: AnswerCollector, reply: Reply, batches: AsyncIterator[list[bytes]]
 ) -> AsyncGenerator[RelayChunk, None]:
-    """Yield the answer. Events of one read are merged; output before a failure is yielded before it is raised."""
+    """Yield the answer. Events of one read are merged. Output that precedes a failure is yielded before the failure is raised."""
     async for batch in batches:
         chunks: list[RelayChunk] = []
         failure: TurngateError | None = None
@@ -59,7 +59,7 @@ async def stream_answer(
 
 
 def _merge_chunks(chunks: Sequence[RelayChunk]) -> list[RelayChunk]:
-    """Merge consecutive chunks. Chunks with and without ids are never mixed."""
+    """Merge consecutive chunks. Chunks with ids are never merged with chunks without ids."""
     merged: list[RelayChunk] = []
     for has_ids, group in groupby(chunks, lambda chunk: chunk.ids is not None):
         run = list(group)
@@ -76,7 +76,7 @@ def _merge_chunks(chunks: Sequence[RelayChunk]) -> list[RelayChunk]:
 
 
 class StreamingRelay:
-    """One endpoint. Answers are always streamed, also if the agent did not ask for it: a stream can be aborted."""
+    """A relay to one endpoint. Answers are always streamed, even if the agent did not ask for it, because a stream can be aborted."""
 
     name: str
     dialect: str
@@ -115,7 +115,7 @@ class StreamingRelay:
                 yield chunk
 
     async def _open(self, reply: Reply, request: RelayRequest) -> RelayBody:
-        """Send the call, and again without optional fields that the endpoint rejects."""
+        """Send the call. Send it again without optional fields that the endpoint rejects, or with a lower limit on the answer."""
         model = request.model or request.call.model
         shrinks = 0 if request.call.dialect == self.dialect else SHRINKS
         while True:
@@ -145,7 +145,7 @@ class StreamingRelay:
         raise AssertionError("a document is one batch of one event")
 
     async def _probe(self, path: str) -> list[Health]:
-        """Check that the endpoint answers at this path."""
+        """Check that the endpoint responds at this path."""
         seen = Health(url=self._client.url, ok=True, in_flight=self._client.in_flight)
         try:
             await self._client.ping(path)

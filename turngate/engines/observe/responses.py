@@ -1,10 +1,10 @@
 """Observe mode: relay calls to OpenAI's Responses API, `/v1/responses`.
 
-A `responses` call is forwarded almost unchanged; calls of other dialects are translated, with nothing stored at the provider. Text is
-recorded, and its log-probabilities on request (`capture="logprobs"`). The key is only in the `Authorization` header of this file's client.
+A `responses` call is forwarded almost unchanged. Calls of other dialects are translated, and the provider does not store them. Text is
+recorded, and on request also its log-probabilities (`capture="logprobs"`). The key is sent only in the `Authorization` header.
 
-Two parts of a `responses` call are changed. Item ids that the gateway gave to the agent are removed, and encrypted items get back the id
-that the endpoint gave them. Tools that the provider runs itself are not offered, because the gateway cannot forward their items.
+Two parts of a `responses` call are changed. Item ids that the gateway created are removed, and encrypted items get their original id
+back. Tools that run at the provider are removed, because the gateway cannot forward their items.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from turngate.types import CallDelta, Capture, Constraint, Delta, Finish, Json, 
 _SAMPLING = {"temperature": "temperature", "top_p": "top_p"}
 _ENCRYPTED_REASONING = "reasoning.encrypted_content"
 _LOGPROBS = "message.output_text.logprobs"
-_GATEWAY_ITEM_ID = re.compile(r"[a-z]+_tg[0-9a-f]{24}")  # item ids of the gateway
-_ID_AND_ENCRYPTED = re.compile(r"(?s)([a-z]+_[0-9A-Za-z_-]+):(.+)")  # the endpoint's id of an item, and its content
+_GATEWAY_ITEM_ID = re.compile(r"[a-z]+_tg[0-9a-f]{24}")  # item ids that the gateway created
+_ID_AND_ENCRYPTED = re.compile(r"(?s)([a-z]+_[0-9A-Za-z_-]+):(.+)")  # the endpoint's id of an item, and its encrypted content
 _PLACEHOLDER_PREFIX = "tg1."  # the gateway's placeholder for missing encrypted content
 _HOSTED = ("web_search", "image_generation")
 _PLAIN = (None, "", "functions")  # namespaces that are not part of a function's name
@@ -115,7 +115,7 @@ _raws = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
 class ResponsesRelay(StreamingRelay):
-    """One endpoint. `url` is its base: one with a path (`https://host/v1`) is used unchanged."""
+    """A relay to one endpoint. `url` is the base URL; `/v1` is added if it has no path."""
 
     dialect = "responses"
 
@@ -165,7 +165,7 @@ class ResponsesRelay(StreamingRelay):
 
 
 def _override_body(request: RelayRequest, without: frozenset[str], *, logprobs: bool) -> RelayBody:
-    """Override model, limit, sampling and capture in the agent's body. Everything else is unchanged."""
+    """Override the model, token limit, sampling and capture fields, restore items, and remove hosted tools."""
     body: dict[str, Any] = {**parse_fields("the body", request.call.body), "stream": True}
     lost: list[str] = []
     if request.model:
@@ -191,7 +191,7 @@ def _override_body(request: RelayRequest, without: frozenset[str], *, logprobs: 
 
 
 def _list(raw: msgspec.Raw | None) -> list[msgspec.Raw]:
-    """Return the raw items of a list in the agent's body; empty if it is not a list."""
+    """Return the raw items of a list in the agent's body, or an empty list for any other value."""
     return _raws(raw) if raw is not None and bytes(raw).startswith(b"[") else []
 
 
@@ -206,7 +206,7 @@ def _optional_includes(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _restore_item(raw: msgspec.Raw) -> Json:
-    """Restore an item as the endpoint sent it: its id, and its encrypted content."""
+    """Restore an item's id and encrypted content as the endpoint sent them."""
     if b"_tg" not in bytes(raw) and b'"encrypted_content"' not in bytes(raw):
         return raw
     item = msgspec.json.decode(raw)
@@ -334,9 +334,9 @@ def _thinking(
 
 
 class _Answer:
-    """Collects a reply, event by event.
+    """A reply, collected event by event.
 
-    `keep_verbatim`: keep the turn in the endpoint's format, because the agent's dialect may not return all of it.
+    `keep_verbatim` keeps the turn in the endpoint's format, because an agent of a different dialect may not send all of it back.
     """
 
     def __init__(self, client: EngineClient, *, keep_verbatim: bool) -> None:
@@ -345,7 +345,7 @@ class _Answer:
         self._keep_verbatim = keep_verbatim
         self._usage: Usage | None = None
         self._items: list[msgspec.Raw] = []  # the turn in the endpoint's format
-        self._must_return = False  # the items have to be returned unchanged
+        self._must_return = False  # whether the items must be sent back unchanged
         self._calls: list[ToolCall] = []
         self._has_output = False
         self._fault = ""
@@ -419,7 +419,7 @@ class _Answer:
                 self._fault = f"{self._client.engine} withheld the answer ({reason})"
 
     def _failure(self, event: _Event) -> TurngateError:
-        """Build the error: its details may be in any of three fields."""
+        """Build the error, whose details may be in any of three fields."""
         inside = event.response.error if event.response is not None else msgspec.Raw()
         bare = msgspec.json.encode({"code": event.code, "message": event.message or "unknown error"})
         error = next((raw for raw in (event.error, inside) if is_present(raw)), msgspec.Raw(bare))

@@ -1,7 +1,7 @@
-"""Translate a call for an endpoint of another dialect. No I/O.
+"""Translate a call for an endpoint of a different dialect. No I/O.
 
-A relay has one function that translates a request to its endpoint's format (`RelayBody`). What that format cannot express is either
-rejected by name, if the answer would not be what the agent asked for, or left out and reported as lost.
+Each relay has one function that translates a request to its endpoint's format (`RelayBody`). A setting that this format cannot express
+is left out and reported as lost. If the answer would then not be what the agent asked for, the call is rejected instead.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from turngate.errors import BadRequest, ContextOverflow, EngineRejected
 from turngate.types import Call, Constraint, Json, Message, Sampling, Tool
 
 NEUTRAL = msgspec.structs.asdict(Sampling())
-SHRINKS = 2  # how often the limit on the answer is lowered to fit the context
-_MODELS = 64  # maximum models whose rejected fields are remembered
-# Never forwarded: these belong to the gateway, or to one connection.
+SHRINKS = 2  # how many times the limit on the answer is lowered to fit the context
+_MODELS = 64  # maximum number of models whose rejected fields are remembered
+# Headers that are never forwarded, because they belong to the gateway or to one connection.
 _NEVER_FORWARDED = re.compile(
     "authorization|x-api-key|x-goog-api-key|cookie|host|connection|(content|accept|transfer)-.*", re.IGNORECASE
 )
@@ -28,7 +28,7 @@ _NEVER_FORWARDED = re.compile(
 class RelayBody(msgspec.Struct, frozen=True):
     """A body for an endpoint.
 
-    `optional`: fields that may be left out, each with the words by which endpoints reject it.
+    `optional` has the fields that may be left out, each with the words that endpoints use to reject it.
     """
 
     body: dict[str, Any]
@@ -37,7 +37,7 @@ class RelayBody(msgspec.Struct, frozen=True):
     biases: tuple[str, ...] = ()  # fields that may bias the sampling
 
     def find_rejected(self, message: str) -> set[str]:
-        """Find the fields that a rejection names."""
+        """Return the optional fields that a rejection names."""
         text = message.lower()
         return {name for name, words in self.optional.items() if any(word.lower() in text for word in words)}
 
@@ -58,7 +58,7 @@ class RejectedFields:
 
 
 class RelayMessage(msgspec.Struct, frozen=True):
-    """A message. `turn`: in the endpoint's own format, if it must be returned unchanged."""
+    """A message. `turn` is the message in the endpoint's own format, if it must be sent back unchanged."""
 
     message: Message
     turn: msgspec.Raw | None = None
@@ -73,15 +73,15 @@ _verbatim = msgspec.json.Decoder(_Verbatim)
 
 
 def encode_verbatim(turn: Json, ids: Sequence[str]) -> bytes:
-    """Encode a turn for `RelayChunk.verbatim`: in the endpoint's format, with its ids of the calls."""
+    """Encode a turn for `RelayChunk.verbatim`: the turn in the endpoint's format, and the endpoint's ids of its tool calls."""
     return msgspec.json.encode({"ids": ids, "turn": turn})
 
 
 def read_messages(request: RelayRequest) -> list[RelayMessage]:
-    """Read the messages of a call. Tool results refer to calls by the endpoint's ids, and name the tool."""
+    """Decode the messages of a call. Tool results get the endpoint's ids of their calls, and the names of their tools."""
     history = request.call.history
     messages: list[RelayMessage] = []
-    calls: dict[str, tuple[str, str]] = {}  # the agent's id of a call → the endpoint's, and the tool's name
+    calls: dict[str, tuple[str, str]] = {}  # the agent's id of a call → the endpoint's id, and the tool's name
     taken: set[str] = set()
     for index in range(len(history.raws)):
         stored = request.verbatim.get(index)
@@ -106,7 +106,7 @@ def read_messages(request: RelayRequest) -> list[RelayMessage]:
 
 
 def _make_unique(call_id: str, taken: set[str]) -> str:
-    """Make an id unique: some agents restart their counter in every turn, but most endpoints need unique ids."""
+    """Make an id unique. Some agents restart their counter in every turn, but most endpoints require unique ids."""
     unique = call_id
     while unique in taken:
         unique = f"{call_id}_{len(taken)}"
@@ -125,18 +125,18 @@ def list_tools(call: Call) -> tuple[Tool, ...]:
 
 
 def list_allowed_tools(constraint: Constraint, tools: Sequence[Tool]) -> tuple[str, ...]:
-    """List the tools that a reply has to choose from; empty if those are all."""
+    """List the tools that a reply must choose from. Return an empty tuple if all tools are allowed."""
     names = [choice["properties"]["name"]["const"] for choice in constraint.schema["items"]["anyOf"]]
     return tuple(names) if set(names) != {tool.name for tool in tools} else ()
 
 
 def reasoning_effort(call: Call) -> str:
-    """Return the reasoning effort that the agent requests, if any."""
+    """Return the reasoning effort that the agent requests, or an empty string."""
     return str(call.template_hints.get("reasoning_effort") or "")
 
 
 def wants_thinking(call: Call) -> bool | None:
-    """Return whether the agent wants the model to think; None if it does not say."""
+    """Return whether the agent wants the model to think, or None if the request does not specify it."""
     if reasoning_effort(call):
         return reasoning_effort(call) != "none"
     enabled = call.template_hints.get("enable_thinking")
@@ -144,7 +144,7 @@ def wants_thinking(call: Call) -> bool | None:
 
 
 def parse_arguments(text: str) -> dict[str, Json]:
-    """Parse the arguments of a call, for formats that only accept objects. Malformed text is kept in a field."""
+    """Parse the arguments of a call, for formats that accept only objects. Malformed text becomes the value of a field."""
     try:
         value = msgspec.json.decode(text or "{}")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -153,16 +153,16 @@ def parse_arguments(text: str) -> dict[str, Json]:
 
 
 def list_unsupported(call: Call, *supported: str) -> list[str]:
-    """List requested settings of thinking and style that the endpoint does not support."""
+    """List the requested thinking and style settings that the endpoint does not support."""
     requested = [name for name in ("thinking_budget", "verbosity") if call.template_hints.get(name) is not None]
     requested += ["chat_template_kwargs"] if call.template_kwargs else []
     return [name for name in requested if name not in supported]
 
 
 def shrink_to_fit(request: RelayRequest, body: RelayBody, error: ContextOverflow) -> RelayRequest | None:
-    """Lower the limit on the answer so that the prompt fits, if only that limit was too large.
+    """Lower the limit on the answer so that the call fits the context. Return None if that is not possible.
 
-    An agent of another dialect asks for as long an answer as its own provider's models can give.
+    An agent of a different dialect requests answers as long as its own provider's models allow.
     """
     bound = next((body.body[name] for name in _BOUNDS if name in body.body), None)
     if bound is None or error.limit is None or error.size is None:
@@ -175,12 +175,12 @@ _BOUNDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
 def translate_pinned(endpoint: str, sampling: Sampling, names: Mapping[str, str]) -> dict[str, Json]:
-    """Translate the session's sampling to the endpoint's `names`, without neutral values. Fails if one is not supported."""
+    """Translate the session's sampling to the endpoint's `names`, without neutral values. Raise `EngineRejected` for an unsupported one."""
     values = {name: value for name, value in msgspec.structs.asdict(sampling).items() if value != NEUTRAL[name]}
     unsupported = [name for name in values if name not in names]
     if unsupported:
         raise EngineRejected(
-            f"this session pins {', '.join(unsupported)}, which {endpoint} does not support; open the session without it"
+            f"this session pins {', '.join(unsupported)}, which {endpoint} does not support; open the session without pinning it"
         )
     return {names[name]: value for name, value in values.items()}
 
@@ -188,7 +188,7 @@ def translate_pinned(endpoint: str, sampling: Sampling, names: Mapping[str, str]
 def translate_sampling(
     call: Call, names: Mapping[str, str], without: frozenset[str]
 ) -> tuple[dict[str, Json], list[str]]:
-    """Translate the agent's sampling to the endpoint's `names`. Also returns what is lost."""
+    """Translate the agent's sampling to the endpoint's `names`. Also return the names of unsupported settings."""
     values = {name: value for name, value in call.sampling.items() if value != NEUTRAL[name]}
     translated = {names[name]: value for name, value in values.items() if name in names and names[name] not in without}
     return translated, [name for name in values if name not in names or names[name] in without]
@@ -206,7 +206,7 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw] | None).decode
 
 
 def select_headers(request: RelayRequest, dialect: str) -> dict[str, str]:
-    """Select the agent's headers to forward to an endpoint of the same dialect. Never a key."""
+    """Select the agent's headers to forward to an endpoint of the same dialect. Keys are never forwarded."""
     if request.call.dialect != dialect:
         return {}
     return {
