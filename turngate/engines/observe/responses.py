@@ -41,7 +41,9 @@ _SAMPLING = {"temperature": "temperature", "top_p": "top_p"}
 _ENCRYPTED_REASONING = "reasoning.encrypted_content"
 _LOGPROBS = "message.output_text.logprobs"
 _GATEWAY_ITEM_ID = re.compile(r"[a-z]+_tg[0-9a-f]{24}")  # item ids that the gateway created
-_ID_AND_ENCRYPTED = re.compile(r"(?s)([a-z]+_[0-9A-Za-z_-]+):(.+)")  # the endpoint's id of an item, and its encrypted content
+_ID_AND_ENCRYPTED = re.compile(
+    r"(?s)([a-z]+_[0-9A-Za-z_-]+):(.+)"
+)  # the endpoint's id of an item, and its encrypted content
 _PLACEHOLDER_PREFIX = "tg1."  # the gateway's placeholder for missing encrypted content
 _HOSTED = ("web_search", "image_generation")
 _PLAIN = (None, "", "functions")  # namespaces that are not part of a function's name
