@@ -80,7 +80,7 @@ def test_a_run_is_gone_on_with_and_what_does_not_fit_it_is_told(words: list[str 
 
     more = ran(*words, "--steps", "3", "--learning-rate", "0.002")
     assert more.exit_code == 0, more.output
-    assert more.output.count("learning rate 0.002 from step 3 on; the checkpoint was made with 1e-05\n") == 1
+    assert more.output.count("the learning rate is 0.002 from step 3 on; the checkpoint used 1e-05\n") == 1
     again = ran(*words, "--steps", "3", "--learning-rate", "0.1")
     assert "there is nothing to train" in again.output and "learning rate" not in again.output, again.output
 
@@ -105,7 +105,7 @@ def test_a_held_out_set_that_is_not_that_of_the_run_is_told(words: list[str | Pa
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (["--every", "0"], "every: 0 must be at least 1"),
+        (["--every", "0"], "every must be at least 1, not 0"),
         (["--held-out-n", "0"], "held_out_n must be at least 1, not 0"),
         (["--held-out", "nope"], "held_out: nope does not exist; give a task folder"),
         (["--tasks", "nope"], "tasks: nope does not exist; give a task folder"),
@@ -152,7 +152,7 @@ def test_a_curve_compares_its_ends() -> None:
 
 
 def test_a_reward_that_is_not_known_is_not_drawn_as_none_at_all() -> None:
-    assert report.draw_curve([None, 0.5])[1].endswith("not known") and "0.00" not in report.draw_curve([None, 0.5])[1]
+    assert report.draw_curve([None, 0.5])[1].endswith("unknown") and "0.00" not in report.draw_curve([None, 0.5])[1]
     assert report.draw_svg("t", [0.5, None, 1.0], []).count("<circle") == 2
 
 

@@ -328,7 +328,7 @@ async def test_gradients_that_are_not_finite_are_not_followed(tmp_path: Path) ->
         await _trained(here, 1, folder=tmp_path / "checkpoints")
         before = [parameter.detach().clone() for parameter in here.engine.model.parameters()]
         spoilt = here.engine.model.embedding.weight.register_hook(lambda gradient: gradient * math.nan)
-        with pytest.raises(NonFiniteGradient, match=r"step 2 was not made: .* nan; .* step 1, and deliveries 2 to 2 "):
+        with pytest.raises(NonFiniteGradient, match=r"step 2 failed: .* nan; .* step 1, and deliveries 2 to 2 "):
             await _trained(here, 2, folder=tmp_path / "checkpoints")
         spoilt.remove()
         assert all(torch.equal(a, b) for a, b in zip(before, here.engine.model.parameters(), strict=True))
@@ -399,7 +399,7 @@ async def test_a_checkpoint_of_another_model_is_told_as_such(tmp_path: Path, cha
     other = model(vocabulary=VOCABULARY, **change)
     before = [parameter.detach().clone() for parameter in other.parameters()]
     with pytest.raises(
-        ConfigError, match=r"model_folder: .* of another shape .*--model-folder .*, or choose another --out"
+        ConfigError, match=r"model_folder: the shape of the model differs .*--model-folder .*, or choose another --out"
     ):
         assert found is not None
         found.restore(other, Learner(other, GrpoSettings()).optimizer)

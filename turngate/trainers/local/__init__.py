@@ -1,8 +1,8 @@
-"""The reference trainer (extra `local`): GRPO over a feed, with the weights that the in-process engine samples from.
+"""The reference trainer (extra `local`): GRPO over a feed, training the model that the in-process engine samples from.
 
-    loss        the loss: importance ratios, clipping, weights
-    grpo        one update: check the recorded log-probabilities, compute gradients, step behind the fence
-    checkpoint  weights, optimizer state, and the number of the last delivery
+    loss        importance ratios, clipping, weights
+    grpo        one update: check the recorded log-probabilities, compute gradients, update the weights behind the fence
+    checkpoint  weights, optimizer state, and the number of the last trained delivery
     training    the whole loop: gateway, engine, agents and trainer in one process
     report      the reward curve, as an image and for a terminal
 

@@ -1,8 +1,8 @@
 """Checkpoints: weights, optimizer state, and the position in the feed.
 
-A checkpoint is a folder `step-00012`: a Hugging Face model folder with two more files. It is written under another name, synced and
-renamed, so that it is complete or absent; then older ones are removed. It holds the number of the last delivery, so that a trainer that
-resumes from these weights continues exactly after the deliveries they were trained on.
+A checkpoint is a folder such as `step-00012`: a Hugging Face model folder with two extra files. It is written under a temporary name,
+synced and renamed, so it is either complete or absent. Older checkpoints are then removed. A checkpoint contains the number of the last
+delivery, so a trainer that resumes from its weights continues exactly after the deliveries they were trained on.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _MAKING = ".making-"
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
-    """Progress of a trainer."""
+    """The progress of a trainer."""
 
-    step: int = 0  # updates in the weights
-    number: int = 0  # of the last delivery in the weights
+    step: int = 0  # updates made to the weights
+    number: int = 0  # of the last delivery that the weights were trained on
     mark: str = ""  # identifies the feed
-    version: int = 0  # of the policy
-    history: tuple[Json, ...] = ()  # the steps so far
+    version: int = 0  # policy version
+    history: tuple[Json, ...] = ()  # all steps so far
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
@@ -40,9 +40,9 @@ class Checkpoint(msgspec.Struct, frozen=True):
     state: TrainerState
 
     def restore(self, model: Model, optimizer: torch.optim.Optimizer) -> float:
-        """Load weights and optimizer state in place. Returns the learning rate of the checkpoint.
+        """Load weights and optimizer state in place. Return the learning rate of the checkpoint.
 
-        The optimizer keeps its own settings, which may have changed since.
+        The optimizer keeps its current settings, which may differ from those in the checkpoint.
         """
         try:
             weights = load_file(self.folder / "model.safetensors")
@@ -54,30 +54,31 @@ class Checkpoint(msgspec.Struct, frozen=True):
             optimizer.load_state_dict({**optimizer.state_dict(), "state": saved["state"]})
             return float(saved["param_groups"][0]["lr"])
         except (OSError, SafetensorError, RuntimeError, ValueError, LookupError) as error:
-            raise ConfigError(f"checkpoint: {self.folder} cannot be resumed ({error})", param="out") from None
+            raise ConfigError(f"checkpoint: cannot resume from {self.folder} ({error})", param="out") from None
 
     def _check_shapes(self, model: Model, weights: Mapping[str, torch.Tensor]) -> None:
-        own, there = (
-            {name: tuple(one.shape) for name, one in given} for given in (list_weights(model), weights.items())
+        own, saved = (
+            {name: tuple(tensor.shape) for name, tensor in tensors}
+            for tensors in (list_weights(model), weights.items())
         )
-        for name in {**own, **there}:
-            if own.get(name) != there.get(name):
+        for name in {**own, **saved}:
+            if own.get(name) != saved.get(name):
                 raise ConfigError(
-                    f"model_folder: its model is of another shape than the one in {self.folder} ({name}: {own.get(name, 'none')}, "
-                    f"there {there.get(name, 'none')}); use the --model-folder that the run started with, or choose another "
-                    "--out folder",
+                    f"model_folder: the shape of the model differs from the checkpoint in {self.folder} "
+                    f"({name} is {own.get(name, 'missing')}, but {saved.get(name, 'missing')} in the checkpoint); "
+                    "use the --model-folder that the run started with, or choose another --out folder",
                     param="model_folder",
                 )
 
 
 def find_newest(folder: Path) -> Checkpoint | None:
-    """Find the newest complete checkpoint."""
-    found = sorted(folder.glob("step-*"), key=lambda one: int(one.name.removeprefix("step-")))
-    if not found:
+    """Return the newest complete checkpoint, or None if there is none."""
+    checkpoints = sorted(folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    if not checkpoints:
         return None
-    file = found[-1] / _STATE
+    file = checkpoints[-1] / _STATE
     try:
-        return Checkpoint(found[-1], msgspec.json.decode(file.read_bytes(), type=TrainerState))
+        return Checkpoint(checkpoints[-1], msgspec.json.decode(file.read_bytes(), type=TrainerState))
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"checkpoint: {file} cannot be read ({error})", param="out") from None
 
@@ -85,7 +86,7 @@ def find_newest(folder: Path) -> Checkpoint | None:
 def write_checkpoint(
     folder: Path, state: TrainerState, model: Model, optimizer: torch.optim.Optimizer, source: str | Path | None
 ) -> Checkpoint:
-    """Write a checkpoint. `source`: the model folder that training started from, for its tokenizer and settings."""
+    """Write a checkpoint. `source` is the model folder that training started from, with the tokenizer and settings to copy."""
     folder.mkdir(parents=True, exist_ok=True)
     for stale in folder.glob(f"{_MAKING}*"):
         shutil.rmtree(stale)

@@ -1,14 +1,14 @@
-"""GRPO over a feed, with the weights that the in-process engine samples from. Small on purpose: a reference for trainer authors.
+"""GRPO over a feed, training the model that the in-process engine samples from. A small reference for trainer authors.
 
     deliveries of the feed → rows → recompute log-probabilities and compare them with the recorded ones → loss (`loss.py`) → gradients
-    → fence up → one step of the optimizer → fence down at version n + 1 → checkpoint → commit
+    → pause at the fence → one optimizer step → resume at version n + 1 → checkpoint → commit
 
-`Learner` computes and knows nothing of gateways. `Trainer` is the loop around it. It needs a gateway, the `LocalEngine` behind it, and a
-feed.
+`Learner` does the computation and does not depend on a gateway. `Trainer` is the loop around it. It needs a gateway, the gateway's
+`LocalEngine`, and a feed.
 
-After a crash, the trainer resumes from the checkpoint's weights, after the delivery number in it. Updates since then are lost with their
-weights, and their deliveries are read again. A policy version never stands for two sets of weights: a trainer that resumes with older
-weights than the gateway has seen takes a new version number.
+After a crash, the trainer resumes with the weights of the checkpoint and continues after the delivery number in it. Later updates are lost,
+and their deliveries are read again. A policy version always identifies one set of weights: if the gateway has already seen newer weights
+than those in the checkpoint, the trainer chooses a new version number.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from turngate.trainers.local.loss import (
     compute_loss,
 )
 
-_MISMATCH_SHARE = 0.5  # if more of the compared rows differ, the setup is wrong, not the rows
-# Largest difference, in nats, between the recorded log-probability of a token and the one under later weights. A few clipped updates move
-# it by a few nats. Beyond 20, either the token was next to impossible when it was sampled (one in 5·10⁸) and the record is damaged, or its
-# ratio is practically 0 by now, and nothing would be learned from it.
+_MISMATCH_SHARE = 0.5  # if a larger share of the compared rows differs, the setup is wrong, not the rows
+# Maximum difference, in nats, between the recorded log-probability of a token and its log-probability under later weights. A few clipped
+# updates change it by a few nats. Beyond 20, either the token was almost impossible when it was sampled (one in 5·10⁸) and the record is
+# damaged, or its ratio is now practically 0 and the token has no effect.
 _MAX_DRIFT = 20.0
 
 
@@ -56,76 +56,73 @@ class GrpoSettings(msgspec.Struct, frozen=True, kw_only=True):
     learning_rate: float = 3e-5
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
-    clip_low: float = 0.2  # a ratio is clipped below 1 - this where the advantage is negative
-    clip_high: float = 0.28  # and above 1 + this where it is positive
+    clip_low: float = 0.2  # ratios below 1 - clip_low are clipped if the advantage is negative
+    clip_high: float = 0.28  # ratios above 1 + clip_high are clipped if the advantage is positive
     largest_gradient: float = 1.0  # gradients are scaled down to this norm
     normalise: Normalise = "token"
-    temperature: float = 1.0  # of the sessions: recorded log-probabilities are those of the sampled distribution
-    batch_tokens: int = 2048  # per forward pass; a shared prefix counts once
-    tolerance: float = (
-        0.05  # between recomputed and recorded log-probabilities; a row with a larger difference is rejected
-    )
+    temperature: float = 1.0  # must equal the sessions' temperature, which is part of the recorded log-probabilities
+    batch_tokens: int = 2048  # per forward pass, counting a shared prefix once
+    tolerance: float = 0.05  # rows whose recomputed log-probabilities differ by more are rejected
 
     def __post_init__(self) -> None:
         for name in ("groups", "batch_tokens"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: {getattr(self, name)} must be at least 1", param=name)
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", param=name)
         for name in ("learning_rate", "largest_gradient", "temperature", "tolerance"):
             if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}: {getattr(self, name)} must be more than 0", param=name)
+                raise ConfigError(f"{name} must be greater than 0, not {getattr(self, name)}", param=name)
 
 
 class LogprobMismatch(TurngateError):
-    """Recomputed and recorded log-probabilities differ for many rows: the setup is wrong."""
+    """Recomputed and recorded log-probabilities differ for many rows, so the setup is wrong."""
 
     kind = "logprobs_differ"
 
 
 class NonFiniteGradient(TurngateError):
-    """The norm of the gradients is not finite. No step was made."""
+    """The gradient norm is not finite. The weights were not updated."""
 
     kind = "gradient_not_finite"
 
 
 class UpdateMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """Metrics of the rows of an update."""
+    """Metrics over the rows of an update."""
 
     rows: int
-    tokens: int  # trained ones
+    tokens: int  # trained tokens
     loss: float
     entropy: float  # of the policy at the sampled tokens, in nats
     divergence: float  # from the sampling policy, per token
     clipped: float  # share of tokens
     compared: int  # rows sampled with exactly these weights
-    difference: (
-        float | None
-    )  # mean absolute difference between their recomputed and recorded log-probabilities; None: none was compared
+    # Mean and largest absolute difference between recomputed and recorded log-probabilities. None if no rows were compared.
+    difference: float | None
     largest: float | None
-    refused: tuple[str, ...]  # rows that were left out because they differ, with the reason
-    signal: bool  # whether some advantage is not 0
+    refused: tuple[str, ...]  # why each rejected row was left out
+    signal: bool  # whether any advantage is not 0
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """One update. Without a signal, the weights stay as they are."""
+    """One update. Without a signal, the weights do not change."""
 
     step: int
-    version: int  # of the policy after it
-    first: int  # numbers of its deliveries
+    version: int  # policy version after the update
+    first: int  # number of the first delivery; `last` is that of the last one
     last: int
-    reward: float | None  # mean over its graded rollouts
+    reward: float | None  # mean over the graded rollouts
     rewards: tuple[float, ...]
     passed: float | None  # share of graded rollouts that resolved their task
     excluded: int
-    why: tuple[str, ...] = ()  # reasons for exclusion, without duplicates
+    why: tuple[str, ...] = ()  # distinct reasons for exclusion
     stale: int  # policy versions between the oldest row and the weights
     measured: UpdateMetrics
     gradient: float  # norm, before scaling
-    seconds: dict[str, float]  # wait: for deliveries; train: rows to new weights; save
+    seconds: dict[str, float]  # wait: for deliveries; train: from rows to new weights
     sampled_tokens: int
 
 
 class Learner:
-    """A model and its optimizer. Blocking."""
+    """A model and its optimizer. Its methods block."""
 
     def __init__(self, model: Model, settings: GrpoSettings) -> None:
         self.model = model
@@ -139,15 +136,15 @@ class Learner:
         )
 
     def gradients(self, rows: Sequence[Row], version: int) -> UpdateMetrics:
-        """Compute the gradients of the loss over these rows. `version`: of the present weights.
+        """Compute the gradients of the loss over these rows. `version` is the version of the current weights.
 
-        Raises `NonFiniteGradient`, and clears the gradients, if they are not finite.
+        If the gradients are not finite, clear them and raise `NonFiniteGradient`.
         """
         settings, totals = self.settings, _UpdateTotals()
         self.optimizer.zero_grad(set_to_none=True)
         weights, tokens = [row.weight for row in rows], [int(row.mask.sum()) for row in rows]
         by = compute_divisor(weights, tokens, settings.normalise)
-        # Rows without an advantage are compared, but need no backward pass.
+        # Rows with an advantage of 0 are compared, but need no backward pass.
         for silent in (False, True):
             chosen = [row for row in rows if (row.advantage == 0) == silent]
             for batch in split_batches(chosen, settings.batch_tokens):
@@ -157,11 +154,11 @@ class Learner:
         norm = float(torch.nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
         if not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
-            raise NonFiniteGradient(f"the norm of the gradients is {norm}")
+            raise NonFiniteGradient(f"the gradient norm is {norm}")
         return measured
 
     def step(self) -> float:
-        """Make one optimizer step. Returns the norm of the gradients."""
+        """Make one optimizer step. Return the gradient norm before clipping."""
         norm = torch.nn.utils.clip_grad_norm_(
             self.model.parameters(), self.settings.largest_gradient, error_if_nonfinite=True
         )
@@ -170,7 +167,7 @@ class Learner:
         return float(norm)
 
     def logprobs(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-        """Compute log-probabilities and entropies of the trained tokens of all rows under the present weights."""
+        """Compute log-probabilities and entropies of the trained tokens of all rows under the current weights."""
         device, pack = self.model.device, pack_rows(rows)
         ids, positions, at = (torch.from_numpy(x).to(device) for x in (pack.ids, pack.positions, pack.at))
         hidden = self.model.run(ids[None], positions, _mask_attention(torch.from_numpy(pack.sees).to(device)))
@@ -199,7 +196,7 @@ class Learner:
                 if same:
                     totals.differ.append(why)
                 else:
-                    why += ", which the age of its weights does not explain"
+                    why += ", more than later updates can explain"
                 totals.refused.append(why)
         use = torch.from_numpy(kept[place]).to(device)
         terms = LossTerms(
@@ -238,15 +235,15 @@ class _UpdateTotals:
         self.tokens = 0
         self.signal = False
         self.compared: list[np.ndarray] = []
-        self.differ: list[str] = []  # rejected rows among the compared ones
+        self.differ: list[str] = []  # compared rows that were rejected
         self.refused: list[str] = []
 
     def summarize(self, rows: Sequence[Row], tokens: int) -> UpdateMetrics:
         if len(self.compared) > 1 and len(self.differ) > _MISMATCH_SHARE * len(self.compared):
             raise LogprobMismatch(
-                f"{len(self.differ)} of {len(self.compared)} rows have other log-probabilities than recorded, although the weights are the "
-                f"same ({self.differ[0]}); check that the trainer's temperature equals the sessions', and that the engine behind the "
-                "gateway samples from this model"
+                f"{len(self.differ)} of {len(self.compared)} rows differ from their recorded log-probabilities, although the "
+                f"weights are the same ({self.differ[0]}); check that the trainer and the sessions use the same temperature, "
+                "and that the gateway's engine samples from this model"
             )
         differences = np.concatenate(self.compared) if self.compared else None
         count = max(1, self.tokens)
@@ -266,12 +263,12 @@ class _UpdateTotals:
 
 
 def is_of_version(row: Row, version: int) -> bool:
-    """Check that all its trained tokens were sampled with these weights."""
+    """Return whether all trained tokens of a row were sampled at this version."""
     return all(span.version_start == span.version_end == version for span in row.spans if span.trained)
 
 
 class PackedRows(msgspec.Struct, frozen=True):
-    """Rows packed into one sequence: their shared prefix once, then the rest of each. Rollouts of a task share a prefix."""
+    """Rows packed into one sequence: the shared prefix once, then the rest of each row. Rollouts of the same task share a prefix."""
 
     ids: np.ndarray
     positions: np.ndarray
@@ -297,7 +294,7 @@ def pack_rows(rows: Sequence[Row]) -> PackedRows:
 
 
 def count_shared_prefix(rows: Sequence[Row]) -> int:
-    """Count the tokens that all rows start with. The position before a row's first trained token is never shared."""
+    """Return the length of the prefix that all rows share. It ends before the token that precedes the first trained one."""
     most = min(int(row.mask.argmax()) for row in rows) - 1
     differs = np.zeros(max(0, most), np.bool_)
     for row in rows[1:]:
@@ -306,7 +303,7 @@ def count_shared_prefix(rows: Sequence[Row]) -> int:
 
 
 def split_batches(rows: Sequence[Row], tokens: int) -> Iterator[list[Row]]:
-    """Split rows into batches of at most `tokens` packed tokens; a longer row gets its own batch."""
+    """Split rows into batches of at most `tokens` packed tokens. A longer row gets its own batch."""
     batch: list[Row] = []
     for row in rows:
         more = [*batch, row]
@@ -332,19 +329,20 @@ def _spread(values: list[float], place: np.ndarray, device: torch.device) -> Ten
 
 
 def _describe_mismatch(row: Row, differences: np.ndarray) -> str:
-    worst = int(differences.argmax())  # NaN counts as the largest
+    worst = int(differences.argmax())  # argmax returns the first NaN, if any
     place = int(np.flatnonzero(row.mask)[worst])
     return f"branch {row.branch}: token {place} differs by {differences[worst]:.3g}"
 
 
 class Trainer:
-    """The training loop. `engine` is the one behind the gateway; its model is trained.
+    """The training loop. It trains the model of `engine`, which must be the gateway's engine.
 
         async with await Feed.open(gateway, "name", FeedConfig(n=8), after=trainer.state.number, mark=trainer.state.mark) as feed:
             await trainer.run(feed, steps=20)
 
-    `folder` holds the checkpoints; the newest one is resumed, with its weights but with these settings. None: no checkpoints, and a commit
-    after every step. `every`: steps between checkpoints; the last step always writes one.
+    `folder` contains the checkpoints. Training resumes with the weights of the newest one, but with the given `settings`. If `folder` is
+    None, no checkpoints are written, and every step is committed. `every` is the number of steps between checkpoints. The last step always
+    writes one.
     """
 
     def __init__(
@@ -372,28 +370,28 @@ class Trainer:
         self._saved = 0  # the step of the newest checkpoint
 
     async def restore(self) -> None:
-        """Resume from the newest checkpoint, if there is one, and set the gateway's policy version."""
-        found = None if self._folder is None else await asyncio.to_thread(checkpoint.find_newest, self._folder)
-        state = self.state if found is None else found.state
-        present = (await self._gateway.fence()).version
+        """Resume from the newest checkpoint, if any, and set the gateway's policy version."""
+        newest = None if self._folder is None else await asyncio.to_thread(checkpoint.find_newest, self._folder)
+        state = self.state if newest is None else newest.state
+        current = (await self._gateway.fence()).version
         version = state.version
-        if present > version:  # later rows came from weights that are lost, if there are checkpoints at all
-            version = present if self._folder is None else present + 1
-        if found is not None:
+        if current > version:  # with checkpoints, the weights of the gateway's version are lost, so use a new version
+            version = current if self._folder is None else current + 1
+        if newest is not None:
             async with self.engine.updating(version):
-                self.earlier_rate = await asyncio.to_thread(found.restore, self.engine.model, self.learner.optimizer)
-            self.steps = [msgspec.convert(one, Step, strict=False) for one in found.state.history]
-            self._saved = found.state.step
+                self.earlier_rate = await asyncio.to_thread(newest.restore, self.engine.model, self.learner.optimizer)
+            self.steps = [msgspec.convert(one, Step, strict=False) for one in newest.state.history]
+            self._saved = newest.state.step
         self.state = msgspec.structs.replace(state, version=version)
         await self._gateway.resume(version)
 
     async def run(self, feed: Feed, steps: int) -> list[Step]:
-        """Train until `steps` steps are done in total."""
+        """Train until `steps` steps are done in total, including those of earlier runs."""
         while self.state.step < steps:
             began = time.monotonic()
             deliveries = [await _next_delivery(feed) for _ in range(self._settings.groups)]
             waited = time.monotonic() - began
-            # Not to be interrupted: new weights without their delivery number would be trained on the same rows again.
+            # Must not be interrupted: new weights without their delivery number would be trained on the same rows again.
             await run_to_completion(self._update(deliveries, waited, feed, last=self.state.step + 1 >= steps))
         return self.steps
 
@@ -406,15 +404,15 @@ class Trainer:
         step = self.state.step + 1
         try:
             measured = await asyncio.to_thread(self.learner.gradients, rows, version)
-        except NonFiniteGradient as error:  # the fence is still open: no call waits, and nothing is committed
+        except NonFiniteGradient as error:  # the fence is still open, so no call is waiting, and nothing was committed
             raise NonFiniteGradient(
-                f"step {step} was not made: {error.message}; the weights are those of step {self.state.step}, and deliveries "
-                f"{deliveries[0].number} to {number} of feed {feed.name} are not trained on: they are delivered again after a restart"
+                f"step {step} failed: {error.message}; the weights are still those of step {self.state.step}, and deliveries "
+                f"{deliveries[0].number} to {number} of feed {feed.name} will be delivered again after a restart"
             ) from None
         if measured.signal:
             version += 1
             await self._gateway.pause("hold")
-            # The engine records the version per token: calls in flight continue before the fence is open.
+            # The engine records the version of each token, so calls in flight may continue before the fence opens.
             async with self.engine.updating(version):
                 gradient = await asyncio.to_thread(self.learner.step)
             await self._gateway.resume(version)
@@ -455,7 +453,7 @@ class Trainer:
             await self.save(feed)
 
     async def save(self, feed: Feed) -> None:
-        """Write a checkpoint unless it exists already. Must not run during a step."""
+        """Write a checkpoint of the current step, unless it exists. Must not run during a step."""
         if self._folder is None or self.state.step == self._saved:
             return
         await asyncio.to_thread(
@@ -473,4 +471,4 @@ class Trainer:
 async def _next_delivery(feed: Feed) -> Delivery:
     async for delivery in feed:
         return delivery
-    raise TurngateError(f"feed {feed.name} was closed while its trainer was waiting for more")
+    raise TurngateError(f"feed {feed.name} was closed while the trainer was waiting for a delivery")

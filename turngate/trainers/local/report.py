@@ -1,4 +1,4 @@
-"""The reward curve of a training run, as an SVG image and as lines for a terminal. Pure: numbers in, text out."""
+"""Draw the reward curve of a training run, as an SVG image or as lines for a terminal."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from turngate.rollout.plot import Bar, Panel, render_lines
 _WIDTH, _HEIGHT = 900, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 620, 70, 360
 _INK, _SOFT, _LINE, _SECOND = "#1c2430", "#6b7686", "#2f6fde", "#e08a1e"
-_ENDS = 3  # steps at either end to compare
+_ENDS = 3  # steps to compare at each end
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """One measure, before training and after."""
+    """One measure before and after training."""
 
     name: str
     before: float
@@ -24,7 +24,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def compare_ends(rewards: Sequence[float | None]) -> Comparison | None:
-    """Compare the mean reward of the first and the last steps; None if those would overlap."""
+    """Compare the mean rewards of the first and last steps. Return None if there are fewer than two known rewards."""
     known = [reward for reward in rewards if reward is not None]
     ends = min(_ENDS, len(known) // 2)
     if not ends:
@@ -39,14 +39,14 @@ def compare_ends(rewards: Sequence[float | None]) -> Comparison | None:
 def draw_curve(rewards: Sequence[float | None]) -> list[str]:
     """Draw one bar per step. An unknown reward has no bar."""
     bars = tuple(
-        Bar(f"step {n}", reward or 0.0, "not known" if reward is None else f"{reward:.2f}")
+        Bar(f"step {n}", reward or 0.0, "unknown" if reward is None else f"{reward:.2f}")
         for n, reward in enumerate(rewards, 1)
     )
     return render_lines(Panel("mean reward of each step's rollouts", bars, full=1.0))
 
 
 def draw_svg(title: str, rewards: Sequence[float | None], compared: Sequence[Comparison], note: str = "") -> str:
-    """Draw the curve, with the comparisons beside it. Rewards are between 0 and 1; the curve skips unknown ones."""
+    """Draw the curve, with the comparisons next to it. Rewards are between 0 and 1. Unknown rewards are skipped."""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
         'font-family="system-ui, sans-serif">',

@@ -1,11 +1,11 @@
-"""A whole training run in one process: gateway, in-process engine, agents in their sandboxes, trainer.
+"""Run gateway, in-process engine, agents and trainer in one process.
 
     runner (a batch that repeats its tasks) → agents → gateway → engine
           ▲ throttle                              └→ feed → trainer → new weights for the engine
           └─────────────────────────────────────────────────┘
 
-The runner is at most `ahead` groups ahead of the trainer. With as many as an update has, every rollout is sampled with the newest weights.
-Everything is durable: after a crash, the same call on the same folder resumes.
+The runner is at most `ahead` groups ahead of the trainer. If `ahead` equals the number of groups per update, every rollout is sampled with
+the newest weights. All state is durable: after a crash, the same call on the same folder resumes training.
 """
 
 from __future__ import annotations
@@ -36,33 +36,35 @@ from turngate.trainers.local.grpo import GrpoSettings, Step, Trainer
 
 FEED = "grpo"
 _POLL_S = 0.5
-DEFAULT_NAME = "train"  # of a batch that has none: the feed takes its groups and no others
+DEFAULT_NAME = "train"  # name of an unnamed batch, so that the feed can accept only its groups
 
 
 class TrainingGoal(msgspec.Struct, frozen=True, kw_only=True):
-    """What to train, and for how long."""
+    """The tasks to train on, the number of steps, and the settings."""
 
-    batch: BatchPlan  # tasks, agent, n; its `rounds` follow from the steps
+    batch: BatchPlan  # tasks, agent, n; `rounds` is computed from the steps
     steps: int
     settings: GrpoSettings = GrpoSettings()
-    feed: FeedConfig | None = (
-        None  # None: groups of the batch's n, normalised. Without `groups`, it takes those of the batch
-    )
-    ahead: int | None = None  # groups that agents may run ahead of the trainer; None: as many as an update has
+    # None: groups of the batch's n, with normalised advantages. If `groups` is empty, the feed accepts the groups of the batch.
+    feed: FeedConfig | None = None
+    ahead: int | None = None  # groups that agents may be ahead of the trainer; None: as many as in an update
     every: int = 1  # steps between checkpoints
 
     def __post_init__(self) -> None:
         for name in ("steps", "every"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: {getattr(self, name)} must be at least 1", param=name)
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}", param=name)
         if self.batch.n == 1 and self.feed_config().advantage != "none":
-            raise ConfigError("n: a group of one cannot be compared; give at least 2", param="n")
+            raise ConfigError("n must be at least 2, because advantages compare the rollouts of a group", param="n")
         for task in self.batch.tasks:
             if task.grader is None:
-                raise ConfigError(f"tasks: {task.id!r} has no grader, so nothing can be learned from it", param="tasks")
+                raise ConfigError(
+                    f"tasks: {task.id!r} has no grader, so it cannot be trained on; add a grader or remove it",
+                    param="tasks",
+                )
 
     def plan(self) -> BatchPlan:
-        """Repeat the tasks until there are enough groups."""
+        """Return the batch with enough rounds for all steps."""
         groups = self.steps * self.settings.groups
         return msgspec.structs.replace(self.batch, rounds=-(-groups // len(self.batch.tasks)), name=self._name)
 
@@ -76,7 +78,7 @@ class TrainingGoal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainingCallbacks(msgspec.Struct, frozen=True, kw_only=True):
-    """Functions to call as training proceeds."""
+    """Functions called as training proceeds."""
 
     rollouts: Callable[[BatchProgress], None] = lambda progress: None
     step: Callable[[Step, StepTime], None] = lambda step, shares: None
@@ -84,12 +86,12 @@ class TrainingCallbacks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
-    """How the seconds of a step were spent. `agents` is the remainder: processes, sandboxes, graders, and waiting for a core."""
+    """The duration of a step in seconds, by activity. `agents` is the remainder: processes, sandboxes, graders, and waiting for a core."""
 
     whole: float
     training: float
-    sampling: float  # seconds in which at least one call was being sampled
-    turngate: float  # seconds of a core that gateway, runner and feed used themselves
+    sampling: float  # time during which at least one call was being sampled
+    turngate: float  # CPU time of the gateway, the runner and the feed
 
     @property
     def agents(self) -> float:
@@ -97,7 +99,7 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimedEngine(LocalEngine):
-    """The in-process engine, which measures for how long it had calls to answer."""
+    """The in-process engine, with a measurement of the time during which it had calls to answer."""
 
     busy_s = 0.0
     _calls = 0
@@ -130,7 +132,7 @@ class TrainingEnvironment(msgspec.Struct, frozen=True):
 
 @asynccontextmanager
 async def open_environment(config: ServeConfig, engine: TimedEngine) -> AsyncIterator[TrainingEnvironment]:
-    """Start a gateway with this engine."""
+    """Start a gateway with this engine, and connect to it."""
     async with (
         run_embedded(config, engine=engine) as address,
         GatewayClient(address.url, address.admin_key) as gateway,
@@ -142,7 +144,7 @@ async def open_environment(config: ServeConfig, engine: TimedEngine) -> AsyncIte
 async def evaluate(
     place: TrainingEnvironment, plan: BatchPlan, watch: Callable[[BatchProgress], None] = lambda progress: None
 ) -> BatchResult:
-    """Run rollouts that are not trained on: the plan's name differs from the training's, so the feed ignores their groups."""
+    """Run rollouts that are not trained on. Their plan must have a different name than the training, so that the feed ignores them."""
     result = await run_batch(plan, place.gateway, place.connector, watch)
     if result.stopped:
         raise TurngateError(f"the evaluation stopped: {result.stopped}")
@@ -156,12 +158,12 @@ async def train(
     source: str | Path,
     callbacks: TrainingCallbacks = TrainingCallbacks(),
 ) -> list[Step]:
-    """Train to the last step. The feed is kept, so that a later call can add steps."""
+    """Train up to the last step and return all steps. The feed is kept, so a later call can add steps."""
     clock = _StepClock(place.engine)
     throttle: TrainerThrottle | None = None
 
     def on_step(step: Step) -> None:
-        if throttle is not None and step.step < goal.steps:  # after the last step no more groups are needed
+        if throttle is not None and step.step < goal.steps:  # no more groups are needed after the last step
             throttle.mark_trained(step.last)
         callbacks.step(step, clock.lap(step))
 
@@ -181,7 +183,7 @@ async def train(
     rate = goal.settings.learning_rate
     if trainer.earlier_rate not in (None, rate):
         callbacks.note(
-            f"learning rate {rate:g} from step {trainer.state.step + 1} on; the checkpoint was made with {trainer.earlier_rate:g}"
+            f"the learning rate is {rate:g} from step {trainer.state.step + 1} on; the checkpoint used {trainer.earlier_rate:g}"
         )
     async with await _open_feed(place.gateway, goal.feed_config(), trainer.state) as feed:
         running = asyncio.create_task(
@@ -208,20 +210,19 @@ async def _open_feed(gateway: GatewayClient, config: FeedConfig, state: TrainerS
         return await Feed.open(gateway, FEED, config, after=state.number, mark=state.mark)
     except OtherFeed:
         raise ConfigError(
-            f"data: this data folder does not have the {state.step} steps of the checkpoint; give the --data folder they were recorded in, "
-            "or choose another --out folder",
+            f"data: the checkpoint is at step {state.step}, but this data folder does not contain its run; "
+            "pass the --data folder in which it was recorded, or choose another --out folder",
             param="data",
         ) from None
     except RequestRejected as error:
         if error.answered != Conflict.status:
             raise
-        known = msgspec.structs.asdict((await gateway.show_feed(FEED)).config)
-        asked = msgspec.structs.asdict(config)
-        changed = "; ".join(
-            f"{name}: was {known[name]}, is now {asked[name]}" for name in asked if known[name] != asked[name]
-        )
+        old = msgspec.structs.asdict((await gateway.show_feed(FEED)).config)
+        new = msgspec.structs.asdict(config)
+        changes = "; ".join(f"{name} was {old[name]} and is now {new[name]}" for name in new if old[name] != new[name])
         raise ConfigError(
-            f"{changed}; the data folder holds another training run: use its settings, or choose another --out folder (and --data)",
+            f"{changes}; the data folder contains a training run with different settings: use those settings, "
+            "or choose another --out folder (and --data)",
             param="data",
         ) from None
 
@@ -229,30 +230,30 @@ async def _open_feed(gateway: GatewayClient, config: FeedConfig, state: TrainerS
 async def _finish(
     running: asyncio.Task[BatchResult], training: asyncio.Task[list[Step]], trainer: Trainer, feed: Feed
 ) -> None:
-    """Wait for both tasks, and save what was learned, however training ended."""
+    """Wait for both tasks to end, and write a checkpoint even if training failed."""
     await asyncio.gather(running, training, return_exceptions=True)
-    with suppress(TurngateError):  # the checkpoint before it is kept
+    with suppress(TurngateError):  # the previous checkpoint remains
         await trainer.save(feed)
 
 
 async def _wait_for_groups(
     gateway: GatewayClient, trainer: Trainer, training: asyncio.Task[list[Step]], goal: TrainingGoal
 ) -> None:
-    """Wait for training after all agents have ended. Fails if there are too few groups, which it would wait for forever."""
+    """Wait for training after all agents have ended. Raise an error if too few groups are left for the remaining steps."""
     newest = (await gateway.show_feed(FEED)).newest
     per_step = goal.settings.groups
     missing = (goal.steps - trainer.state.step) * per_step - (newest - trainer.state.number)
     while missing > 0 and not training.done():
-        if newest - trainer.state.number < per_step:  # it has trained on all groups there are
+        if newest - trainer.state.number < per_step:  # not enough groups for another step
             raise TurngateError(
-                f"the agents' rollouts ended after {trainer.state.step} of {goal.steps} steps: {missing} groups had no graded "
-                "rollout; their outcomes are in the folder of the run"
+                f"the agents finished after {trainer.state.step} of {goal.steps} steps, because too few groups had graded rollouts "
+                f"(missing: {missing}); see the outcomes in the folder of the run"
             )
         await asyncio.wait({training}, timeout=_POLL_S)
 
 
 class _StepClock:
-    """Measures how the time of each step was spent."""
+    """Measures the duration of each step, by activity."""
 
     def __init__(self, engine: TimedEngine) -> None:
         self._engine = engine
