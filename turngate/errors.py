@@ -67,7 +67,7 @@ class Unauthorized(TurngateError):
 
 
 class Forbidden(TurngateError):
-    """The caller is authenticated but may not do this from its current location."""
+    """The caller is known but not allowed to do this, for example from a different site."""
 
     boundary = "client"
     status = 403

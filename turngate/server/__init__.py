@@ -1,1 +1,1 @@
-"""HTTP: the app, its routes and its processes."""
+"""The HTTP server: the app, its routes and its processes."""

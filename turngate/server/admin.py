@@ -26,7 +26,7 @@ from turngate.types import Json, Mode
 from turngate.views.session import SessionView, SessionViews, encode_json, encode_piece
 from turngate.views.session_directory import SessionDirectory
 
-RunnerEventKind = Literal["stage", "rollout", "graded", "note"]  # kinds of events that a runner may add
+RunnerEventKind = Literal["stage", "rollout", "graded", "note"]  # events that a runner may add
 
 
 class OpenSessionBody(SessionConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -168,7 +168,7 @@ class AdminRoutes:
     async def events(self, request: Request) -> Response:
         session_id = request.path_params.get("id", "")
         if session_id and not self._sessions.knows(session_id):
-            raise NotFound(f"unknown session {session_id!r}: it does not exist and has no events")
+            raise NotFound(f"unknown session {session_id!r}; no session or event has this id")
         wait = request.query_params.get("wait", "1") not in ("0", "false")
         return StreamingResponse(
             self._stream_events(session_id, read_cursor(request), wait),

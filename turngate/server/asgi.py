@@ -104,7 +104,7 @@ def _resume(sending: Coroutine[Any, Any, None], waiting: Any) -> Generator[Any, 
 
 
 class DisconnectWatch:
-    """Cancels the task that serves a request when its client disconnects."""
+    """A context manager that cancels the task serving a request when its client disconnects."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive

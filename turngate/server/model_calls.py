@@ -191,7 +191,7 @@ class ModelCalls:
 
 
 class _MarkUndelivered:
-    """Context that marks a stored turn as undelivered if its end cannot be sent to the agent."""
+    """A context manager that marks a stored turn as undelivered if its end cannot be sent to the agent."""
 
     def __init__(self, recorder: TurnRecorder, session: Session, done: Done) -> None:
         self._recorder, self._session, self._done = recorder, session, done
@@ -205,7 +205,7 @@ class _MarkUndelivered:
 
 
 class _RenderInternalErrors:
-    """Context that converts an unexpected exception to an error that the dialect can render."""
+    """A context manager that converts an unexpected exception to an error that the dialect can render."""
 
     def __enter__(self) -> None:
         pass
@@ -217,7 +217,7 @@ class _RenderInternalErrors:
 
 
 class _ExplainCancellation:
-    """Context that converts a cancellation to the error for its cause: the client disconnected, or the session ended."""
+    """A context manager that converts a cancellation to the error for its cause: the client disconnected, or the session ended."""
 
     def __init__(self, session: Session, watch: DisconnectWatch) -> None:
         self._session, self._watch = session, watch

@@ -1,4 +1,4 @@
-"""Routes to pause and resume calls and to update weights, under `/admin/fence` and `/admin/weights`. Require the admin key."""
+"""Routes to pause and resume calls and to update weights, under `/admin/fence` and `/admin/weights`. They require the admin key."""
 
 from __future__ import annotations
 

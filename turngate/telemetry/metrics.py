@@ -56,7 +56,7 @@ FAMILIES = (
         name="turngate_workers_silent",
         kind="gauge",
         merge="same",
-        about="Workers that did not answer, so that their values are missing.",
+        about="Workers that did not answer. Their values are missing.",
     ),
     MetricFamily(name="turngate_sessions_open", kind="gauge", about="Open sessions."),
     MetricFamily(name="turngate_sessions_resting", kind="gauge", about="Open sessions whose trace is not in memory."),
@@ -240,7 +240,7 @@ class CallTiming:
 
 
 class EngineTimer:
-    """Measures how long a call waits for the engine. Alternate `mark_received` and `mark_waiting`, then call `finish`."""
+    """A timer for how long a call waits for the engine. Alternate `mark_received` and `mark_waiting`, then call `finish`."""
 
     __slots__ = ("_mark", "_metrics", "_timing", "span")
 
@@ -325,7 +325,7 @@ class Metrics:
             self._reward.observe(min(max(reward, -MAX_REWARD), MAX_REWARD))
 
     def snapshot(self, gauges: Mapping[str, Iterable[tuple[Labels, float]]]) -> MetricsSnapshot:
-        """Return the current metrics. The caller provides the current values of the `gauges`."""
+        """Return the current metrics, including the values in `gauges`, which the caller has just read."""
         families: dict[str, list[MetricSeries]] = {
             name: [MetricSeries(labels, value) for labels, value in values.items()]
             for name, values in self._counters.items()

@@ -57,7 +57,10 @@ def is_enabled(requested: bool) -> bool:
 
 
 def start_tracing(service: str, exporter: SpanExporter | None = None) -> RolloutTracer:
-    """Start recording spans of this process. They are sent to `exporter`, or else to the OTLP endpoint set in the environment."""
+    """Start recording spans of this process.
+
+    They are sent to `exporter` or, if it is None, over HTTP to the OTLP endpoint set in the environment.
+    """
     global _current
     try:
         _current = RolloutTracer(service, exporter)

@@ -199,9 +199,9 @@ class RolloutIndex:
             self._apply_gateway_event(event)
 
     def _is_whole(self, store: Store) -> bool:
-        """Return whether no event was pruned because of its age. Events of deleted sessions are ignored.
+        """Return whether the events are complete, that is, none was pruned because of its age. Events of deleted sessions are ignored.
 
-        A data folder of an older version is incomplete, because it has sessions without events.
+        A data folder created by an older version is not complete, because it has sessions without events.
         """
         oldest = min(self.entries.values(), key=lambda entry: entry.key, default=None)
         return not store.events.last_pruned() and (oldest is None or store.queries.has_opened_event(oldest.row.id))

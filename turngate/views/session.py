@@ -65,7 +65,7 @@ class SessionView(msgspec.Struct, frozen=True):
 
 
 class SessionViews:
-    """Builds session views in a separate thread. Call `close` when the gateway stops."""
+    """Session views, built in a separate thread. Call `close` when the gateway stops."""
 
     def __init__(self, store: Store) -> None:
         self._reader = StoreReader(store, "looks")

@@ -26,7 +26,7 @@ class TokenTexts(msgspec.Struct, frozen=True):
 
 
 class TokenDecoder:
-    """Decodes and caches the tokens of nodes. `tokenizer` is None if it is not available on this machine."""
+    """A decoder for the tokens of nodes that caches its results. `tokenizer` is None if it is not available on this machine."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer

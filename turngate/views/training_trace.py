@@ -29,7 +29,7 @@ def training_trace(trace: DecodedTrace | Mapping[str, Any]) -> dict[str, Json]:
 
 
 def training_turns(trace: TraceView) -> list[dict[str, Json]]:
-    """Return every model call as OpenEnv's `TrainingTurn`. A turn that may not be trained is masked with zeros and has the reason."""
+    """Return every model call as OpenEnv's `TrainingTurn`. A turn that may not be trained has a mask of zeros and a reason."""
     return [_training_turn(trace, turn) for turn in trace.turns]
 
 

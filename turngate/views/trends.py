@@ -110,7 +110,7 @@ def _list_deliveries(index: RolloutIndex, prefix: str) -> list[Json]:
 
 
 def _staleness(index: RolloutIndex, entries: Iterable[RolloutEntry]) -> list[Json]:
-    """Count rollouts by the number of versions their first token was behind the policy when the outcome was recorded."""
+    """Count rollouts by staleness: the number of policy versions between the first token and the recorded outcome."""
     behind: Counter[int] = Counter()
     for entry in entries:
         if entry.recorded is not None and entry.row.version_start is not None:

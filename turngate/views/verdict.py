@@ -42,7 +42,7 @@ class VerdictReply(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class VerifierProcess:
-    """Verifies sessions in a low-priority process, which is started for the first session and restarted if it exits."""
+    """A low-priority process that verifies sessions. It is started for the first session and restarted if it exits."""
 
     def __init__(self, data: Path) -> None:
         self._data = data
@@ -102,7 +102,7 @@ class VerifierProcess:
 
 
 class BackgroundVerifier:
-    """Verifies every n-th session that ends while the gateway is serving."""
+    """A verifier that checks every n-th session that ends while the gateway is serving."""
 
     def __init__(self, data: Path, every: int, report: Callable[[Verdict], None]) -> None:
         self._process = VerifierProcess(data)

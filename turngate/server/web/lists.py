@@ -19,7 +19,7 @@ from turngate.views.rollout_index import STATUSES
 
 CLASSES = ("graded", "agent failed", "invalid task", "infrastructure fault", "none")
 _MAX_ROWS = 500
-_MAX_UNREAD_TRACES = 512  # limit for computing one group's advantages; no trainer's group is larger
+_MAX_UNREAD_TRACES = 512  # maximum to read for one group's advantages; no trainer's group is larger
 
 
 class ListRoutes:

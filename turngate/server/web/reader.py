@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class PageReader:
-    """Runs queries on the store, one at a time. Only queries may use `views`. Close the reader when the gateway stops."""
+    """A reader that runs the page's queries one at a time. Only queries may use `views`. Close it when the gateway stops."""
 
     def __init__(self, store: Store, tokenizer: Tokenizer | None) -> None:
         self._thread = StoreReader(store, "page")

@@ -140,7 +140,7 @@ class ViewCache:
         return facts
 
     def group_of(self, store: Store, *, session: str) -> list[tuple[str, int]]:
-        """Return all rollouts of the rollout's group, including itself."""
+        """Return all rollouts in the same group, including the rollout itself."""
         row, key, _ = self.overview.rollout(store, session)
         if not key:
             raise NotFound(f"rollout {row.id!r} has no session, so nothing was recorded")

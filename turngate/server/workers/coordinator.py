@@ -1,7 +1,7 @@
 """Coordinate the workers: worker 0 pauses and resumes calls for all workers, and any worker collects the metrics of all.
 
-The fence's state is written to the store before the workers are notified, so a worker that restarts during a pause is paused and at the
-right version. A change waits for a worker that is restarting.
+The fence's state is written to the store before the workers are notified, so a worker that restarts during a pause comes back paused
+and at the right version. A change waits for a worker that is restarting.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Coordinator:
         except TimeoutError:
             raise Stopping(f"worker {number} is not responding; retry the request in a moment") from None
         except (aiohttp.ClientError, OSError):
-            raise Stopping("a worker stopped during the request; retry it in a moment") from None
+            raise Stopping("a worker stopped before it answered; retry the request in a moment") from None
         if response.status != 200:
             raise Stopping(f"worker {number} failed with status {response.status}; retry the request in a moment")
         return msgspec.json.decode(answer, type=WorkerFence)

@@ -76,7 +76,7 @@ def run(config: ServeConfig) -> None:
 
 
 class Front:
-    """Accepts connections, and runs the workers that serve them."""
+    """The front process, which accepts connections and runs the workers that serve them."""
 
     def __init__(self, config: ServeConfig, listener: socket.socket, held: IO[bytes], sockets: Path) -> None:
         self._config = config
