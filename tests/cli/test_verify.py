@@ -55,7 +55,7 @@ def test_a_reward_that_is_another_number_is_noticed(data: Path) -> None:
     """The event of that outcome tells the one that was recorded."""
     sql(data, """UPDATE outcomes SET outcome=CAST('{"kind": "graded", "reward": 0.5}' AS BLOB)""")
     said = ran("verify", "--data", data)
-    assert said.exit_code == 1 and "✗ events  outcome: its reward is stored as 0.5" in said.stdout
+    assert said.exit_code == 1 and "✗ events  the outcome's reward is stored as 0.5" in said.stdout
 
 
 @pytest.mark.parametrize(
@@ -63,12 +63,12 @@ def test_a_reward_that_is_another_number_is_noticed(data: Path) -> None:
     [
         (["last", "--engine", "vllm", "--engine-url", "http://127.0.0.1:9", "--model", "x"], "127.0.0.1:9"),
         (["--all", "--engine", "vllm", "--engine-url", "http://127.0.0.1:9", "--model", "x"], "127.0.0.1:9"),
-        (["nope"], "session: 'nope' is not recorded here"),
+        (["nope"], "session 'nope' is not recorded here"),
         (["--tolerance", "-1"], "tolerance must be 0 or greater, not -1"),
         (["--engine", "sglang"], "engine must be vllm or scripted to score prompts, not 'sglang'"),
-        (["--tokenizer", "/nope"], "tokenizer: /nope is not a tokenizer"),
+        (["--tokenizer", "/nope"], "tokenizer: /nope is not a tokenizer folder"),
         (["--rollouts", "/nope"], "rollouts folder not found: /nope"),
-        (["--data", "/nope"], "data: there is no /nope/turngate.db"),
+        (["--data", "/nope"], "data: /nope/turngate.db does not exist"),
     ],
 )
 def test_what_cannot_be_done_is_json_where_that_was_asked_for(options: list[str], words: str, data: Path) -> None:

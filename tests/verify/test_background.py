@@ -95,7 +95,7 @@ async def test_the_process_is_begun_again_if_it_was_killed(tmp_path: Path) -> No
         with pytest.raises(StoreError, match="process exited"):
             await asyncio.to_thread(apart, agent.session_id)
         assert (await asyncio.to_thread(apart, agent.session_id)).ok
-        with pytest.raises(StoreError, match="there is no 'nobody'"):
+        with pytest.raises(StoreError, match="session 'nobody' is not recorded here"):
             await asyncio.to_thread(apart, "nobody")
     finally:
         apart.close()

@@ -59,7 +59,7 @@ async def test_json_that_the_template_spells_anew(renderers: Any, tmp_path: Path
     ("sampled", "cause", "detail"),
     [
         ("<think>\nthought\n</think>\n\n\n\nanswer", "whitespace", "of turn 2, by the template"),
-        ("<think>\nthought\n</think>\n\nans|wer", "template", "writes turn 2 with other ids than were sampled"),
+        ("<think>\nthought\n</think>\n\nans|wer", "template", "writes turn 2 with different ids than were sampled"),
     ],
 )
 async def test_thinking_that_the_template_kept_is_not_what_it_changed(
@@ -185,5 +185,5 @@ async def test_an_unbroken_line_has_no_fork_and_says_where_the_template_would_di
     [found] = all_fine(tmp_path, renderer=renderer)
     assert not found.forks
     [difference] = found.differences
-    assert difference.why == "thinking kept, which the template drops" and difference.node == 2
+    assert difference.why == "thinking that the template drops was kept" and difference.node == 2
     assert "<think>" in difference.sent and "<think>" not in difference.template

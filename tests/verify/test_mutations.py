@@ -373,7 +373,7 @@ def test_a_branch_that_is_taken_out_leaves_a_gap(copy: Recorded) -> None:
     [note] = found.notes
     assert note.check == "tree" and f"{side} to {side + 1}" in note.what
     assert wrong(found) == {"events"}
-    assert f"reports a turn {side + 1} that is not stored" in found.wrong[0].what
+    assert f"reports turn {side + 1}, which is not stored" in found.wrong[0].what
 
 
 # ── how it ended ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -382,23 +382,23 @@ _OUTCOMES = {
     "no JSON": ("{", "not JSON"),
     "NaN": ('{"kind": "graded", "reward": NaN}', "NaN is not a JSON number"),
     "a list": ("[]", "not a JSON object"),
-    "nothing": ("{}", "kind: None is not one of graded, "),
-    "an unknown kind": ('{"kind": "solved", "reward": 1.0}', "kind: 'solved' is not one of graded, "),
-    "a reward beyond all": ('{"kind": "graded", "reward": 1e999}', "reward: inf is neither a finite number"),
+    "nothing": ("{}", "its kind is None, which is not one of graded, "),
+    "an unknown kind": ('{"kind": "solved", "reward": 1.0}', "its kind is 'solved', which is not one of graded, "),
+    "a reward beyond all": ('{"kind": "graded", "reward": 1e999}', "its reward is inf, which is neither a finite number"),
     "a reward that no float is": ('{"kind": "graded", "reward": 1' + "0" * 400 + "}", "is neither a finite number"),
-    "a reward in words": ('{"kind": "graded", "reward": "1.0"}', "reward: '1.0' is neither"),
-    "a reward that is true": ('{"kind": "graded", "reward": true}', "reward: True is neither"),
+    "a reward in words": ('{"kind": "graded", "reward": "1.0"}', "its reward is '1.0', which is neither"),
+    "a reward that is true": ('{"kind": "graded", "reward": true}', "its reward is True, which is neither"),
     "two rewards": ('{"kind": "graded", "reward": 1.0, "reward": 0.0}', "the same name twice"),
     "a reward for a fault": (
         '{"kind": "infrastructure fault", "reward": 0.0}',
-        "reward: 0.0, but a rollout that ended as",
+        "its reward is 0.0, but a rollout that ended as",
     ),
-    "a reward for an invalid task": ('{"kind": "invalid task", "reward": 1}', "reward: 1, but a rollout that ended as"),
-    "an unknown field": ('{"kind": "graded", "rewards": 1.0}', "it has 'rewards', which no outcome has"),
-    "half resolved": ('{"kind": "graded", "resolved": 0.5}', "resolved: 0.5 is not true"),
-    "no attempt": ('{"kind": "graded", "attempt": -1}', "attempt: -1 is not a valid attempt"),
-    "a task that is a number": ('{"kind": "graded", "task": 7}', "task: 7 is not text"),
-    "too much": ('{"kind": "graded", "data": "' + "x" * 300_000 + '"}', "a gateway records 262144 at most"),
+    "a reward for an invalid task": ('{"kind": "invalid task", "reward": 1}', "its reward is 1, but a rollout that ended as"),
+    "an unknown field": ('{"kind": "graded", "rewards": 1.0}', "it has unknown fields: 'rewards'"),
+    "half resolved": ('{"kind": "graded", "resolved": 0.5}', "its resolved field is 0.5, which is not true"),
+    "no attempt": ('{"kind": "graded", "attempt": -1}', "its attempt is -1, which is not a valid number"),
+    "a task that is a number": ('{"kind": "graded", "task": 7}', "its task is 7, not text"),
+    "too much": ('{"kind": "graded", "data": "' + "x" * 300_000 + '"}', "a gateway records at most 262144"),
 }
 
 
@@ -572,25 +572,25 @@ def cancelled(t: Tampering) -> None:
 
 
 EVENTS: dict[str, Case] = {
-    "an aborted turn made whole": ("finish: 'length' is stored, but event ", made_whole),
-    "a whole turn made aborted": ("finish: 'abort' is stored, but event ", made_aborted),
-    "the end of a turn cut off": ("sampled_tokens: 4 is stored, but event ", cut_off),
-    "the last turn taken out": (" that is not stored: finish 'stop', ", last_turns),
+    "an aborted turn made whole": ("its finish is stored as 'length', but event ", made_whole),
+    "a whole turn made aborted": ("its finish is stored as 'abort', but event ", made_aborted),
+    "the end of a turn cut off": ("its sampled_tokens is stored as 4, but event ", cut_off),
+    "the last turn taken out": (", which is not stored: finish 'stop', ", last_turns),
     "the last turn taken out with its event": (
         " turns that were not aborted are stored, but event ",
         last_turn_and_its_event,
     ),
-    "all turns taken out": (" that is not stored: finish 'abort', 5 sampled tokens", all_turns),
+    "all turns taken out": (", which is not stored: finish 'abort', 5 sampled tokens", all_turns),
     "a turn put in": ("no event reports this turn", added_turn),
     "a turn without an event": ("no event reports this turn", no_event),
     "a turn with two events": ("reports it a second time", event_twice),
-    "another prompt": ("prompt_tokens: ", lambda t: event_changed(t, prompt_tokens=1)),
-    "another cause": ("cause: ", lambda t: event_changed(t, cause="whim")),
-    "a turn that is no number": ("reports a turn 'last' that is not stored", lambda t: event_changed(t, node="last")),
+    "another prompt": ("its prompt_tokens is stored as ", lambda t: event_changed(t, prompt_tokens=1)),
+    "another cause": ("its cause is stored as ", lambda t: event_changed(t, cause="whim")),
+    "a turn that is no number": ("reports turn 'last', which is not stored", lambda t: event_changed(t, node="last")),
     "an event that cannot be read": ("(opened) cannot be read", event_damaged),
-    "another reward": ("outcome: its reward is stored as 0.5, but event ", another_reward),
-    "another task": ("outcome: its task is stored as 'a harder one', but event ", another_task),
-    "an outcome that was replaced": ("outcome: its reward is stored as 0.0, but event ", the_outcome_before),
+    "another reward": ("the outcome's reward is stored as 0.5, but event ", another_reward),
+    "another task": ("the outcome's task is stored as 'a harder one', but event ", another_task),
+    "an outcome that was replaced": ("the outcome's reward is stored as 0.0, but event ", the_outcome_before),
     "an outcome taken out": ("an event reports an outcome, but none is stored", outcome_taken_out),
     "an outcome that nobody recorded": ("but no event reports it", outcome_of_nobody),
     "another model": ("it was opened with model '', but its settings have 'large'", another_model),
@@ -615,7 +615,7 @@ def test_a_version_that_never_was_in_force_is_noticed(copy: Recorded) -> None:
     with tampering(data, session) as t:
         turn = t.of_kind("sampled")[0]
         for versions, words in {
-            (0, 999): "its policy version is 999, but the highest ever in force here is 0",
+            (0, 999): "its policy version is 999, but the highest ever active here is 0",
             (-5, 0): "its policy version is -5, but the first is 0",
         }.items():
             t.facts(turn, version_start=versions[0], version_end=versions[1])

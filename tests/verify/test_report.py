@@ -145,8 +145,8 @@ def test_a_folder_that_a_gateway_serves_can_be_looked_at(tmp_path: Path, capsys:
         ({"tolerance": -1.0, "engine": "scripted"}, "tolerance must be 0 or greater, not -1"),
         ({"tolerance": float("nan"), "engine": "scripted"}, "tolerance must be 0 or greater, not nan"),
         ({"session": "abc", "every": True}, "pass a session id or --all"),
-        ({"tokenizer": "/nope"}, "tokenizer: /nope is not a tokenizer"),
-        ({"family": "bogus"}, "family: 'bogus' is not one of template, .*qwen3"),
+        ({"tokenizer": "/nope"}, "tokenizer: /nope is not a tokenizer folder"),
+        ({"family": "bogus"}, "family must be one of template, .*qwen3.*, not 'bogus'"),
         ({"rollouts": "/nope"}, "rollouts folder not found: /nope"),
     ],
 )
@@ -156,7 +156,7 @@ def test_what_cannot_be_done_is_said(recorded: Recorded, options: Any, words: st
 
 
 def test_a_folder_without_a_store_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="there is no"):
+    with pytest.raises(ConfigError, match="does not exist; pass the --data folder"):
         ask(tmp_path)
     (tmp_path / "turngate.db").write_bytes(b"no database at all, but long enough to be taken for one" * 100)
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -176,15 +176,15 @@ def test_a_copy_without_its_log_is_hinted_at(tmp_path: Path) -> None:
 @pytest.mark.parametrize("every", [True, False])
 def test_an_engine_that_scores_nothing_is_said(every: bool, recorded: Recorded, capsys: Any) -> None:
     options = {"every": every, "engine": "scripted", "policy_version": 7}
-    with pytest.raises(ConfigError, match=r"^nothing was scored: no turn is of policy version 7$"):
+    with pytest.raises(ConfigError, match=r"^nothing was scored: no turn has policy version 7$"):
         ask(recorded[0], **options)
     text = capsys.readouterr().out
     assert "✓ sound (replay not checked)" in text and "exact" not in text
-    assert not every or "– 2 sessions with replay not checked: no turn is of policy version 7" in text
+    assert not every or "– 2 sessions with replay not checked: no turn has policy version 7" in text
     with pytest.raises(ConfigError):
         ask(recorded[0], as_json=True, **options)
     found = json.loads(capsys.readouterr().out)
-    assert not found["ok"] and found["undone"] == ["nothing was scored: no turn is of policy version 7"]
+    assert not found["ok"] and found["undone"] == ["nothing was scored: no turn has policy version 7"]
 
 
 def test_a_tokenizer_that_fits_no_session_is_said(recorded: Recorded, tmp_path: Path, capsys: Any) -> None:
@@ -205,7 +205,7 @@ def test_what_is_wrong_comes_before_what_was_not_done(recorded: Recorded, capsys
     with tampering(data, session) as t:
         t.sql("UPDATE nodes SET checksum=1 WHERE session=? AND id=2", t.key)
     assert not ask(data, every=True, engine="scripted", policy_version=7)
-    assert "nothing was scored: no turn is of policy version 7" in capsys.readouterr().out
+    assert "nothing was scored: no turn has policy version 7" in capsys.readouterr().out
 
 
 def test_what_an_engine_said_of_all_sessions_is_summed_up(recorded: Recorded, capsys: Any) -> None:

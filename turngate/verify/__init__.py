@@ -1,12 +1,12 @@
 """Independent proof that a session's rows are exact. `verify` builds the verdict; `turngate verify` prints it.
 
-It reads the store with its own reader and imports nothing from `trace`, `store`, `gateway` or `views`, so a bug there cannot hide
-itself. The caller passes in the rows and the agent's transcript.
+This package reads the store with its own reader and imports nothing from `trace`, `store`, `gateway` or `views`, so that a bug there cannot
+hide itself. The caller passes in the rows and the agent's transcript.
 
     structure    bytes, tree, turns, times, tools, messages, causes, outcome, events: could a gateway have recorded this?
     rows         chains, masks, roles, reasons: does a trainer receive what was sampled?
     render       does the chat template render what was sent, and do the sampled ids parse to what was delivered?
-    replay       does the engine give the recorded tokens the recorded log-probabilities?
+    replay       does the engine assign the recorded log-probabilities to the recorded tokens?
     transcript   does the agent's own log agree?
 """
 
@@ -67,31 +67,31 @@ __all__ = [
     "verify",
 ]
 
-# Compares the agent's own transcript with a trace: returns the differences, or None and why they cannot be compared.
+# Compares the agent's own transcript with a trace. Returns the differences, or None and the reason why they cannot be compared.
 TranscriptComparison = Callable[[StoredSession, list[DeliveredTurn]], tuple[list[str] | None, str]]
 _MAX_TRIES = 4  # attempts to read an open session and its rows in the same state
 
 
 class VerifyOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What to verify a session with. Parts that are left out are not checked."""
+    """The inputs for verifying a session. Parts whose input is missing are not checked."""
 
     rows: RowSource | None = None
     renderers: Renderers | None = None
     scorer: Scorer | None = None
     tolerance: float = TOLERANCE
-    version: int | None = None  # of the scorer's policy; None: score turns of any version
+    version: int | None = None  # the scorer's policy version; None: score turns of any version
     transcript: TranscriptComparison | None = None
 
 
 def verify(reader: SessionReader, session_id: str, options: VerifyOptions) -> Verdict:
-    """Verify one session. Raises only if there is no session of that id or the engine cannot be reached."""
+    """Verify one session. Raise only if the session does not exist or the engine cannot be reached."""
     for _ in range(_MAX_TRIES):
         try:
             session = reader.read_session(session_id)
         except UnreadableSession as error:
             return unreadable_verdict(session_id, error.message)
         verdict = _build_verdict(session, options)
-        # An open session may have gained a turn after its nodes were read and before its rows were.
+        # An open session may have gained a turn between reading its nodes and reading its rows.
         if session.status != "open" or not reader.has_changed(session):
             break
     return verdict
@@ -102,7 +102,7 @@ def _build_verdict(session: StoredSession, options: VerifyOptions) -> Verdict:
     messages = NodeMessages(session)
     check_structure(session, messages, results)
     sound = all(finding.ok for finding in results.findings())
-    check_outcome(session, results)  # a fault there, or in events, does not keep a gateway from building rows
+    check_outcome(session, results)  # after `sound`: rows can be built even if the outcome or the events are wrong
     check_events(session, results)
     renderer = check_rendering(session, messages, options.renderers or Renderers(), results)
     trained = check_rows(session, messages, options.rows, results, sound=sound) if options.rows is not None else {}
@@ -145,7 +145,7 @@ def _check_transcript(
 
 
 def list_delivered_turns(session: StoredSession, messages: NodeMessages) -> list[DeliveredTurn]:
-    """List the turns that an agent's transcript is compared with, oldest first."""
+    """Return the turns that an agent's transcript is compared with, oldest first."""
     role_of = derive_roles(session, messages)
     return [
         DeliveredTurn(

@@ -1,7 +1,7 @@
 """Drift by cause: where a call did not continue an existing branch, why, and what that costs.
 
-The gateway records a cause for every fork. The check `cause` compares it with what the stored messages show. The report names the cause
-more precisely where the messages show more: a template that rewrote the past dropped thinking, respelled JSON or trimmed text.
+The gateway records a cause for every fork. The check `cause` compares it with the stored messages. Where the messages reveal more, the
+report is more precise: a template that rewrote the past dropped thinking, changed the spelling of JSON, or trimmed text.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def check_drift(
     trained: Collection[int],
     results: CheckResults,
 ) -> None:
-    """Check the recorded causes and collect the session's forks. `trained`: the branches that are rows."""
+    """Check the recorded causes and collect the session's forks. `trained` are the branches that are rows."""
     with results.check("structure", "cause", "the recorded cause of each fork agrees with the messages") as check:
         for context in session.contexts:
             if messages.is_readable(context):
@@ -66,7 +66,7 @@ def _is_fork(context: StoredContext) -> bool:
 
 
 class _CauseCheck:
-    """Checks the recorded cause of one context. Concurrent calls do not see each other, so several causes may be true."""
+    """A check of the recorded cause of one context. Concurrent calls do not see each other, so several causes may be valid."""
 
     def __init__(self, session: StoredSession, messages: NodeMessages, context: StoredContext) -> None:
         self._session, self._messages, self._context = session, messages, context
@@ -76,7 +76,7 @@ class _CauseCheck:
         self._has_assistant = any(message.role == "assistant" for message in self._own_messages)
 
     def wrong(self) -> str:
-        """Say why the recorded cause cannot be true; empty if it can."""
+        """Return why the recorded cause cannot be true, or "" if it can."""
         cause = self._context.info.cause
         if cause is None:
             return self._check_no_cause()
@@ -92,7 +92,7 @@ class _CauseCheck:
             "system": self._check_system,
             "template": self._check_template,
         }
-        return checks[cause]() if cause in checks else f"{cause!r} is not a cause"
+        return checks[cause]() if cause in checks else f"its cause is {cause!r}, which is not a known cause"
 
     @property
     def _is_root(self) -> bool:
@@ -103,12 +103,12 @@ class _CauseCheck:
         return self._signals.role == "subagent" or self._signals.parent not in ("", self._signals.thread)
 
     def _same_first_message(self, root: StoredContext) -> bool:
-        """Whether another conversation starts with the same message."""
+        """Return whether another conversation starts with the same message."""
         theirs = self._messages.of(root)
         return bool(theirs and self._own_messages) and same_meaning(theirs[0], self._own_messages[0])
 
     def _same_question(self, root: StoredContext) -> bool:
-        """Whether another conversation has the same first user message."""
+        """Return whether another conversation has the same first user message."""
         ours, theirs = _first_user(self._own_messages), _first_user(self._messages.of(root))
         return ours is not None and theirs is not None and same_meaning(ours, theirs)
 
@@ -120,15 +120,15 @@ class _CauseCheck:
             others = [root.id for root in self._earlier if root.info.signals.role != "side"]
             if self._is_first_with_tools():
                 return ""
-            return f"a second conversation, after that of context {others[0]}, has no cause" if others else ""
+            return f"it starts a second conversation, after context {others[0]}, but has no cause" if others else ""
         if self._has_assistant and not self._is_observed():
-            return "it holds assistant messages that were not sampled, but has no cause"
+            return "it contains assistant messages that were not sampled, but has no cause"
         if self._signals.role == "side":
-            return "its signals say that it is a side call, but it has no cause"
+            return "its signals mark it as a side call, but it has no cause"
         return ""
 
     def _is_first_with_tools(self) -> bool:
-        """Whether it is the first conversation with tools. Agents may ask for a title or the like before it."""
+        """Return whether this is the first conversation with tools. Agents may make other calls first, such as for a title."""
         offering = [root for root in self._earlier if root.info.signals.role != "side" and self._messages.tools(root)]
         return bool(self._messages.tools(self._context)) and not offering
 
@@ -142,7 +142,9 @@ class _CauseCheck:
         if self._is_root:
             return "its cause is branch, but it is a root"
         return (
-            "its cause is branch, but it holds assistant messages that were not sampled" if self._has_assistant else ""
+            "its cause is branch, but it contains assistant messages that were not sampled"
+            if self._has_assistant
+            else ""
         )
 
     def _check_edited(self) -> str:
@@ -150,7 +152,7 @@ class _CauseCheck:
         return (
             ""
             if self._has_assistant or (self._is_root and same_start)
-            else "its cause is edited, but nothing in it was edited"
+            else "its cause is edited, but no message was edited"
         )
 
     def _check_compaction(self) -> str:
@@ -158,7 +160,7 @@ class _CauseCheck:
         continues = any(thread and root.info.signals.thread == thread for root in self._earlier)
         similar = [root for root in self._earlier if self._same_tools(root) and self._same_first_message(root)]
         if not (self._is_root and (continues or similar)):
-            return "its cause is compaction, but no earlier conversation starts like it"
+            return "its cause is compaction, but no earlier conversation has the same start"
         kept = [
             root.id
             for root in similar
@@ -180,7 +182,7 @@ class _CauseCheck:
         if self._is_helper:
             return ""
         if not self._is_root:
-            return "its cause is subagent, but no signal says so"
+            return "its cause is subagent, but no signal confirms that"
         again = [
             root.id
             for root in self._earlier
@@ -195,14 +197,14 @@ class _CauseCheck:
         if self._signals.role == "side":
             return ""
         quiet = self._is_root and not self._messages.tools(self._context)
-        return "" if quiet else "its cause is side, but no signal says so"
+        return "" if quiet else "its cause is side, but no signal confirms that"
 
     def _check_tools(self) -> str:
         changed = any(not self._same_tools(root) and self._same_first_message(root) for root in self._earlier)
         return (
             ""
             if self._is_root and changed
-            else "its cause is tools, but no earlier conversation starts like it with other tools"
+            else "its cause is tools, but no earlier conversation has the same start and different tools"
         )
 
     def _check_system(self) -> str:
@@ -220,11 +222,11 @@ class _CauseCheck:
         answers = [message for message in self._own_messages if message.role == "assistant"]
         turns = [self._messages.reply(turn) for turn in self._session.turns if turn.id < self._context.id]
         known = any(_resembles(turn, answer) for answer in answers for turn in turns)
-        return "" if self._is_root and known else "its cause is template, but it repeats no turn"
+        return "" if self._is_root and known else "its cause is template, but it does not repeat a turn"
 
 
 def _resembles(turn: Message, answer: Message) -> bool:
-    """Whether an answer is that turn, apart from changed tool arguments."""
+    """Return whether an answer repeats that turn, apart from changed tool arguments."""
     if same_meaning(turn, answer):
         return True
     return turn.content.strip() == answer.content.strip() and [c.name for c in turn.tool_calls] == [
@@ -243,7 +245,7 @@ def _find_wrong_turn_cause(turn: StoredTurn, *, observed: bool) -> str:
         return (
             ""
             if cause in (None, context.info.cause)
-            else f"its cause is {cause}, but its context's is {context.info.cause}"
+            else f"its cause is {cause}, but the cause of its context is {context.info.cause}"
         )
     if not earlier and not observed:
         return f"its cause is {cause}, but it is the first answer"
@@ -265,7 +267,7 @@ class _ForkDescriber:
         self._trained = [leaf for leaf in session.leaves if leaf.id in trained]
 
     def _count_shared(self, node: StoredNode, prompt: Ids, tokens: int) -> int:
-        """Count the tokens before a fork that a trainer reads twice, because both sides of it have rows."""
+        """Return the number of tokens before a fork that a trainer reads twice because both branches have rows."""
         through = [leaf for leaf in self._trained if node in path(leaf)]
         beside = [
             leaf
@@ -280,7 +282,7 @@ class _ForkDescriber:
         same_ids = _common_prefix_size(turn.ids, left.ids)
         prompt = turn.parent.length
         recorded = turn.info.cause or ""
-        lost = recorded == "retry" or left.info.finish == "abort" or not left.delivered  # else both answers count
+        lost = recorded == "retry" or left.info.finish == "abort" or not left.delivered  # otherwise both answers are used
         return ForkReport(
             node=turn.id,
             recorded=recorded,
@@ -320,7 +322,10 @@ class _ForkDescriber:
         return self._tokenizer.decode(ids.tolist()) if self._tokenizer is not None else " ".join(map(str, ids.tolist()))
 
     def _find_departure(self, context: StoredContext, prompt: Ids) -> tuple[StoredNode | None, int]:
-        """Find the branch that shares the most tokens with the context: its last node so far, and the token where the two part."""
+        """Find the branch that shares the most tokens with the context.
+
+        Return the last node of that branch so far, and the token where the two diverge.
+        """
         best: tuple[int, int, StoredNode | None] = (0, 0, None)
         waiting: list[tuple[StoredNode, int]] = [(root, 0) for root in self._session.roots if root.id < context.id]
         while waiting:
@@ -338,7 +343,7 @@ class _ForkDescriber:
         return found, token
 
     def _cause(self, context: StoredContext, left: StoredNode | None, token: int) -> tuple[str, str]:
-        """Name the cause, more precisely than recorded where the messages show more."""
+        """Return the cause and a detail. The cause is more precise than the recorded one if the messages reveal more."""
         recorded = context.info.cause
         if recorded not in ("template", "edited"):
             return _CAUSE_NAMES.get(recorded or "", "begun at the same time"), context.info.signals.why
@@ -348,7 +353,7 @@ class _ForkDescriber:
                 if old.role == new.role == "system" and classify_change(old, new) == "words":
                     return "system prompt changed", f"message {n + 1}"
                 return _CHANGE_NAMES.get(classify_change(old, new), "edited"), f"message {n + 1}, {new.role}"
-        # All messages mean the same: the ids differ because the agent or the template spells them differently.
+        # All messages mean the same. The ids differ because the agent or the template spells them differently.
         for n, (old, new) in enumerate(zip(was, now, strict=False)):
             how = classify_change(old, new)
             if how in ("spelling", "whitespace"):
@@ -358,7 +363,7 @@ class _ForkDescriber:
     def _explain_rewrite(
         self, left: StoredNode | None, token: int, context: StoredContext, now: list[Message]
     ) -> tuple[str, str]:
-        """Explain how the template rewrote the past, by comparing its version of the turn, which starts at the same token."""
+        """Explain how the template rewrote the past. Its version of the turn is compared from the same start token."""
         at = None
         for node in path(left):
             if isinstance(node, StoredTurn) and node.parent.length <= token <= node.length:
@@ -370,7 +375,7 @@ class _ForkDescriber:
         end = next((n + 1 for n, i in enumerate(rest) if i in self._stops), len(rest))
         sampled, written = self._tokenizer.decode(at.ids.tolist()), self._tokenizer.decode(rest[:end])
         if sampled == written:
-            return "template", f"writes turn {at.id} with other ids than were sampled"
+            return "template", f"writes turn {at.id} with different ids than were sampled"
         if message.reasoning.split() and " ".join(message.reasoning.split()) not in " ".join(written.split()):
             kept = any(
                 answer.reasoning.strip() == message.reasoning.strip() for answer in now if answer.role == "assistant"
@@ -380,11 +385,11 @@ class _ForkDescriber:
             return "whitespace", f"of turn {at.id}, by the template"
         if message.tool_calls:
             return "JSON spelling", f"of turn {at.id}, by the template"
-        return "template", f"writes turn {at.id} otherwise"
+        return "template", f"writes turn {at.id} differently"
 
 
 def _common_prefix_size(one: Ids, other: Ids) -> int:
-    """Count the tokens that two sequences have in common at their start."""
+    """Return the length of the common prefix of two sequences."""
     size = min(len(one), len(other))
     differing = np.flatnonzero(one[:size] != other[:size])
     return int(differing[0]) if len(differing) else size

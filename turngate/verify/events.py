@@ -1,7 +1,8 @@
-"""Check a session against its events. A gateway writes the event of a turn, of a session's end and of its outcome in the same
-transaction as the thing itself, so the two must agree.
+"""Check that a session agrees with its events.
 
-The contents of events are described here a second time. Events have no checksum: a change to both sides is not detected.
+A gateway writes the event for a turn, for the end of a session and for its outcome in the same transaction as the record itself, so the two
+must agree. The contents of events are defined here a second time, independently of the gateway. Events have no checksum, so a change to
+both sides is not detected.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from turngate.verify.store_reader import DECODE_ERRORS, StoredEvent, StoredSessi
 
 _ENDS = ("sealed", "cancelled")
 _COMPARED = ("opened", "turn", "outcome", *_ENDS)
-# The fields of an outcome that its event repeats, and their values if the outcome leaves them out.
+# The fields of an outcome that its event repeats, and their defaults.
 _OUTCOME_DEFAULTS: dict[str, Json] = {
     "kind": None,
     "reward": None,
@@ -36,7 +37,7 @@ def check_events(session: StoredSession, results: CheckResults) -> None:
             return
         decoded = [(event, data) for event in events if (data := _decode_event(event, check)) is not None]
         if len(decoded) < len(events):
-            return  # an event that seems to be missing may be one that cannot be read
+            return  # an event that seems to be missing may be an unreadable one
         by_kind = {kind: [pair for pair in decoded if pair[0].kind == kind] for kind in _COMPARED}
         _check_opening(session, by_kind["opened"][0][1], check)
         _check_turns(session, by_kind["turn"], check)
@@ -45,13 +46,16 @@ def check_events(session: StoredSession, results: CheckResults) -> None:
 
 
 def _events_since_opening(session: StoredSession) -> tuple[list[StoredEvent], str]:
-    """List the events since the session was opened, or say why they are incomplete. An id may be reused: only its last session counts."""
+    """Return the events since the session was opened, or the reason why they are incomplete.
+
+    An id may have been reused, so only the events of its last session are returned.
+    """
     if session.related.events is None:
-        return [], "this folder was written by a version that stored no events"
+        return [], "this folder was written by a version of Turngate that did not store events"
     events = [event for event in session.related.events if event.kind in _COMPARED]
     opened = [n for n, event in enumerate(events) if event.kind == "opened"]
     if not opened:
-        return [], "its events do not reach back to its opening: they were pruned, or the session is older than events"
+        return [], "its opening event is missing: it was pruned, or the session predates events"
     events = events[opened[-1] :]
     if events[0].seq <= session.related.pruned:
         return [], "some of its events may have been pruned"
@@ -65,7 +69,7 @@ def _decode_event(event: StoredEvent, check: VerifyCheck) -> dict[str, Json] | N
 
 
 def _decode_object(raw: object) -> dict[str, Json] | None:
-    """Decode a JSON object; None if it is not one."""
+    """Decode a JSON object, or return None if it is not one."""
     try:
         data = json.loads(raw.decode() if isinstance(raw, bytes) else raw) if isinstance(raw, (bytes, str)) else None
     except DECODE_ERRORS:
@@ -92,14 +96,14 @@ def _check_turns(session: StoredSession, events: list[EventData], check: VerifyC
         node = data.get("node")
         if not isinstance(node, int) or node not in stored:
             missing = f"finish {brief(data.get('finish'))}, {brief(data.get('sampled_tokens'))} sampled tokens"
-            check.expect(False, f"event {event.seq} reports a turn {brief(node)} that is not stored: {missing}")
+            check.expect(False, f"event {event.seq} reports turn {brief(node)}, which is not stored: {missing}")
             continue
         check.expect(node not in seen, f"event {event.seq} reports it a second time", node=node)
         seen.add(node)
-        if node in turns:  # else another check reports what is wrong with it
+        if node in turns:  # otherwise a different check reports the problem
             _check_turn(turns[node], event, data, check)
     for node in sorted(stored - seen):
-        check.expect(False, "no event reports this turn, although each is written with one", node=node)
+        check.expect(False, "no event reports this turn, although every turn is written with an event", node=node)
 
 
 def _check_turn(turn: StoredTurn, event: StoredEvent, data: dict[str, Json], check: VerifyCheck) -> None:
@@ -112,7 +116,7 @@ def _check_turn(turn: StoredTurn, event: StoredEvent, data: dict[str, Json], che
     for name, value in stored.items():
         check.expect(
             data.get(name) == value,
-            f"{name}: {brief(value)} is stored, but event {event.seq} reports {brief(data.get(name))}",
+            f"its {name} is stored as {brief(value)}, but event {event.seq} reports {brief(data.get(name))}",
             node=turn.id,
         )
 
@@ -131,7 +135,7 @@ def _check_end(session: StoredSession, events: list[EventData], check: VerifyChe
 
 
 def _check_outcome(session: StoredSession, events: list[EventData], check: VerifyCheck) -> None:
-    """Check the stored outcome against its newest event: an outcome that replaces another has an event of its own."""
+    """Check the stored outcome against its newest event, since replacing an outcome adds another event."""
     outcome = session.related.outcome
     if outcome is None:
         check.expect(not events, "an event reports an outcome, but none is stored")
@@ -146,5 +150,5 @@ def _check_outcome(session: StoredSession, events: list[EventData], check: Verif
         value = stored.get(name, otherwise)
         check.expect(
             data.get(name) == value,
-            f"outcome: its {name} is stored as {brief(value)}, but event {event.seq} reports {brief(data.get(name))}",
+            f"the outcome's {name} is stored as {brief(value)}, but event {event.seq} reports {brief(data.get(name))}",
         )

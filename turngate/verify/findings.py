@@ -1,4 +1,4 @@
-"""The verdict on a session and its parts: findings, notes, forks, differences; and `CheckResults`, which collects them."""
+"""The verdict on a session, with its findings, notes, forks and differences, and `CheckResults`, which collects them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Literal
 import msgspec
 
 Part = Literal["structure", "rows", "render", "replay", "transcript"]
-_MAX_FINDINGS = 20  # findings of one check that are listed one by one
+_MAX_FINDINGS = 20  # findings of one check that are listed individually
 
 
 class VerifyFinding(msgspec.Struct, frozen=True):
-    """The result of one check: a single finding if it holds, else one for each place where it does not."""
+    """A result of one check. A check that passes has a single finding; one that fails has a finding for each problem."""
 
     part: Part
     check: str
@@ -24,7 +24,7 @@ class VerifyFinding(msgspec.Struct, frozen=True):
 
 
 class Note(msgspec.Struct, frozen=True):
-    """Something that is not wrong in itself, but worth knowing."""
+    """An observation that is not an error, but worth knowing."""
 
     check: str
     what: str
@@ -32,7 +32,7 @@ class Note(msgspec.Struct, frozen=True):
 
 
 class SkippedCheck(msgspec.Struct, frozen=True):
-    """A check that could not be made, and why."""
+    """A check that could not be performed, and why."""
 
     part: Part
     check: str
@@ -40,10 +40,10 @@ class SkippedCheck(msgspec.Struct, frozen=True):
 
 
 class TemplateDifference(msgspec.Struct, frozen=True):
-    """Where rendering the whole conversation with the chat template would differ from what was sent, and why."""
+    """A difference between the ids that were sent and a render of the whole conversation with the chat template."""
 
-    branch: int  # its last turn
-    node: int  # the node that holds the difference
+    branch: int  # the last turn of the branch
+    node: int  # the node that contains the difference
     token: int  # position, counted from the root
     why: str
     sent: str  # text around the difference
@@ -51,24 +51,24 @@ class TemplateDifference(msgspec.Struct, frozen=True):
 
 
 class ForkReport(msgspec.Struct, frozen=True):
-    """A call that did not continue an existing branch: why, where it departs, and what that costs."""
+    """A call that did not continue an existing branch: why, where it diverges, and what that costs."""
 
     node: int
     recorded: str  # the cause that the gateway recorded
     cause: str  # the cause that the messages show
-    left: int | None  # the node at the end of the branch that it departs from
-    token: int  # the first that differs, counted from the root
-    before: str  # the text before it
+    left: int | None  # the node at the end of the branch that it diverges from
+    token: int  # the first token that differs, counted from the root
+    before: str  # the text before that token
     was: str  # how the old branch continues
     now: str  # how the new branch continues
-    shared: int  # tokens in the rows of both branches: a trainer reads them twice
-    sent: int  # prompt tokens after the difference: engine and trainer read them anew
-    wasted: int = 0  # sampled tokens that nothing uses
+    shared: int  # tokens in the rows of both branches, which a trainer reads twice
+    sent: int  # prompt tokens after the difference, which the engine and the trainer must process again
+    wasted: int = 0  # sampled tokens that are not used
     detail: str = ""
 
 
 class Replay(msgspec.Struct, frozen=True):
-    """Recorded log-probabilities compared with those that an engine gives to the same tokens now."""
+    """A comparison of recorded log-probabilities with those that an engine now computes for the same tokens."""
 
     engine: str
     tolerance: float
@@ -124,7 +124,7 @@ class VerifyCheck:
         self.skipped = ""
 
     def expect(self, holds: bool, what: str, *, node: int | None = None, where: str = "") -> bool:
-        """Count one examined item; unless `holds`, record a finding. `what`: what is wrong then."""
+        """Count one examined item. Unless `holds`, record a finding with the problem `what`. Return `holds`."""
         self.examined += 1
         if not holds:
             where = where or (f"node {node}" if node is not None else "")
@@ -136,7 +136,7 @@ class VerifyCheck:
 
 
 class CheckResults:
-    """Collects the results of all checks of one session."""
+    """The collected results of all checks of one session."""
 
     def __init__(self) -> None:
         self._checks: list[tuple[VerifyCheck, str]] = []
@@ -147,7 +147,7 @@ class CheckResults:
 
     @contextmanager
     def check(self, part: Part, name: str, promise: str) -> Iterator[VerifyCheck]:
-        """Make one check. `promise`: what it proves if it holds."""
+        """Begin a check. `promise` describes what the check proves if it passes."""
         check = VerifyCheck(part, name)
         self._checks.append((check, promise))
         yield check

@@ -1,4 +1,4 @@
-"""The messages and tools of a session's nodes, decoded in the dialect they arrived in; and verify's own comparison of messages."""
+"""The messages and tools of a session's nodes, decoded from their dialect, and an independent comparison of messages."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from turngate.verify.store_reader import (
 )
 
 Change = Literal["", "thinking", "spelling", "whitespace", "ids", "words"]
-_pieces = msgspec.json.Decoder(list[msgspec.Raw])
+_items = msgspec.json.Decoder(list[msgspec.Raw])
 _message = msgspec.json.Decoder(Message)
 _MESSAGE_ERRORS = (BadRequest, KeyError, *DECODE_ERRORS)
 
 
 def compute_digest(tools: Sequence[Tool], kwargs: bytes) -> bytes:
-    """Compute the digest that names a preamble, from its tools' meaning and its template arguments."""
+    """Compute the digest that identifies a preamble, from the meaning of its tools and its template arguments."""
     meaning = blake2b(json.dumps([tool.wire for tool in tools], sort_keys=True).encode(), digest_size=16).digest()
     return blake2b(meaning + kwargs, digest_size=16).digest()
 
@@ -45,8 +45,8 @@ class NodeMessages:
     def __init__(self, session: StoredSession) -> None:
         self._session = session
         self._by_node: dict[int, tuple[Message, ...]] = {}
-        self.last_pieces: dict[int, tuple[Message, ...]] = {}
-        self.piece_counts: dict[int, int] = {}  # pieces of each context
+        self.last_items: dict[int, tuple[Message, ...]] = {}
+        self.item_counts: dict[int, int] = {}  # wire items of each context; an item may decode to several messages
         self.errors: dict[int, str] = {}
         self._tools: dict[tuple[bytes, str], tuple[Tool, ...] | str] = {}
         for node in session.nodes:
@@ -62,7 +62,7 @@ class NodeMessages:
         return next(iter(self.of(turn)), Message("assistant"))
 
     def up_to(self, node: StoredNode | None) -> list[Message]:
-        """List all messages from the root to the end of `node`."""
+        """Return all messages from the root to the end of `node`."""
         return [message for n in path(node) for message in self.of(n)]
 
     def is_readable(self, node: StoredNode) -> bool:
@@ -72,12 +72,15 @@ class NodeMessages:
         return self._session.preambles.get(context.info.preamble)
 
     def tools(self, context: StoredContext) -> tuple[Tool, ...] | None:
-        """The tools that a context offers; None if they are not stored or cannot be read."""
+        """Return the tools that a context offers, or None if they are not stored or cannot be read."""
         found = self.tools_or_error(context)
         return None if isinstance(found, str) else found
 
     def tools_or_error(self, context: StoredContext) -> tuple[Tool, ...] | str:
-        """The tools, or why there are none. Several dialects may have sent the same tools, which are stored in the first one's form."""
+        """Return the tools that a context offers, or an error message.
+
+        If several dialects sent the same tools, they are stored in the form of the first one.
+        """
         digest = context.info.preamble
         stored = self._session.preambles.get(digest)
         if stored is None:
@@ -107,13 +110,13 @@ class NodeMessages:
         if isinstance(node, StoredTurn):
             return (_message.decode(node.row.messages),)
         history = self._decode_history(node)
-        pieces = [history.decode(n) for n in range(len(history.raws))]
-        self.piece_counts[node.id] = len(pieces)
-        self.last_pieces[node.id] = pieces[-1] if pieces else ()
-        return tuple(message for piece in pieces for message in piece)
+        items = [history.decode(n) for n in range(len(history.raws))]
+        self.item_counts[node.id] = len(items)
+        self.last_items[node.id] = items[-1] if items else ()
+        return tuple(message for item in items for message in item)
 
     def _decode_history(self, context: StoredContext) -> History:
-        raws = [bytes(piece) for piece in _pieces.decode(context.row.messages)]
+        raws = [bytes(item) for item in _items.decode(context.row.messages)]
         match context.info.dialect:
             case "chat":
                 return Chat().read_stored_history(raws)
@@ -127,16 +130,16 @@ class NodeMessages:
                     return Messages().read_stored_history(raws)
                 return MessagesHistory(raws, MessagesTools(stored.tools))  # messages may refer to tools
             case other:
-                raise BadRequest(f"{other!r} is not a dialect")
+                raise BadRequest(f"unknown dialect {other!r}")
 
 
 def bare_call_id(call_id: str) -> str:
-    """A call's id without the prefixes that wire formats add."""
+    """Return a call's id without the prefixes that wire formats add."""
     return call_id.removeprefix("call_").removeprefix("toolu_")
 
 
 def order_results(messages: Sequence[Message]) -> list[Message]:
-    """Sort consecutive tool results by the calls that they answer, as far as ids or names tell."""
+    """Sort consecutive tool results by the calls that they answer, as far as ids or names identify them."""
     ordered: list[Message] = []
     run: list[tuple[int, Message]] = []
     calls: list[tuple[str, str]] = []
@@ -162,7 +165,7 @@ def order_results(messages: Sequence[Message]) -> list[Message]:
 
 
 def _sort_run(run: list[tuple[int, Message]]) -> list[Message]:
-    """Sort by position. A message without a position stays where it is, and none moves past it."""
+    """Sort by position. A message without a position stays in place, and others do not move past it."""
     out: list[tuple[int, Message]] = []
     for position, message in run:
         at = len(out)
@@ -174,7 +177,7 @@ def _sort_run(run: list[tuple[int, Message]]) -> list[Message]:
 
 
 def same_meaning(was: Message, now: Message) -> bool:
-    """Whether two messages mean the same. Trimmed ends, JSON spelling, missing thinking and other call ids do not count."""
+    """Return whether two messages mean the same. Trimmed ends, JSON spelling, missing thinking and call ids are ignored."""
     if was.role != now.role or was.name != now.name or len(was.tool_calls) != len(now.tool_calls):
         return False
     trimmed = str.strip if was.role == "assistant" else str.rstrip
@@ -185,7 +188,7 @@ def same_meaning(was: Message, now: Message) -> bool:
 
 
 def classify_change(was: Message, now: Message) -> Change:
-    """Say in what two messages differ; empty if in nothing visible."""
+    """Return how two messages differ, or "" if there is no visible difference."""
     calls = list(zip(was.tool_calls, now.tool_calls, strict=False))
     if not same_meaning(was, now):
         squeezed = msgspec.structs.replace(was, content=now.content)
@@ -207,7 +210,7 @@ def _same_json(one: str, other: str) -> bool:
 
 
 def _plain(value: Json) -> Json:
-    """Make true and 1 compare as different, unlike in Python."""
+    """Convert booleans to text, so that true and 1 compare as different."""
     match value:
         case bool():
             return str(value)

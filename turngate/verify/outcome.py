@@ -1,6 +1,7 @@
-"""Check the session's status and outcome: could a gateway have recorded them?
+"""Check that a gateway could have recorded the session's status and outcome.
 
-What an outcome may contain is described here a second time. An outcome has no checksum; only its event confirms the reward.
+The fields of an outcome are defined here a second time, independently of the gateway. An outcome has no checksum; only its event confirms
+the reward.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from turngate.verify.findings import CheckResults, VerifyCheck
 from turngate.verify.store_reader import DECODE_ERRORS, StoredSession
 
 _STATUSES = ("open", "sealed", "cancelled")
-_JUDGED = ("graded", "agent failed")  # a grader or the agent's own failure decided: there may be a reward
-_UNJUDGED = ("invalid task", "infrastructure fault")  # there is never a reward
-_MAX_BYTES = 262_144  # bytes
+_JUDGED = ("graded", "agent failed")  # decided by a grader or by the agent's own failure, so a reward is possible
+_UNJUDGED = ("invalid task", "infrastructure fault")  # never have a reward
+_MAX_BYTES = 262_144
 _MAX_ATTEMPT = 2_147_483_648
 _TEXTS = ("message", "group", "task")
 _FIELDS = frozenset({"kind", "reward", "resolved", "attempt", "data", *_TEXTS})
@@ -48,21 +49,21 @@ def _check_stored_outcome(session: StoredSession, raw: object, recorded: object,
         text = raw.decode() if isinstance(raw, bytes) else raw
         outcome = json.loads(text, object_pairs_hook=_reject_duplicate_names, parse_constant=_reject_constant)
     except DECODE_ERRORS as error:
-        check.expect(False, f"it is not JSON: {error}")
+        check.expect(False, f"it is not valid JSON: {error}")
         return
     if not check.expect(isinstance(outcome, dict), "it is not a JSON object"):
         return
-    # A gateway writes bytes; text comes from an edit by hand.
+    # A gateway writes bytes, so text means that the outcome was edited by hand.
     check.expect(isinstance(raw, bytes), "it is stored as text, but a gateway stores bytes")
-    check.expect(len(raw) <= _MAX_BYTES, f"it has {len(raw)} bytes; a gateway records {_MAX_BYTES} at most")
+    check.expect(len(raw) <= _MAX_BYTES, f"it has {len(raw)} bytes, but a gateway records at most {_MAX_BYTES}")
     _check_fields(outcome, check)
 
 
 def _reject_duplicate_names(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    """Build a JSON object; reject one that repeats a name."""
+    """Build a JSON object. Raise `ValueError` if a name occurs twice."""
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        raise ValueError("an object has the same name twice")
+        raise ValueError("an object contains the same name twice")
     return fields
 
 
@@ -72,23 +73,26 @@ def _reject_constant(name: str) -> Json:
 
 def _check_fields(outcome: dict[str, Json], check: VerifyCheck) -> None:
     unknown = sorted(outcome.keys() - _FIELDS)
-    check.expect(not unknown, f"it has {', '.join(map(brief, unknown[:5]))}, which no outcome has")
+    check.expect(not unknown, f"it has unknown fields: {', '.join(map(brief, unknown[:5]))}")
     kind, reward = outcome.get("kind"), outcome.get("reward")
     kinds = (*_JUDGED, *_UNJUDGED)
-    check.expect(kind in kinds, f"kind: {brief(kind)} is not one of {', '.join(kinds)}")
-    check.expect(reward is None or _is_finite(reward), f"reward: {brief(reward)} is neither a finite number nor null")
+    check.expect(kind in kinds, f"its kind is {brief(kind)}, which is not one of {', '.join(kinds)}")
+    check.expect(
+        reward is None or _is_finite(reward), f"its reward is {brief(reward)}, which is neither a finite number nor null"
+    )
     check.expect(
         reward is None or kind not in _UNJUDGED,
-        f"reward: {brief(reward)}, but a rollout that ended as {kind!r} has no reward",
+        f"its reward is {brief(reward)}, but a rollout that ended as {kind!r} has no reward",
     )
     resolved, attempt = outcome.get("resolved"), outcome.get("attempt", 1)
     check.expect(
-        resolved is None or isinstance(resolved, bool), f"resolved: {brief(resolved)} is not true, false or null"
+        resolved is None or isinstance(resolved, bool),
+        f"its resolved field is {brief(resolved)}, which is not true, false or null",
     )
     counted = isinstance(attempt, int) and not isinstance(attempt, bool) and 0 <= attempt <= _MAX_ATTEMPT
-    check.expect(counted, f"attempt: {brief(attempt)} is not a valid attempt")
+    check.expect(counted, f"its attempt is {brief(attempt)}, which is not a valid number")
     for name in _TEXTS:
-        check.expect(isinstance(outcome.get(name, ""), str), f"{name}: {brief(outcome.get(name))} is not text")
+        check.expect(isinstance(outcome.get(name, ""), str), f"its {name} is {brief(outcome.get(name))}, not text")
 
 
 def _is_finite(value: Json) -> bool:

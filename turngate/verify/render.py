@@ -1,8 +1,8 @@
-"""Check the stored ids against the stored messages by rendering each conversation again, whole, with the model's chat template.
+"""Check the stored ids against the stored messages by rendering each whole conversation again with the model's chat template.
 
 There are three questions. For every context: are its ids what the template renders for the messages that it adds? For every turn: do its
-ids parse to the message that was recorded and delivered? For every branch: would the template render the whole of it the same way, and if
-not, why? Only the last may differ without fault, because sampled ids are kept as they were sampled.
+ids parse to the message that was recorded and delivered? For every branch: would the template render the whole branch the same way, and if
+not, why? Only in the last case is a difference not an error, because sampled ids are kept unchanged.
 """
 
 from __future__ import annotations
@@ -30,28 +30,29 @@ _LONGEST_STOP = 80  # characters at the end of a turn that are searched for a st
 
 
 class Renderers:
-    """Loads the renderers that sessions were recorded with, each once."""
+    """The renderers that sessions were recorded with, each loaded once."""
 
     def __init__(self, *, tokenizer: Path | None = None, family: str = "", given: Renderer | None = None) -> None:
-        """`tokenizer`, `family`: override what is recorded. `given`: use this renderer. Raises ConfigError if one is invalid."""
+        """Use `tokenizer` and `family` instead of those recorded, or the renderer `given`. Raise `ConfigError` if one is invalid."""
         self._tokenizer, self._family, self._given = tokenizer, "" if family == "auto" else family, given
         self._loaded: dict[tuple[str, str], Renderer] = {}
         if self._family:
             _require_family(self._family)
         if tokenizer is not None and not (tokenizer / "tokenizer.json").is_file():
             raise ConfigError(
-                f"tokenizer: {tokenizer} is not a tokenizer; give a folder that holds tokenizer.json", param="tokenizer"
+                f"tokenizer: {tokenizer} is not a tokenizer folder; choose a folder that contains tokenizer.json",
+                param="tokenizer",
             )
 
     def load(self, session: StoredSession) -> Renderer:
-        """Load the renderer of a session. Raises ConfigError if there is none."""
+        """Load the renderer of a session. Raise `ConfigError` if that is not possible."""
         if self._given is not None:
             return self._require_match(self._given, session)
         folder = self._tokenizer or Path(session.folder)
         if not session.folder and self._tokenizer is None:
-            raise ConfigError("the path of its tokenizer is not recorded; give --tokenizer PATH", param="tokenizer")
+            raise ConfigError("the path of its tokenizer is not recorded; pass --tokenizer PATH", param="tokenizer")
         if not folder.is_dir():
-            raise ConfigError(f"its tokenizer is no longer at {folder}; give --tokenizer PATH", param="tokenizer")
+            raise ConfigError(f"its tokenizer is no longer at {folder}; pass --tokenizer PATH", param="tokenizer")
         family = self._family or session.renderer.removeprefix("family:") or _family_for_model(session.config.model)
         key = str(folder), family
         if key not in self._loaded:
@@ -61,19 +62,19 @@ class Renderers:
     def _require_match(self, renderer: Renderer, session: StoredSession) -> Renderer:
         if renderer.tokenizer.digest != session.vocabulary:
             raise ConfigError(
-                f"the tokenizer at {renderer.tokenizer.folder} is not the one it was recorded with; give --tokenizer PATH",
+                f"the tokenizer at {renderer.tokenizer.folder} is not the one it was recorded with; pass --tokenizer PATH",
                 param="tokenizer",
             )
         return renderer
 
 
 def _require_family(family: str) -> None:
-    """Raise ConfigError if there is no renderer for `family`."""
+    """Raise `ConfigError` if no renderer exists for `family`."""
     if family == "template":
         return
     if find_spec("renderers") is None:
         raise ConfigError(
-            f"family: {family!r} needs the `renderers` package, which is not installed; install it or use template",
+            f"family {family!r} needs the `renderers` package, which is not installed; install it or use template",
             param="family",
         )
     from renderers import config_from_name
@@ -83,11 +84,11 @@ def _require_family(family: str) -> None:
         config_from_name(family)
     except ValueError:
         choices = ", ".join(["template", *sorted(set(MODEL_RENDERER_MAP.values()))])
-        raise ConfigError(f"family: {family!r} is not one of {choices}", param="family") from None
+        raise ConfigError(f"family must be one of {choices}, not {family!r}", param="family") from None
 
 
 def _family_for_model(model: str) -> str:
-    """Name the renderer family that a gateway chooses for a model of this name."""
+    """Return the renderer family that a gateway chooses for this model name."""
     if "/" not in model or find_spec("renderers") is None:
         return "template"
     from turngate.render.families import family_of
@@ -96,14 +97,17 @@ def _family_for_model(model: str) -> str:
 
 
 def _load_renderer(folder: Path, family: str) -> Renderer:
-    record = load_any_record(folder)  # only its vocabulary is used: the template's certificate is not trusted here
+    record = load_any_record(folder)  # use only its vocabulary; do not trust its certificate
     tokenizer = (
         Tokenizer(folder) if record is None else Tokenizer(folder, vocabulary=record.vocabulary, fast=record.fast)
     )
     if family in ("template", "auto"):
         return TemplateRenderer(tokenizer)
     if find_spec("renderers") is None:
-        raise ConfigError("it was rendered by the `renderers` package, which is not installed", param="family")
+        raise ConfigError(
+            "it was rendered by the `renderers` package, which is not installed; run pip install 'turngate[families]'",
+            param="family",
+        )
     from turngate.render.families import FamilyRenderer
 
     return FamilyRenderer(tokenizer, family)
@@ -112,12 +116,12 @@ def _load_renderer(folder: Path, family: str) -> Renderer:
 def check_rendering(
     session: StoredSession, messages: NodeMessages, renderers: Renderers, results: CheckResults
 ) -> Renderer | None:
-    """Check contexts and turns against the chat template. Returns the renderer used, if there is one."""
+    """Check contexts and turns against the chat template. Return the renderer, or None if it cannot be loaded."""
     with results.check("structure", "vocabulary", "the tokenizer of the ids is recorded") as vocabulary:
         exact = session.config.mode != "observe"
         known = not exact or bool(session.vocabulary and session.folder)
         vocabulary.expect(known, f"no tokenizer is recorded for the vocabulary {session.vocabulary!r}")
-    why = "" if exact else "an observed endpoint renders and parses by itself"
+    why = "" if exact else "an observed endpoint does its own rendering and parsing"
     renderer: Renderer | None = None
     if exact:
         try:
@@ -163,7 +167,7 @@ class _RenderCheck:
                 )
                 continue
             if wrong and any(_REFERENCE in node.row.messages for node in path(context)):
-                # A deferred tool's definition was in the request, but only the tools at the start of the prompt are stored.
+                # The definition of a deferred tool was in the request, but only the tools at the start of the prompt are stored.
                 results.note(
                     "context", f"it refers to tools that are not stored, so it cannot be checked: {wrong}", context.id
                 )
@@ -171,7 +175,7 @@ class _RenderCheck:
             check.expect(not wrong, wrong, node=context.id)
 
     def _check_context(self, context: StoredContext) -> str:
-        """Say what is wrong with a context's ids; empty if nothing."""
+        """Return what is wrong with a context's ids, or "" if they are correct."""
         if context.parent is None:
             return self._compare(context.ids, self._render_whole(context), context.length - len(context.ids))
         due = self._render_following(context, context.parent)
@@ -195,10 +199,10 @@ class _RenderCheck:
         return np.array(self._renderer.render(messages, tools, kwargs), np.int32)
 
     def _render_following(self, context: StoredContext, turn: StoredTurn) -> Ids | None:
-        """Render what the template writes between a turn and the next one, found after a mark that replaces the end of the turn."""
+        """Render what the template writes between a turn and the next one. A mark that replaces the end of the turn locates it."""
         before, new = self._messages.up_to(turn.parent), self._messages.of(context)
         if any(message.role == "assistant" for message in new):
-            return None  # the agent wrote assistant messages itself: nothing was extended
+            return None  # the agent wrote assistant messages itself, so the turn was not extended
         ordered = order_results([*before, self._messages.reply(turn), *new])
         at = len(before)
         text = self._render_text([*ordered[:at], _mark_end(ordered[at]), *ordered[at + 1 :]], context)
@@ -217,7 +221,7 @@ class _RenderCheck:
         return np.array([*(self._close if closed or self._closes_thinking(turn) else []), stop, *after], np.int32)
 
     def _closes_thinking(self, turn: StoredTurn) -> bool:
-        """Whether the renderer always closes truncated thinking. Ours does; a hand-written one may not."""
+        """Return whether the renderer always closes truncated thinking. Ours does; a hand-written renderer may not."""
         return turn.info.reasoning_open and isinstance(self._renderer, TemplateRenderer)
 
     def _render_text(self, messages: list[Message], context: StoredContext) -> str:
@@ -226,7 +230,7 @@ class _RenderCheck:
             return self._tokenizer.decode(self._renderer.render(messages, tools, kwargs))
         when = min((turn.info.started for turn in context.root.children), default=self._session.opened)
         then = datetime.datetime.fromtimestamp(when)
-        # A template may print the date: use the date of the recording.
+        # A template may print the date, so use the date of the recording.
         return self._renderer.text(messages, tools, {"strftime_now": then.strftime, **kwargs})
 
     def _kwargs(self, context: StoredContext) -> dict[str, Json]:
@@ -267,14 +271,14 @@ class _RenderCheck:
                 )
 
     def _parse(self, turn: StoredTurn, tools: tuple[Tool, ...]) -> tuple[Parsed, str]:
-        """Parse the turn's ids. Also name what cut them short, other than the model: nothing, `one call` or `stop string`."""
+        """Parse the turn's ids. Also return what ended the turn early: `one call`, `stop string` or nothing."""
         message = self._messages.reply(turn)
         kind = next((b.removeprefix("constrained: ") for b in turn.info.biases if b.startswith("constrained: ")), "")
         name = message.tool_calls[0].name if message.tool_calls else ""
         try:
             constraint = msgspec.convert({"kind": kind, "tool": name}, Constraint) if kind else None
         except msgspec.ValidationError:
-            constraint = None  # not a known shape, which the sampling check reports
+            constraint = None  # an unknown shape, which the sampling check reports
 
         def read(stop: tuple[str, ...] = (), *, one_call: bool = False) -> tuple[Parsed, bool]:
             reader = self._renderer.reader(turn.parent.ids, tools, stop, constraint, one_call)
@@ -285,7 +289,7 @@ class _RenderCheck:
         ended = turn.info.finish not in ("stop", "tool_calls") or (len(turn.ids) and int(turn.ids[-1]) in self._stops)
         if ended and _matches(plain, message):
             return plain, ""
-        # Whether a request allowed one tool call only, or had stop strings, is not stored: it has to be inferred from the turn.
+        # The store does not record whether a request allowed only one tool call or had stop strings, so infer it from the turn.
         one, satisfied = read(one_call=True)
         if satisfied and _matches(one, message):
             return one, "one call"
@@ -309,7 +313,7 @@ class _RenderCheck:
             return (
                 "it is marked as ending inside thinking, but does not"
                 if turn.info.reasoning_open
-                else "it ends inside thinking, but is not marked so"
+                else "it ends inside thinking, but is not marked as such"
             )
         return ""
 
@@ -319,9 +323,8 @@ class _RenderCheck:
         if turn.info.finish in ("stop", "tool_calls") and len(turn.ids) and not (closed or cut or constrained):
             results.note("finish", "the engine reported a stop, but the last id is not a stop token", turn.id)
         if turn.info.finish == "length":
-            limited = (
-                self._session.config.limits.sampled_tokens is not None
-            )  # the limit may be reached exactly with the last id
+            # The limit may have been reached exactly with the last id.
+            limited = self._session.config.limits.sampled_tokens is not None
             check.expect(
                 not closed or limited, "it is marked as truncated, but its last id is a stop token", node=turn.id
             )
@@ -365,7 +368,7 @@ class _RenderCheck:
         return TemplateDifference(leaf.id, node.id, at, why, self._around(sent, at), self._around(whole, at))
 
     def _explain_turn(self, turn: StoredTurn, whole: Ids) -> str:
-        """Explain a difference by comparing the turn with the template's version of it, which starts at the same token."""
+        """Explain a difference by comparing the turn with the template's version, which starts at the same token."""
         message = self._messages.reply(turn)
         rest = whole[turn.parent.length :].tolist()
         end = next((n + 1 for n, i in enumerate(rest) if i in self._stops), len(rest))
@@ -373,7 +376,7 @@ class _RenderCheck:
         if sampled == written:
             return "sampled ids that the tokenizer would encode differently"
         if message.reasoning and _collapse_whitespace(message.reasoning) not in _collapse_whitespace(written):
-            return "thinking kept, which the template drops"
+            return "thinking that the template drops was kept"
         if _collapse_whitespace(sampled) == _collapse_whitespace(written):
             return "whitespace"
         if "\ufffd" in sampled:
@@ -400,7 +403,7 @@ class _RenderCheck:
             return "a late system message"
         if any(message.role == "tool" for message in self._messages.of(context)):
             return "how the template groups tool results"
-        return "what the template writes only at the end of a prompt"
+        return "text that the template writes only at the end of a prompt"
 
 
 def _mark_end(message: Message) -> Message:
@@ -413,7 +416,7 @@ def _mark_end(message: Message) -> Message:
 
 
 def _reasoning_close(renderer: Renderer) -> list[int]:
-    """The ids that close truncated thinking."""
+    """Return the ids that close truncated thinking."""
     syntax = renderer.syntax if isinstance(renderer, TemplateRenderer) else HERMES
     return renderer.tokenizer.encode(syntax.reasoning_close)
 
@@ -432,12 +435,12 @@ def _matches(parsed: Parsed, message: Message) -> bool:
 
 
 def _encode_calls(message: Message) -> str:
-    """Encode calls by name and arguments. Their ids do not come from the model."""
+    """Encode calls by name and arguments, without their ids, which do not come from the model."""
     return msgspec.json.encode([(call.name, call.arguments) for call in message.tool_calls]).decode()
 
 
 def _first_difference(one: Ids, other: Ids) -> int:
-    """Find the index at which two sequences first differ."""
+    """Return the index at which two sequences first differ."""
     size = min(len(one), len(other))
     differing = np.flatnonzero(one[:size] != other[:size])
     return int(differing[0]) if len(differing) else size

@@ -1,7 +1,7 @@
 """Score every sampled token again, in its own context, and compare with the recorded log-probabilities.
 
-This is the only check that a consistent forgery cannot pass: a forger who changes an id, a log-probability or a parent can fix every
-checksum, but not what the model thinks of the tokens.
+This is the only check that a consistent forgery cannot pass. A forger who changes an id, a log-probability or a parent can correct every
+checksum, but cannot change the model's scores for the tokens.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from turngate.types import Ids, Json, Logprobs
 from turngate.verify.findings import CheckResults, Replay
 from turngate.verify.store_reader import DECODE_ERRORS, StoredSession, StoredTurn, path, path_ids
 
-_MAX_TOKENS_SHOWN = 5  # differing tokens of one turn that are listed one by one
-TOLERANCE = 0.02  # for engines that compute in bfloat16: prefill and sampling use different kernels
+_MAX_TOKENS_SHOWN = 5  # differing tokens of one turn that are listed individually
+TOLERANCE = 0.02  # allows for bfloat16 engines, where prefill and sampling use different kernels
 
 
 class Scorer(Protocol):
-    """Computes the log-probabilities of tokens, given the tokens before them."""
+    """An engine that computes the log-probabilities of tokens, given the tokens before them."""
 
     name: str
-    any_temperature: bool  # it can score turns that were sampled at any temperature, not only at 1
+    any_temperature: bool  # whether it can score turns sampled at any temperature, not only at 1
 
     def score(self, ids: Ids, spans: Sequence[tuple[int, int]]) -> list[Logprobs]:
         """Score the tokens in each span of `ids`."""
 
 
 class ScriptedScorer:
-    """Computes the scripted engine's log-probabilities, which follow from the ids."""
+    """A scorer for the scripted engine, whose log-probabilities are derived from the ids."""
 
     name = "scripted"
     any_temperature = True
@@ -48,7 +48,7 @@ class ScriptedScorer:
 
 
 class VLLMScorer:
-    """Scores with a vLLM server's prompt log-probabilities, which are those at temperature 1."""
+    """A scorer that uses the prompt log-probabilities of a vLLM server, which are those at temperature 1."""
 
     name = "vllm"
     any_temperature = False
@@ -61,7 +61,7 @@ class VLLMScorer:
         body = {"model": self._model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         scored = self._request_scores(orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY))
         if len(scored) != len(ids):
-            raise EngineError(f"{self.name} scored {len(scored)} tokens of {len(ids)}")
+            raise EngineError(f"{self.name} scored {len(scored)} of {len(ids)} tokens")
         try:
             return [
                 np.array([scored[n][str(ids[n])]["logprob"] for n in range(start, end)], np.float32)
@@ -91,9 +91,12 @@ class VLLMScorer:
 def check_replay(
     session: StoredSession, scorer: Scorer, results: CheckResults, *, tolerance: float, version: int | None = None
 ) -> None:
-    """Score the session's turns with `scorer`. `version`: score only turns of this policy version, which the engine serves."""
+    """Compare the session's log-probabilities with those of `scorer`.
+
+    If `version` is set, score only turns of this policy version, which the engine must serve.
+    """
     with results.check(
-        "replay", "logprobs", "the engine gives the recorded tokens the recorded log-probabilities"
+        "replay", "logprobs", "the engine assigns the recorded log-probabilities to the recorded tokens"
     ) as check:
         obstacles = {turn.id: _find_obstacle(turn, scorer, version) for turn in session.turns}
         due = {turn.id for turn in session.turns if not obstacles[turn.id]}
@@ -129,20 +132,20 @@ def check_replay(
             outliers=int(np.sum(~(every <= tolerance))),
         )
         if len(every) and float(np.median(every)) > tolerance:
-            results.note("logprobs", "most tokens differ: check that the engine has the weights that sampled them")
+            results.note("logprobs", "most tokens differ; check that the engine has the weights that sampled them")
 
 
 def _most_common_reason(reasons: Iterable[str]) -> str:
-    """Say why none of a session's turns can be scored, with the most common reason."""
+    """Return the most common reason why none of a session's turns can be scored."""
     counted = Counter(reasons).most_common(1)
     return f"no turn {counted[0][0]}" if counted else "nothing was sampled"
 
 
 def _find_obstacle(turn: StoredTurn, scorer: Scorer, version: int | None) -> str:
-    """Say what a turn lacks to be scored; empty if nothing."""
+    """Return the condition that a turn fails to meet, phrased to follow "no turn", or "" if the turn can be scored."""
     info, scores = turn.info, turn.logprobs
     if version is not None and not info.version_start == info.version_end == version:
-        return f"is of policy version {version}"
+        return f"has policy version {version}"
     if scores is None or info.capture != "tokens" or len(scores) != len(turn.ids) or not len(scores):
         return "has a log-probability for each of its tokens"
     if np.isnan(scores).any():

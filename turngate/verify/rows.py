@@ -1,7 +1,7 @@
 """Check the rows that a trainer receives against the stored nodes.
 
-The caller passes in the rows, built by the gateway's own code. Roles, reasons and chains are derived here a second time, from the nodes
-and the agent's signals, by code that shares nothing with the first.
+The caller passes in the rows, which the gateway's own code built. Roles, reasons and chains are derived here a second time, from the nodes
+and the agent's signals, by independent code.
 """
 
 from __future__ import annotations
@@ -18,13 +18,8 @@ from turngate.verify.findings import CheckResults, VerifyCheck
 from turngate.verify.messages import NodeMessages
 from turngate.verify.store_reader import DECODE_ERRORS, StoredContext, StoredSession, StoredTurn, path, path_ids
 
-_MAIN_LINE_CAUSES = (
-    "compaction",
-    "system",
-    "tools",
-    "template",
-    "edited",
-)  # causes with which the main conversation starts again
+# Fork causes after which a new root is still part of the main conversation.
+_MAIN_LINE_CAUSES = ("compaction", "system", "tools", "template", "edited")
 
 
 class TrainerSpan(Protocol):
@@ -61,9 +56,8 @@ class TrainerRow(Protocol):
     def spans(self) -> Sequence[TrainerSpan]: ...
 
 
-RowSource = Callable[
-    [str, bool], Sequence[TrainerRow]
-]  # session id, whether to include rows with nothing to train → rows
+# Takes a session id, and whether to include rows with nothing to train. Returns the rows.
+RowSource = Callable[[str, bool], Sequence[TrainerRow]]
 
 
 def derive_roles(session: StoredSession, messages: NodeMessages) -> dict[int, str]:
@@ -89,16 +83,15 @@ def _derive_role(turn: StoredTurn, main: StoredContext | None, messages: NodeMes
     ):
         return "subagent"
     cause = turn.root.info.cause
-    quiet = (
-        main is not None and _offers_tools(main, messages) and not _offers_tools(turn.root, messages)
-    )  # a conversation without tools beside one with tools
+    # A conversation without tools, while the main conversation has tools.
+    quiet = main is not None and _offers_tools(main, messages) and not _offers_tools(turn.root, messages)
     if turn.root is main or (cause in _MAIN_LINE_CAUSES and not (quiet and cause == "system")):
         return "main"
     return "subagent" if cause == "subagent" else "side"
 
 
 def _is_superseded(turn: StoredTurn) -> bool:
-    """Whether nothing follows the turn, but another answer to the same prompt was used or the prompt was retried."""
+    """Return whether the turn was not continued, and was not delivered or lost to another answer or a retry of its prompt."""
     if turn.children:
         return False
     others = [answer for answer in turn.parent.children if answer is not turn]
@@ -108,7 +101,7 @@ def _is_superseded(turn: StoredTurn) -> bool:
 
 
 def _find_main_root(session: StoredSession, messages: NodeMessages) -> StoredContext | None:
-    """Find the root of the agent's main conversation: the first with tools that is not a helper's, else the longest."""
+    """Find the root of the agent's main conversation: the first with tools that is not a helper's, or else the longest."""
     for root in session.roots:
         signals = root.info.signals
         is_helper = signals.role in ("side", "subagent") or signals.parent not in ("", signals.thread)
@@ -126,22 +119,22 @@ def _offers_tools(context: StoredContext, messages: NodeMessages) -> bool:
 def check_rows(
     session: StoredSession, messages: NodeMessages, given: RowSource, results: CheckResults, *, sound: bool
 ) -> dict[int, int]:
-    """Check a session's rows. Returns the number of trained tokens of each row, by branch.
+    """Check a session's rows. Return the number of trained tokens of each row, by branch.
 
-    `given`: builds the rows. `sound`: the checks of the trace itself found nothing wrong.
+    `given` builds the rows. `sound` means that the checks of the trace itself found no errors.
     """
     names = ("rows", "masks", "once", "reasons", "roles")
     try:
         every = given(session.id, True)
         trained = given(session.id, False)
     except (TurngateError, sqlite3.Error, *DECODE_ERRORS) as error:
-        problem = error.message if isinstance(error, TurngateError) else f"it fails on it ({error})"
+        problem = error.message if isinstance(error, TurngateError) else f"{type(error).__name__}: {error}"
         for name in names:
             with results.check("rows", name, "") as check:
                 if sound:
                     check.expect(False, f"the gateway cannot build rows for this session: {problem}")
                 else:
-                    check.skip(f"the faults of the trace keep the gateway from building rows ({problem})")
+                    check.skip(f"the gateway cannot build rows because the trace has errors ({problem})")
         return {}
     _check_chains(session, every, trained, results)
     _check_masks(session, every, results)
@@ -157,7 +150,7 @@ def _check_chains(
 ) -> None:
     turns = {turn.id: turn for turn in session.turns}
     with results.check(
-        "rows", "rows", "there is one row per branch, with the ids that were sent and sampled, from root to leaf"
+        "rows", "rows", "each branch has one row, with the ids that were sent and sampled, from root to leaf"
     ) as check:
         branches = [row.branch for row in every]
         for leaf in session.leaves:
@@ -175,13 +168,13 @@ def _check_chains(
         kept = [row.branch for row in every if np.asarray(row.mask).any()]
         check.expect(
             [row.branch for row in trained] == kept,
-            "the rows given to a trainer are not those with something to train",
+            "the rows sent to a trainer are not exactly the rows with tokens to train",
         )
         whole = {row.branch: row for row in every}
         for row in trained:
             other = whole.get(row.branch)
             equal = other is not None and np.array_equal(row.ids, other.ids) and np.array_equal(row.mask, other.mask)
-            check.expect(equal, "the row given to a trainer differs from the one shown", node=row.branch)
+            check.expect(equal, "the row sent to a trainer differs from the one that is shown", node=row.branch)
 
 
 def _check_chain(row: TrainerRow, leaf: StoredTurn, check: VerifyCheck) -> None:
@@ -197,7 +190,7 @@ def _check_chain(row: TrainerRow, leaf: StoredTurn, check: VerifyCheck) -> None:
             due.append((node.id, at, at + len(node.ids), node.info.version_start, node.info.version_end))
         at += len(node.ids)
     found = [(s.node, s.start, s.end, s.version_start, s.version_end) for s in row.spans]
-    check.expect(found == due, f"its spans are {found}, and its turns are at {due}", node=leaf.id)
+    check.expect(found == due, f"its spans are {found}, but its turns are at {due}", node=leaf.id)
 
 
 def _describe_difference(given: Ids, stored: Ids) -> str:
@@ -205,8 +198,8 @@ def _describe_difference(given: Ids, stored: Ids) -> str:
     apart = np.flatnonzero(np.asarray(given[:size]) != stored[:size])
     if len(apart):
         at = int(apart[0])
-        return f"token {at} of its row is {int(given[at])}; {int(stored[at])} is stored"
-    return f"its row has {len(given)} tokens; its branch has {len(stored)}"
+        return f"token {at} of its row is {int(given[at])}, but the stored token is {int(stored[at])}"
+    return f"its row has {len(given)} tokens, but its branch has {len(stored)}"
 
 
 def _check_masks(session: StoredSession, every: Sequence[TrainerRow], results: CheckResults) -> None:
@@ -277,13 +270,13 @@ def _check_reasons(
                     true = [*true, "trained in another row"]
                 check.expect(
                     span.reason in true,
-                    f"its reason is {span.reason or 'missing'}; true reasons: {'; '.join(true) or 'none'}",
+                    f"its reason is {span.reason or 'missing'}, but the valid reasons are: {'; '.join(true) or 'none'}",
                     node=turn.id,
                 )
 
 
 def _reasons_against_training(turn: StoredTurn, role: str, session: StoredSession) -> list[str]:
-    """List every reason not to train a turn."""
+    """Return every reason not to train a turn. The wording must match the gateway's."""
     info, policy = turn.info, session.config.policy
     why = [info.fault] if info.fault else []
     if info.capture != "tokens":

@@ -1,4 +1,4 @@
-"""Spot checks while the gateway serves: verify every n-th session that ends, in a low-priority thread."""
+"""Spot checks in a running gateway: verify every n-th session that ends, in a low-priority thread."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from turngate.errors import TurngateError
 from turngate.verify.findings import Verdict
 
 log = logging.getLogger("turngate")
-_MAX_WAITING = 64  # sessions in the queue; further ones are not verified
+_MAX_WAITING = 64  # sessions in the queue; any others are not verified
 _LOWEST_PRIORITY = 19  # a `nice` value
 
 
 class SpotChecker:
-    """Verifies every n-th submitted session. `verify` and `report` run in its own thread."""
+    """A background verifier of every n-th submitted session. `verify` and `report` run in its own thread."""
 
     def __init__(self, every: int, verify: Callable[[str], Verdict], report: Callable[[Verdict], None]) -> None:
         self._every = max(1, every)
@@ -36,7 +36,7 @@ class SpotChecker:
         self._thread.start()
 
     def stop(self, interrupt: Callable[[], None] = lambda: None) -> None:
-        """Stop after the current session, or at once if `interrupt` ends it. Waiting sessions are dropped."""
+        """Stop after the current session, or immediately if `interrupt` aborts it. Waiting sessions are dropped."""
         self._stopping = True
         interrupt()
         if self._thread is not None:
@@ -45,7 +45,7 @@ class SpotChecker:
             self._thread.join()
 
     def submit(self, session_id: str) -> None:
-        """Take note of a session that ended."""
+        """Submit a session that ended. Only every n-th one is queued."""
         self._seen += 1
         if self._seen % self._every:
             return
@@ -55,7 +55,7 @@ class SpotChecker:
             self.dropped += 1
 
     def _run(self) -> None:
-        with suppress(OSError, AttributeError):  # a thread whose priority cannot be lowered still works
+        with suppress(OSError, AttributeError):  # works without a lower priority too
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         while not self._stopping:
             session_id = self._waiting.get()
@@ -68,7 +68,7 @@ class SpotChecker:
                     return
                 log.warning("session %s could not be verified: %s", session_id, error.message)
                 continue
-            except Exception:  # a bug in a check must end neither the checks nor the gateway
+            except Exception:  # a bug in a check must not stop the other checks or the gateway
                 log.exception("session %s could not be verified", session_id)
                 continue
             self.verified += 1

@@ -1,7 +1,7 @@
-"""Reads the store with code of its own, so that a bug in the gateway's reader cannot hide itself.
+"""Read the store with independent code, so that a bug in the gateway's reader cannot hide itself.
 
-It knows the SQLite schema and the encoding of a node's facts, and nothing else about the gateway. It opens the file read-only and reads
-one snapshot per session, whether or not a gateway serves the folder.
+This module depends only on the SQLite schema and the encoding of a node's facts. It opens the file read-only and reads one snapshot per
+session, whether or not a gateway serves the folder.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from turngate.types import Ids, Json, Logprobs
 
 SCHEMAS = (2, 3, 4)  # the fourth adds tables that are not read here
 _BEFORE_EVENTS = 2  # the last schema without events and outcomes
-DECODE_ERRORS = (msgspec.DecodeError, ValueError, TypeError, RecursionError)  # what decoders raise for damaged bytes
-_UNDELIVERED_XOR = 0x5EED  # changes the checksum of a turn that is marked as not delivered
+DECODE_ERRORS = (msgspec.DecodeError, ValueError, TypeError, RecursionError)  # raised by decoders for damaged bytes
+_UNDELIVERED_XOR = 0x5EED  # applied to the checksum of a turn that is marked as not delivered
 
 
 class UnreadableSession(ConfigError):
@@ -39,7 +39,7 @@ class StoredCallSignals(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ContextFacts(msgspec.Struct, frozen=True, array_like=True):
-    """What the store keeps about a context besides its ids."""
+    """The stored facts about a context, besides its ids."""
 
     preamble: bytes
     meanings: bytes
@@ -51,7 +51,7 @@ class ContextFacts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TurnFacts(msgspec.Struct, frozen=True, array_like=True):
-    """What the store keeps about a turn besides its ids and log-probabilities."""
+    """The stored facts about a turn, besides its ids and log-probabilities."""
 
     meaning: bytes
     reasoning: bytes
@@ -95,7 +95,7 @@ class StoredLimits(msgspec.Struct, frozen=True):
 
 
 class StoredConfig(msgspec.Struct, frozen=True):
-    """The session's settings that its trace must agree with."""
+    """The session's settings, as far as its trace must agree with them."""
 
     model: str = ""
     mode: str = "exact"
@@ -131,7 +131,7 @@ class NodeRow(msgspec.Struct, frozen=True):
         return value if self.delivered else value ^ _UNDELIVERED_XOR
 
 
-# The types that a node's cells must have, and the value that replaces a cell of another type: SQLite stores any type.
+# The types that a node's cells must have, and the value that replaces a cell of a different type, since SQLite stores any type.
 _CELLS: dict[str, tuple[type | tuple[type, ...], Any]] = {
     "parent": ((int, NoneType), None),
     "kind": (str, ""),
@@ -145,7 +145,7 @@ _CELLS: dict[str, tuple[type | tuple[type, ...], Any]] = {
 
 
 def _parse_row(cells: dict[str, Any]) -> tuple[NodeRow, str]:
-    """Parse a node's row; also say which cells have the wrong type."""
+    """Parse a node's row. Also return which cells have the wrong type, or "" if none has."""
     damaged = [name for name, (kind, _) in _CELLS.items() if not isinstance(cells[name], kind)]
     row = NodeRow(**{**cells, **{name: _CELLS[name][1] for name in damaged}})
     wrong = ", ".join(f"`{name}` is stored as {_describe_type(cells[name])}" for name in damaged)
@@ -181,9 +181,9 @@ class RelatedRecords(msgspec.Struct, frozen=True):
     """Records about a session outside its own tables, read in the same snapshot."""
 
     outcome: StoredOutcome | None = None
-    events: tuple[StoredEvent, ...] | None = None  # of this session id, oldest first; None: the folder stores no events
+    events: tuple[StoredEvent, ...] | None = None  # of this session id, oldest first; None: not stored in this folder
     pruned: int = 0  # `seq` of the newest event that was pruned
-    version: int | None = 0  # the highest policy version that was ever in force here; None: unreadable
+    version: int | None = 0  # the highest policy version that was ever active here; None: unreadable
 
 
 class StoredContext:
@@ -227,7 +227,7 @@ class StoredSession:
         damaged: dict[int, str],
         related: RelatedRecords,
     ) -> None:
-        """`damaged`: what is wrong with nodes whose cells have the wrong type, by node."""
+        """`damaged` describes the problems of nodes whose cells have the wrong type, by node."""
         self.key: int = record["key"]
         self.id: str = record["id"]
         self.opened: float = record["opened"]
@@ -248,11 +248,11 @@ class StoredSession:
         self._damaged = damaged
         self.contexts: list[StoredContext] = []
         self.turns: list[StoredTurn] = []
-        self.orphans: dict[int, str] = {}  # rows that no path from a root reaches, and why
+        self.orphans: dict[int, str] = {}  # rows that cannot be reached from a root, and why
         self._build_tree()
 
     def _build_tree(self) -> None:
-        """Build the tree from rows ordered by id: a valid parent comes before its children."""
+        """Build the tree from rows ordered by id, in which a valid parent precedes its children."""
         nodes: dict[int, StoredNode] = {}
         for row in self.rows:
             node = self._build_node(row, nodes)
@@ -285,21 +285,21 @@ class StoredSession:
         if row.parent is None:
             return StoredContext(row, None, context) if row.kind == "context" else "a turn has no parent"
         if row.parent >= row.id:
-            return f"its parent {row.parent} does not come before it"
+            return f"its parent {row.parent} does not precede it"
         parent = nodes.get(row.parent)
         if parent is None:
-            missing = "is not reachable from a root itself" if row.parent in self.orphans else "does not exist"
+            missing = "is itself not reachable from a root" if row.parent in self.orphans else "does not exist"
             return f"its parent {row.parent} {missing}"
         if row.kind == "context":
             return (
                 StoredContext(row, parent, context)
                 if isinstance(parent, StoredTurn)
-                else f"its parent {row.parent} is a context too"
+                else f"its parent {row.parent} is also a context"
             )
         return (
             StoredTurn(row, parent, turn)
             if isinstance(parent, StoredContext)
-            else f"its parent {row.parent} is a turn too"
+            else f"its parent {row.parent} is also a turn"
         )
 
     @property
@@ -317,7 +317,7 @@ class StoredSession:
 
 
 def path(node: StoredNode | None) -> list[StoredNode]:
-    """List the nodes from the root to `node`."""
+    """Return the nodes from the root to `node`."""
     nodes: list[StoredNode] = []
     while node is not None:
         nodes.append(node)
@@ -345,17 +345,17 @@ _SETTING = "SELECT value FROM settings WHERE name=?"
 _PROGRESS = "SELECT count(*), max(id), sum(delivered) FROM nodes WHERE session=?"
 
 
-_NO_WAL = "; if it is a copy, also copy turngate.db-wal, which lies beside the original"
+_NO_WAL = "; if it is a copy, also copy turngate.db-wal from the same folder as the original"
 
 
 class SessionReader:
-    """Reads sessions from a data folder."""
+    """A reader of the sessions in a data folder."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder
         file = folder / "turngate.db"
         if not file.is_file():
-            raise ConfigError(f"data: there is no {file}; give the --data folder of a gateway", param="data")
+            raise ConfigError(f"data: {file} does not exist; pass the --data folder of a gateway", param="data")
         self._db = _open_database(file)
         self._db.row_factory = sqlite3.Row
         self._db.text_factory = _decode_text
@@ -364,7 +364,8 @@ class SessionReader:
             self._db.close()
             hint = "" if version else _NO_WAL
             raise ConfigError(
-                f"data: {file} has schema {version}; this version of Turngate reads up to {SCHEMAS[-1]}{hint}",
+                f"data: {file} has schema version {version}, but this version of Turngate supports "
+                f"{SCHEMAS[0]} to {SCHEMAS[-1]}{hint}",
                 param="data",
             )
         self._has_events = version > _BEFORE_EVENTS
@@ -379,7 +380,7 @@ class SessionReader:
         self.close()
 
     def session_ids(self, *, sealed: bool = False) -> list[str]:
-        """List session ids, newest first."""
+        """Return session ids, newest first."""
         where = " WHERE status != 'open'" if sealed else ""
         found = self._db.execute(f"SELECT id FROM sessions{where} ORDER BY key DESC")
         return [str(row[0]) for row in found]  # an id that is not text matches no session, which is reported later
@@ -388,25 +389,25 @@ class SessionReader:
         """Find a session's id, given the id, a prefix of it, or `last`."""
         ids = self.session_ids()
         if not ids:
-            raise NotFound("session: none has been recorded here")
+            raise NotFound("no session has been recorded here")
         if wanted == "last":
             return ids[0]
         fitting = [wanted] if wanted in ids else [session for session in ids if session.startswith(wanted)]
         if len(fitting) != 1:
-            problem = f"is a prefix of {len(fitting)} ids; give more of it" if fitting else "is not recorded here"
-            raise NotFound(f"session: {wanted!r} {problem}; the newest is {ids[0]}")
+            problem = f"is a prefix of {len(fitting)} ids; pass more of the id" if fitting else "is not recorded here"
+            raise NotFound(f"session {wanted!r} {problem}; the newest session is {ids[0]}")
         return fitting[0]
 
     def read_session(self, session_id: str) -> StoredSession:
         with self._snapshot():
             record = self._db.execute(f"{_SESSIONS} WHERE id=?", (session_id,)).fetchone()
             if record is None:
-                raise NotFound(f"session: there is no {session_id!r} here")
+                raise NotFound(f"session {session_id!r} is not recorded here")
             nodes = self._db.execute(_NODES, (record["key"],)).fetchall()
             stored = self._db.execute(_PREAMBLES, (record["key"],)).fetchall()
             related = self._read_related(record["key"], session_id)
         if not all(isinstance(node["id"], int) for node in nodes):
-            raise UnreadableSession(f"session: {session_id} is damaged on disk: the id of a node is not a number")
+            raise UnreadableSession(f"session {session_id} is damaged on disk: the id of a node is not a number")
         rows = [_parse_row(dict(node)) for node in nodes]
         # Preambles that are not bytes are reported as missing by the contexts that refer to them.
         preambles = {
@@ -429,7 +430,7 @@ class SessionReader:
         )
 
     def _read_number(self, setting: str) -> int | None:
-        """Read a numeric setting: 0 if it was never set, None if it is not a number."""
+        """Read a numeric setting. Return 0 if it was never set, None if it is not a number."""
         row = self._db.execute(_SETTING, (setting,)).fetchone()
         try:
             return 0 if row is None else int(row[0])
@@ -437,7 +438,7 @@ class SessionReader:
             return None
 
     def has_changed(self, session: StoredSession) -> bool:
-        """Whether something was recorded since the session was read."""
+        """Return whether something was recorded since the session was read."""
         state = self._db.execute(_PROGRESS, (session.key,)).fetchone()
         rows = session.rows
         return tuple(state) != (
@@ -459,7 +460,7 @@ class SessionReader:
 
 
 def _decode_text(raw: bytes) -> str:
-    """Decode stored text; invalid bytes are shown escaped."""
+    """Decode stored text. Invalid bytes are escaped."""
     return raw.decode("utf-8", "backslashreplace")
 
 
@@ -467,11 +468,11 @@ def _check_session_cells(record: dict[str, Any]) -> dict[str, Any]:
     """Return a session's row, or raise if its cells have the wrong types."""
     for name in ("status", "stop", "vocabulary"):
         if not isinstance(record[name], str):
-            raise UnreadableSession(f"session: {record['id']} is damaged on disk: `{name}` is not text")
+            raise UnreadableSession(f"session {record['id']} is damaged on disk: `{name}` is not text")
     times = isinstance(record["opened"], float) and isinstance(record["closed"], (float, NoneType))
     if not times:
         raise UnreadableSession(
-            f"session: {record['id']} is damaged on disk: the time when it was opened or closed is not a number"
+            f"session {record['id']} is damaged on disk: the time when it was opened or closed is not a number"
         )
     return {
         **record,
@@ -480,7 +481,7 @@ def _check_session_cells(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _open_database(file: Path) -> sqlite3.Connection:
-    """Open the database read-only; as an immutable file if even a lock cannot be written beside it."""
+    """Open the database read-only. If not even a lock file can be written next to it, open it as an immutable file."""
     for how in ("mode=ro", "mode=ro&immutable=1"):
         db = sqlite3.connect(f"file:{quote(str(file))}?{how}", uri=True, isolation_level=None, timeout=10)
         try:

@@ -1,4 +1,4 @@
-"""Check that a gateway could have recorded the trace: bytes, tree, turns, times, tools and messages, from the store's rows alone."""
+"""Check, from the store's rows alone, that a gateway could have recorded the trace: bytes, tree, turns, times, tools and messages."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _NEUTRAL: dict[str, Json] = {
     "seed": None,
     "min_tokens": 0,
 }
-_FREE = ("temperature", "seed")  # what an agent may set in a session that pins everything else neutral
+_FREE = ("temperature", "seed")  # parameters that an agent may set in a neutral session
 _FORCED = "constrained: "
 _SHAPES = ("json_object", "json_schema", "tools", "tool")
 _OBSERVED = "the endpoint's own sampling"
-_CLOCK_SLACK_S = 0.05  # a clock may have been set back by this much
-_LOGPROB_SLACK = 1e-4  # rounding may lift a log-probability of 0 slightly above 0
+_CLOCK_SLACK_S = 0.05  # the clock may have been set back by up to this much
+_LOGPROB_SLACK = 1e-4  # rounding may raise a log-probability of 0 slightly above 0
 
 
 def check_structure(session: StoredSession, messages: NodeMessages, results: CheckResults) -> None:
@@ -69,14 +69,16 @@ def _check_tree(session: StoredSession, results: CheckResults) -> None:
             check.expect(bool(context.children), "nothing was sampled after it", node=context.id)
             unchanged = context.info.preamble == context.root.info.preamble
             check.expect(
-                unchanged, "its tools or template arguments are not those of its conversation's root", node=context.id
+                unchanged,
+                "its tools or template arguments differ from those of its conversation's root",
+                node=context.id,
             )
     ids = [row.id for row in session.rows]
     gaps = [
         f"{a + 1}" if b == a + 2 else f"{a + 1} to {b - 1}" for a, b in zip([0, *ids], ids, strict=False) if b > a + 1
     ]
     if gaps:
-        results.note("tree", f"no node has the id {', '.join(gaps)}: it was removed, or its write failed")
+        results.note("tree", f"no node has the id {', '.join(gaps)}; the node was removed, or writing it failed")
 
 
 def _check_duplicates(session: StoredSession, results: CheckResults) -> None:
@@ -85,7 +87,7 @@ def _check_duplicates(session: StoredSession, results: CheckResults) -> None:
         for turn in session.turns:
             key = turn.info.started, turn.info.ended, turn.row.ids
             first = seen.setdefault(key, turn.id)
-            check.expect(first == turn.id, f"it repeats turn {first}, to the microsecond", node=turn.id)
+            check.expect(first == turn.id, f"it repeats turn {first}, with the same times and ids", node=turn.id)
         names: dict[str, int] = {}
         for turn in session.turns if session.config.mode != "observe" else ():
             for call in _call_ids(turn):
@@ -146,7 +148,7 @@ def _check_turns(session: StoredSession, messages: NodeMessages, results: CheckR
             hold(info.version_start >= 0, f"its policy version is {info.version_start}, but the first is 0")
             hold(
                 newest is None or info.version_end <= newest,
-                f"its policy version is {info.version_end}, but the highest ever in force here is {newest}",
+                f"its policy version is {info.version_end}, but the highest ever active here is {newest}",
             )
             hold(info.finish != "abort" or bool(info.fault), "it was aborted, but no fault is recorded")
             hold(info.capture != "text" or not len(turn.ids), "it was captured as text only, but has ids")
@@ -158,7 +160,7 @@ def _check_turns(session: StoredSession, messages: NodeMessages, results: CheckR
             )
             hold(
                 info.capture == "tokens" and not info.engine,
-                f"an exact turn was captured as {info.capture} of {info.engine!r}",
+                f"it is an exact turn, but was captured as {info.capture} from {info.engine!r}",
             )
             hold(info.finish != "stop" or not message.tool_calls, "it has tool calls, but its finish is stop")
             hold(info.finish != "tool_calls" or bool(message.tool_calls), "its finish is tool_calls, but it has none")
@@ -169,7 +171,7 @@ def _check_turns(session: StoredSession, messages: NodeMessages, results: CheckR
 
 def _check_sampling(session: StoredSession, results: CheckResults) -> None:
     with results.check(
-        "structure", "sampling", "the marked biases are those of the sampling used, and pinned values were applied"
+        "structure", "sampling", "the recorded biases match the sampling parameters, and pinned values were applied"
     ) as check:
         pinned = session.config.sampling
         for turn in session.turns:
@@ -183,19 +185,19 @@ def _check_sampling(session: StoredSession, results: CheckResults) -> None:
             marked = {b for b in turn.info.biases if not b.startswith((_FORCED, "field ")) and b != _OBSERVED}
             forced = {b.removeprefix(_FORCED) for b in turn.info.biases if b.startswith(_FORCED)} - set(_SHAPES)
             check.expect(
-                not forced, f"marked as constrained to {_join_names(forced)}, which is not a known shape", node=turn.id
+                not forced, f"it is marked as constrained to an unknown shape: {_join_names(forced)}", node=turn.id
             )
             check.expect(
                 marked == due,
-                f"marked as biased by {_join_names(marked)}, sampled with {_join_names(due)}",
+                f"it is marked as biased by {_join_names(marked)}, but was sampled with {_join_names(due)}",
                 node=turn.id,
             )
             if session.config.mode != "observe":
                 kept = all(used.get(name) == value for name, value in pinned.items())
-                check.expect(kept, "it was not sampled with the values that the session pins", node=turn.id)
+                check.expect(kept, "it was not sampled with the values pinned by the session", node=turn.id)
                 free = session.config.bias != "neutral" or due <= {*pinned, "greedy"}
                 check.expect(
-                    free, f"the agent set {_join_names(due)} in a session that is pinned neutral", node=turn.id
+                    free, f"the agent set {_join_names(due)}, but the session only allows neutral values", node=turn.id
                 )
 
 
@@ -221,7 +223,7 @@ def _check_times(session: StoredSession, results: CheckResults) -> None:
         if now < was:
             results.note(
                 "times",
-                "it ended before the turn recorded before it: the clock was set back, or the order was changed",
+                "it ended before the turn recorded before it; the clock was set back, or the order was changed",
                 node,
             )
 
@@ -240,7 +242,7 @@ def _check_preambles(session: StoredSession, messages: NodeMessages, results: Ch
                 agrees = context.info.has_tools == bool(found)
                 check.expect(
                     agrees,
-                    f"marked as {'with' if context.info.has_tools else 'without'} tools, but {len(found)} are stored",
+                    f"it is marked as {'with' if context.info.has_tools else 'without'} tools, but {len(found)} are stored",
                     node=context.id,
                 )
         used = {context.info.preamble for context in session.contexts}
@@ -282,11 +284,11 @@ def _check_messages(session: StoredSession, messages: NodeMessages, results: Che
             if isinstance(node, StoredTurn) and node.id not in messages.errors:
                 check.expect(
                     messages.reply(node).role == "assistant",
-                    "the message of a turn is not the assistant's",
+                    "it is a turn, but its message is not an assistant message",
                     node=node.id,
                 )
         for context in session.contexts:
-            count = messages.piece_counts.get(context.id)
+            count = messages.item_counts.get(context.id)
             if count is not None:
                 fits = len(context.info.meanings) == 16 * count == 16 * len(context.info.roles)
                 check.expect(
@@ -299,20 +301,20 @@ def _check_messages(session: StoredSession, messages: NodeMessages, results: Che
 def _check_answers(
     context: StoredContext, messages: NodeMessages, makers: dict[str, StoredTurn], check: VerifyCheck
 ) -> None:
-    """Check that tool results are on the branch of their calls. Call ids are unique, so an id tells which turn made the call."""
+    """Check that tool results are on the branch of their calls. Call ids are unique, so an id identifies the turn that made the call."""
     own_messages = messages.of(context)
     own = {call.id for message in own_messages for call in message.tool_calls}
     branch = {node.id for node in path(context)}
     for message in own_messages:
         maker = makers.get(message.tool_call_id) if message.role == "tool" and message.tool_call_id not in own else None
         if maker is not None:
-            # If two turns mean the same, an agent that renames call ids may have meant either.
+            # If two turns have the same meaning, an agent that renames call ids may have answered either.
             near = maker.id in branch or maker.parent.id in branch
             check.expect(near, f"it answers a call of turn {maker.id}, which is not on its branch", node=context.id)
 
 
 def _check_signals(session: StoredSession, messages: NodeMessages, results: CheckResults) -> None:
-    """Check that the recorded signals of each context are ones that the session's signal rules can produce."""
+    """Check that the session's signal rules can produce the recorded signals of each context."""
     config = session.config.signals
     with results.check(
         "structure", "told", "the recorded signals of every context follow from the session's signal rules"
@@ -321,19 +323,19 @@ def _check_signals(session: StoredSession, messages: NodeMessages, results: Chec
             signals = context.info.signals
             check.expect(
                 not signals.thread or bool(config.thread),
-                f"it has a thread, {signals.thread!r}, but no rule reads one",
+                f"it has the thread {signals.thread!r}, but no rule reads a thread",
                 node=context.id,
             )
             check.expect(
                 not signals.parent or bool(config.parent),
-                f"it has a parent, {signals.parent!r}, but no rule reads one",
+                f"it has the parent {signals.parent!r}, but no rule reads a parent",
                 node=context.id,
             )
             by_model = signals.role in config.models.values() and signals.why.startswith("model ")
             fitting = [n for n, rule in enumerate(config.rules) if (rule.role, rule.why) == (signals.role, signals.why)]
             known = not signals.role or by_model or bool(fitting)
             if not check.expect(
-                known, f"its role is {signals.role} ({signals.why}), which no rule gives", node=context.id
+                known, f"its role is {signals.role} ({signals.why}), but no rule assigns that role", node=context.id
             ):
                 continue
             seen = [_rule_matches(rule.source, rule.match, context, messages) for rule in config.rules]
@@ -355,7 +357,7 @@ def _check_signals(session: StoredSession, messages: NodeMessages, results: Chec
 
 
 def _rule_matches(source: str, match: str, context: StoredContext, messages: NodeMessages) -> bool | None:
-    """Whether a signal rule matches. None if the trace cannot tell: headers, bodies and model names are not stored."""
+    """Return whether a signal rule matches, or None if unknown, since headers, bodies and model names are not stored."""
     kind, _, name = source.partition(":")
     if not messages.is_readable(context):
         return None
@@ -368,7 +370,7 @@ def _rule_matches(source: str, match: str, context: StoredContext, messages: Nod
             text = "\n".join(m.content for m in beginning if m.role == "system")
             return bool(text) and fnmatchcase(text, match)
         case "last":
-            last = messages.last_pieces.get(context.id, ())
+            last = messages.last_items.get(context.id, ())
             text = "\n".join(m.content for m in last)
             return None if not last else bool(text) and fnmatchcase(text, match)
         case _:
