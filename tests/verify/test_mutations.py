@@ -384,7 +384,10 @@ _OUTCOMES = {
     "a list": ("[]", "not a JSON object"),
     "nothing": ("{}", "its kind is None, which is not one of graded, "),
     "an unknown kind": ('{"kind": "solved", "reward": 1.0}', "its kind is 'solved', which is not one of graded, "),
-    "a reward beyond all": ('{"kind": "graded", "reward": 1e999}', "its reward is inf, which is neither a finite number"),
+    "a reward beyond all": (
+        '{"kind": "graded", "reward": 1e999}',
+        "its reward is inf, which is neither a finite number",
+    ),
     "a reward that no float is": ('{"kind": "graded", "reward": 1' + "0" * 400 + "}", "is neither a finite number"),
     "a reward in words": ('{"kind": "graded", "reward": "1.0"}', "its reward is '1.0', which is neither"),
     "a reward that is true": ('{"kind": "graded", "reward": true}', "its reward is True, which is neither"),
@@ -393,7 +396,10 @@ _OUTCOMES = {
         '{"kind": "infrastructure fault", "reward": 0.0}',
         "its reward is 0.0, but a rollout that ended as",
     ),
-    "a reward for an invalid task": ('{"kind": "invalid task", "reward": 1}', "its reward is 1, but a rollout that ended as"),
+    "a reward for an invalid task": (
+        '{"kind": "invalid task", "reward": 1}',
+        "its reward is 1, but a rollout that ended as",
+    ),
     "an unknown field": ('{"kind": "graded", "rewards": 1.0}', "it has unknown fields: 'rewards'"),
     "half resolved": ('{"kind": "graded", "resolved": 0.5}', "its resolved field is 0.5, which is not true"),
     "no attempt": ('{"kind": "graded", "attempt": -1}', "its attempt is -1, which is not a valid number"),

@@ -282,7 +282,9 @@ class _ForkDescriber:
         same_ids = _common_prefix_size(turn.ids, left.ids)
         prompt = turn.parent.length
         recorded = turn.info.cause or ""
-        lost = recorded == "retry" or left.info.finish == "abort" or not left.delivered  # otherwise both answers are used
+        lost = (
+            recorded == "retry" or left.info.finish == "abort" or not left.delivered
+        )  # otherwise both answers are used
         return ForkReport(
             node=turn.id,
             recorded=recorded,

@@ -78,7 +78,8 @@ def _check_fields(outcome: dict[str, Json], check: VerifyCheck) -> None:
     kinds = (*_JUDGED, *_UNJUDGED)
     check.expect(kind in kinds, f"its kind is {brief(kind)}, which is not one of {', '.join(kinds)}")
     check.expect(
-        reward is None or _is_finite(reward), f"its reward is {brief(reward)}, which is neither a finite number nor null"
+        reward is None or _is_finite(reward),
+        f"its reward is {brief(reward)}, which is neither a finite number nor null",
     )
     check.expect(
         reward is None or kind not in _UNJUDGED,
