@@ -62,7 +62,7 @@ class RolloutRow(msgspec.Struct, kw_only=True, rename={"kind": "class"}):
 
 
 class _OutcomeSummary(msgspec.Struct, frozen=True):
-    """The fields of an outcome that a list needs. Decoding skips the others."""
+    """The outcome fields that a list needs. Decoding skips the others."""
 
     kind: OutcomeClass
     reward: float | None = None
@@ -74,7 +74,7 @@ class _OutcomeSummary(msgspec.Struct, frozen=True):
 
 
 class _SessionSettings(msgspec.Struct, frozen=True):
-    """The settings of a session that a list needs."""
+    """The session settings that a list needs."""
 
     model: str = ""
     mode: Mode = "exact"

@@ -61,7 +61,7 @@ class VerifierProcess:
             line = b""
         if not line:
             self._kill_process()
-            raise StoreError("the verifier process exited; it is restarted for the next session")
+            raise StoreError("the verifier process exited; it will be restarted for the next session")
         reply = msgspec.json.decode(line, type=VerdictReply)
         if reply.verdict is None:
             raise StoreError(reply.error)

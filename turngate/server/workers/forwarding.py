@@ -141,7 +141,7 @@ class ForwardingApp:
             await self._serve_at(self._owner(scope), scope, receive, send, local=self._gateway)
 
     def _owner(self, scope: Scope) -> int:
-        """Return the worker that owns the session named by the request's path or key. Return this worker if there is no session."""
+        """Return the worker that owns the session named by the request's path or key. If they name no session, return this worker."""
         if named := SESSION_PATH.match(scope["path"].encode("utf-8", "surrogatepass")):
             return self._shard.owner(named[1].decode("utf-8", "surrogatepass"))
         match = self._dialect_routes.match(scope["path"])
