@@ -90,7 +90,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     workers: Annotated[int, _about("Number of processes that share the sessions.", GATEWAY)] = 1
     durability: Annotated[
         Literal["process", "disk"],
-        _about("Recorded turns survive a crash of the gateway (process), or also a crash of the machine (disk).", GATEWAY),
+        _about(
+            "Recorded turns survive a crash of the gateway (process), or also a crash of the machine (disk).", GATEWAY
+        ),
     ] = "process"
     idle_s: Annotated[float, _about("Seal sessions that have been idle for this many seconds.", LIMITS)] = 24 * 3600
     rest_s: Annotated[
