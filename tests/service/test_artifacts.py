@@ -40,7 +40,7 @@ def test_names_that_are_no_text_are_told(tmp_path: Path) -> None:
     assert read_workdir(tmp_path / "work", tmp_path / "none", truncator) == {"good": "y"}
     assert read_log_tails(tmp_path, truncator) == {"home/good": "y"}
     for field, told in zip(("workdir_files", "log_tails"), truncator.notes, strict=True):
-        assert told.startswith(f"{field}: 1 files have names that are not text") and "odd-" in told
+        assert told.startswith(f"{field}: 1 files left out because their names are not text") and "odd-" in told
 
 
 def test_a_file_with_a_secret_in_it_is_not_told_as_cut(tmp_path: Path) -> None:

@@ -67,11 +67,11 @@ def test_the_default_and_other_names(catalog: Catalog) -> None:
     ("given", "param", "word"),
     [
         (("vlm://q",), "model_key", "did you mean vllm://q?"),
-        (("anthropic://claude", "exact"), "mode", "supports observe, not exact"),
+        (("anthropic://claude", "exact"), "mode", "must be one of observe for anthropic://claude, not exact"),
         (("vllm://q", "direct"), "mode", "use observe"),
-        (("hf-router://m", "black_box"), "mode", "supports observe"),
-        (("scripted://m", "", True), "thinking", "leave it out"),
-        (("vllm://q", "observe", False), "thinking", "leave it out in observe mode"),
+        (("hf-router://m", "black_box"), "mode", "must be one of observe for hf-router://m, not direct"),
+        (("scripted://m", "", True), "thinking", "omit it"),
+        (("vllm://q", "observe", False), "thinking", "omit it in observe mode"),
     ],
 )
 def test_what_cannot_be_had_is_told(catalog: Catalog, given: tuple[Any, ...], param: str, word: str) -> None:
@@ -150,8 +150,8 @@ def test_without_a_list_no_caller_has_an_endpoint() -> None:
         ({"openai://m": {"mode": "exact"}}, "mode"),
         ({"openai://m": {"api_key": "sk-1"}}, "key_env"),
         ({"openai://m": {"temprature": 1}}, "temprature is not a known setting"),
-        ({"gateway://g": {}}, "set it to the one URL"),
-        ({"gateway://g": {"url": "http://h", "modes": ["direct"]}}, "always records; remove direct"),
+        ({"gateway://g": {}}, "must be exactly one URL"),
+        ({"gateway://g": {"url": "http://h", "modes": ["direct"]}}, "cannot contain direct, because a gateway always records"),
         ({"vllm://q": {"url": "ftp://h", "tokenizer": "/x"}}, "not an http(s) URL"),
         ({"local://m": {}}, "tokenizer"),
     ],

@@ -59,7 +59,7 @@ def test_agents_are_those_that_the_settings_allow(tmp_path: Path) -> None:
     own = Agents(ServiceConfig(agents=[str(tmp_path / "mine.toml"), "pi"]))
     assert own.names == ["mine", "pi"]
     for name in ("shell", "codex", str(tmp_path / "mine.toml"), "./mine.toml", "../../x"):
-        with pytest.raises(Exception, match=r"agent: .* is not allowed on this server; choose one of mine, pi"):
+        with pytest.raises(Exception, match=r"agent .* is not allowed on this server; choose one of mine, pi"):
             own.find(name)
     for wrong in ({"agent": "nobody"}, {"agent_options": {"nobody": {}}}, {"agents": ["shell"]}):
         with pytest.raises(ConfigError, match="agent"):
@@ -68,7 +68,7 @@ def test_agents_are_those_that_the_settings_allow(tmp_path: Path) -> None:
 
 def test_a_row_brings_no_image_that_the_settings_do_not_take(tmp_path: Path) -> None:
     asked = SweRolloutRequest(task=ROW, model_key="scripted://m").check()
-    with pytest.raises(Exception, match="does not allow the image 'own/thing:1'"):
+    with pytest.raises(Exception, match="uses the image 'own/thing:1', which this server does not allow"):
         build_task(asked, ServiceConfig(), tmp_path)
     task = build_task(asked, ServiceConfig(images=("own/*",)), tmp_path)
     assert (task.id, task.image) == ("own__thing-1", "own/thing:1")

@@ -166,7 +166,7 @@ async def test_no_dialects_odd_message_costs_a_grade() -> None:
         asked = service.asked(f"COUNT = 160\n{FUZZ}", test_script="true")
         result = await service.rollouts.run(asked)
         assert (result.status, result.kind, result.reward, result.error) == ("finished", "graded", 1.0, None)
-        assert not any("cannot be shown" in note or "could not" in note for note in result.notes), result.notes
+        assert not any("could not" in note for note in result.notes), result.notes
         assert result.log_tails["stdout"].startswith("{"), result.log_tails  # no answer was the gateway's own failure
         assert len(result.turns) == result.turn_count > 40
         page = await service.rollouts.messages(result.rollout_id, limit=1000)

@@ -178,7 +178,7 @@ open("a.bin", "wb").write(bytes(9))
 """
     async with served([say("word " * 40)] * 3, clamp=clamp) as service:
         result = await service.rollouts.run(service.asked(program, test_script="echo 0123456789abcdef"))
-        assert len(result.turns) == 2 and "turns: 1 of 3 turns left out, the oldest" in result.clamped
+        assert len(result.turns) == 2 and "turns: the oldest 1 of 3 turns left out" in result.clamped
         assert "characters left out" in result.turns[0].text and len(result.turns[0].text) < 90
         assert [turn.logprobs for turn in result.turns] == [None, None]  # some of them would be mistaken for all
         assert result.workdir_files == {"b.txt": "y" * 10} and result.log_tails == {"stdout": "x" * 9 + "\n"}
@@ -210,7 +210,7 @@ os.symlink("/etc/passwd", "link")
     async with served() as service:
         result = await service.rollouts.run(service.asked(program))
         assert (result.status, result.error) == ("finished", None) and result.turn_count >= 1
-        assert result.workdir_files == {} and "1 files have names that are not text" in "".join(result.clamped)
+        assert result.workdir_files == {} and "1 files left out because their names are not text" in "".join(result.clamped)
         assert (await service.rollouts.messages(result.rollout_id)).messages
 
 
@@ -262,7 +262,7 @@ async def test_a_full_queue_says_so_and_lists_say_what_waits() -> None:
     async with served(running=1, queued=1) as service:
         first = service.rollouts.start(service.asked("time.sleep(600)", task_id="first"))
         second = service.rollouts.start(service.asked(task_id="second"))
-        with pytest.raises(Busy, match="the queue is full: 1 rollouts run and 1 wait"):
+        with pytest.raises(Busy, match="the queue is full: 1 rollouts are running and 1 are waiting"):
             service.rollouts.start(service.asked())
         await service.at(first, "agent")
         listing = service.rollouts.list()
@@ -286,7 +286,7 @@ async def test_what_waits_is_on_disk_and_bounded() -> None:
         place = service.data / "service" / "inputs" / second
         await until((place / "tests" / "test.sh").exists, 120)
         assert (place / "files" / "3.bin").stat().st_size == 6_000_000
-        with pytest.raises(Busy, match="at most 40,000,000"):
+        with pytest.raises(Busy, match="of 40,000,000 bytes"):
             service.rollouts.start(service.asked(program, upload_files=files))
         third = service.rollouts.start(service.asked('print("small")'))
         await service.rollouts.abort(first)

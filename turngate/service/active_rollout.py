@@ -1,4 +1,4 @@
-"""A rollout that is queued or running: its progress, its tasks and the resources it holds."""
+"""A queued or running rollout: its progress, its asyncio tasks and its open resources."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from turngate.tasks.task import Task
 
 
 class ActiveRollout:
-    """Callers see only its `state`."""
+    """The internal record of a queued or running rollout. Callers see only its `state`."""
 
     def __init__(
         self, rollout: str, request: AnyRequest, choice: EndpointChoice, agent: AgentSpec, task: Task, task_id: str
@@ -33,7 +33,7 @@ class ActiveRollout:
         self.input_bytes = request.size()
         self.started = time.time()
         self.start_time = time.monotonic()
-        self.seconds: dict[str, float] = {}  # of the service's own stages, before those of the rollout
+        self.seconds: dict[str, float] = {}  # durations of the service's own stages, which precede those of the rollout
         self.model = choice.endpoint.served
         self.stage = "queued"
         self.running = False
@@ -42,11 +42,11 @@ class ActiveRollout:
         self.connection: GatewayConnection | None = None
         self.stack = AsyncExitStack()  # closed when the rollout has ended
         self.cursor = 0  # of its newest event
-        self.seq = 0  # of the newest event that came from the gateway
-        self.abort_reason: str | None = None  # None: it was not aborted
+        self.seq = 0  # of the newest event from the gateway
+        self.abort_reason: str | None = None  # None means that it was not aborted
         self.notes = [SYNTHETIC_NOTE] if choice.endpoint.scheme == "scripted" else list[str]()
-        self.messages: tuple[int, list[ConversationMessage]] = (0, [])  # cached, with the `seq` that they belong to
-        self.announced = asyncio.Event()  # its gateway knows it
+        self.messages: tuple[int, list[ConversationMessage]] = (0, [])  # cache, with the `seq` at which it was built
+        self.announced = asyncio.Event()  # set when the rollout has reported progress, so its gateway may have the session
         self.changed = asyncio.Event()  # set, and replaced, by every new event
         self.ended = asyncio.Event()
         self.writing_inputs: asyncio.Task[None] | None = None
@@ -55,7 +55,7 @@ class ActiveRollout:
 
     @property
     def is_recorded(self) -> bool:
-        """Whether a gateway has a session for it."""
+        """Whether a gateway has a session for this rollout."""
         return self.choice.mode != "direct" and bool(self.progress.session)
 
     @property
@@ -92,13 +92,13 @@ class ActiveRollout:
         self.announced.set()
 
     def notify(self) -> None:
-        """Wake everything that waits for a change."""
+        """Wake all tasks that wait for a change."""
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()
 
     @contextmanager
     def time_stage(self, stage: str) -> Iterator[None]:
-        """Measure a stage of the service's own."""
+        """Measure the duration of one of the service's own stages."""
         self.stage = stage
         start = time.monotonic()
         try:

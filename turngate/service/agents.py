@@ -1,4 +1,4 @@
-"""The agents that the server's settings allow. Callers choose one by name, never by file."""
+"""The agents that the server's settings allow. Callers select an agent by name, never by file."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from turngate.service.config import ServiceConfig
 
 log = logging.getLogger("turngate")
 _DEFAULT = "mini-swe-agent"
-_SHELL = "shell"  # runs its instruction as a shell script, so the settings have to name it
+_SHELL = "shell"  # runs its instruction as a shell script, so it is allowed only if the settings name it
 
 
 class Agents:
-    """Loads the agents' specs when the service starts. Installs an agent when the first rollout needs it."""
+    """The allowed agents. Specs are loaded when the service starts; an agent is installed when a rollout first needs it."""
 
     def __init__(self, config: ServiceConfig) -> None:
         agents = [specs.find_agent(name) for name in config.agents] or [
@@ -33,13 +33,13 @@ class Agents:
         self._install_lock = asyncio.Lock()  # several agents may need the same Node.js
         if self._default not in self._specs:
             raise ConfigError(
-                f"agent: {config.agent!r} is none of {', '.join(self._specs)}{suggestion(config.agent, list(self._specs))}",
+                f"agent must be one of {', '.join(self._specs)}, not {config.agent!r}{suggestion(config.agent, list(self._specs))}",
                 param="agent",
             )
         for name in config.agent_options:
             if name not in self._specs:
                 raise ConfigError(
-                    f"agent_options.{name}: there is no such agent among {', '.join(self._specs)}",
+                    f"agent_options.{name} does not name an allowed agent (allowed: {', '.join(self._specs)})",
                     param="agent_options",
                 )
         for spec in self._specs.values():
@@ -51,11 +51,11 @@ class Agents:
         return [self._default, *(name for name in self._specs if name != self._default)]
 
     def find(self, name: str) -> AgentSpec:
-        """The agent of that name; the default if the name is empty."""
+        """Return the agent with that name, or the default agent if the name is empty."""
         spec = self._specs.get(name or self._default)
         if spec is None:
             raise BadRequest(
-                f"agent: {name[:80]!r} is not allowed on this server; choose one of {', '.join(self._specs)}",
+                f"agent {name[:80]!r} is not allowed on this server; choose one of {', '.join(self._specs)}",
                 param="agent",
             )
         return spec
@@ -66,7 +66,7 @@ class Agents:
     def check(
         self, spec: AgentSpec, instruction: str, wrong: type[BadRequest] | type[ConfigError] = BadRequest
     ) -> None:
-        """Check that the agent can be started with an instruction."""
+        """Raise an error of type `wrong` if the agent cannot be started with the instruction."""
         blank = {"base_url": "", "api_key": "", "model": "", "home": "", "workdir": ""}
         try:
             plan_launch(
@@ -77,7 +77,7 @@ class Agents:
             raise wrong(f"{param}: {error.message}", param=param) from None
 
     async def install(self, spec: AgentSpec) -> Installation:
-        """Install an agent, once for all rollouts that wait for it. Cancelling one of them does not stop the installation."""
+        """Install an agent once, even if several rollouts wait for it. Cancelling one of them does not stop the installation."""
         task = self._installing.get(spec.name)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             task = self._installing[spec.name] = asyncio.create_task(self._install(spec))
@@ -89,13 +89,13 @@ class Agents:
             return await asyncio.to_thread(ensure_installed, spec, lambda line: log.info("%s", line))
 
     async def close(self) -> None:
-        """Wait for installations that run: they cannot be interrupted."""
+        """Wait for running installations, which cannot be interrupted."""
         pending = [task for task in self._installing.values() if not task.done()]
         if pending:
             await asyncio.wait(pending)
 
 
 def _ignore_error(task: asyncio.Task[Installation]) -> None:
-    """Mark an error as retrieved: `install` raises it in the rollouts that wait."""
+    """Mark an error as retrieved. `install` raises it in the rollouts that wait for it."""
     if not task.cancelled():
         task.exception()

@@ -1,6 +1,7 @@
-"""Reads the files that an agent left behind: its working folder as text, and the ends of its logs. Blocks.
+"""Read the files that an agent left behind: its working folder as text, and the ends of its logs. All functions block.
 
-The agent wrote these files, so they are not trusted: no symlink is followed, and the agent's secret is removed."""
+The agent wrote these files, so they are untrusted: symlinks are not followed, and the agent's secret is removed.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +14,16 @@ from turngate.service.truncation import Truncator
 from turngate.telemetry.logs import redact, redact_known
 
 _MAX_FILES = 20_000  # read from a working folder
-_MAX_LOGS = 5  # the newest of the agent's own logs
-_MAX_NAMES = 10  # listed in one note
+_MAX_LOGS = 5  # of the agent's own logs; the newest are read
+_MAX_NAMES = 10  # names listed in one note
 _SKIPPED = {".git", "__pycache__", "node_modules", ".venv"}
 
 
 def read_workdir(folder: Path, initial_files: Path, truncator: Truncator) -> dict[str, str]:
-    """Read a working folder as text. New and changed files come before those of `initial_files`; files that are not text are only
-    listed."""
+    """Read a working folder as text. New and changed files precede unchanged files from `initial_files`. Binary files are only listed."""
     clamp = truncator.clamp
     paths, unnamed, more = _find_files(folder)
-    paths.sort(key=lambda one: (_is_unchanged(folder / one[0], initial_files / one[0]), one[0].count("/"), one[0]))
+    paths.sort(key=lambda file: (_is_unchanged(folder / file[0], initial_files / file[0]), file[0].count("/"), file[0]))
     texts: dict[str, str] = {}
     binary: list[str] = []
     remaining = clamp.all_files
@@ -43,7 +43,7 @@ def read_workdir(folder: Path, initial_files: Path, truncator: Truncator) -> dic
         remaining -= len(text)
         texts[name] = text
     if binary:
-        truncator.notes.append(f"workdir_files: {len(binary):,} files are not text and left out: {_join_first(binary)}")
+        truncator.notes.append(f"workdir_files: {len(binary):,} binary files left out: {_join_first(binary)}")
     _note_unnamed("workdir_files", unnamed, truncator)
     if omitted or more:
         truncator.notes.append(
@@ -60,8 +60,10 @@ def _is_unchanged(path: Path, before: Path) -> bool:
 
 
 def _find_files(folder: Path) -> tuple[list[tuple[str, float]], list[str], bool]:
-    """Find the regular files below a folder, with their times; the names that are not text; and whether there are more than
-    `_MAX_FILES`."""
+    """Find the regular files below a folder.
+
+    Return the files with their modification times, the names that are not text, and whether there are more than `_MAX_FILES` files.
+    """
     files: list[tuple[str, float]] = []
     unnamed: list[str] = []
     for place, folders, names in os.walk(folder):
@@ -75,7 +77,7 @@ def _find_files(folder: Path) -> tuple[list[tuple[str, float]], list[str], bool]
             shown = make_encodable(str(path.relative_to(folder)))
             if shown == str(path.relative_to(folder)):
                 files.append((shown, path.stat().st_mtime))
-            else:  # the name that a result shows would not open the file
+            else:  # the file could not be opened by the name shown in a result
                 unnamed.append(shown)
     return files, unnamed, False
 
@@ -83,12 +85,12 @@ def _find_files(folder: Path) -> tuple[list[tuple[str, float]], list[str], bool]
 def _note_unnamed(field: str, names: Sequence[str], truncator: Truncator) -> None:
     if names:
         truncator.notes.append(
-            f"{field}: {len(names):,} files have names that are not text and are left out: {_join_first(names)}"
+            f"{field}: {len(names):,} files left out because their names are not text: {_join_first(names)}"
         )
 
 
 def _read_text(path: Path, limit: int) -> tuple[str, int, int] | None:
-    """Read the beginning of a file; return it with the bytes that are missing and the file's size. None: it is not text."""
+    """Read the beginning of a file. Return it, the number of missing bytes and the file's size, or None if it is not text."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -100,11 +102,11 @@ def _read_text(path: Path, limit: int) -> tuple[str, int, int] | None:
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        if error.start < len(data) - 4 or len(data) == size:  # not just a character that was cut in two
+        if error.start < len(data) - 4 or len(data) == size:  # not just a character that was cut at the end
             return None
         data = data[: error.start]
         text = data.decode()
-    text = redact_known(text)  # before truncating: half a secret would not be recognized
+    text = redact_known(text)  # before truncating, because half a secret would not be recognized
     beyond = text[limit:] if limit else ""
     return text[: len(text) - len(beyond)], min(size, size - len(data) + len(beyond.encode())), size
 
@@ -114,7 +116,7 @@ def read_log_tails(folder: Path, truncator: Truncator) -> dict[str, str]:
     names = ["stdout", "stderr"]
     files, unnamed, _ = _find_files(folder / "home")
     _note_unnamed("log_tails", unnamed, truncator)
-    newest = [name for name, _ in sorted(files, key=lambda one: (-one[1], one[0]))]
+    newest = [name for name, _ in sorted(files, key=lambda file: (-file[1], file[0]))]
     if len(newest) > _MAX_LOGS:
         truncator.notes.append(f"log_tails: {len(newest) - _MAX_LOGS:,} of {len(newest):,} log files left out")
     names += [f"home/{name}" for name in newest[:_MAX_LOGS]]

@@ -1,4 +1,4 @@
-"""The endpoints that callers choose from, and what each supports. The service's settings list them:
+"""The catalog of endpoints that callers choose from, and the modes each supports. The service's settings list them:
 
     [endpoints."vllm://Qwen3-8B"]
     url = "http://127.0.0.1:8000"
@@ -7,7 +7,7 @@
     key_env = "VLLM_KEY"                # the NAME of the environment variable with its key
 
 The part before `://` is the kind of endpoint; the rest is a name. A caller's own endpoint (`endpoint_url`) is accepted only if
-`allowed_hosts` lists its host, and never receives a key of the server.
+`allowed_hosts` lists its host. It never receives one of the server's keys.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ Scheme = Literal[
     "vllm", "sglang", "local", "scripted", "gateway", "openai", "hf-router", "responses", "anthropic", "gemini"
 ]
 _KEY = re.compile(r"([a-z-]+)://([A-Za-z0-9][A-Za-z0-9._:/@+-]{0,199})")
-# Strict, so that no two programs can read one URL differently.
+# Strict, so that different programs cannot parse the same URL differently.
 _URL = re.compile(r"(https?)://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\])(?::([0-9]{1,5}))?((?:/[A-Za-z0-9._~-]*)*)")
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _PORTS = {"http": 80, "https": 443}
-CUSTOM_PREFIX = "own-"  # of the gateways of callers' own endpoints; no kind of endpoint has this name
+CUSTOM_PREFIX = "own-"  # of gateway names for callers' own endpoints; no endpoint kind has this name
 
 
 class EndpointKind(msgspec.Struct, frozen=True, kw_only=True):
-    """What endpoints of one kind support."""
+    """The capabilities of one kind of endpoint."""
 
-    exact: EngineKind | None = None  # the engine for exact mode: it takes token ids
-    observe: EngineKind | None = None  # the engine for observe mode: it relays
-    speaks: tuple[Dialect, ...] = ()  # dialects in direct mode
+    exact: EngineKind | None = None  # engine for exact mode, which accepts token ids
+    observe: EngineKind | None = None  # engine for observe mode, which relays calls
+    speaks: tuple[Dialect, ...] = ()  # dialects supported in direct mode
     url: str = ""  # the provider's URL
 
 
@@ -66,21 +66,21 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """One entry of the catalog."""
 
     key: str = ""  # "vllm://Qwen3-8B"; in a file it is the table's name
-    url: str | list[str] = ""  # several URLs are replicas; left out, the provider's URL
-    model: str = ""  # the endpoint's name for the model; left out, the key's name
+    url: str | list[str] = ""  # a list of URLs means replicas; defaults to the provider's URL
+    model: str = ""  # the endpoint's name for the model; defaults to the name in the key
     tokenizer: str = ""  # exact and gate: folder with tokenizer.json and a chat template
-    key_env: str = ""  # name of the environment variable that holds its key
-    modes: list[Mode] = []  # the modes that callers may use; left out, all that it supports
-    mode: Mode | None = None  # the default mode; left out, the first of them
+    key_env: str = ""  # name of the environment variable with its key
+    modes: list[Mode] = []  # the modes that callers may use; defaults to all supported modes
+    mode: Mode | None = None  # the default mode; defaults to the first of `modes`
     thinking: bool = False  # its chat template supports `enable_thinking`, so callers may set `thinking`
     capture: Literal["auto", "tokens", "logprobs", "text"] = "auto"  # observe: what to request from the endpoint
-    max_context: int | None = None  # the model's context length; left out, the engine is asked
+    max_context: int | None = None  # the model's context length; defaults to what the engine reports
     model_folder: str = ""  # local: folder with config.json and model.safetensors
-    script: str = ""  # scripted: a JSON file with a list of replies
-    engine_api: Literal["completions", "generate"] = "completions"  # vLLM: the API that takes token ids
-    family: str = "auto"  # of the renderer: auto, template, or one of the `renderers` package
-    context_tokens: int | None = None  # the context length that agents see; left out, max_context
-    session: dict[str, Json] = {}  # more settings of its sessions: limits, sampling, policy …
+    script: str = ""  # scripted: JSON file with a list of replies
+    engine_api: Literal["completions", "generate"] = "completions"  # vLLM: the API that receives token ids
+    family: str = "auto"  # renderer family: auto, template, or a family from the `renderers` package
+    context_tokens: int | None = None  # the context length that agents are configured for; defaults to max_context
+    session: dict[str, Json] = {}  # more session settings: limits, sampling, policy …
     about: str = ""  # a one-line description for callers
 
     @property
@@ -98,21 +98,21 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def served(self) -> str:
-        """The model's name. Empty for a gateway that already runs: the gateway names it."""
+        """The model's name. Empty for a running gateway, which supplies the name itself."""
         if self.model or self.scheme == "gateway":
             return self.model
         return self.key.partition("://")[2]
 
     @property
     def supported_modes(self) -> tuple[Mode, ...]:
-        """The modes that its kind and settings allow; the first is the default."""
+        """The modes that its kind and settings support. The first one is the default."""
         kind, modes = self.kind, list[Mode]()
         if self.scheme == "gateway":
             return tuple(self.modes) or ("exact",)
         renders = bool(self.tokenizer or self.model_folder) or self.scheme == "scripted"
         if kind.exact and renders:
             modes.append("exact")
-        if kind.observe and len(self.urls) == 1:  # only engines that take token ids can have replicas
+        if kind.observe and len(self.urls) == 1:  # only engines that accept token ids can have replicas
             modes.append("observe")
         if kind.exact and renders:
             modes.append("gate")
@@ -130,33 +130,36 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.mode or self.allowed[0]
 
     def check(self) -> Endpoint:
-        """Validate what the types cannot express. `ConfigError` names the entry and the field."""
+        """Validate constraints across fields. Raise a `ConfigError` that names the entry and the field."""
         match = _KEY.fullmatch(self.key)
         if match is None or match[1] not in KINDS:
             raise ConfigError(
-                f'endpoints: {self.key[:80]!r} has to be KIND://NAME, like "vllm://Qwen3-8B"; kinds are {", ".join(KINDS)}',
+                f'endpoints: {self.key[:80]!r} must have the form KIND://NAME, such as "vllm://Qwen3-8B" '
+                f"(kinds: {', '.join(KINDS)})",
                 param="endpoints",
             )
         where = f'endpoints."{self.key}"'
         for url in self.urls:
-            if "@" in url:  # anywhere: a password may contain a slash, and a path writes it as %40
-                raise ConfigError(f"{where}.url: contains credentials; use key_env instead", param="url")
+            if "@" in url:  # checked everywhere, because a password may contain a slash; a path would encode it as %40
+                raise ConfigError(f"{where}.url must not contain credentials; use key_env instead", param="url")
         if self.scheme == "gateway":
             if len(self.urls) != 1:
-                raise ConfigError(f"{where}.url: set it to the one URL of the gateway", param="url")
+                raise ConfigError(f"{where}.url must be exactly one URL, that of the gateway", param="url")
             if "direct" in self.modes:
-                raise ConfigError(f"{where}.modes: a gateway always records; remove direct", param="modes")
+                raise ConfigError(
+                    f"{where}.modes cannot contain direct, because a gateway always records; remove it", param="modes"
+                )
         elif not self.supported_modes:
             missing = "tokenizer" if self.kind.exact else "url"
-            raise ConfigError(f"{where}.{missing}: is missing; {self.scheme} endpoints need it", param=missing)
+            raise ConfigError(f"{where}.{missing} is not set; {self.scheme} endpoints require it", param=missing)
         for mode in self.modes:
             if mode not in self.supported_modes:
                 raise ConfigError(
-                    f"{where}.modes: {mode} is not supported (only {', '.join(self.supported_modes)}): {self.why_not(mode)}",
+                    f"{where}.modes cannot contain {mode}: {self.why_not(mode)} (supported: {', '.join(self.supported_modes)})",
                     param="modes",
                 )
         if self.mode is not None and self.mode not in self.allowed:
-            raise ConfigError(f"{where}.mode: {self.mode} is none of {', '.join(self.allowed)}", param="mode")
+            raise ConfigError(f"{where}.mode must be one of {', '.join(self.allowed)}, not {self.mode}", param="mode")
         for mode in self.allowed:
             try:
                 self.gateway_config(mode, data="")
@@ -165,7 +168,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self
 
     def gateway_config(self, mode: Mode, data: str) -> ServeConfig | None:
-        """The settings of its gateway. None: the service starts no gateway (one already runs, or direct mode)."""
+        """Build the settings of its gateway. Return None if the service starts none (`gateway://` or direct mode)."""
         if self.scheme == "gateway" or mode == "direct":
             return None
         engine = {"exact": self.kind.exact, "observe": self.kind.observe}.get(mode, "gate")
@@ -192,18 +195,18 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ).check()
 
     def why_not(self, mode: Mode) -> str:
-        """Why it does not support a mode, and what to change."""
+        """Explain why it does not support a mode, and what to change."""
         if mode == "direct" and self.key_env and self.kind.speaks:
-            return "direct mode would put the endpoint's key into the sandbox; use observe"
+            return "direct mode would expose the endpoint's key in the sandbox; use observe mode"
         if mode in ("exact", "gate") and self.kind.exact:
             return f"{mode} mode needs a tokenizer"
         if mode in ("exact", "gate"):
             return f"{self.scheme} endpoints do not accept token ids"
-        return f"{self.scheme} endpoints do not support it"
+        return f"{self.scheme} endpoints do not support {mode} mode"
 
 
 class EndpointView(msgspec.Struct, frozen=True, kw_only=True):
-    """What callers see of an endpoint: never its key, nor its URL."""
+    """The public description of an endpoint. It never contains the endpoint's key or URL."""
 
     key: str
     model: str
@@ -211,7 +214,7 @@ class EndpointView(msgspec.Struct, frozen=True, kw_only=True):
     default_mode: Mode
     capture: str  # recorded in the default mode: tokens, logprobs, text, auto (as much as the endpoint returns), none
     thinking: bool  # whether callers may set `thinking` (in exact and gate mode)
-    key_is_set: bool  # the server has its key, or it needs none
+    key_is_set: bool  # whether the server has its key, or it needs none
     max_context: int | None = None
     about: str = ""
 
@@ -221,12 +224,14 @@ class EndpointChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     endpoint: Endpoint
     mode: Mode
-    is_custom: bool = False  # it is the caller's own endpoint
+    is_custom: bool = False  # whether it is the caller's own endpoint
 
     @property
     def gateway_name(self) -> str:
-        """The name of its gateway's folder: one per endpoint and mode. The digest is long enough that a caller cannot find a URL with
-        the name of another gateway."""
+        """The name of its gateway's folder, one per endpoint and mode.
+
+        The digest is long enough that a caller cannot construct a URL that yields the name of a different gateway.
+        """
         name = re.sub(r"[^A-Za-z0-9]+", "-", self.endpoint.key).strip("-")[:60]
         identity = [self.endpoint.key, self.mode, self.is_custom, self.endpoint.urls if self.is_custom else []]
         digest = hashlib.sha256(msgspec.json.encode(identity)).hexdigest()[:32]
@@ -234,7 +239,10 @@ class EndpointChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Catalog:
-    """`allowed_hosts`: HOST or HOST:PORT of callers' own endpoints, matched exactly."""
+    """The endpoints of the settings, and the rules for callers' own endpoints.
+
+    `allowed_hosts` lists the hosts of callers' own endpoints as HOST or HOST:PORT, which are matched exactly.
+    """
 
     def __init__(self, endpoints: Mapping[str, Endpoint], allowed_hosts: Sequence[str] = ()) -> None:
         self._entries = {key: msgspec.structs.replace(entry, key=key).check() for key, entry in endpoints.items()}
@@ -242,7 +250,7 @@ class Catalog:
         for host in self._hosts:
             if _URL.fullmatch(f"https://{host}") is None or "/" in host:
                 raise ConfigError(
-                    f"allowed_hosts: {host[:80]!r} has to be HOST or HOST:PORT, exactly: no scheme, no path, no *",
+                    f"allowed_hosts: {host[:80]!r} must be HOST or HOST:PORT, without a scheme, path or wildcard",
                     param="allowed_hosts",
                 )
 
@@ -252,37 +260,38 @@ class Catalog:
     def choose(
         self, model_key: str, mode: str = "", thinking: bool | None = None, endpoint_url: str = ""
     ) -> EndpointChoice:
-        """Choose an endpoint and a mode for a request. `BadRequest` names the argument and the alternatives."""
+        """Choose an endpoint and a mode for a request. Raise a `BadRequest` that names the argument and the alternatives."""
         endpoint = self._build_custom(model_key, endpoint_url) if endpoint_url else self._entries.get(model_key)
         if endpoint is None:
             near = suggestion(model_key, list(self._entries)) or "; the catalog is empty"
-            raise BadRequest(f"model_key: there is no {model_key[:80]!r}{near}", param="model_key")
+            raise BadRequest(f"unknown model_key {model_key[:80]!r}{near}", param="model_key")
         chosen = parse_mode(mode) or endpoint.default
         if chosen not in endpoint.allowed:
             why = endpoint.why_not(chosen) if chosen not in endpoint.supported_modes else "the server does not allow it"
             raise BadRequest(
-                f"mode: {endpoint.key} supports {', '.join(endpoint.allowed)}, not {chosen}: {why}", param="mode"
+                f"mode must be one of {', '.join(endpoint.allowed)} for {endpoint.key}, not {chosen}: {why}",
+                param="mode",
             )
         if thinking is not None and chosen not in ("exact", "gate"):
             raise BadRequest(
-                f"thinking: applies only to exact and gate mode, where the gateway renders the prompt; leave it out in {chosen} mode",
+                f"thinking applies only to exact and gate mode, where the gateway renders the prompt; omit it in {chosen} mode",
                 param="thinking",
             )
         if thinking is not None and not endpoint.thinking:
             raise BadRequest(
-                f"thinking: {endpoint.key} does not support it (the server does not declare that its chat template has "
-                "enable_thinking); leave it out",
+                f"thinking is not supported by {endpoint.key}, because the server does not declare that its chat template has "
+                "enable_thinking; omit it",
                 param="thinking",
             )
         if chosen != "direct" and not endpoint_url and not key_is_set(endpoint):
             raise BadRequest(
-                f"model_key: the server has no key for {endpoint.key}; set {endpoint.key_env} in the server's environment",
+                f"the server has no key for the model_key {endpoint.key}; set {endpoint.key_env} in the server's environment",
                 param="model_key",
             )
         return EndpointChoice(endpoint=endpoint, mode=chosen, is_custom=bool(endpoint_url))
 
     def _build_custom(self, model_key: str, url: str) -> Endpoint:
-        """Build the entry of a caller's own endpoint: without a key, and with a catalog entry's model and modes if there is one."""
+        """Build the entry for a caller's own endpoint. It has no key, and inherits the model and modes of a catalog entry, if any."""
         self._check_host(url)
         known = self._entries.get(model_key)
         if known is None:
@@ -290,34 +299,35 @@ class Catalog:
             if match is None or not KINDS.get(match[1], EndpointKind()).speaks:
                 kinds = [name for name, kind in KINDS.items() if kind.speaks]
                 raise BadRequest(
-                    f"model_key: with endpoint_url it has to be KIND://MODEL, with one of {', '.join(kinds)}",
+                    f"model_key must have the form KIND://MODEL if endpoint_url is set (kinds: {', '.join(kinds)})",
                     param="model_key",
                 )
             return Endpoint(key=model_key, url=url)
         if not known.kind.speaks:
-            raise BadRequest(f"endpoint_url: {known.scheme} endpoints do not support it", param="endpoint_url")
+            raise BadRequest(f"endpoint_url is not supported for {known.scheme} endpoints", param="endpoint_url")
         return msgspec.structs.replace(known, url=url, key_env="")
 
     def _check_host(self, url: str) -> None:
         match = _URL.fullmatch(url)
         if match is None or "/.." in url:
             raise BadRequest(
-                "endpoint_url: has to be a plain http(s) URL, without user, password, query or fragment",
+                "endpoint_url must be a plain http(s) URL, without user, password, query or fragment",
                 param="endpoint_url",
             )
         scheme, host, port = match[1], match[2].lower(), int(match[3] or _PORTS[match[1]])
         exact = [f"{host}:{port}"] + ([host] if port == _PORTS[scheme] else [])
         if not any(name in self._hosts for name in exact):
             raise BadRequest(
-                f"endpoint_url: this server does not allow {host}:{port} (see its allowed_hosts); choose an endpoint of its catalog",
+                f"endpoint_url has the host {host}:{port}, which is not in this server's allowed_hosts; choose an endpoint from its "
+                "catalog",
                 param="endpoint_url",
             )
         if scheme != "https" and host not in _LOOPBACK:
-            raise BadRequest("endpoint_url: has to be https", param="endpoint_url")
+            raise BadRequest("endpoint_url must use https", param="endpoint_url")
 
 
 def key_is_set(endpoint: Endpoint) -> bool:
-    """Whether the endpoint's key is set, or it needs none."""
+    """Return whether the endpoint's key is set or not needed."""
     try:
         return not endpoint.key_env or bool(read_key(endpoint.key_env))
     except ConfigError:

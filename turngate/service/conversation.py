@@ -1,4 +1,4 @@
-"""Turns a trace into turns and into a conversation. No I/O, but a long trace takes a while: meant for threads."""
+"""Convert a trace to turns and to a conversation. No I/O, but run it in a thread, because a long trace takes a while."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from turngate.service.truncation import Truncator
 from turngate.types import Json
 from turngate.views.trace import TraceView, TurnView
 
-_ROLES = {"developer": "system"}  # OpenAI's new name for it
+_ROLES = {"developer": "system"}  # OpenAI's newer name for the system role
 _LEVELS: tuple[CaptureLevel, ...] = ("none", "text", "logprobs", "tokens")
 
 
 def build_turns(view: TraceView, truncator: Truncator) -> list[RolloutTurn]:
-    """Build every turn, oldest first. If there are too many, keep the newest."""
+    """Build the turns, oldest first. If there are too many, keep only the newest."""
     limit = truncator.clamp.turns
     chosen = view.turns if not limit or len(view.turns) <= limit else view.turns[-limit:]
     if len(chosen) < len(view.turns):
         truncator.notes.append(
-            f"turns: {len(view.turns) - len(chosen):,} of {len(view.turns):,} turns left out, the oldest"
+            f"turns: the oldest {len(view.turns) - len(chosen):,} of {len(view.turns):,} turns left out"
         )
     lengths = _prompt_lengths(view)
     remaining = truncator.clamp.logprobs
@@ -53,10 +53,10 @@ def build_turns(view: TraceView, truncator: Truncator) -> list[RolloutTurn]:
 
 
 def _prompt_lengths(view: TraceView) -> dict[int, int]:
-    """For each context node: the number of ids in the prompt that ends with it."""
+    """Map each context node to the number of ids in the prompt that ends with it."""
     sampled = {turn.id: turn for turn in view.turns}
     lengths: dict[int, int] = {}
-    for context in view.contexts.values():  # a parent comes before its children
+    for context in view.contexts.values():  # parents precede their children
         before = 0
         if context.parent is not None:
             turn = sampled[context.parent]
@@ -66,13 +66,13 @@ def _prompt_lengths(view: TraceView) -> dict[int, int]:
 
 
 def _take_logprobs(index: int, turn: TurnView, truncator: Truncator, remaining: int) -> tuple[list[float] | None, int]:
-    """A turn's log-probabilities, or None if the result has no room for all of them; and the room that remains."""
+    """Return a turn's log-probabilities, or None if the result has no room for all of them, and the remaining room."""
     if turn.logprobs is None or (turn.capture != "tokens" and not turn.ids):
         return None, remaining
     if not truncator.clamp.logprobs:
         return turn.logprobs, remaining
     size = len(turn.logprobs)
-    if size > remaining:  # a part could be mistaken for all of them
+    if size > remaining:  # a partial list could be mistaken for a complete one
         truncator.notes.append(f"turns[{index}].logprobs: all {size:,} numbers left out (null); the trace has them")
         return None, remaining
     return turn.logprobs, remaining - size
@@ -85,7 +85,7 @@ class _ToolCall(msgspec.Struct, frozen=True):
 
 
 class _Message(msgspec.Struct, frozen=True):
-    """The parts of an OpenAI message that a conversation shows."""
+    """The parts of an OpenAI message that appear in a conversation."""
 
     role: str
     text: str
@@ -95,8 +95,10 @@ class _Message(msgspec.Struct, frozen=True):
 
 
 def _parse_message(wire: Json) -> _Message:
-    """Parse a message leniently: the agent wrote it, and gateways accept more than the format. Anything that should be text but is
-    not becomes JSON."""
+    """Parse a message leniently, because the agent wrote it and gateways accept more than the format specifies.
+
+    A value that should be text but is not becomes JSON.
+    """
     message = wire if isinstance(wire, dict) else {"content": wire}
     return _Message(
         role=_to_text(message.get("role")),
@@ -118,7 +120,7 @@ def _parse_call(call: Json) -> _ToolCall:
 
 
 def _join_parts(content: Json) -> str:
-    """Join content parts. A part that is not text becomes its type in brackets."""
+    """Join content parts. A part that is not text is replaced by its type in brackets."""
     if not isinstance(content, list):
         return _to_text(content)
     texts = []
@@ -156,7 +158,7 @@ def _build_calls(field: str, message: _Message, truncator: Truncator) -> list[Co
 
 
 def build_messages(view: TraceView) -> list[ConversationMessage]:
-    """Build every message of every branch, as recorded. A later trace of the same session starts with the same messages."""
+    """Build the messages of all branches, as recorded. A later trace of the same session starts with the same messages."""
     unlimited = Truncator(Clamp(text=0))
     branches = _number_branches(view)
     answered: dict[int, TurnView] = {}
@@ -167,7 +169,7 @@ def build_messages(view: TraceView) -> list[ConversationMessage]:
         *((turn.id, [turn.message], turn, True) for turn in view.turns),
     ]
     messages: list[ConversationMessage] = []
-    for node, wires, node_turn, sampled in sorted(nodes, key=lambda one: one[0]):
+    for node, wires, node_turn, sampled in sorted(nodes, key=lambda entry: entry[0]):
         for wire in wires:
             message = _parse_message(wire)
             messages.append(
@@ -189,7 +191,7 @@ def build_messages(view: TraceView) -> list[ConversationMessage]:
 
 
 def _number_branches(view: TraceView) -> dict[int, int]:
-    """Number the branches: the first child of a node continues its branch, every later child starts a new one."""
+    """Map each node to the number of its branch. A node's first child continues its branch; later children start new ones."""
     parents: dict[int, int | None] = {context.id: context.parent for context in view.contexts.values()}
     parents |= {turn.id: turn.parent for turn in view.turns}
     numbers: dict[int, int] = {}
@@ -207,7 +209,7 @@ def _number_branches(view: TraceView) -> dict[int, int]:
 def paginate(
     messages: Sequence[ConversationMessage], after: int, limit: int, clamp: Clamp
 ) -> tuple[list[ConversationMessage], list[str]]:
-    """Messages past a cursor with truncated texts, and notes on what was truncated."""
+    """Return the messages after a cursor, with truncated texts, and notes on what was truncated."""
     truncator = Truncator(clamp)
     page = []
     for message in messages[after : after + limit]:
@@ -225,7 +227,7 @@ def paginate(
 
 
 def _parse_capture(name: str) -> CaptureLevel:
-    return next((level for level in _LEVELS if level == name), "none")  # another version may have other levels
+    return next((level for level in _LEVELS if level == name), "none")  # a different version may have other levels
 
 
 def lowest_capture(turns: Sequence[RolloutTurn]) -> CaptureLevel:

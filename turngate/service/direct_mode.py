@@ -1,9 +1,9 @@
 """Direct mode: the agent calls the endpoint itself, and only the agent's own logs are kept.
 
-The only network of a sandbox is its connection to a gateway. In direct mode that connection leads to a `Forwarder`, which passes model
-calls to one endpoint and returns its replies unchanged. It adds no key, removes any key that the agent sends, and follows no redirect. It
-also counts completed generations and notes failures and silence: as in the other modes, an endpoint that is down, failing or silent is
-to blame for how a rollout ends. The rollout uses `DirectModeClient` in place of a gateway's client.
+A sandbox can reach only its gateway. In direct mode, a `Forwarder` takes the gateway's place: it forwards model calls to one endpoint and
+returns the replies unchanged. It adds no key, removes any key that the agent sends, and does not follow redirects. It also counts completed
+generations and records failures and silence, because, as in the other modes, a rollout that ends because its endpoint is down, failing or
+silent is not the agent's fault. The rollout uses `DirectModeClient` in place of a gateway's client.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from turngate.types import Json
 PLACEHOLDER = "none"  # the agent's API key
 _SILENCE_S = 600.0
 _MAX_BODY = 64 * 1024 * 1024
-_GATEWAY_HEADERS = {GATEWAY_HEADER: "1"}  # a relay retries a reply without it: it would come from a dead tunnel
+_GATEWAY_HEADERS = {GATEWAY_HEADER: "1"}  # without it, a relay assumes that a dead tunnel replied, and retries
 _CREDENTIAL_HEADERS = ("authorization", "x-api-key", "x-goog-api-key", "api-key", "cookie", "proxy-authorization")
-# Path suffixes of calls that sample. Other calls say nothing about the endpoint's health.
+# Path suffixes of calls that sample. Other calls do not indicate whether the endpoint is healthy.
 _GENERATIONS = ("/completions", "/messages", "/responses", ":generateContent", ":streamGenerateContent")
 _ENDPOINT = "the endpoint"
-_MAX_ERROR_BODY = 4096  # bytes of an error reply that are kept for the error message
+_MAX_ERROR_BODY = 4096  # bytes of an error reply to keep for the error message
 _HOP_HEADERS = (
     "host",
     "accept-encoding",
@@ -52,7 +52,7 @@ _FORWARDED_HEADERS = ("content-type", "retry-after", "request-id", "x-request-id
 
 
 class Forwarder:
-    """Forwards model calls to one endpoint. `answered` counts completed generations; `last_error` is the newest one's error, if any."""
+    """Forwards model calls to one endpoint. `answered` counts completed generations; `last_error` is the latest one's error, if any."""
 
     def __init__(self, url: str) -> None:
         self._base = url.rstrip("/")
@@ -62,7 +62,7 @@ class Forwarder:
         self.engine_silence = EngineSilence()
 
     def target_url(self, path: str) -> str:
-        """The endpoint's URL for a path. A base URL that has a path replaces the leading /v1, as in the relaying engines."""
+        """Return the endpoint's URL for a path. As in the relaying engines, a base URL with a path replaces the leading /v1."""
         own = urlsplit(self._base).path
         for version in ("/v1beta", "/v1"):
             if own.endswith(version) and path.startswith(f"{version}/"):
@@ -73,7 +73,7 @@ class Forwarder:
         if request.path == "/":
             return web.json_response({}, headers=_GATEWAY_HEADERS)
         if request.path.startswith("/v1/tools"):
-            return _error_response(404, "direct mode has no host tools")
+            return _error_response(404, "direct mode does not support host tools")
         if request.method != "POST" or not request.path.endswith(_GENERATIONS):
             return await self._forward(request, is_generation=False)
         self.engine_silence.begin()
@@ -90,7 +90,7 @@ class Forwarder:
             if name.lower() not in (*_CREDENTIAL_HEADERS, *_HOP_HEADERS) and not name.lower().startswith("x-turngate")
         }
         body, query = await request.read(), request.rel_url.raw_query_string
-        # Already quoted: quoting it again would change it.
+        # The URL is already quoted, and quoting it again would change it.
         url = URL(self.target_url(request.rel_url.raw_path) + (f"?{query}" if query else ""), encoded=True)
         try:
             with map_errors(_ENDPOINT):
@@ -125,7 +125,7 @@ class Forwarder:
                 await response.write(chunk)
             self._note_reply(reply.status, error_body, is_generation)
             await response.write_eof()
-        except EngineError as error:  # the reply broke off; the agent sees the same
+        except EngineError as error:  # the reply was cut off, so cut off the agent's reply too
             self._note_failure(error, is_generation)
             if request.transport is not None:
                 request.transport.abort()
@@ -134,10 +134,10 @@ class Forwarder:
         return response
 
     def _note_reply(self, status: int, error_body: bytes, is_generation: bool) -> None:
-        """Note a complete reply."""
+        """Record a complete reply."""
         if status == 401:
-            wants_key = EngineError(f"{_ENDPOINT} requires a key, which direct mode never sends; use observe")
-            self._note_failure(wants_key, is_generation)
+            needs_key = EngineError(f"{_ENDPOINT} requires a key, which direct mode never sends; use observe mode")
+            self._note_failure(needs_key, is_generation)
         elif status >= 400:
             text = error_body.decode("utf-8", "replace")
             self._note_failure(error_from_status(_ENDPOINT, status, extract_message(error_body), text), is_generation)
@@ -162,7 +162,7 @@ class Forwarder:
             await runner.setup()
             try:
                 site = web.TCPSite(runner, "127.0.0.1", 0)
-                await run_to_completion(site.start())  # cancelled half-way, it would leak its socket
+                await run_to_completion(site.start())  # cancelling it midway would leak its socket
                 host, port = runner.addresses[0][:2]
                 yield f"http://{host}:{port}"
             finally:
@@ -176,7 +176,7 @@ def _error_response(status: int, message: str) -> web.Response:
 
 
 class DirectModeClient(GatewayClient):
-    """Takes the place of a gateway's client, and records nothing. `on_event` receives the rollout's stages."""
+    """A substitute for a gateway's client that records nothing. `on_event` receives the rollout's stages."""
 
     def __init__(self, url: str, forwarder: Forwarder, on_event: Callable[[str, dict[str, Json]], None]) -> None:
         super().__init__(url, PLACEHOLDER)
@@ -187,7 +187,7 @@ class DirectModeClient(GatewayClient):
         return OpenedSession(session or PLACEHOLDER, PLACEHOLDER)
 
     async def show(self, session: str) -> SessionInfo:
-        """Completed generations count as turns: an agent without any has done nothing to grade."""
+        """Return a session whose turns are the completed generations. An agent without any has done nothing to grade."""
         forwarder = self._forwarder
         return SessionInfo(
             id=session,
@@ -231,7 +231,7 @@ class DirectModeClient(GatewayClient):
     async def events(
         self, session: str = "", after: int = 0, *, wait: bool = True
     ) -> AsyncGenerator[GatewayEvent, None]:
-        """No events. With `wait`, never returns."""
+        """Yield no events. With `wait`, never return."""
         if wait:
             await asyncio.Event().wait()
         nothing: tuple[GatewayEvent, ...] = ()

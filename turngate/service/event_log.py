@@ -1,4 +1,4 @@
-"""Events of active rollouts: the service's own, and those that a gateway sends."""
+"""Record the events of active rollouts: the service's own, and those that a gateway sends."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from turngate.types import Json
 
 log = logging.getLogger("turngate")
 _DRAIN_S = 20.0
-_UNKNOWN_SESSION_S = 0.05  # before asking again, while the gateway does not know the session yet
+_UNKNOWN_SESSION_S = 0.05  # pause before a retry, while the gateway does not have the session yet
 _STORE_RETRY_S = 1.0
 
 
 class RolloutEventLog:
-    """Appends events to the storage and wakes the callers that wait for them."""
+    """Appends events to the storage, and wakes the callers that wait for them."""
 
     def __init__(self, storage: ServiceStorage) -> None:
         self._storage = storage
@@ -36,25 +36,25 @@ class RolloutEventLog:
         seq: int | None = None,
         at: float | None = None,
     ) -> None:
-        """Store an event, then notify. A full disk costs the event, not the rollout."""
+        """Store an event, then notify waiting callers. If the disk is full, the event is lost but the rollout continues."""
         event = RolloutEvent(cursor=active.cursor + 1, time=at or time.time(), kind=kind, data=data, seq=seq)
         try:
             self._storage.add_event(active.id, event)
         except StoreError as error:
-            log.error("rollout %s: event %r is lost: %s", active.id, kind, error.message)
+            log.error("rollout %s: event %r was lost: %s", active.id, kind, error.message)
             return
         active.cursor += 1
         active.seq = seq or active.seq
         active.notify()
 
     async def follow(self, active: ActiveRollout, client: GatewayClient) -> None:
-        """Append the gateway's events as they happen, until cancelled. In direct mode the rollout reports its stages itself."""
+        """Append the gateway's events as they occur, until cancelled. Does nothing in direct mode, which has no gateway."""
         if active.choice.mode != "direct":
             await active.announced.wait()
             await self._copy(active, client, wait=True)
 
     async def drain(self, active: ActiveRollout, client: GatewayClient) -> None:
-        """Append the gateway's last events, once the rollout has ended."""
+        """Append the gateway's last events after the rollout has ended."""
         async with asyncio.timeout(_DRAIN_S):
             await self._copy(active, client, wait=False)
 
@@ -72,7 +72,7 @@ class RolloutEventLog:
             await asyncio.sleep(pause_s)
 
     def _append_from_gateway(self, active: ActiveRollout, event: GatewayEvent) -> bool:
-        """Append an event unless it is known. False: it could not be stored, and has to be read again."""
+        """Append an event unless it is already stored. Return whether it is stored now; if not, it must be read again."""
         if event.seq > active.seq:
             self.append(active, event.kind, event.data, seq=event.seq, at=event.time)
         return active.seq >= event.seq

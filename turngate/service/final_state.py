@@ -1,4 +1,4 @@
-"""The final `RolloutState` of a rollout: from its outcome, from the error that ended it, or from its events after a crash. No I/O."""
+"""Derive the final state of a rollout from its outcome, from the error that ended it, or from its events after a crash. No I/O."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from turngate.service.result import ErrorInfo, RolloutEvent, RolloutResult, Roll
 from turngate.types import Json
 
 log = logging.getLogger("turngate")
-LOST = "lost: the service stopped while this rollout ran; its gateway has what was recorded until then"
-UNREPORTED = "the service stopped before it wrote the result: the grade is known, and the turns are at the gateway"
+LOST = "lost: the service stopped while this rollout was running; its gateway has what was recorded until then"
+UNREPORTED = "the service stopped before it wrote the result; the grade is known, and the gateway has the turns"
 
 
 def from_work(active: ActiveRollout, work: asyncio.Task[Outcome], failed_stage: str) -> RolloutState:
-    """The final state of a rollout whose task has ended. `failed_stage`: where the task was when it ended."""
+    """Build the final state of a rollout whose work has ended. `failed_stage` is the stage it was in when it ended."""
     state = _mark_done(active.state, status="cancelled")
     if not work.cancelled() and (error := work.exception()) is not None:
         return _apply_error(active, state, error, failed_stage)
     outcome = active.outcome
     if outcome is None:
         return state
-    if work.cancelled() and outcome.status == "error" and outcome.fault is None:  # cancelled before it set a status
+    if work.cancelled() and outcome.status == "error" and outcome.fault is None:  # cancelled before a status was set
         outcome.status = "cancelled"
     is_recorded = active.choice.mode != "direct"
     if not is_recorded:
@@ -49,7 +49,7 @@ def from_work(active: ActiveRollout, work: asyncio.Task[Outcome], failed_stage: 
 
 
 def from_broken_report(active: ActiveRollout, error: BaseException) -> RolloutState:
-    """The final state when building the result failed. A grade stands; only a rollout without one ends with this error."""
+    """Build the final state if building the result failed. Only a rollout without a grade ends with this error."""
     outcome = active.outcome
     state = _mark_done(active.state)
     failed = _apply_error(active, state, error, "result")
@@ -61,7 +61,10 @@ def from_broken_report(active: ActiveRollout, error: BaseException) -> RolloutSt
 
 
 def from_events(state: RolloutState, events: list[RolloutEvent]) -> RolloutState:
-    """The final state of a rollout that ran when the process was killed. It ends with its last event. A recorded grade stands."""
+    """Build the final state of a rollout that was running when the process was killed.
+
+    It ends with its last event. A recorded grade is kept.
+    """
     turns = [event.data for event in events if event.kind == "turn"]
     stages = [event.data.get("stage", "") for event in events if event.kind == "stage"]
     is_opened = any(event.kind == "opened" for event in events)
@@ -78,7 +81,7 @@ def from_events(state: RolloutState, events: list[RolloutEvent]) -> RolloutState
 
 
 def from_result(result: RolloutResult, state: RolloutState) -> RolloutState:
-    """The final state of a rollout whose result was written, from its last stored state."""
+    """Build the final state of a rollout from its stored result and its last stored state."""
     return _mark_done(
         state,
         status=result.status,
@@ -94,7 +97,7 @@ def from_result(result: RolloutResult, state: RolloutState) -> RolloutState:
 
 
 def build_end_event_data(state: RolloutState) -> dict[str, Json]:
-    """The data of a rollout's last event, `ended`."""
+    """Build the data of a rollout's last event, `ended`."""
     return {"status": state.status, "class": state.kind, "reward": state.reward, "wall_s": state.wall_s}
 
 
@@ -103,18 +106,18 @@ def _mark_done(state: RolloutState, **changes: object) -> RolloutState:
 
 
 def _apply_error(active: ActiveRollout, state: RolloutState, error: BaseException, stage: str) -> RolloutState:
-    """An error before the rollout itself, or a bug in Turngate."""
+    """Apply an error that occurred before the rollout itself started, or a bug in Turngate."""
     if isinstance(error, TurngateError):
         info = ErrorInfo(boundary=error.boundary, stage=stage, message=make_encodable(error.message))
     else:
         log.error("rollout %s failed because of an internal error", active.id, exc_info=error)
-        info = ErrorInfo(boundary="gateway", stage=stage, message=f"Turngate itself failed: {type(error).__name__}")
+        info = ErrorInfo(boundary="gateway", stage=stage, message=f"internal error in Turngate: {type(error).__name__}")
     kind = "invalid task" if info.boundary == "task" else "infrastructure fault"
     return msgspec.structs.replace(state, status="error", error=info, kind=kind)
 
 
 def _name_argument(active: ActiveRollout, info: ErrorInfo | None) -> ErrorInfo | None:
-    """Name the caller's argument instead of the file that the rollout made of it."""
+    """Name the caller's argument in the error instead of the file that it was written to."""
     if info is None:
         return None
     message = make_encodable(info.message)
@@ -124,7 +127,7 @@ def _name_argument(active: ActiveRollout, info: ErrorInfo | None) -> ErrorInfo |
 
 
 def _apply_grade(state: RolloutState, events: list[RolloutEvent]) -> RolloutState:
-    """Apply the grade that events tell: `outcome` has the grade, stage `done` also how the agent ended."""
+    """Apply the grade from the events. `outcome` contains the grade; the stage `done` also contains how the agent ended."""
     for event in events:
         if event.kind == "stage" and event.data.get("stage") == "done":
             status, kind = event.data.get("status"), event.data.get("class")
@@ -133,6 +136,6 @@ def _apply_grade(state: RolloutState, events: list[RolloutEvent]) -> RolloutStat
         else:
             continue
         values = {**msgspec.to_builtins(state), "status": status, "kind": kind, "reward": event.data.get("reward")}
-        with suppress(msgspec.ValidationError):  # a remote gateway may be of another version
+        with suppress(msgspec.ValidationError):  # a remote gateway may have a different version
             state = msgspec.convert(values, RolloutState)
     return state

@@ -1,4 +1,4 @@
-"""Finish a rollout: read its trace, build its result, store it, and release what it held."""
+"""Finish a rollout: read its trace, build and store its result, and release its resources."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Finalizer:
-    """Turns a rollout whose work has ended into a stored result. An optional part that fails becomes a note: it never costs the grade."""
+    """Builds and stores the result of a rollout whose work has ended. If an optional part fails, a note is added and the grade is kept."""
 
     def __init__(
         self, config: ServiceConfig, storage: ServiceStorage, events: RolloutEventLog, history: RolloutHistory
@@ -43,7 +43,7 @@ class Finalizer:
     async def finish(
         self, active: ActiveRollout, work: asyncio.Task[Outcome], failed_stage: str
     ) -> tuple[RolloutState, float]:
-        """Store the result. Return the final state and the time of day at which the rollout ended."""
+        """Store the result. Return the final state and the Unix time at which the rollout ended."""
         view, messages = await self._read_recording(active)
         await self._release(active)
         state = final_state.from_work(active, work, failed_stage)
@@ -61,7 +61,7 @@ class Finalizer:
         return state, ended_at
 
     async def finish_after_error(self, active: ActiveRollout, error: BaseException) -> tuple[RolloutState, float]:
-        """Store a minimal result when `finish` failed."""
+        """Store a minimal result after `finish` failed."""
         state = final_state.from_broken_report(active, error)
         result = report.build_minimal_result(state, active.outcome, active.notes)
         await self._release(active)
@@ -79,15 +79,15 @@ class Finalizer:
         await _attempt(active, "its last events could not be read", self._events.drain(active, client), None)
         if outcome is None or not outcome.session:
             return None, []
-        missing = "its trace, which has the turns, could not be read"
+        missing = "its trace, which contains the turns, could not be read"
         view = await _attempt(active, missing, _read_view(active, client), None)
         if view is None:
             return None, []
         build = asyncio.to_thread(conversation.build_messages, view)
-        return view, await _attempt(active, "its conversation cannot be shown", build, [])
+        return view, await _attempt(active, "its conversation could not be built", build, [])
 
     async def _release(self, active: ActiveRollout) -> None:
-        """Close what the rollout holds open. An aborted one may still be writing its inputs."""
+        """Close the rollout's connections. An aborted rollout may still be writing its inputs."""
         writing = active.writing_inputs
         if writing is not None and not writing.done():
             await asyncio.wait([writing])
@@ -98,8 +98,8 @@ class Finalizer:
     async def _build_result(
         self, active: ActiveRollout, state: RolloutState, outcome: Outcome | None, view: TraceView | None
     ) -> RolloutResult:
-        """The full result; if that fails, without the turns; if that fails too, the minimal one."""
-        for shown, missing in ((view, "its turns cannot be shown"), (None, "its files cannot be shown")):
+        """Build the full result. If that fails, omit the turns; if that fails too, build the minimal result."""
+        for shown, missing in ((view, "its turns could not be read"), (None, "its files could not be read")):
             build = asyncio.to_thread(self._report, active, state, outcome, shown)
             result = await _attempt(active, missing, build, None)
             if result is not None:
@@ -109,7 +109,7 @@ class Finalizer:
     def _report(
         self, active: ActiveRollout, state: RolloutState, outcome: Outcome | None, view: TraceView | None
     ) -> RolloutResult:
-        """Runs in a thread."""
+        """Build the full result. Runs in a thread."""
         folder = self._storage.artifacts_folder(active.id)
         before = initial_files(active.request, self._storage.inputs_folder(active.id))
         return report.build_result(state, outcome, view, folder, self._config.clamp, active.notes, before)
@@ -121,7 +121,7 @@ async def _read_view(active: ActiveRollout, client: GatewayClient) -> TraceView:
 
 
 async def _attempt(active: ActiveRollout, missing: str, work: Coroutine[Any, Any, T], default: T) -> T:
-    """Run an optional part of finishing. Any failure becomes a note that begins with `missing`: agents write unexpected things."""
+    """Run an optional part of finishing. Any failure becomes a note that starts with `missing`, because agents write unexpected data."""
     task = asyncio.create_task(work)
     await asyncio.wait([task])
     error = task.exception()
@@ -131,7 +131,7 @@ async def _attempt(active: ActiveRollout, missing: str, work: Coroutine[Any, Any
         active.notes.append(f"{missing}: {error}".removesuffix(": "))
     else:
         log.error("rollout %s: %s", active.id, missing, exc_info=error)
-        active.notes.append(f"{missing}: Turngate itself failed ({type(error).__name__})")
+        active.notes.append(f"{missing}: internal error in Turngate ({type(error).__name__})")
     return default
 
 

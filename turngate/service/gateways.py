@@ -1,8 +1,8 @@
-"""The gateways of the service: one for each endpoint and mode, in this process, started when first needed.
+"""The service's gateways: one per endpoint and mode, in this process, started when first needed.
 
-Each has its own folder, `DATA/gateways/NAME`, so that its traces survive a restart, for `turngate show --data` and for feeds. A
-`gateway://` entry of the catalog is a gateway that already runs. The gateway of a caller's own endpoint stops with its last rollout, and
-its folder is deleted with the last remembered rollout that used it.
+Each has its own folder, `DATA/gateways/NAME`. Its traces survive a restart, and `turngate show --data` and feeds can read them. A
+`gateway://` entry in the catalog is a gateway that is already running. The gateway for a caller's own endpoint stops with its last rollout,
+and its folder is deleted with the last remembered rollout that used it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from turngate.service.catalog import CUSTOM_PREFIX, EndpointChoice
 from turngate.service.config import ServiceConfig
 
 log = logging.getLogger("turngate")
-MAX_GATEWAYS = 32  # at once: callers may bring their own endpoints
+MAX_GATEWAYS = 32  # limits running gateways, because callers may bring their own endpoints
 OnOpen = Callable[[str, GatewayClient], Awaitable[None]]
 
 
@@ -39,11 +39,11 @@ class GatewayConnection(msgspec.Struct, frozen=True):
 
     client: GatewayClient
     connector: GatewayConnector
-    model: str  # the name that agents ask for
+    model: str  # the model name that agents request
 
 
 class _RunningGateway:
-    """One gateway, kept open by its own task, because its first user may leave before its last."""
+    """One gateway. Its own task keeps it open, because the rollout that started it may end before others that use it."""
 
     def __init__(
         self, choice: EndpointChoice, keep_open: Callable[[_RunningGateway], Coroutine[None, None, None]]
@@ -55,11 +55,11 @@ class _RunningGateway:
         self.task.add_done_callback(self._on_done)
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
-        """Pass an error of its start to the rollouts that wait for it."""
+        """Forward a startup error to the rollouts that wait for the gateway."""
         error = None if task.cancelled() else task.exception()
         if self.ready.done():
             if error is not None:
-                log.error("a gateway of the service failed", exc_info=error)
+                log.error("one of the service's gateways failed", exc_info=error)
         elif error is None:
             self.ready.cancel()
         else:
@@ -68,8 +68,11 @@ class _RunningGateway:
 
 
 class Gateways:
-    """`engines` maps catalog keys to engines that live in this process. `on_open` is called with the name and the client of every gateway
-    that starts, before rollouts use it. Call `close` at the end."""
+    """The gateways that are running. Call `close` when done.
+
+    `engines` maps catalog keys to engines that run in this process. `on_open` is called with the name and the client of every gateway that
+    starts, before rollouts use it.
+    """
 
     def __init__(self, config: ServiceConfig, engines: Mapping[str, Engine], on_open: OnOpen) -> None:
         self._config = config
@@ -81,11 +84,11 @@ class Gateways:
 
     @asynccontextmanager
     async def connect(self, choice: EndpointChoice) -> AsyncIterator[GatewayConnection]:
-        """Connect to the gateway for a choice, and start it if needed. It runs at least as long as the block."""
+        """Connect to the gateway for an endpoint and mode, starting it if needed. It stays open at least until the block ends."""
         name = choice.gateway_name
         if (gateway := self._running.get(name)) is not None and gateway.choice != choice:
             raise BadRequest(
-                "endpoint_url: another endpoint already uses the name of its gateway", param="endpoint_url"
+                "endpoint_url conflicts with a different endpoint whose gateway has the same name", param="endpoint_url"
             )
         self._users[name] += 1
         try:
@@ -100,16 +103,17 @@ class Gateways:
     async def _get_or_start(self, choice: EndpointChoice) -> GatewayConnection:
         gateway = self._running.get(choice.gateway_name)
         if gateway is None or gateway.task.done():  # its start failed, or it failed later
-            if sum(not one.task.done() for one in self._running.values()) >= MAX_GATEWAYS:
+            if sum(not running.task.done() for running in self._running.values()) >= MAX_GATEWAYS:
                 raise BadRequest(
-                    f"endpoint_url: {MAX_GATEWAYS} gateways run already; try again later", param="endpoint_url"
+                    f"endpoint_url needs a new gateway, but {MAX_GATEWAYS} are already running; try again later",
+                    param="endpoint_url",
                 )
             gateway = _RunningGateway(choice, lambda own: self._keep_open(choice, own))
             self._running[choice.gateway_name] = gateway
         return await asyncio.shield(gateway.ready)
 
     async def delete_unused(self, needed: Collection[str]) -> None:
-        """Delete the folders of callers' own endpoints, except those of the `needed` gateways."""
+        """Delete the gateway folders of callers' own endpoints, except for the `needed` gateways."""
         folder = Path(self._config.data) / "gateways"
         for path in await asyncio.to_thread(lambda: list(folder.glob(f"{CUSTOM_PREFIX}*"))):
             is_used = path.name in needed or path.name in self._users or path.name in self._stopping
@@ -117,7 +121,7 @@ class Gateways:
                 await self._block_start(path.name, asyncio.to_thread(shutil.rmtree, path, ignore_errors=True))
 
     async def _block_start(self, name: str, work: Coroutine[None, None, None]) -> None:
-        """Run work on a gateway's folder. A new gateway of that name waits for it: two cannot share a folder."""
+        """Run work on a gateway's folder. A new gateway with that name waits for it, because two cannot share a folder."""
         stopping = self._stopping[name] = asyncio.create_task(work)
         await asyncio.wait([stopping])
         if self._stopping.get(name) is stopping:
@@ -170,18 +174,18 @@ async def _stop(gateway: _RunningGateway) -> None:
 
 
 def _load_renderer(config: ServeConfig) -> tuple[Renderer, Certificate]:
-    """Load and certify a renderer. Blocks: a new tokenizer takes seconds."""
+    """Load and certify a renderer. This blocks, for several seconds if the tokenizer is new."""
     name = config.tokenizer or config.model_folder
     return load_renderer(find_tokenizer(name) if name else BUILTIN_TOKENIZER, model=config.model, family=config.family)
 
 
 def _load_local_engine(config: ServeConfig) -> Engine:
-    """Load a local model. Blocks for longer still."""
+    """Load a local model. This blocks for even longer."""
     try:
         from turngate.engines.local import LocalEngine
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"endpoints: local:// needs {error.name}: pip install 'turngate[local]'", param="endpoints"
+            f"local:// endpoints need {error.name}; run pip install 'turngate[local]'", param="endpoints"
         ) from None
     return LocalEngine(
         find_tokenizer(config.model_folder or config.tokenizer), max_context=config.max_context, served=config.model
@@ -189,12 +193,12 @@ def _load_local_engine(config: ServeConfig) -> Engine:
 
 
 def _admin_key(name: str) -> str:
-    """The admin key of a gateway that already runs."""
+    """Read the admin key of a running gateway from the environment variable `name`."""
     if not name:
         return read_admin_key()
     key = read_key(name)
     if not key or not key.isprintable():
         raise ConfigError(
-            f"key_env: the environment variable {name} is not set, or does not hold a key", param="key_env"
+            f"key_env names the environment variable {name}, which is not set or does not contain a key", param="key_env"
         )
     return key

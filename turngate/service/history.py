@@ -1,4 +1,4 @@
-"""Rollouts that have ended: their states in memory, their results on disk, and what an earlier process left unfinished."""
+"""Rollouts that have ended: their states in memory, their results on disk, and rollouts that an earlier process left unfinished."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger("turngate")
 
 
 class RolloutHistory:
-    """Keeps the newest `config.keep` rollouts. A result that the disk has no room for stays in memory until it has."""
+    """Keeps the newest `config.keep` rollouts. If the disk is full, results stay in memory until they can be written."""
 
     def __init__(self, config: ServiceConfig, storage: ServiceStorage) -> None:
         self._config = config
@@ -38,14 +38,14 @@ class RolloutHistory:
 
     @property
     def gateways(self) -> set[str]:
-        """Names of the gateways that have a remembered rollout's trace."""
+        """The names of the gateways that have traces of remembered rollouts."""
         return set(self._gateways.values())
 
     def find(self, rollout: str) -> RolloutState:
-        found = self._states.get(rollout)
-        if found is None:
-            raise NotFound(f"rollout_id: there is no rollout {rollout[:80]!r}", param="rollout_id")
-        return found
+        state = self._states.get(rollout)
+        if state is None:
+            raise NotFound(f"unknown rollout_id {rollout[:80]!r}", param="rollout_id")
+        return state
 
     def gateway_of(self, rollout: str) -> str | None:
         return self._gateways.get(rollout)
@@ -56,7 +56,7 @@ class RolloutHistory:
             return unwritten[0]
         result = await asyncio.to_thread(self._storage.read_result, rollout)
         if result is None:
-            raise StoreError(f"rollout_id: the result file of {rollout} was deleted", param="rollout_id")
+            raise StoreError(f"the result file of rollout {rollout} was deleted", param="rollout_id")
         return result
 
     async def read_messages(self, rollout: str) -> list[ConversationMessage]:
@@ -72,7 +72,7 @@ class RolloutHistory:
         try:
             self._storage.save_state(state, gateway)
         except StoreError as error:
-            log.error("rollout %s: its final state is not on disk: %s", state.rollout_id, error.message)
+            log.error("rollout %s: its final state could not be written: %s", state.rollout_id, error.message)
 
     async def save_result(self, result: RolloutResult, messages: list[ConversationMessage]) -> None:
         try:
@@ -82,7 +82,7 @@ class RolloutHistory:
             self._unwritten[result.rollout_id] = result, messages
 
     async def flush(self) -> None:
-        """Try again to write the results that are only in memory."""
+        """Retry writing the results that are only in memory."""
         async with self._flushing:
             for rollout, unwritten in list(self._unwritten.items()):
                 try:
@@ -95,7 +95,7 @@ class RolloutHistory:
 
     def log_unwritten(self) -> None:
         for rollout in self._unwritten:
-            log.error("the result of rollout %s is lost: it could not be written", rollout)
+            log.error("the result of rollout %s is lost because it could not be written", rollout)
 
     async def delete_oldest(self) -> None:
         """Delete the rollouts beyond `config.keep`."""
@@ -104,7 +104,7 @@ class RolloutHistory:
             return
         try:
             self._storage.delete_rows(surplus)
-        except StoreError as error:  # their files stay too, until the next attempt
+        except StoreError as error:  # their files are kept too, until the next attempt
             log.error("the oldest rollouts could not be deleted: %s", error.message)
             return
         for rollout in surplus:
@@ -116,7 +116,7 @@ class RolloutHistory:
     # ── after a restart ─────────────────────────────────────────────────────────────────────────────────────────
 
     async def load(self) -> None:
-        """Load the states of an earlier process. Rollouts that ran when it ended are reported as lost."""
+        """Load the states of an earlier process. Rollouts that were running when it ended are reported as lost."""
         for state, gateway in self._storage.read_states():
             if not state.done:
                 state = await self._end_interrupted(state, gateway)
@@ -128,7 +128,7 @@ class RolloutHistory:
         storage, rollout = self._storage, state.rollout_id
         events = storage.read_events(rollout, 0, -1)
         result = await asyncio.to_thread(storage.read_result, rollout)
-        if result is not None:  # only its final state was not written
+        if result is not None:  # only the final state is missing
             state = final_state.from_result(result, state)
         else:
             state = final_state.from_events(state, events)

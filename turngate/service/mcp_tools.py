@@ -1,6 +1,6 @@
-"""The service as tools, for MCP and OpenEnv: name, description, arguments and result of each, and the verb that it calls.
+"""The service's tools for MCP and OpenEnv: the name, description, arguments and result of each, and the method it calls.
 
-Schemas are derived from the types. Keys, sandboxes and images are never arguments: they are settings of the server.
+Schemas are derived from the types. Keys, sandboxes and images are never arguments; they are settings of the server.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from turngate.service.request import RolloutRequest, SweRolloutRequest, parse_ar
 from turngate.service.result import EventPage, MessagePage, RolloutList, RolloutResult, RolloutState
 from turngate.types import Json
 
-if TYPE_CHECKING:  # reading the schemas does not import the service
+if TYPE_CHECKING:  # so that reading the schemas does not import the service
     from turngate.service.rollouts import Rollouts
 
-MAX_WAIT_S = 60.0  # for events: clients limit the time of a call
+MAX_WAIT_S = 60.0  # for events; clients limit how long a call may take
 
-# Waits for a rollout's end, at most so many seconds, and reports progress to the caller meanwhile.
+# Waits for a rollout to end, for at most the given number of seconds, and reports progress to the caller in the meantime.
 Wait = Callable[[str, float | None], Awaitable[RolloutResult]]
 Arguments = Mapping[str, Json]
 
@@ -80,7 +80,7 @@ class AbortRollout(RolloutArguments, frozen=True, kw_only=True):
 
 
 class ResultOptions(_Arguments, frozen=True, kw_only=True):
-    """Options of the tools that return a result, in addition to their own arguments."""
+    """Additional arguments of the tools that return a result."""
 
     logprobs: bool = True
 
@@ -101,26 +101,26 @@ class ListEndpoints(_Arguments, frozen=True, kw_only=True):
 
 
 class StartedRollout(msgspec.Struct, frozen=True):
-    """A rollout that was started: it runs or waits in the queue."""
+    """A rollout that was started. It is running or waiting in the queue."""
 
     rollout_id: str
 
 
 class EndpointList(msgspec.Struct, frozen=True):
-    """The endpoints and the agents that a rollout can use; the default agent comes first."""
+    """The endpoints and agents that a rollout can use, with the default agent first."""
 
     endpoints: list[EndpointView]
     agents: list[str]
 
 
 class ServiceTool(msgspec.Struct, frozen=True, kw_only=True):
-    """One tool. Its hints are for clients that ask a person for permission."""
+    """One tool. Its hints are for clients that ask the user for permission."""
 
     name: str
     title: str
     description: str
-    arguments: tuple[type[msgspec.Struct], ...]  # several: the caller sends one of them
-    options: type[msgspec.Struct] = _Arguments  # more arguments, in addition to those
+    arguments: tuple[type[msgspec.Struct], ...]  # alternatives, of which the caller sends one
+    options: type[msgspec.Struct] = _Arguments  # additional arguments
     result: type[msgspec.Struct]
     call: Callable[[Rollouts, Arguments, Wait], Awaitable[msgspec.Struct]]
     is_read_only: bool = False
@@ -128,7 +128,7 @@ class ServiceTool(msgspec.Struct, frozen=True, kw_only=True):
     is_idempotent: bool = False
 
     def input_schema(self) -> dict[str, Any]:
-        """One object with a description of every argument. Required is what all alternatives require."""
+        """Build one schema that describes every argument. An argument is required if all alternatives require it."""
         schemas = [_schema(kind) for kind in self.arguments]
         parts = [*schemas, _schema(self.options)]
         properties = {name: value for schema in parts for name, value in schema["properties"].items()}
@@ -141,7 +141,7 @@ class ServiceTool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """The JSON schema of a type with references inlined: some clients do not resolve them. No type is recursive."""
+    """Build the JSON schema of a type. References are inlined, because some clients do not resolve them. No type is recursive."""
     (top,), parts = msgspec.json.schema_components([kind], ref_template="{name}")
 
     def inline(schema: Any) -> Any:
@@ -167,7 +167,7 @@ def _parse_request(arguments: Arguments) -> RolloutRequest | SweRolloutRequest:
     if "task" not in arguments:
         return parse_arguments(arguments, RolloutRequest)
     if "instruction" in arguments:
-        raise BadRequest("task: send either an instruction or a task, not both", param="task")
+        raise BadRequest("send either an instruction or a task, not both", param="task")
     return parse_arguments(arguments, SweRolloutRequest)
 
 
@@ -188,7 +188,7 @@ async def _run_and_wait(
 
 
 def _apply_options(result: RolloutResult, logprobs: bool) -> RolloutResult:
-    """Omit the log-probabilities if the caller wants that, and say so: null alone would mean that they are unknown."""
+    """Omit the log-probabilities if requested. A note says so, because null alone would mean that they are unknown."""
     if logprobs or not any(turn.logprobs for turn in result.turns):
         return result
     return msgspec.structs.replace(
@@ -207,29 +207,29 @@ async def _state(rollouts: Rollouts, arguments: Arguments, wait: Wait) -> Rollou
 
 
 async def _messages(rollouts: Rollouts, arguments: Arguments, wait: Wait) -> MessagePage:
-    given = parse_arguments(arguments, GetMessages)
-    return await rollouts.messages(given.rollout_id, given.after, given.limit)
+    parsed = parse_arguments(arguments, GetMessages)
+    return await rollouts.messages(parsed.rollout_id, parsed.after, parsed.limit)
 
 
 async def _events(rollouts: Rollouts, arguments: Arguments, wait: Wait) -> EventPage:
-    given = parse_arguments(arguments, SubscribeEvents)
-    return await rollouts.events(given.rollout_id, given.after, given.limit, given.wait_s)
+    parsed = parse_arguments(arguments, SubscribeEvents)
+    return await rollouts.events(parsed.rollout_id, parsed.after, parsed.limit, parsed.wait_s)
 
 
 async def _abort(rollouts: Rollouts, arguments: Arguments, wait: Wait) -> RolloutState:
-    given = parse_arguments(arguments, AbortRollout)
-    return await rollouts.abort(given.rollout_id, given.reason)
+    parsed = parse_arguments(arguments, AbortRollout)
+    return await rollouts.abort(parsed.rollout_id, parsed.reason)
 
 
 async def _finalize(rollouts: Rollouts, arguments: Arguments, wait: Wait) -> RolloutResult:
-    given = parse_arguments(arguments, FinalizeRollout)
-    rollouts.state(given.rollout_id)  # raises at once for an unknown id
-    return _apply_options(await wait(given.rollout_id, given.wait_s), given.logprobs)
+    parsed = parse_arguments(arguments, FinalizeRollout)
+    rollouts.state(parsed.rollout_id)  # raises immediately for an unknown id
+    return _apply_options(await wait(parsed.rollout_id, parsed.wait_s), parsed.logprobs)
 
 
 async def _list(rollouts: Rollouts, arguments: Arguments, wait: Wait) -> RolloutList:
-    given = parse_arguments(arguments, ListRollouts)
-    return rollouts.list(given.status, given.limit, given.before)
+    parsed = parse_arguments(arguments, ListRollouts)
+    return rollouts.list(parsed.status, parsed.limit, parsed.before)
 
 
 async def _endpoints(rollouts: Rollouts, arguments: Arguments, wait: Wait) -> EndpointList:

@@ -1,8 +1,8 @@
-"""Turns a request into a task, and into the order of a rollout.
+"""Convert a request to a task and to the spec of a rollout.
 
-A test script becomes the grader. It runs in a fresh sandbox with a copy of the agent's work, and the agent never sees it. A script whose
-text names a reward file (`reward.txt` or `reward.json`, in $TURNGATE_LOGS/verifier) decides by that file; any other decides by its exit
-code: 0 is 1.0, 1 is 0.0. The script's text settles which, so the agent's work cannot influence it.
+A test script becomes the grader. It runs in a fresh sandbox with a copy of the agent's work, and the agent never sees it. If its text names
+a reward file (`reward.txt` or `reward.json`, in $TURNGATE_LOGS/verifier), that file determines the reward. Otherwise the exit code does: 0
+means reward 1.0, and 1 means reward 0.0. Because the script's text decides between the two, the agent's work cannot influence the choice.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REWARD_FILE = re.compile(r"reward\.(txt|json)")
 
 
 def build_task(request: AnyRequest, config: ServiceConfig, inputs: Path) -> Task:
-    """Build the task of a request. `inputs` is the folder that `write_inputs` fills. `BadRequest` names the argument."""
+    """Build the task of a request. `inputs` is the folder that `write_inputs` fills. Raise `BadRequest` for an invalid argument."""
     if isinstance(request, TaskRolloutRequest):
         return request.task
     if isinstance(request, SweRolloutRequest):
@@ -66,14 +66,14 @@ def _build_swe_task(request: SweRolloutRequest, config: ServiceConfig) -> Task:
         raise BadRequest(error.message, param=f"task.{error.param}" if error.param else "task") from None
     if not config.allows_image(task.image):
         raise BadRequest(
-            f"task: this server does not allow the image {task.image[:200]!r} (allowed: {', '.join(config.images)})",
+            f"task uses the image {task.image[:200]!r}, which this server does not allow (allowed: {', '.join(config.images)})",
             param="task",
         )
     return msgspec.structs.replace(task, setup_timeout_s=config.setup_timeout_s)
 
 
 def write_inputs(request: AnyRequest, inputs: Path) -> None:
-    """Write the caller's files and test script to disk. Blocks."""
+    """Write the caller's files and test script to disk. This blocks."""
     if not isinstance(request, RolloutRequest):
         return
     try:
@@ -92,7 +92,7 @@ def write_inputs(request: AnyRequest, inputs: Path) -> None:
 
 
 def initial_files(request: AnyRequest, inputs: Path) -> Path | None:
-    """The folder of the files that the working folder starts with. None: it starts with a whole repository."""
+    """Return the folder with the initial content of the working folder. Return None if that is a whole repository."""
     return None if isinstance(request, SweRolloutRequest) else inputs / "files"
 
 
@@ -110,7 +110,7 @@ def build_order(
     model: str,
     folder: Path,
 ) -> RolloutSpec:
-    if choice.mode == "direct" and agent.transcript is not None:  # no trace to compare it with, so it is only a log
+    if choice.mode == "direct" and agent.transcript is not None:  # without a trace to compare with, it is only a log
         logs = (agent.transcript.path, agent.transcript.subagents)
         agent = msgspec.structs.replace(agent, transcript=None, logs=(*agent.logs, *filter(None, logs)))
     return RolloutSpec(

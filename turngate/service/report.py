@@ -1,4 +1,4 @@
-"""Builds every `RolloutResult`. `build_result` reads the agent's files and may take long, so it belongs in a thread."""
+"""Build the `RolloutResult`s. `build_result` reads the agent's files and may take long, so run it in a thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from turngate.service.result import ErrorInfo, RolloutResult, RolloutState
 from turngate.service.truncation import Truncator
 from turngate.views.trace import TraceView
 
-DIRECT_NOTE = "direct mode: the agent called the endpoint itself, so only the agent's own logs are kept"
+DIRECT_NOTE = "direct mode: the agent called the endpoint directly, so only the agent's own logs are kept"
 
 
 def build_result(
@@ -31,8 +31,9 @@ def build_result(
 ) -> RolloutResult:
     """Build the full result of a rollout that has ended, with large fields truncated.
 
-    `outcome` is None if the rollout never ran. `folder` holds the agent's files. `initial_files` holds the files that the working folder
-    started with; None: the working folder is a whole repository, which a result does not show."""
+    `outcome` is None if the rollout never ran. `folder` contains the agent's files. `initial_files` contains the initial content of the
+    working folder; it is None if that is a whole repository, which a result does not show.
+    """
     truncator = Truncator(clamp)
     turns = build_turns(view, truncator) if view is not None else []
     result = build_minimal_result(state, outcome, notes)
@@ -48,7 +49,7 @@ def build_result(
 
 
 def build_minimal_result(state: RolloutState, outcome: Outcome | None, notes: Sequence[str]) -> RolloutResult:
-    """Build a result from the state and the outcome alone. It reads no files, so it cannot fail."""
+    """Build a result from the state and the outcome only. This reads no files, so it cannot fail."""
     result = RolloutResult(
         rollout_id=state.rollout_id,
         task_id=state.task_id,
@@ -87,13 +88,13 @@ def _read_workdir(outcome: Outcome, folder: Path, initial_files: Path | None, tr
     if not outcome.collected.work:
         return {}
     if initial_files is None:
-        truncator.notes.append("workdir_files: left out, because it is a whole repository")
+        truncator.notes.append("workdir_files: left out, because the working folder is a whole repository")
         return {}
     return read_workdir(folder / "work", initial_files, truncator)
 
 
 def _read_verifier_output(outcome: Outcome, folder: Path, truncator: Truncator) -> str:
-    """The grader's output, from its log file if there is one."""
+    """Read the grader's output, from its log file if that exists."""
     assert outcome.grade is not None
     if (folder / "grade.log").is_file():
         return read_tail(folder / "grade.log", "verifier_output", truncator, truncator.clamp.verifier)
@@ -107,13 +108,13 @@ def _outcome_notes(outcome: Outcome) -> list[str]:
         *(grade.notes if grade is not None else ()),
         *outcome.collected.missing,
         *outcome.collected.differences,
-        *(f"the {outcome.sandbox} sandbox does not enforce this: {wish}" for wish in outcome.not_enforced),
+        *(f"the {outcome.sandbox} sandbox does not enforce this: {rule}" for rule in outcome.not_enforced),
         *outcome.notes,
     ]
 
 
 def error_from_outcome(outcome: Outcome) -> ErrorInfo | None:
-    """The error that was not the agent's fault, if there was one. Failed grading counts as one."""
+    """Return the error that was not the agent's fault, if any. That includes an error in grading."""
     if outcome.fault is not None:
         return ErrorInfo(boundary=outcome.fault.boundary, stage=outcome.fault.stage, message=outcome.fault.message)
     grade = outcome.grade

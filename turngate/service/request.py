@@ -1,7 +1,7 @@
-"""Requests for a rollout: of an instruction, of a row of a SWE data set, or of a `Task`. They are checked before anything starts.
+"""Requests for rollouts of an instruction, of a row of a SWE data set, or of a `Task`. They are validated before anything starts.
 
-A request may come from an untrusted caller, over MCP or HTTP. So sizes are bounded, paths stay inside the working folder, and an error
-names the argument. Keys, images, sandboxes and networks are not arguments: they are the server's settings (`config.py`).
+A request may come from an untrusted caller, over MCP or HTTP. So sizes are limited, paths stay inside the working folder, and errors
+name the argument. Keys, images, sandboxes and networks are not arguments but settings of the server (`config.py`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ MAX_INSTRUCTION = 400_000  # characters
 MAX_SCRIPT = 1_000_000  # characters of test_script, and of setup_shell
 MAX_FILES = 500
 MAX_FILE = 8_000_000  # bytes
-MAX_BYTES = 32_000_000  # of all files together
+MAX_BYTES = 32_000_000  # in all files together
 MAX_PATH = 400  # characters
-MAX_TOKENS = 10_000_000  # of one turn
+MAX_TOKENS = 10_000_000  # per turn
 MAX_ROW = 4_000_000  # bytes of a SWE row
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,199}")
 _BASE64 = (string.ascii_letters + string.digits + "+/").encode()
 _CHUNK = 1 << 17  # characters; base64 can be split after any multiple of four
-_MAX_NAME = 512  # characters of a key or a URL
+_MAX_NAME = 512  # characters in a key or a URL
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -49,29 +49,29 @@ class Base64File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RolloutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One rollout of an instruction."""
+    """A request for one rollout of an instruction."""
 
-    model_key: str  # an endpoint of the server's catalog, like "vllm://Qwen3-8B"
+    model_key: str  # an endpoint from the server's catalog, such as "vllm://Qwen3-8B"
     instruction: str  # what the agent should do
-    test_script: str = ""  # bash, grades the agent's work in a fresh sandbox; empty: no grade, and no reward
-    task_id: str = ""  # the caller's name for the task; empty: derived from the instruction
-    agent: str = ""  # one of the server's agents; empty: its default
+    test_script: str = ""  # bash, grades the agent's work in a fresh sandbox; if empty, there is no grade and no reward
+    task_id: str = ""  # the caller's name for the task; if empty, derived from the instruction
+    agent: str = ""  # one of the server's agents; if empty, the default agent
     setup_shell: str = ""  # sh, run in the working folder before the agent starts
     upload_files: dict[str, str | Base64File] = {}  # path below the working folder → text, or {"base64": …}
-    thinking: bool | None = None  # whether the model thinks first; None: the chat template's default
-    mode: str = ""  # exact, observe, gate, direct; empty: the endpoint's default
+    thinking: bool | None = None  # whether the model thinks first; None means the chat template's default
+    mode: str = ""  # exact, observe, gate or direct; if empty, the endpoint's default
     max_tokens_cap: int | None = None  # per turn
     agent_timeout_s: float = 600.0
-    endpoint_url: str = ""  # the caller's own endpoint; its host has to be in the server's `allowed_hosts`
+    endpoint_url: str = ""  # the caller's own endpoint; its host must be in the server's `allowed_hosts`
 
     def check(self) -> RolloutRequest:
-        """Validate what the types cannot express. `BadRequest` names the argument."""
+        """Validate the arguments. Raise a `BadRequest` that names the invalid one."""
         _check_text("instruction", self.instruction, MAX_INSTRUCTION, needed=True)
         _check_text("test_script", self.test_script, MAX_SCRIPT)
         _check_text("setup_shell", self.setup_shell, MAX_SCRIPT)
         if self.task_id and not _NAME.fullmatch(self.task_id):
             raise BadRequest(
-                "task_id: has to be at most 200 letters, digits and . _ : / -, beginning with a letter or digit",
+                "task_id must be at most 200 letters, digits and . _ : / -, and start with a letter or digit",
                 param="task_id",
             )
         _check_common(self)
@@ -83,16 +83,16 @@ class RolloutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             total += size
             if size > MAX_FILE or total > MAX_BYTES:
                 raise BadRequest(
-                    f"{where}: is too large; a file may have {MAX_FILE:,} bytes, all together {MAX_BYTES:,}",
+                    f"{where} is too large; the limit is {MAX_FILE:,} bytes per file and {MAX_BYTES:,} bytes in total",
                     param="upload_files",
                 )
         return self
 
     def files_by_path(self) -> dict[str, str | Base64File]:
-        """The uploaded files by normalized path. `BadRequest` if a path leaves the working folder, or there are too many files."""
+        """Return the uploaded files by normalized path. Raise `BadRequest` for an invalid path or too many files."""
         if len(self.upload_files) > MAX_FILES:
             raise BadRequest(
-                f"upload_files: {len(self.upload_files)} files are too many; send at most {MAX_FILES}",
+                f"upload_files contains {len(self.upload_files)} files; send at most {MAX_FILES}",
                 param="upload_files",
             )
         files: dict[str, str | Base64File] = {}
@@ -100,28 +100,28 @@ class RolloutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             where = f"upload_files[{name[:80]!r}]"
             path = _normalize_path(name, where)
             if path in files:
-                raise BadRequest(f"{where}: is the same path as another file", param="upload_files")
+                raise BadRequest(f"{where} has the same path as another file", param="upload_files")
             files[path] = content
         for path in files:
             for folder in PurePosixPath(path).parents:
                 if str(folder) in files:
                     raise BadRequest(
-                        f"upload_files[{str(folder)!r}]: is a file, but {path!r} needs a folder of that name",
+                        f"upload_files[{str(folder)!r}] is a file, but {path!r} needs a folder with that name",
                         param="upload_files",
                     )
         return files
 
     def size(self) -> int:
-        """Estimate the bytes that the caller's files take on disk."""
+        """Estimate the disk space of the caller's files, in bytes."""
         return sum(_estimate_size(content) for content in self.upload_files.values()) + len(self.test_script)
 
     def without_files(self) -> RolloutRequest:
-        """A copy without the files, once they are on disk."""
+        """Return a copy without the files. Called once they are on disk."""
         return msgspec.structs.replace(self, upload_files={}, test_script="")
 
 
 class SweRolloutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One rollout of a row of a SWE data set."""
+    """A request for one rollout of a row of a SWE data set."""
 
     # The row: instance_id, repo, base_commit, problem_statement, test_patch, FAIL_TO_PASS … (docs/swe.md)
     task: dict[str, Json]
@@ -134,33 +134,33 @@ class SweRolloutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     endpoint_url: str = ""
 
     def check(self) -> SweRolloutRequest:
-        """Validate what the types cannot express. `build_task` validates the row itself."""
+        """Validate the arguments, except for the row itself, which `build_task` validates."""
         if not self.task:
-            raise BadRequest("task: is empty; send the fields of a row: instance_id, repo and so on", param="task")
+            raise BadRequest("task is empty; send the fields of a row, such as instance_id and repo", param="task")
         try:
             size = len(msgspec.json.encode(self.task))
         except UnicodeEncodeError:
-            raise BadRequest("task: has characters that UTF-8 cannot encode", param="task") from None
+            raise BadRequest("task contains characters that UTF-8 cannot encode", param="task") from None
         if size > MAX_ROW:
-            raise BadRequest(f"task: has {size:,} bytes; at most {MAX_ROW:,} are allowed", param="task")
+            raise BadRequest(f"task has {size:,} bytes; at most {MAX_ROW:,} are allowed", param="task")
         _check_common(self)
         return self
 
     def size(self) -> int:
-        """Bytes of the row."""
+        """Return the size of the row in bytes."""
         return len(msgspec.json.encode(self.task))
 
     def without_files(self) -> SweRolloutRequest:
-        """A copy without the row, once the task is built."""
+        """Return a copy without the row. Called once the task is built."""
         return msgspec.structs.replace(self, task={})
 
 
 class TaskRolloutRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One rollout of a `Task` of the host's own: for code in this process (the Python API). Never built from a caller's data."""
+    """A request for one rollout of a `Task`, made by code in this process (the Python API). Never built from a caller's data."""
 
     task: Task
     model_key: str
-    group: str = ""  # rollouts of one group are compared; empty: the task's id
+    group: str = ""  # rollouts of one group are compared; if empty, the task's id
     agent: str = ""
     thinking: bool | None = None
     mode: str = ""
@@ -170,12 +170,12 @@ class TaskRolloutRequest(msgspec.Struct, frozen=True, kw_only=True):
     session: dict[str, Json] = {}  # session settings that override those of the endpoint
 
     def check(self) -> TaskRolloutRequest:
-        """Validate what the types cannot express."""
+        """Validate the arguments."""
         _check_common(self)
         return self
 
     def size(self) -> int:
-        return 0  # its files stay where they are
+        return 0  # its files are not copied
 
     def without_files(self) -> TaskRolloutRequest:
         return self
@@ -185,7 +185,7 @@ AnyRequest = RolloutRequest | SweRolloutRequest | TaskRolloutRequest
 
 
 def parse_arguments(values: Mapping[str, Json], kind: type[T]) -> T:
-    """Convert a caller's JSON. `BadRequest` names the argument that is missing, unknown or of the wrong type."""
+    """Convert a caller's JSON. Raise a `BadRequest` that names an argument that is missing, unknown or of the wrong type."""
     try:
         return msgspec.convert(dict(values), kind)
     except msgspec.ValidationError as error:
@@ -194,7 +194,7 @@ def parse_arguments(values: Mapping[str, Json], kind: type[T]) -> T:
 
 
 def parse_mode(name: str) -> Mode | None:
-    """Parse a mode or an alias of one. None: the name is empty."""
+    """Parse a mode or an alias of one. Return None if the name is empty."""
     if not name:
         return None
     for mode in MODES:
@@ -203,41 +203,41 @@ def parse_mode(name: str) -> Mode | None:
     if (known := MODE_ALIASES.get(name)) is not None:
         return known
     raise BadRequest(
-        f"mode: {name[:80]!r} is none of {', '.join((*MODES, *MODE_ALIASES))}",
+        f"mode must be one of {', '.join((*MODES, *MODE_ALIASES))}, not {name[:80]!r}",
         param="mode",
     )
 
 
 def _check_common(request: AnyRequest) -> None:
     if not request.model_key:
-        raise BadRequest("model_key: is empty; choose an endpoint of the catalog", param="model_key")
+        raise BadRequest("model_key is empty; choose an endpoint from the catalog", param="model_key")
     for name, value in (
         ("model_key", request.model_key),
         ("agent", request.agent),
         ("endpoint_url", request.endpoint_url),
     ):
         if len(value) > _MAX_NAME or not value.isprintable():
-            raise BadRequest(f"{name}: has to be at most {_MAX_NAME} printable characters", param=name)
+            raise BadRequest(f"{name} must be at most {_MAX_NAME} printable characters", param=name)
     parse_mode(request.mode)
     if request.max_tokens_cap is not None and not 1 <= request.max_tokens_cap <= MAX_TOKENS:
         raise BadRequest(
-            f"max_tokens_cap: {request.max_tokens_cap} has to be between 1 and {MAX_TOKENS:,}; leave it out for no cap",
+            f"max_tokens_cap must be between 1 and {MAX_TOKENS:,}, not {request.max_tokens_cap}; omit it for no cap",
             param="max_tokens_cap",
         )
     if not (math.isfinite(request.agent_timeout_s) and request.agent_timeout_s > 0):
         raise BadRequest(
-            f"agent_timeout_s: {request.agent_timeout_s} has to be a finite number of seconds above 0",
+            f"agent_timeout_s must be a finite number of seconds greater than 0, not {request.agent_timeout_s}",
             param="agent_timeout_s",
         )
 
 
 def _check_text(name: str, text: str, most: int, *, needed: bool = False) -> None:
     if needed and not text.strip():
-        raise BadRequest(f"{name}: is empty; describe what the agent should do", param=name)
+        raise BadRequest(f"{name} is empty; describe what the agent should do", param=name)
     if len(text) > most:
-        raise BadRequest(f"{name}: has {len(text):,} characters; at most {most:,} are allowed", param=name)
+        raise BadRequest(f"{name} has {len(text):,} characters; at most {most:,} are allowed", param=name)
     if "\0" in text:
-        raise BadRequest(f"{name}: contains a NUL character; remove it", param=name)
+        raise BadRequest(f"{name} contains a NUL character; remove it", param=name)
     if not text.isascii():
         _encode(text, name, name)
 
@@ -246,7 +246,7 @@ def _encode(text: str, where: str, name: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError:
-        raise BadRequest(f"{where}: has characters that UTF-8 cannot encode", param=name) from None
+        raise BadRequest(f"{where} contains characters that UTF-8 cannot encode", param=name) from None
 
 
 def _normalize_path(name: str, where: str) -> str:
@@ -255,22 +255,22 @@ def _normalize_path(name: str, where: str) -> str:
     is_invalid = not name or len(name) > MAX_PATH or "\0" in name or "\\" in name or not name.isprintable()
     if is_invalid or path.is_absolute() or ".." in path.parts or str(path) == "." or name.endswith("/"):
         raise BadRequest(
-            f"{where}: has to be the path of a file below the working folder, like src/main.py: not absolute, without .., "
-            f"at most {MAX_PATH} characters",
+            f"{where} must be the path of a file below the working folder, such as src/main.py: relative, without .., and "
+            f"at most {MAX_PATH} characters long",
             param="upload_files",
         )
     _encode(name, where, "upload_files")
     if any(len(part.encode()) > 255 for part in path.parts):
         raise BadRequest(
-            f"{where}: has a component of more than 255 bytes, which file systems reject", param="upload_files"
+            f"{where} has a path component longer than 255 bytes, which file systems reject", param="upload_files"
         )
     if path.parts[0] == ".turngate":
-        raise BadRequest(f"{where}: .turngate is reserved; choose another path", param="upload_files")
+        raise BadRequest(f"{where} is inside .turngate, which is reserved; choose a different path", param="upload_files")
     return str(path)
 
 
 def decode_content(content: str | Base64File) -> Iterator[bytes]:
-    """Decode a file that was checked, in chunks: decoding holds the GIL. Meant for threads."""
+    """Decode a validated file in chunks, because decoding holds the GIL. Meant to run in a thread."""
     text = content if isinstance(content, str) else content.base64
     for at in range(0, len(text), _CHUNK):
         chunk = text[at : at + _CHUNK]
@@ -282,13 +282,13 @@ def _estimate_size(content: str | Base64File) -> int:
 
 
 def _check_size(content: str | Base64File, where: str) -> int:
-    """Return a file's size in bytes. Does not decode it: this runs on the event loop."""
+    """Return a file's size in bytes, without decoding it, because this runs on the event loop."""
     if isinstance(content, str):
         return len(content) if content.isascii() else len(_encode(content, where, "upload_files"))
     text = content.base64
     if len(text) > 2 * MAX_FILE:
-        raise BadRequest(f"{where}: is too large; a file may have {MAX_FILE:,} bytes", param="upload_files")
+        raise BadRequest(f"{where} is too large; the limit is {MAX_FILE:,} bytes per file", param="upload_files")
     padding = 2 if text.endswith("==") else 1 if text.endswith("=") else 0
     if len(text) % 4 or not text.isascii() or text.encode().translate(None, _BASE64) != b"=" * padding:
-        raise BadRequest(f"{where}: is not valid base64", param="upload_files")
+        raise BadRequest(f"{where} is not valid base64", param="upload_files")
     return _estimate_size(content) - padding

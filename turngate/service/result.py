@@ -1,7 +1,7 @@
-"""What callers receive, as JSON: states, events, messages and results of rollouts.
+"""The JSON that callers receive: states, events, messages and results of rollouts.
 
-Large fields are truncated (the `[clamp]` settings), and `clamped` lists each of them with how much is missing. An unknown reward or
-log-probability is null, never 0.
+Large fields are truncated according to the `[clamp]` settings, and `clamped` lists each of them and how much is missing. An unknown reward
+or log-probability is null, never 0.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from turngate.store.outcomes import OutcomeClass
 from turngate.types import Json
 
 RolloutStatus = Status | Literal["queued", "running"]
-# What is recorded of a turn: ids and log-probabilities, only log-probabilities, only text, or (direct mode) nothing.
+# How much of a turn is recorded: ids and log-probabilities, only log-probabilities, only text, or nothing (direct mode).
 CaptureLevel = Literal["tokens", "logprobs", "text", "none"]
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What went wrong, at which boundary. Never contains a secret."""
+    """An error, and the boundary and stage at which it occurred. Never contains a secret."""
 
     boundary: Boundary
     stage: str
@@ -42,9 +42,9 @@ class RolloutTurn(msgspec.Struct, frozen=True, kw_only=True):
     node: int  # its number in the trace
     role: str  # main, subagent, side, superseded, aborted
     finish_reason: str
-    prompt_tokens: int | None  # None: unknown (observe mode, if the endpoint does not report it)
+    prompt_tokens: int | None  # None if unknown (observe mode, if the endpoint does not report it)
     sampled_tokens: int | None
-    logprobs: list[float] | None = None  # one per sampled token; None: unknown. Never padded
+    logprobs: list[float] | None = None  # one per sampled token, never padded; None if unknown
     capture: CaptureLevel
     reasoning: str = ""
     text: str = ""
@@ -54,7 +54,7 @@ class RolloutTurn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How a rollout ended; or, with `done` false, its progress."""
+    """The result of a rollout that has ended or, if `done` is false, its progress."""
 
     rollout_id: str
     task_id: str
@@ -64,14 +64,14 @@ class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
     mode: str
     done: bool
     status: RolloutStatus
-    # graded, agent failed, invalid task, infrastructure fault; None: cancelled, or the task has no grader
+    # graded, agent failed, invalid task, infrastructure fault; None if it was cancelled or the task has no grader
     kind: OutcomeClass | None = None
-    reward: float | None = None  # None: unknown, which is not 0
+    reward: float | None = None  # None if unknown, which is not the same as 0
     resolved: bool | None = None
-    exit_code: int | None = None  # of the agent; None: it did not exit by itself
+    exit_code: int | None = None  # of the agent; None if it did not exit on its own
     wall_s: float  # from start() to the end, including the wait in the queue; always set
     seconds: dict[str, float] = {}  # per stage; `queued` is the first
-    capture: CaptureLevel = "none"  # the lowest level of its turns
+    capture: CaptureLevel = "none"  # the lowest level of all turns
     turns: list[RolloutTurn] = []
     turn_count: int = 0
     sampled_tokens: int = 0
@@ -79,8 +79,8 @@ class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
     log_tails: dict[str, str] = {}  # the ends of its output and of its own logs
     verifier_output: str = ""
     error: ErrorInfo | None = None
-    session: str = ""  # at the gateway; empty: there is none (direct mode, or it ended before)
-    stop: str = ""  # the session limit that was reached, or why it was ended
+    session: str = ""  # id at the gateway; empty if there is none (direct mode, or it ended before the session was opened)
+    stop: str = ""  # the session limit that was reached, or why the session was ended
     notes: list[str] = []
     clamped: list[str] = []
 
@@ -105,22 +105,22 @@ class RolloutState(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorInfo | None = None
     done: bool = False
     cursor: int = 0  # of its newest event
-    started: float = 0.0  # the time of day, in seconds since 1970
-    gateway: str = ""  # gate mode: the URL at which a trainer takes calls
+    started: float = 0.0  # Unix time
+    gateway: str = ""  # gate mode: the URL from which a trainer takes calls
 
 
 class RolloutEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """An event of a rollout: `queued`, `started`, `abort` and `ended` are the service's, all others the gateway's (docs/events.md)."""
+    """An event of a rollout. `queued`, `started`, `abort` and `ended` come from the service, all others from the gateway."""
 
-    cursor: int  # 1, 2, 3 … in this rollout
+    cursor: int  # 1, 2, 3 … within the rollout
     time: float
     kind: str
     data: dict[str, Json] = {}
-    seq: int | None = None  # its number at the gateway; None: it is the service's
+    seq: int | None = None  # its number at the gateway; None if it comes from the service
 
 
 class EventPage(msgspec.Struct, frozen=True, kw_only=True):
-    """Events past a cursor. Continue with `after=cursor`. `over`: the rollout has ended, and these are its last events."""
+    """Events after a cursor. Continue with `after=cursor`. `over` means that the rollout has ended and these are its last events."""
 
     rollout_id: str
     events: list[RolloutEvent]
@@ -132,22 +132,22 @@ class ConversationMessage(msgspec.Struct, frozen=True, kw_only=True):
     """One message of the conversation."""
 
     cursor: int  # 1, 2, 3 …
-    node: int  # of the trace
-    branch: int  # 0 is the first; each fork starts another
+    node: int  # its node in the trace
+    branch: int  # 0 is the first; each fork starts a new one
     turn_role: (
-        str  # of the turn that it belongs to, or whose prompt it is in: main, subagent, side, superseded, aborted
+        str  # role of the turn that it belongs to, or whose prompt contains it: main, subagent, side, superseded, aborted
     )
     role: str  # system, user, assistant, tool
     text: str = ""
     reasoning: str = ""
     tool_calls: list[ConversationToolCall] = []
     tool_call_id: str = ""
-    finish_reason: str = ""  # of a turn
-    sampled: bool = False  # by the model, in this rollout
+    finish_reason: str = ""  # only for sampled messages
+    sampled: bool = False  # whether the model sampled it in this rollout
 
 
 class MessagePage(msgspec.Struct, frozen=True, kw_only=True):
-    """Messages past a cursor. Continue with `after=cursor`. `over`: the rollout has ended, and these are its last messages."""
+    """Messages after a cursor. Continue with `after=cursor`. `over` means that the rollout has ended and these are its last messages."""
 
     rollout_id: str
     messages: list[ConversationMessage]
@@ -157,7 +157,7 @@ class MessagePage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RolloutList(msgspec.Struct, frozen=True, kw_only=True):
-    """Rollouts, newest first. `more`: continue with `before` set to the last one's id."""
+    """Rollouts, newest first. If `more` is true, continue with `before` set to the id of the last one."""
 
     rollouts: list[RolloutState]
     more: bool

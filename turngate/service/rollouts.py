@@ -6,9 +6,9 @@
         result = await rollouts.finalize(rollout)
 
 A rollout belongs to the service, not to its caller: it continues when the caller disconnects. A problem with a task, an agent, an engine or
-a sandbox is a result with an `error`; exceptions are for wrong arguments and unknown ids. States, events and results survive a
-restart, and a rollout that ran when the process was killed is reported as lost. MCP, the OpenEnv environment and the Python API call only
-these verbs.
+a sandbox yields a result with an `error`; exceptions are for invalid arguments and unknown ids. States, events and results survive a
+restart. A rollout that was running when the process was killed is reported as lost. MCP, the OpenEnv environment and the Python API use
+only these methods.
 
     runner          the work of a rollout, up to its outcome
     event_log       its events while it is active
@@ -70,7 +70,7 @@ Conversation = list[ConversationMessage]
 
 
 class _Parts(msgspec.Struct, frozen=True):
-    """What exists only while the service is open."""
+    """The components that exist only while the service is open."""
 
     storage: ServiceStorage
     events: RolloutEventLog
@@ -81,7 +81,10 @@ class _Parts(msgspec.Struct, frozen=True):
 
 
 class Rollouts(AbstractAsyncContextManager["Rollouts"]):
-    """`backend` replaces the configured sandboxes. `engines` maps catalog keys to engines that live in this process."""
+    """The service. Use it as a context manager.
+
+    `backend` replaces the configured sandboxes. `engines` maps catalog keys to engines that run in this process.
+    """
 
     def __init__(
         self, config: ServiceConfig, *, backend: Backend | None = None, engines: Mapping[str, Engine] | None = None
@@ -126,7 +129,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         await run_to_completion(self._close())
 
     async def _close(self) -> None:
-        """Abort what runs, and release everything."""
+        """Abort all rollouts, and release all resources."""
         self._closing = True
         parts = self._open_parts
         if parts is not None:
@@ -143,13 +146,13 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
 
     @property
     def _parts(self) -> _Parts:
-        assert self._open_parts is not None, "use it as a context manager"
+        assert self._open_parts is not None, "use Rollouts as a context manager"
         return self._open_parts
 
     # ── verbs ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def start(self, request: AnyRequest) -> str:
-        """Start a rollout and return its id at once. `BadRequest` names the wrong argument; `Busy` means that the queue is full."""
+        """Start a rollout and return its id immediately. Raise `BadRequest` for an invalid argument, `Busy` if the queue is full."""
         if self._closing:
             raise Stopping("the service is being stopped")
         request = request.check()
@@ -172,9 +175,9 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         return rollout
 
     async def run(self, request: AnyRequest, *, abort_if_cancelled: bool = False) -> RolloutResult:
-        """`start`, then `finalize`. Cancelling the caller leaves the rollout running, unless `abort_if_cancelled`."""
+        """Start a rollout and wait for its result. If the caller is cancelled, the rollout continues unless `abort_if_cancelled`."""
         rollout = self.start(request)
-        del request  # it may hold megabytes of files
+        del request  # it may contain megabytes of files
         try:
             return await self.finalize(rollout)
         except asyncio.CancelledError:
@@ -183,12 +186,12 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
             raise
 
     def state(self, rollout: str) -> RolloutState:
-        """The current or final state of a rollout."""
+        """Return the current or final state of a rollout."""
         active = self._active.get(rollout)
         return active.state if active is not None else self._parts.history.find(rollout)
 
     async def messages(self, rollout: str, after: int = 0, limit: int = 100) -> MessagePage:
-        """The conversation so far, past a cursor: every branch, each message with its branch and the role of its turn."""
+        """Return the messages after a cursor, from every branch. Each has its branch and the role of its turn."""
         _check_range("after", after, 0, None)
         _check_range("limit", limit, 1, 1000)
         active = self._active.get(rollout)
@@ -207,7 +210,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         )
 
     async def events(self, rollout: str, after: int = 0, limit: int = 200, wait_s: float = 0) -> EventPage:
-        """Events past a cursor, oldest first: each exactly once. Waits up to `wait_s` seconds for the first."""
+        """Return the events after a cursor, oldest first, each exactly once. Wait up to `wait_s` seconds for the first one."""
         _check_range("after", after, 0, None)
         _check_range("limit", limit, 1, 1000)
         _check_range("wait_s", wait_s, 0, 600)
@@ -225,7 +228,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
                 await asyncio.wait_for(active.changed.wait(), remaining_s)
 
     async def abort(self, rollout: str, reason: str = "") -> RolloutState:
-        """Stop a rollout at any stage. Returns when its generation, agent and sandbox are gone. A rollout that has ended is left as is."""
+        """Stop a rollout at any stage, and return when its generation, agent and sandbox are gone. Ignored if it has ended."""
         active = self._active.get(rollout)
         if active is None:
             return self._parts.history.find(rollout)
@@ -237,8 +240,10 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         return self.state(rollout)
 
     async def finalize(self, rollout: str, wait_s: float | None = None) -> RolloutResult:
-        """Wait until the rollout has ended and is graded, and return its result. After `wait_s` seconds, return its progress instead,
-        with `done` false. May be called repeatedly."""
+        """Wait until the rollout has ended and is graded, and return its result. May be called repeatedly.
+
+        After `wait_s` seconds, return its progress instead, with `done` false.
+        """
         if wait_s is not None:
             _check_range("wait_s", wait_s, 0, None)
         active = self._active.get(rollout)
@@ -251,53 +256,53 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         return await self._parts.history.read_result(rollout)
 
     def list(self, status: str = "", limit: int = 50, before: str = "") -> RolloutList:
-        """Rollouts, newest first, optionally of one status or `done`. `before`: only those started before that one."""
+        """List rollouts, newest first. `status` selects one status or `done`; `before` selects rollouts started before that id."""
         known = (*STATES, "done")
         if status and status not in known:
-            raise BadRequest(f"status: {status[:80]!r} is none of {', '.join(known)}", param="status")
+            raise BadRequest(f"status must be one of {', '.join(known)}, not {status[:80]!r}", param="status")
         _check_range("limit", limit, 1, 500)
-        active = [one.state for one in self._active.values()]
-        states = sorted((*active, *self._parts.history.states), key=lambda one: one.rollout_id, reverse=True)
+        active = [rollout.state for rollout in self._active.values()]
+        states = sorted((*active, *self._parts.history.states), key=lambda state: state.rollout_id, reverse=True)
         matching = [
-            one
-            for one in states
-            if (not status or one.status == status or (status == "done" and one.done))
-            and (not before or one.rollout_id < before)
+            state
+            for state in states
+            if (not status or state.status == status or (status == "done" and state.done))
+            and (not before or state.rollout_id < before)
         ]
-        running = sum(one.status == "running" for one in active)
+        running = sum(state.status == "running" for state in active)
         return RolloutList(
             rollouts=matching[:limit], more=len(matching) > limit, running=running, queued=len(active) - running
         )
 
     def catalog(self) -> EndpointViews:
-        """The endpoints that callers may use."""
+        """Return the endpoints that callers may use."""
         return self._catalog.show()
 
     def agents(self) -> Names:
-        """The agents that callers may use, the default first."""
+        """Return the names of the agents that callers may use, the default first."""
         return self._agents.names
 
     @asynccontextmanager
     async def gateway(self, rollout: str) -> AsyncIterator[GatewayClient]:
-        """The gateway that has the rollout's trace, for what a result does not hold: whole traces, rows, verdicts. Starts it if needed."""
+        """Connect to the gateway that has the rollout's trace, starting it if needed. Use it to read whole traces, rows and verdicts."""
         active = self._active.get(rollout)
         if active is not None and active.connection is not None:
             yield active.connection.client
             return
         state = self.state(rollout)
         if not state.session:
-            raise NotFound(f"rollout_id: {rollout} has no session, so nothing was recorded", param="rollout_id")
+            raise NotFound(f"rollout {rollout} has no session, so nothing was recorded", param="rollout_id")
         choice = self._catalog.choose(state.model_key, state.mode)
         if self._parts.history.gateway_of(rollout) != choice.gateway_name:
             raise NotFound(
-                f"rollout_id: the gateway of {rollout} is not in the catalog any more; add its endpoint again",
+                f"the gateway of rollout {rollout} is no longer in the catalog; add its endpoint again",
                 param="rollout_id",
             )
         async with self._parts.gateways.connect(choice) as connection:
             yield connection.client
 
     def artifacts_folder(self, rollout: str) -> Path:
-        """The folder with the agent's files (stdout, stderr, home/, work/), for code on this machine."""
+        """Return the folder with the agent's files (stdout, stderr, home/, work/), for code on this machine."""
         self.state(rollout)
         return self._parts.storage.artifacts_folder(rollout)
 
@@ -306,32 +311,32 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
     def _check_timeout(self, timeout_s: float) -> None:
         if timeout_s > self.config.most_agent_timeout_s:
             raise BadRequest(
-                f"agent_timeout_s: {timeout_s:g} is more than this server allows ({self.config.most_agent_timeout_s:g})",
+                f"agent_timeout_s must be at most {self.config.most_agent_timeout_s:g} on this server, not {timeout_s:g}",
                 param="agent_timeout_s",
             )
 
     def _check_capacity(self, size: int) -> None:
         if len(self._active) >= self.config.running + self.config.queued:
             raise Busy(
-                f"the queue is full: {self.config.running} rollouts run and {self.config.queued} wait; try again when one "
-                "has ended"
+                f"the queue is full: {self.config.running} rollouts are running and {self.config.queued} are waiting; try again "
+                "when one has ended"
             )
         held = sum(active.input_bytes for active in self._active.values())
         if size and held + size > self.config.queued_bytes:
             raise Busy(
-                f"the queue is full: the inputs of active rollouts take {held:,} bytes of at most "
-                f"{self.config.queued_bytes:,}; try again when one has ended"
+                f"the queue is full: the inputs of active rollouts use {held:,} of {self.config.queued_bytes:,} bytes; try "
+                "again when one has ended"
             )
 
     def _new_id(self) -> str:
-        """Ids sort by the time at which they were made."""
+        """Create an id. Ids sort by creation time."""
         self._newest_id = max(self._newest_id + 1, int(time.time() * 1000))
         return f"{self._newest_id:012x}{secrets.token_hex(6)}"
 
     # ── the end of a rollout ────────────────────────────────────────────────────────────────────────────────────
 
     async def _finish(self, active: ActiveRollout, work: asyncio.Task[Outcome]) -> None:
-        """Store a result, whatever happens, and move the rollout to the history."""
+        """Store a result, even if building it fails, and move the rollout to the history."""
         failed_stage, active.stage = active.stage, "result"
         finalizer = self._parts.finalizer
         finishing = asyncio.create_task(finalizer.finish(active, work, failed_stage))
@@ -348,26 +353,26 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
             del self._active[active.id]
             active.ended.set()
             active.notify()
-        await self._parts.history.delete_oldest()  # frees disk space for the results that wait for it
+        await self._parts.history.delete_oldest()  # frees disk space for results that are waiting to be written
         await self._flush()
 
     async def _flush(self) -> None:
-        """Write results that wait for disk space, and delete the folders of gateways that no rollout needs any more."""
+        """Write results that are waiting for disk space, and delete the folders of gateways that are no longer needed."""
         await self._parts.history.flush()
         in_use = {active.choice.gateway_name for active in self._active.values()}
         await self._parts.gateways.delete_unused(self._parts.history.gateways | in_use)
 
 
 async def _read_conversation(active: ActiveRollout) -> Conversation:
-    """The conversation of an active rollout, cached until its next event."""
+    """Read the conversation of an active rollout, which is cached until its next event."""
     if active.connection is None or not active.is_recorded:
         return []
     seq = active.seq
     if active.messages[0] != seq:
         try:
             trace = await active.connection.client.trace(active.id)
-        except RequestRejected as refused:
-            if refused.answered != 404:
+        except RequestRejected as rejection:
+            if rejection.answered != 404:
                 raise
             return []
         messages = await asyncio.to_thread(lambda: conversation.build_messages(read_trace(trace)))
@@ -376,12 +381,12 @@ async def _read_conversation(active: ActiveRollout) -> Conversation:
 
 
 def _check_dialect(agent: AgentSpec, choice: EndpointChoice) -> None:
-    """In direct mode the gateway cannot translate between the agent and its endpoint."""
+    """Raise `BadRequest` if the endpoint does not support the agent's dialect. Direct mode does not translate."""
     spoken = choice.endpoint.kind.speaks
     if agent.dialect != "any" and agent.dialect not in spoken:
         raise BadRequest(
-            f"mode: {agent.name} speaks {agent.dialect}, {choice.endpoint.key} speaks {' and '.join(spoken)}, and direct mode does "
-            "not translate; use observe, or another agent",
+            f"mode cannot be direct: {agent.name} uses the {agent.dialect} dialect, but {choice.endpoint.key} supports only "
+            f"{' and '.join(spoken)}, and direct mode does not translate; use observe mode or a different agent",
             param="mode",
         )
 
@@ -389,4 +394,4 @@ def _check_dialect(agent: AgentSpec, choice: EndpointChoice) -> None:
 def _check_range(name: str, value: float, least: float, most: float | None) -> None:
     if not least <= value <= (math.inf if most is None else most):
         bound = f"at least {least:g}" if most is None else f"between {least:g} and {most:g}"
-        raise BadRequest(f"{name}: {value} has to be {bound}", param=name)
+        raise BadRequest(f"{name} must be {bound}, not {value}", param=name)

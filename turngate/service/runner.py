@@ -1,4 +1,4 @@
-"""Run the work of one rollout: wait for a free slot, connect to its gateway, install its agent, run it."""
+"""Run the work of one rollout: wait for a free slot, connect to the gateway, install the agent, and run it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OnWorkDone = Callable[[ActiveRollout, asyncio.Task[Outcome]], Awaitable[None]]
 
 
 class RolloutRunner:
-    """Runs at most `config.running` rollouts at once; the others wait."""
+    """Runs at most `config.running` rollouts concurrently; the others wait."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class RolloutRunner:
         await asyncio.gather(*self._supervisors)
 
     async def _run(self, active: ActiveRollout) -> Outcome:
-        """Everything that an abort cancels. Connections stay open after it: the last events are still to be read."""
+        """Do all the work that an abort cancels. Connections stay open afterwards, so that the last events can be read."""
         async with self._slots:
             active.running = True
             active.seconds["queued"] = active.wall_s
@@ -98,7 +98,7 @@ class RolloutRunner:
                 slot.leave()
 
     async def _write_inputs(self, active: ActiveRollout) -> None:
-        """Move the caller's files from memory to disk while the rollout waits."""
+        """Move the caller's files from memory to disk while the rollout is waiting."""
         await asyncio.to_thread(write_inputs, active.request, self._storage.inputs_folder(active.id))
         active.request = active.request.without_files()
 
@@ -115,6 +115,6 @@ class RolloutRunner:
 
 
 async def _supervise(active: ActiveRollout, work: asyncio.Task[Outcome], on_work_done: OnWorkDone) -> None:
-    """Never cancelled, so that every rollout gets a result."""
+    """Wait for the work to end, then call `on_work_done`. Never cancelled, so that every rollout has a result."""
     await asyncio.wait([work])
     await on_work_done(active, work)

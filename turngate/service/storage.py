@@ -1,11 +1,11 @@
 """The service's durable data, below `DATA/service`.
 
     service.db              the state and the events of every rollout; an event is written before callers see it
-    results/ID.json         the result; results/ID.messages.json: the whole conversation
+    results/ID.json         the result (and results/ID.messages.json, the whole conversation)
     left/ID/                the files that the agent left behind
     inputs/ID/              the files and tests that the caller sent, while the rollout runs
 
-Database methods run on the event loop: a commit takes a twentieth of a millisecond. File methods block and belong in threads.
+Database methods run on the event loop, because a commit takes only a twentieth of a millisecond. File methods block: run them in threads.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class ServiceStorage:
-    """Locks its folder, so that one process at a time uses it. Call `close` when done."""
+    """The database and files of the service. The folder is locked, so that only one process uses it. Call `close` when done."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -47,7 +47,9 @@ class ServiceStorage:
             self._create_tables()
         except (OSError, sqlite3.Error) as error:
             self._lock.close()
-            raise ConfigError(f"data: {folder} cannot be used ({error}); choose another folder", param="data") from None
+            raise ConfigError(
+                f"data folder {folder} cannot be used ({error}); choose a different folder", param="data"
+            ) from None
 
     def _create_tables(self) -> None:
         version = self._db.execute("PRAGMA user_version").fetchone()[0]
@@ -55,8 +57,8 @@ class ServiceStorage:
             self._db.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {_SCHEMA}; COMMIT;")
         elif version != _SCHEMA:
             raise ConfigError(
-                f"data: {self.folder} was written by another version of turngate (schema {version}, this version reads {_SCHEMA}); "
-                "choose another folder",
+                f"data folder {self.folder} was written by a different version of turngate (schema {version}, this version reads "
+                f"{_SCHEMA}); choose a different folder",
                 param="data",
             )
 
@@ -67,7 +69,7 @@ class ServiceStorage:
     # ── states and events ───────────────────────────────────────────────────────────────────────────────────────
 
     def read_states(self) -> Iterator[tuple[RolloutState, str]]:
-        """Every stored rollout, oldest first, with the name of its gateway."""
+        """Read the state of every stored rollout, oldest first, with the name of its gateway."""
         with _store_errors():
             rows = self._db.execute("SELECT state, place FROM rollouts ORDER BY id").fetchall()
         return ((msgspec.json.decode(state, type=RolloutState), gateway) for state, gateway in rows)
@@ -83,7 +85,7 @@ class ServiceStorage:
             self._db.execute("INSERT INTO events VALUES (?, ?, ?)", values)
 
     def read_events(self, rollout: str, after: int, limit: int) -> list[RolloutEvent]:
-        """The oldest events past a cursor. `limit` -1 reads all of them."""
+        """Read the oldest events after a cursor. A `limit` of -1 reads all of them."""
         with _store_errors():
             rows = self._db.execute(
                 "SELECT event FROM events WHERE rollout = ? AND cursor > ? ORDER BY cursor LIMIT ?",
@@ -92,7 +94,7 @@ class ServiceStorage:
         return [msgspec.json.decode(event, type=RolloutEvent) for (event,) in rows]
 
     def delete_rows(self, rollouts: Sequence[str]) -> None:
-        """Delete states and events: all of them or, with a `StoreError`, none."""
+        """Delete the states and events of rollouts. Raise `StoreError`, and delete none, if that fails."""
         with _store_errors():
             self._db.execute("BEGIN")
             try:
@@ -108,7 +110,7 @@ class ServiceStorage:
 
     @property
     def artifacts(self) -> Path:
-        """The folder of all agents' files, with one folder per rollout."""
+        """The folder with the agents' files, in one folder per rollout."""
         return self.folder / "left"
 
     def artifacts_folder(self, rollout: str) -> Path:
@@ -118,7 +120,7 @@ class ServiceStorage:
         return self.folder / "inputs" / rollout
 
     def write_result(self, result: RolloutResult, messages: Sequence[ConversationMessage]) -> None:
-        """Write the conversation, then the result: if a result exists, it is complete."""
+        """Write the conversation, then the result. So if a result exists, the conversation exists too."""
         _write_atomically(self._messages_file(result.rollout_id), msgspec.json.encode(messages))
         _write_atomically(self._result_file(result.rollout_id), msgspec.json.encode(result))
 
@@ -136,7 +138,7 @@ class ServiceStorage:
         shutil.rmtree(self.artifacts_folder(rollout) / "work", ignore_errors=True)
 
     def delete_files(self, rollout: str) -> None:
-        """Delete everything of a rollout that is not in the database."""
+        """Delete all files of a rollout. Its rows in the database are kept."""
         for file in (self._result_file(rollout), self._messages_file(rollout)):
             with suppress(OSError):
                 file.unlink(missing_ok=True)

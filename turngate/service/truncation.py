@@ -1,4 +1,4 @@
-"""Truncates large text fields of results."""
+"""Truncate the large text fields of results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from turngate.service.config import Clamp
 
 
 class Truncator:
-    """Truncates fields, and notes each one with how much is missing."""
+    """Truncates fields, and keeps a note of each one and how much is missing."""
 
     def __init__(self, clamp: Clamp) -> None:
         self.clamp = clamp

@@ -139,7 +139,7 @@ async def test_openenv_s_own_clients_know_the_tools(url: str) -> None:
         assert "key" not in tools["run_rollout"].input_schema["properties"]
         told = await client.call_tool("run_rollout", **RUN)
         assert told["reward"] == 1.0 and told["turns"][0]["logprobs"]
-        with pytest.raises(RuntimeError, match="model_key: there is no 'vllm://nothing'"):
+        with pytest.raises(RuntimeError, match="unknown model_key 'vllm://nothing'"):
             await client.call_tool("run_rollout", **{**RUN, "model_key": "vllm://nothing"})
     async with GenericEnvClient(base_url=url) as plain:
         listed = await plain.step({"type": "list_tools"})
