@@ -151,7 +151,10 @@ def test_without_a_list_no_caller_has_an_endpoint() -> None:
         ({"openai://m": {"api_key": "sk-1"}}, "key_env"),
         ({"openai://m": {"temprature": 1}}, "temprature is not a known setting"),
         ({"gateway://g": {}}, "must be exactly one URL"),
-        ({"gateway://g": {"url": "http://h", "modes": ["direct"]}}, "cannot contain direct, because a gateway always records"),
+        (
+            {"gateway://g": {"url": "http://h", "modes": ["direct"]}},
+            "cannot contain direct, because a gateway always records",
+        ),
         ({"vllm://q": {"url": "ftp://h", "tokenizer": "/x"}}, "not an http(s) URL"),
         ({"local://m": {}}, "tokenizer"),
     ],

@@ -46,7 +46,9 @@ class ActiveRollout:
         self.abort_reason: str | None = None  # None means that it was not aborted
         self.notes = [SYNTHETIC_NOTE] if choice.endpoint.scheme == "scripted" else list[str]()
         self.messages: tuple[int, list[ConversationMessage]] = (0, [])  # cache, with the `seq` at which it was built
-        self.announced = asyncio.Event()  # set when the rollout has reported progress, so its gateway may have the session
+        self.announced = (
+            asyncio.Event()
+        )  # set when the rollout has reported progress, so its gateway may have the session
         self.changed = asyncio.Event()  # set, and replaced, by every new event
         self.ended = asyncio.Event()
         self.writing_inputs: asyncio.Task[None] | None = None

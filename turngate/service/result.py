@@ -79,7 +79,9 @@ class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
     log_tails: dict[str, str] = {}  # the ends of its output and of its own logs
     verifier_output: str = ""
     error: ErrorInfo | None = None
-    session: str = ""  # id at the gateway; empty if there is none (direct mode, or it ended before the session was opened)
+    session: str = (
+        ""  # id at the gateway; empty if there is none (direct mode, or it ended before the session was opened)
+    )
     stop: str = ""  # the session limit that was reached, or why the session was ended
     notes: list[str] = []
     clamped: list[str] = []
@@ -134,9 +136,7 @@ class ConversationMessage(msgspec.Struct, frozen=True, kw_only=True):
     cursor: int  # 1, 2, 3 …
     node: int  # its node in the trace
     branch: int  # 0 is the first; each fork starts a new one
-    turn_role: (
-        str  # role of the turn that it belongs to, or whose prompt contains it: main, subagent, side, superseded, aborted
-    )
+    turn_role: str  # role of the turn that it belongs to, or whose prompt contains it: main, subagent, side, superseded, aborted
     role: str  # system, user, assistant, tool
     text: str = ""
     reasoning: str = ""
