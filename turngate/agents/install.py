@@ -256,7 +256,7 @@ def npm_command(spec: AgentSpec, node: Path) -> list[str]:
 
 
 def pip_command(spec: AgentSpec, target: Path) -> list[str]:
-    """Return the command that installs the agent into `target` for its own Python version."""
+    """Return the command that installs the agent into `target` for the Python version in its description."""
     recipe = spec.install
     command = [
         sys.executable,

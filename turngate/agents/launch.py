@@ -155,7 +155,7 @@ def _encode_prompt(spec: AgentSpec, text: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError:
         raise AgentError(
-            f"{spec.name}: the prompt contains characters that UTF-8 cannot encode", param="prompt"
+            f"{spec.name}: the prompt contains characters that UTF-8 cannot encode; remove them", param="prompt"
         ) from None
 
 
@@ -166,7 +166,7 @@ def _check_passable(spec: AgentSpec, command: tuple[str, ...], env: Mapping[str,
     for field, word in words:
         if "\0" in word:
             raise AgentError(
-                f"{spec.name}: {field} contains a NUL character, which is not possible in an argument or variable",
+                f"{spec.name}: {field} contains a NUL character, which arguments and variables cannot contain; remove it",
                 param=field,
             )
         if (size := len(word.encode("utf-8", "surrogatepass"))) > MAX_ARGUMENT_BYTES:

@@ -51,11 +51,11 @@ class Install(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     npm: str = ""  # a package on npm
     pip: str = ""  # a package on PyPI
     version: str = ""  # its exact version
-    also: tuple[str, ...] = ()  # pip: more requirements, pinned
+    also: tuple[str, ...] = ()  # pip: additional pinned requirements
     deps: bool = True  # pip: install the package's dependencies; false if `also` lists all of them
     python: str = ""  # pip: the Python version to install for, such as 3.11; the sandbox must have it
     program: str = ""  # the program's path inside the installation
-    check: tuple[str, ...] = ()  # a command that succeeds if the image contains the agent
+    check: tuple[str, ...] = ()  # a command that succeeds if the agent is part of the image
 
 
 class AgentFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,13 +80,13 @@ class Transcript(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     path: str = ""  # a glob pattern below HOME
     stdout: bool = False  # the transcript is the agent's output
     format: Literal["json", "jsonl"] = "jsonl"
-    records: str = ""  # json: the list of records
+    records: str = ""  # json: the expression for the list of records
     turn: str
     begin: str = ""
     end: str = ""
     merge: Literal["none", "id", "last", "end"] = "none"
     subagents: str = ""  # a glob pattern of sub-agents' transcripts, if they are separate files
-    subagent: str = ""  # true for a record that appears only in a sub-agent's transcript
+    subagent: str = ""  # an expression that is true only for a record in a sub-agent's transcript
     fills_in: bool = False  # the agent adds arguments that the model left out
 
 
@@ -130,9 +130,7 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     off: dict[str, str] = {}  # features switched off for training, and how
     signals: Signals = Signals()
     limits: tuple[str, ...] = ()  # known limitations, for the documentation
-    check: tuple[
-        CheckStep, ...
-    ] = ()  # the scripted replies that solve the task of `turngate agents check` with this agent's tools
+    check: tuple[CheckStep, ...] = ()  # the scripted replies for `turngate agents check`
 
     def texts(self) -> Iterator[tuple[str, str]]:
         """Yield the field name and value of every text that may contain placeholders."""

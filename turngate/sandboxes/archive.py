@@ -26,10 +26,8 @@ CHUNK_BYTES = 1 << 20
 TIMEOUT_S = 600.0
 MAX_NAMED = 20  # skipped files to name
 EXTENDED_HEADERS = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
-REFUSED_TYPES = (
-    tarfile.XGLTYPE,
-    tarfile.GNUTYPE_SPARSE,
-)  # `tar -c` never writes these, and they can use a lot of memory
+# `tar -c` never writes these types, and they can use a lot of memory.
+REFUSED_TYPES = (tarfile.XGLTYPE, tarfile.GNUTYPE_SPARSE)
 
 
 def pack(folder: Path, into: IO[bytes], exclude: Container[str] = ()) -> None:

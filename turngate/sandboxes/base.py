@@ -126,7 +126,7 @@ class Sandbox(Protocol):
     async def download(self, source: str, folder: Path, *, exclude: Sequence[str] = ()) -> tuple[str, ...]:
         """Copy the content of a sandbox folder into a host folder, and return the entries that could not be copied, with reasons.
 
-        Nothing is written outside the host folder, whatever the content. An unreadable file does not prevent copying the others. Paths
+        Nothing is written outside the host folder. An unreadable file does not prevent copying the others. Paths
         in `exclude`, relative to `source`, are left out.
         """
 
@@ -145,7 +145,7 @@ class Backend(Protocol):
         """Whether a mount can have a different path inside than on the host."""
 
     async def check(self) -> None:
-        """Raise `SandboxUnavailable` if sandboxes of this kind cannot be created, with what is missing and how to install it."""
+        """Raise `SandboxUnavailable`, with the cause and a fix, if sandboxes of this kind cannot be created."""
 
     def not_enforced(self, spec: SandboxSpec) -> tuple[str, ...]:
         """List the parts of a spec that this backend cannot enforce."""

@@ -177,7 +177,7 @@ def _folder_name(n: int) -> str:
 
 
 def _check_folders(spec: SandboxSpec) -> None:
-    """Check that the sandbox's own folders are not inside folders of the host."""
+    """Raise `SandboxError` if one of the sandbox's own folders would be inside a folder of the host."""
     for folder in filter(None, (spec.workdir, *spec.folders)):
         first, *rest = PurePosixPath(folder).parts
         if first != "/" or not rest or ".." in rest or rest[0] in RESERVED:

@@ -176,7 +176,7 @@ class DockerSandbox(PosixSandbox):
         return result
 
     async def _explain_end(self) -> SandboxError:
-        """Return an error that tells whether a process inside ended the container, or something outside, according to Docker's events."""
+        """Return an error that states whether the container was ended from inside or outside, based on Docker's events."""
         if self._stopped or self._killed:
             return SandboxGone("the sandbox has ended")
         when = ("--since", f"{self._started_at:.0f}", "--until", f"{time.time() + 1:.0f}")
@@ -428,7 +428,7 @@ async def _build_image(folder: Path) -> str:
         code, out, stderr = await _run_docker(*command, timeout_s=3600)
         if code:
             raise SandboxError(
-                f"docker could not build {folder}/Dockerfile; its last lines of output:\n{_last_lines(stderr or out)}"
+                f"docker could not build {folder}/Dockerfile; the last lines of output:\n{_last_lines(stderr or out)}"
             )
     return tag
 

@@ -47,12 +47,8 @@ MAX_BODY_BYTES = 256 * 1024 * 1024  # all request bodies together
 STALL_S = 60.0  # the longest silence within a request
 MAX_SOCKET_PATH = 107  # bytes; the limit on Linux
 SHARED_FACTOR = 16  # multiplies the limits of a door that all remote sandboxes share
-STRIPPED_HEADERS = (
-    "x-forwarded-",
-    "forwarded",
-    "x-real-ip",
-    "x-turngate",
-)  # a server might trust these if a proxy sends them
+# A server might trust these headers if a proxy sends them.
+STRIPPED_HEADERS = ("x-forwarded-", "forwarded", "x-real-ip", "x-turngate")
 
 
 class GatewayDoor(relay.HttpRelay):

@@ -50,9 +50,7 @@ class E2BBackend:
     relocates = True
 
     def __init__(self, *, reachable: Sequence[str] = (), lease_s: float = 3600.0, patience_s: float = 120.0) -> None:
-        self._reachable = list(
-            reachable
-        )  # hosts that stay reachable with network "none", in addition to those of a spec
+        self._reachable = list(reachable)  # hosts reachable with network "none", in addition to a spec's
         self._lease_s = lease_s  # an hour is the longest lease available to every E2B account
         self._patience_s = patience_s  # how long a running command may be unreachable
 
@@ -70,7 +68,7 @@ class E2BBackend:
         e2b = _import_sdk()
         if spec.dockerfile:
             raise SandboxUnavailable(
-                "E2B cannot build a Dockerfile: build an E2B template from it, and set the image to the template's name"
+                "E2B cannot build a Dockerfile: build an E2B template from it, and pass the template's name as the image"
             )
         if spec.resources.cpus or spec.resources.memory_mb or spec.resources.pids:
             log.warning("the requested resources are not applied: an E2B sandbox has the size of its template")

@@ -59,8 +59,8 @@ async def connect_sandbox(
 ) -> AsyncIterator[str]:
     """Keep the sandbox connected while the block runs, and yield the URL at which it can reach the gateway.
 
-    Set `python` or `node` to an interpreter in the sandbox for the relay if it is not on the PATH. A call waits for a gateway that does
-    not answer for at most `give_up_s`.
+    Set `python` or `node` to an interpreter in the sandbox for the relay if it is not on the PATH. `give_up_s` limits how
+    long a call waits for a gateway that does not answer.
     """
     async with AsyncExitStack() as stack:
         folder = f"{sandbox.home}/{RELAY_FOLDER}"
@@ -124,7 +124,7 @@ async def _read_port(sandbox: Sandbox, folder: str) -> int:
 
 
 async def _check_gateway_reached(sandbox: Sandbox, file: str) -> None:
-    """Raise `SandboxError` if the gateway is unreachable, so that this does not first surface in the agent's first call."""
+    """Raise `SandboxError` if the gateway is unreachable, so that the rollout fails now and not at the agent's first call."""
     text = await _wait_for_file(sandbox, file, PROBE_S)
     if text != relay.REACHED:
         raise SandboxError(

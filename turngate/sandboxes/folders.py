@@ -36,7 +36,7 @@ def create_folder(root: Path | None, kind: str, *parts: str) -> Path:
         (new / supervisor.OWNER_FILE).write_text(str(owner.current_owner()))
         for part in parts:
             (new / part).mkdir(mode=0o700)
-        return new.rename(root / name)  # only now is it a complete folder for `sweep_folders`
+        return new.rename(root / name)  # from now on, `sweep_folders` considers it complete
     except OSError as error:
         raise SandboxError(f"cannot create the sandbox's folder: {error}") from error
 
@@ -88,7 +88,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def _find_processes(name: str) -> list[int]:
-    """Find the processes with a sandbox's mark and their descendants. A process without the mark still descends from the supervisor."""
+    """Find the processes with a sandbox's mark and their descendants. A process that dropped the mark still descends from the supervisor."""
     mark = f"{SANDBOX_ENV}={name}".encode()
     found = []
     for process in Path("/proc").iterdir():

@@ -78,7 +78,7 @@ class LocalBackend:
 
 
 def _check_mounts(spec: SandboxSpec) -> None:
-    """Check that each mount has the same path inside, because host and sandbox share one file system."""
+    """Check that each mount exists and has the same path inside, because host and sandbox share one file system."""
     for mount in spec.mounts:
         if mount.source != mount.target:
             raise SandboxError(

@@ -26,7 +26,7 @@ FOLDER_LIMIT = 4_000_000_000  # bytes of a downloaded folder
 FILE_TIMEOUT_S = 600.0  # for copying one file or folder
 LINGER_S = 0.5  # how long to wait for the end of the output, which a daemon left by the command may keep open
 KILLED = 137
-MISSING, NOT_A_FILE = 44, 45  # exit codes of READ
+MISSING, NOT_A_FILE = 44, 45  # exit codes of our scripts
 TAR_PARTIAL = (1, 2)  # tar's exit codes if files changed while being read, or could not be read
 STDERR_LIMIT = 64_000  # bytes of tar's error messages
 
@@ -70,7 +70,7 @@ class PosixSandbox(ABC):
     async def spawn(
         self, command: Sequence[str], env: Mapping[str, str], cwd: str, stdin: int, stdout: int, stderr: int
     ) -> Job:
-        """Start a command on three host descriptors, which the caller still has to close. Raise only if the sandbox has ended."""
+        """Start a command on three host descriptors, which the caller must close. Raise only if the sandbox has ended."""
 
     async def exec(
         self,

@@ -4,14 +4,14 @@
 without Python. On the host, `door.py` uses the same classes. The target file contains the gateway's address: `unix:/path`,
 `http://host:port/prefix` or `https://…`. It is read again for every attempt, so a tunnel's new URL takes effect immediately.
 
-A request is read completely, then sent until it is answered. If the connection fails or ends before a reply, the request is sent again. So
-it is after a 404 or 5xx reply without the gateway's `x-turngate` header, because a dead tunnel also sends those. A reply is forwarded as
+A request is read completely, then sent until it is answered. If the connection fails or ends before a reply, the request is sent again. The
+same applies to a 404 or 5xx reply without the gateway's `x-turngate` header, because a dead tunnel also sends those. A reply is forwarded as
 it arrives. If it breaks off, it also breaks off for the agent. When the agent disconnects, the upstream call ends immediately.
 
 One file, standard library only, Python 3.8 and newer.
 """
 
-# Rules that do not fit Python 3.8 and a file without dependencies:
+# Lint rules that do not suit a dependency-free file for Python 3.8:
 # ruff: noqa: PTH104, UP035, UP041
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ IDEMPOTENCY_HEADER = "idempotency-key"
 REACHED = "reached"  # written to --reached-file on success
 HEAD_LIMIT = 256 * 1024
 BODY_LIMIT = 64 * 1024 * 1024
-SMALL_BODY = (
-    64 * 1024
-)  # bodies up to this size are read even if the request is refused, so that the connection can be reused
+SMALL_BODY = 64 * 1024  # smaller bodies are read even if the request is refused, to keep the connection usable
 CHUNK_BYTES = 64 * 1024
 GIVE_UP_S, CONNECT_S = 600.0, 15.0
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
@@ -227,7 +225,7 @@ def body_length(headers: list[tuple[str, str]], limit: int) -> Optional[int]:
 
 
 def parse_head(head: bytes) -> tuple[str, list[tuple[str, str]]]:
-    """Split a head into first line and headers. It is strict, because a request that two programs read differently is an attack."""
+    """Split a head into first line and headers. It is strict, because requests that two programs parse differently enable attacks."""
     first, *lines = head[:-4].decode("latin-1").split("\r\n")
     headers = []
     for line in lines:
@@ -275,7 +273,7 @@ class HttpRelay:
         self._connections: set[Any] = set()  # the tasks that serve them
 
     def check_route(self, method: str, path: str) -> None:
-        """Check a request's route before its body is read, if that is large."""
+        """Check a request's route. Called before a large body is read."""
 
     def admit(self, request: HttpRequest) -> HttpRequest:
         """Check a complete request, and return the request to send, which may be modified."""

@@ -10,7 +10,7 @@ end of FD closes because the owner stopped the sandbox or died, or after LIFE_S,
 Standard library only, Python 3.8 and newer, one thread.
 """
 
-# Rules that do not fit Python 3.8 and a file without dependencies:
+# Lint rules that do not suit a dependency-free file for Python 3.8:
 # ruff: noqa: PTH101, PTH106, PTH208, S606, SIM105, UP006, UP035
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ import time
 from typing import Any, Callable, Dict, Iterable, Set, Tuple
 
 SET_DUMPABLE, SET_CHILD_SUBREAPER = 4, 36  # options of prctl(2)
-STARTED = (
-    b"+"  # on the status pipe; a line with the exit code follows, and the pipe closes when all processes have ended
-)
+# Written to the status pipe. A line with the exit code follows, and the pipe closes when all processes have ended.
+STARTED = b"+"
 FD_COUNT = 5  # descriptors sent with a command: its order, stdin, stdout, stderr and status pipe
 CLOSE_ON_EXEC = 0x40000000  # MSG_CMSG_CLOEXEC, which `socket` does not define
 CANNOT_RUN, NOT_FOUND = 126, 127  # as in a shell

@@ -29,9 +29,8 @@ class RequestMessages:
         self.raws = history.raws
         self._messages: dict[int, tuple[Message, ...]] = {}
         self._meanings: dict[int, bytes] = {}
-        self._orders: dict[
-            int, dict[str, int]
-        ] = {}  # by message: positions of the call ids in the preceding assistant message
+        # By message: the positions of the call ids in the preceding assistant message.
+        self._orders: dict[int, dict[str, int]] = {}
 
     def __len__(self) -> int:
         return len(self.raws)
