@@ -88,7 +88,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def _find_processes(name: str) -> list[int]:
-    """Find the processes with a sandbox's mark and their descendants. A process that dropped the mark still descends from the supervisor."""
+    """Find the processes with a sandbox's mark and their descendants, because a process may have dropped the mark."""
     mark = f"{SANDBOX_ENV}={name}".encode()
     found = []
     for process in Path("/proc").iterdir():

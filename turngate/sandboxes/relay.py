@@ -4,9 +4,9 @@
 without Python. On the host, `door.py` uses the same classes. The target file contains the gateway's address: `unix:/path`,
 `http://host:port/prefix` or `https://…`. It is read again for every attempt, so a tunnel's new URL takes effect immediately.
 
-A request is read completely, then sent until it is answered. If the connection fails or ends before a reply, the request is sent again. The
-same applies to a 404 or 5xx reply without the gateway's `x-turngate` header, because a dead tunnel also sends those. A reply is forwarded as
-it arrives. If it breaks off, it also breaks off for the agent. When the agent disconnects, the upstream call ends immediately.
+A request is read completely, then sent until it is answered. If the connection fails or ends before a reply, the request is sent again.
+The same applies to a 404 or 5xx reply without the gateway's `x-turngate` header, because a dead tunnel also sends those. A reply is
+forwarded as it arrives. If it breaks off, it also breaks off for the agent. When the agent disconnects, the upstream call ends immediately.
 
 One file, standard library only, Python 3.8 and newer.
 """

@@ -170,7 +170,7 @@ class Session:
 
     def require_open(self) -> None:
         if self.ending == "stopping":
-            raise Stopping("the gateway is being stopped; repeat this call in a moment")
+            raise Stopping("the gateway is stopping; retry this call in a moment")
         if self.status == "open" and self.ending:
             raise Conflict(f"this session is {self.ending}; open a new one")
         if self.status != "open":
