@@ -167,7 +167,7 @@ def test_a_folder_without_weights_or_of_another_shape_is_refused(tmp_path: Path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL}))
     with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read"):
         load(tmp_path)
-    with pytest.raises(ConfigError, match="does not match the loaded model, which differs in kind, vocabulary"):
+    with pytest.raises(ConfigError, match="does not match the loaded model: they differ in kind, vocabulary"):
         load_into(model(), tmp_path)
     save(model(), tmp_path)
     with pytest.raises(ConfigError, match="has no tensor"):

@@ -23,7 +23,7 @@ _STILL_CLEANING_UP = (
 class LoopThread:
     """Runs coroutines for other threads, between `start` and `stop`.
 
-    Ctrl-C or a notebook interrupt cancels the coroutine that the interrupted thread is waiting for in `run`, which then waits for the
+    Ctrl-C or a notebook interrupt cancels the coroutine that the interrupted thread is waiting for in `run`. `run` then waits for the
     coroutine to clean up. A forked child process cannot use its parent's loop: there, `run` and `spawn` raise `BadRequest`, and `stop`
     does nothing.
 

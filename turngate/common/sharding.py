@@ -40,7 +40,7 @@ def slot_from_head(head: bytes) -> int | None:
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """The sessions of one worker. `number` is the worker's index, and `workers` the number of workers."""
+    """The sessions of one worker. `number` is the worker's index, and `workers` is the number of workers."""
 
     number: int = 0
     workers: int = 1

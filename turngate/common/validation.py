@@ -18,7 +18,7 @@ _UNKNOWN_FIELD = re.compile(r"unknown field `([^`]*)`")
 def explain_error(error: Exception, kind: type, noun: str = "field") -> tuple[str, str | None]:
     """Explain an error from decoding `kind`: return a message, and the path of the invalid field, if known.
 
-    The message starts with that path, and calls the field a `noun`.
+    The message starts with that path. `noun` is the word for a field in the message.
     """
     text = str(error)
     match = _FIELD_PATH.search(text)

@@ -24,10 +24,10 @@ class Ticket:
     def __init__(self, request: Generate, loop: asyncio.AbstractEventLoop) -> None:
         self.id = request.request_id or os.urandom(16).hex()
         self.request = request
-        self.loop = loop  # the gateway's, which waits for events
+        self.loop = loop  # the gateway's loop, which waits for events
         self.notified = asyncio.Event()
         self.events: deque[Chunk | TurngateError] = deque()
-        self.arrived_at = self.last_event_at = time.monotonic()  # by time.monotonic()
+        self.arrived_at = self.last_event_at = time.monotonic()
         self.lease = ""  # the taker's token; empty while the call waits
         self.until: float | None = None  # when the lease expires
         self.lease_s: float | None = None
@@ -67,7 +67,7 @@ class Ticket:
             )
         if len(ids) and self.stopped:
             raise BadRequest(
-                "ids must be empty, because the answer has ended with a stop token; finish the call", param="ids"
+                "ids must be empty, because the answer already ended with a stop token; finish the call", param="ids"
             )
         stops = np.flatnonzero(np.isin(ids, request.stop_ids))
         if len(stops) and (stops[0] != len(ids) - 1 or finish == "length"):
@@ -78,7 +78,7 @@ class Ticket:
             )
 
     def version_range(self, version: int | None, current: int) -> tuple[int, int]:
-        """Return the first and last policy version of a part, given the gateway's `current` version."""
+        """Return the policy versions of a part's first and last token, given the gateway's `current` version."""
         if version is None:
             return self.version, current
         if not 0 <= version <= current:

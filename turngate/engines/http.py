@@ -277,7 +277,7 @@ class Reply:
         await self.leave()
 
     async def whole(self) -> AsyncIterator[list[bytes]]:
-        """Yield the whole body as one batch with one event, in the form of a stream."""
+        """Yield the whole body as a stream of one batch with one event."""
         yield [await self.document()]
 
     async def events(self) -> AsyncIterator[list[bytes]]:
@@ -368,7 +368,7 @@ class Reply:
 class EngineClient:
     """An HTTP client for one engine.
 
-    `silence_s` limits the time without a received byte; None means no limit. `headers` are sent with every request, and default to an
+    `silence_s` limits the time between received bytes; None means no limit. `headers` are sent with every request, and default to an
     `Authorization` header with the key. `direct` selects the minimal client in `http1.py`, for engines that speak plain JSON.
     """
 

@@ -327,9 +327,8 @@ class _Connection(asyncio.Protocol):
             return
         self.response = None
         response.end()
-        all_sent = (
-            self._transport.get_write_buffer_size() == 0
-        )  # otherwise the engine replied before reading the whole request
+        # If data is left to send, the engine replied before reading the whole request.
+        all_sent = self._transport.get_write_buffer_size() == 0
         if self._parser.should_keep_alive() and self.open and all_sent and not self.paused:
             self._pool.release(self)
         else:

@@ -3,8 +3,8 @@
 A *replica* is one configured engine, with its own health. A *lane* is a destination for calls: a replica, or one of its
 data-parallel ranks.
 
-- A session's first call goes to the lane with the fewest calls in flight, and then the fewest sessions. Later calls go to the same
-  lane.
+- A session's first call goes to the lane with the fewest calls in flight, with ties broken by the fewest sessions. Later calls
+  go to the same lane.
 - An unreachable replica is down until a health check succeeds. Checks become less frequent with each failure.
 - A call that fails *before its first chunk* because its replica is unavailable is retried elsewhere, and its session moves
   there. This is safe because the caller has not seen any output. If a replica is busy, the call is retried elsewhere once. All

@@ -35,7 +35,7 @@ class ScriptedTurn(msgspec.Struct, frozen=True):
     ids: Sequence[int] = ()
     logprobs: Sequence[float | None] | None = None  # None: derived from prompt and ids
     finish: Literal["stop", "length", "abort"] = "stop"
-    chunk: int = 1  # tokens per chunk; 0: all in one
+    chunk: int = 1  # tokens per chunk; 0 for a single chunk
     delay_s: float = 0.0  # before the first chunk
     pace_s: float = 0.0  # before each later chunk
 
@@ -109,7 +109,10 @@ class Scripted:
         delay_s: float = 0.0,
         pace_s: float = 0.0,
     ) -> Scripted:
-        """Create an engine that returns random ids and then a stop id. They depend on the seed, the prompt and its repetitions."""
+        """Create an engine that returns random ids and then a stop id.
+
+        The ids depend on the seed, the prompt, and how often that prompt was sent.
+        """
         plain = [token for token in range(vocab_size) if token not in set(stop_ids)]
         seen = _Counter()
 

@@ -37,7 +37,7 @@ _FINISH: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "lengt
 
 
 class _Position(msgspec.Struct, array_like=True):
-    """`[logprob, token_id, text]`; the text is skipped."""
+    """One sampled token: `[logprob, token_id, text]`. The text is not decoded."""
 
     logprob: float | None
     token_id: int
@@ -98,7 +98,7 @@ _decode_echo = msgspec.json.Decoder(_EchoEvent).decode
 class SGLang:
     """One SGLang server, or an SGLang router in front of several.
 
-    `rank` and `ranks` select data-parallel ranks of this server, as in `VLLM`. `silence_s` limits the time between two bytes, so a
+    `rank` and `ranks` refer to this server's data-parallel ranks, as in `VLLM`. `silence_s` limits the time between two bytes, so a
     call that is not streamed must finish within it.
     """
 
@@ -227,7 +227,7 @@ class SGLang:
         return model.model_path, models.data[0].max_model_len if models.data else None
 
     def _abort(self, rid: str) -> None:
-        """Abort a request. Closing the connection also aborts it, but only after seconds, and not through every router."""
+        """Abort a request. Closing the connection also aborts it, but only after several seconds, and not behind every router."""
         task = asyncio.create_task(self._send_abort(rid))
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)

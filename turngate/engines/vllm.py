@@ -41,7 +41,7 @@ class _Position(msgspec.Struct):
 
 
 class _Logprobs(msgspec.Struct):
-    """`token_logprobs` in the `completions` API, `content` in the `generate` API."""
+    """Log-probabilities: `token_logprobs` in the `completions` API, `content` in the `generate` API."""
 
     token_logprobs: list[float | None] | None = None
     tokens: list[str] | None = None  # as "token_id:123"
@@ -188,7 +188,10 @@ class VLLM:
         await self._command("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def _reload(self, options: dict[str, str], mark: str, frozen: bool) -> None:
-        """Reload weights. The version marks them as incomplete until the end: after a failed reload, the next call crashes the engine."""
+        """Reload weights.
+
+        They are marked as loading until the end, because after a failed reload the engine crashes at its next call.
+        """
         await self._command("/update_weight_version", {"new_version": _LOADING + mark})
         await self._command("/collective_rpc", {"method": "reload_weights", "kwargs": options}, LOAD_S)
         if not frozen:  # frozen calls need their cache; versions never share entries
@@ -196,7 +199,7 @@ class VLLM:
         await self._command("/update_weight_version", {"new_version": mark})
 
     async def _wrong_weights(self, served: _Models) -> str:
-        """Return why the engine must not be used, or an empty string if its weights are the expected ones."""
+        """Return why the engine must not be used, or an empty string if its weights are as expected."""
         expected = self._expected
         if expected is not None and expected.is_adapter:
             if any(card.id == expected.name for card in served.data):
@@ -272,7 +275,7 @@ class VLLM:
                 elif scores is not None and scores.tokens is not None:
                     names += scores.tokens
                     logprobs += self._logprobs(scores.tokens, scores)
-                elif choice.text:  # else the event adds nothing
+                elif choice.text:  # otherwise the event adds nothing
                     raise self._no_ids()
                 if choice.finish_reason is not None:
                     finish = self._finish(choice.finish_reason)
@@ -320,7 +323,7 @@ class VLLM:
 
 
 class VLLMGeneration:
-    """A call: a stream of chunks. Leaving it before its end aborts the call.
+    """A call as a stream of chunks. Leaving it before its end aborts the call.
 
     This is an iterator, not a generator: if a generator is left early, the event loop has to start a task to close it.
     """
@@ -329,7 +332,7 @@ class VLLMGeneration:
         self._engine, self._request = engine, request
         self._reply: Reply
         self._started = False  # whether anything was sampled
-        self._read = False  # whether the body of a reply that is not streamed was read
+        self._read = False  # whether the body of a non-streamed reply was read
 
     async def __aenter__(self) -> AsyncIterator[Chunk]:
         self._reply = await self._engine.post(self._request).__aenter__()

@@ -1,7 +1,7 @@
 """Engines whose weights can be changed while they serve.
 
-`gateway/weights.py` pauses calls, calls these methods on every replica, and resumes calls at the new version. An engine in the trainer's
-process is updated by the trainer itself.
+`gateway/weights.py` pauses model calls, updates every replica with these methods, and resumes the calls at the new version. An engine in
+the trainer's process is updated by the trainer itself.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class McpAccess:
         self.manager = manager
         self.is_open = False  # whether new calls are accepted
         self._key = settings.key.encode()
-        # IP addresses are always allowed: DNS rebinding needs a host name, which resolves to our address.
+        # IP addresses are always allowed, because DNS rebinding works only with host names.
         self._hosts = {
             *_LOOPBACK,
             settings.host,

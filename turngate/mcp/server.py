@@ -1,6 +1,6 @@
 """The MCP server: lists and calls the service's tools, and reports the progress of long calls.
 
-Invalid arguments are tool errors, which the calling model reads. A rollout's own problems are in its result.
+Invalid arguments are tool errors, which the calling model reads. Problems with a rollout are reported in its result.
 """
 
 from __future__ import annotations

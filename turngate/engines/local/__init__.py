@@ -2,7 +2,7 @@
 
     shape     the network's sizes, from config.json
     model     the network; training and sampling use the same parameters
-    weights   load and save Hugging Face folders
+    weights   load and save models as Hugging Face folders
     cache     keys and values of current and earlier calls: slots, shared prefixes
     sampler   scores → ids, with the log-probabilities of the sampled distribution
     decode    one step for all slots on a CPU; graphs and kernels are for a GPU

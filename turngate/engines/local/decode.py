@@ -55,7 +55,7 @@ class Decoder:
         self.state[1] = self.cache.spare
 
     def thread_context(self) -> AbstractContextManager[None]:
-        """Return the context that the worker's thread needs."""
+        """Return a context manager in which the worker's thread must run."""
         return nullcontext()
 
     def arm(self, armed: Sequence[SlotStart]) -> None:
@@ -102,7 +102,7 @@ class Decoder:
         return Pending(slots, ids, logprobs)
 
     def _compute_scores(self, hidden: Tensor) -> Tensor:
-        """Compute scores in float32. They are never rounded to bfloat16, which above 16 has a precision of only an eighth."""
+        """Compute scores in float32. They are never rounded to bfloat16, whose values above 16 are at least an eighth apart."""
         if hidden.is_cuda and hidden.dtype != torch.float32:
             return torch.mm(hidden, self.model.head.t(), out_dtype=torch.float32)
         return self.model.scores(hidden).float()

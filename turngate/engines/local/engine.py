@@ -50,8 +50,8 @@ _FILL_S = {"cpu": 0.0, "cuda": 0.015}
 class LocalEngine:
     """An engine that samples in this process. `model` is a folder, or a model that is being trained.
 
-    `dtype` "auto" is float32 on a CPU and bfloat16 on a GPU. If the given model has a different one, the engine samples from a copy that
-    is refreshed after every update. Otherwise trainer and engine share parameters. `slots` is the number of calls that are sampled
+    `dtype` "auto" is float32 on a CPU and bfloat16 on a GPU. If the given model has a different dtype, the engine samples from a copy
+    that is refreshed after every update. Otherwise trainer and engine share parameters. `slots` is the number of calls that are sampled
     concurrently; other calls wait. `max_context` cannot exceed the model's own limit. Each slot reserves memory for that many tokens.
     """
 
@@ -147,8 +147,8 @@ class LocalEngine:
     async def updating(self, version: int | None = None, *, drain: bool = False) -> AsyncIterator[Model]:
         """Pause sampling to change the weights.
 
-        Calls in flight continue afterwards with the new weights, unless `drain` waits for them to end first. Everything computed with
-        the old weights is computed again, so every log-probability belongs to one set of weights over the whole context.
+        With `drain`, calls in flight end first. Otherwise they continue afterwards with the new weights. Everything computed with the
+        old weights is computed again, so every log-probability belongs to one set of weights over the whole context.
 
         `version` is the policy version after the update. If it is set, chunks carry the version that sampled them. Otherwise the
         gateway's fence determines their version.
@@ -243,7 +243,7 @@ class LocalEngine:
         return "the local engine was closed" if self._state == "closed" else "the local engine was not started"
 
     def build_order(self, request: Generate) -> SamplingOrder:
-        """Build the order for the thread. Reject a request that the engine cannot serve."""
+        """Build the worker's order for a request. Reject a request that the engine cannot serve."""
         if why := self._why_unavailable():
             raise EngineUnavailable(f"{self.name} is unavailable: {why}")
         if request.constraint is not None:
@@ -263,7 +263,7 @@ class LocalEngine:
         room = self.max_context - prompt.size
         if room < 1:
             raise ContextOverflow(
-                f"{self.name}: the prompt has {prompt.size} tokens, but the context has only {self.max_context}",
+                f"{self.name}: the prompt has {prompt.size} tokens, but at most {self.max_context} fit in the context",
                 limit=self.max_context,
                 size=int(prompt.size),
             )
@@ -316,7 +316,7 @@ class LocalEngine:
 
 
 class LocalGeneration:
-    """A call: a stream of chunks. It starts when the first chunk is requested. Leaving it before its end aborts it."""
+    """A call as a stream of chunks. It starts when the first chunk is requested. Leaving it before its end aborts it."""
 
     def __init__(self, engine: LocalEngine, request: Generate) -> None:
         self.loop = asyncio.get_running_loop()

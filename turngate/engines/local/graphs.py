@@ -107,7 +107,7 @@ class GraphDecoder(Decoder):
         self._graphs[rows, draws].replay()
 
     def _record_graph(self, rows: int, draws: bool) -> torch.cuda.CUDAGraph:
-        """Record a step, after a run that lets libraries initialize. The run's draws are undone; its cache entries are valid."""
+        """Record a step, after a run that warms up libraries. The run's draws are undone; its cache entries are valid."""
         if not draws and self._scores is None:
             size = (self.state.shape[1], self.model.shape.vocabulary)
             self._scores = torch.zeros(size, device=self.model.device)

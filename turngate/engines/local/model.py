@@ -25,7 +25,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Model(nn.Module):
-    """A language model. `recompute` recomputes layers in the backward pass, which saves most of the memory of a training step."""
+    """A language model. `recompute` makes the backward pass recompute layers, which saves most of the memory of a training step."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

@@ -102,7 +102,7 @@ def adjust_scores(scores: Tensor, adjustment: Adjustment) -> None:
 
 
 def _penalise(row: Tensor, adjustment: Adjustment) -> None:
-    """Apply penalties. Repetition includes the prompt; presence and frequency include only sampled tokens."""
+    """Apply penalties: repetition to tokens in the prompt or the sample; presence and frequency only to sampled tokens."""
     sampling = adjustment.sampling
     if sampling.repetition_penalty != 1:
         seen = torch.from_numpy(np.unique(np.concatenate((adjustment.prompt, adjustment.sampled))).astype(np.int64)).to(

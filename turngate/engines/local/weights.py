@@ -1,4 +1,4 @@
-"""Load and save Hugging Face folders.
+"""Load and save models as Hugging Face folders.
 
 The network joins matrices that have the same input (see `model.py`), but a folder has them separately. `list_weights` yields a model's
 parameters under the folder's names without a copy, to send weights to another engine.
@@ -55,7 +55,7 @@ def load_into(model: Model, folder: str | Path) -> None:
     if (other := read_shape(folder)) != model.shape:
         wrong = [name for name in Shape.__struct_fields__ if getattr(other, name) != getattr(model.shape, name)]
         raise ConfigError(
-            f"model folder: {folder} does not match the loaded model, which differs in {', '.join(wrong)}",
+            f"model folder: {folder} does not match the loaded model: they differ in {', '.join(wrong)}",
             param="model_folder",
         )
     state = _state(model, folder, model.dtype)
@@ -91,7 +91,7 @@ def create_random_model(shape: Shape, device: str = "cpu", dtype: torch.dtype = 
 
 
 def list_weights(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters under the names of a Hugging Face folder. They are views, and change with the model."""
+    """Yield the parameters under their Hugging Face names. They are views, which change with the model."""
     parameters = dict(model.named_parameters())
     for ours, theirs in _names(model):
         pieces = parameters[ours].detach().split(_sizes(model.shape, len(theirs), ours)) if len(theirs) > 1 else None

@@ -33,7 +33,7 @@ _TRIES = 3  # consecutive failures after which the engine stops
 
 
 class SamplingOrder(msgspec.Struct, frozen=True):
-    """A generation request for the thread. `serial` is unique."""
+    """A generation request for the worker. `serial` is unique."""
 
     serial: int
     prompt: Ids
@@ -56,7 +56,7 @@ class _Hold(msgspec.Struct):
 
 
 class _Running:
-    """A call in the thread. `ids` has the prompt, and the tokens sampled before a weight update interrupted the call."""
+    """A call that the worker has accepted. `ids` has the prompt, and the tokens sampled before a weight update interrupted the call."""
 
     __slots__ = ("adjusted", "drawn", "ids", "order", "seed", "was_interrupted")
 
@@ -123,7 +123,7 @@ class Worker:
         self._commands.put(self._abort_all)
 
     def hold(self, drain: bool) -> Future[None]:
-        """Pause sampling. The future is done when sampling has paused. `resume` must follow."""
+        """Pause sampling. The future is done when sampling has paused. The caller must call `resume`."""
         hold = _Hold(Future(), drain)
         self._commands.put(lambda: self._holds.append(hold))
         if self._over or not self._thread.is_alive():
@@ -135,7 +135,7 @@ class Worker:
         self._commands.put(lambda: self._resume(version))
 
     def end(self) -> None:
-        """Fail all calls, end the thread, and wait for it."""
+        """Fail all calls, end the thread, and wait until it has ended."""
         self._commands.put(lambda: setattr(self, "_ending", True))
         if self._thread.is_alive():
             self._thread.join()
@@ -276,7 +276,7 @@ class Worker:
             self._decoder.arm([self._start_slot(slot) for slot in ready])
 
     def _filling_is_due(self) -> bool:
-        """Return whether to fill now. On a GPU, many prompts cost about as much as one, so the first waits briefly for others."""
+        """Return whether to compute prompts now. On a GPU, many cost about as much as one, so the first waits briefly for others."""
         waited = time.monotonic() - self._filling_since >= self._fill_s
         return waited or 8 * len(self._filling) >= self._slots.count or not self._serial.any()
 

@@ -189,7 +189,7 @@ class OpenAIRelay:
 
     @property
     def capture(self) -> Capture:
-        """The level that is currently requested. Chunks contain what the endpoint really returned."""
+        """The level that is currently requested. Chunks contain what the endpoint actually returned."""
         return self._capture_request.level
 
     async def start(self) -> None:
@@ -265,7 +265,7 @@ class OpenAIRelay:
 
 
 class _CaptureRequest(msgspec.Struct, frozen=True):
-    """The data that the relay requests beyond what the agent does."""
+    """The data that the relay requests in addition to what the agent requested."""
 
     level: Capture
     usage: bool = True  # in a stream: `stream_options.include_usage`
@@ -311,7 +311,7 @@ def _biases(body: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _override_sampling(body: dict[str, Any], sampling: Sampling, *, everything: bool) -> None:
-    """Set the session's sampling. Extensions are sent if they are not neutral, or if the server supports them."""
+    """Set the session's sampling. `everything` also sends neutral extensions, for a server that supports them."""
     values, neutral = msgspec.structs.asdict(sampling), msgspec.structs.asdict(Sampling())
     for name in _STANDARD:
         if values[name] is not None:

@@ -1,6 +1,6 @@
 """Observe mode: relay calls to OpenAI's Responses API, `/v1/responses`.
 
-A `responses` call is forwarded almost unchanged. Calls of other dialects are translated, and the provider does not store them. Text is
+A `responses` call is forwarded almost unchanged. Calls of other dialects are translated, and are not stored by the provider. Text is
 recorded, and on request also its log-probabilities (`capture="logprobs"`). The key is sent only in the `Authorization` header.
 
 Two parts of a `responses` call are changed. Item ids that the gateway created are removed, and encrypted items get their original id
@@ -41,9 +41,8 @@ _SAMPLING = {"temperature": "temperature", "top_p": "top_p"}
 _ENCRYPTED_REASONING = "reasoning.encrypted_content"
 _LOGPROBS = "message.output_text.logprobs"
 _GATEWAY_ITEM_ID = re.compile(r"[a-z]+_tg[0-9a-f]{24}")  # item ids that the gateway created
-_ID_AND_ENCRYPTED = re.compile(
-    r"(?s)([a-z]+_[0-9A-Za-z_-]+):(.+)"
-)  # the endpoint's id of an item, and its encrypted content
+# The endpoint's id of an item, and its encrypted content.
+_ID_AND_ENCRYPTED = re.compile(r"(?s)([a-z]+_[0-9A-Za-z_-]+):(.+)")
 _PLACEHOLDER_PREFIX = "tg1."  # the gateway's placeholder for missing encrypted content
 _HOSTED = ("web_search", "image_generation")
 _PLAIN = (None, "", "functions")  # namespaces that are not part of a function's name

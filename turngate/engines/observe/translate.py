@@ -28,7 +28,7 @@ _NEVER_FORWARDED = re.compile(
 class RelayBody(msgspec.Struct, frozen=True):
     """A body for an endpoint.
 
-    `optional` has the fields that may be left out, each with the words that endpoints use to reject it.
+    `optional` maps each field that may be left out to words by which a rejection of it is recognised.
     """
 
     body: dict[str, Any]
@@ -73,12 +73,12 @@ _verbatim = msgspec.json.Decoder(_Verbatim)
 
 
 def encode_verbatim(turn: Json, ids: Sequence[str]) -> bytes:
-    """Encode a turn for `RelayChunk.verbatim`: the turn in the endpoint's format, and the endpoint's ids of its tool calls."""
+    """Encode a turn for `RelayChunk.verbatim`: the turn in the endpoint's format, and the tool-call ids that the endpoint uses."""
     return msgspec.json.encode({"ids": ids, "turn": turn})
 
 
 def read_messages(request: RelayRequest) -> list[RelayMessage]:
-    """Decode the messages of a call. Tool results get the endpoint's ids of their calls, and the names of their tools."""
+    """Decode the messages of a call. Tool results get the call ids that the endpoint uses, and the names of their tools."""
     history = request.call.history
     messages: list[RelayMessage] = []
     calls: dict[str, tuple[str, str]] = {}  # the agent's id of a call → the endpoint's id, and the tool's name
@@ -180,7 +180,7 @@ def translate_pinned(endpoint: str, sampling: Sampling, names: Mapping[str, str]
     unsupported = [name for name in values if name not in names]
     if unsupported:
         raise EngineRejected(
-            f"this session pins {', '.join(unsupported)}, which {endpoint} does not support; open the session without pinning it"
+            f"this session pins {', '.join(unsupported)}, which {endpoint} does not support; open a session without these settings"
         )
     return {names[name]: value for name, value in values.items()}
 
