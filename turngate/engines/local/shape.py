@@ -76,7 +76,9 @@ def read_shape(folder: Path) -> Shape:
     except OSError as error:
         raise ConfigError(f"model folder: {path} cannot be read ({error.strerror})", param="model_folder") from None
     except msgspec.DecodeError as error:
-        raise ConfigError(f"model folder: {path} is not a valid model configuration: {error}", param="model_folder") from None
+        raise ConfigError(
+            f"model folder: {path} is not a valid model configuration: {error}", param="model_folder"
+        ) from None
     if config.model_type not in _MODEL_TYPES:
         raise _make_error(path, f"model_type {config.model_type!r} (only {', '.join(_MODEL_TYPES)})")
     if config.hidden_act != "silu":
