@@ -38,7 +38,7 @@ async def test_a_sandbox_is_really_made_and_gone_again(name: str, rooted: Path) 
     finding = await one(ServeConfig(), "sandboxes", sandboxes=(name,))
     assert finding.state == "ok", finding
     assert (
-        "does not isolate files or the network" if name == "local" else "runs, and has no network"
+        "does not isolate files or the network" if name == "local" else "starts, and has no network access"
     ) in finding.message
     assert _left(rooted) == []
 
@@ -62,7 +62,7 @@ async def test_a_network_that_nobody_asked_for_is_a_failure(rooted: Path, monkey
 
     monkeypatch.setattr(agents_and_sandboxes, "get_backend", lambda name: Leaky(MAKE[name](rooted)))
     finding = await one(ServeConfig(), "sandboxes", sandboxes=("bubblewrap",))
-    assert finding.state == "failure" and "it has a network" in finding.message
+    assert finding.state == "failure" and "the sandbox has network access" in finding.message
 
 
 async def test_what_is_missing_is_a_failure_only_where_it_was_named(monkeypatch: pytest.MonkeyPatch) -> None:

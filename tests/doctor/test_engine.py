@@ -17,7 +17,7 @@ async def test_an_engine_in_order_is_found_so() -> None:
     assert {finding.state for finding in findings} == {"ok"}, text(findings)
     by_check = {finding.check: finding.message for finding in findings}
     assert f"serves {MODEL}, 4,096 tokens of context" in by_check["engine"]
-    assert "received the prompt as sent" in by_check["engine call"]
+    assert "received the prompt unchanged" in by_check["engine call"]
     assert "processed" in by_check["log-probabilities"]
     assert "the same ids for 5 conversations" in by_check["tokenizer"]
 
@@ -31,7 +31,7 @@ async def test_one_that_is_not_there_is_one_failure_and_the_rest_is_not_checked(
     assert states.pop("engine") == "failure"
     assert set(states.values()) == {"not checked"}
     [first, *_] = findings
-    assert "connection refused" in first.message and "start it (vllm serve MODEL)" in first.fix
+    assert "connection refused" in first.message and "start the engine (vllm serve MODEL)" in first.fix
 
 
 async def test_the_wrong_model_is_named() -> None:
@@ -63,7 +63,7 @@ async def test_another_vocabulary_is_a_failure_and_another_template_a_warning() 
         shifted = await one(config, "tokenizer")
     async with engine(prefix="Hello ") as config:
         vocabulary, template = await found(config, "tokenizer")
-    assert shifted.state == "failure" and "it tokenises a text differently" in shifted.message
+    assert shifted.state == "failure" and "the engine tokenises a text differently" in shifted.message
     assert vocabulary.state == "ok"
     assert (
         template.state == "warning"
@@ -91,7 +91,7 @@ async def test_a_key_is_never_told_whoever_repeats_it(monkeypatch: pytest.Monkey
     ("config", "check", "state", "words"),
     [
         (ServeConfig(), "engine call", "ok", "4 ids with log-probabilities"),
-        (ServeConfig(), "log-probabilities", "not checked", "has only one mode"),
+        (ServeConfig(), "log-probabilities", "not checked", "has only one log-probability mode"),
         (ServeConfig(), "engine clock", "not checked", "has no URL"),
         (ServeConfig(engine="gate", tokenizer="turngate/render/builtin"), "engine", "not checked", "the trainer"),
         (ServeConfig(engine="local", model_folder="/nowhere"), "engine", "failure", "config.json"),

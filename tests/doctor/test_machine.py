@@ -105,7 +105,7 @@ async def test_a_check_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -
     stuck = msgspec.structs.replace(CHECKS[0], run=hangs, timeout_s=0.05)
     monkeypatch.setattr(sys.modules["turngate.doctor.checks"], "CHECKS", (stuck,))
     [finding] = await diagnose(DoctorContext(ServeConfig()))
-    assert finding.state == "failure" and "no answer within" in finding.message
+    assert finding.state == "failure" and "the check did not finish within" in finding.message
 
 
 async def test_a_gateway_that_serves_the_folder_is_no_obstacle(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""The checks of `turngate doctor`: of the machine, the engine, its tokenizer, agents and sandboxes, or of a running gateway.
+"""The checks of `turngate doctor`: the machine, the engine, its tokenizer, agents and sandboxes, or a running gateway.
 
-`checks.py` has the table of all checks and runs them. A check changes nothing. It reports what it found and how to fix it, and never a
-secret.
+`checks.py` lists all checks and runs them. A check does not change anything. It reports what it found and how to fix it, and never
+reveals a secret.
 """
 
 from __future__ import annotations

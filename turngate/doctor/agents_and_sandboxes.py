@@ -1,4 +1,4 @@
-"""Checks of agents, which have to be installed as pinned, and of sandboxes, each of which is really started."""
+"""Checks that agents are installed at their pinned versions, and that sandboxes actually start."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ _LIFE_S = 300.0
 
 
 async def check_agents(context: DoctorContext) -> list[CheckOutcome]:
+    """Check that the agents are installed at their pinned versions."""
     is_named = bool(context.agents)
     specs = [find_agent(name).spec for name in context.agents] or [found.spec for found in load_catalog().values()]
     return await asyncio.gather(*(asyncio.to_thread(_check_agent, spec, is_named) for spec in specs))
@@ -30,34 +31,35 @@ async def check_agents(context: DoctorContext) -> list[CheckOutcome]:
 def _check_agent(spec: AgentSpec, is_named: bool) -> CheckOutcome:
     install = spec.install
     if not (install.npm or install.pip):
-        fix = f"turngate agents check {spec.name}" if spec.check else "use a sandbox image that has its program"
-        return not_checked(f"{spec.name}: the sandbox has to provide it", fix)
+        fix = f"run: turngate agents check {spec.name}" if spec.check else "use a sandbox image that contains the program"
+        return not_checked(f"{spec.name}: the program must be installed in the sandbox", fix)
     if install.npm and platform.libc_ver()[0] != "glibc":
         problem = failure if is_named else warning
         return problem(
-            f"{spec.name}: needs glibc, but this machine has another C library", "use Debian, Ubuntu or similar"
+            f"{spec.name}: the agent needs glibc, but this machine has a different C library",
+            "use Debian, Ubuntu or a similar system",
         )
     why = explain_missing(spec)
     if why is None and install.npm and find_node() is None:
         why = f"{spec.name}: Node {NODE_AT_LEAST} is not installed"
     if why is not None:
-        # A check installs nothing.
-        fix = f"turngate agents install {spec.name} (its first run does that too, and needs the network)"
+        # A check does not install anything.
+        fix = f"run: turngate agents install {spec.name} (the first rollout also installs it, which needs network access)"
         return warning(why, fix) if is_named else not_checked(why, fix)
     installed = ensure_installed(spec, lambda line: None)
     version = _find_version(spec, Path(installed.folder))
     reinstall = f"delete {installed.folder} and run: turngate agents install {spec.name}"
     if version != install.version:
         return failure(
-            f"{spec.name}: {version or 'no version'} is installed, but {install.version} is pinned", reinstall
+            f"{spec.name}: {version or 'an unknown version'} is installed, but {install.version} is pinned", reinstall
         )
     if install.program and not (Path(installed.folder) / install.program).exists():
         return failure(f"{spec.name}: {install.program} is missing from its installation", reinstall)
-    return _check_runtime(spec, installed) or ok(f"{spec.name} {version}: installed, as pinned")
+    return _check_runtime(spec, installed) or ok(f"{spec.name} {version}: the pinned version is installed")
 
 
 def _check_runtime(spec: AgentSpec, installed: Installation) -> CheckOutcome | None:
-    """Check the Node or Python that runs an agent. None: it is fine."""
+    """Check the Node or Python that runs an agent. Return None if it works."""
     if installed.node:
         try:
             command = [installed.node, "--version"]
@@ -67,13 +69,13 @@ def _check_runtime(spec: AgentSpec, installed: Installation) -> CheckOutcome | N
             major = 0
         if major < NODE_AT_LEAST:
             return failure(
-                f"{spec.name}: {installed.node} does not run, or is older than Node {NODE_AT_LEAST}",
-                "delete it; the next run downloads it again",
+                f"{spec.name}: {installed.node} does not run or is older than Node {NODE_AT_LEAST}",
+                "delete it; the next rollout downloads it again",
             )
     if installed.python and shutil.which(installed.python) is None:
         return warning(
             f"{spec.name}: {installed.python} is not installed on this machine",
-            f"install it, or use a Docker image that has {installed.python}",
+            f"install it, or use a Docker image that contains {installed.python}",
         )
     return None
 
@@ -95,7 +97,7 @@ def _find_version(spec: AgentSpec, folder: Path) -> str:
 
 
 async def check_sandboxes(context: DoctorContext) -> list[CheckOutcome]:
-    """Start one sandbox of each kind, run `true` in it, and look for a network."""
+    """Start one sandbox of each kind, run `true` in it, and check that it has no network."""
     names = context.sandboxes or LOCAL_BACKENDS
     return await asyncio.gather(*(_check_sandbox(name, context.image, bool(context.sandboxes)) for name in names))
 
@@ -110,7 +112,7 @@ async def _check_sandbox(name: str, image: str, is_named: bool) -> CheckOutcome:
     except SandboxUnavailable as error:
         return problem(f"{name}: {error.message}", _suggest_fix(name))
     except TurngateError as error:
-        return problem(f"{name}: cannot be started: {error.message}", _suggest_fix(name))
+        return problem(f"{name}: the sandbox could not be started: {error.message}", _suggest_fix(name))
     try:
         return await _inspect_sandbox(name, backend, spec, sandbox)
     except SandboxError as error:
@@ -122,26 +124,29 @@ async def _check_sandbox(name: str, image: str, is_named: bool) -> CheckOutcome:
 async def _inspect_sandbox(name: str, backend: Backend, spec: SandboxSpec, sandbox: Sandbox) -> CheckOutcome:
     ran = await sandbox.exec(["true"], timeout_s=30)
     if ran.exit_code:
-        return failure(f"{name}: `true` failed in it with exit code {ran.exit_code}", _suggest_fix(name))
-    wishes = backend.not_enforced(spec)
-    if "network" in wishes:
-        return ok(f"{name}: runs, but does not isolate files or the network: use it only for agents that you trust")
+        return failure(f"{name}: `true` failed in the sandbox with exit code {ran.exit_code}", _suggest_fix(name))
+    not_enforced = backend.not_enforced(spec)
+    if "network" in not_enforced:
+        return ok(f"{name}: starts, but does not isolate files or the network; use it only for agents that you trust")
     devices = await sandbox.exec(["cat", "/proc/net/dev"], timeout_s=30)
     interfaces = [line.partition(":")[0].strip() for line in devices.stdout.decode("utf-8", "replace").splitlines()[2:]]
     if devices.exit_code or not interfaces:
         return warning(
-            f"{name}: runs, but whether it has a network is unknown", "see docs/sandboxes.md for what each isolates"
+            f"{name}: starts, but its network access could not be determined",
+            "see docs/sandboxes.md for what each sandbox isolates",
         )
     if external := [interface for interface in interfaces if interface != "lo"]:
-        return failure(f"{name}: it has a network ({', '.join(external)}) but should have none", _suggest_fix(name))
-    unenforced = f"; not enforced: {', '.join(wishes)}" if wishes else ""
-    return ok(f"{name}: runs, and has no network{unenforced}")
+        return failure(
+            f"{name}: the sandbox has network access ({', '.join(external)}) but should have none", _suggest_fix(name)
+        )
+    limits = f"; not enforced: {', '.join(not_enforced)}" if not_enforced else ""
+    return ok(f"{name}: starts, and has no network access{limits}")
 
 
 def _suggest_fix(name: str) -> str:
     return {
-        "bubblewrap": "apt-get install bubblewrap; in a container it needs user namespaces",
-        "docker": "start Docker; set --image to an existing image, or build the default one: python tools/base_image.py docker",
-        "e2b": "see docs/remote-sandboxes.md for what it needs",
-        "huggingface": "see docs/remote-sandboxes.md for what it needs",
-    }.get(name, "see docs/sandboxes.md for what each needs")
+        "bubblewrap": "run: apt-get install bubblewrap; in a container, it also needs user namespaces",
+        "docker": "start Docker, and set --image to an existing image or build the default one: python tools/base_image.py docker",
+        "e2b": "see docs/remote-sandboxes.md for the requirements",
+        "huggingface": "see docs/remote-sandboxes.md for the requirements",
+    }.get(name, "see docs/sandboxes.md for the requirements")

@@ -1,4 +1,4 @@
-"""All checks, and how they run: concurrently, each with a time limit. Every error becomes a finding."""
+"""The list of all checks. They run concurrently, each with a time limit, and every error becomes a finding."""
 
 from __future__ import annotations
 
@@ -26,84 +26,84 @@ CHECKS = (
         where="anywhere",
         timeout_s=10,
         run=machine.check_extras,
-        description="The extras that the settings need are installed; also lists the others.",
+        description="The extras that the settings need are installed. Also lists the other extras.",
     ),
     DoctorCheck(
         name="data folder",
         where="here",
         timeout_s=20,
         run=machine.check_data,
-        description="It is writable, locks and SQLite's write-ahead log work there, and its recordings can be read.",
+        description="The data folder is writable, supports locks and SQLite's write-ahead log, and its recordings can be read.",
     ),
     DoctorCheck(
         name="disk",
         where="here",
         timeout_s=5,
         run=machine.check_disk,
-        description="Free disk space for recordings: 2 GB recommended, 0.2 GB required.",
+        description="There is enough disk space for recordings: 2 GB recommended, 0.2 GB required.",
     ),
     DoctorCheck(
         name="admin key",
         where="here",
         timeout_s=5,
         run=machine.check_keys,
-        description="It is long enough, and only its owner can read its file; the same for the metrics key.",
+        description="The admin key and the metrics key are long enough, and only their owner can read the key files.",
     ),
     DoctorCheck(
         name="port",
         where="here",
         timeout_s=10,
         run=machine.check_port,
-        description="It is free. If not, names its owner.",
+        description="The port is free. If not, names the program that uses it.",
     ),
     DoctorCheck(
         name="clock",
         where="anywhere",
         timeout_s=5,
         run=machine.check_clock,
-        description="The wall clock runs steadily: it does not jump against the monotonic clock.",
+        description="The wall clock does not jump relative to the monotonic clock.",
     ),
     DoctorCheck(
         name="open files",
         where="anywhere",
         timeout_s=5,
         run=machine.check_open_files,
-        description="The hard limit allows 8,192 open files: a session needs two.",
+        description="The hard limit allows at least 8,192 open files. Each session needs two.",
     ),
     DoctorCheck(
         name="memory",
         where="anywhere",
         timeout_s=5,
         run=machine.check_memory,
-        description="Half a gigabyte is free, on the machine or in this container.",
+        description="At least 0.5 GB of memory is available on the machine and in this container.",
     ),
     DoctorCheck(
         name="engine",
         where="here",
         timeout_s=30,
         run=engine.check_reachable,
-        description="Each replica answers, and serves the model under the configured name.",
+        description="Each replica responds, and serves the model under the configured name.",
     ),
     DoctorCheck(
         name="engine call",
         where="here",
         timeout_s=120,
         run=engine.check_call,
-        description="A real call of four tokens: the engine accepts ids, returns ids with log-probabilities, and sees the prompt as sent.",
+        description="In a real call of four tokens, the engine returns ids with log-probabilities and receives the prompt ids unchanged.",
     ),
     DoctorCheck(
         name="log-probabilities",
         where="here",
         timeout_s=120,
         run=engine.check_logprobs,
-        description="They are those of the sampled distribution (processed), not from before temperature and truncation (raw).",
+        description="The engine returns log-probabilities of the sampled distribution (processed), not of the original one (raw).",
     ),
     DoctorCheck(
         name="engine clock",
         where="here",
         timeout_s=10,
         run=engine.check_clock,
-        description="This clock is within five seconds of the engine's (its Date header).",
+        description="This machine's clock is within five seconds of the engine's Date header.",
     ),
     DoctorCheck(
         name="template",
@@ -117,21 +117,21 @@ CHECKS = (
         where="here",
         timeout_s=120,
         run=tokenizer.check_agreement,
-        description="The engine agrees: the same ids for a text, the same text for ids, and (vLLM) the same ids for conversations.",
+        description="The engine encodes text, decodes ids and (vLLM only) renders conversations exactly as the gateway does.",
     ),
     DoctorCheck(
         name="gateway",
         where="gateway",
         timeout_s=30,
         run=gateway.check_reachable,
-        description="It answers, accepts the key, and does not hold all calls at its fence.",
+        description="The gateway responds, accepts the key, and is not holding all calls at its fence.",
     ),
     DoctorCheck(
         name="gateway engines",
         where="gateway",
         timeout_s=15,
         run=gateway.check_engines,
-        description="Its engines are up.",
+        description="The gateway's engines are up.",
     ),
     DoctorCheck(
         name="gateway call",
@@ -145,34 +145,34 @@ CHECKS = (
         where="gateway",
         timeout_s=10,
         run=gateway.check_clock,
-        description="The gateway's clock is within five seconds of this one.",
+        description="This machine's clock is within five seconds of the gateway's.",
     ),
     DoctorCheck(
         name="gateway load",
         where="gateway",
         timeout_s=15,
         run=gateway.check_load,
-        description="Its event loop is responsive, its workers answer, its engine calls succeed.",
+        description="The gateway's event loop is responsive, its workers respond, and its engine calls succeed.",
     ),
     DoctorCheck(
         name="agents",
         where="anywhere",
         timeout_s=60,
         run=agents_and_sandboxes.check_agents,
-        description="The pinned versions are installed, and so are the Node, glibc or Python that they need.",
+        description="The agents' pinned versions are installed, with the Node, glibc or Python that they need.",
     ),
     DoctorCheck(
         name="sandboxes",
         where="anywhere",
         timeout_s=180,
         run=agents_and_sandboxes.check_sandboxes,
-        description="One of each kind really starts, runs `true`, and has no network.",
+        description="A sandbox of each kind starts, runs `true`, and has no network access.",
     ),
 )
 
 
 async def diagnose(context: DoctorContext, only: Sequence[str] = ()) -> list[Finding]:
-    """Run every check that applies, in the order of the table."""
+    """Run every check that applies, or only those in `only`. Return the findings in the order of `CHECKS`."""
     scopes = ("gateway", "anywhere") if context.gateway else ("here", "anywhere")
     checks = [check for check in CHECKS if (check.name in only if only else check.where in scopes)]
     groups = await asyncio.gather(*(_run_check(check, context) for check in checks))
@@ -185,18 +185,23 @@ async def _run_check(check: DoctorCheck, context: DoctorContext) -> list[Finding
         async with asyncio.timeout(check.timeout_s):
             results = await check.run(context)
     except TimeoutError:
-        results = [failure(f"no answer within {check.timeout_s:.0f} s", "find out what it waits for, and try again")]
+        results = [
+            failure(
+                f"the check did not finish within {check.timeout_s:.0f} s",
+                "find out what is blocking it, and run the check again",
+            )
+        ]
     except TurngateError as error:
-        fix = "correct that setting" if error.boundary == "config" else "correct that, and try again"
+        fix = "correct the setting" if error.boundary == "config" else "fix the problem, and run the check again"
         results = [failure(error.message, fix)]
     except OSError as error:
         message = f"{error.strerror or error} {error.filename or ''}".strip()
-        results = [failure(message, "correct that, and try again")]
+        results = [failure(message, "fix the problem, and run the check again")]
     return [_build_finding(check, result, time.monotonic() - start) for result in results]
 
 
 def _build_finding(check: DoctorCheck, result: CheckOutcome, seconds: float) -> Finding:
-    """Remove secrets and control characters: parts of the text come from engines and other programs."""
+    """Build a finding. Remove secrets and control characters, because parts of the text come from engines and other programs."""
     return Finding(
         check=check.name,
         state=result.state,

@@ -1,4 +1,4 @@
-"""What checks look at: the settings of `turngate serve`, and what several checks share, fetched once."""
+"""The input of the checks: the settings of `turngate serve`, and data that several checks share."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from turngate.engines.base import Engine, Health, Relay
 from turngate.render import BUILTIN_TOKENIZER, Certificate, Renderer, find_tokenizer, load_renderer
 from turngate.server.engine_factory import build_engine
 
-TEST_CALL_ENGINES = ("vllm", "sglang", "scripted")  # a small call to these engines costs nothing
+TEST_CALL_ENGINES = ("vllm", "sglang", "scripted")  # a small call to these engines is free
 
 
 class DoctorContext:
-    """`agents` and `sandboxes` are those that the user named. If empty, all known ones are checked, and a missing one is not a failure."""
+    """The settings to check, and shared data that is loaded only once.
+
+    `agents` and `sandboxes` list those that the user named. If a list is empty, all are checked, and a missing one is not a failure.
+    """
 
     def __init__(
         self,
@@ -39,7 +42,7 @@ class DoctorContext:
         self._health: list[tuple[str, Health]] | None = None
 
     async def renderer(self) -> tuple[Renderer, Certificate]:
-        """The renderer of the configured tokenizer. Raises like `load_renderer`."""
+        """Return the renderer of the configured tokenizer. Raise the same errors as `load_renderer`."""
         async with self._loading:
             if self._loaded is None:
                 self._loaded = await asyncio.to_thread(self._load)
@@ -53,12 +56,13 @@ class DoctorContext:
         )
 
     def urls(self) -> list[str]:
+        """Return the engine URLs, or one empty string if there are none."""
         return list(self.config.engine_url) or [""]
 
     async def engine(self, url: str) -> Engine:
-        """Build the engine at a URL as the gateway would. The caller starts and closes it."""
+        """Build the engine at a URL as the gateway would. The caller must start and close it."""
         engine, _ = await self._build_engine(url)
-        assert engine is not None, "it is not only observed"
+        assert engine is not None, "observed engines have no engine object"
         return engine
 
     async def _build_engine(self, url: str) -> tuple[Engine | None, Relay | None]:
@@ -67,7 +71,7 @@ class DoctorContext:
         return build_engine(config, renderer)
 
     async def health(self) -> list[tuple[str, Health]]:
-        """The health of every engine, by URL. Each engine is asked once."""
+        """Return the health of every engine, with its URL. Each engine is queried only once."""
         async with self._asking:
             if self._health is None:
                 self._health = [(url, health) for url in self.urls() for health in await self._ask(url)]
@@ -76,7 +80,7 @@ class DoctorContext:
     async def _ask(self, url: str) -> list[Health]:
         engine, relay = await self._build_engine(url)
         target = engine or relay
-        assert target is not None, "valid settings have one of them"
+        assert target is not None, "valid settings always define an engine or a relay"
         await target.start()
         try:
             return await target.health()

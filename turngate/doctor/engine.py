@@ -1,4 +1,4 @@
-"""Checks of the engine: is it up, does it serve the model, does it accept ids, and which log-probabilities does it return?"""
+"""Checks of the engine: whether it is up, serves the model and accepts ids, and which log-probabilities it returns."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from turngate.render import Renderer, find_tokenizer
 from turngate.types import ID_DTYPE, NEUTRAL, Message, Sampling
 
 _MAX_TOKENS = 4
-_CERTAIN = -1e-3  # a log-probability above this counts as 0
+_CERTAIN = -1e-3  # a log-probability above this is treated as 0
 _SKEW_S = 5.0
 _PROMPT = (Message("user", "Say any word."),)
 
 
 async def check_reachable(context: DoctorContext) -> list[CheckOutcome]:
+    """Check that every engine is up and serves the model."""
     config = context.config
     if config.engine == "gate":
-        return [not_checked("the engine is the trainer, which connects by itself", "docs/gate.md describes how")]
+        return [not_checked("the engine is the trainer, which connects to the gateway", "see docs/gate.md")]
     if config.engine == "local":
         return [await asyncio.to_thread(_check_local, config.model_folder or config.tokenizer)]
     results = []
@@ -39,7 +40,7 @@ async def check_reachable(context: DoctorContext) -> list[CheckOutcome]:
             )
             continue
         length = f", {health.max_context:,} tokens of context" if health.max_context else ""
-        model = f"serves {health.model}" if health.model else "answers"
+        model = f"serves {health.model}" if health.model else "responds"
         results.append(ok(f"{_label(url, config.engine)}: {model}{length}"))
     return results
 
@@ -51,9 +52,10 @@ def _check_local(folder: str) -> CheckOutcome:
     path = find_tokenizer(folder)
     if not (path / "config.json").is_file() or not list(Path(path).glob("*.safetensors")):
         return failure(
-            f"local: {path} has no config.json and model.safetensors", "set --model-folder to the model's folder"
+            f"local: {path} does not contain config.json and *.safetensors files",
+            "set --model-folder to the model's folder",
         )
-    return ok(f"local: {path} has a model; the gateway loads it when it starts")
+    return ok(f"local: {path} contains a model, which the gateway loads when it starts")
 
 
 def _label(url: str, engine: str) -> str:
@@ -62,12 +64,12 @@ def _label(url: str, engine: str) -> str:
 
 def _suggest_fix(engine: str, detail: str) -> str:
     if "serves" in detail and ", not " in detail:
-        return "set --model to the name that it serves, or start it with --served-model-name"
-    if "credentials" in detail:
-        return "set --engine-key-env to the name of the environment variable with its key"
+        return "set --model to the name that the engine serves, or start the engine with --served-model-name"
+    if "API key" in detail:
+        return "set --engine-key-env to the name of the environment variable with the engine's key"
     started = {"vllm": "vllm serve MODEL", "sglang": "python -m sglang.launch_server --model-path MODEL"}.get(engine)
     return (
-        f"start it ({started}), or correct --engine-url"
+        f"start the engine ({started}), or correct --engine-url"
         if started
         else "correct --engine-url, or check the provider's status page"
     )
@@ -82,11 +84,11 @@ async def check_call(context: DoctorContext) -> list[CheckOutcome]:
             if config.engine in OBSERVED_ENGINES
             else "the engine starts only with the gateway"
         )
-        return [not_checked(why, "to make one: turngate run --prompt 'say hello' …")]
+        return [not_checked(why, "to make a call, run: turngate run --prompt 'say hello' …")]
     results = []
     for url, health in await context.health():
         if not health.ok:
-            results.append(not_checked(f"{_label(url, config.engine)} is not usable"))
+            results.append(not_checked(f"{_label(url, config.engine)} is not available"))
             continue
         results.append(await _make_call(context, url))
     return results
@@ -102,28 +104,33 @@ async def _make_call(context: DoctorContext, url: str) -> CheckOutcome:
         return failure(f"{name}: {error.message}", "check the engine's log")
     took = time.perf_counter() - start
     if not ids:
-        return failure(f"{name}: it sampled nothing", "check the engine's log")
+        return failure(f"{name}: the engine sampled no tokens", "check the engine's log")
     if max(ids) >= renderer.tokenizer.vocab_size:
-        # An untrained model samples the padding of its embedding table: ids that the tokenizer does not have.
+        # An untrained model may sample ids from the padding of its embedding table, which the tokenizer does not have.
         return warning(
-            f"{name}: it sampled id {max(ids)}, but the tokenizer has only {renderer.tokenizer.vocab_size} ids",
+            f"{name}: the engine sampled id {max(ids)}, but the tokenizer has only {renderer.tokenizer.vocab_size} ids",
             "set --tokenizer to the folder of this model",
         )
     if prompt is not None and not prompt:
-        return failure(f"{name}: it received another prompt than was sent", "check for a proxy that changes requests")
+        return failure(
+            f"{name}: the engine received a different prompt from the one sent", "check for a proxy that changes requests"
+        )
     if logprobs is None or any(value is None for value in logprobs):
         return failure(
-            f"{name}: it returned {len(ids)} ids without log-probabilities",
+            f"{name}: the engine returned {len(ids)} ids without log-probabilities",
             "update the engine, or remove the proxy that drops them",
         )
-    same_prompt = ", and received the prompt as sent" if prompt else ""
+    same_prompt = ", and received the prompt unchanged" if prompt else ""
     return ok(f"{name}: returned {len(ids)} ids with log-probabilities in {took:.2f} s{same_prompt}")
 
 
 async def _generate(
     context: DoctorContext, url: str, renderer: Renderer, sampling: Sampling, *, echo: bool = False
 ) -> tuple[list[int], list[float | None] | None, bool | None]:
-    """Return the sampled ids, their log-probabilities, and whether the engine received the prompt as sent (None: it was not asked)."""
+    """Return the sampled ids, their log-probabilities, and whether the engine received the prompt unchanged.
+
+    The last is None if the engine did not echo the prompt.
+    """
     engine = await context.engine(url)
     request = Generate(
         prompt=np.array(renderer.render(_PROMPT, (), {}), ID_DTYPE),
@@ -156,16 +163,18 @@ async def _collect(engine: Engine, request: Generate) -> tuple[list[int], list[f
 
 
 async def check_logprobs(context: DoctorContext) -> list[CheckOutcome]:
-    """Detect whether log-probabilities belong to the sampled distribution. With top-k 1 only one token remains, so its probability is 1
-    after truncation, and less than 1 before."""
+    """Check whether log-probabilities belong to the sampled distribution.
+
+    With top-k 1, only one token remains, so its probability is 1 after truncation and less than 1 before.
+    """
     config = context.config
     if config.engine not in ("vllm", "sglang"):
-        return [not_checked(f"the engine {config.engine} has only one mode")]
+        return [not_checked(f"engine {config.engine} has only one log-probability mode")]
     results = []
     for url, health in await context.health():
         name = _label(url, config.engine)
         if not health.ok:
-            results.append(not_checked(f"{name} is not usable"))
+            results.append(not_checked(f"{name} is not available"))
             continue
         try:
             results.append(await _detect_logprobs_mode(context, url, name))
@@ -180,25 +189,28 @@ async def _detect_logprobs_mode(context: DoctorContext, url: str, name: str) -> 
     cool, hot = [await _generate(context, url, renderer, sampling) for sampling in greedy]
     free = await _generate(context, url, renderer, Sampling(temperature=2.0))
     values = [cool[1], hot[1], free[1]]
-    if any(one is None or None in one for one in values) or cool[0] != hot[0]:
-        return not_checked(f"{name}: its replies do not show which log-probabilities it returns")
-    truncated, heated, untruncated = ([value or 0.0 for value in one or ()] for one in values)
+    if any(logprobs is None or None in logprobs for logprobs in values) or cool[0] != hot[0]:
+        return not_checked(f"{name}: the engine's replies do not show which log-probabilities it returns")
+    truncated, heated, untruncated = ([value or 0.0 for value in logprobs or ()] for logprobs in values)
     if min(untruncated) > _CERTAIN:
-        return not_checked(f"{name}: the model is too certain of its tokens to tell")
+        return not_checked(f"{name}: the model's tokens are too certain to determine the mode")
     if min(truncated) > _CERTAIN and min(heated) > _CERTAIN:
-        return ok(f"{name}: those of the sampled distribution (processed)")
+        return ok(f"{name}: log-probabilities are those of the sampled distribution (processed)")
     if np.allclose(truncated, heated, atol=1e-3):
         return warning(
-            f"{name}: raw, from before temperature and truncation: correct only for temperature 1 without top-p",
+            f"{name}: log-probabilities are from before temperature and truncation (raw), "
+            "which is correct only at temperature 1 without truncation",
             "start vLLM with --logprobs-mode processed_logprobs" if name.startswith("vllm") else "keep temperature 1",
         )
     return warning(
-        f"{name}: after temperature, but from before truncation: correct only without top-p and top-k",
+        f"{name}: log-probabilities are from after temperature but before truncation, "
+        "which is correct only without top-p and top-k",
         "keep the sessions' default (bias neutral), which turns truncation off",
     )
 
 
 async def check_clock(context: DoctorContext) -> list[CheckOutcome]:
+    """Compare this machine's clock with the engines' clocks."""
     urls = [url for url in context.urls() if url]
     if not urls:
         return [not_checked("the engine has no URL")]
@@ -206,7 +218,7 @@ async def check_clock(context: DoctorContext) -> list[CheckOutcome]:
 
 
 async def measure_skew(url: str) -> CheckOutcome:
-    """Compare this clock with the Date header of a server, which has whole seconds."""
+    """Compare this machine's clock with a server's Date header, which is in whole seconds."""
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as http,
@@ -214,14 +226,14 @@ async def measure_skew(url: str) -> CheckOutcome:
         ):
             date, now = response.headers.get("date", ""), time.time()
     except (aiohttp.ClientError, TimeoutError, OSError):
-        return not_checked(f"{url} does not answer")
+        return not_checked(f"{url} does not respond")
     try:
         off = now - parsedate_to_datetime(date).timestamp() - 0.5
     except (TypeError, ValueError):
-        return not_checked(f"{url} sends no Date header")
+        return not_checked(f"{url} did not send a Date header")
     if abs(off) > _SKEW_S:
         return warning(
-            f"this clock is {abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} that of {url}",
+            f"this machine's clock is {abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} the clock of {url}",
             "synchronise both clocks (chrony, systemd-timesyncd)",
         )
-    return ok(f"within about a second of {url}" if abs(off) < 1.5 else f"{abs(off):.0f} s from {url}")
+    return ok(f"within about a second of {url}" if abs(off) < 1.5 else f"within {abs(off):.0f} s of {url}")

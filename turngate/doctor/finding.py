@@ -15,7 +15,7 @@ CheckScope = Literal["here", "gateway", "anywhere"]
 
 
 class CheckOutcome(msgspec.Struct, frozen=True):
-    """The result of a check: one line on what was found, and one on how to fix it."""
+    """The result of a check: one line about what was found, and one about how to fix it."""
 
     state: CheckState
     message: str
@@ -23,7 +23,7 @@ class CheckOutcome(msgspec.Struct, frozen=True):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """A result with the name of its check, as printed."""
+    """The result of a check as printed, with the check's name."""
 
     check: str
     state: CheckState
@@ -33,7 +33,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DoctorCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """One check. `where`: it applies to the machine that will serve, to a running gateway, or to any machine."""
+    """A check.
+
+    `where` sets the scope of the check: the machine that will run the gateway (`here`), a running gateway (`gateway`), or both
+    (`anywhere`).
+    """
 
     name: str
     description: str

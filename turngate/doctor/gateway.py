@@ -1,4 +1,4 @@
-"""Checks of a running gateway: does it answer, accept our key and record a call exactly, and how loaded is it?"""
+"""Checks of a running gateway: whether it responds, accepts our key and records a call exactly, and how loaded it is."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def _client(context: DoctorContext) -> GatewayClient:
 
 
 async def check_reachable(context: DoctorContext) -> list[CheckOutcome]:
+    """Check that the gateway responds, accepts the key and is not paused."""
     start = time.perf_counter()
     try:
         async with _client(context) as client:
@@ -34,13 +35,13 @@ async def check_reachable(context: DoctorContext) -> list[CheckOutcome]:
     except Unauthorized as error:
         return [failure(error.message, "set TURNGATE_ADMIN_KEY to the gateway's admin key (DATA/admin-key)")]
     except TurngateError as error:
-        return [failure(error.message, "start it (turngate serve), or correct --gateway")]
+        return [failure(error.message, "start the gateway (turngate serve), or correct --gateway")]
     took = (time.perf_counter() - start) * 1000
-    results = [ok(f"{context.gateway}: answers in {took:.0f} ms, policy version {fence.version}")]
+    results = [ok(f"{context.gateway}: responded in {took:.0f} ms, policy version {fence.version}")]
     if fence.paused:
         results.append(
             warning(
-                "it holds all calls until new weights are loaded",
+                "the gateway is holding all calls until new weights are loaded",
                 "if no trainer is updating weights: POST /admin/fence/resume (docs/weights.md)",
             )
         )
@@ -48,6 +49,7 @@ async def check_reachable(context: DoctorContext) -> list[CheckOutcome]:
 
 
 async def check_engines(context: DoctorContext) -> list[CheckOutcome]:
+    """Check that the gateway's engines are up."""
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as http,
@@ -55,11 +57,11 @@ async def check_engines(context: DoctorContext) -> list[CheckOutcome]:
         ):
             health = msgspec.json.decode(await response.read(), type=dict[str, Json])
     except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
-        return [not_checked("the gateway does not answer")]
+        return [not_checked("the gateway does not respond")]
     up, total = health.get("engines", 0), health.get("engines_total", 0)
     if up == total and up:
         return [ok(f"{up} of {total} up")]
-    fix = "read the reason in the gateway's log, and restart the engines"
+    fix = "find the reason in the gateway's log, and restart the engines"
     return [(warning if up else failure)(f"{up} of {total} up: {health.get('status', '')}", fix)]
 
 
@@ -68,24 +70,26 @@ async def check_call(context: DoctorContext) -> list[CheckOutcome]:
     try:
         async with _client(context) as client:
             if (await client.fence()).paused:
-                return [not_checked("it holds all calls until new weights are loaded")]
+                return [not_checked("the gateway is holding all calls until new weights are loaded")]
             opened = await client.open({"metadata": {"doctor": True}, "limits": {"turns": 1}})
             try:
                 return [await _make_call(context, client, opened)]
             finally:
                 await client.delete(opened.id)
     except GatewayUnreachable:
-        return [not_checked("the gateway does not answer")]
+        return [not_checked("the gateway does not respond")]
     except Unauthorized:
-        return [not_checked("the gateway rejects the key")]
+        return [not_checked("the gateway rejected the key")]
     except TurngateError as error:
-        return [failure(error.message, "read the gateway's log")]
+        return [failure(error.message, "check the gateway's log")]
 
 
 async def _make_call(context: DoctorContext, client: GatewayClient, opened: OpenedSession) -> CheckOutcome:
     mode = (await client.show(opened.id)).config.mode
     if mode != "exact":
-        return not_checked(f"its sessions use mode {mode!r}, in which a call would cost money or wait for a trainer")
+        return not_checked(
+            f"the gateway's sessions use mode {mode!r}, in which a call would cost money or wait for a trainer"
+        )
     names = await client.models()
     start = time.perf_counter()
     try:
@@ -99,7 +103,7 @@ async def _make_call(context: DoctorContext, client: GatewayClient, opened: Open
         ):
             answer = await response.read()
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        return failure(f"a model call failed ({type(error).__name__})", "read the gateway's log")
+        return failure(f"a model call failed ({type(error).__name__})", "check the gateway's log")
     if response.status != 200:
         return failure(
             f"a model call failed with status {response.status}: {_error_message(answer)}", "read the gateway's log"
@@ -112,9 +116,9 @@ async def _make_call(context: DoctorContext, client: GatewayClient, opened: Open
     )
     if not trained or not known:
         return warning(
-            "a call succeeded, but its tokens cannot be trained", "for the reason, run: turngate doctor --engine …"
+            "a call succeeded, but its tokens cannot be trained on", "to find the reason, run: turngate doctor --engine …"
         )
-    return ok(f"a call took {took:.2f} s and gave a row with {trained} trainable tokens; its session is deleted")
+    return ok(f"a call took {took:.2f} s and produced {trained} trainable tokens; its session was deleted")
 
 
 def _error_message(answer: bytes) -> str:
@@ -125,11 +129,12 @@ def _error_message(answer: bytes) -> str:
 
 
 async def check_clock(context: DoctorContext) -> list[CheckOutcome]:
+    """Compare this machine's clock with the gateway's."""
     return [await measure_skew(context.gateway)]
 
 
 async def check_load(context: DoctorContext) -> list[CheckOutcome]:
-    """Read the gateway's metrics."""
+    """Check the load in the gateway's metrics."""
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as http,
@@ -141,19 +146,23 @@ async def check_load(context: DoctorContext) -> list[CheckOutcome]:
         ):
             text = (await response.read()).decode("utf-8", "replace")
     except (aiohttp.ClientError, TimeoutError, OSError):
-        return [not_checked("the gateway does not answer")]
+        return [not_checked("the gateway does not respond")]
     if response.status != 200:
         return [not_checked(f"GET /metrics failed with status {response.status}")]
     results = [_check_loop_lag(text)]
     silent = _sum_metric(text, "turngate_workers_silent")
     if silent:
         results.append(
-            warning(f"{silent:.0f} of its workers do not answer", "read in its log whether they are restarting")
+            warning(
+                f"{silent:.0f} of the gateway's workers do not respond", "check in the gateway's log whether they are restarting"
+            )
         )
     turns, errors = _sum_metric(text, "turngate_turns_total"), _sum_metric(text, "turngate_engine_errors_total")
     if errors > 10 and errors > 0.05 * turns:
         results.append(
-            warning(f"{errors:.0f} engine calls failed and {turns:.0f} turns succeeded", "read the reasons in its log")
+            warning(
+                f"{errors:.0f} engine calls failed and {turns:.0f} turns succeeded", "find the reasons in the gateway's log"
+            )
         )
     return results
 
@@ -164,11 +173,13 @@ def _check_loop_lag(text: str) -> CheckOutcome:
         if labels == 'le="0.1"':
             late = measured - value
     if not measured:
-        return not_checked("it has just started")
+        return not_checked("the gateway has just started")
     open_now, workers = _sum_metric(text, "turngate_sessions_open"), _sum_metric(text, "turngate_workers")
-    message = f"{workers:.0f} worker, {open_now:.0f} open sessions, event loop late in {late:.0f} of {measured:.0f} measurements"
+    message = f"workers: {workers:.0f}, open sessions: {open_now:.0f}, event loop late in {late:.0f} of {measured:.0f} measurements"
     if late > max(3.0, _MAX_LATE * measured):
-        return warning(message, "it needs more CPU: start it with --workers, or on dedicated cores (docs/workers.md)")
+        return warning(
+            message, "give the gateway more CPU: start it with --workers, or on dedicated cores (docs/workers.md)"
+        )
     return ok(message)
 
 

@@ -1,4 +1,4 @@
-"""Checks of the machine: Python, extras, data folder, disk, keys, port, clock, open files, memory."""
+"""Checks of the machine: Python, extras, data folder, disk, keys, port, clock, open files and memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from turngate.server.bind import find_running_gateway
 from turngate.store.sqlite import Store
 from turngate.telemetry.spans import is_enabled
 
-# Extra → a module that it installs.
+# Extra → module that it installs.
 EXTRAS = {
     "families": "renderers",
     "local": "torch",
@@ -44,7 +44,7 @@ EXTRAS = {
 }
 _MIN_PYTHON = (3, 11)
 _GB = 1e9
-_LOW_DISK, _MIN_DISK = 2 * _GB, 0.2 * _GB  # of disk
+_LOW_DISK, _MIN_DISK = 2 * _GB, 0.2 * _GB
 _LOW_MEMORY = 0.5 * _GB
 _LOW_FILES, _MIN_FILES = 8192, 1024
 # On these file systems, locks or SQLite's write-ahead log are unreliable.
@@ -64,17 +64,23 @@ _NETWORK_FILE_SYSTEMS = (
 
 
 async def check_python(context: DoctorContext) -> list[CheckOutcome]:
+    """Check the Python version and the operating system."""
     message = (
         f"{platform.python_implementation()} {platform.python_version()} on {platform.system()} {platform.machine()}"
     )
     if sys.version_info[:2] < _MIN_PYTHON:
         return [failure(message, "install Python 3.11 or newer")]
     if not sys.platform.startswith("linux"):
-        return [warning(message, "use Linux: nothing else is tested, and the sandboxes local and bubblewrap need it")]
+        return [
+            warning(
+                message, "use Linux: other systems are not tested, and the local and bubblewrap sandboxes require it"
+            )
+        ]
     return [ok(message)]
 
 
 async def check_extras(context: DoctorContext) -> list[CheckOutcome]:
+    """Check that the extras that the settings need are installed."""
     installed = {extra for extra, module in EXTRAS.items() if _is_installed(module)}
     needed = {
         "local": context.config.engine == "local",
@@ -88,7 +94,7 @@ async def check_extras(context: DoctorContext) -> list[CheckOutcome]:
         names = ",".join(missing)
         return [
             failure(
-                f"the settings need these extras, which are not installed: {names}", f"pip install 'turngate[{names}]'"
+                f"the settings require extras that are not installed: {names}", f"pip install 'turngate[{names}]'"
             )
         ]
     absent = ", ".join(extra for extra in EXTRAS if extra not in installed)
@@ -108,18 +114,20 @@ def _is_installed(module: str) -> bool:
 
 
 async def check_data(context: DoctorContext) -> list[CheckOutcome]:
+    """Check that the data folder is writable and reliable, and that its recordings can be read."""
     return await asyncio.to_thread(_check_data_folder, Path(context.config.data))
 
 
 def _check_data_folder(folder: Path) -> list[CheckOutcome]:
-    """Test in a temporary subfolder: a gateway may be writing to the folder itself."""
+    """Check a data folder in a temporary subfolder, because a gateway may be writing to the folder itself."""
     parent = _nearest_folder(folder)
     try:
         scratch = tempfile.TemporaryDirectory(prefix=".turngate-doctor-", dir=parent)
     except OSError as error:
         return [
             failure(
-                f"{parent} cannot be written ({error.strerror})", "choose another --data folder, or run as its owner"
+                f"{parent} cannot be written to ({error.strerror})",
+                "choose a different --data folder, or run as its owner",
             )
         ]
     with scratch as path:
@@ -128,7 +136,7 @@ def _check_data_folder(folder: Path) -> list[CheckOutcome]:
     if kind in _NETWORK_FILE_SYSTEMS:
         results.append(
             warning(
-                f"{parent} is on {kind}, where file locks and SQLite's log are unreliable",
+                f"{parent} is on {kind}, where file locks and SQLite's write-ahead log are unreliable",
                 "use a local disk for --data",
             )
         )
@@ -137,7 +145,7 @@ def _check_data_folder(folder: Path) -> list[CheckOutcome]:
 
 
 def _nearest_folder(folder: Path) -> Path:
-    """The folder, or its nearest existing parent."""
+    """Return the folder, or its nearest existing parent."""
     place = folder.absolute()
     while not place.is_dir() and place != place.parent:
         place = place.parent
@@ -145,15 +153,15 @@ def _nearest_folder(folder: Path) -> Path:
 
 
 def _check_locks(folder: Path) -> CheckOutcome:
-    with open(folder / "lock", "wb") as one, open(folder / "lock", "wb") as other:
+    with open(folder / "lock", "wb") as first, open(folder / "lock", "wb") as second:
         try:
-            fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             return failure(
                 f"files in {folder.parent} cannot be locked ({error.strerror})", "use a local disk for --data"
             )
         try:
-            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return ok("locks work")
     return failure(f"locks in {folder.parent} do not exclude other processes", "use a local disk for --data")
@@ -163,15 +171,15 @@ def _check_write_ahead_log(folder: Path) -> CheckOutcome:
     """Write with one connection, and read with another."""
     try:
         with (
-            closing(sqlite3.connect(folder / "try.db", isolation_level=None)) as one,
-            closing(sqlite3.connect(folder / "try.db", isolation_level=None)) as other,
+            closing(sqlite3.connect(folder / "try.db", isolation_level=None)) as writer,
+            closing(sqlite3.connect(folder / "try.db", isolation_level=None)) as reader,
         ):
-            (mode,) = one.execute("PRAGMA journal_mode=WAL").fetchone()
-            one.execute("CREATE TABLE t (x)")
-            one.execute("INSERT INTO t VALUES (1)")
-            rows = other.execute("SELECT x FROM t").fetchall()
+            (mode,) = writer.execute("PRAGMA journal_mode=WAL").fetchone()
+            writer.execute("CREATE TABLE t (x)")
+            writer.execute("INSERT INTO t VALUES (1)")
+            rows = reader.execute("SELECT x FROM t").fetchall()
     except sqlite3.Error as error:
-        return failure(f"SQLite cannot write in {folder.parent} ({error})", "use a local disk for --data")
+        return failure(f"SQLite cannot write to {folder.parent} ({error})", "use a local disk for --data")
     if mode != "wal" or rows != [(1,)]:
         return failure(
             f"SQLite's write-ahead log does not work in {folder.parent} (journal mode {mode})",
@@ -183,18 +191,18 @@ def _check_write_ahead_log(folder: Path) -> CheckOutcome:
 def _check_store(folder: Path, kind: str) -> CheckOutcome:
     message = f"{folder}: writable, locks and SQLite's write-ahead log work" + (f", {kind}" if kind else "")
     if (running := find_running_gateway(folder)) is not None:
-        message += f"; the gateway at {running.url} serves it (process {running.pid})"
+        message += f"; used by the gateway at {running.url} (process {running.pid})"
     if not (folder / "turngate.db").exists():
-        return ok(message + "; nothing is recorded yet")
+        return ok(message + "; no recordings yet")
     try:
         Store.reading(folder).close()
     except ConfigError as error:
-        return failure(error.message, "restore it from a backup, or choose another --data folder")
+        return failure(error.message, "restore the database from a backup, or choose a different --data folder")
     return ok(message)
 
 
 def _file_system(folder: Path) -> str:
-    """The type of the file system; empty if unknown."""
+    """Return the type of the file system, or an empty string if unknown."""
     best, kind = "", ""
     with suppress(OSError):
         for line in Path("/proc/mounts").read_text(encoding="utf-8", errors="replace").splitlines():
@@ -206,22 +214,25 @@ def _file_system(folder: Path) -> str:
 
 
 async def check_disk(context: DoctorContext) -> list[CheckOutcome]:
+    """Check that there is enough disk space."""
     place = _nearest_folder(Path(context.config.data))
     free = shutil.disk_usage(place).free
     message = f"{free / _GB:.1f} GB free at {place}"
     if free < _MIN_DISK:
-        return [failure(message, "free disk space: the gateway rejects calls that it cannot record")]
+        return [failure(message, "free up disk space: the gateway rejects calls that it cannot record")]
     if free < _LOW_DISK:
-        return [warning(message, "free disk space: a rollout of 100 turns needs about 1 MB, plus the agent's files")]
+        return [
+            warning(message, "free up disk space: a rollout of 100 turns needs about 1 MB, plus the agent's files")
+        ]
     return [ok(message)]
 
 
 async def check_keys(context: DoctorContext) -> list[CheckOutcome]:
-    """Check the admin key and the metrics key. Never prints them."""
+    """Check the admin key and the metrics key, without printing them."""
     try:
         metrics = "; a separate metrics key is set" if metrics_key() else ""
-        if given := read_key(ADMIN_KEY):
-            if len(given) < 16:
+        if admin_key := read_key(ADMIN_KEY):
+            if len(admin_key) < 16:
                 return [
                     failure(
                         f"{ADMIN_KEY} has fewer than 16 characters", "set it to the output of: openssl rand -hex 16"
@@ -230,18 +241,18 @@ async def check_keys(context: DoctorContext) -> list[CheckOutcome]:
             return [ok(f"from {ADMIN_KEY}{metrics}")]
         folder = Path(context.config.data)
         if read_stored_admin_key(folder) is None:
-            return [ok(f"none yet: the first start creates {folder / 'admin-key'}{metrics}")]
+            return [ok(f"no key yet; the first start creates {folder / 'admin-key'}{metrics}")]
     except ConfigError as error:
         fix = (
             f"set {METRICS_KEY} to at least 16 characters"
             if error.param == METRICS_KEY
-            else "run chmod 600 on it, or delete it"
+            else "run chmod 600 on the file, or delete it"
         )
         return [failure(error.message, fix)]
     file = folder / "admin-key"
     status = file.stat()
     if status.st_uid != os.getuid():
-        return [warning(f"{file} belongs to another user", "start the gateway as that user, or delete the file")]
+        return [warning(f"{file} belongs to a different user", "start the gateway as that user, or delete the file")]
     return [ok(f"{file}, mode {stat.S_IMODE(status.st_mode):04o}{metrics}")]
 
 
@@ -249,6 +260,7 @@ async def check_keys(context: DoctorContext) -> list[CheckOutcome]:
 
 
 async def check_port(context: DoctorContext) -> list[CheckOutcome]:
+    """Check that the port is free."""
     config = context.config
     if not config.port:
         return [ok("port 0: the gateway chooses a free port")]
@@ -260,23 +272,25 @@ async def check_port(context: DoctorContext) -> list[CheckOutcome]:
             listener.bind((config.host, config.port))
             return [ok(f"{where} is free")]
         except OSError as error:
-            wrong = error
-    if wrong.errno != errno.EADDRINUSE:
+            bind_error = error
+    if bind_error.errno != errno.EADDRINUSE:
         fix = (
             "choose a --port above 1023, or run as root"
-            if wrong.errno == errno.EACCES
+            if bind_error.errno == errno.EACCES
             else "set --host to an address of this machine"
         )
-        return [failure(f"{where}: {wrong.strerror}", fix)]
+        return [failure(f"{where}: {bind_error.strerror}", fix)]
     running = find_running_gateway(Path(config.data))
     if running is not None and running.url.endswith(f":{config.port}"):
         return [ok(f"{where} is used by the gateway of this data folder (process {running.pid})")]
     owner = await asyncio.to_thread(_listener, config.port)
-    return [failure(f"{where} is used by {owner or 'another program'}", "stop that program, or choose another --port")]
+    return [
+        failure(f"{where} is used by {owner or 'another program'}", "stop that program, or choose a different --port")
+    ]
 
 
 def _listener(port: int) -> str:
-    """The program that listens on a port, if we may see it."""
+    """Return the program that listens on a port, or an empty string if we cannot see it."""
     sockets = {f"socket:[{inode}]" for inode in _inodes(port)}
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -301,7 +315,7 @@ def _inodes(port: int) -> list[str]:
 
 
 async def check_clock(context: DoctorContext) -> list[CheckOutcome]:
-    """Compare the wall clock with the monotonic one. Time limits of sessions and events depend on it."""
+    """Compare the wall clock with the monotonic clock. Sessions' time limits and events depend on the wall clock."""
     offsets = []
     for _ in range(6):
         before, now, after = time.monotonic(), time.time(), time.monotonic()
@@ -312,32 +326,38 @@ async def check_clock(context: DoctorContext) -> list[CheckOutcome]:
     if jump > 0.02:
         return [
             warning(
-                f"the wall clock moved by {jump * 1000:.0f} ms against the monotonic one",
+                f"the wall clock moved by {jump * 1000:.0f} ms relative to the monotonic clock",
                 "let the time service slew the clock instead of setting it",
             )
         ]
     if time.time() < 1_704_067_200:  # 2024
-        return [failure(f"the clock says {time.strftime('%Y-%m-%d')}", "set the clock: recordings are dated by it")]
+        return [
+            failure(
+                f"the clock is set to {time.strftime('%Y-%m-%d')}", "set the clock: recordings use it for their dates"
+            )
+        ]
     return [ok(f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}, steady")]
 
 
 async def check_open_files(context: DoctorContext) -> list[CheckOutcome]:
+    """Check the limit on open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard:,}"
-    message = f"hard limit {limit} open files (a gateway raises its soft limit of {soft:,} to that)"
+    message = f"hard limit of {limit} open files (the gateway raises its soft limit of {soft:,} to the hard limit)"
     if hard != resource.RLIM_INFINITY and hard < _MIN_FILES:
-        return [failure(message, "raise the hard limit (ulimit -Hn, LimitNOFILE=): an active session needs two")]
+        return [failure(message, "raise the hard limit (ulimit -Hn, LimitNOFILE=): an active session needs two open files")]
     if hard != resource.RLIM_INFINITY and hard < _LOW_FILES:
         return [
             warning(
                 message,
-                f"raise the hard limit (LimitNOFILE=): this one allows fewer than {hard // 2:,} sessions at once",
+                f"raise the hard limit (LimitNOFILE=): it allows fewer than {hard // 2:,} concurrent sessions",
             )
         ]
     return [ok(message)]
 
 
 async def check_memory(context: DoctorContext) -> list[CheckOutcome]:
+    """Check that enough memory is available."""
     free = _available_memory()
     if free is None:
         return [not_checked("this system has no /proc/meminfo")]
@@ -345,20 +365,21 @@ async def check_memory(context: DoctorContext) -> list[CheckOutcome]:
     if free < _LOW_MEMORY:
         return [
             warning(
-                message, "free memory: a worker needs 0.2 GB plus 1 MB per session of 100 turns, an agent up to 1 GB"
+                message,
+                "free up memory: a worker needs 0.2 GB plus 1 MB per session of 100 turns, and an agent up to 1 GB",
             )
         ]
     return [ok(message)]
 
 
 def _available_memory() -> float | None:
-    """Available memory of the machine, or of the container if that has less."""
+    """Return the available memory in bytes, of the machine or of the container if that has less. Return None if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         free = next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
         return None
-    with suppress(OSError, ValueError):  # "max": no limit
+    with suppress(OSError, ValueError):  # cgroup v2 may not be mounted
         limit, used = (
             Path("/sys/fs/cgroup", name).read_text(encoding="ascii") for name in ("memory.max", "memory.current")
         )

@@ -1,7 +1,8 @@
-"""Checks of the tokenizer and its chat template: is the template certified, and does the engine agree with both?
+"""Checks of the tokenizer and its chat template: whether the template is certified, and whether the engine agrees with both.
 
-The gateway sends ids, so an engine with another vocabulary would read another text: that is a failure. An engine with another chat
-template still gets the gateway's ids, but the model may have been trained with the engine's template: that is a warning.
+The gateway sends ids, so an engine with a different vocabulary would read a different text, which is a failure. An engine with a
+different chat template still receives the gateway's ids, but the model may have been trained with the engine's template, so that is a
+warning.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ class _Text(msgspec.Struct):
 
 
 async def check_template(context: DoctorContext) -> list[CheckOutcome]:
+    """Check that the chat template is certified."""
     if context.config.engine in OBSERVED_ENGINES:
-        return [not_checked("the endpoint renders prompts itself; the gateway uses no tokenizer")]
+        return [not_checked("the endpoint renders prompts itself, so the gateway does not use a tokenizer")]
     renderer, certificate = await context.renderer()
     encoder = "fast encoder" if renderer.tokenizer.fast else "plain encoder"
     if certificate.passed:
@@ -46,22 +48,22 @@ async def check_template(context: DoctorContext) -> list[CheckOutcome]:
     return [
         warning(
             f"{renderer.tokenizer.folder}: not certified ({difference.case}: {difference.detail[:120]}), "
-            "so every turn is rendered in full and may fork",
-            "pip install 'turngate[families]' supports more templates; turngate certify FOLDER lists all cases",
+            "so every turn is rendered in full and may fork the trace",
+            "to support more templates, run: pip install 'turngate[families]'; to list all cases, run: turngate certify FOLDER",
         )
     ]
 
 
 async def check_agreement(context: DoctorContext) -> list[CheckOutcome]:
-    """Compare ids of a text, text of ids, and rendered conversations with the engine's."""
+    """Check that the engine encodes text, decodes ids and renders conversations as the gateway does."""
     config = context.config
     if config.engine not in ("vllm", "sglang"):
-        return [not_checked(f"the engine {config.engine} uses the gateway's tokenizer")]
+        return [not_checked(f"engine {config.engine} uses the gateway's tokenizer")]
     renderer, _ = await context.renderer()
     results = []
     for url, health in await context.health():
         if not health.ok:
-            results.append(not_checked(f"{config.engine} at {url} is not usable"))
+            results.append(not_checked(f"{config.engine} at {url} is not available"))
             continue
         root = url.rstrip("/").removesuffix("/v1")
         client = EngineClient(config.engine, root, key=read_engine_key(config), direct=False)
@@ -112,15 +114,17 @@ async def _compare_tokens(engine: _EngineTokenizer, name: str, renderer: Rendere
     fix = "set --tokenizer to the folder of the model that the engine serves"
     ours, theirs = tokenizer.encode(_TEXT), await engine.encode(_TEXT)
     if ours != theirs:
-        return [failure(f"{name}: it tokenises a text differently: {_describe_difference(ours, theirs)}", fix)]
+        return [
+            failure(f"{name}: the engine tokenises a text differently: {_describe_difference(ours, theirs)}", fix)
+        ]
     size = tokenizer.vocab_size
     ids = sorted({*renderer.stop_ids, *ours[:4], size // 3, size // 2, size - 1})
-    for one in ids:
-        if (there := await engine.decode([one])) != (here := tokenizer.decode(one)):
-            return [failure(f"{name}: id {one} is {here!r} here and {there!r} in the engine", fix)]
-    results = [ok(f"{name}: the same ids for a text, and the same text for {len(ids)} ids of {size:,}")]
+    for token in ids:
+        if (there := await engine.decode([token])) != (here := tokenizer.decode(token)):
+            return [failure(f"{name}: id {token} is {here!r} in the gateway, but {there!r} in the engine", fix)]
+    results = [ok(f"{name}: same ids for a test text, and same text for {len(ids)} of {size:,} ids")]
     if engine.kind == "sglang":
-        return [*results, not_checked(f"{name} cannot render a conversation to compare; its vocabulary was compared")]
+        return [*results, not_checked(f"{name} cannot render conversations, so only the vocabulary was compared")]
     return [*results, await _compare_renderings(engine, name, renderer)]
 
 
@@ -133,33 +137,33 @@ async def _compare_renderings(engine: _EngineTokenizer, name: str, renderer: Ren
         try:
             ours = renderer.render(case.messages, case.tools, case.kwargs)
             theirs = await engine.render(case)
-        except (BadRequest, TurngateError):  # one of the templates rejects it
+        except (BadRequest, TurngateError):  # one of the templates rejects the conversation
             skipped.append(case.name)
             continue
         if ours != theirs:
             decode = renderer.tokenizer.decode
             return warning(
-                f"{name}: it renders {case.name!r} differently: {_describe_difference(ours, theirs, decode(ours), decode(theirs))}",
+                f"{name}: the engine renders {case.name!r} differently: {_describe_difference(ours, theirs, decode(ours), decode(theirs))}",
                 "use the same chat template for both (vLLM: --chat-template; gateway: chat_template.jinja in --tokenizer)",
             )
         compared += 1
     if not compared:
-        return not_checked(f"{name} rendered none of the test conversations")
-    but = f"; not compared, because the template does not support them: {', '.join(skipped)}" if skipped else ""
-    return ok(f"{name}: the same ids for {compared} conversations{but}")
+        return not_checked(f"{name}: no test conversation could be rendered by both templates")
+    unsupported = f"; not compared, because a template does not support them: {', '.join(skipped)}" if skipped else ""
+    return ok(f"{name}: same ids for {compared} test conversations{unsupported}")
 
 
 def _supports_tools(renderer: Renderer) -> bool:
-    """For a template without tools the gateway writes them itself, in its own way."""
+    """Return whether the template itself renders tools. If not, the gateway adds them in its own format, which cannot be compared."""
     return not isinstance(renderer, TemplateRenderer) or renderer.template.traits.native_tools
 
 
 def _describe_difference(ours: Sequence[int], theirs: Sequence[int], here: str = "", there: str = "") -> str:
     at = next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
     if not here:
-        return f"{len(ours)} tokens here, {len(theirs)} in the engine; the first difference is at token {at + 1}"
+        return f"{len(ours)} tokens in the gateway, {len(theirs)} in the engine; they first differ at token {at + 1}"
     at = next((n for n, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), min(len(here), len(there)))
-    return f"here …{here[max(0, at - 15) : at + 25]!r}, in the engine …{there[max(0, at - 15) : at + 25]!r}"
+    return f"in the gateway …{here[max(0, at - 15) : at + 25]!r}, in the engine …{there[max(0, at - 15) : at + 25]!r}"
 
 
 def _to_openai(message: Message) -> dict[str, Any]:
