@@ -31,7 +31,9 @@ async def check_agents(context: DoctorContext) -> list[CheckOutcome]:
 def _check_agent(spec: AgentSpec, is_named: bool) -> CheckOutcome:
     install = spec.install
     if not (install.npm or install.pip):
-        fix = f"run: turngate agents check {spec.name}" if spec.check else "use a sandbox image that contains the program"
+        fix = (
+            f"run: turngate agents check {spec.name}" if spec.check else "use a sandbox image that contains the program"
+        )
         return not_checked(f"{spec.name}: the program must be installed in the sandbox", fix)
     if install.npm and platform.libc_ver()[0] != "glibc":
         problem = failure if is_named else warning
@@ -44,7 +46,9 @@ def _check_agent(spec: AgentSpec, is_named: bool) -> CheckOutcome:
         why = f"{spec.name}: Node {NODE_AT_LEAST} is not installed"
     if why is not None:
         # A check does not install anything.
-        fix = f"run: turngate agents install {spec.name} (the first rollout also installs it, which needs network access)"
+        fix = (
+            f"run: turngate agents install {spec.name} (the first rollout also installs it, which needs network access)"
+        )
         return warning(why, fix) if is_named else not_checked(why, fix)
     installed = ensure_installed(spec, lambda line: None)
     version = _find_version(spec, Path(installed.folder))

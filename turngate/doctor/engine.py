@@ -113,7 +113,8 @@ async def _make_call(context: DoctorContext, url: str) -> CheckOutcome:
         )
     if prompt is not None and not prompt:
         return failure(
-            f"{name}: the engine received a different prompt from the one sent", "check for a proxy that changes requests"
+            f"{name}: the engine received a different prompt from the one sent",
+            "check for a proxy that changes requests",
         )
     if logprobs is None or any(value is None for value in logprobs):
         return failure(

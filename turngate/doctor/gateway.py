@@ -116,7 +116,8 @@ async def _make_call(context: DoctorContext, client: GatewayClient, opened: Open
     )
     if not trained or not known:
         return warning(
-            "a call succeeded, but its tokens cannot be trained on", "to find the reason, run: turngate doctor --engine …"
+            "a call succeeded, but its tokens cannot be trained on",
+            "to find the reason, run: turngate doctor --engine …",
         )
     return ok(f"a call took {took:.2f} s and produced {trained} trainable tokens; its session was deleted")
 
@@ -154,14 +155,16 @@ async def check_load(context: DoctorContext) -> list[CheckOutcome]:
     if silent:
         results.append(
             warning(
-                f"{silent:.0f} of the gateway's workers do not respond", "check in the gateway's log whether they are restarting"
+                f"{silent:.0f} of the gateway's workers do not respond",
+                "check in the gateway's log whether they are restarting",
             )
         )
     turns, errors = _sum_metric(text, "turngate_turns_total"), _sum_metric(text, "turngate_engine_errors_total")
     if errors > 10 and errors > 0.05 * turns:
         results.append(
             warning(
-                f"{errors:.0f} engine calls failed and {turns:.0f} turns succeeded", "find the reasons in the gateway's log"
+                f"{errors:.0f} engine calls failed and {turns:.0f} turns succeeded",
+                "find the reasons in the gateway's log",
             )
         )
     return results

@@ -93,9 +93,7 @@ async def check_extras(context: DoctorContext) -> list[CheckOutcome]:
     if missing:
         names = ",".join(missing)
         return [
-            failure(
-                f"the settings require extras that are not installed: {names}", f"pip install 'turngate[{names}]'"
-            )
+            failure(f"the settings require extras that are not installed: {names}", f"pip install 'turngate[{names}]'")
         ]
     absent = ", ".join(extra for extra in EXTRAS if extra not in installed)
     return [
@@ -221,9 +219,7 @@ async def check_disk(context: DoctorContext) -> list[CheckOutcome]:
     if free < _MIN_DISK:
         return [failure(message, "free up disk space: the gateway rejects calls that it cannot record")]
     if free < _LOW_DISK:
-        return [
-            warning(message, "free up disk space: a rollout of 100 turns needs about 1 MB, plus the agent's files")
-        ]
+        return [warning(message, "free up disk space: a rollout of 100 turns needs about 1 MB, plus the agent's files")]
     return [ok(message)]
 
 
@@ -345,7 +341,9 @@ async def check_open_files(context: DoctorContext) -> list[CheckOutcome]:
     limit = "unlimited" if hard == resource.RLIM_INFINITY else f"{hard:,}"
     message = f"hard limit of {limit} open files (the gateway raises its soft limit of {soft:,} to the hard limit)"
     if hard != resource.RLIM_INFINITY and hard < _MIN_FILES:
-        return [failure(message, "raise the hard limit (ulimit -Hn, LimitNOFILE=): an active session needs two open files")]
+        return [
+            failure(message, "raise the hard limit (ulimit -Hn, LimitNOFILE=): an active session needs two open files")
+        ]
     if hard != resource.RLIM_INFINITY and hard < _LOW_FILES:
         return [
             warning(
