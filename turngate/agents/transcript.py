@@ -88,12 +88,14 @@ def compare_turns(
     calls of one turn may be in any order, because agents record them as they end. Set `fills_in` if the agent adds arguments that the
     model left out.
     """
-    theirs = [_shape(turn) for turn in trace]
-    aside = {_shape(turn) for turn in side} - set(theirs)
-    kept = [n for n, turn in enumerate(transcript) if _shape(turn) not in aside]
-    ours = [_shape(transcript[n]) for n in kept]
+    trace_shapes = [_shape(turn) for turn in trace]
+    side_shapes = {_shape(turn) for turn in side} - set(trace_shapes)
+    kept = [n for n, turn in enumerate(transcript) if _shape(turn) not in side_shapes]
+    transcript_shapes = [_shape(transcript[n]) for n in kept]
     differences: list[Difference] = []
-    for _, a, a_end, b, b_end in difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes():
+    for _, a, a_end, b, b_end in difflib.SequenceMatcher(
+        None, transcript_shapes, trace_shapes, autojunk=False
+    ).get_opcodes():
         pairs = min(a_end - a, b_end - b)
         for n in range(pairs):
             differences += _compare_turn(transcript[kept[a + n]], trace[b + n], kept[a + n], b + n, fills_in)
@@ -223,37 +225,41 @@ def _shape(turn: TranscriptTurn) -> tuple[str, tuple[str, ...]]:
     return turn.text.strip(), tuple(sorted(call.name for call in turn.calls))
 
 
-def _compare_turn(ours: TranscriptTurn, theirs: TranscriptTurn, a: int, b: int, fills_in: bool) -> Iterator[Difference]:
-    if ours.text.strip() != theirs.text.strip():
+def _compare_turn(
+    written: TranscriptTurn, recorded: TranscriptTurn, a: int, b: int, fills_in: bool
+) -> Iterator[Difference]:
+    if written.text.strip() != recorded.text.strip():
         yield Difference(
-            "text", a, b, f"transcript {_shorten(ours.text.strip())}, trace {_shorten(theirs.text.strip())}"
+            "text", a, b, f"transcript {_shorten(written.text.strip())}, trace {_shorten(recorded.text.strip())}"
         )
-    if ours.reasoning.strip() and ours.reasoning.strip() != theirs.reasoning.strip():
+    if written.reasoning.strip() and written.reasoning.strip() != recorded.reasoning.strip():
         yield Difference(
             "reasoning",
             a,
             b,
-            f"transcript {_shorten(ours.reasoning.strip())}, trace {_shorten(theirs.reasoning.strip())}",
+            f"transcript {_shorten(written.reasoning.strip())}, trace {_shorten(recorded.reasoning.strip())}",
         )
-    rest = list(theirs.calls)
-    for call in ours.calls:
-        twin = next((other for other in rest if _same_call(call, other, fills_in)), None)
-        if twin is None:
+    unmatched = list(recorded.calls)
+    for call in written.calls:
+        match = next((other for other in unmatched if _same_call(call, other, fills_in)), None)
+        if match is None:
             yield Difference("calls", a, b, f"the trace has no call {call.name} {_shorten(json.dumps(call.arguments))}")
         else:
-            rest.remove(twin)
-    for call in rest:
+            unmatched.remove(match)
+    for call in unmatched:
         yield Difference(
             "calls", a, b, f"the transcript has no call {call.name} {_shorten(json.dumps(call.arguments))}"
         )
 
 
-def _same_call(ours: TranscriptCall, theirs: TranscriptCall, fills_in: bool) -> bool:
-    if ours.name != theirs.name:
+def _same_call(written: TranscriptCall, recorded: TranscriptCall, fills_in: bool) -> bool:
+    if written.name != recorded.name:
         return False
-    if fills_in and isinstance(ours.arguments, dict) and isinstance(theirs.arguments, dict):
-        return all(name in ours.arguments and ours.arguments[name] == value for name, value in theirs.arguments.items())
-    return bool(ours.arguments == theirs.arguments)
+    if fills_in and isinstance(written.arguments, dict) and isinstance(recorded.arguments, dict):
+        return all(
+            name in written.arguments and written.arguments[name] == value for name, value in recorded.arguments.items()
+        )
+    return bool(written.arguments == recorded.arguments)
 
 
 def _summarize(turn: TranscriptTurn) -> str:

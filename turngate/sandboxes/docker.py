@@ -169,8 +169,8 @@ class DockerSandbox(PosixSandbox):
         self._jobs.add(new)
         return new
 
-    async def _run(self, *command: Any, **how: Any) -> ExecResult:
-        result = await super()._run(*command, **how)
+    async def _run(self, *args: Any, **kwargs: Any) -> ExecResult:
+        result = await super()._run(*args, **kwargs)
         if self.gone and not result.timed_out:  # the command did not run to its end
             raise await self._explain_end()
         return result

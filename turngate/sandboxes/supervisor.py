@@ -394,9 +394,10 @@ def _list_entries(folder: int) -> list[tuple[str, bool]]:
         return []
 
 
-def _try_call(call: Callable[..., object], *words: Any, **where: Any) -> int:
+def _try_call(call: Callable[..., object], *args: Any, **kwargs: Any) -> int:
+    """Call a function. Return 1 on success, or 0 if it raises `OSError`."""
     try:
-        call(*words, **where)
+        call(*args, **kwargs)
     except OSError:
         return 0
     return 1
