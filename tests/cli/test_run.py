@@ -84,8 +84,8 @@ def sessions(data: Path) -> list[tuple[str, str]]:
     [
         ([], "pass exactly one of --task PATH and --prompt TEXT"),
         (["--task", "x", "--prompt", "y"], "pass exactly one of --task PATH and --prompt TEXT"),
-        (["--task", "/no/such/task"], "task: /no/such/task does not exist; give a folder with an instruction.md"),
-        (["--prompt", " "], "task: prompt is empty; write what the agent should do"),
+        (["--task", "/no/such/task"], "task: /no/such/task does not exist; specify a folder with an instruction.md"),
+        (["--prompt", " "], "task: prompt is empty; describe what the agent should do"),
         (["--prompt", "x", "--network", "some"], "network must be none or open, not 'some'"),
         (
             ["--prompt", "x", "--sandbox", "vm"],

@@ -107,8 +107,8 @@ def test_a_held_out_set_that_is_not_that_of_the_run_is_told(words: list[str | Pa
     [
         (["--every", "0"], "every must be at least 1, not 0"),
         (["--held-out-n", "0"], "held_out_n must be at least 1, not 0"),
-        (["--held-out", "nope"], "held_out: nope does not exist; give a task folder"),
-        (["--tasks", "nope"], "tasks: nope does not exist; give a task folder"),
+        (["--held-out", "nope"], "held_out: nope does not exist; specify a task folder"),
+        (["--tasks", "nope"], "tasks: nope does not exist; specify a task folder"),
     ],
 )
 def test_an_option_that_makes_no_sense_is_named(words: list[str | Path], given: list[str], expected: str) -> None:

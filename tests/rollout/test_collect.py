@@ -221,7 +221,7 @@ async def test_a_working_folder_that_takes_too_long_is_left_out_and_named(
 async def test_a_working_folder_that_is_gone(stage: Stage) -> None:
     outcome = await stage.run('import shutil; shutil.rmtree(os.getcwd()); print("done")')
     assert (outcome.status, outcome.collected.stdout) == ("finished", "done\n")
-    assert outcome.collected.missing == ("work: the working folder itself: it no longer exists",)
+    assert outcome.collected.missing == ("work: the working folder itself, which no longer exists",)
 
 
 async def test_a_home_that_is_gone(stage: Stage) -> None:

@@ -72,7 +72,7 @@ def test_a_row_brings_no_image_that_the_settings_do_not_take(tmp_path: Path) -> 
         build_task(asked, ServiceConfig(), tmp_path)
     task = build_task(asked, ServiceConfig(images=("own/*",)), tmp_path)
     assert (task.id, task.image) == ("own__thing-1", "own/thing:1")
-    with pytest.raises(Exception, match="FAIL_TO_PASS: is missing") as raised:
+    with pytest.raises(Exception, match="FAIL_TO_PASS is missing") as raised:
         rest = {name: value for name, value in ROW.items() if name != "FAIL_TO_PASS"}
         build_task(SweRolloutRequest(task=rest, model_key="m"), ServiceConfig(), tmp_path)
     assert raised.value.param == "task.FAIL_TO_PASS"  # type: ignore[attr-defined]

@@ -152,4 +152,4 @@ async def test_without_a_solution_the_grader_is_tried_all_the_same(tmp_path: Pat
     dies = msgspec.structs.replace(script(tmp_path / "dies", "kill -9 $$", "true"), solution=None)
     proofs = [await prove_task(task, ground) for task in (good, lax, dies)]
     assert [proof.verdict for proof in proofs] == ["valid", "not proven", "not proven"]
-    assert proofs[0].message.startswith("no change scores 0; there is no solution")
+    assert proofs[0].message.startswith("no change scores 0; the task has no solution")

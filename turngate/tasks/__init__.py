@@ -1,4 +1,4 @@
-"""Tasks: what is asked of an agent, and how the outcome is graded."""
+"""Tasks: the instructions for an agent, and how the outcome is graded."""
 
 from turngate.tasks.loaders.harbor import load_task
 from turngate.tasks.loaders.load import read_tasks

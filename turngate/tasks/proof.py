@@ -1,6 +1,6 @@
-"""Prove that a task measures what it asks for: its reference solution scores 1, and doing nothing scores 0.
+"""Proof that a task measures what it asks for: its reference solution scores 1, and doing nothing scores 0.
 
-The solution is applied in a sandbox of its own, as if an agent had done it, and the resulting work is graded like any other.
+The solution is applied in a separate sandbox, as if an agent had done it, and the resulting work is graded like any other.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from turngate.tasks.grading.work import collect_work, needs_git
 from turngate.tasks.task import Solution, Task
 
 Verdict = Literal["proven", "valid", "not proven", "infrastructure fault"]
-SOLUTION = "/solution"  # as in Harbor
-SOLVE_S = 1800.0  # unless the task has a time limit for agents
-_TAIL = 600  # characters of a solution's output
+SOLUTION = "/solution"  # same path as in Harbor
+SOLVE_S = 1800.0  # seconds; used if the task sets no time limit for agents
+_TAIL = 600  # characters of a failed solution's output to report
 # The patch is read from standard input. Outside a repository, `git apply` works on the plain folder.
 _APPLY_PATCH = """
 if command -v git >/dev/null 2>&1; then exec git apply --whitespace=nowarn -; fi
@@ -38,14 +38,14 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 
     task: str
     verdict: Verdict
-    message: str = ""  # what is wrong
+    message: str = ""  # why the task is not proven
     solved: Grade | None = None
     untouched: Grade | None = None
     seconds: float = 0.0
 
 
 async def prove_task(task: Task, environment: GradingEnvironment) -> Proof:
-    """Grade the untouched task and the solved one, each in fresh sandboxes. Raises only on cancellation."""
+    """Grade the untouched task and the solved one, each in fresh sandboxes. Raise only on cancellation."""
     started = time.monotonic()
     proof = await _prove(task, environment)
     return msgspec.structs.replace(proof, seconds=time.monotonic() - started)
@@ -81,16 +81,16 @@ async def _prove(task: Task, environment: GradingEnvironment) -> Proof:
 
 
 def _prove_without_solution(task: Task, untouched: Grade) -> Proof:
-    """Without a solution, check only that the grader works and does not give the reward away."""
+    """Check only that the grader works and does not give the untouched task the full reward."""
     if untouched.kind != "graded" or untouched.reward == 1.0:
         mismatch = _explain_mismatch(untouched, 0.0, "no change")
         return Proof(task=task.id, verdict=_verdict(untouched), message=mismatch, untouched=untouched)
-    message = f"no change scores {untouched.reward:g}; there is no solution, so nothing more can be proven"
+    message = f"no change scores {untouched.reward:g}; the task has no solution, so nothing more can be proven"
     return Proof(task=task.id, verdict="valid", message=message, untouched=untouched)
 
 
 def _with_own_log(environment: GradingEnvironment, name: str) -> GradingEnvironment:
-    """Give each of the two gradings a log of its own."""
+    """Return the environment with a separate log for this grading."""
     if environment.log is None:
         return environment
     return msgspec.structs.replace(
@@ -99,9 +99,9 @@ def _with_own_log(environment: GradingEnvironment, name: str) -> GradingEnvironm
 
 
 def _explain_mismatch(grade: Grade, expected: float, what: str) -> str:
-    """Return how a grade differs from the expected reward, or ""."""
+    """Explain how a grade differs from the expected reward. Return an empty string if it does not."""
     if grade.kind != "graded" or grade.reward is None:
-        return f"{what}: {grade.kind}: {grade.message or 'there is no reward'}"
+        return f"{what}: {grade.kind}: {grade.message or 'the grader returned no reward'}"
     if not math.isclose(grade.reward, expected, abs_tol=1e-9):
         cases = [f"{name} {outcome}" for name, outcome in grade.cases.items() if outcome != "passed"]
         parts = [f"{part.name} {part.reward}" for part in grade.parts if part.reward != expected]
@@ -122,7 +122,7 @@ async def _solve(task: Task, solution: Solution, environment: GradingEnvironment
     spec = staging.build_sandbox_spec(
         task, environment.backend, image=environment.image, resources=environment.resources
     )
-    has_own_root = environment.backend.relocates  # otherwise / is the host's
+    has_own_root = environment.backend.relocates  # otherwise / is the host's root
     if has_own_root:
         spec = msgspec.structs.replace(spec, folders=(*spec.folders, SOLUTION))
     sandbox = await environment.backend.create(spec)
@@ -137,7 +137,7 @@ async def _solve(task: Task, solution: Solution, environment: GradingEnvironment
 
 
 async def _apply(sandbox: Sandbox, solution: Solution, where: str, limit_s: float) -> None:
-    """Apply a solution. Its files are copied to the folder `where`."""
+    """Apply a solution. If it has files, copy them to the folder `where` first."""
     if solution.files is None:
         done = await sandbox.exec(["sh", "-c", _APPLY_PATCH], stdin=solution.patch.encode(), timeout_s=limit_s)
         _check_success(done, "the reference patch does not apply")
@@ -150,6 +150,6 @@ async def _apply(sandbox: Sandbox, solution: Solution, where: str, limit_s: floa
 
 def _check_success(done: ExecResult, failure: str) -> None:
     if done.timed_out or done.exit_code:
-        how = "it took too long" if done.timed_out else f"exit code {done.exit_code}"
+        reason = "it took too long" if done.timed_out else f"exit code {done.exit_code}"
         output = (done.stderr or done.stdout).decode("utf-8", "replace").strip()[-_TAIL:]
-        raise TaskError(f"{failure} ({how}): {output or 'it printed nothing'}", param="solution")
+        raise TaskError(f"{failure} ({reason}): {output or 'it printed nothing'}", param="solution")

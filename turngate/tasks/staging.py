@@ -1,4 +1,4 @@
-"""Lay a task out in a sandbox, in the same way for the agent and for the grader of its work."""
+"""Set up a task in a sandbox, in the same way for the agent and for the grader."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ IMAGELESS = ("local", "bubblewrap")  # sandboxes that use this machine's own fil
 def build_sandbox_spec(
     task: Task, backend: Backend, *, image: str = "", resources: Resources = Resources()
 ) -> SandboxSpec:
-    """Describe the sandbox that a task needs. A given image or limit takes precedence over the task's own."""
-    if task.files is None and not image:  # then the agent's files are in the image
+    """Describe the sandbox that a task needs. `image` and `resources` take precedence over the task's own settings."""
+    if task.files is None and not image:  # the agent's files are in the image
         if task.dockerfile is not None and backend.name != "docker":
             raise TaskError(
-                f"task: {task.id} needs its own image (environment/Dockerfile); use --sandbox docker, or give a built one with --image",
+                f"task: {task.id} needs its own image (environment/Dockerfile); use --sandbox docker, or pass a built image with --image",
                 param="sandbox",
             )
         if task.image and backend.name in IMAGELESS:
             raise TaskError(
-                f"task: {task.id} needs the image {task.image}, and a {backend.name} sandbox has no images; use --sandbox docker",
+                f"task: {task.id} needs the image {task.image}, but a {backend.name} sandbox has no images; use --sandbox docker",
                 param="sandbox",
             )
     chosen = image or task.image
@@ -43,15 +43,15 @@ async def upload_files(sandbox: Sandbox, task: Task) -> None:
 
 
 async def run_setup(sandbox: Sandbox, task: Task) -> None:
-    """Run the task's setup script. If it fails, the task is at fault."""
+    """Run the task's setup script. Raise TaskError if it fails."""
     if not task.setup:
         return
     result = await sandbox.exec(["sh", "-e", "-c", task.setup], timeout_s=task.setup_timeout_s)
     if result.timed_out or result.exit_code:
-        how = (
+        failure = (
             f"took longer than {task.setup_timeout_s:g} s"
             if result.timed_out
             else f"failed with exit code {result.exit_code}"
         )
         output = (result.stderr or result.stdout).decode("utf-8", "replace").strip()[-500:]
-        raise TaskError(f"setup.sh {how}: {output or 'it printed nothing'}", param="setup.sh")
+        raise TaskError(f"setup.sh {failure}: {output or 'it printed nothing'}", param="setup.sh")

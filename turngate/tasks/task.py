@@ -1,6 +1,6 @@
 """The parts of a task: the instruction, the files and setup that the agent starts with, and the grader of the outcome.
 
-A task is data. The modules in `loaders/` build tasks, `staging.py` lays one out in a sandbox, and `grading/` grades the outcome. Graders
+A task is data. The modules in `loaders/` build tasks, `staging.py` sets one up in a sandbox, and `grading/` grades the outcome. Graders
 and solutions never enter the agent's sandbox.
 """
 
@@ -25,12 +25,12 @@ class Script(msgspec.Struct, frozen=True, kw_only=True, tag="script"):
 
     files: Path | None = None
     command: tuple[str, ...] = ("bash", "/tests/test.sh")
-    # A command that runs the agent's work in a sandbox of its own; `command` then sees only what it left.
+    # A command that runs the agent's work in a separate sandbox. `command` then sees only its output.
     probe: tuple[str, ...] = ()
     decides: Literal["reward file", "exit code"] = "reward file"
-    timeout_s: float = 900.0  # for the probe and for the command, each
+    timeout_s: float = 900.0  # applies to the probe and to the command separately
     env: Mapping[str, str] = {}
-    git: bool = False  # the agent's .git is part of its work, for tasks about git itself
+    git: bool = False  # include the agent's .git in its work, for tasks about git itself
 
 
 class Function(msgspec.Struct, frozen=True, kw_only=True, tag="function"):
@@ -41,7 +41,7 @@ class Function(msgspec.Struct, frozen=True, kw_only=True, tag="function"):
 
 
 class Swe(msgspec.Struct, frozen=True, kw_only=True, tag="swe"):
-    """A repository's tests that grade the work: the failing ones must pass, and the passing ones must still pass."""
+    """A repository's tests that grade the work: the failing tests must pass, and the passing ones must still pass."""
 
     repo: str
     base_commit: str
@@ -49,9 +49,9 @@ class Swe(msgspec.Struct, frozen=True, kw_only=True, tag="swe"):
     fail_to_pass: tuple[str, ...]
     pass_to_pass: tuple[str, ...]
     test_cmd: str  # a shell command, run in the repository
-    parser: str = "pytest"  # a name of `grading/logs.py`
+    parser: str = "pytest"  # name of a parser in `grading/logs.py`
     install: str = ""  # a shell command to run again after the work is copied in
-    before: str = ""  # a shell prelude of both commands, which activates the right environment
+    before: str = ""  # shell code that runs before both commands, to activate the right environment
     reward: Literal["resolved", "fraction"] = "resolved"
     timeout_s: float = 1800.0
 
@@ -65,7 +65,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rubric(msgspec.Struct, frozen=True, kw_only=True, tag="rubric"):
-    """Several weighted graders. The reward is their weighted mean; if one of them gives none, there is none."""
+    """Several weighted graders. The reward is the weighted mean of theirs. If one of them gives no reward, the rubric gives none."""
 
     parts: tuple[Part, ...]
 
@@ -90,17 +90,17 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     setup: str = ""  # a shell script
     setup_timeout_s: float = 900.0
     image: str = ""
-    dockerfile: Path | None = None  # the folder that holds it
-    workdir: str = ""  # the agent's working folder in the image; empty: the sandbox's default
+    dockerfile: Path | None = None  # the folder that contains the Dockerfile
+    workdir: str = ""  # the agent's working folder in the image; empty means the sandbox's default
     cpus: float | None = None
     memory_mb: int | None = None
-    timeout_s: float | None = None  # for the agent
+    timeout_s: float | None = None  # time limit for the agent
     grader: Grader | None = None
     solution: Solution | None = None
-    tools: tuple[HostTool, ...] = ()  # that the agent may call through the gateway
+    tools: tuple[HostTool, ...] = ()  # tools that the agent may call through the gateway
     env: Mapping[str, str] = {}  # for every command in the sandbox
     metadata: Mapping[str, Json] = {}
-    source: str = ""  # where it was loaded from, for messages: a folder, or a file and row
+    source: str = ""  # origin shown in messages: a folder, or a file and row
 
 
 def task_from_prompt(instruction: str) -> Task:
@@ -110,18 +110,18 @@ def task_from_prompt(instruction: str) -> Task:
 
 def check_instruction(instruction: str, where: str) -> str:
     if not instruction.strip():
-        raise TaskError(f"task: {where} is empty; write what the agent should do", param="task")
+        raise TaskError(f"task: {where} is empty; describe what the agent should do", param="task")
     if len(instruction) > MAX_INSTRUCTION:
         raise TaskError(
             f"task: {where} has {len(instruction)} characters, but at most {MAX_INSTRUCTION} are allowed", param="task"
         )
     if "\0" in instruction:
         raise TaskError(
-            f"task: {where} contains a NUL character, which no command line can carry; remove it", param="task"
+            f"task: {where} contains a NUL character, which cannot be passed on a command line; remove it", param="task"
         )
     return instruction
 
 
 def to_task_id(name: str) -> str:
-    """Turn any name into a task id: letters, digits and a few signs, so that it can be a folder and a label."""
+    """Turn any name into a task id of letters, digits, `_`, `.` and `-`, so that it can be used as a folder name and a label."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.") or "task"

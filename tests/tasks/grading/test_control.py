@@ -33,9 +33,9 @@ REWARD = 'echo "$reward" > "$TURNGATE_LOGS/verifier/reward.txt"\n'
     [
         ("exit 0", "wrote neither reward.txt"),
         ("kill -9 $$", "killed by signal 9"),
-        ("sleep 60", "took longer than its 2 s"),
+        ("sleep 60", "took longer than its limit of 2 s"),
         ("reward=much\n" + REWARD, "is not a number"),
-        ("mkdir $TURNGATE_LOGS/verifier/reward.txt", "not a plain file"),
+        ("mkdir $TURNGATE_LOGS/verifier/reward.txt", "not a regular file"),
     ],
 )
 async def test_a_grader_that_never_decides_is_an_invalid_task(
@@ -222,7 +222,7 @@ async def test_what_is_wrong_with_a_task_is_said(walled: GradingEnvironment, tmp
     assert (found.kind, found.reward) == ("invalid task", None) and "no such thing" in found.message
     shutil.rmtree(tmp_path / "task" / "tests")
     found = await kit.graded(task, None, walled)
-    assert found.kind == "invalid task" and "there is no folder" in found.message
+    assert found.kind == "invalid task" and "does not exist" in found.message
 
 
 async def test_the_agent_s_own_git_travels_where_the_task_is_about_git(

@@ -78,8 +78,8 @@ async def test_what_the_agent_answered_can_decide(walled: GradingEnvironment, tm
         ("fails", "ValueError: no such thing"),
         ("nothing", "neither a finite number"),
         ("endless", "neither a finite number"),
-        ("sleeps", "took longer than its 1 s"),
-        ("sleeps_too", "took longer than its 1 s"),
+        ("sleeps", "took longer than its limit of 1 s"),
+        ("sleeps_too", "took longer than its limit of 1 s"),
         ("missing", "cannot be loaded"),
     ],
 )

@@ -144,7 +144,7 @@ async def test_patches_with_binary_hunks_line_ends_and_no_git(walled: GradingEnv
         ({"test_patch": kit.TEST_PATCH.replace("b/tests/test_more", "b/../out")}, "not a path in a repository"),
         ({"test_cmd": "no-such-runner tests"}, "exit code 127"),
         ({"test_cmd": "kill -9 $PPID $$"}, "the test run was cut short"),
-        ({"pass_to_pass": ("tests/test_prices.py::test_no_such",)}, "none of the PASS_TO_PASS tests passes"),
+        ({"pass_to_pass": ("tests/test_prices.py::test_no_such",)}, "none of the PASS_TO_PASS tests passed"),
         ({"fail_to_pass": (), "pass_to_pass": ()}, "name at least one test"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Grading: what the host decides about an agent's work. `grade` is the only way to a reward."""
+"""Grading of an agent's work by the host. `grade` is the only source of rewards."""

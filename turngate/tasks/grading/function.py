@@ -1,11 +1,11 @@
-"""Grade with a Python function on the host. The function is the task's own code and trusted; the work that it sees is not.
+"""Grading with a Python function on the host. The function is part of the task and is trusted; the work that it grades is not.
 
     def grade(subject):                          # or async def
         text = (subject.folder / "answer.txt").read_text()
         return 1.0 if text.strip() == "42" else 0.0
 
-It gets a `Subject`: the work as files on the host, the agent's host tool calls, and `exec`, which runs a command in a fresh sandbox with
-the work copied in. It returns a number or a `Grade`. If it raises, there is no reward.
+It receives a `Subject`: the work as files on the host, the agent's host tool calls, and `exec`, which runs a command in a fresh sandbox
+with the work copied in. It returns a number or a `Grade`. If it raises an exception, there is no reward.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from turngate.tasks.task import Function, Task
 
 
 class Subject:
-    """What a grading function looks at. Nothing in it can be changed for another grader."""
+    """The work as a grading function sees it. Its attributes are read-only, so that a function cannot change them for other graders."""
 
     def __init__(self, task: Task, work: Work, owner: _SubjectSandbox) -> None:
         self._task, self._work, self._sandbox_owner = task, work, owner
@@ -42,12 +42,12 @@ class Subject:
 
     @property
     def folder(self) -> Path:
-        """The agent's working folder as it was left; no link in it leads outside. For the untouched task, the initial working folder."""
+        """The agent's final working folder, or the initial one for the untouched task. None of its links point outside."""
         return self._work.folder
 
     @property
     def answers(self) -> tuple[Mapping[str, object], ...]:
-        """The host tool calls in their order: {"tool": …, "arguments": …}."""
+        """The agent's host tool calls in order: {"tool": …, "arguments": …}."""
         return self._work.answers
 
     async def exec(
@@ -58,7 +58,7 @@ class Subject:
         stdin: bytes = b"",
         timeout_s: float = 60.0,
     ) -> ExecResult:
-        """Run a command in a fresh sandbox with the work copied in; the same one for all calls. Processes left running are killed."""
+        """Run a command in a fresh sandbox with the work copied in. All calls use the same sandbox. Processes left running are killed."""
         return await self._sandbox_owner.exec(command, env, stdin, timeout_s)
 
     def run(
@@ -69,13 +69,13 @@ class Subject:
         stdin: bytes = b"",
         timeout_s: float = 60.0,
     ) -> ExecResult:
-        """Like `exec`, for a function that is not async."""
-        called = self._sandbox_owner.exec(command, env, stdin, timeout_s)
-        return asyncio.run_coroutine_threadsafe(called, self._sandbox_owner.loop).result()
+        """Do the same as `exec`, for a function that is not async."""
+        coroutine = self._sandbox_owner.exec(command, env, stdin, timeout_s)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._sandbox_owner.loop).result()
 
 
 class _SubjectSandbox:
-    """The sandbox of a subject, created on first use. A fault in it is kept, so that no function can turn it into a reward."""
+    """The sandbox of a subject, created on first use. It records a fault, so that a function cannot turn it into a reward."""
 
     def __init__(
         self, task: Task, work: Work | None, environment: GradingEnvironment, life_s: float, log: GraderLog
@@ -125,7 +125,7 @@ async def run_grader(
             async with asyncio.timeout(grader.timeout_s):
                 value = await _call_function(function, subject)
         except TimeoutError:
-            raise _fault_or_undecided(owner, f"{grader.name} took longer than its {grader.timeout_s:g} s") from None
+            raise _fault_or_undecided(owner, f"{grader.name} took longer than its limit of {grader.timeout_s:g} s") from None
         except asyncio.CancelledError:
             raise
         except Exception as error:  # the task's own code may raise anything
@@ -148,14 +148,14 @@ async def _open_subject(
     owner = _SubjectSandbox(task, work, environment, life_s, log)
     async with grading_sandbox.scratch_folder() as folder:
         try:
-            found = work or await collect_work(await owner.sandbox(), folder / "work", git=needs_git(task))
-            yield Subject(task, found, owner), owner
+            graded_work = work or await collect_work(await owner.sandbox(), folder / "work", git=needs_git(task))
+            yield Subject(task, graded_work, owner), owner
         finally:
             await owner.close()
 
 
 async def _call_function(function: Callable[[Subject], Any], subject: Subject) -> object:
-    """Call an async function here, and another one in a thread of its own, which is abandoned on a timeout: no thread can be killed."""
+    """Call an async function directly and any other in a separate thread, which is abandoned on a timeout because it cannot be killed."""
     if inspect.iscoroutinefunction(function):
         return await function(subject)
     loop = asyncio.get_running_loop()
@@ -170,9 +170,9 @@ async def _call_function(function: Callable[[Subject], Any], subject: Subject) -
         failed: Exception | None = None
         try:
             value = function(subject)
-        except StopIteration as error:  # a future cannot hold it
+        except StopIteration as error:  # a future does not accept it
             failed = RuntimeError(f"StopIteration: {error}")
-        except Exception as error:  # passed on
+        except Exception as error:  # raised in the event loop
             failed = error
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, value, failed)
@@ -182,7 +182,7 @@ async def _call_function(function: Callable[[Subject], Any], subject: Subject) -
 
 
 def find_function_file(task: Task, name: str) -> Path | None:
-    """Return the file of a function that is named by its file, or None."""
+    """Return the file of a function named as `file.py:function`, or None for `module:function`."""
     location, _, _ = name.rpartition(":")
     if not location.endswith(".py"):
         return None
@@ -204,12 +204,12 @@ def _load_function(task: Task, name: str) -> Callable[[Subject], Any]:
             function = vars(function)[part]
     except Exception as error:  # the task's own code
         raise TaskError(
-            f"task: {task.id}: grader: {name} cannot be loaded: {type(error).__name__}: {error}; "
-            "give module:function or file.py:function",
+            f"task: {task.id}: the grader {name} cannot be loaded ({type(error).__name__}: {error}); "
+            "specify module:function or file.py:function",
             param="grader",
         ) from error
     if not callable(function):
-        raise TaskError(f"task: {task.id}: grader: {name} is not a function", param="grader")
+        raise TaskError(f"task: {task.id}: the grader {name} is not a function", param="grader")
     return function
 
 

@@ -1,13 +1,13 @@
-"""`grade` is the only way to a reward: it grades one agent's work on one task in a fresh sandbox.
+"""Grading of one agent's work on one task, in a fresh sandbox. `grade` is the only source of rewards.
 
-    a grader decides                              → graded
-    it does not (dies, hangs, prints no reward)   → the control: the same grader on the untouched task, once per task and process
-        the control gives a grade                 → the work broke the grader: graded 0.0, and the message says how
-        the control does not either               → invalid task
-    a sandbox, a disk or Turngate itself fails    → infrastructure fault, to be retried; never a reward
+    the grader returns a reward                 → graded
+    it crashes, hangs or returns no reward      → run the control: the same grader on the untouched task, once per task and process
+        the control returns a reward            → the work broke the grader: graded 0.0, with the reason in the message
+        the control returns no reward either    → invalid task
+    a sandbox, a disk or Turngate itself fails  → infrastructure fault: retried, and never given a reward
 
-If the sandbox ends by itself under a work (its processes can do that), or its output cannot be read, grading is tried once more before the
-work is blamed.
+If the sandbox stops while the work is in it (the work's processes can cause that), or its output cannot be read, grading is retried once
+before the work is considered at fault.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SingleGrader = Script | Function | Swe
 
 
 async def grade(task: Task, work: Work | None, environment: GradingEnvironment) -> Grade:
-    """Grade a work, or the untouched task if it is None. Raises only `CancelledError`."""
+    """Grade a work, or the untouched task if `work` is None. Raise only `CancelledError`."""
     started = time.monotonic()
     log = GraderLog()
     result = await _grade_work(task, work, environment, log)
@@ -76,20 +76,20 @@ async def _grade_work(task: Task, work: Work | None, environment: GradingEnviron
 async def _grade_with(
     task: Task, grader: SingleGrader, work: Work | None, environment: GradingEnvironment, log: GraderLog
 ) -> Grade:
-    """Grade with one grader. If it gives no reward, its control says whose fault that is."""
+    """Grade with one grader. If it returns no reward, run the control to find out whether the task or the work is at fault."""
     control = partial(_run_control, task, grader, environment)
     try:
         return (await _run_with_retry(task, grader, work, environment, log)).grade
     except Undecided as reason:
         if work is None:
-            return Grade(kind="invalid task", message=f"the grader gives no reward for the untouched task: {reason}")
+            return Grade(kind="invalid task", message=f"the grader returns no reward for the untouched task: {reason}")
         try:
             await control()
         except Undecided as control_reason:
-            return Grade(kind="invalid task", message=f"{reason}; and for the untouched task: {control_reason}")
+            return Grade(kind="invalid task", message=f"{reason}; the grader also failed on the untouched task: {control_reason}")
         except Exception as error:  # every failure becomes a grade
             return _grade_failure(error)
-        broken = f"{reason}. The same grader grades the untouched task, so the work broke it"
+        broken = f"{reason}. The same grader succeeds on the untouched task, so the work broke it"
         return Grade(kind="graded", reward=0.0, resolved=False if isinstance(grader, Swe) else None, message=broken)
     except Exception as error:  # every failure becomes a grade
         return _grade_failure(error)
@@ -103,7 +103,7 @@ async def _run_with_retry(
     try:
         return await _run_on_work(task, grader, work, environment, log)
     except (SandboxGone, OutputUnreadable) as error:
-        log.add(f"{_describe_loss(error)}; trying once more in another sandbox", b"")
+        log.add(f"{_describe_loss(error)}; trying once more in a new sandbox", b"")
     try:
         return await _run_on_work(task, grader, work, environment, log)
     except (SandboxGone, OutputUnreadable) as error:
@@ -113,13 +113,13 @@ async def _run_with_retry(
 def _describe_loss(error: SandboxError) -> str:
     if isinstance(error, OutputUnreadable):
         return f"the output that the work left in the grader's sandbox cannot be read ({error.message})"
-    return f"processes in the grader's sandbox ended it ({error.message})"
+    return f"processes in the grader's sandbox stopped it ({error.message})"
 
 
 async def _run_on_work(
     task: Task, grader: SingleGrader, work: Work, environment: GradingEnvironment, log: GraderLog
 ) -> GraderResult:
-    """Run a grader on a work. For an unexpected error, the control says whether it also happens without the work."""
+    """Run a grader on a work. Turn an unexpected error into `Undecided`, so that the control checks if it also happens without the work."""
     try:
         return await _run_grader(task, grader, work, environment, log)
     except (Undecided, TurngateError, OSError):
@@ -158,7 +158,7 @@ _control_locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakVal
 
 
 async def _run_control(task: Task, grader: SingleGrader, environment: GradingEnvironment) -> GraderResult:
-    """Run the same grader on the untouched task. Its decision is cached; a sandbox fault is not."""
+    """Run the same grader on the untouched task. Cache its decision, but not a sandbox fault."""
     files = await asyncio.to_thread(_fingerprint_files, task, grader)
     identity = repr((task, grader, files, environment.backend.name, environment.image, environment.resources))
     key = hashlib.sha256(identity.encode("utf-8", "backslashreplace")).hexdigest()
@@ -176,11 +176,11 @@ async def _run_control(task: Task, grader: SingleGrader, environment: GradingEnv
 
 
 def _fingerprint_files(task: Task, grader: SingleGrader) -> list[tuple[str, int, int]]:
-    """Fingerprint the files of a task cheaply, by size and time: a task may be edited while we run."""
+    """Fingerprint a task's files by size and modification time, which is cheap. A task may be edited during a run."""
     paths = [task.files, task.dockerfile, grader.files if isinstance(grader, Script) else None]
     if isinstance(grader, Function) and (file := function.find_function_file(task, grader.name)) is not None:
         paths.append(file)
-    found = []
+    fingerprints = []
     for root in paths:
         if root is None:
             continue
@@ -188,5 +188,5 @@ def _fingerprint_files(task: Task, grader: SingleGrader) -> list[tuple[str, int,
         for path in (root, *sorted(below)):
             with suppress(OSError):
                 status = path.lstat()
-                found.append((str(path), status.st_size, status.st_mtime_ns))
-    return found
+                fingerprints.append((str(path), status.st_size, status.st_mtime_ns))
+    return fingerprints

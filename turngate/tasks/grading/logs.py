@@ -1,14 +1,14 @@
-"""Parse the output of test runners: a parser's name and a log in, the outcome of every test out.
+"""Parsers for the output of test runners. Each returns the outcome of every test in a log.
 
-| name | reads |
+| name | parser |
 |---|---|
-| `pytest` | pytest's short summary (`-rA`) and its progress lines (`-v`, also of xdist); our own parser |
-| `unittest` | `python -m unittest -v`; our own parser |
-| `swebench:<owner/repo>` | what the `swebench` package's parser for that repository reads (extra `swe`) |
-| `swebench:<parser>`, `rebench:<parser>` | the `swebench` parser of that name, as in rows: `parse_log_pytest` … |
+| `pytest` | our own, for pytest's short summary (`-rA`) and its progress lines (`-v`, with or without xdist) |
+| `unittest` | our own, for `python -m unittest -v` |
+| `swebench:<owner/repo>` | the `swebench` package's parser for that repository (extra `swe`) |
+| `swebench:<parser>`, `rebench:<parser>` | the `swebench` parser with that name, as used in rows: `parse_log_pytest` … |
 
-The agent's code writes to a log as much as the test runner does. So every parser here takes linear time, and those of `swebench`, which do
-not, run in a process of their own with a time limit.
+The agent's code can write to a log just like the test runner. Our own parsers therefore take linear time. Those of `swebench` do not, so
+they run in a separate process with a time limit.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from turngate.errors import ConfigError, TaskError
 from turngate.tasks.grading.result import Undecided
 from turngate.tasks.grading.types import CaseOutcome
 
-FOREIGN_TIMEOUT_S = 60.0  # for a `swebench` parser
-MAX_LINE = 8192  # characters of a result line
+FOREIGN_TIMEOUT_S = 60.0  # time limit for a `swebench` parser
+MAX_LINE = 8192  # characters; longer lines are never results
 FOREIGN_KINDS = ("swebench", "rebench")
 
-# The outcomes of pytest, unittest and `swebench`. As in `swebench`, an unexpected pass (XPASS) is not one: its test counts as missing.
+# The outcomes of pytest, unittest and `swebench`. As in `swebench`, an unexpected pass (XPASS) is ignored: its test counts as missing.
 _CASES: dict[str, CaseOutcome] = {
     "PASSED": "passed",
     "XFAIL": "passed",
@@ -43,9 +43,9 @@ _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]{0,200}(?:\x07|\x1b
 
 
 def parse_log(name: str, log: str) -> dict[str, CaseOutcome]:
-    """Return the outcome of every test in a log. Blocks for up to a minute, so never call it in an event loop.
+    """Return the outcome of every test in a log. This may block for a minute, so never call it in an event loop.
 
-    Raises `Undecided` if the parser cannot read this log, and `TaskError` if there is no such parser.
+    Raise `Undecided` if the parser cannot read this log, and `TaskError` if the parser does not exist.
     """
     if name in _OWN_PARSERS:
         return _OWN_PARSERS[name](_clean_lines(log))
@@ -55,7 +55,7 @@ def parse_log(name: str, log: str) -> dict[str, CaseOutcome]:
 
 
 def has_parser(name: str) -> bool:
-    """Tell whether there is such a parser. Raises if `swebench` is needed to tell, and not installed."""
+    """Return whether a parser exists. Raise `ConfigError` if only `swebench` can tell and it is not installed."""
     if name in _OWN_PARSERS:
         return True
     kind, _, rest = name.partition(":")
@@ -69,27 +69,27 @@ def has_parser(name: str) -> bool:
 
 _HEADER = re.compile(r"=+ (.{1,200}?) =+")
 _START, _SUMMARY = "test session starts", "short test summary info"
-# "=== 1 failed, 2 passed in 0.50s (0:00:00) ===", bare with -q, and of old "in 0.50 seconds"
+# "=== 1 failed, 2 passed in 0.50s (0:00:00) ===", without "=" with -q, and "in 0.50 seconds" in old versions
 _END = re.compile(
     r"(?:=+ )?(?:no tests ran|\d+ [a-z]+)\b[^=]{0,200} in \d+(?:\.\d+)?(?:s| seconds)(?: \([^)]{1,40}\))?(?: =+)?"
 )
 _RESULT = re.compile(r"(PASSED|FAILED|ERROR|SKIPPED|XFAIL|SUBFAIL(?:ED)?(?:\[[^\]]*\]|\([^)]*\))*) (\S.*)")
-_COUNTED = re.compile(r"\[\d+\] ")  # "SKIPPED [2] test_a.py:7: why" names places, not tests
+_COUNTED = re.compile(r"\[\d+\] ")  # "SKIPPED [2] test_a.py:7: why" names locations, not tests
 _WORKER = re.compile(r"\[gw\d+\]\s+(?:\[\s*\d+%\]\s+)?(PASSED|FAILED|ERROR|SKIPPED|XFAIL) (\S.*)")
 _WORD = re.compile(r" (PASSED|FAILED|ERROR|SKIPPED|XFAIL)(?= |$)")
-_WORDS = 8  # outcome words that a parameter may contain before the outcome
-_AFTER = re.compile(r"(?: \(.*\)?)?(?: *\[ *\d+(?:%|/\d+)\])?")  # a reason, which may be cut, and the progress
+_WORDS = 8  # how many outcome words to try: a parameter may contain some before the outcome
+_AFTER = re.compile(r"(?: \(.*\)?)?(?: *\[ *\d+(?:%|/\d+)\])?")  # a reason, which may be cut off, and the progress
 _ELSEWHERE = re.compile(r" <- \S+$")
 
 
 def _parse_pytest(lines: Iterator[str]) -> dict[str, CaseOutcome]:
-    """Parse pytest's output. The summary takes precedence over progress lines; what tests printed between them is ignored."""
+    """Parse pytest's output. The summary takes precedence over progress lines. Output of tests in between is ignored."""
     progress: dict[str, CaseOutcome] = {}
     summary: dict[str, CaseOutcome] = {}
-    last: dict[str, CaseOutcome] = {}  # the current run's last summary: a test may have printed another one before it
+    last: dict[str, CaseOutcome] = {}  # the current run's last summary, because a test may have printed one earlier
     part: Literal["progress", "reports", "summary"] = "progress"
     for line in lines:
-        if _END.fullmatch(line):  # another run may follow
+        if _END.fullmatch(line):  # a further run may follow
             summary |= last
             last, part = {}, "progress"
         elif header := _HEADER.fullmatch(line):
@@ -106,22 +106,22 @@ def _parse_pytest(lines: Iterator[str]) -> dict[str, CaseOutcome]:
 
 
 def _worse(one: CaseOutcome | None, other: CaseOutcome) -> CaseOutcome:
-    """Combine two lines of one test: one that passed and then failed in teardown has both, in the order given to `-r`."""
+    """Combine two lines about one test. A test that passed and then failed in teardown has both, in the order given to `-r`."""
     return one if one in ("failed", "error") and other not in ("failed", "error") else other
 
 
 def _parse_summary_line(line: str) -> tuple[str, CaseOutcome] | None:
-    found = _RESULT.fullmatch(line)
-    if found is None or (found[1] == "SKIPPED" and _COUNTED.match(found[2])):
+    match = _RESULT.fullmatch(line)
+    if match is None or (match[1] == "SKIPPED" and _COUNTED.match(match[2])):
         return None
-    if found[1] == "PASSED":  # it has no reason
-        return found[2], "passed"
-    case: CaseOutcome = "failed" if found[1].startswith("SUBFAIL") else _CASES[found[1]]
-    return _strip_reason(found[2]), case
+    if match[1] == "PASSED":  # without a reason
+        return match[2], "passed"
+    case: CaseOutcome = "failed" if match[1].startswith("SUBFAIL") else _CASES[match[1]]
+    return _strip_reason(match[2]), case
 
 
 def _strip_reason(text: str) -> str:
-    """Strip the reason from `path::test[a - b] - why`. A parameter may contain anything, and ends with a bracket."""
+    """Strip the reason from `path::test[a - b] - why`. A parameter may contain any text and ends with a bracket."""
     at = text.find(" - ")
     first = at
     while at >= 0:
@@ -133,8 +133,8 @@ def _strip_reason(text: str) -> str:
 
 
 def _parse_progress_line(line: str) -> tuple[str, CaseOutcome] | None:
-    if found := _WORKER.fullmatch(line):
-        return found[2], _CASES[found[1]]
+    if match := _WORKER.fullmatch(line):
+        return match[2], _CASES[match[1]]
     if "::" not in line:
         return None
     for word in islice(_WORD.finditer(line), _WORDS):
@@ -151,11 +151,11 @@ _AGAIN = re.compile(r"(FAIL|ERROR): (\w+ \([\w.<>]+\))")
 
 
 def _parse_unittest(lines: Iterator[str]) -> dict[str, CaseOutcome]:
-    """Parse `test_x (module.Class.test_x) ... ok`. A test's docstring or output may stand in between, on lines of its own."""
+    """Parse `test_x (module.Class.test_x) ... ok`. A test's docstring or output may appear in between, on separate lines."""
     cases: dict[str, CaseOutcome] = {}
     test = ""
     for line in lines:
-        if again := _AGAIN.match(line):  # the reports at the end, the only place that names a failed subtest
+        if again := _AGAIN.match(line):  # a report at the end; failed subtests are named only there
             cases[again[2]] = "failed" if again[1] == "FAIL" else "error"
             continue
         if named := _NAMED.match(line):
@@ -181,7 +181,7 @@ def _unittest_case(word: str) -> CaseOutcome | None:
 
 
 def _clean_lines(log: str) -> Iterator[str]:
-    """Yield the lines that can be results, without colours."""
+    """Yield the lines that may be results, without colours."""
     for line in log.split("\n"):
         if len(line) <= MAX_LINE:
             yield _ANSI.sub("", line).replace("\r", "").rstrip()
@@ -195,8 +195,8 @@ _OWN_PARSERS: dict[str, Callable[[Iterator[str]], dict[str, CaseOutcome]]] = {
 
 # ---- swebench ----
 
-# Runs in a process of its own. The package's parsers need only the standard library and `unidiff`, but its `harness` also imports Docker,
-# Modal and data sets, which takes seconds. So an empty module stands in for it.
+# Runs in a separate process. The package's parsers need only the standard library and `unidiff`, but its `harness` also imports Docker,
+# Modal and datasets, which takes seconds. An empty module therefore replaces it.
 _SWEBENCH_SCRIPT = """
 import json, sys, types
 import swebench
@@ -222,7 +222,7 @@ sys.stdout.buffer.write(json.dumps(answer).encode())
 
 
 class SwebenchParsers(NamedTuple):
-    """The parsers and repositories that the installed `swebench` knows."""
+    """The parsers and repositories that the installed `swebench` supports."""
 
     parsers: tuple[str, ...]
     repos: tuple[str, ...]
@@ -237,7 +237,7 @@ def _find_foreign_parser(name: str) -> ForeignParser:
     kind, _, rest = name.partition(":")
     if kind not in FOREIGN_KINDS or not rest:
         forms = ", ".join([*_OWN_PARSERS, "swebench:<owner/repo>", "swebench:<parser>", "rebench:<parser>"])
-        raise TaskError(f"log_parser: there is no parser {name!r}; use one of: {forms}", param="log_parser")
+        raise TaskError(f"unknown log_parser {name!r}; use one of: {forms}", param="log_parser")
     available = _list_swebench_parsers()
     if rest in available.parsers:
         return ForeignParser("parser", rest)
@@ -262,14 +262,14 @@ def _list_swebench_parsers() -> SwebenchParsers:
 
 
 def _run_foreign_parser(kind: str, name: str, log: str) -> dict[str, str]:
-    # Colours stay, because some of these parsers look for them. Overlong lines are never results.
+    # Keep colours, because some of these parsers search for them. Drop overlong lines, which are never results.
     text = "\n".join(line for line in log.split("\n") if len(line) <= MAX_LINE)
     statuses = _run_swebench([kind, name], text.encode("utf-8", "replace"))
     return {str(test): str(status) for test, status in statuses.items()}
 
 
 def _run_swebench(arguments: list[str], stdin: bytes) -> dict[str, list[str]]:
-    """Run `swebench` in a process of its own. If a log cannot be read, the work may be at fault; the control decides."""
+    """Run `swebench` in a separate process. If a log cannot be parsed, the work may be at fault, so the control decides."""
     command = [sys.executable, "-I", "-c", _SWEBENCH_SCRIPT, *arguments]
     try:
         done = subprocess.run(command, input=stdin, capture_output=True, timeout=FOREIGN_TIMEOUT_S, check=False)  # noqa: S603

@@ -1,4 +1,4 @@
-"""Find the files that a patch touches, from its headers."""
+"""Parsing of patch headers, to find the files that a patch touches."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _PLAIN = {b"n": b"\n", b"t": b"\t", b"r": b"\r", b'"': b'"', b"\\": b"\\", b"a":
 
 
 def find_touched_files(patch: str) -> tuple[str, ...]:
-    """Return the paths of all files that a patch changes, adds, removes or renames; for a rename, both."""
+    """Return the paths of all files that a patch changes, adds, removes or renames. A rename has two paths."""
     paths: dict[str, None] = {}
-    old = new = 0  # remaining lines of a hunk
+    old = new = 0  # lines that remain in the current hunk
     for line in patch.split("\n"):
         if old > 0 or new > 0:
             old, new = old - (line[:1] in " -" or not line), new - (line[:1] in " +" or not line)
@@ -39,24 +39,24 @@ def _paths_in_header(line: str) -> list[str]:
 
 
 def _paths_in_git_header(words: str) -> list[str]:
-    """Parse `a/x b/x`, the only line with names if no text changes (a new mode, an empty or a binary file)."""
+    """Parse `a/x b/x`. If no text changes (a new mode, an empty or binary file), only this line contains the names."""
     if words.startswith('"'):
         end = re.match(r'"(?:[^"\\]|\\.)*"', words)
         return [_unquote_name(end[0]).partition("/")[2]] if end else []
     half = len(words) // 2
     if words[half : half + 1] == " " and words[:half].partition("/")[2] == words[half + 1 :].partition("/")[2]:
         return [words[:half].partition("/")[2]]
-    return []  # a rename: other lines have the names
+    return []  # a rename, whose names are on other lines
 
 
 def _unquote_name(text: str) -> str:
-    """Unquote a name as git writes it: in quotes if it has unusual characters, and followed by a tab and a date."""
+    """Unquote a name. Git quotes names with unusual characters, and may add a tab and a date after a name."""
     if not text.startswith('"'):
         return text.partition("\t")[0].rstrip()
     raw = text[1 : text.rindex('"')].encode("utf-8", "surrogateescape")
 
-    def plain(found: re.Match[bytes]) -> bytes:
-        sign = found[1]
-        return bytes([int(sign, 8) & 0xFF]) if len(sign) == 3 else _PLAIN.get(sign, sign)
+    def unescape(match: re.Match[bytes]) -> bytes:
+        code = match[1]
+        return bytes([int(code, 8) & 0xFF]) if len(code) == 3 else _PLAIN.get(code, code)
 
-    return _OCTAL.sub(plain, raw).decode("utf-8", "surrogateescape")
+    return _OCTAL.sub(unescape, raw).decode("utf-8", "surrogateescape")

@@ -1,4 +1,4 @@
-"""What every grader returns, and how it says that it could not decide."""
+"""The result types of graders, and the exception for a grader that cannot decide."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from turngate.errors import SandboxError, SandboxFileMissing, SandboxGone
 from turngate.tasks.grading.types import CaseOutcome, Grade
 from turngate.tasks.grading.witness_report import WitnessReport
 
-TAIL_CHARS = 8000  # characters of a log that a grade carries
-_SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS)\Z", re.IGNORECASE)  # the end of a variable's name
+TAIL_CHARS = 8000  # characters of the log that a grade includes
+_SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS)\Z", re.IGNORECASE)  # matches the end of a variable's name
 
 _HOST_ERRORS = (
     errno.ENOSPC,
@@ -25,20 +25,20 @@ _HOST_ERRORS = (
     errno.ENFILE,
     errno.ENOMEM,
     errno.EROFS,
-)  # the host's own faults
+)  # errors caused by the host itself
 
 
 class Undecided(Exception):
-    """The grader gave no reward. The control says whose fault that is."""
+    """The grader returned no reward. The control decides whether the task or the work is at fault."""
 
 
 class OutputUnreadable(SandboxError):
-    """The output in the grader's sandbox cannot be read. If that happens twice under a work, the work is at fault."""
+    """The output in the grader's sandbox cannot be read. If that happens twice with the same work, the work is at fault."""
 
 
 @contextmanager
 def reading_output() -> Iterator[None]:
-    """Wrap reads that follow code of the work: their failure need not be the sandbox's fault."""
+    """Raise `OutputUnreadable` if a read fails after the work's code has run, because the sandbox may not be at fault."""
     try:
         yield
     except (SandboxGone, SandboxFileMissing, OutputUnreadable):
@@ -50,14 +50,14 @@ def reading_output() -> Iterator[None]:
 
 
 class RunEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """What a test run showed: the outcomes in its log, and the witness's report."""
+    """The results of a test run: the outcomes in its log, and the witness's report."""
 
     cases: Mapping[str, CaseOutcome]
     report: WitnessReport
 
 
 class GraderResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A grader's decision. `evidence`: if tests decided."""
+    """A grader's decision. `evidence` is set if the decision is based on tests."""
 
     grade: Grade
     evidence: RunEvidence | None = None
@@ -67,7 +67,7 @@ Control = Callable[[], Awaitable[GraderResult]]  # runs the same grader on the u
 
 
 class GraderLog:
-    """What graders printed, without the values of secret variables."""
+    """The output of graders, without the values of secret variables."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []

@@ -1,4 +1,4 @@
-"""Grade with several graders, each in its own sandboxes, and take the weighted mean. If one gives no reward, there is none."""
+"""Grading with several graders, each in its own sandboxes. The reward is the weighted mean, or None if one of them gives no reward."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _WORST: tuple[OutcomeClass, ...] = ("infrastructure fault", "invalid task", "age
 
 
 async def grade_rubric(rubric: Rubric, grade_part: Callable[[Part], Awaitable[Grade]]) -> Grade:
-    """Grade every part with `grade_part`, even after one has failed, so that all results are kept."""
+    """Grade every part with `grade_part`, even after one has failed, so that no result is lost."""
     total = sum(part.weight for part in rubric.parts)
     if not 0 < total < math.inf or any(part.weight < 0 for part in rubric.parts):
         raise TaskError(
-            "task: rubric: weights must not be negative, and their sum must be a positive finite number", param="rubric"
+            "task: the weights of the rubric must not be negative, and their sum must be positive and finite", param="rubric"
         )
     grades = {part.name: await grade_part(part) for part in rubric.parts}
     combined = Grade(
         kind="graded",
-        cases={f"{name}: {case}": found for name, grade in grades.items() for case, found in grade.cases.items()},
+        cases={f"{name}: {case}": outcome for name, grade in grades.items() for case, outcome in grade.cases.items()},
         parts=tuple(
             PartGrade(
                 name=part.name, weight=part.weight, reward=grades[part.name].reward, message=grades[part.name].message
@@ -42,6 +42,6 @@ async def grade_rubric(rubric: Rubric, grade_part: Callable[[Part], Awaitable[Gr
     reward = sum(part.weight * (grades[part.name].reward or 0.0) for part in rubric.parts) / total
     if not math.isfinite(reward):
         raise TaskError(
-            "task: rubric: weights and rewards are too large to add up; use smaller weights", param="rubric"
+            "task: the weights and rewards of the rubric are too large to add up; use smaller weights", param="rubric"
         )
     return msgspec.structs.replace(combined, reward=reward)

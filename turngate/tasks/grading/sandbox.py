@@ -1,7 +1,7 @@
-"""A fresh sandbox for a grader, and the agent's work copied into it. No agent has ever run there.
+"""A fresh sandbox for a grader, with the agent's work copied in. No agent ever runs in it.
 
-    async with open_sandbox(task, environment, life_s=900) as sandbox:      # the task as an agent finds it
-        notes = await lay_work(sandbox, work.folder)                        # and now as the agent left it
+    async with open_sandbox(task, environment, life_s=900) as sandbox:      # the task as the agent found it
+        notes = await lay_work(sandbox, work.folder)                        # the task as the agent left it
 
 The sandbox is always removed.
 """
@@ -31,14 +31,14 @@ from turngate.tasks.task import Task
 log = logging.getLogger(__name__)
 
 TESTS, LOGS = "/tests", "/logs"  # as in Harbor
-OUTPUT_LIMIT = 32_000_000  # bytes of a grader's output that are kept: its beginning and its end
-DEFAULT_PIDS = 1024  # a grader's process limit, unless one is given
-CREATE_TIMEOUT_S = 900.0  # an image may have to be built
-STEP_TIMEOUT_S = 600.0  # for one of our own steps in the sandbox
+OUTPUT_LIMIT = 32_000_000  # bytes of a grader's output to keep, from its start and its end
+DEFAULT_PIDS = 1024  # a grader's process limit, unless one is set
+CREATE_TIMEOUT_S = 900.0  # the image may need to be built
+STEP_TIMEOUT_S = 600.0  # for each of our own steps in the sandbox
 PYTHON_CACHE = "__pycache__"
-SCRATCH_KIND = "grading"  # the kind of our host folders
-SPARE_LIFE_S = 1800.0  # of a sandbox's life, in addition to the grader's time
-SYSTEM_PATH = 'PATH="/usr/bin:/bin:/usr/sbin:/sbin:$PATH"'  # comes first, because a PATH may lead into the agent's work
+SCRATCH_KIND = "grading"  # the kind of host folder that graders use
+SPARE_LIFE_S = 1800.0  # how long a sandbox may live beyond the grader's own time
+SYSTEM_PATH = 'PATH="/usr/bin:/bin:/usr/sbin:/sbin:$PATH"'  # system folders first, because PATH may point into the agent's work
 
 # $1: the working folder; $2: our own folder; $3: the name in the working folder to keep.
 _CLEAR = f"""{SYSTEM_PATH}
@@ -54,7 +54,7 @@ _COPY = f"""{SYSTEM_PATH}
 tar -cf - -C "$2/work" . | tar -xof - -C "$1"
 true
 """
-# The task's own links that lead outside are never part of a work. They are restored unless something else has their place.
+# The task's own links that point outside are never part of a work. Restore them unless something else is in their place.
 _RESTORE = f"""{SYSTEM_PATH}
 cd -- "$1" && tar -xof "$2/held.tar" || exit 1
 tar -xokf "$2/links.tar" 2>/dev/null
@@ -62,12 +62,12 @@ rm -rf -- "$2"
 """
 
 
-_swept: list[int] = []  # not empty once this process has swept
+_swept: list[int] = []  # not empty once this process has removed old scratch folders
 
 
 @asynccontextmanager
 async def open_sandbox(task: Task, environment: GradingEnvironment, *, life_s: float) -> AsyncIterator[Sandbox]:
-    """Create a sandbox without a network and lay the task out in it. `life_s`: how long the grader may take there."""
+    """Create a sandbox without a network and set up the task in it. `life_s` is the time that the grader may take there."""
     backend = environment.backend
     needed = staging.build_sandbox_spec(task, backend, image=environment.image, resources=environment.resources)
     limits = needed.resources
@@ -93,7 +93,7 @@ async def open_sandbox(task: Task, environment: GradingEnvironment, *, life_s: f
 
 
 async def _stop_sandbox(sandbox: Sandbox) -> None:
-    """Stop the sandbox. A failed clean-up is logged, and does not change the grade."""
+    """Stop the sandbox. A failed clean-up is logged but does not change the grade."""
     try:
         await sandbox.stop()
     except SandboxError as error:
@@ -110,15 +110,16 @@ def tests_and_logs(sandbox: Sandbox, environment: GradingEnvironment) -> tuple[s
 async def lay_work(
     sandbox: Sandbox, folder: Path, *, exclude: Collection[str] = (), held: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """Make the working folder what the agent left, including deletions. Its `.git` stays unless the work has one.
+    """Replace the working folder with the agent's, including deletions. The fresh `.git` stays unless the work has one.
 
-    Python's caches are not copied. One that was written within the second in which its source changed passes for the new source's if
-    both have the same length, and the work would be graded by outdated code.
+    Python caches are not copied. Python accepts an outdated cache if its source changed within the same second and kept its length, and
+    the work would then be graded with outdated code.
 
-    `exclude`: parts of the work to leave out. `held`: files of the fresh folder that stay as they are. Returns what could not be copied.
+    `exclude` lists parts of the work to leave out, and `held` lists files of the fresh folder to keep unchanged. Return the files that
+    could not be copied.
     """
     private = await upload_private_files(sandbox, {"held": b"".join(os.fsencode(f"./{path}") + b"\0" for path in held)})
-    kept = "/" if (folder / GIT).exists() and GIT not in exclude else GIT  # no file is called "/"
+    kept = "/" if (folder / GIT).exists() and GIT not in exclude else GIT  # "/" matches no file
     remaining = await run_step(sandbox, _CLEAR, sandbox.workdir, private, kept)
     left_behind = {*exclude, *held, *await asyncio.to_thread(_find_blocking_paths, folder, held)}
     left_behind |= await asyncio.to_thread(_find_caches, folder)
@@ -128,18 +129,18 @@ async def lay_work(
     except SandboxGone:
         raise
     except SandboxError:
-        # Some of the task's files belong to another user and could not be removed; the agent could not change them either.
+        # Some of the task's files belong to a different user and could not be removed. The agent could not change them either.
         if not remaining.stdout.strip():
             raise
         await sandbox.upload(folder, f"{private}/work", exclude=left_behind)
         copied = await run_step(sandbox, _COPY, sandbox.workdir, private)
-        notes = format_names([f"{line} (the task's own is kept)" for line in parse_tar_errors(copied.stderr)])
+        notes = format_names([f"{line} (the task's own file is kept)" for line in parse_tar_errors(copied.stderr)])
     await run_step(sandbox, _RESTORE, sandbox.workdir, private)
     return notes
 
 
 def _find_blocking_paths(folder: Path, held: Sequence[str]) -> set[str]:
-    """Return the parts of the work that are not folders, but must be for the held files."""
+    """Return the paths in the work that are not folders but must be folders for the held files."""
     found = set()
     for path in held:
         for parent in PurePosixPath(path).parents:
@@ -160,7 +161,7 @@ def _find_caches(folder: Path) -> set[str]:
 
 @asynccontextmanager
 async def scratch_folder() -> AsyncIterator[Path]:
-    """Create a host folder for a grader's intermediate files. Leftovers of killed processes are removed first."""
+    """Create a host folder for a grader's intermediate files. Remove leftovers of killed processes first."""
     if not _swept:
         _swept.append(await folders.sweep_folders(None, SCRATCH_KIND))
     folder = await asyncio.to_thread(folders.create_folder, None, SCRATCH_KIND, "files")
@@ -171,7 +172,7 @@ async def scratch_folder() -> AsyncIterator[Path]:
 
 
 async def upload_private_files(sandbox: Sandbox, files: Mapping[str, bytes]) -> str:
-    """Upload small files of our own at once. Returns their folder, whose name cannot be guessed."""
+    """Upload our own small files together. Return their folder, whose name cannot be guessed."""
     private = f"{sandbox.home}/.{secrets.token_hex(8)}"
     async with scratch_folder() as folder:
         await asyncio.to_thread(_write_files, folder, files)
@@ -186,7 +187,7 @@ def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 async def run_step(sandbox: Sandbox, script: str, *words: str, stdin: bytes = b"") -> ExecResult:
-    """Run a small script of our own. If it fails, the sandbox is at fault."""
+    """Run one of our own small scripts. If it fails, raise SandboxError, because the sandbox is at fault."""
     done = await sandbox.exec(["/bin/sh", "-c", script, "sh", *words], cwd="/", stdin=stdin, timeout_s=STEP_TIMEOUT_S)
     if done.timed_out or done.exit_code:
         stderr = done.stderr.decode("utf-8", "replace").strip()[-300:]

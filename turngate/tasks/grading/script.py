@@ -1,11 +1,12 @@
-"""Grade with a script: Harbor's `tests/test.sh`, or any other, by a reward file or by its exit code.
+"""Grading with a script: Harbor's `tests/test.sh` or any other. The reward is read from a file or from the exit code.
 
-In one sandbox, the plain form: the work is copied in, then /tests, then the script runs. When it has ended, everything it left running is
-killed, and only then the reward is read. The work's code runs under the script's own user, so a work that knows the form can write the
-reward file while the tests run: the plain form stops common cheats, not a determined one.
+Without a probe, one sandbox is used: the work is copied in, then /tests, and then the script runs. After it ends, all processes that it
+left running are killed, and only then is the reward read. The work's code runs as the same user as the script, so a work written for this
+setup can overwrite the reward file while the tests run. This stops common cheats, but not a determined one.
 
-In two sandboxes, with a probe: the probe runs the work where only `tests/run.sh` and `tests/inputs/` are. The second sandbox, the judge's,
-gets only what the probe left in /logs/probe. The agent's code never runs where the reward is decided, or where the answers are.
+With a probe, two sandboxes are used. The probe runs the work where only `tests/run.sh` and `tests/inputs/` are present. The second sandbox,
+the judge's, receives only what the probe left in /logs/probe. The agent's code never runs where the reward is decided or where the answers
+are.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ from turngate.tasks.grading.types import Grade, GradingEnvironment, Work
 from turngate.tasks.grading.work import format_names
 from turngate.tasks.task import Script, Task
 
-PROBE_FILES = ("run.sh", "inputs")  # the parts of tests/ that the probe's sandbox gets
+PROBE_FILES = ("run.sh", "inputs")  # the parts of tests/ that the probe's sandbox receives
 _MAX_REWARD_BYTES = 64_000  # bytes of a reward file
-_SIGNAL = 128  # higher exit codes mean a signal
+_SIGNAL = 128  # exit codes above this mean a signal
 _MISSING, _SUSPICIOUS = 44, 45
-_EXEC = 'exec "$@" 2>&1'  # one log, in the order of printing
+_EXEC = 'exec "$@" 2>&1'  # one log for stdout and stderr, in order
 # $1: logs, $2: tests. The three folders are Harbor's.
 _PREPARE = f"""{grading_sandbox.SYSTEM_PATH}
 rm -rf -- "$1"/* "$2"/* && mkdir -p -- "$2" "$1/verifier" "$1/agent" "$1/artifacts"
 """
-# $1: logs. The probe may have removed the permissions of its output, which still counts.
+# $1: logs. Restores permissions that the probe removed from its output.
 _OPEN = f"""{grading_sandbox.SYSTEM_PATH}
 for folder in "$1" "$1/probe"; do [ -L "$folder" ] || chmod u+rwx -- "$folder"; done
 [ -L "$1/probe" ] || chmod -R u+rwX -- "$1/probe"
 """
-# Accepts only a regular file with one name, writable by its owner, in a real folder: not one planted to be kept or followed.
+# Accepts only a regular file with a single link, writable by its owner, in a real folder. Anything else may have been planted.
 _READ = f"""{grading_sandbox.SYSTEM_PATH}
 for file in "$1/verifier/reward.txt" "$1/verifier/reward.json"; do
   [ -e "$file" ] || [ -L "$file" ] || continue
@@ -58,7 +59,7 @@ async def run_grader(
 ) -> GraderResult:
     log.hide_secrets(grader.env)
     if grader.files is not None and not grader.files.is_dir():
-        raise TaskError(f"task: {task.id}: tests: there is no folder {grader.files}", param="tests")
+        raise TaskError(f"task: {task.id}: the tests folder {grader.files} does not exist", param="tests")
     if not grader.probe:
         async with grading_sandbox.open_sandbox(task, environment, life_s=grader.timeout_s) as sandbox:
             notes = await grading_sandbox.lay_work(sandbox, work.folder) if work is not None else ()
@@ -74,7 +75,7 @@ async def run_grader(
 async def _run_probe(
     task: Task, grader: Script, work: Work | None, environment: GradingEnvironment, log: GraderLog, folder: Path
 ) -> tuple[Mapping[str, str], tuple[str, ...]]:
-    """Run the work and copy its output to the host. Returns variables that tell the judge how it ended, and notes."""
+    """Run the work and copy its output to the host. Return notes, and environment variables that report to the judge how it ended."""
     await asyncio.to_thread(_copy_probe_files, grader.files, folder / "tests")
     (folder / "left").mkdir()
     async with grading_sandbox.open_sandbox(task, environment, life_s=grader.timeout_s) as sandbox:
@@ -90,7 +91,7 @@ async def _run_probe(
                 )
                 skipped = await sandbox.download(f"{logs}/probe", folder / "left")
         except SandboxFileMissing:
-            skipped = ("the probe's folder itself",)
+            skipped = ("the probe's output folder itself, which no longer exists",)
         except OutputUnreadable as error:
             if isinstance(error.__cause__, SandboxTooLarge):
                 raise Undecided(f"the probe's output is too large to copy: {error.message}") from None
@@ -100,7 +101,7 @@ async def _run_probe(
 
 
 def _copy_probe_files(files: Path | None, target: Path) -> None:
-    """Copy the files that the probe may see. Expected answers are not among them."""
+    """Copy the files that the probe may see, which do not include the expected answers."""
     target.mkdir()
     for name in PROBE_FILES:
         source = (files or target) / name
@@ -118,16 +119,16 @@ async def _run_script(
     env: Mapping[str, str],
     probed: Path | None = None,
 ) -> float:
-    """Run the script and return its reward. Raises `Undecided` if there is none."""
+    """Run the script and return its reward. Raise `Undecided` if it gives none."""
     tests, logs = await _prepare(sandbox, environment, grader.files)
     if probed is not None:
         await sandbox.upload(probed, f"{logs}/probe")
     done = await _exec(sandbox, grader.command, grader.timeout_s, tests, logs, {**grader.env, **env})
     log.add(f"script: {_describe_exit(done)}", done.stdout)
     if done.timed_out:
-        raise Undecided(f"the grader's script took longer than its {grader.timeout_s:g} s")
+        raise Undecided(f"the grader's script took longer than its limit of {grader.timeout_s:g} s")
     if done.exit_code > _SIGNAL:
-        raise Undecided(f"the grader's script was killed by signal {done.exit_code - _SIGNAL} before it decided")
+        raise Undecided(f"the grader's script was killed by signal {done.exit_code - _SIGNAL} before it gave a reward")
     if grader.decides == "exit code":
         if done.exit_code in (0, 1):
             return 1.0 - done.exit_code
@@ -176,7 +177,7 @@ async def _read_reward(sandbox: Sandbox, logs: str) -> float:
             "the grader's script wrote neither reward.txt nor reward.json to $TURNGATE_LOGS/verifier (/logs/verifier)"
         )
     if done.exit_code == _SUSPICIOUS:
-        raise Undecided("the reward file is not a plain file that the script wrote: something else planted it")
+        raise Undecided("the reward file is not a regular file written by the script; something else planted it")
     kind, _, content = done.stdout.partition(b"\n")
     if done.exit_code or len(content) > _MAX_REWARD_BYTES:
         raise Undecided(f"the reward file cannot be read, or is longer than {_MAX_REWARD_BYTES} bytes")
@@ -184,13 +185,16 @@ async def _read_reward(sandbox: Sandbox, logs: str) -> float:
 
 
 def _parse_reward(kind: str, content: bytes) -> float:
-    """Parse a reward file in Harbor's forms: a number; or JSON with a number, or an object with a number `reward` or only one number."""
+    """Parse a reward file in one of Harbor's formats.
+
+    A text file contains a number. A JSON file contains a number, or an object with a number as `reward` or as its only field.
+    """
     try:
         value: object = float(content) if kind == "txt" else msgspec.json.decode(content)
     except (ValueError, msgspec.DecodeError):
         raise Undecided(f"reward.{kind} is not a number: {content[:80]!r}") from None
     if isinstance(value, dict):
-        numbers = {name: one for name, one in value.items() if _is_number(one)}
+        numbers = {name: number for name, number in value.items() if _is_number(number)}
         value = numbers.get("reward", next(iter(numbers.values())) if len(numbers) == len(value) == 1 else None)
     if not _is_number(value):
         raise Undecided(

@@ -1,13 +1,13 @@
-"""Grade with a repository's tests: the failing ones must pass, and the passing ones must still pass.
+"""Grading with a repository's tests: the failing ones must pass, and the passing ones must still pass.
 
-    fresh checkout → its tests as of the base commit → the test patch → the work, without test files → install → run the tests
+    fresh checkout → its tests at the base commit → the test patch → the work, without test files → install → run the tests
 
-Git and the test patch only touch the fresh checkout: the agent's hooks, filters and settings are never where git runs. All of the work is
-copied in except the test files (those the patch touches, the test folders around them, conftest.py and the like), which stay as the task
-has them. Files that the agent added and that would change how tests run are set aside and named.
+Git and the test patch are only used on the fresh checkout, where none of the agent's hooks, filters and settings are present. All of the
+work is copied in except the test files: the files that the patch touches, the test folders around them, conftest.py and similar files.
+These stay as the task defines them. Files that the agent added and that would change how tests run are set aside and reported.
 
-The log is read between two marks that only the wrapping shell knows. For pytest, a witness (`witness.py`) watches the run too: a case
-passed only if both say so.
+The log is parsed between two markers that only the wrapping shell knows. For pytest, a witness (`witness.py`) observes the run too. A case
+passed only if both the log and the witness show it.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from turngate.tasks.grading.witness_report import WitnessReport, parse_report
 from turngate.tasks.grading.work import GIT, format_names
 from turngate.tasks.task import Swe, Task
 
-# Files that decide how tests are found and run. The base's own stay; added ones are set aside.
+# Files that control how tests are found and run. Those of the base commit are kept, and added ones are set aside.
 RUNNER_FILES = frozenset({"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml"})
-# What Python would run or import as pytest unasked; caches of compiled code need not match any source.
+# Files that Python would run or import on its own. Caches of compiled code need not match any source.
 FORBIDDEN_NAMES = frozenset({"sitecustomize.py", "usercustomize.py", GIT})
 PYTEST_MODULES = frozenset({"pytest", "pytest.py", "_pytest", "_pytest.py", "pluggy", "pluggy.py"})
-# What an interpreter imports before a `sitecustomize`, also from the folders of PYTHONPATH.
+# Modules that an interpreter imports before `sitecustomize`, even from folders on PYTHONPATH.
 STARTUP_MODULES = frozenset(
     {"encodings", "codecs.py", "io.py", "abc.py", "site.py", "os.py", "stat.py", "posixpath.py"}
 ) | {"genericpath.py", "_collections_abc.py", "_sitebuiltins.py", "zipimport.py", "warnings.py"}
 FORBIDDEN_SUFFIXES = (".pth", ".egg-link", ".pyc")
 TEST_FOLDERS = ("test", "tests")
-# They have other settings too, so they are the agent's unless their pytest settings changed.
+# These contain other settings too, so the agent's versions are used unless their pytest settings changed.
 SETTINGS_FILES = frozenset({"pyproject.toml", "setup.cfg", "tox.ini"})
 INSTALL_S = 1800.0
-_MAX_REPORT_BYTES = 64_000_000  # bytes
-_MAX_SETTINGS_BYTES = 2_000_000  # bytes of a settings file
+_MAX_REPORT_BYTES = 64_000_000
+_MAX_SETTINGS_BYTES = 2_000_000
 _FAILED: tuple[CaseOutcome, ...] = ("failed", "error")
-_NOT_RUN = 126  # exit codes from here on: nothing was run, or a signal killed it
+_NOT_RUN = 126  # exit codes from here on mean that nothing was run, or that a signal killed it
 _NO_PATCH = 46
 _HEADER = re.compile(r"\[[\w:.,{} *\"'/-]+\]\s*")
 
@@ -65,7 +65,7 @@ g() {
     -c core.autocrlf=false -c core.safecrlf=false -c submodule.recurse=false -c gc.auto=0 -c advice.detachedHead=false "$@"
 }
 """
-# $1: the repository; $2: our folder, with `patch` and the paths that it touches in `touched`; $3: the base commit
+# $1: the repository; $2: our folder, with `patch` and, in `touched`, the paths that it touches; $3: the base commit
 _PATCH = f"""{grading_sandbox.SYSTEM_PATH}
 cd -- "$1" && ours=$2 base=$3 || exit 1
 GIT_CEILING_DIRECTORIES=$(dirname -- "$1"); export GIT_CEILING_DIRECTORIES
@@ -89,7 +89,7 @@ _LIST = f'{grading_sandbox.SYSTEM_PATH}; cd -- "$1" && find . -path ./{GIT} -pru
 _SUMS = f'{grading_sandbox.SYSTEM_PATH}; cd -- "$1" && xargs -0 sha256sum --'
 _PREFER_BASH = 'if command -v bash >/dev/null 2>&1; then exec bash -c "$@"; else exec sh -c "$@"; fi'
 _INSTALL = 'exec </dev/null 2>&1; eval "$1"; eval "$2"'
-# The marks come on stdin, so that no process below this shell finds them in an argument or a variable.
+# The markers are passed on stdin, so that no child process finds them in an argument or a variable.
 _RUN = """
 IFS= read -r turngate_start; IFS= read -r turngate_end
 exec </dev/null 2>&1
@@ -136,10 +136,10 @@ async def run_grader(
         )
     async with grading_sandbox.open_sandbox(task, environment, life_s=grader.timeout_s + INSTALL_S) as sandbox:
         test_files = _TestFiles(_find_patched_tests(task, grader), await _list_files(sandbox), _all_cases(grader))
-        found = await _checksum_files(sandbox, test_files) if work is not None else {}
+        checksums = await _checksum_files(sandbox, test_files) if work is not None else {}
         await _apply_test_patch(sandbox, task, grader, test_files.changed, log)
         base = await _list_files(sandbox)
-        notes = await _lay_work_around_tests(sandbox, work, test_files, found, base) if work is not None else ()
+        notes = await _lay_work_around_tests(sandbox, work, test_files, checksums, base) if work is not None else ()
         await _install_work(sandbox, grader, log)
         evidence, code = await _run_tests(sandbox, grader, [path for path in base if test_files(path)], log)
     _check_decisive(grader, evidence, code, untouched=work is None)
@@ -156,12 +156,12 @@ def _find_patched_tests(task: Task, grader: Swe) -> tuple[str, ...]:
     changed = find_touched_files(grader.test_patch)
     for path in changed:
         if not path or path.startswith("/") or ".." in PurePosixPath(path).parts or "\n" in path:
-            raise TaskError(f"task: {task.id}: test_patch: {path!r} is not a path in a repository", param="test_patch")
+            raise TaskError(f"task: {task.id}: test_patch contains {path!r}, which is not a path in a repository", param="test_patch")
     return changed
 
 
 async def _apply_test_patch(sandbox: Sandbox, task: Task, grader: Swe, changed: Sequence[str], log: GraderLog) -> None:
-    """Put the task's tests in place, on a checkout that no agent has seen."""
+    """Set up the task's tests in a checkout that no agent has seen."""
     names = b"".join(os.fsencode(path) + b"\n" for path in changed)
     patch = grader.test_patch.encode("utf-8", "surrogateescape")
     ours = await grading_sandbox.upload_private_files(sandbox, {"touched": names, "patch": patch})
@@ -172,12 +172,14 @@ async def _apply_test_patch(sandbox: Sandbox, task: Task, grader: Swe, changed: 
         log.add("test patch", done.stdout + done.stderr)
         raise TaskError(f"task: {task.id}: test_patch does not apply to the base commit: {output}", param="test_patch")
     if done.exit_code or done.timed_out:
-        raise SandboxError(f"could not put the tests in place: {output or f'exit code {done.exit_code}'}")
+        raise SandboxError(f"could not set up the tests: {output or f'exit code {done.exit_code}'}")
 
 
 class _TestFiles:
-    """Tells which files belong to the tests: those that the test patch touches or the cases name, the test folders around the former,
-    and what controls the runner. `base`: the files of the base commit.
+    """A predicate for files that belong to the tests.
+
+    These are the files that the test patch touches, the test folders around them, the files that the cases name, and files that control
+    the runner. `base` lists the files of the base commit.
     """
 
     def __init__(self, changed: Sequence[str], base: Iterable[str], cases: Iterable[str]) -> None:
@@ -185,10 +187,10 @@ class _TestFiles:
         files = frozenset(base)
         self._own = frozenset(changed) | (files & {_case_file(case) for case in cases})
         self._folders = {folder for path in changed if (folder := _test_folder(path))}
-        # A repository may be pytest itself or a part of Python; then the agent may change those modules.
+        # If the repository is pytest itself or a part of Python, the agent may change those modules.
         self._known = {prefix for path in files for part, prefix in _shadowing_parts(PurePosixPath(path).parts)}
         self.settings: set[str] = set()
-        self.packages: frozenset[str] = frozenset()  # folders of the work that have an __init__.py
+        self.packages: frozenset[str] = frozenset()  # folders of the work that contain an __init__.py
 
     def __call__(self, path: str) -> bool:
         parts = PurePosixPath(path).parts
@@ -198,7 +200,7 @@ class _TestFiles:
         )
 
     def _shadows_module(self, parts: Sequence[str]) -> bool:
-        """Tell whether the file would be imported as a part of pytest or Python. A module inside a package would not."""
+        """Return whether the file would be imported as part of pytest or Python. A module inside a package would not."""
         for part, prefix in _shadowing_parts(parts):
             inside = part in STARTUP_MODULES and prefix.rpartition("/")[0] in self.packages
             if prefix not in self._known and not inside:
@@ -216,7 +218,7 @@ def _shadowing_parts(parts: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _case_file(case: str) -> str:
-    """Return the file that a case names. A doctest's is not a test file: `shop/sums.py::shop.sums.total`."""
+    """Return the file that a case names, or "" for a doctest (`shop/sums.py::shop.sums.total`), whose file is not a test file."""
     path, _, rest = case.partition("::")
     return "" if "." in rest.partition("::")[0].partition("[")[0] else path
 
@@ -235,17 +237,20 @@ def _steers_runner(parts: Sequence[str]) -> bool:
 
 
 async def _lay_work_around_tests(
-    sandbox: Sandbox, work: Work, test_files: _TestFiles, found: Mapping[str, str], base: set[str]
+    sandbox: Sandbox, work: Work, test_files: _TestFiles, checksums: Mapping[str, str], base: set[str]
 ) -> tuple[str, ...]:
-    """Copy the work in around the tests. `found`: their checksums as the agent found them. Returns notes on what was set aside."""
+    """Copy the work in around the tests. Return notes on what was set aside.
+
+    `checksums` has the checksums of the tests' files as the agent found them.
+    """
     work_files = await asyncio.to_thread(_list_work_files, work.folder)
     test_files.packages = frozenset(
         path.rpartition("/")[0] for path in work_files if PurePosixPath(path).name == "__init__.py"
     )
-    test_files.settings = await _find_changed_settings(sandbox, work.folder, work_files, base, found)
+    test_files.settings = await _find_changed_settings(sandbox, work.folder, work_files, base, checksums)
     held = sorted(path for path in base if test_files(path) and not _is_cache(path))
     exclude = {path for path in work_files if test_files(path) or _is_cache(path)}
-    originals = {path: value for path, value in found.items() if test_files(path)}
+    originals = {path: value for path, value in checksums.items() if test_files(path)}
     notes = await asyncio.to_thread(
         _note_changes, work.folder, exclude, work_files, originals, test_files.settings & base
     )
@@ -262,30 +267,30 @@ async def _list_files(sandbox: Sandbox) -> set[str]:
 
 
 def _list_work_files(folder: Path) -> set[str]:
-    """List everything in a folder but folders, by path; links to folders count as files."""
-    found = set()
+    """List the paths of all files in a folder. Links to folders count as files."""
+    paths = set()
     for place, folders, files in os.walk(folder):
-        rest = [name for name in folders if Path(place, name).is_symlink()]
-        found |= {str(Path(place, name).relative_to(folder)) for name in (*files, *rest)}
-    return found
+        links = [name for name in folders if Path(place, name).is_symlink()]
+        paths |= {str(Path(place, name).relative_to(folder)) for name in (*files, *links)}
+    return paths
 
 
 def _note_changes(
-    folder: Path, exclude: set[str], work_files: set[str], found: Mapping[str, str], settings: set[str]
+    folder: Path, exclude: set[str], work_files: set[str], originals: Mapping[str, str], settings: set[str]
 ) -> list[str]:
-    """Note what the agent did to files that it may not change."""
+    """Describe the agent's changes to files that it may not change."""
     notes = []
     for path in sorted(exclude):
         if _is_cache(path):
             continue
         if path in settings:
             notes.append(f"{path}: the work changed its pytest settings; the task's own file is used")
-        elif path not in found:
+        elif path not in originals:
             notes.append(f"{path}: added by the work and set aside")
-        elif (folder / path).is_symlink() or _checksum(folder / path) != found[path]:
+        elif (folder / path).is_symlink() or _checksum(folder / path) != originals[path]:
             notes.append(f"{path}: changed by the work; the task's own file is used")
     return notes + [
-        f"{path}: removed by the work; the task's own file is used" for path in sorted(found) if path not in work_files
+        f"{path}: removed by the work; the task's own file is used" for path in sorted(originals) if path not in work_files
     ]
 
 
@@ -306,12 +311,11 @@ async def _checksum_files(sandbox: Sandbox, test_files: _TestFiles) -> dict[str,
         return {}
     names = b"".join(os.fsencode(f"./{path}") + b"\0" for path in paths)
     command = ["/bin/sh", "-c", _SUMS, "sh", sandbox.workdir]
-    done = await sandbox.exec(
-        command, cwd="/", stdin=names, timeout_s=grading_sandbox.STEP_TIMEOUT_S
-    )  # links that lead nowhere have none
+    # Dangling links have no checksum.
+    done = await sandbox.exec(command, cwd="/", stdin=names, timeout_s=grading_sandbox.STEP_TIMEOUT_S)
     sums = dict.fromkeys(paths, "")
     for line in filter(None, done.stdout.split(b"\n")):
-        is_escaped = line.startswith(b"\\")  # sha256sum escapes a name with a line break
+        is_escaped = line.startswith(b"\\")  # sha256sum escapes names that contain a line break
         value, _, name = line.removeprefix(b"\\").partition(b"  ")
         if is_escaped:
             name = name.replace(b"\\n", b"\n").replace(b"\\\\", b"\\")
@@ -320,13 +324,13 @@ async def _checksum_files(sandbox: Sandbox, test_files: _TestFiles) -> dict[str,
 
 
 async def _find_changed_settings(
-    sandbox: Sandbox, folder: Path, work_files: set[str], base: set[str], found: Mapping[str, str]
+    sandbox: Sandbox, folder: Path, work_files: set[str], base: set[str], checksums: Mapping[str, str]
 ) -> set[str]:
-    """Find settings files, anywhere, in which the agent changed the pytest settings."""
+    """Find all settings files in which the agent changed the pytest settings."""
     changed = set()
     for path in sorted(work_files | base):
         name = PurePosixPath(path).name
-        if name not in SETTINGS_FILES or await asyncio.to_thread(_is_unchanged, folder / path, found.get(path)):
+        if name not in SETTINGS_FILES or await asyncio.to_thread(_is_unchanged, folder / path, checksums.get(path)):
             continue
         ours = await asyncio.to_thread(_read_settings, folder / path) if path in work_files else b""
         theirs = await _read_base_settings(sandbox, path) if path in base else b""
@@ -335,15 +339,15 @@ async def _find_changed_settings(
     return changed
 
 
-def _is_unchanged(path: Path, found: str | None) -> bool:
+def _is_unchanged(path: Path, checksum: str | None) -> bool:
     try:
-        return found is not None and not path.is_symlink() and path.is_file() and _checksum(path) == found
+        return checksum is not None and not path.is_symlink() and path.is_file() and _checksum(path) == checksum
     except OSError:
         return False
 
 
 def _read_settings(path: Path) -> bytes | None:
-    """Read a settings file. None if it is not a file that a tool would read."""
+    """Read a settings file. Return None if it is not a file that a tool would read."""
     try:
         if path.is_symlink() or not path.is_file() or path.stat().st_size > _MAX_SETTINGS_BYTES:
             return None
@@ -362,7 +366,7 @@ async def _read_base_settings(sandbox: Sandbox, path: str) -> bytes | None:
 
 
 def _same_pytest_settings(name: str, ours: bytes, theirs: bytes) -> bool:
-    """Tell whether two settings files have the same pytest settings. Unreadable files differ from all others."""
+    """Return whether two settings files have the same pytest settings. An unreadable file differs from every other."""
     try:
         if name.endswith(".toml"):
             one, other = (tomllib.loads(text.decode()).get("tool", {}).get("pytest") for text in (ours, theirs))
@@ -373,7 +377,7 @@ def _same_pytest_settings(name: str, ours: bytes, theirs: bytes) -> bool:
 
 
 def _same_ini_settings(ours: str, theirs: str) -> bool:
-    """Compare two ini files. Parsers disagree about headers, so no line that mentions pytest and no unusual header may differ."""
+    """Compare two ini files. Parsers disagree about headers, so lines that mention pytest and unusual headers must not differ."""
     one, other = ours.splitlines(), theirs.splitlines()
     for line in (line for line in {*one} ^ {*other} if line):
         if "pytest" in line.lower() or (line.lstrip().startswith("[") and not _HEADER.fullmatch(line)):
@@ -383,13 +387,13 @@ def _same_ini_settings(ours: str, theirs: str) -> bool:
 
 def _pytest_lines(lines: Iterable[str]) -> list[str]:
     """Return the lines of all sections with pytest in their name."""
-    lines_kept, within = [], False
+    kept, within = [], False
     for line in lines:
         if line.startswith("["):
             within = "pytest" in line.lower()
         if within and line.strip():
-            lines_kept.append(line)
-    return lines_kept
+            kept.append(line)
+    return kept
 
 
 # ---- the tests ----
@@ -406,7 +410,7 @@ async def _install_work(sandbox: Sandbox, grader: Swe, log: GraderLog) -> None:
 
 
 async def _run_tests(sandbox: Sandbox, grader: Swe, own: Iterable[str], log: GraderLog) -> tuple[RunEvidence, int]:
-    """Run the tests. `own`: their files. Returns what the log and the witness say, and the exit code."""
+    """Run the tests, whose files are `own`. Return the evidence from the log and the witness, and the exit code."""
     key, start, end = (secrets.token_hex(24) for _ in range(3))
     source = await asyncio.to_thread(Path(witness.__file__).read_bytes)
     tests = b"\0".join(os.fsencode(path) for path in (sandbox.workdir, *own))
@@ -425,7 +429,7 @@ async def _run_tests(sandbox: Sandbox, grader: Swe, own: Iterable[str], log: Gra
         done.stdout.replace(start.encode(), b"(start)").replace(end.encode(), b"(end)"),
     )
     if done.timed_out:
-        raise Undecided(f"the tests took longer than their {grader.timeout_s:g} s")
+        raise Undecided(f"the tests took longer than their limit of {grader.timeout_s:g} s")
     _, began, rest = output.partition(f"\n{start}\n")
     between, ended, last = rest.rpartition(f"\n{end} ")
     if not began or not ended or not last.strip().isdigit():
@@ -435,14 +439,14 @@ async def _run_tests(sandbox: Sandbox, grader: Swe, own: Iterable[str], log: Gra
         data = await sandbox.read(f"{ours}/report", limit=_MAX_REPORT_BYTES)
     except SandboxGone:
         raise
-    except SandboxError:  # there is no report, or something else in its place
+    except SandboxError:  # the report is missing, or something else is in its place
         data = b""
     report = await asyncio.to_thread(parse_report, key.encode(), data)
     if report.started:
-        how = "it saw the end" if report.ended else "it did not see the end"
+        end = "it saw the end" if report.ended else "it did not see the end"
         changed = f"; changed during the run: {', '.join(sorted(report.tampered))}" if report.tampered else ""
         other = f"; something else ran in place of {len(report.replaced)}" if report.replaced else ""
-        log.add(f"witness: {len(report.outcomes)} tests, {how}{changed}{other}", b"")
+        log.add(f"witness: {len(report.outcomes)} tests, {end}{changed}{other}", b"")
     return RunEvidence(cases=cases, report=report), int(last)
 
 
@@ -451,25 +455,24 @@ def _all_cases(grader: Swe) -> tuple[str, ...]:
 
 
 def _check_decisive(grader: Swe, evidence: RunEvidence, code: int, *, untouched: bool) -> None:
-    """Check that the tests gave a result. Raises `Undecided` otherwise."""
+    """Raise `Undecided` if the test run does not allow a decision."""
     failures = any(case in _FAILED for case in evidence.cases.values())
-    may_fail = (
-        untouched and not grader.pass_to_pass and code < _NOT_RUN
-    )  # no test has to pass yet, so all may fail together
+    # On the untouched task, all tests may fail if none has to pass yet.
+    may_fail = untouched and not grader.pass_to_pass and code < _NOT_RUN
     if code and not failures and not may_fail:
-        raise Undecided(f"the tests ended with exit code {code}, but the log has no failed test")
+        raise Undecided(f"the tests ended with exit code {code}, but the log contains no failed test")
     if (
         untouched
         and grader.pass_to_pass
         and not any(evidence.cases.get(case) == "passed" for case in grader.pass_to_pass)
     ):
-        raise Undecided("none of the PASS_TO_PASS tests passes on the untouched task")
+        raise Undecided("none of the PASS_TO_PASS tests passed on the untouched task")
     if untouched and not code and not any(case in evidence.cases for case in _all_cases(grader)):
         raise Undecided("the log contains none of the task's tests")
 
 
 def _find_doubtful(grader: Swe, evidence: RunEvidence) -> frozenset[str]:
-    """Return the cases that passed by the log but not by the witness; all that passed if pytest was changed."""
+    """Return the cases that passed according to the log but not the witness. If pytest was changed, return all that passed."""
     passed = frozenset(case for case in _all_cases(grader) if evidence.cases.get(case) == "passed")
     if evidence.report.tampered:
         return passed
@@ -479,21 +482,20 @@ def _find_doubtful(grader: Swe, evidence: RunEvidence) -> frozenset[str]:
 def _weigh_doubts(
     grader: Swe, evidence: RunEvidence, doubt: frozenset[str], base: RunEvidence | None
 ) -> tuple[RunEvidence, tuple[str, ...]]:
-    """Decide about doubtful cases. Doubts count only if the witness saw the untouched task's tests without any."""
+    """Decide about doubtful cases. Ignore the doubts unless the witness saw the untouched task's tests without any."""
     assert base is not None
     if not base.report.ended or _find_doubtful(grader, _without_tampering(base)):
         return evidence, ("the witness cannot watch this task's tests, so the log alone decides",)
     changed = evidence.report.tampered - base.report.tampered
-    replaced = (
-        evidence.report.replaced - base.report.replaced
-    )  # replaced tests of the untouched task are the task's own doing
+    # The task itself replaces some of its tests; these are not the work's doing.
+    replaced = evidence.report.replaced - base.report.replaced
     if not changed:
         known = msgspec.structs.replace(evidence.report, tampered=frozenset(), replaced=replaced)
         doubt = _find_doubtful(grader, RunEvidence(cases=evidence.cases, report=known))
     if not doubt:
         return evidence, ()
     cases = {**evidence.cases, **{case: _outcome_without_witness(case, evidence.report) for case in doubt}}
-    how = (
+    reason = (
         f"the work changed how tests are decided ({', '.join(sorted(changed)[:5])})"
         if changed
         else f"something else ran in place of {', '.join(sorted(replaced)[:5])}"
@@ -502,7 +504,7 @@ def _weigh_doubts(
         if evidence.report.ended
         else "the witness did not see the end of the run"
     )
-    return RunEvidence(cases=cases, report=evidence.report), (f"{len(doubt)} tests passed by the log, but {how}",)
+    return RunEvidence(cases=cases, report=evidence.report), (f"{len(doubt)} tests passed according to the log, but {reason}",)
 
 
 def _without_tampering(evidence: RunEvidence) -> RunEvidence:
@@ -517,7 +519,7 @@ def _outcome_without_witness(case: str, report: WitnessReport) -> CaseOutcome:
 
 
 def _case_outcome(case: str, evidence: RunEvidence) -> CaseOutcome:
-    """Return a case's outcome. Logs do not always name skipped tests."""
+    """Return the outcome of a case. Logs do not always name skipped tests, so the witness decides about these."""
     if case not in evidence.cases and evidence.report.outcomes.get(case) == "skipped":
         return "skipped"
     return evidence.cases.get(case, "missing")

@@ -1,6 +1,6 @@
-"""The nouns of grading: the agent's work as copied to the host, and the grade that the host gave it.
+"""Types for grading: the agent's work as copied to the host, and its grade.
 
-A reward is a number that a grader really gave. Where there is none it is None, and the class says whose fault that is.
+A reward is a number that a grader actually returned. Without one it is None, and the outcome class states what was at fault.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ CaseOutcome = Literal["passed", "failed", "error", "skipped", "missing"]
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent left in its working folder, copied to the host after all of its processes had ended."""
+    """An agent's working folder, copied to the host after all of the agent's processes had ended."""
 
-    folder: Path  # its content; no link in it leads outside
-    left_out: tuple[str, ...] = ()  # what could not be copied
-    lost: str = ""  # why there is nothing to grade: the agent left more than the limit
-    answers: tuple[Mapping[str, object], ...] = ()  # host tool calls in their order: {"tool": …, "arguments": …}
+    folder: Path  # the copy; none of its links point outside
+    left_out: tuple[str, ...] = ()  # files that could not be copied, each with the reason
+    lost: str = ""  # why the work could not be copied: it exceeds the size limit; empty otherwise
+    answers: tuple[Mapping[str, object], ...] = ()  # host tool calls in order: {"tool": …, "arguments": …}
 
 
 class GradingEnvironment(msgspec.Struct, frozen=True, kw_only=True):
-    """Where to grade. The backend creates a fresh sandbox; one that an agent has touched is never used."""
+    """The environment for grading. The backend always creates a fresh sandbox that no agent has touched."""
 
     backend: Backend
-    image: str = ""  # takes precedence over the task's
+    image: str = ""  # takes precedence over the task's image
     resources: Resources = Resources()
-    log: Path | None = None  # the file for the grader's complete log
+    log: Path | None = None  # file for the grader's complete log
 
 
 class PartGrade(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,14 +45,14 @@ class PartGrade(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Grade(msgspec.Struct, frozen=True, kw_only=True):
-    """What the host decided. An unknown `reward` is None, never 0."""
+    """The host's decision about a work. An unknown `reward` is None, never 0."""
 
     kind: OutcomeClass
     reward: float | None = None
     resolved: bool | None = None
-    cases: Mapping[str, CaseOutcome] = {}  # per test, where the grader runs tests
+    cases: Mapping[str, CaseOutcome] = {}  # outcome of each test, if the grader runs tests
     parts: tuple[PartGrade, ...] = ()
-    message: str = ""  # why there is no reward, or what was unusual
-    notes: tuple[str, ...] = ()  # parts of the work that were set aside before grading
+    message: str = ""  # why there is no reward, or anything unusual
+    notes: tuple[str, ...] = ()  # parts of the work that were left out before grading
     log: str = ""  # the end of the grader's output
     seconds: float = 0.0

@@ -1,18 +1,19 @@
-"""Record, signed, what each test of a pytest run did, before the tested code can interfere. Runs inside the sandbox.
+"""Write a signed record of what each test of a pytest run did, before the tested code can interfere. Runs inside the sandbox.
 
-`swe.py` copies this file into a folder of its own, with a key and a `sitecustomize.py` that imports it, and puts that folder first on
-PYTHONPATH. So it runs when the interpreter starts, before any of the agent's code is imported. It reads and deletes the key, captures
-what it needs of pytest and Python as they are now, and joins the plugins that pytest loads first. A test passed if no exception came out
-of it here, pytest's own report agrees, and the test's own function ran. Changes to pytest during the run are reported. A process that
-ends early leaves no end record.
+`swe.py` copies this file into a separate folder, with a key and a `sitecustomize.py` that imports it, and puts that folder first on
+PYTHONPATH. It therefore runs when the interpreter starts, before any of the agent's code is imported. It reads and deletes the key,
+captures the current state of the parts of pytest and Python that it needs, and registers as one of the first plugins of pytest. A test
+passed if it raised no exception here, pytest's own report agrees, and the test's own function ran. Changes to pytest during the run are
+reported. A process that ends early leaves no end record.
 
-Code in the same process can in principle tamper with this too: it is a high fence, not a wall (docs/grading.md). So everything that runs
-after the start uses only names that were captured in closures, not module globals that other code could replace.
+Code in the same process can in principle tamper with this too: the witness makes cheating hard, not impossible (docs/grading.md).
+Everything that runs after the start therefore uses only names that were captured in closures, not module globals that other code could
+replace.
 
-Standard library and pytest only, Python 3.6 and newer. Never fails a run: without a key it does nothing.
+It needs only the standard library and pytest, and supports Python 3.6 and newer. It never fails a run: without a key it does nothing.
 """
 
-# Old Pythons, and an interpreter that is only starting:
+# These rules do not fit old Python versions, or an interpreter that is still starting:
 # ruff: noqa: B004, B905, PTH100, PTH108, PTH109, PTH110, PTH119, PTH120, RUF005, RUF007, SIM105, UP004
 # mypy: ignore-errors
 
@@ -25,7 +26,7 @@ import sys
 import unittest
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-GUARDED = (  # module, names: what decides about an outcome
+GUARDED = (  # modules, and the names in them that determine an outcome
     (
         "_pytest.runner",
         "runtestprotocol call_and_report call_runtest_hook pytest_runtest_protocol pytest_runtest_makereport "
@@ -44,7 +45,7 @@ GUARDED = (  # module, names: what decides about an outcome
     ("_pytest.main", "pytest_runtestloop wrap_session _main"),
     ("pytest", "raises fail skip approx"),
     ("pluggy", "PluginManager.register PluginManager._hookexec"),
-    ("pluggy._callers", "_multicall"),  # its place differs between versions
+    ("pluggy._callers", "_multicall"),  # its location differs between versions
     ("pluggy._execution", "_multicall"),
     ("pluggy._hooks", "HookCaller.__call__ _HookCaller.__call__"),
     ("pluggy._caller", "HookCaller.__call__"),
@@ -72,17 +73,17 @@ HOOKS = (
     "pytest_collection_finish",
 )
 MAX_REPORTED = 50
-MAX_VISITED = 500  # objects behind one test
+MAX_VISITED = 500  # objects reachable from one test
 
 
 def _make_signed_writer(key, path):
-    """Return a function that signs and appends one record. Everything it uses is captured now."""
+    """Return a function that signs and appends one record. Everything that it uses is captured now."""
     signed, dumps = hmac.new(key, b"", hashlib.sha256), json.dumps
     open_, write, close, getpid = os.open, os.write, os.close, os.getpid
     flags, owner, last = os.O_WRONLY | os.O_APPEND | os.O_CREAT, os.getpid(), [b""]
 
     def record(**fields):
-        if getpid() != owner:  # a test forked
+        if getpid() != owner:  # in a process that a test forked
             return
         line = dumps(fields, sort_keys=True).encode("utf-8", "backslashreplace")
         mac = signed.copy()
@@ -98,7 +99,7 @@ def _make_signed_writer(key, path):
 
 
 def _snapshot():
-    """Return where each guarded thing is found, its present value, and its code."""
+    """Return the location, current value and code of each guarded name."""
     known = []
     for module, names in GUARDED:
         try:
@@ -129,7 +130,7 @@ def _get(one, name):
 
 
 def _reachable_code(value, get=_get, most=MAX_VISITED, module_type=type(sys)):
-    """Return the code of all functions reachable from what is about to be called, through the places where decorators keep functions."""
+    """Return the code of all functions reachable from `value` through the attributes and closures in which decorators keep functions."""
     seen, queue, found = {}, [value], []  # `seen` keeps the objects alive, because ids are reused
     while queue and len(seen) < most:
         one = queue.pop(0)
@@ -157,13 +158,13 @@ def _reachable_code(value, get=_get, most=MAX_VISITED, module_type=type(sys)):
 
 
 def _ownership_check(folder, tests):
-    """Return a check that a test's own function is about to run, not something in its place. `tests`: files that no agent changes."""
+    """Return a check that a test's own function is about to run, and no replacement. `tests` lists files that agents cannot change."""
     real, join, search, escape, open_ = os.path.realpath, os.path.join, re.search, re.escape, open
     reachable, code_of = _reachable_code, _code_of
     tests, folder, texts = frozenset(real(join(folder, one)) for one in tests), real(folder) + os.sep, {}
 
     def defines(file, name):
-        """Tell whether the file defines a function of that name. A generated test's function has an unknown name."""
+        """Return whether the file defines a function with that name. The function of a generated test has an unknown name."""
         if file not in texts:
             with open_(file, "rb") as source:
                 texts[file] = source.read().decode("utf-8", "replace")
@@ -201,11 +202,11 @@ def _safe(hook):
 
 
 class _Plugin(object):
-    """The plugin that pytest sees. Its hooks are closures, so that other code does not reach their state by accident."""
+    """The plugin that pytest sees. Its hooks are closures, so that other code cannot change their state by accident."""
 
 
 def _tampering_checks(record, plugin, place):
-    """Return two checks that report what was changed or inserted since now: of pytest itself, and around one test."""
+    """Return two checks that report later changes: one for pytest itself, and one for the hooks around a test."""
     known, hooks, most = _snapshot(), HOOKS, MAX_REPORTED
     folders = (os.path.realpath(place) + os.sep, place.rstrip(os.sep) + os.sep, os.getcwd() + os.sep)
     variables, code_of, name_of, sep = vars, _code_of, os.path.basename, os.sep
@@ -217,12 +218,12 @@ def _tampering_checks(record, plugin, place):
             record(odd=what)
 
     def check_pytest(config):
-        """Check that all that decides about an outcome is what it was."""
+        """Check that everything that determines an outcome is unchanged."""
         for name, owner, attribute, value, code in known:
             if variables(owner).get(attribute) is not value or code_of(value) is not code:
                 report(name)
         for name in hooks:
-            # Some of `config.hook` are only wrappers, in pytest 7 and 8.
+            # In pytest 7 and 8, some attributes of `config.hook` are only wrappers.
             hook = getattr(config.pluginmanager.hook, name, None)
             for one in hook.get_hookimpls() if hook is not None else ():
                 file = getattr(code_of(one.function), "co_filename", "")
@@ -231,7 +232,7 @@ def _tampering_checks(record, plugin, place):
                     report(name + " of " + (file[len(within[0]) :] if within else file or "no file"))
 
     def check_wrappers(item):
-        """Check that nothing stands between the test and our hook."""
+        """Check that no other wrapper is between the test and our hook."""
         around = [
             one
             for one in item.ihook.pytest_runtest_call.get_hookimpls()
@@ -244,7 +245,7 @@ def _tampering_checks(record, plugin, place):
 
 
 def _test_names(configs):
-    """Return two functions: pytest's root folder, and a test's name as pytest's summary has it, from where pytest was started."""
+    """Return two functions: one returns pytest's root folder, the other a test's name as it appears in pytest's summary."""
     join, relative, sep, started = os.path.join, os.path.relpath, os.sep, os.getcwd()
 
     def root():
@@ -259,7 +260,7 @@ def _test_names(configs):
 
 
 def _outcome_hooks(pytest, record, configs, is_own, checks):
-    """Return what to do before and after a test's call, on its report, when it has finished, and at the end of the run."""
+    """Return functions to call before and after a test's call, on its report, when it has finished, and at the end of the run."""
     check_pytest, check_wrappers = checks
     root, name_in_log = _test_names(configs)
     functions = pytest.Function
@@ -269,14 +270,14 @@ def _outcome_hooks(pytest, record, configs, is_own, checks):
     def before_call(item):
         replaced.discard(item.nodeid)
         if isinstance(item, functions):
-            replaced.add(item.nodeid)  # until it is known
+            replaced.add(item.nodeid)  # until the check below succeeds
             if is_own(item, root()):
                 replaced.discard(item.nodeid)
         check_wrappers(item)
 
     def after_call(item, outcome):
         kinds = [outcome.excinfo[0]] if outcome.excinfo else []
-        kinds += [one.type for one in getattr(item, "_excinfo", None) or []]  # unittest's
+        kinds += [one.type for one in getattr(item, "_excinfo", None) or []]  # recorded by unittest
         seen = "passed"
         for kind in kinds:
             if issubclass(kind, skipped):
@@ -297,7 +298,7 @@ def _outcome_hooks(pytest, record, configs, is_own, checks):
     def on_finish(nodeid):
         check_pytest(configs[0])
         seen, by_pytest = called.pop(nodeid, None), reported.pop(nodeid, None)
-        if seen is None:  # it ran in another process
+        if seen is None:  # it ran in a different process
             return
         if seen == "passed" and by_pytest != "passed":
             seen = "failed"
@@ -313,7 +314,7 @@ def _outcome_hooks(pytest, record, configs, is_own, checks):
 
 
 def _add_hooks(pytest, plugin, before_call, after_call, on_report, on_finish, on_end):
-    """Give the plugin its hooks. Each of these functions never raises."""
+    """Add the hooks to the plugin. None of the functions ever raises."""
 
     @pytest.hookimpl(hookwrapper=True, trylast=True)
     def pytest_runtest_call(item):
@@ -354,19 +355,19 @@ def _create_witness(record, place, tests):
     return join
 
 
-# ---- how it is started ----
+# ---- startup ----
 
 _pending = []
 
 
 def pytest_configure(config):
-    """Register the witness: pytest loads this module as one of its first plugins. A pytest run within the run has no witness."""
+    """Register the witness. pytest loads this module as one of its first plugins. A nested pytest run has no witness."""
     if _pending:
         _pending.pop()(config)
 
 
 def _runs_pytest():
-    """Tell whether this process runs pytest, by its command line. Other programs leave the key alone."""
+    """Return whether this process runs pytest, judging by its command line. Other programs must not use the key."""
     with open("/proc/self/cmdline", "rb") as file:
         words = file.read().split(b"\0")[1:]
     names = (b"pytest", b"py.test")
@@ -375,14 +376,14 @@ def _runs_pytest():
 
 
 def _read_test_list():
-    """Return the working folder, and the files in it that no agent changes."""
+    """Return the working folder, and the files in it that agents cannot change."""
     with open(HERE + "/tests", "rb") as file:
         first, _, rest = file.read().partition(b"\0")
     return os.fsdecode(first), [os.fsdecode(path) for path in rest.split(b"\0") if path]
 
 
 def start_witness():
-    """Take the key and prepare the witness, if this process runs pytest."""
+    """If this process runs pytest, read and delete the key and prepare the witness."""
     if not os.path.exists(HERE + "/key") or not _runs_pytest():
         return
     with open(HERE + "/key", "rb") as file:
@@ -390,7 +391,7 @@ def start_witness():
     os.unlink(HERE + "/key")
     folder, tests = _read_test_list()
     path, work = list(sys.path), tuple(os.path.realpath(place) + os.sep for place in (os.getcwd(), folder))
-    # Nothing in the working folder may be imported as pytest or as a part of Python.
+    # Nothing in the working folder may be imported as pytest or as part of Python.
     sys.path[:] = [place for place in path if place and not (os.path.realpath(place) + os.sep).startswith(work)]
     try:
         import _pytest.config
@@ -402,7 +403,7 @@ def start_witness():
 
 
 def run_next_sitecustomize():
-    """Run the `sitecustomize` that would have been found without ours."""
+    """Run the `sitecustomize` that Python would have found without ours."""
     import importlib.machinery
     import importlib.util
 

@@ -1,4 +1,4 @@
-"""Parse the report that `witness.py` wrote in the sandbox, as far as its signatures are valid."""
+"""Parsing of the report that `witness.py` writes in the sandbox, up to the first invalid signature."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _ReportLine(msgspec.Struct, frozen=True):
 
 
 class WitnessReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the witness saw of a test run. `ended`: it saw the run's end; without that, no test counts as passed."""
+    """What the witness observed of a test run. No test counts as passed unless it also observed the end of the run (`ended`)."""
 
     started: bool = False
     ended: bool = False
@@ -34,18 +34,18 @@ class WitnessReport(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self._find_tests(case))
 
     def passed(self, case: str) -> bool:
-        """Tell whether the witness saw the case pass."""
-        found = self._find_tests(case)
-        passed = all(self.outcomes[test] in ("passed", "xfailed") and test not in self.replaced for test in found)
-        return self.ended and bool(found) and passed
+        """Return whether the witness saw the case pass."""
+        tests = self._find_tests(case)
+        passed = all(self.outcomes[test] in ("passed", "xfailed") and test not in self.replaced for test in tests)
+        return self.ended and bool(tests) and passed
 
     def _find_tests(self, case: str) -> list[str]:
-        """Return the tests of a case. A log may cut a name at its first space."""
+        """Return the tests of a case. A log may cut off a name at its first space."""
         return [case] if case in self.outcomes else [t for t in self.outcomes if t.split(maxsplit=1)[:1] == [case]]
 
 
 def parse_report(key: bytes, report: bytes) -> WitnessReport:
-    """Parse the lines of a report, up to the first that is not signed in its place."""
+    """Parse the lines of a report, up to the first whose signature is invalid. A signature also covers the previous one."""
     last, started, ended = b"", False, False
     outcomes: dict[str, WitnessOutcome] = {}
     tampered: set[str] = set()

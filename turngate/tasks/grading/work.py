@@ -1,7 +1,7 @@
-"""Collect the agent's work: its working folder, copied to the host after all of its processes have ended.
+"""Collection of the agent's work: its working folder is copied to the host after all of its processes have ended.
 
-An agent wrote what is copied. Links that lead outside, devices and pipes are left out and named; nothing in it can fail a rollout. Its
-`.git` stays behind, because hooks, filters and settings in it are programs that run when git is used.
+The agent controls what is copied. Links that point outside, devices and pipes are left out and reported, so that none of them can fail a
+rollout. The agent's `.git` is left out, because its hooks, filters and settings are programs that run when git is used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from turngate.tasks.task import Rubric, Script, Task
 
 GIT = ".git"
 _MOST_NAMED = 50
-# The agent may have removed its own permissions; the files still count as its work.
+# Restore permissions that the agent removed, because the files are still part of its work.
 _OPEN = 'PATH="/usr/bin:/bin:$PATH"; [ -L "$1" ] || chmod -R u+rwX -- "$1" 2>/dev/null; true'
 _OPEN_S = 120.0
 
@@ -27,16 +27,16 @@ _OPEN_S = 120.0
 async def collect_work(
     sandbox: Sandbox, folder: Path, *, git: bool = False, answers: Sequence[Mapping[str, object]] = ()
 ) -> Work:
-    """Copy the working folder into the new folder `folder`. `git`: include its `.git`.
+    """Copy the working folder into the new folder `folder`, with its `.git` if `git` is set.
 
-    Raises `SandboxError` if the sandbox failed. A folder that is larger than the limit is the agent's fault; the work says so.
+    Raise `SandboxError` if the sandbox failed. If the folder exceeds the size limit, which is the agent's fault, set `lost` in the work.
     """
     lost, skipped = "", tuple[str, ...]()
     try:
         await sandbox.exec(["/bin/sh", "-c", _OPEN, "sh", sandbox.workdir], cwd="/", timeout_s=_OPEN_S)
         skipped = await sandbox.download(sandbox.workdir, folder, exclude=() if git else (GIT,))
     except SandboxFileMissing:
-        skipped = ("the working folder itself: it no longer exists",)
+        skipped = ("the working folder itself, which no longer exists",)
         await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
     except SandboxTooLarge as error:
         lost = f"the agent's working folder is too large to copy: {error.message}"
@@ -46,13 +46,13 @@ async def collect_work(
 
 
 def needs_git(task: Task) -> bool:
-    """Tell whether the agent's `.git` is part of a task's work."""
+    """Return whether the agent's `.git` is part of the work of a task."""
     graders = [part.grader for part in task.grader.parts] if isinstance(task.grader, Rubric) else [task.grader]
     return any(isinstance(grader, Script) and grader.git for grader in graders)
 
 
 def format_names(lines: Sequence[str]) -> tuple[str, ...]:
-    """Format names for people: not too many, not too long, and without terminal control characters."""
+    """Format names for display: limit their number and length, and replace control characters."""
     short = [make_encodable("".join(c if c.isprintable() else "�" for c in line[:300])) for line in lines[:_MOST_NAMED]]
     more = [f"and {len(lines) - _MOST_NAMED} more"] if len(lines) > _MOST_NAMED else []
     return (*short, *more)

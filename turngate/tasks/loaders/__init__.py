@@ -1,1 +1,1 @@
-"""Tasks from Harbor folders, rows of SWE data sets and JSON lines."""
+"""Loaders that build tasks from Harbor folders, rows of SWE data sets and JSON lines."""

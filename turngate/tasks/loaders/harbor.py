@@ -4,14 +4,14 @@
       instruction.md         what the agent is asked to do (required)
       task.toml              Harbor's settings, and ours in the table [turngate]
       environment/Dockerfile the image, for the docker sandbox
-      tests/test.sh          grades the outcome; copied to /tests, never into the agent's sandbox
-      tests/run.sh           runs the agent's work in a sandbox of its own; test.sh then sees only what it left in /logs/probe
+      tests/test.sh          grades the outcome; copied to /tests in the grader's sandbox, never into the agent's
+      tests/run.sh           runs the agent's work in a separate sandbox; test.sh then sees only its output in /logs/probe
       solution/solve.sh      the reference solution, which proves the task
       files/                 the agent's initial working folder
       setup.sh               run there before the agent starts
 
-`tests/run.sh`, `files/` and `setup.sh` are ours, the last two for sandboxes without images; all other names are Harbor's. Harbor settings
-that we do not know are ignored, unless ignoring them would change the task.
+`tests/run.sh`, `files/` and `setup.sh` are our own additions, the last two for sandboxes without images. All other names are Harbor's.
+Unknown Harbor settings are ignored, unless ignoring them would change the task.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class _TurngateTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     setup_timeout_sec: Seconds = 900.0
     workdir: str = ""
     decides: Literal["reward file", "exit code"] = "reward file"
-    git: bool = False  # the agent's .git is part of its work
+    git: bool = False  # include the agent's .git in its work
     grader: str = ""
     rubric: list[_RubricLine] = []
     tools: tuple[HostTool, ...] = ()
@@ -111,14 +111,14 @@ class _TaskFile(msgspec.Struct, frozen=True):
     turngate: _TurngateTable = _TurngateTable()
 
 
-ROW_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")  # files that hold many tasks
+ROW_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")  # files that contain many tasks
 
 
 def load_task(path: Path) -> Task:
-    """Load one task from a folder, or from a text file that holds the instruction."""
+    """Load one task from a folder, or from a text file that contains the instruction."""
     if path.is_file() and path.suffix in ROW_SUFFIXES:
         raise TaskError(
-            f"task: {path} holds many tasks, not one; run them with `turngate batch --tasks {path}`", param="task"
+            f"task: {path} contains many tasks, not one; run them with `turngate batch --tasks {path}`", param="task"
         )
     if path.is_file():
         return Task(
@@ -126,11 +126,11 @@ def load_task(path: Path) -> Task:
         )
     if not path.is_dir():
         raise TaskError(
-            f"task: {path} does not exist; give a folder with an instruction.md, or a text file", param="task"
+            f"task: {path} does not exist; specify a folder with an instruction.md, or a text file", param="task"
         )
     instruction = path / "instruction.md"
     if not instruction.is_file():
-        raise TaskError(f"task: {path} has no instruction.md; add one that says what the agent should do", param="task")
+        raise TaskError(f"task: {path} has no instruction.md; add one that describes what the agent should do", param="task")
     settings = _load_settings(path / "task.toml")
     _check_supported(path, settings)
     environment, own = settings.environment, settings.turngate
@@ -168,25 +168,25 @@ def _load_settings(path: Path) -> _TaskFile:
 
 
 def _field_error(folder: Path, field: str, problem: str) -> TaskError:
-    return TaskError(f"task: {folder / 'task.toml'}: {field}: {problem}", param=field)
+    return TaskError(f"task: {folder / 'task.toml'}: {field} {problem}", param=field)
 
 
 def _check_supported(folder: Path, settings: _TaskFile) -> None:
-    """Refuse settings that we do not support and must not ignore: without them the agent would be asked or graded something else."""
+    """Reject unsupported settings that would change the task if they were ignored."""
     environment = settings.environment
     unsupported = {
-        "steps": (bool(settings.steps), "tasks of several steps are not supported; make a folder of each step"),
-        "environment.os": (environment.os.lower() != "linux", "only linux is supported"),
-        "environment.gpus": (bool(environment.gpus), "sandboxes have no GPUs; remove it"),
-        "environment.tpu": (environment.tpu is not None, "sandboxes have no TPUs; remove it"),
-        "environment.mcp_servers": (bool(environment.mcp_servers), "MCP servers are not supported; remove them"),
+        "steps": (bool(settings.steps), "is not supported; make a separate task folder for each step"),
+        "environment.os": (environment.os.lower() != "linux", "must be linux"),
+        "environment.gpus": (bool(environment.gpus), "is not supported, because sandboxes have no GPUs; remove it"),
+        "environment.tpu": (environment.tpu is not None, "is not supported, because sandboxes have no TPUs; remove it"),
+        "environment.mcp_servers": (bool(environment.mcp_servers), "is not supported; remove it"),
         "environment.healthcheck": (
             environment.healthcheck is not None,
-            "an image's services are not started, so they never become healthy; start them in setup.sh",
+            "is not supported, because an image's services are not started; remove it, and start them in setup.sh",
         ),
         "verifier.environment": (
             settings.verifier.environment is not None,
-            "a separate image for the grader is not supported; add what it needs to environment/Dockerfile",
+            "is not supported, because the grader uses the task's image; add what it needs to environment/Dockerfile",
         ),
     }
     for field, (is_set, problem) in unsupported.items():
@@ -195,14 +195,14 @@ def _check_supported(folder: Path, settings: _TaskFile) -> None:
     for name in ("docker-compose.yaml", "docker-compose.yml"):
         if (folder / "environment" / name).is_file():
             raise TaskError(
-                f"task: {folder}: environment/{name}: several containers are not supported; use one Dockerfile",
+                f"task: {folder}: environment/{name} is not supported, because a task cannot use several containers; use one Dockerfile",
                 param="environment",
             )
 
 
 def _workdir(folder: Path, workdir: str) -> str:
     if workdir and not PurePosixPath(workdir).is_absolute():
-        raise _field_error(folder, "workdir", f"{workdir!r} is not an absolute path in the image")
+        raise _field_error(folder, "workdir", f"must be an absolute path in the image, not {workdir!r}")
     return workdir
 
 
@@ -212,53 +212,56 @@ def _memory(folder: Path, environment: _Environment) -> int | None:
     size = _SIZE.fullmatch(environment.memory.strip())
     if size is None:
         raise _field_error(
-            folder, "environment.memory", f"{environment.memory!r} is not a size; write it like '2G' or '512M'"
+            folder, "environment.memory", f"must be a size like '2G' or '512M', not {environment.memory!r}"
         )
     megabytes = int(float(size[1]) * _MEGABYTES[size[2].upper()])
     if environment.memory_mb not in (None, megabytes):
         raise _field_error(
             folder,
             "environment.memory",
-            f"it is {megabytes} megabytes, but memory_mb is {environment.memory_mb}; remove one",
+            f"is {megabytes} megabytes, but memory_mb is {environment.memory_mb}; remove one of them",
         )
     if megabytes < 16:
         raise _field_error(
-            folder, "environment.memory", f"{environment.memory!r} is less than the minimum of 16 megabytes"
+            folder, "environment.memory", f"must be at least 16 megabytes, not {environment.memory!r}"
         )
     return megabytes
 
 
 def _resolve_env(folder: Path, field: str, env: Mapping[str, str]) -> Mapping[str, str]:
-    """Fill in `${NAME}` and `${NAME:-default}` from the host's environment, as Harbor does."""
+    """Replace `${NAME}` and `${NAME:-default}` with values from the host's environment, as Harbor does."""
     return {name: _resolve_value(folder, f"{field}.{name}", value) for name, value in env.items()}
 
 
 def _resolve_value(folder: Path, field: str, value: str) -> str:
-    asked = _FROM_HOST.fullmatch(value)
-    if asked is None:
+    match = _FROM_HOST.fullmatch(value)
+    if match is None:
         return value
-    if asked[1].startswith("TURNGATE_"):
+    variable, default = match[1], match[2]
+    if variable.startswith("TURNGATE_"):
         raise _field_error(
-            folder, field, f"{asked[1]} belongs to Turngate, and tasks may not read it; use another variable"
+            folder, field, f"must not refer to {variable}, which is reserved for Turngate; use a different variable"
         )
-    found = os.environ.get(asked[1], asked[2])
-    if found is None:
+    resolved = os.environ.get(variable, default)
+    if resolved is None:
         raise _field_error(
-            folder, field, f"the environment variable {asked[1]} is not set; set it, or write ${{{asked[1]}:-default}}"
+            folder,
+            field,
+            f"refers to the environment variable {variable}, which is not set; set it, or write ${{{variable}:-default}}",
         )
-    return found
+    return resolved
 
 
 def _grader(folder: Path, settings: _TaskFile) -> Grader | None:
     own, tests = settings.turngate, folder / "tests"
     if own.grader and own.rubric:
-        raise _field_error(folder, "turngate.grader", "there is also a rubric; give one of the two")
+        raise _field_error(folder, "turngate.grader", "cannot be combined with turngate.rubric; remove one of them")
     if own.grader:
         return _function(folder, "turngate.grader", own.grader, settings)
     if own.rubric:
         names = [line.name for line in own.rubric]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise _field_error(folder, "turngate.rubric", f"two entries are called {twice!r}; names must be unique")
+        if duplicate := next((name for name in names if names.count(name) > 1), None):
+            raise _field_error(folder, "turngate.rubric", f"contains two entries named {duplicate!r}; names must be unique")
         return Rubric(parts=tuple(_part(folder, line, settings) for line in own.rubric))
     if not tests.is_dir():
         return None
@@ -281,14 +284,14 @@ def _script(folder: Path, name: str, settings: _TaskFile) -> Script:
 
 
 def _function(folder: Path, field: str, name: str, settings: _TaskFile) -> Function:
-    """Build the grader of `module:name`, or of `file.py:name` with the file in the task's folder."""
+    """Build the grader for `module:name`, or for `file.py:name` with a file in the task's folder."""
     if not _FUNCTION.fullmatch(name):
-        raise _field_error(folder, field, f"{name!r} is not valid; write module:function or file.py:function")
+        raise _field_error(folder, field, f"must be module:function or file.py:function, not {name!r}")
     location, _, attribute = name.rpartition(":")
     if location.endswith(".py"):
         file = (folder / location).absolute()
         if not file.is_file():
-            raise _field_error(folder, field, f"there is no file {file}")
+            raise _field_error(folder, field, f"refers to {file}, which does not exist")
         name = f"{file}:{attribute}"
     return Function(name=name, timeout_s=settings.verifier.timeout_sec)
 
@@ -296,12 +299,12 @@ def _function(folder: Path, field: str, name: str, settings: _TaskFile) -> Funct
 def _part(folder: Path, line: _RubricLine, settings: _TaskFile) -> Part:
     field = f"turngate.rubric ({line.name})"
     if bool(line.script) == bool(line.function):
-        raise _field_error(folder, field, "give either script (a file in tests/) or function")
+        raise _field_error(folder, field, "must set either script (a file in tests/) or function, and not both")
     if line.function:
         return Part(name=line.name, weight=line.weight, grader=_function(folder, field, line.function, settings))
     script = PurePosixPath(line.script)
     if script.is_absolute() or ".." in script.parts or not (folder / "tests" / script).is_file():
-        raise _field_error(folder, field, f"there is no file {line.script!r} in {folder / 'tests'}")
+        raise _field_error(folder, field, f"refers to {line.script!r}, which is not a file in {folder / 'tests'}")
     return Part(name=line.name, weight=line.weight, grader=_script(folder, str(script), settings))
 
 
@@ -318,7 +321,9 @@ def _tools(folder: Path, own: _TurngateTable) -> tuple[HostTool, ...]:
     try:
         checked_tools(own.tools)
     except BadRequest as error:
-        raise _field_error(folder, f"turngate.{error.param}", error.message.removeprefix(f"{error.param}: ")) from None
+        raise TaskError(
+            f"task: {folder / 'task.toml'}: turngate.{error.message}", param=f"turngate.{error.param}"
+        ) from None
     return own.tools
 
 

@@ -2,10 +2,10 @@
 
 a folder with an instruction.md          one task, in Harbor's format (`harbor.py`)
 a folder of such folders                 all of them, sorted by name
-a .jsonl, .json or .parquet file         rows: our own (`rows.py`) or those of a SWE data set (`swe.py`), told apart by their fields
+a .jsonl, .json or .parquet file         rows in our own format (`rows.py`) or of a SWE data set (`swe.py`), recognised by their fields
 a folder with such files                 the rows of all files
 hf://org/name[@split]                    a data set on the Hugging Face hub, or in its local cache
-module:function, file.py:function        what the function yields: tasks, or rows
+module:function, file.py:function        the tasks or rows that the function returns
 any other file                           its text is the instruction
 """
 
@@ -38,16 +38,16 @@ _BATCH_ROWS = 64  # rows decoded at a time
 
 
 class LoadedTask(msgspec.Struct, frozen=True, kw_only=True):
-    """One task, or what is wrong with it."""
+    """One task, or the error that prevented loading it."""
 
-    id: str  # "?" if it is not known
+    id: str  # "?" if unknown
     source: str
     task: Task | None = None
     error: TaskError | None = None
 
 
 class Candidate(NamedTuple):
-    """A task that has not been built yet, so that selecting some tasks does not build all."""
+    """A task that has not been built yet, so that selecting some tasks does not require building all of them."""
 
     id: str
     source: str
@@ -55,7 +55,7 @@ class Candidate(NamedTuple):
 
 
 def read_tasks(where: str, *, only: Sequence[str] = (), limit: int | None = None) -> Iterator[Task]:
-    """Yield the tasks of a source, in its order. Raises at the first invalid task, and for an id that occurs twice."""
+    """Yield the tasks of a source, in its order. Raise `TaskError` at the first invalid task or duplicate id."""
     for loaded in scan_tasks(where, only=only, limit=limit):
         if loaded.error is not None:
             raise loaded.error
@@ -64,9 +64,12 @@ def read_tasks(where: str, *, only: Sequence[str] = (), limit: int | None = None
 
 
 def scan_tasks(where: str, *, only: Sequence[str] = (), limit: int | None = None) -> Iterator[LoadedTask]:
-    """Yield the tasks of a source, including invalid ones. `only`: glob patterns of ids (`django__*`); `limit`: the maximum number."""
+    """Yield the tasks of a source, including invalid ones.
+
+    `only` lists glob patterns for ids, such as `django__*`. `limit` is the maximum number of tasks.
+    """
     if limit is not None and limit < 1:
-        raise TaskError(f"limit: {limit} is not allowed; give 1 or more", param="limit")
+        raise TaskError(f"limit must be at least 1, not {limit}", param="limit")
     seen: dict[str, str] = {}
     count = 0
     for candidate in _find_candidates(where):
@@ -100,7 +103,7 @@ def _find_candidates(where: str) -> Iterator[Candidate]:
     if (match := _FUNCTION.fullmatch(where)) is not None:
         return _function_candidates(where, match)
     raise TaskError(
-        f"task: {where} does not exist; give a task folder, a folder of task folders, a .jsonl or .parquet file, hf://org/name, "
+        f"task: {where} does not exist; specify a task folder, a folder of task folders, a .jsonl or .parquet file, hf://org/name, "
         "or module:function",
         param="tasks",
     )
@@ -147,7 +150,7 @@ def _find_row_files(path: Path) -> list[Path]:
 
 
 def _file_candidates(path: Path, display_name: str = "") -> Iterator[Candidate]:
-    """Yield the tasks of a file. `display_name`: the file's name in messages, if not its path."""
+    """Yield the tasks of a file. Messages call the file `display_name` if it is set, or else use its path."""
     if path.suffix not in _ROWS:
         yield _harbor_candidate(path)
         return
@@ -165,7 +168,7 @@ def _row_candidate(row: object, where: str, beside: Path | None) -> Candidate:
 
 
 def task_from_row(row: object, where: str, beside: Path | None = None) -> Task:
-    """Build the task of a row of either kind."""
+    """Build the task of a row, in our own format or from a SWE data set."""
     if isinstance(row, ValueError):
         raise TaskError(f"task: {where} is not valid JSON: {row}", param="row")
     if not isinstance(row, Mapping):
@@ -192,7 +195,7 @@ def _read_json(path: Path) -> Iterator[tuple[int, object]]:
 
 
 def _decode_json(data: bytes) -> object:
-    """Return the value, or the decoding error, so that the rows after it are still read."""
+    """Decode a value. Return an error instead of raising it, so that later rows are still read."""
     try:
         return msgspec.json.decode(data)
     except ValueError as error:  # includes invalid UTF-8
@@ -217,7 +220,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, object]]:
 
 
 def _drop_nulls(value: Json) -> Json:
-    """Remove null fields: in a table every row has every column, and every object every field that any of them has."""
+    """Remove null fields. In a table, every row has every column, and every object has the fields of all objects in its column."""
     if isinstance(value, dict):
         return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
     return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
@@ -246,7 +249,7 @@ def _hub_candidates(where: str) -> Iterator[Candidate]:
 
 
 def _select_split(folder: Path, where: str, split: str) -> list[Path]:
-    """Return the files of one split, by their names: `data/train-00000-of-00002.parquet`, `train.jsonl`, `config/train/0.parquet`."""
+    """Return the files of one split. Names are like `data/train-00000-of-00002.parquet`, `train.jsonl` or `config/train/0.parquet`."""
     by_split: dict[str, list[Path]] = {}
     for file in _find_row_files(folder):
         inside = file.relative_to(folder)
@@ -257,7 +260,7 @@ def _select_split(folder: Path, where: str, split: str) -> list[Path]:
         return next(iter(by_split.values()))
     if split not in by_split:
         available = ", ".join(by_split) or "none"
-        problem = f"there is no split {split!r}" if split else "it has several splits; choose one with @split"
+        problem = f"split {split!r} not found" if split else "the data set has several splits; choose one with @split"
         raise TaskError(f"task: {where}: {problem}; available: {available}", param="tasks")
     return by_split[split]
 
@@ -294,7 +297,7 @@ def _load_function(where: str, match: re.Match[str]) -> Callable[[], Iterable[ob
 def _import_file(path: Path) -> object:
     spec = spec_from_file_location(f"turngate_tasks_{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise TaskError(f"task: there is no file {path} to import", param="tasks")
+        raise TaskError(f"task: {path} does not exist or is not a Python file", param="tasks")
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -1,10 +1,10 @@
-"""Our own row format: a task as one JSON object, as in a line of a JSONL file.
+"""Our own row format: a task as one JSON object, such as a line of a JSONL file.
 
     {"id": "fix-add", "instruction": "…", "files": {"main.py": "…"}, "setup": "…", "image": "…", "timeout_s": 600,
      "grader": {"type": "script", "files": {"test.sh": "…"}, "decides": "exit code"}, "solution": {"patch": "…"}, "metadata": {…}}
 
-The schema is strict: an unknown field is an error, since a misspelt `grader` would mean no grader. A row's files are stored on the host, in
-a cache folder named after their content.
+The schema is strict: an unknown field is an error, because a misspelt `grader` would otherwise mean no grader. A row's files are stored on
+the host, in a cache folder named after a hash of their content.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def build_task(fields: Mapping[str, Json], where: str, beside: Path | None = None) -> Task:
-    """Build the task of a row. `where` names the file and row in messages; graders in files are looked up in the folder `beside`."""
+    """Build the task of a row. `where` names the file and row in messages. Paths of graders are relative to the folder `beside`."""
     try:
         row = msgspec.convert(fields, _Row)
     except msgspec.ValidationError as error:
@@ -136,47 +136,47 @@ def build_task(fields: Mapping[str, Json], where: str, beside: Path | None = Non
     )
 
 
-def _grader(given: _Script | _Function | _Swe | _Rubric, here: str, beside: Path | None) -> Grader:
-    if isinstance(given, _Rubric):
-        names = [part.name for part in given.parts]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise TaskError(f"task: {here}.parts: two are called {twice!r}; names must be unique", param="grader")
+def _grader(spec: _Script | _Function | _Swe | _Rubric, here: str, beside: Path | None) -> Grader:
+    if isinstance(spec, _Rubric):
+        names = [part.name for part in spec.parts]
+        if duplicate := next((name for name in names if names.count(name) > 1), None):
+            raise TaskError(f"task: {here}.parts contains two parts named {duplicate!r}; names must be unique", param="grader")
         parts = (
             Part(
                 name=part.name, weight=part.weight, grader=_single_grader(part.grader, f"{here} ({part.name})", beside)
             )
-            for part in given.parts
+            for part in spec.parts
         )
         return Rubric(parts=tuple(parts))
-    return _single_grader(given, here, beside)
+    return _single_grader(spec, here, beside)
 
 
-def _single_grader(given: _Script | _Function | _Swe, here: str, beside: Path | None) -> Script | Function | Swe:
-    match given:
+def _single_grader(spec: _Script | _Function | _Swe, here: str, beside: Path | None) -> Script | Function | Swe:
+    match spec:
         case _Swe():
-            return Swe(**msgspec.structs.asdict(given))
+            return Swe(**msgspec.structs.asdict(spec))
         case _Function():
-            location, _, attribute = given.name.rpartition(":")
+            location, _, attribute = spec.name.rpartition(":")
             name = (
-                f"{(beside / location).absolute()}:{attribute}" if beside and location.endswith(".py") else given.name
+                f"{(beside / location).absolute()}:{attribute}" if beside and location.endswith(".py") else spec.name
             )
-            return Function(name=name, timeout_s=given.timeout_s)
+            return Function(name=name, timeout_s=spec.timeout_s)
         case _Script():
-            if not given.command:
+            if not spec.command:
                 raise TaskError(
-                    f"task: {here}.command: is empty; give the command that grades the outcome", param="grader"
+                    f"task: {here}.command is empty; set it to the command that grades the outcome", param="grader"
                 )
-            if given.command == ("bash", "/tests/test.sh") and "test.sh" not in given.files:
-                raise TaskError(f"task: {here}.files: there is no test.sh; add one, or give a command", param="grader")
-            return Script(**{**msgspec.structs.asdict(given), "files": store_files(given.files, f"{here}.files")})
+            if spec.command == ("bash", "/tests/test.sh") and "test.sh" not in spec.files:
+                raise TaskError(f"task: {here}.files has no test.sh; add one, or set command", param="grader")
+            return Script(**{**msgspec.structs.asdict(spec), "files": store_files(spec.files, f"{here}.files")})
 
 
-def _solution(given: _Solution, here: str) -> Solution:
-    if bool(given.patch.strip()) == bool(given.files):
-        raise TaskError(f"task: {here}: give either patch or files", param="solution")
-    if given.files and "solve.sh" not in given.files:
-        raise TaskError(f"task: {here}.files: there is no solve.sh; add one that solves the task", param="solution")
-    return Solution(patch=given.patch, files=store_files(given.files, f"{here}.files"), env=given.env)
+def _solution(spec: _Solution, here: str) -> Solution:
+    if bool(spec.patch.strip()) == bool(spec.files):
+        raise TaskError(f"task: {here} must set either patch or files, and not both", param="solution")
+    if spec.files and "solve.sh" not in spec.files:
+        raise TaskError(f"task: {here}.files has no solve.sh; add one that solves the task", param="solution")
+    return Solution(patch=spec.patch, files=store_files(spec.files, f"{here}.files"), env=spec.env)
 
 
 def _tools(tools: tuple[HostTool, ...], here: str) -> tuple[HostTool, ...]:
@@ -191,7 +191,7 @@ def _tools(tools: tuple[HostTool, ...], here: str) -> tuple[HostTool, ...]:
 
 
 def store_files(files: Files, here: str) -> Path | None:
-    """Store files in a host folder named after their content, `$TURNGATE_CACHE/tasks/<digest>`, and return it. None for no files."""
+    """Store files in a host folder named after their content, `$TURNGATE_CACHE/tasks/<digest>`, and return it. Return None for no files."""
     if not files:
         return None
     for name in files:
@@ -210,18 +210,18 @@ def _check_file_name(name: str, here: str) -> None:
     path = PurePosixPath(name)
     if not name or "\0" in name or path.is_absolute() or ".." in path.parts or str(path) != name:
         raise TaskError(
-            f"task: {here}: {name!r} is not a plain relative path; write one like src/main.py", param="files"
+            f"task: {here} contains {name!r}, which is not a plain relative path like src/main.py", param="files"
         )
 
 
 def _holds_exactly(folder: Path, files: Files) -> bool:
-    """Tell whether the folder holds exactly these files. Checked each time: local processes may have changed a grader in it."""
+    """Return whether the folder contains exactly these files. Check each time, because local processes may have changed a grader in it."""
     if not folder.is_dir():
         return False
-    found = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
-    return {path.relative_to(folder).as_posix() for path in found} == set(files) and all(
+    paths = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    return {path.relative_to(folder).as_posix() for path in paths} == set(files) and all(
         not path.is_symlink() and path.is_file() and path.read_bytes() == _encode_file(files, path.relative_to(folder))
-        for path in found
+        for path in paths
     )
 
 
@@ -230,7 +230,7 @@ def _encode_file(files: Files, name: Path) -> bytes:
 
 
 def _write_folder(folder: Path, files: Files) -> None:
-    """Write the files into a new folder and rename it, so that no one sees half of it."""
+    """Write the files into a new folder and rename it, so that no process sees an incomplete folder."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
     try:

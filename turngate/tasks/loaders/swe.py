@@ -1,7 +1,7 @@
 """Build tasks from rows of SWE data sets: SWE-Gym, SWE-bench, SWE-rebench and SWE-rebench V2.
 
-A row holds the issue, the commit and the tests that must change. The rest differs per data set: the image, the repository's place in it,
-the test command and the parser of its output. All of that is decided here.
+A row contains the issue, the commit and the tests. The rest differs between data sets: the image, the location of the repository in it,
+the test command and the parser for its output. All of that is determined here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from turngate.types import Json
 
 DataSet = Literal["swe-gym", "swe-bench", "swe-rebench", "swe-rebench-v2"]
 
-# The test commands of SWE-Gym's repositories, which its rows do not have.
+# The test commands of SWE-Gym's repositories, which its rows do not contain.
 GYM_COMMANDS: Mapping[str, str] = {
     "python/mypy": "pytest -n0 -rA",
     "getmoto/moto": "pytest -n0 -rA",
@@ -35,11 +35,10 @@ GYM_COMMANDS: Mapping[str, str] = {
     "pandas-dev/pandas": "pytest -rA --tb=long",
     "facebookresearch/hydra": "pytest -rA --tb=long",
 }
-_SELECTED_BY_NAME = (
-    "python/mypy",
-)  # its cases are in data files that pytest does not collect, so they are selected by name
+# Its cases are in data files that cannot be passed to pytest, so they are selected by name.
+_SELECTED_BY_NAME = ("python/mypy",)
 
-# Only if the image has it.
+# Does nothing if the image has no conda.
 ACTIVATE_CONDA = (
     "if [ -f /opt/miniconda3/bin/activate ]; then . /opt/miniconda3/bin/activate; conda activate testbed; fi"
 )
@@ -72,11 +71,11 @@ _NON_TEST_SUFFIXES = (
     ".yml",
     ".yaml",
     ".toml",
-)  # as swebench has it
+)  # the same list as in swebench
 _START, _END = ">>>>> Start Test Output", ">>>>> End Test Output"
 
 # Removes everything later than `base_commit` from a checkout. Runs with `sh`, as the sandbox's user, and does nothing without a
-# repository. In the end it verifies that no later object is left.
+# repository. Finally, it verifies that no later object remains.
 HIDE_HISTORY = r"""
 set -eu
 [ -e .git ] || exit 0
@@ -136,7 +135,7 @@ rm -f .git/turngate-*
 
 
 class EvalConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How the tests of a row are run and their output parsed."""
+    """The commands that run a row's tests, and the parser for their output."""
 
     test_cmd: str
     parser: str
@@ -153,8 +152,8 @@ class SweRow:
         self.id = "?"
         self.id = self.text("instance_id")
 
-    def error(self, field: str, what: str) -> TaskError:
-        return TaskError(f"task: {self.where} ({self.id}): {field}: {what}", param=field)
+    def error(self, field: str, problem: str) -> TaskError:
+        return TaskError(f"task: {self.where} ({self.id}): {field} {problem}", param=field)
 
     def has(self, field: str) -> bool:
         return self._fields.get(field) not in (None, "")
@@ -166,53 +165,53 @@ class SweRow:
                 raise self.error(field, "is missing")
             return default
         if not isinstance(value, str):
-            raise self.error(field, f"must be a string, but is {_type_name(value)}")
+            raise self.error(field, f"must be a string, not {_type_name(value)}")
         if not value.strip() and default is None:
             raise self.error(field, "is empty")
         if pattern is not None and not pattern.fullmatch(value):
-            raise self.error(field, f"{value[:80]!r} is not valid; it must match {pattern.pattern}")
+            raise self.error(field, f"must match {pattern.pattern}, but is {value[:80]!r}")
         return value
 
     def names(self, field: str) -> tuple[str, ...]:
-        """Return a list of strings, given as a list or as a JSON string of one. A plain string is an error and is never split."""
+        """Return a list of strings. The field is a list or a list as JSON text. Any other string is an error and is never split."""
         value = self._fields.get(field)
         if value is None:
-            raise self.error(field, "is missing; give a list of test names, [] for none")
+            raise self.error(field, "is missing; set it to a list of test names, or [] for none")
         if isinstance(value, str):
             try:
                 value = json.loads(value)
             except ValueError:
-                raise self.error(field, f"{value[:80]!r} is not JSON; give a list of test names") from None
+                raise self.error(field, f"must be a list of test names, but {value[:80]!r} is not valid JSON") from None
         if not isinstance(value, list | tuple):
-            raise self.error(field, f"must be a list of test names, but is {_type_name(value)}")
-        if odd := [item for item in value if not isinstance(item, str) or not item]:
-            raise self.error(field, f"must contain only test names, but has {_type_name(odd[0])}")
+            raise self.error(field, f"must be a list of test names, not {_type_name(value)}")
+        if invalid := [item for item in value if not isinstance(item, str) or not item]:
+            raise self.error(field, f"must contain only test names, but contains {_type_name(invalid[0])}")
         return tuple(value)
 
     def table(self, field: str) -> SweRow | None:
-        """Return an object, given as an object or as a JSON string of one. Its fields are prefixed with the field's name."""
+        """Return an object. The field is an object or an object as JSON text. Its fields are prefixed with the field's name."""
         value = self._fields.get(field)
         if isinstance(value, str) and value.strip():
             try:
                 value = json.loads(value)
             except ValueError:
-                raise self.error(field, f"{value[:80]!r} is not JSON; give an object") from None
+                raise self.error(field, f"must be an object, but {value[:80]!r} is not valid JSON") from None
         if value in (None, "", {}):
             return None
         if not isinstance(value, Mapping):
-            raise self.error(field, f"must be an object, but is {_type_name(value)}")
+            raise self.error(field, f"must be an object, not {_type_name(value)}")
         inner = {f"{field}.{name}": item for name, item in value.items()}
         return SweRow({**inner, "instance_id": self.id}, self.where)
 
     def commands(self, field: str) -> tuple[str, ...]:
-        """Return a shell command or a list of them as a tuple, () if there is none."""
+        """Return a shell command or a list of commands as a tuple. Return () if there is none."""
         value = self._fields.get(field)
         if value is None:
             return ()
-        found = (value,) if isinstance(value, str) else value
-        if not isinstance(found, list | tuple) or not all(isinstance(item, str) for item in found):
-            raise self.error(field, f"must be a command or a list of commands, but is {_type_name(value)}")
-        return tuple(line for line in found if line.strip())
+        commands = (value,) if isinstance(value, str) else value
+        if not isinstance(commands, list | tuple) or not all(isinstance(item, str) for item in commands):
+            raise self.error(field, f"must be a command or a list of commands, not {_type_name(value)}")
+        return tuple(command for command in commands if command.strip())
 
     def is_list(self, field: str) -> bool:
         return isinstance(self._fields.get(field), list | tuple)
@@ -231,7 +230,7 @@ def _type_name(value: object) -> str:
 
 
 def is_swe_row(fields: Mapping[str, Json]) -> bool:
-    """Tell whether a row belongs to one of these data sets, by its fields."""
+    """Return whether a row belongs to one of these data sets, judging by its fields."""
     return "instance_id" in fields and "problem_statement" in fields
 
 
@@ -281,14 +280,14 @@ def build_task(fields: Mapping[str, Json], where: str) -> Task:
 
 
 def detect_data_set(row: SweRow, repo: str) -> DataSet:
-    """Return the data set that a row belongs to, by the fields that only one of them has."""
+    """Return the data set that a row belongs to, judging by its fields and repository."""
     if row.has("install_config"):
         return "swe-rebench-v2" if row.has("language") else "swe-rebench"
     return "swe-gym" if repo.lower() in GYM_COMMANDS else "swe-bench"
 
 
 def _image(row: SweRow, data_set: DataSet) -> str:
-    """Return the image from its column, or by the data set's rule. Registries refuse two underscores in a name, so each replaces them."""
+    """Return the image from its column, or derive it by the data set's rule, which replaces `__` because registries reject it."""
     for column in ("image_name", "docker_image", "image"):
         if row.has(column):
             return row.text(column)
@@ -302,7 +301,7 @@ def _image(row: SweRow, data_set: DataSet) -> str:
             return f"swerebench/sweb.eval.x86_64.{name.replace('__', '_1776_')}:latest"
         case "swe-rebench-v2":
             raise row.error(
-                "image_name", "is missing; give it, because the names of SWE-rebench V2 images follow no rule"
+                "image_name", "is missing; set it, because the names of SWE-rebench V2 images follow no rule"
             )
 
 
@@ -320,10 +319,10 @@ def _eval_config(row: SweRow, data_set: DataSet, repo: str, cases: Sequence[str]
 
 
 def _config_from_row(row: SweRow, config: SweRow, data_set: DataSet) -> EvalConfig:
-    """Read SWE-rebench's configuration from the row. In V2 the command is complete; in V1, the test files are appended to it."""
+    """Read SWE-rebench's configuration from the row. In V2 the command is complete. In V1 the test files are appended to it."""
     commands = config.commands("install_config.test_cmd")
     if not commands:
-        raise row.error("install_config.test_cmd", "is missing; give the command that runs the tests")
+        raise row.error("install_config.test_cmd", "is missing; set it to the command that runs the tests")
     parser = config.text("install_config.log_parser")
     whole = data_set == "swe-rebench-v2" or config.is_list("install_config.test_cmd")
     return EvalConfig(
@@ -339,12 +338,13 @@ def _config_from_row(row: SweRow, config: SweRow, data_set: DataSet) -> EvalConf
 def _config_from_script(row: SweRow, repo: str) -> EvalConfig:
     """Read SWE-bench's configuration from the script in the row (version 5 and later).
 
-    The lines between its marks run the tests; the lines before the first patch prepare them. The grader resets and patches tests itself.
+    The lines between its markers run the tests, and the lines before the first patch prepare them. The grader itself resets and patches
+    the tests.
     """
     if row.text("eval_type", "pass_and_fail") != "pass_and_fail":
         raise row.error(
             "eval_type",
-            "is not supported unless it is pass_and_fail: tests that are not reported would count as passed",
+            "must be pass_and_fail; otherwise, tests that are not reported would count as passed",
         )
     lines = row.text("eval_script").splitlines()
     start = next((n for n, line in enumerate(lines) if _START in line), None)
@@ -375,16 +375,16 @@ def _config_for_gym(row: SweRow, repo: str, cases: Sequence[str]) -> EvalConfig:
 def _config_from_swebench(row: SweRow, repo: str) -> EvalConfig:
     """Read the configuration of older SWE-bench rows from the `swebench` package, which has it up to version 4."""
     missing = (
-        f"the row has neither install_config nor eval_script, so it is unknown how to test {repo}; use a data set that has one of them "
+        f"is missing, and so is eval_script, so it is unknown how to test {repo}; use a data set that has one of them "
         "(SWE-bench publishes eval_script since swebench 5), or add install_config: {test_cmd, log_parser}"
     )
     try:
         known = vars(import_module("swebench.harness.constants"))["MAP_REPO_VERSION_TO_SPECS"]
     except (ImportError, KeyError):
-        raise row.error("install_config", f"{missing}, or install swebench<5, which knows older rows") from None
+        raise row.error("install_config", f"{missing}, or install swebench<5, which supports older rows") from None
     version = row.text("version")
     if repo not in known or version not in known[repo]:
-        raise row.error("install_config", f"{missing}; the swebench package does not know {repo} {version}")
+        raise row.error("install_config", f"{missing}; the swebench package does not support {repo} {version}")
     spec = known[repo][version]
     command = spec["test_cmd"]
     if isinstance(command, str):
@@ -404,7 +404,8 @@ def _config_from_swebench(row: SweRow, repo: str) -> EvalConfig:
 def _reinstall_command(install: str) -> str:
     """Return the command that installs the project again after the work was copied in.
 
-    It may fail, as in the data sets' own harnesses: the image has everything installed, and pip cannot download build dependencies here.
+    It may fail, as in the data sets' own harnesses: the image already has everything installed, and pip cannot download build dependencies
+    here.
     """
     if not install.strip():
         return ""
@@ -413,7 +414,7 @@ def _reinstall_command(install: str) -> str:
 
 
 def find_test_files(patch: str) -> tuple[str, ...]:
-    """Return the files that a test patch leaves behind, without those that no test runner accepts."""
+    """Return the files that a test patch adds or changes, without those that test runners do not accept."""
     parts = _DIFF_HEADER.split(patch)
     files = {}
     for new, rest in zip(parts[2::3], parts[3::3], strict=True):
@@ -423,7 +424,7 @@ def find_test_files(patch: str) -> tuple[str, ...]:
 
 
 def append_files(command: str, files: Sequence[str]) -> str:
-    """Append the files to test to a command, unless it already names one of them."""
+    """Append test files to a command, unless it already names one of them."""
     if any(file in command for file in files):
         return command
     return " ".join([command, *map(shlex.quote, files)])
