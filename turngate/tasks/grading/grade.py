@@ -37,7 +37,7 @@ SingleGrader = Script | Function | Swe
 
 
 async def grade(task: Task, work: Work | None, environment: GradingEnvironment) -> Grade:
-    """Grade a work, or the untouched task if `work` is None. Raise only `CancelledError`."""
+    """Grade the agent's work, or the untouched task if `work` is None. Raise only `CancelledError`."""
     started = time.monotonic()
     log = GraderLog()
     result = await _grade_work(task, work, environment, log)
@@ -119,7 +119,7 @@ def _describe_loss(error: SandboxError) -> str:
 async def _run_on_work(
     task: Task, grader: SingleGrader, work: Work, environment: GradingEnvironment, log: GraderLog
 ) -> GraderResult:
-    """Run a grader on a work. Turn an unexpected error into `Undecided`, so that the control checks if it also happens without the work."""
+    """Run a grader on the work. Turn an unexpected error into `Undecided`: the control shows whether it also happens without the work."""
     try:
         return await _run_grader(task, grader, work, environment, log)
     except (Undecided, TurngateError, OSError):

@@ -54,7 +54,7 @@ _COPY = f"""{SYSTEM_PATH}
 tar -cf - -C "$2/work" . | tar -xof - -C "$1"
 true
 """
-# The task's own links that point outside are never part of a work. Restore them unless something else is in their place.
+# The task's own links that point outside are never part of the work. Restore them unless something else is in their place.
 _RESTORE = f"""{SYSTEM_PATH}
 cd -- "$1" && tar -xof "$2/held.tar" || exit 1
 tar -xokf "$2/links.tar" 2>/dev/null

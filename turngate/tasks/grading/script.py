@@ -1,8 +1,8 @@
 """Grading with a script: Harbor's `tests/test.sh` or any other. The reward is read from a file or from the exit code.
 
 Without a probe, one sandbox is used: the work is copied in, then /tests, and then the script runs. After it ends, all processes that it
-left running are killed, and only then is the reward read. The work's code runs as the same user as the script, so a work written for this
-setup can overwrite the reward file while the tests run. This stops common cheats, but not a determined one.
+left running are killed, and only then is the reward read. The work's code runs as the same user as the script, so code written
+for this setup can overwrite the reward file while the tests run. The single sandbox stops common cheats, but not a determined one.
 
 With a probe, two sandboxes are used. The probe runs the work where only `tests/run.sh` and `tests/inputs/` are present. The second sandbox,
 the judge's, receives only what the probe left in /logs/probe. The agent's code never runs where the reward is decided or where the answers
@@ -28,11 +28,11 @@ from turngate.tasks.grading.work import format_names
 from turngate.tasks.task import Script, Task
 
 PROBE_FILES = ("run.sh", "inputs")  # the parts of tests/ that the probe's sandbox receives
-_MAX_REWARD_BYTES = 64_000  # bytes of a reward file
+_MAX_REWARD_BYTES = 64_000  # largest reward file that is accepted
 _SIGNAL = 128  # exit codes above this mean a signal
 _MISSING, _SUSPICIOUS = 44, 45
 _EXEC = 'exec "$@" 2>&1'  # one log for stdout and stderr, in order
-# $1: logs, $2: tests. The three folders are Harbor's.
+# $1: logs, $2: tests. The three folders are the same as in Harbor.
 _PREPARE = f"""{grading_sandbox.SYSTEM_PATH}
 rm -rf -- "$1"/* "$2"/* && mkdir -p -- "$2" "$1/verifier" "$1/agent" "$1/artifacts"
 """
@@ -177,7 +177,7 @@ async def _read_reward(sandbox: Sandbox, logs: str) -> float:
             "the grader's script wrote neither reward.txt nor reward.json to $TURNGATE_LOGS/verifier (/logs/verifier)"
         )
     if done.exit_code == _SUSPICIOUS:
-        raise Undecided("the reward file is not a regular file written by the script; something else planted it")
+        raise Undecided("the reward file is not a regular file written by the script; it may have been planted")
     kind, _, content = done.stdout.partition(b"\n")
     if done.exit_code or len(content) > _MAX_REWARD_BYTES:
         raise Undecided(f"the reward file cannot be read, or is longer than {_MAX_REWARD_BYTES} bytes")

@@ -45,7 +45,7 @@ class PartGrade(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Grade(msgspec.Struct, frozen=True, kw_only=True):
-    """The host's decision about a work. An unknown `reward` is None, never 0."""
+    """The host's decision about the work. An unknown `reward` is None, never 0."""
 
     kind: OutcomeClass
     reward: float | None = None

@@ -299,7 +299,7 @@ def _function(folder: Path, field: str, name: str, settings: _TaskFile) -> Funct
 def _part(folder: Path, line: _RubricLine, settings: _TaskFile) -> Part:
     field = f"turngate.rubric ({line.name})"
     if bool(line.script) == bool(line.function):
-        raise _field_error(folder, field, "must set either script (a file in tests/) or function, and not both")
+        raise _field_error(folder, field, "must set either script (a file in tests/) or function, but not both")
     if line.function:
         return Part(name=line.name, weight=line.weight, grader=_function(folder, field, line.function, settings))
     script = PurePosixPath(line.script)

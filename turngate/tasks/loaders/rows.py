@@ -173,7 +173,7 @@ def _single_grader(spec: _Script | _Function | _Swe, here: str, beside: Path | N
 
 def _solution(spec: _Solution, here: str) -> Solution:
     if bool(spec.patch.strip()) == bool(spec.files):
-        raise TaskError(f"task: {here} must set either patch or files, and not both", param="solution")
+        raise TaskError(f"task: {here} must set either patch or files, but not both", param="solution")
     if spec.files and "solve.sh" not in spec.files:
         raise TaskError(f"task: {here}.files has no solve.sh; add one that solves the task", param="solution")
     return Solution(patch=spec.patch, files=store_files(spec.files, f"{here}.files"), env=spec.env)
