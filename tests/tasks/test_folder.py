@@ -120,7 +120,10 @@ def test_exit_codes_and_functions_may_decide(tmp_path: Path) -> None:
         ({"task.toml": '[turngate]\ngrader = "grade"'}, "must be module:function or file.py:function, not 'grade'"),
         ({"task.toml": '[turngate]\ngrader = "no.py:grade"'}, r"refers to .*no\.py, which does not exist"),
         ({"task.toml": "[[turngate.rubric]]\nname = 'a'"}, "either script"),
-        ({"task.toml": "[[turngate.rubric]]\nname = 'a'\nscript = '../x.sh'"}, r"refers to '\.\./x\.sh', which is not a file in"),
+        (
+            {"task.toml": "[[turngate.rubric]]\nname = 'a'\nscript = '../x.sh'"},
+            r"refers to '\.\./x\.sh', which is not a file in",
+        ),
         ({"task.toml": "[[turngate.rubric]]\nname = 'a'\nweight = 0\nfunction='a:b'"}, "weight: Expected"),
         (
             {
@@ -137,7 +140,10 @@ def test_exit_codes_and_functions_may_decide(tmp_path: Path) -> None:
             "turngate.tools",
         ),
         ({"task.toml": "[turngate]\nworkdir = 'app'"}, "workdir must be an absolute path"),
-        ({"task.toml": "[environment]\nmemory = 'much'"}, "environment.memory must be a size like '2G' or '512M', not 'much'"),
+        (
+            {"task.toml": "[environment]\nmemory = 'much'"},
+            "environment.memory must be a size like '2G' or '512M', not 'much'",
+        ),
         ({"task.toml": "[environment]\nmemory = '1G'\nmemory_mb = 512"}, "but memory_mb is 512"),
         ({"task.toml": "[environment]\ngpus = 1"}, "environment.gpus"),
         ({"task.toml": "[environment]\nos = 'windows'"}, "environment.os"),

@@ -125,7 +125,9 @@ async def run_grader(
             async with asyncio.timeout(grader.timeout_s):
                 value = await _call_function(function, subject)
         except TimeoutError:
-            raise _fault_or_undecided(owner, f"{grader.name} took longer than its limit of {grader.timeout_s:g} s") from None
+            raise _fault_or_undecided(
+                owner, f"{grader.name} took longer than its limit of {grader.timeout_s:g} s"
+            ) from None
         except asyncio.CancelledError:
             raise
         except Exception as error:  # the task's own code may raise anything

@@ -86,7 +86,9 @@ async def _grade_with(
         try:
             await control()
         except Undecided as control_reason:
-            return Grade(kind="invalid task", message=f"{reason}; the grader also failed on the untouched task: {control_reason}")
+            return Grade(
+                kind="invalid task", message=f"{reason}; the grader also failed on the untouched task: {control_reason}"
+            )
         except Exception as error:  # every failure becomes a grade
             return _grade_failure(error)
         broken = f"{reason}. The same grader succeeds on the untouched task, so the work broke it"

@@ -15,7 +15,9 @@ from turngate.tasks.grading.types import CaseOutcome, Grade
 from turngate.tasks.grading.witness_report import WitnessReport
 
 TAIL_CHARS = 8000  # characters of the log that a grade includes
-_SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS)\Z", re.IGNORECASE)  # matches the end of a variable's name
+_SECRET = re.compile(
+    r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS)\Z", re.IGNORECASE
+)  # matches the end of a variable's name
 
 _HOST_ERRORS = (
     errno.ENOSPC,

@@ -38,7 +38,9 @@ STEP_TIMEOUT_S = 600.0  # for each of our own steps in the sandbox
 PYTHON_CACHE = "__pycache__"
 SCRATCH_KIND = "grading"  # the kind of host folder that graders use
 SPARE_LIFE_S = 1800.0  # how long a sandbox may live beyond the grader's own time
-SYSTEM_PATH = 'PATH="/usr/bin:/bin:/usr/sbin:/sbin:$PATH"'  # system folders first, because PATH may point into the agent's work
+SYSTEM_PATH = (
+    'PATH="/usr/bin:/bin:/usr/sbin:/sbin:$PATH"'  # system folders first, because PATH may point into the agent's work
+)
 
 # $1: the working folder; $2: our own folder; $3: the name in the working folder to keep.
 _CLEAR = f"""{SYSTEM_PATH}

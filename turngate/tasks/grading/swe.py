@@ -156,7 +156,10 @@ def _find_patched_tests(task: Task, grader: Swe) -> tuple[str, ...]:
     changed = find_touched_files(grader.test_patch)
     for path in changed:
         if not path or path.startswith("/") or ".." in PurePosixPath(path).parts or "\n" in path:
-            raise TaskError(f"task: {task.id}: test_patch contains {path!r}, which is not a path in a repository", param="test_patch")
+            raise TaskError(
+                f"task: {task.id}: test_patch contains {path!r}, which is not a path in a repository",
+                param="test_patch",
+            )
     return changed
 
 
@@ -290,7 +293,9 @@ def _note_changes(
         elif (folder / path).is_symlink() or _checksum(folder / path) != originals[path]:
             notes.append(f"{path}: changed by the work; the task's own file is used")
     return notes + [
-        f"{path}: removed by the work; the task's own file is used" for path in sorted(originals) if path not in work_files
+        f"{path}: removed by the work; the task's own file is used"
+        for path in sorted(originals)
+        if path not in work_files
     ]
 
 
@@ -504,7 +509,9 @@ def _weigh_doubts(
         if evidence.report.ended
         else "the witness did not see the end of the run"
     )
-    return RunEvidence(cases=cases, report=evidence.report), (f"{len(doubt)} tests passed according to the log, but {reason}",)
+    return RunEvidence(cases=cases, report=evidence.report), (
+        f"{len(doubt)} tests passed according to the log, but {reason}",
+    )
 
 
 def _without_tampering(evidence: RunEvidence) -> RunEvidence:

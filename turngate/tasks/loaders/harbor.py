@@ -130,7 +130,9 @@ def load_task(path: Path) -> Task:
         )
     instruction = path / "instruction.md"
     if not instruction.is_file():
-        raise TaskError(f"task: {path} has no instruction.md; add one that describes what the agent should do", param="task")
+        raise TaskError(
+            f"task: {path} has no instruction.md; add one that describes what the agent should do", param="task"
+        )
     settings = _load_settings(path / "task.toml")
     _check_supported(path, settings)
     environment, own = settings.environment, settings.turngate
@@ -222,9 +224,7 @@ def _memory(folder: Path, environment: _Environment) -> int | None:
             f"is {megabytes} megabytes, but memory_mb is {environment.memory_mb}; remove one of them",
         )
     if megabytes < 16:
-        raise _field_error(
-            folder, "environment.memory", f"must be at least 16 megabytes, not {environment.memory!r}"
-        )
+        raise _field_error(folder, "environment.memory", f"must be at least 16 megabytes, not {environment.memory!r}")
     return megabytes
 
 
@@ -261,7 +261,9 @@ def _grader(folder: Path, settings: _TaskFile) -> Grader | None:
     if own.rubric:
         names = [line.name for line in own.rubric]
         if duplicate := next((name for name in names if names.count(name) > 1), None):
-            raise _field_error(folder, "turngate.rubric", f"contains two entries named {duplicate!r}; names must be unique")
+            raise _field_error(
+                folder, "turngate.rubric", f"contains two entries named {duplicate!r}; names must be unique"
+            )
         return Rubric(parts=tuple(_part(folder, line, settings) for line in own.rubric))
     if not tests.is_dir():
         return None

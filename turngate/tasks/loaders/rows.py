@@ -140,7 +140,9 @@ def _grader(spec: _Script | _Function | _Swe | _Rubric, here: str, beside: Path 
     if isinstance(spec, _Rubric):
         names = [part.name for part in spec.parts]
         if duplicate := next((name for name in names if names.count(name) > 1), None):
-            raise TaskError(f"task: {here}.parts contains two parts named {duplicate!r}; names must be unique", param="grader")
+            raise TaskError(
+                f"task: {here}.parts contains two parts named {duplicate!r}; names must be unique", param="grader"
+            )
         parts = (
             Part(
                 name=part.name, weight=part.weight, grader=_single_grader(part.grader, f"{here} ({part.name})", beside)
@@ -157,9 +159,7 @@ def _single_grader(spec: _Script | _Function | _Swe, here: str, beside: Path | N
             return Swe(**msgspec.structs.asdict(spec))
         case _Function():
             location, _, attribute = spec.name.rpartition(":")
-            name = (
-                f"{(beside / location).absolute()}:{attribute}" if beside and location.endswith(".py") else spec.name
-            )
+            name = f"{(beside / location).absolute()}:{attribute}" if beside and location.endswith(".py") else spec.name
             return Function(name=name, timeout_s=spec.timeout_s)
         case _Script():
             if not spec.command:
