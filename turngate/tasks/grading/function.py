@@ -47,7 +47,7 @@ class Subject:
 
     @property
     def answers(self) -> tuple[Mapping[str, object], ...]:
-        """The agent's host tool calls in order: {"tool": …, "arguments": …}."""
+        """The agent's host tool calls, oldest first: {"tool": …, "arguments": …}."""
         return self._work.answers
 
     async def exec(

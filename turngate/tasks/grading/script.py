@@ -31,7 +31,7 @@ PROBE_FILES = ("run.sh", "inputs")  # the parts of tests/ that the probe's sandb
 _MAX_REWARD_BYTES = 64_000  # largest reward file that is accepted
 _SIGNAL = 128  # exit codes above this mean a signal
 _MISSING, _SUSPICIOUS = 44, 45
-_EXEC = 'exec "$@" 2>&1'  # one log for stdout and stderr, in order
+_EXEC = 'exec "$@" 2>&1'  # one log for stdout and stderr
 # $1: logs, $2: tests. The three folders are the same as in Harbor.
 _PREPARE = f"""{grading_sandbox.SYSTEM_PATH}
 rm -rf -- "$1"/* "$2"/* && mkdir -p -- "$2" "$1/verifier" "$1/agent" "$1/artifacts"
