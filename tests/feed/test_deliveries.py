@@ -99,7 +99,7 @@ async def test_what_is_excluded_is_told_and_has_no_say(advantage: Any) -> None:
         assert by_id[failed].excluded == "no reward: agent failed (it left nothing)"
         assert by_id[invalid].excluded == "no reward: invalid task"
         assert by_id[silent.id].excluded == "it has no trainable turns"
-        assert by_id[absurd].excluded == "its reward of -1e+300 is too large to compute advantages"
+        assert by_id[absurd].excluded == "its reward of -1e+300 is too large for computing advantages"
         for session in (failed, invalid, silent.id, absurd):
             assert by_id[session].advantage is None and not by_id[session].rows
         assert len(found.rows()) == 3

@@ -239,7 +239,7 @@ async def test_a_replica_that_refuses_an_adapter_leaves_the_old_version_in_force
         status, message = await refused(g, version=2, lora_path="/a/2")
         assert status == 502
         assert message.startswith("version 2 was not loaded; version 1 remains active.")
-        assert f"{fakes[0].url}: rolled back, has version 1" in message
+        assert f"{fakes[0].url}: rolled back (has version 1)" in message
         assert f"{fakes[1].url}: vllm: no /v1/load_lora_adapter today, has version 1" in message
         assert [sorted(fake.adapters) for fake in fakes] == [["policy-v1"], ["policy-v1"]]
         session = await g.open()
@@ -335,8 +335,8 @@ async def test_a_model_that_a_replica_refuses_is_put_back_on_the_others() -> Non
         fakes[2].refuses.add("/collective_rpc")
         status, message = await refused(g, version=2, path="/m/2")
         assert status == 502 and "version 1 remains active" in message
-        assert f"{fakes[1].url}: rolled back, has version 1" in message
-        assert f"{fakes[2].url}: vllm: no /collective_rpc today, has no usable weights" in message
+        assert f"{fakes[1].url}: rolled back (has version 1)" in message
+        assert f"{fakes[2].url}: vllm: no /collective_rpc today (has no usable weights)" in message
         assert [fake.weights for fake in fakes] == ["/m/1", "/m/1", "/m/1"]
         assert not g.app.engine._replicas[2].up  # type: ignore[union-attr]  # before any call went there
         for _ in range(6):
@@ -350,7 +350,7 @@ async def test_weights_that_are_wrong_cost_one_replica_only() -> None:
     async with served(2) as (g, fakes):
         status, message = await refused(g, version=1, path="/missing")
         assert status == 502 and "version 0 remains active" in message and "no weights in /missing" in message
-        assert "not tried, has version 0" in message
+        assert "not tried (has version 0)" in message
         assert "/collective_rpc" not in fakes[1].asked
         assert not g.app.engine._replicas[0].up  # type: ignore[union-attr]
         assert (await g.ask((await g.open()).key, "Hi")).content == "[base][base]"

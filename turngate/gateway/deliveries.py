@@ -59,7 +59,7 @@ class _DeliveredRollout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def build_delivery(row: FeedRow, number: int, version: int, store: Store) -> bytes:
-    """Build the delivery with this number, as msgpack. Run it in a thread, since long traces take a while."""
+    """Build the delivery with this number and encode it as msgpack. Run this in a thread, since long traces take a while."""
     config = read_config(row)
     members = store.feeds.members(row.key, number)
     if not members:
@@ -110,7 +110,7 @@ def _judge(
     if outcome.reward is None:
         return False, f"no reward: {outcome.kind}" + (f" ({outcome.message})" if outcome.message else "")
     if is_too_large(outcome.reward):
-        return False, f"its reward of {outcome.reward:g} is too large to compute advantages"
+        return False, f"its reward of {outcome.reward:g} is too large for computing advantages"
     if not rows:
         return False, "it has no trainable turns"
     oldest = min(span.version_start for row in rows for span in row.spans if span.trained)

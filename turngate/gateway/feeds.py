@@ -44,7 +44,7 @@ class Feeds:
         self._reader.close()
 
     def wake(self) -> None:
-        """Wake readers that wait for a delivery."""
+        """Wake readers that are waiting for a delivery."""
         self._events.wake(_TOPIC)
 
     # ── feeds ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -87,7 +87,7 @@ class Feeds:
         self.wake()
 
     def close_group(self, group: str) -> dict[str, int]:
-        """Complete a group that will get no more rollouts. Return the number of the resulting delivery, by feed."""
+        """Complete a group that will receive no more rollouts. Return the number of the resulting delivery, by feed."""
         closed = dict(self._log.close_group(group))
         self.wake()
         self._events.wake("")
@@ -170,7 +170,7 @@ class Feeds:
     # ── staleness ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def staleness_bounds(self) -> list[tuple[str, int | None]]:
-        """Return each feed's group prefix and the number of versions by which a rollout may be stale."""
+        """Return each feed's group prefix and staleness limit in versions. None means no limit."""
         configs = [read_config(row) for row in self._log.listing()]
         return [(config.groups, config.max_staleness) for config in configs]
 

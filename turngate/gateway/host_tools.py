@@ -83,7 +83,7 @@ class HostTools:
         if pending.done() and not pending.cancelled():
             return pending.result()
         if pending.cancelled():
-            session.require_open()  # raises the reason
+            session.require_open()  # raises with the reason
         reply = msgspec.json.encode(tool.default_reply())
         self._calls.answer(session.key, session.id, call, reply, "time")
         if not pending.done():

@@ -21,7 +21,10 @@ class OutcomeRecorder:
         self._metrics = metrics
 
     def record(self, session_id: str, outcome: RecordedOutcome, *, replace: bool = False) -> None:
-        """Store the outcome of an ended session. Raise `Conflict` if it has a different one, unless `replace` is set."""
+        """Store the outcome of an ended session. Recording the same outcome again is allowed.
+
+        Raise `Conflict` if the session is still open, or if it has a different outcome and `replace` is not set.
+        """
         written = outcome.encode()
         row = self._sessions.find_row(session_id)
         live = self._sessions.find_live(session_id)

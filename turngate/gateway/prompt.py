@@ -67,12 +67,12 @@ class _ToolSet(msgspec.Struct):
     tools: tuple[Tool, ...]
     digest: bytes
     preamble: Preamble | None = None
-    hints: dict[str, Json] | None = None  # compared by identity: calls with the same other fields share this object
+    hints: dict[str, Json] | None = None  # compared by identity: calls that differ only in their messages share it
     renderer: Renderer | None = None
 
 
 class PromptBuilder:
-    """A builder of prompts that caches decoded tools, since agents send the same tools with every call."""
+    """A prompt builder that caches decoded tools, since agents send the same tools with every call."""
 
     def __init__(self) -> None:
         # keyed by dialect, raw tools, and whether later tools replace earlier ones

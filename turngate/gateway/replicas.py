@@ -175,8 +175,8 @@ async def _try_on(
 
 def load_error(load: PolicyWeights, before: int, results: list[ReplicaResult]) -> EngineError:
     each = "; ".join(
-        f"{result.url}: {result.detail or 'rolled back'}, has "
-        + ("no usable weights" if result.has is None else f"version {result.has}")
+        f"{result.url}: {result.detail or 'rolled back'} "
+        + ("(has no usable weights)" if result.has is None else f"(has version {result.has})")
         for result in results
     )
     return EngineError(f"version {load.version} was not loaded; version {before} remains active. {each}")

@@ -33,7 +33,7 @@ def find_constraint_bias(call: Call) -> tuple[str, ...]:
 
 
 def count_room(session: Session, call: Call, size: int, max_context: int | None) -> int:
-    """Return the number of tokens that may be sampled after a prompt of `size` tokens, which is within every limit."""
+    """Return the number of tokens that may be sampled after a prompt of `size` tokens. The prompt must be within every limit."""
     limit = session.config.limits.context_tokens
     requested = call.max_tokens if session.config.max_tokens is None else session.config.max_tokens
     room = [

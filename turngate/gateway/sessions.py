@@ -260,7 +260,7 @@ class Sessions:
             self._by_secret.pop(digest, None)
 
     async def abort_all_calls(self) -> None:
-        """Abort all calls in flight because the gateway is stopping. They record their partial turns and ask the agents to retry."""
+        """Abort all calls in flight because the gateway is stopping. Each records its partial turn and asks its agent to retry."""
         await asyncio.gather(*(s.abort_calls("stopping") for s in list(self._live.values()) if s.busy))
 
 
@@ -269,7 +269,7 @@ def _digest(secret: str) -> bytes:
 
 
 def _load_closed_session(row: SessionRow) -> Session:
-    """Build a closed session without its trace, so that calls can be told that it has ended, not that their key is wrong."""
+    """Build a closed session without its trace, so that callers learn that it has ended, not that their key is wrong."""
     session = Session(row.id, row.key, row.config, row.opened)
     session.status, session.stop, session.vocabulary = row.status, row.stop, row.vocabulary
     return session

@@ -193,7 +193,10 @@ class WeightUpdates:
         return self._fence.paused, self._replicas.is_frozen
 
     async def _restore(self, was_paused: bool, was_frozen: bool) -> None:
-        """Return to the state before a failure, which the caller then raises. If calls cannot be resumed now, keep trying."""
+        """Return to the state before a failure. If calls cannot be resumed now, keep trying in the background.
+
+        The caller raises the original error.
+        """
         try:
             if not was_paused:
                 await self._open(None, None, check=True)
@@ -206,7 +209,7 @@ class WeightUpdates:
                 self._timer = asyncio.create_task(self._keep_opening())
 
     async def _open(self, version: int | None, model: str | None, *, check: bool = False) -> None:
-        """Resume calls at a version, then thaw the engines. In this order, tokens that they sample next are recorded with that version."""
+        """Resume calls at a version, then thaw the engines, so that all tokens sampled from then on are recorded with that version."""
         await self._barrier.open(version, model, check=check)
         if self._replicas.is_frozen:
             await self._thaw()
@@ -269,7 +272,7 @@ class WeightUpdates:
     async def load(self, load: PolicyWeights, mode: PauseMode | None, limit_s: float) -> LoadReply:
         """Load weights into every replica and resume calls at their version.
 
-        If `mode` is None, drain for a model and hold for an adapter. `limit_s` limits how long calls in flight may take to end.
+        If `mode` is None, calls are drained for a model and held for an adapter. `limit_s` limits the time for calls in flight to end.
         """
         mode = mode or ("drain" if load.path else "hold")
         async with self._lock:
@@ -337,9 +340,8 @@ class WeightUpdates:
         was_paused, _ = snapshot
         try:
             if not was_paused:
-                await self._barrier.hold(
-                    time.time()
-                )  # a gateway that restarts during the load resumes calls immediately
+                # The hold has already expired, so that a gateway that restarts during the load resumes calls immediately.
+                await self._barrier.hold(time.time())
             if mode == "keep":
                 await self._replicas.freeze()
             elif mode == "drain":

@@ -21,7 +21,7 @@ BodyParser = Callable[[str, Sequence[Tool]], list[tuple[str, str]]]
 
 
 class MalformedCall(Exception):
-    """The text between the call markers is not a valid call."""
+    """Raised if the text between the call markers is not a valid call."""
 
 
 class Syntax(msgspec.Struct, frozen=True):
@@ -67,7 +67,7 @@ def _parse_json_call(text: str, tools: Sequence[Tool]) -> tuple[str, str]:
 def _parse_tagged_call(text: str, tools: Sequence[Tool]) -> tuple[str, str]:
     """Parse `<function=name><parameter=key>value</parameter></function>`. Values that are strings in the schema stay verbatim.
 
-    Uses plain searches: a regular expression can take a minute on the output of a policy that repeats itself.
+    This uses plain searches, since a regular expression can take a minute on the output of a policy that repeats itself.
     """
     name, body = _parse_tag(text, "<function=", "</function>")[:2]
     types = _parameter_types(name, tools)
@@ -215,9 +215,8 @@ class Parser:
         self._reasoning: list[str] = []
         self._content: list[str] = []
         self._calls: list[ToolCall] = []
-        self._fresh = (
-            in_reasoning  # nothing of the current span was shown yet, so leading newlines belong to the template
-        )
+        # Nothing of the current span was shown yet, so leading newlines belong to the template.
+        self._fresh = in_reasoning
         self._wants_calls = bool(tools)
         self.satisfied = False  # whether the one requested call is complete, so that sampling may stop
 

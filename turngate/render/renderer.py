@@ -87,7 +87,7 @@ class Renderer(Protocol):
 
 
 class ReplyReader:
-    """An incremental converter from sampled ids to events: detokenise, drop stop and special tokens, cut at stop strings, parse."""
+    """An incremental reader of sampled ids. It detokenises them, drops stop and special tokens, cuts at stop strings and parses the text."""
 
     def __init__(
         self, tokenizer: Tokenizer, syntax: Syntax, stop_ids: tuple[int, ...], parser: Parser, stop: Sequence[str]

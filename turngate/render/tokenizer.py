@@ -55,7 +55,10 @@ class Tokenizer:
     def __init__(
         self, folder: Path, *, name: str = "", vocabulary: Vocabulary | None = None, fast: bool | None = None
     ) -> None:
-        """`vocabulary` is the folder's vocabulary, if already read. `fast` states whether the fast encoder is correct; None probes it."""
+        """Load the tokenizer of `folder`.
+
+        `vocabulary` is the folder's vocabulary, if already read. `fast` is whether the fast encoder can be used; None means to probe it.
+        """
         self.folder = folder
         self.name_or_path = name or str(folder)
         self._lazy_backend = _LazyBackend(folder / "tokenizer.json")
@@ -330,7 +333,7 @@ class _FastEncoder:
 
 
 def _surely_nfc(text: str) -> bool:
-    """Return whether text is certainly NFC. Characters that Python and `tokenizers` might treat differently count as not NFC."""
+    """Return whether text is certainly NFC, even if Python and `tokenizers` use different Unicode versions."""
     return _UNSETTLED.search(text) is None and unicodedata.is_normalized("NFC", text)
 
 
@@ -366,7 +369,7 @@ def probe_corpus(added: Iterable[str] = ()) -> list[str]:
         a + b for a in (" ", "\n", "x", "é", "9", "'s", "中") for b in (" ", "\n", "x", "é", "9", "'s", "中", "\u0301")
     ]
     marks = [f"x{t} y {t}{t}e\u0301\n{t}" for t in sorted(added)[:64]]
-    # Unassigned and rare code points, since regex engines use different Unicode versions.
+    # Unassigned and rare code points, since regex engines may use different Unicode versions.
     planes = [
         "".join(chr(c) for c in range(start, start + 512) if not 0xD800 <= c < 0xE000)
         for start in range(0, 0x20000, 512)

@@ -39,7 +39,7 @@ def check_drift(
     trained: Collection[int],
     results: CheckResults,
 ) -> None:
-    """Check the recorded causes and collect the session's forks. `trained` are the branches that are rows."""
+    """Check the recorded causes and collect the session's forks. `trained` are the branches with rows."""
     with results.check("structure", "cause", "the recorded cause of each fork agrees with the messages") as check:
         for context in session.contexts:
             if messages.is_readable(context):
@@ -282,9 +282,8 @@ class _ForkDescriber:
         same_ids = _common_prefix_size(turn.ids, left.ids)
         prompt = turn.parent.length
         recorded = turn.info.cause or ""
-        lost = (
-            recorded == "retry" or left.info.finish == "abort" or not left.delivered
-        )  # otherwise both answers are used
+        # If the earlier answer was not lost, both answers are used.
+        lost = recorded == "retry" or left.info.finish == "abort" or not left.delivered
         return ForkReport(
             node=turn.id,
             recorded=recorded,
@@ -365,7 +364,7 @@ class _ForkDescriber:
     def _explain_rewrite(
         self, left: StoredNode | None, token: int, context: StoredContext, now: list[Message]
     ) -> tuple[str, str]:
-        """Explain how the template rewrote the past. Its version of the turn is compared from the same start token."""
+        """Explain how the template rewrote a turn, by comparing the two versions, which start at the same token."""
         at = None
         for node in path(left):
             if isinstance(node, StoredTurn) and node.parent.length <= token <= node.length:

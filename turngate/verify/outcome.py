@@ -33,7 +33,7 @@ def check_outcome(session: StoredSession, results: CheckResults) -> None:
             is_open, closed = session.status == "open", session.closed is not None
             check.expect(not (is_open and closed), "it is open, but has a closing time")
             check.expect(is_open or closed, f"it is {session.status}, but has no closing time")
-    with results.check("structure", "outcome", "the outcome, if any, is one that a rollout can have") as check:
+    with results.check("structure", "outcome", "the outcome, if any, is valid") as check:
         if (outcome := session.related.outcome) is not None:
             _check_stored_outcome(session, outcome.raw, outcome.recorded, check)
 

@@ -116,7 +116,7 @@ def check_replay(
                 differences.append(difference)
                 far = np.flatnonzero(~(difference <= tolerance))
                 excerpt = "; ".join(
-                    f"token {turn.parent.length + n} recorded as {turn.logprobs[n]:.4f}, scored as {scores[n]:.4f}"
+                    f"token {turn.parent.length + n} was recorded as {turn.logprobs[n]:.4f}, but scored as {scores[n]:.4f}"
                     for n in far[:_MAX_TOKENS_SHOWN].tolist()
                 )
                 more = f" and {len(far) - _MAX_TOKENS_SHOWN} more" if len(far) > _MAX_TOKENS_SHOWN else ""

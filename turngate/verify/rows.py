@@ -91,7 +91,7 @@ def _derive_role(turn: StoredTurn, main: StoredContext | None, messages: NodeMes
 
 
 def _is_superseded(turn: StoredTurn) -> bool:
-    """Return whether the turn was not continued, and was not delivered or lost to another answer or a retry of its prompt."""
+    """Return whether the turn has no continuation and was undelivered, retried, or replaced by another answer to its prompt."""
     if turn.children:
         return False
     others = [answer for answer in turn.parent.children if answer is not turn]
@@ -182,7 +182,9 @@ def _check_chain(row: TrainerRow, leaf: StoredTurn, check: VerifyCheck) -> None:
     check.expect(np.array_equal(row.ids, ids), _describe_difference(row.ids, ids), node=leaf.id)
     sizes = len(row.ids) == len(row.mask) == len(row.logprobs)
     check.expect(
-        sizes, f"{len(row.ids)} ids, {len(row.mask)} masks, {len(row.logprobs)} log-probabilities", node=leaf.id
+        sizes,
+        f"its row has {len(row.ids)} ids, {len(row.mask)} mask values and {len(row.logprobs)} log-probabilities",
+        node=leaf.id,
     )
     at, due = 0, []
     for node in path(leaf):
@@ -256,7 +258,7 @@ def _check_reasons(
 ) -> None:
     turns = {turn.id: turn for turn in session.turns}
     elsewhere = {span.node: row.branch for row in every for span in row.spans if span.trained}
-    with results.check("rows", "reasons", "every untrained turn has a true reason") as check:
+    with results.check("rows", "reasons", "every untrained turn has a valid reason") as check:
         for row in every:
             for span in row.spans:
                 turn = turns.get(span.node)
@@ -301,4 +303,4 @@ def _check_roles(role_of: dict[int, str], every: Sequence[TrainerRow], results: 
         for row in every:
             for span in row.spans:
                 due = role_of.get(span.node, "")
-                check.expect(span.role == due, f"its role is recorded as {span.role}, but is {due}", node=span.node)
+                check.expect(span.role == due, f"its role is recorded as {span.role}, but should be {due}", node=span.node)

@@ -55,7 +55,7 @@ class SpotChecker:
             self.dropped += 1
 
     def _run(self) -> None:
-        with suppress(OSError, AttributeError):  # works without a lower priority too
+        with suppress(OSError, AttributeError):  # a lower priority is optional
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         while not self._stopping:
             session_id = self._waiting.get()

@@ -21,14 +21,14 @@ import numpy as np
 from turngate.errors import ConfigError, NotFound
 from turngate.types import Ids, Json, Logprobs
 
-SCHEMAS = (2, 3, 4)  # the fourth adds tables that are not read here
+SCHEMAS = (2, 3, 4)  # version 4 adds tables that are not read here
 _BEFORE_EVENTS = 2  # the last schema without events and outcomes
 DECODE_ERRORS = (msgspec.DecodeError, ValueError, TypeError, RecursionError)  # raised by decoders for damaged bytes
 _UNDELIVERED_XOR = 0x5EED  # applied to the checksum of a turn that is marked as not delivered
 
 
 class UnreadableSession(ConfigError):
-    """The session exists but cannot be read."""
+    """Raised if a session exists but cannot be read."""
 
 
 class StoredCallSignals(msgspec.Struct, frozen=True, array_like=True):
@@ -272,9 +272,9 @@ class StoredSession:
         if row.id in self._damaged:
             return self._damaged[row.id]
         if row.kind not in ("context", "sampled"):
-            return f"its kind is {row.kind!r}"
+            return f"its kind is {row.kind!r}, which is not context or sampled"
         if len(row.ids) % 4:
-            return f"its ids are {len(row.ids)} bytes, which is not a whole number of ids"
+            return f"its ids have {len(row.ids)} bytes, which is not a multiple of 4"
         try:
             if row.kind == "context":
                 context = msgspec.msgpack.decode(row.info, type=ContextFacts)
@@ -283,7 +283,7 @@ class StoredSession:
         except DECODE_ERRORS as error:
             return f"its facts cannot be read: {error}"
         if row.parent is None:
-            return StoredContext(row, None, context) if row.kind == "context" else "a turn has no parent"
+            return StoredContext(row, None, context) if row.kind == "context" else "it is a turn without a parent"
         if row.parent >= row.id:
             return f"its parent {row.parent} does not precede it"
         parent = nodes.get(row.parent)

@@ -115,22 +115,24 @@ def _check_lengths(session: StoredSession, results: CheckResults) -> None:
         for row in session.rows:
             whole = row.logprobs is None or len(row.logprobs) % 4 == 0
             check.expect(
-                whole, f"{len(row.logprobs or b'')} bytes are not a whole number of log-probabilities", node=row.id
+                whole,
+                f"its log-probabilities have {len(row.logprobs or b'')} bytes, which is not a multiple of 4",
+                node=row.id,
             )
-            check.expect(row.kind != "context" or row.logprobs is None, "a context has log-probabilities", node=row.id)
+            check.expect(row.kind != "context" or row.logprobs is None, "it is a context, but has log-probabilities", node=row.id)
         for turn in session.turns:
             scores = turn.logprobs
             if scores is None:
                 continue
             paired = len(scores) == len(turn.ids) or session.config.mode == "observe" or turn.row.logprobs == b""
-            check.expect(paired, f"{len(scores)} log-probabilities for {len(turn.ids)} tokens", node=turn.id)
+            check.expect(paired, f"it has {len(scores)} log-probabilities for {len(turn.ids)} tokens", node=turn.id)
             known = scores[~np.isnan(scores)]
             fine = not len(known) or (bool(np.isfinite(known).all()) and float(known.max()) <= _LOGPROB_SLACK)
-            check.expect(fine, "a log-probability is above 0 or infinite", node=turn.id)
+            check.expect(fine, "one of its log-probabilities is above 0 or infinite", node=turn.id)
         for node in session.nodes:
-            check.expect(not len(node.ids) or int(node.ids.min()) >= 0, "an id is negative", node=node.id)
+            check.expect(not len(node.ids) or int(node.ids.min()) >= 0, "one of its ids is negative", node=node.id)
         for context in session.contexts if session.config.mode != "observe" else ():
-            check.expect(len(context.ids) > 0, "a context has no ids", node=context.id)
+            check.expect(len(context.ids) > 0, "it is a context without ids", node=context.id)
 
 
 def _check_turns(session: StoredSession, messages: NodeMessages, results: CheckResults) -> None:
@@ -142,8 +144,8 @@ def _check_turns(session: StoredSession, messages: NodeMessages, results: CheckR
             def hold(holds: bool, what: str, at: int = turn.id) -> None:
                 check.expect(holds, what, node=at)
 
-            hold(info.finish in _FINISHES, f"it ended with {info.finish!r}")
-            hold(info.capture in _CAPTURES, f"it was captured as {info.capture!r}")
+            hold(info.finish in _FINISHES, f"its finish is {info.finish!r}, which is not one of {', '.join(_FINISHES)}")
+            hold(info.capture in _CAPTURES, f"its capture is {info.capture!r}, which is not one of {', '.join(_CAPTURES)}")
             hold(info.version_start <= info.version_end, "its policy version decreased while it was sampled")
             hold(info.version_start >= 0, f"its policy version is {info.version_start}, but the first is 0")
             hold(
@@ -163,8 +165,8 @@ def _check_turns(session: StoredSession, messages: NodeMessages, results: CheckR
                 f"it is an exact turn, but was captured as {info.capture} from {info.engine!r}",
             )
             hold(info.finish != "stop" or not message.tool_calls, "it has tool calls, but its finish is stop")
-            hold(info.finish != "tool_calls" or bool(message.tool_calls), "its finish is tool_calls, but it has none")
-            hold(info.finish in ("abort", "stop") or len(turn.ids) > 0, "nothing was sampled")
+            hold(info.finish != "tool_calls" or bool(message.tool_calls), "its finish is tool_calls, but it has no calls")
+            hold(info.finish in ("abort", "stop") or len(turn.ids) > 0, f"its finish is {info.finish}, but it has no ids")
             if not turn.delivered and any(context.children for context in turn.children):
                 results.note("delivered", "it is marked as not delivered, but the agent continued from it", turn.id)
 
@@ -292,7 +294,7 @@ def _check_messages(session: StoredSession, messages: NodeMessages, results: Che
             if count is not None:
                 fits = len(context.info.meanings) == 16 * count == 16 * len(context.info.roles)
                 check.expect(
-                    fits, f"{len(context.info.roles)} messages are declared, but {count} are stored", node=context.id
+                    fits, f"it declares {len(context.info.roles)} messages, but {count} are stored", node=context.id
                 )
             if session.config.mode != "observe":
                 _check_answers(context, messages, makers, check)
