@@ -145,7 +145,10 @@ class FamilyRenderer:
 
 
 class _PackageReader(ReplyReader):
-    """A reader for call syntaxes that only the package can parse. It streams text up to the first unknown marker, and the rest at the end."""
+    """A reader for call syntaxes that only the package can parse.
+
+    It streams text up to the first unknown marker, and emits the rest at the end.
+    """
 
     def __init__(
         self,

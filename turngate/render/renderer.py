@@ -87,7 +87,10 @@ class Renderer(Protocol):
 
 
 class ReplyReader:
-    """An incremental reader of sampled ids. It detokenises them, drops stop and special tokens, cuts at stop strings and parses the text."""
+    """An incremental reader of sampled ids.
+
+    It detokenises the ids, drops stop and special tokens, cuts at stop strings and parses the text.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, syntax: Syntax, stop_ids: tuple[int, ...], parser: Parser, stop: Sequence[str]
