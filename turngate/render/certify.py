@@ -128,7 +128,9 @@ def _without_thinking(text: str) -> str:
 
 def _first_difference(ours: str, whole: str) -> str:
     at = next((i for i, (a, b) in enumerate(zip(ours, whole, strict=False)) if a != b), min(len(ours), len(whole)))
-    return f"the bridge has {ours[max(0, at - 20) : at + 30]!r}, but the template has {whole[max(0, at - 20) : at + 30]!r}"
+    return (
+        f"the bridge has {ours[max(0, at - 20) : at + 30]!r}, but the template has {whole[max(0, at - 20) : at + 30]!r}"
+    )
 
 
 def _call(n: int, path: str) -> ToolCall:

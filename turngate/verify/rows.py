@@ -303,4 +303,6 @@ def _check_roles(role_of: dict[int, str], every: Sequence[TrainerRow], results: 
         for row in every:
             for span in row.spans:
                 due = role_of.get(span.node, "")
-                check.expect(span.role == due, f"its role is recorded as {span.role}, but should be {due}", node=span.node)
+                check.expect(
+                    span.role == due, f"its role is recorded as {span.role}, but should be {due}", node=span.node
+                )

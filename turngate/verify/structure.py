@@ -119,7 +119,9 @@ def _check_lengths(session: StoredSession, results: CheckResults) -> None:
                 f"its log-probabilities have {len(row.logprobs or b'')} bytes, which is not a multiple of 4",
                 node=row.id,
             )
-            check.expect(row.kind != "context" or row.logprobs is None, "it is a context, but has log-probabilities", node=row.id)
+            check.expect(
+                row.kind != "context" or row.logprobs is None, "it is a context, but has log-probabilities", node=row.id
+            )
         for turn in session.turns:
             scores = turn.logprobs
             if scores is None:
@@ -145,7 +147,10 @@ def _check_turns(session: StoredSession, messages: NodeMessages, results: CheckR
                 check.expect(holds, what, node=at)
 
             hold(info.finish in _FINISHES, f"its finish is {info.finish!r}, which is not one of {', '.join(_FINISHES)}")
-            hold(info.capture in _CAPTURES, f"its capture is {info.capture!r}, which is not one of {', '.join(_CAPTURES)}")
+            hold(
+                info.capture in _CAPTURES,
+                f"its capture is {info.capture!r}, which is not one of {', '.join(_CAPTURES)}",
+            )
             hold(info.version_start <= info.version_end, "its policy version decreased while it was sampled")
             hold(info.version_start >= 0, f"its policy version is {info.version_start}, but the first is 0")
             hold(
@@ -165,8 +170,12 @@ def _check_turns(session: StoredSession, messages: NodeMessages, results: CheckR
                 f"it is an exact turn, but was captured as {info.capture} from {info.engine!r}",
             )
             hold(info.finish != "stop" or not message.tool_calls, "it has tool calls, but its finish is stop")
-            hold(info.finish != "tool_calls" or bool(message.tool_calls), "its finish is tool_calls, but it has no calls")
-            hold(info.finish in ("abort", "stop") or len(turn.ids) > 0, f"its finish is {info.finish}, but it has no ids")
+            hold(
+                info.finish != "tool_calls" or bool(message.tool_calls), "its finish is tool_calls, but it has no calls"
+            )
+            hold(
+                info.finish in ("abort", "stop") or len(turn.ids) > 0, f"its finish is {info.finish}, but it has no ids"
+            )
             if not turn.delivered and any(context.children for context in turn.children):
                 results.note("delivered", "it is marked as not delivered, but the agent continued from it", turn.id)
 
