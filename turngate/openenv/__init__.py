@@ -3,7 +3,7 @@
     client         `TurngateEnv`, the client
     models         actions, observations and states
     app            the server: `python -m turngate.openenv`
-    environment    one session of a client
+    environment    one session with a client
     service_host   the rollout service on its own event loop
 
 Needs the `openenv` package: `pip install 'turngate[openenv]'`.

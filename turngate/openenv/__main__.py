@@ -1,4 +1,4 @@
-"""`python -m turngate.openenv`: the environment's server."""
+"""Run the environment's server: `python -m turngate.openenv`."""
 
 from turngate.openenv.app import serve
 

@@ -1,10 +1,10 @@
 """The OpenEnv server: OpenEnv's own application with our environment, and one rollout service for all sessions.
 
-    python -m turngate.openenv --service service.toml        # TURNGATE_SERVICE names the file as well
+    python -m turngate.openenv --service service.toml        # or set TURNGATE_SERVICE to the file
     uvicorn turngate.openenv.app:create --factory
 
-The keys of endpoints are in the environment variables that the service's file names. If `TURNGATE_OPENENV_KEY` is set, callers have to
-send it.
+Endpoint keys are read from the environment variables that the service's settings name. If `TURNGATE_OPENENV_KEY` is set, callers must send
+that key.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from turngate.service.rollouts import Rollouts
 SERVICE = "TURNGATE_SERVICE"
 KEY = "TURNGATE_OPENENV_KEY"
 SESSIONS = "MAX_CONCURRENT_ENVS"  # OpenEnv's name
-_GRACE_S = 5  # for calls in flight at shutdown; then rollouts are aborted
-MAX_BYTES = 128 * 1024 * 1024  # of a message or a request body, which may carry files
+_GRACE_S = 5  # for calls in flight at shutdown, before rollouts are aborted
+MAX_BYTES = 128 * 1024 * 1024  # maximum size of a message or a request body, which may contain files
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -56,7 +56,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 def create(service: Path | None = None) -> FastAPI:
-    """Build the application. Loads the settings at once, so that wrong ones raise here; the service starts with the application."""
+    """Build the application. Invalid settings raise here, because they are loaded now; the service starts with the application."""
     file = service or (Path(os.environ[SERVICE]) if os.environ.get(SERVICE) else None)
     config = load_config(file)
     host = ServiceHost(lambda: Rollouts(config))
@@ -67,7 +67,7 @@ def create(service: Path | None = None) -> FastAPI:
         env_name=NAME,
         concurrency_config=ConcurrencyConfig(
             max_concurrent_envs=_max_sessions(),
-            # For sessions at /mcp that are never closed. One call may take as long as a rollout.
+            # Ends sessions at /mcp that are never closed. One call may take as long as a rollout.
             session_timeout=2 * config.most_agent_timeout_s + config.setup_timeout_s + config.test_timeout_s,
         ),
         state_cls=TurngateState,
@@ -84,19 +84,19 @@ def create(service: Path | None = None) -> FastAPI:
 
 
 async def _render_error(request: Request, error: Exception) -> JSONResponse:
-    """Render errors of HTTP requests such as `POST /reset`. OpenEnv's server handles those of sockets and tools itself."""
+    """Render errors of HTTP requests such as `POST /reset`. OpenEnv's server handles errors of sockets and tools itself."""
     assert isinstance(error, TurngateError)
     return JSONResponse({"detail": error.message, "param": error.param}, error.status)
 
 
 async def _render_validation_error(request: Request, error: Exception) -> JSONResponse:
-    """Render an invalid request, without FastAPI's copy of the input: it may be long, and NaN is not JSON."""
+    """Render a validation error without FastAPI's copy of the input, which may be long or contain NaN, which JSON cannot represent."""
     assert isinstance(error, RequestValidationError)
     return JSONResponse({"detail": _strip_input(error.errors())}, 422)
 
 
 async def _render_http_error(request: Request, error: Exception) -> Response:
-    """Do the same for actions that OpenEnv itself validated."""
+    """Render an HTTP error, also without a copy of the input if OpenEnv rejected an action."""
     assert isinstance(error, HTTPException)
     if isinstance(error.detail, list):
         return JSONResponse({"detail": _strip_input(error.detail)}, error.status_code)
@@ -108,19 +108,21 @@ def _strip_input(errors: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def serve(make: Callable[[], FastAPI] | None = None, argv: Sequence[str] | None = None) -> None:
-    """Run the command. `make` builds an application other than the default one."""
+    """Run the command-line program. `make` replaces the function that builds the application."""
     parser = argparse.ArgumentParser(
         prog="python -m turngate.openenv", description="Serve Turngate as an OpenEnv environment."
     )
-    parser.add_argument("--service", type=Path, help=f"TOML file with the service's settings [${SERVICE}]")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--open", action="store_true", help=f"accept connections from other machines without ${KEY}")
-    given = parser.parse_args(argv)
+    parser.add_argument("--service", type=Path, help=f"TOML file with the service's settings (default: ${SERVICE})")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: 8000)")
+    parser.add_argument(
+        "--open", action="store_true", help=f"accept connections from other machines even if ${KEY} is not set"
+    )
+    options = parser.parse_args(argv)
     try:
-        _check_exposure(given.host, given.open)
-        with _listen(given.host, given.port) as listener:
-            app = make() if make else create(given.service)
+        _check_exposure(options.host, options.open)
+        with _listen(options.host, options.port) as listener:
+            app = make() if make else create(options.service)
             service: ServiceHost = app.state.service
             service.start()
             try:
@@ -138,7 +140,7 @@ def serve(make: Callable[[], FastAPI] | None = None, argv: Sequence[str] | None 
 
 
 def _ignore_signal(number: int, frame: object) -> None:
-    """Do nothing. uvicorn shuts down on a signal and then raises it again for the handler that was there before: this one."""
+    """Do nothing. uvicorn shuts down on a signal and then raises it again for the previous handler, which is this one."""
 
 
 @contextmanager
@@ -150,31 +152,34 @@ def _listen(host: str, port: int) -> Iterator[socket.socket]:
             listener.listen(2048)
         except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"port: cannot listen on {host}:{port} ({error}); choose another one", param="port"
+                f"cannot listen on {host}:{port} ({error}); choose a different --port", param="port"
             ) from None
         yield listener
 
 
 def _max_sessions() -> int:
-    given = os.environ.get(SESSIONS, "256")
-    if not given.isdecimal() or int(given) < 1:
-        raise ConfigError(f"{SESSIONS}: {given!r} has to be an integer of at least 1", param=SESSIONS)
-    return int(given)
+    value = os.environ.get(SESSIONS, "256")
+    if not value.isdecimal() or int(value) < 1:
+        raise ConfigError(f"{SESSIONS} must be an integer of at least 1, not {value!r}", param=SESSIONS)
+    return int(value)
 
 
 def _check_exposure(host: str, is_open: bool) -> None:
-    """Refuse to listen for other machines without a key: callers can run programs in sandboxes, at the owner's cost."""
+    """Raise `ConfigError` if other machines could connect without a key. Callers run programs in sandboxes at the owner's expense."""
     if not (_is_loopback(host) or is_open or os.environ.get(KEY, "").strip()):
         raise ConfigError(
-            f"host: {host} is reachable from other machines; set {KEY}, or use --open if something else controls access "
-            "(a private Space, a proxy with a login)",
+            f"host {host} is reachable from other machines; set {KEY}, or pass --open if something else controls access "
+            "(such as a private Space, or a proxy with a login)",
             param="host",
         )
 
 
 class OpenEnvAccess:
-    """Checks access, and limits the size of bodies. With a key, callers have to send it, except to `/health`. Without one, programs and our
-    own pages have access, but no page of another site: a browser on this machine could otherwise reach a local server."""
+    """Middleware that checks access and limits the size of request bodies.
+
+    If a key is set, callers must send it, except to `/health`. If not, programs and our own pages have access, but pages of other sites do
+    not: otherwise any page in a browser on this machine could call a local server.
+    """
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], key: str) -> None:
         self._app = app
@@ -192,19 +197,19 @@ class OpenEnvAccess:
     def _refusal(self, scope: Scope) -> str:
         headers = Headers(scope=scope)
         if self._key:
-            given = headers.get("authorization", "").encode("utf-8", "surrogatepass")
-            is_valid = secrets.compare_digest(given, self._key)
+            authorization = headers.get("authorization", "").encode("utf-8", "surrogatepass")
+            is_valid = secrets.compare_digest(authorization, self._key)
             return "" if is_valid else "the key is missing or wrong; send it as 'Authorization: Bearer …'"
         host, origin = headers.get("host", ""), headers.get("origin")
         if origin is not None and _netloc(origin) != host:
-            return "Origin: pages of other sites may not call this server"
+            return "the Origin header names a different site, whose pages may not call this server"
         if _is_loopback((scope.get("server") or ("",))[0]) and not _is_loopback(_hostname(host)):
-            return f"Host: is not a name of this machine; behind a proxy, set {KEY}"
+            return f"the Host header does not name this machine; if the server is behind a proxy, set {KEY}"
         return ""
 
 
 def _limit_body(scope: Scope, receive: Receive) -> Receive:
-    """Limit a request's body, whatever its Content-Length says. uvicorn limits the messages of sockets."""
+    """Limit the size of a request's body, independently of its Content-Length. uvicorn limits the messages of sockets."""
     if scope["type"] != "http":
         return receive
     received = 0
@@ -214,14 +219,14 @@ def _limit_body(scope: Scope, receive: Receive) -> Receive:
         message = await receive()
         received += len(message.get("body", b""))
         if received > MAX_BYTES:
-            raise HTTPException(413, f"the body is larger than {MAX_BYTES} bytes")
+            raise HTTPException(413, f"the request body is larger than {MAX_BYTES} bytes")
         return message
 
     return receive_limited
 
 
 def _netloc(url: str) -> str | None:
-    """None: it is not a URL."""
+    """Return the host and port of a URL, or None if it is not a URL."""
     try:
         return urlsplit(url).netloc
     except ValueError:
@@ -229,7 +234,7 @@ def _netloc(url: str) -> str | None:
 
 
 def _hostname(netloc: str) -> str:
-    """The host without its port; empty if there is none."""
+    """Return the host without its port, or an empty string if there is none."""
     try:
         return urlsplit(f"//{netloc}").hostname or ""
     except ValueError:
@@ -237,7 +242,7 @@ def _hostname(netloc: str) -> str:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether a host is certainly this machine."""
+    """Return whether a host is certain to be this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""`TurngateEnv`, the environment's client: OpenEnv's `EnvClient` with a typed method for every tool.
+"""The environment's client, `TurngateEnv`: OpenEnv's `EnvClient` with a typed method for every tool.
 
     async with TurngateEnv("http://127.0.0.1:8000") as env:
         result = await env.run_rollout("vllm://Qwen3-8B", "Fix add() in main.py", test_script="python3 test_main.py")
@@ -6,7 +6,7 @@
     with TurngateEnv("http://127.0.0.1:8000").sync() as env:
         result = env.run_rollout("vllm://Qwen3-8B", "Fix add() in main.py", test_script="python3 test_main.py")
 
-A client has one socket and makes one call at a time; concurrent callers wait for each other. Rollouts still run concurrently: start them
+A client has one socket and makes one call at a time, so concurrent callers wait for each other. Rollouts still run concurrently: start them
 all, then wait for their results. Or use one client per caller, with `new_session`.
 """
 
@@ -36,18 +36,18 @@ from turngate.service.mcp_tools import EndpointList, StartedRollout
 from turngate.service.result import EventPage, MessagePage, RolloutList, RolloutResult, RolloutState
 from turngate.types import Json
 
-WAIT_S = 5.0  # of one call for a result; other callers of the client wait meanwhile
-MAX_ATTEMPTS = 5  # to reach the server, before waiting for a rollout fails
+WAIT_S = 5.0  # maximum duration of one call for a result; other callers of the client wait in the meantime
+MAX_ATTEMPTS = 5  # attempts to reach the server before waiting for a rollout fails
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
 class TurngateEnv(EnvClient[Action, Observation, TurngateState]):
-    """OpenEnv's `reset`, `step` and `state`, and a method for each tool.
+    """A client with OpenEnv's `reset`, `step` and `state`, and a method for each tool.
 
-    Waiting for a rollout polls the server, so time limits on the way do not matter, and it reconnects when the connection breaks. A caller
-    that stops waiting leaves the rollout running; `abort_rollout` ends it.
-    Wrong arguments raise a `BadRequest` whose `param` names the argument. A problem with a rollout is in its result.
+    Methods that wait for a rollout poll the server, so timeouts of proxies do not matter, and they reconnect if the connection breaks. A
+    rollout continues if its caller stops waiting; `abort_rollout` ends it.
+    Invalid arguments raise a `BadRequest` whose `param` names the argument. A problem with a rollout is reported in its result.
     """
 
     _call_lock: asyncio.Lock | None = None
@@ -99,7 +99,7 @@ class TurngateEnv(EnvClient[Action, Observation, TurngateState]):
         agent_timeout_s: float | None = None,
         endpoint_url: str = "",
     ) -> RolloutResult:
-        """Like `run_rollout`, for a row of a SWE data set (docs/swe.md)."""
+        """Run an agent on a row of a SWE data set (docs/swe.md), grade its work, and return the result."""
         started = await self.start_swe_rollout(
             task,
             model_key,
@@ -128,7 +128,7 @@ class TurngateEnv(EnvClient[Action, Observation, TurngateState]):
         agent_timeout_s: float | None = None,
         endpoint_url: str = "",
     ) -> str:
-        """Start a rollout and return its id at once."""
+        """Start a rollout and return its id immediately."""
         arguments = {
             "model_key": model_key,
             "instruction": instruction,
@@ -157,7 +157,7 @@ class TurngateEnv(EnvClient[Action, Observation, TurngateState]):
         agent_timeout_s: float | None = None,
         endpoint_url: str = "",
     ) -> str:
-        """Start a rollout and return its id at once."""
+        """Start a rollout of a row of a SWE data set and return its id immediately."""
         arguments = {
             "model_key": model_key,
             "agent": agent,
@@ -170,17 +170,17 @@ class TurngateEnv(EnvClient[Action, Observation, TurngateState]):
         return (await self._call("start_rollout", StartedRollout, task=dict(task), **_drop_unset(arguments))).rollout_id
 
     async def get_state(self, rollout_id: str) -> RolloutState:
-        """The progress of a rollout. (`state()` is OpenEnv's: the state of the session.)"""
+        """Return the progress of a rollout. (OpenEnv's `state()` returns the state of the session.)"""
         return await self._call("get_state", RolloutState, rollout_id=rollout_id)
 
     async def get_messages(self, rollout_id: str, after: int = 0, limit: int = 100) -> MessagePage:
-        """The conversation past a cursor, as it happens."""
+        """Return the messages after a cursor, also while the rollout is running."""
         return await self._call("get_messages", MessagePage, rollout_id=rollout_id, after=after, limit=limit)
 
     async def subscribe_events(
         self, rollout_id: str, after: int = 0, limit: int = 200, wait_s: float = 0.0
     ) -> EventPage:
-        """Events past a cursor. Waits up to `wait_s` seconds for the first."""
+        """Return the events after a cursor. Wait up to `wait_s` seconds for the first one."""
         return await self._call(
             "subscribe_events", EventPage, rollout_id=rollout_id, after=after, limit=limit, wait_s=wait_s
         )
@@ -190,21 +190,21 @@ class TurngateEnv(EnvClient[Action, Observation, TurngateState]):
         return await self._call("abort_rollout", RolloutState, rollout_id=rollout_id, reason=reason)
 
     async def finalize_rollout(self, rollout_id: str, wait_s: float | None = None) -> RolloutResult:
-        """The result. Waits until the rollout has ended; with `wait_s` it may return earlier, with `done` false."""
+        """Wait until the rollout has ended, and return its result. With `wait_s`, it may return earlier, with `done` false."""
         if wait_s is None:
             return await self.wait_for(rollout_id)
         return await self._call("finalize_rollout", RolloutResult, rollout_id=rollout_id, wait_s=wait_s)
 
     async def list_rollouts(self, status: str = "", limit: int = 50, before: str = "") -> RolloutList:
-        """All rollouts, newest first, including those of other clients."""
+        """List the rollouts of all clients, newest first."""
         return await self._call("list_rollouts", RolloutList, status=status, limit=limit, before=before)
 
     async def list_endpoints(self) -> list[EndpointView]:
-        """The endpoints that `model_key` may name."""
+        """Return the endpoints that `model_key` may name."""
         return (await self._call("list_endpoints", EndpointList)).endpoints
 
     async def wait_for(self, rollout_id: str) -> RolloutResult:
-        """Wait until a rollout has ended, and return its result. Reconnects when the connection breaks."""
+        """Wait until a rollout has ended, and return its result. Reconnect if the connection breaks."""
         failures, wait_s = 0, min(WAIT_S, self._message_timeout / 2)
         while True:
             try:
@@ -220,7 +220,7 @@ class TurngateEnv(EnvClient[Action, Observation, TurngateState]):
                     return result
 
     async def list_tools(self) -> list[Tool]:
-        """The tools with their schemas."""
+        """Return the tools with their schemas."""
         observation = (await self._step_async(ListToolsAction())).observation
         assert isinstance(observation, ListToolsObservation)
         return list(observation.tools)
@@ -244,7 +244,7 @@ class TurngateEnv(EnvClient[Action, Observation, TurngateState]):
     # ── hooks of OpenEnv's client ──
 
     async def _send_and_receive(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Make one call at a time: answers carry no id that would match them to calls."""
+        """Make one call at a time, because replies carry no id that would match them to calls."""
         if self._call_lock is None:
             self._call_lock = asyncio.Lock()
         async with self._call_lock:
@@ -269,5 +269,5 @@ class TurngateEnv(EnvClient[Action, Observation, TurngateState]):
 
 
 def _drop_unset(values: dict[str, Any]) -> dict[str, Any]:
-    """Drop arguments that are not set, so that the server's defaults apply."""
+    """Remove arguments that are not set, so that the server's defaults apply."""
     return {name: value for name, value in values.items() if value is not None and value != ""}

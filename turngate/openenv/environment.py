@@ -1,7 +1,7 @@
-"""One OpenEnv session of a client: `reset`, `step`, `state`. A step is one call of a tool.
+"""One OpenEnv session with a client: `reset`, `step` and `state`. A step is one tool call.
 
-The tools are the service's (`service/mcp_tools.py`); OpenEnv's server also offers them at `/mcp`, without rewards. All sessions share one
-service, so a rollout outlives the session that started it, and any session can use it by its id.
+The tools are the service's (`service/mcp_tools.py`). OpenEnv's server also offers them at `/mcp`, without rewards. All sessions share one
+service, so a rollout can outlive the session that started it, and any session can access it by its id.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ _START_TOOLS = ("run_rollout", "run_swe_rollout", "start_rollout")
 
 
 class TurngateEnvironment(MCPEnvironment):
-    """Created for every session, and for every request without one, so it is cheap. All share `tools` (`build_mcp_server`)."""
+    """The environment of one session, or of one request without a session. It is cheap to create.
+
+    All environments share `tools`, the server from `build_mcp_server`.
+    """
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
@@ -54,10 +57,10 @@ class TurngateEnvironment(MCPEnvironment):
     async def reset_async(
         self, seed: Optional[int] = None, episode_id: Optional[str] = None, **unknown: Any
     ) -> ReadyObservation:
-        """Start a new episode. Rollouts continue. `seed` is ignored: OpenEnv sends it, but the engine samples."""
+        """Start a new episode. Rollouts continue. OpenEnv sends a `seed`, but it is ignored, because the engine does the sampling."""
         if unknown:
             raise BadRequest(
-                f"{next(iter(unknown))}: is not an argument of reset, which has episode_id and seed; pass it to run_rollout",
+                f"{next(iter(unknown))} is not an argument of reset, which accepts episode_id and seed; pass it to run_rollout",
                 param=next(iter(unknown)),
             )
 
@@ -72,7 +75,7 @@ class TurngateEnvironment(MCPEnvironment):
         return run_async_safely(self.step_async(action, timeout_s, **kwargs))
 
     async def step_async(self, action: Action, timeout_s: Optional[float] = None, **kwargs: Any) -> Observation:
-        """Call a tool. If a rollout has not ended after `timeout_s`, the answer has its id and `done` false; the rollout continues."""
+        """Call a tool. If a rollout has not ended after `timeout_s`, return its id with `done` false; the rollout continues."""
         state = self._state
         state.step_count += 1
         if not isinstance(action, CallToolAction):
@@ -88,7 +91,7 @@ class TurngateEnvironment(MCPEnvironment):
 
     def _step_impl(self, action: Action, timeout_s: Optional[float] = None, **kwargs: Any) -> Observation:
         raise BadRequest(
-            f"action: {type(action).__name__} is not supported; use call_tool or list_tools", param="action"
+            f"action {type(action).__name__} is not supported; use call_tool or list_tools", param="action"
         )
 
     @property
@@ -97,17 +100,17 @@ class TurngateEnvironment(MCPEnvironment):
 
     @property
     def supports_code_mode(self) -> bool:
-        """Always False: it would run a caller's Python in the server."""
+        """Always False, because code mode would run a caller's Python in the server."""
         return False
 
     def execute_code(self, code: str) -> Observation:
-        raise BadRequest("code: this environment does not run code in its server; use the tools", param="code")
+        raise BadRequest("code is not supported: this environment does not run code in its server; use the tools", param="code")
 
     def get_metadata(self) -> EnvironmentMetadata:
         return EnvironmentMetadata(name=NAME, description=ABOUT, version=__version__)
 
     def _get_server_tools(self, mcp_server: Any) -> dict[str, Any]:
-        """The tools of the table. OpenEnv's own implementation starts a thread and a loop per session to ask the server."""
+        """Return the tools directly. OpenEnv's own implementation starts a thread and an event loop per session to query the server."""
         return dict(TOOLS)
 
 
@@ -116,7 +119,7 @@ async def _call_tool(service: ServiceHost, action: CallToolAction, timeout_s: fl
     if name not in TOOLS:
         near = suggestion(name, list(TOOLS))
         error = ToolError(
-            error_type=ToolErrorType.TOOL_NOT_FOUND, message=f"tool_name: there is no tool {name[:80]!r}{near}"
+            error_type=ToolErrorType.TOOL_NOT_FOUND, message=f"unknown tool_name {name[:80]!r}{near}"
         )
         return TurngateObservation(tool_name=name, error=error, metadata={"param": "tool_name", "kind": "not_found"})
     try:
@@ -135,7 +138,7 @@ async def _call_tool(service: ServiceHost, action: CallToolAction, timeout_s: fl
 async def call_service_tool(
     service: ServiceHost, name: str, arguments: Arguments, max_wait_s: float = math.inf
 ) -> msgspec.Struct:
-    """Call a tool of the service. Waits for a rollout as long as the caller wants, but at most `max_wait_s` seconds."""
+    """Call one of the service's tools. Wait for a rollout as long as the caller requests, but at most `max_wait_s` seconds."""
 
     async def call(rollouts: Rollouts) -> msgspec.Struct:
         async def wait(rollout_id: str, wait_s: float | None) -> RolloutResult:
@@ -167,7 +170,7 @@ def _error_metadata(error: TurngateError) -> dict[str, Any]:
 
 
 def build_mcp_server(service: ServiceHost) -> FastMCP[Any]:
-    """Build the FastMCP server with the tools, for all sessions."""
+    """Build the FastMCP server with the tools, which all sessions share."""
     server: FastMCP[Any] = FastMCP("turngate", version=__version__, mask_error_details=True)
     for tool in TOOLS.values():
         fast_tool = _OpenEnvTool(
@@ -187,7 +190,7 @@ def build_mcp_server(service: ServiceHost) -> FastMCP[Any]:
 
 
 class _OpenEnvTool(Tool):
-    """One tool. Wrong arguments are an error for the caller, not an exception in the log."""
+    """One tool. Invalid arguments are reported to the caller and do not appear as exceptions in the log."""
 
     _service: ServiceHost = PrivateAttr()
 
@@ -200,7 +203,7 @@ class _OpenEnvTool(Tool):
 
 
 def _to_text(value: Mapping[str, Any]) -> str:
-    """A result as text for models, without log-probabilities, which would fill their context."""
+    """Format a result as text for models, without log-probabilities, which would fill their context."""
     if "turns" not in value or not isinstance(value["turns"], list):
         return msgspec.json.encode(value).decode()
     turns = [{name: field for name, field in turn.items() if name != "logprobs"} for turn in value["turns"]]

@@ -1,6 +1,6 @@
 """Actions, observations and states: pydantic models that OpenEnv's server publishes at `/schema`.
 
-A tool's result is a struct of `service/result.py` as JSON; the client converts it back.
+A tool's result is a struct from `service/result.py`, encoded as JSON. The client converts it back.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ Name = Literal[
 
 
 class TurngateAction(CallToolAction):
-    """One call of a tool. OpenEnv's `CallToolAction` works too; this one lists the tool names."""
+    """A tool call. OpenEnv's `CallToolAction` works too, but this class also lists the tool names."""
 
     tool_name: Name = Field(description="Name of the tool to call")
 
 
 class TurngateObservation(CallToolObservation):
-    """A tool's `result` or `error`. `metadata` names the argument that an error is about.
+    """A tool's `result` or `error`. If an argument caused the error, `metadata` names it.
 
-    If the call returned the result of a rollout that has ended, `done` and `reward` are the rollout's. An unknown reward is None.
+    If the call returned the result of a rollout that has ended, `done` and `reward` are those of the rollout. An unknown reward is None.
     """
 
-    rollout_id: str = Field(default="", description="The rollout's id; empty: the call was not about one rollout")
+    rollout_id: str = Field(
+        default="", description="The rollout's id, or empty if the call did not refer to a single rollout"
+    )
     status: str = Field(
         default="",
         description="The rollout's status: queued, running, finished, failed, timed out, limit, cancelled, error",
@@ -45,17 +47,19 @@ class TurngateObservation(CallToolObservation):
 
 
 class ReadyObservation(Observation):
-    """The answer of `reset`: the endpoints that `model_key` may name."""
+    """The reply to `reset`: the endpoints that `model_key` may name."""
 
     endpoints: list[dict[str, Any]] = Field(default_factory=list, description="The server's catalog")
 
 
 class TurngateState(State):
-    """What this session has done since `reset`. The rollouts themselves belong to the server."""
+    """The activity of this session since `reset`. The rollouts themselves belong to the server."""
 
     rollouts: list[str] = Field(
-        default_factory=list, description="The ids of the rollouts that it started, oldest first"
+        default_factory=list, description="The ids of the rollouts that this session started, oldest first"
     )
-    last_rollout: str = Field(default="", description="The rollout of the last call")
-    last_status: str = Field(default="", description="Its status at that call; empty: it had just started")
-    last_reward: Optional[float] = Field(default=None, description="Its reward; null: unknown, which is not 0")
+    last_rollout: str = Field(default="", description="The id of the rollout in the last call")
+    last_status: str = Field(default="", description="The status of that rollout, or empty if it had just started")
+    last_reward: Optional[float] = Field(
+        default=None, description="The reward of that rollout, or null if unknown, which is not the same as 0"
+    )

@@ -1,6 +1,6 @@
-"""Hosts the rollout service on its own event loop, in its own thread.
+"""Run the rollout service on its own event loop, in its own thread.
 
-A rollout therefore never blocks the OpenEnv server, and a session that is cancelled or disconnects never ends a rollout.
+So a rollout never blocks the OpenEnv server, and a session that is cancelled or disconnects never ends a rollout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ T = TypeVar("T")
 
 
 class ServiceHost:
-    """`start` and `stop` block and may be called more than once. `call` is for coroutines on any other loop."""
+    """The rollout service in its own thread.
+
+    `start` and `stop` block, and may be called more than once. `call` is for coroutines on any other event loop.
+    """
 
     def __init__(self, make: Callable[[], Rollouts]) -> None:
         self._make = make
@@ -35,7 +38,7 @@ class ServiceHost:
             try:
                 self._thread.run(self._open())
             except BaseException:
-                self._close()  # an interrupt may come when the service is already open
+                self._close()  # an interrupt may arrive after the service has opened
                 raise
 
     def stop(self) -> None:
@@ -52,7 +55,7 @@ class ServiceHost:
             self._thread.stop()
 
     async def call(self, verb: Callable[[Rollouts], Coroutine[Any, Any, T]]) -> T:
-        """Call the service and return its answer. Cancelling the caller also cancels the call, but never a rollout."""
+        """Call the service and return the result. Cancelling the caller also cancels the call, but never a rollout."""
         rollouts = self._rollouts
         if rollouts is None:
             raise Stopping("the environment's service is not running; retry later")

@@ -186,7 +186,7 @@ async def test_what_is_no_tool_and_no_action(url: str) -> None:
     async with TurngateEnv(url) as env:
         told = (await env.step(CallToolAction(tool_name="run_rolout"))).observation
         assert told.error.error_type == "tool_not_found" and "did you mean run_rollout?" in told.error.message
-        with pytest.raises(RuntimeError, match="split: is not an argument of reset"):
+        with pytest.raises(RuntimeError, match="split is not an argument of reset"):
             await env.reset(split="train")
     async with httpx.AsyncClient(timeout=scaled(5)) as http:
         refused = await http.post(f"{url}/reset", json={"split": "train"})
