@@ -104,7 +104,9 @@ class TurngateEnvironment(MCPEnvironment):
         return False
 
     def execute_code(self, code: str) -> Observation:
-        raise BadRequest("code is not supported: this environment does not run code in its server; use the tools", param="code")
+        raise BadRequest(
+            "code is not supported: this environment does not run code in its server; use the tools", param="code"
+        )
 
     def get_metadata(self) -> EnvironmentMetadata:
         return EnvironmentMetadata(name=NAME, description=ABOUT, version=__version__)
@@ -118,9 +120,7 @@ async def _call_tool(service: ServiceHost, action: CallToolAction, timeout_s: fl
     name = action.tool_name
     if name not in TOOLS:
         near = suggestion(name, list(TOOLS))
-        error = ToolError(
-            error_type=ToolErrorType.TOOL_NOT_FOUND, message=f"unknown tool_name {name[:80]!r}{near}"
-        )
+        error = ToolError(error_type=ToolErrorType.TOOL_NOT_FOUND, message=f"unknown tool_name {name[:80]!r}{near}")
         return TurngateObservation(tool_name=name, error=error, metadata={"param": "tool_name", "kind": "not_found"})
     try:
         answer = await call_service_tool(service, name, action.arguments, math.inf if timeout_s is None else timeout_s)
