@@ -17,7 +17,7 @@ _UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")  # YAML o
 
 
 class UnknownPlaceholder(Exception):
-    """A placeholder that is unknown, or whose calculation is invalid."""
+    """A placeholder that is unknown or used in an invalid calculation."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(reason)

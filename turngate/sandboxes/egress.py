@@ -104,7 +104,7 @@ async def _stage_relay(sandbox: Sandbox, folder: str, python: str, node: str) ->
     found = await sandbox.exec(["/bin/sh", "-c", FIND_RUNTIME, "sh", python, node, folder], timeout_s=START_S)
     if found.exit_code:
         raise SandboxError(
-            "the relay to the gateway needs Python 3.8 or newer, or Node, but the sandbox has neither Python nor Node; "
+            "the relay to the gateway needs Python 3.8 or newer, or Node, but the sandbox has neither; "
             "install one of them in the image"
         )
     kind, _, program = found.stdout.decode().strip().partition(" ")

@@ -47,7 +47,7 @@ def _private_root(root: Path | None) -> Path:
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = root.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise SandboxError(f"{root} must be a folder that belongs to this user and is private; run chmod 700 {root}")
+        raise SandboxError(f"{root} must be a private folder owned by this user; run chmod 700 {root}")
     return root
 
 
@@ -84,7 +84,7 @@ def remove_folder(folder: Path) -> None:
         time.sleep(0.02)
     cgroups.remove_group(folder.name)
     if not supervisor.remove_folder(str(folder)):
-        raise SandboxError(f"the sandbox's folder {folder} could not be removed completely")
+        raise SandboxError(f"the sandbox's folder {folder} could not be removed completely; a later sweep will try again")
 
 
 def _find_processes(name: str) -> list[int]:

@@ -134,7 +134,7 @@ function waitForReply(request, body, target) {
     });
     request.on("response", settle(resolve));
     request.on("error", settle((error) => fail(error.message || error.code)));
-    request.on("close", settle(() => fail("the connection ended before a reply")));
+    request.on("close", settle(() => fail("the connection closed before a reply arrived")));
     request.end(body);
   });
 }

@@ -84,7 +84,7 @@ class NoAnswer(Exception):
 
 
 class TruncatedReply(Exception):
-    """A reply broke off before its end."""
+    """A reply that broke off before its end."""
 
 
 class ClientDisconnected(Exception):
@@ -446,7 +446,7 @@ async def read_reply(reader: StreamReader, upstream: StreamWriter) -> HttpReply:
             if int(status) >= 200:
                 return HttpReply(int(status), reason, headers)
     except asyncio.IncompleteReadError as error:
-        raise NoAnswer("the connection ended before a reply") from error
+        raise NoAnswer("the connection closed before a reply arrived") from error
     except (OSError, RequestRefused, asyncio.LimitOverrunError) as error:
         raise NoAnswer(f"no reply: {error}") from error
 

@@ -395,7 +395,7 @@ def run_script(
 
 
 def watch_script(folder: str, seconds: int) -> str:
-    """Return the script that runs `run` in a new session and writes its exit code. It kills the command after `seconds`."""
+    """Return the script that runs the script `run` in a new session and writes its exit code. It kills the command after `seconds`."""
     job = posixpath.basename(folder)
     return f"""
 trap : HUP INT TERM

@@ -1,6 +1,6 @@
 """Fork causes: why a turn does not continue its branch, derived from the agent's signals and the structure of the trace.
 
-retry       the same request again, after its answer was lost or marked as a retry by the client
+retry       the same request again, because its answer was lost or the client marked it as a retry
 resample    the same request again, for a second answer
 branch      a second continuation of a turn
 edited      a changed history: it contains an answer that the model never gave
