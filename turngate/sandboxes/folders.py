@@ -84,7 +84,9 @@ def remove_folder(folder: Path) -> None:
         time.sleep(0.02)
     cgroups.remove_group(folder.name)
     if not supervisor.remove_folder(str(folder)):
-        raise SandboxError(f"the sandbox's folder {folder} could not be removed completely; a later sweep will try again")
+        raise SandboxError(
+            f"the sandbox's folder {folder} could not be removed completely; a later sweep will try again"
+        )
 
 
 def _find_processes(name: str) -> list[int]:
