@@ -270,7 +270,7 @@ def _with(**given: Any) -> dict[str, Any]:
         ("Do it.", _with(timeout_s=0.0), "timeout_s: 0.0 has to be a number of seconds that is more than 0"),
         ("Do it.", _with(sanbox="local"), "sanbox is not a known argument; did you mean sandbox?"),
         ("Do it.", _with(data=3), "data must be a path, not int"),
-        ("Do it.", _with(model=None), "model must be a string such as vllm://"),
+        ("Do it.", _with(model=None), "model must be an Endpoint, a ServiceConfig or a string such as vllm://"),
         ("Do it.", _with(max_turns=0), "max_turns: Expected `int` >= 1"),
         ("Do it.", _with(agent="py"), "unknown agent 'py'"),
         ("Do it.", _with(mode="exactly"), "mode must be one of exact, observe"),

@@ -92,7 +92,7 @@ _CLIENT_NAMES = frozenset(ClientSettings.__struct_fields__)
 
 
 def split_arguments(everything: AllArguments) -> tuple[ClientArguments, RunArguments]:
-    """Split the arguments into client arguments and run arguments. `agent` goes to the client, which also accepts a file."""
+    """Split the arguments into client arguments and run arguments. `agent` becomes a client argument, which may also be a file."""
     known = [*ClientSettings.__struct_fields__, *RunSettings.__struct_fields__]
     for name in everything:
         if name not in known:

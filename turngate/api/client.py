@@ -250,7 +250,7 @@ class Client:
     async def _read_recording(
         self, rollout: str, session: str
     ) -> tuple[DecodedTrace | None, list[SampleRow], list[str]]:
-        """Read the trace and the rows from the gateway, with notes on failures. The trace is None if there is none."""
+        """Return the trace and the rows from the gateway, and notes about failures. The trace is None if it is not available."""
         if not session:
             return None, [], []
         try:

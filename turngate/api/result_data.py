@@ -66,7 +66,7 @@ class ResultData(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     )  # graded, agent failed, invalid task, infrastructure fault; None if cancelled, or if the task has no grader
     reward: float | None  # None means unknown, which is not 0
     resolved: bool | None
-    exit_code: int | None  # the agent's; None if the agent did not exit on its own
+    exit_code: int | None  # None if the agent did not exit on its own
     stop: str  # the limit that was reached, or why the rollout was stopped
     wall_s: float
     seconds: Mapping[str, float]  # by stage

@@ -110,7 +110,7 @@ CHECKS = (
         where="here",
         timeout_s=120,
         run=tokenizer.check_template,
-        description="The chat template is certified: extending the sampled ids equals a full render.",
+        description="The chat template is certified: appending to the sampled ids gives the same ids as a full render.",
     ),
     DoctorCheck(
         name="tokenizer",

@@ -17,7 +17,7 @@ TEST_CALL_ENGINES = ("vllm", "sglang", "scripted")  # a small call to these engi
 class DoctorContext:
     """The settings to check, and shared data that is loaded only once.
 
-    `agents` and `sandboxes` list those that the user named. If a list is empty, all are checked, and a missing one is not a failure.
+    `agents` and `sandboxes` contain the names that the user passed. If there are none, all are checked, and a missing one is not a failure.
     """
 
     def __init__(

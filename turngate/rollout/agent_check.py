@@ -79,7 +79,7 @@ class CheckOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentCheck(msgspec.Struct, frozen=True):
-    """A check that is ready to run. Its parts are public, so that tests can observe and disturb it."""
+    """A check that is ready to run. Its parts are public, so that tests can observe and modify it."""
 
     engine: Scripted
     gateway: GatewayClient

@@ -38,7 +38,7 @@ PATIENCE_S = 60.0  # an agent that failed after a shorter silence gave up too ea
 SESSION_LIMITS = tuple(field.name for field in msgspec.structs.fields(Limits))
 # The class of a fault by the boundary at fault. Engine, sandbox, store and gateway are infrastructure.
 _FAULT_CLASSES: Mapping[Boundary, OutcomeClass] = {"task": "invalid task", "agent": "agent failed"}
-# The error for a stage that takes too long. In all other stages, the sandbox is at fault.
+# The error types for stages that take too long. In all other stages, it is `SandboxError`.
 _TIMEOUT_ERRORS: Mapping[Stage, type[TurngateError]] = {
     "setup": TaskError,
     "session": TurngateError,
@@ -55,7 +55,7 @@ class Ending(msgspec.Struct, kw_only=True):
     complete: bool = False  # the agent's run is over, and its work was collected
     fault: Fault | None = None  # a stage failed
     ran_s: float | None = None  # how long the agent ran; None if it did not run
-    exit_code: int | None = None  # the agent's; None if it did not exit on its own
+    exit_code: int | None = None  # None if the agent did not exit on its own
     limit: str = ""  # the limit that the session reached while the agent was running
     session_ended: bool = False  # the session ended while the agent was running
     stop: str = ""  # why the session ended: a limit, `STALE`, or a sentence

@@ -27,7 +27,7 @@ class Connection(msgspec.Struct):
     generations: int | None = None  # requested so far; None if the calls do not pass through a door on this host
 
     def count_call(self, method: str, path: str) -> None:
-        """Count a call through the door if it samples."""
+        """Count a call through the door, if it is one that samples tokens."""
         samples = method == "POST" and not path.endswith(_TOKEN_COUNTS) and not path.startswith(_TOOLS)
         if samples and self.generations is not None:
             self.generations += 1

@@ -20,8 +20,8 @@ RECORDED_CLASSES = ("graded", "agent failed", "invalid task")  # the gateway inc
 
 
 class GroupCloser:
-    """Closes the groups of one batch in the background. Start `run` as a task. If the gateway rejects closing a group, `on_rejected` is
-    called with the reason."""
+    """Closes the groups of one batch in the background. Start `run` as a task. If the gateway refuses to close a group,
+    `on_rejected` is called with the reason."""
 
     def __init__(self, gateway: GatewayClient, n: int, on_rejected: Callable[[str], None]) -> None:
         self._gateway = gateway

@@ -73,7 +73,7 @@ class FinishedRollout(msgspec.Struct, frozen=True, kw_only=True, tag="finished",
     rollout: str
     task: str
     round: int = 0
-    index: int  # in its group
+    index: int  # within the group
     kind: RolloutClass
     reward: float | None = None  # None means unknown, which is not 0
     resolved: bool | None = None
@@ -115,7 +115,7 @@ LedgerEntry = LedgerHeader | AttemptStarted | AttemptEnded | UnrecordedRollout |
 
 
 class LedgerError(TurngateError):
-    """The ledger cannot be read or written. Lines that were already written stay valid, so the batch can be resumed after a fix."""
+    """The ledger cannot be read or written. Lines that were already written stay valid, so the batch can be resumed later."""
 
     boundary = "store"
     kind = "ledger_error"
@@ -126,7 +126,7 @@ class LedgerState(msgspec.Struct):
 
     head: LedgerHeader | None = None
     finished: dict[str, FinishedRollout] = {}
-    open: dict[str, AttemptStarted] = {}  # attempts without an end
+    open: dict[str, AttemptStarted] = {}  # attempts that have not ended
     unrecorded: dict[str, UnrecordedRollout] = {}
     attempts: dict[str, int] = {}  # number of the last attempt
     faults: dict[str, int] = {}  # number of infrastructure faults

@@ -16,7 +16,7 @@ from turngate.tasks.grading.types import Grade
 Stage = Literal[
     "sandbox", "files", "setup", "session", "relay", "launch", "agent", "seal", "collect", "clean", "grade", "record"
 ]
-Phase = Literal["start", "run", "grade"]  # each limits how many rollouts are in it at the same time
+Phase = Literal["start", "run", "grade"]  # each phase limits the number of concurrent rollouts
 Status = Literal["finished", "failed", "timed out", "limit", "cancelled", "error"]
 PhaseGate = Callable[[Phase], AbstractAsyncContextManager[None]]
 # `not graded`: the task has no grader. `cancelled`: someone ended the session at the gateway. `stale`: the gateway ended the session,
@@ -57,7 +57,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     kind: OutcomeClass | None = None  # None if it was cancelled or is not graded
     reward: float | None = None  # None means unknown, which is not 0
     grade: Grade | None = None
-    exit_code: int | None = None  # the agent's; None if it did not exit on its own
+    exit_code: int | None = None  # None if the agent did not exit on its own
     stop: str = ""  # the limit that the session reached, or how it was ended
     fault: Fault | None = None
     seconds: dict[str, float] = {}

@@ -153,7 +153,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _build_session(self, task: Task, index: int, round: int) -> Mapping[str, Json]:
-        """Add a sampling seed to the session settings. Each rollout has a different seed, because otherwise a group would be identical."""
+        """Add a sampling seed to the session settings. Each rollout has a different seed, so that the rollouts of a group differ."""
         if self.seed is None:
             return self.session
         source = f"{self.seed} {task.id} {index}" + (f" {round}" if round else "")

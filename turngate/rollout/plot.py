@@ -46,7 +46,7 @@ def build_panels(summary: Summary, finished: Iterable[FinishedRollout]) -> tuple
 
 def _build_rewards(summary: Summary) -> Panel:
     unknown = summary.overall.finished - summary.overall.graded
-    note = f"{unknown} without a reward not shown" if unknown else ""
+    note = f"not shown: {unknown} without a reward" if unknown else ""
     bars = (
         Bar(f"{b.low:.2g} to {b.high:.2g}", b.count, str(b.count), _BAR if b.count else _MUTED)
         for b in summary.histogram

@@ -1,4 +1,4 @@
-"""Decide retry requests for a batch: those that arrive while it runs, and those from before."""
+"""Handle retry requests for a batch: those that arrive while it runs, and those that arrived earlier."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class RetryListener:
         return pending
 
     def _consider(self, seq: int, request: RetryRequest) -> None:
-        """Decide a request in a separate task, because an attempt may take long to end. The batch does not end before the decision."""
+        """Decide a request in a separate task, because its attempt may take a while to end. The batch waits for the decision."""
         self._schedule.hold()
         task = asyncio.create_task(self._answer(seq, request))
         self.tasks.add(task)

@@ -99,7 +99,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     n: int
     overall: RolloutStats
     tasks: tuple[TaskStats, ...]  # over all rounds
-    rounds: tuple[RoundStats, ...] = ()  # if there is more than one
+    rounds: tuple[RoundStats, ...] = ()  # empty if there is only one round
     no_signal: tuple[GroupStats, ...]  # groups whose known rewards are all equal, so their advantages are 0
     shrunken: tuple[GroupStats, ...]  # groups with fewer rewards than finished rollouts
     histogram: tuple[HistogramBin, ...]
