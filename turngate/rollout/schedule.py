@@ -61,7 +61,7 @@ class Schedule:
     # ── groups and retries ──────────────────────────────────────────────────────────────────────────────────────
 
     async def supply(self, batch: str, finished: Container[str]) -> None:
-        """Add the groups one at a time. Each is added when all rollouts of the previous group have been taken and the throttle allows it."""
+        """Add the groups one at a time. Each is added when the rollouts of the previous group are taken and the throttle allows it."""
         for number, group in enumerate(self._iter_groups(batch)):
             items = [item for item in group if item.id not in finished and item.id not in self._requested]
             if not items:
