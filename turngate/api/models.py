@@ -58,7 +58,10 @@ def resolve_model(
 ) -> tuple[ServiceConfig, str]:
     """Return service settings that include the model, and the model's catalog key. `overrides` that are not None replace settings."""
     if not isinstance(model, str | Endpoint | ServiceConfig):
-        raise BadRequest(f"model must be an Endpoint, a ServiceConfig or a string {_EXAMPLE}, not {type(model).__name__}", param="model")
+        raise BadRequest(
+            f"model must be an Endpoint, a ServiceConfig or a string {_EXAMPLE}, not {type(model).__name__}",
+            param="model",
+        )
     if isinstance(model, ServiceConfig):
         if config is not None:
             raise BadRequest(

@@ -194,7 +194,9 @@ async def _detect_logprobs_mode(context: DoctorContext, url: str, name: str) -> 
         return not_checked(f"{name}: the engine's replies do not show which log-probabilities it returns")
     truncated, heated, untruncated = ([value or 0.0 for value in logprobs or ()] for logprobs in values)
     if min(untruncated) > _CERTAIN:
-        return not_checked(f"{name}: the model is too certain of its tokens to determine which log-probabilities it returns")
+        return not_checked(
+            f"{name}: the model is too certain of its tokens to determine which log-probabilities it returns"
+        )
     if min(truncated) > _CERTAIN and min(heated) > _CERTAIN:
         return ok(f"{name}: log-probabilities are those of the sampled distribution (processed)")
     if np.allclose(truncated, heated, atol=1e-3):
