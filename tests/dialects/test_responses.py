@@ -380,7 +380,7 @@ WRONG: dict[str, tuple[dict[str, Json], str, str]] = {
     "choice of the provider's tool": (
         {"tools": [RUN], "tool_choice": {"type": "web_search_preview"}},
         "tool_choice",
-        "a tool that the provider runs",
+        "which only the provider can run",
     ),
     "allowed what is none": (
         {"tools": [RUN], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}},

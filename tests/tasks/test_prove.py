@@ -58,10 +58,10 @@ async def test_what_does_not_hold_is_said(tmp_path: Path) -> None:
     there = "[ -e done ]"
     good = script(tmp_path / "good", there, "touch done")
     wrong = {
-        "no change scores 1, not 0": script(tmp_path / "lax", "true", "touch done"),
+        "the untouched task scores 1, not 0": script(tmp_path / "lax", "true", "touch done"),
         "the reference solution scores 0, not 1": script(tmp_path / "hard", there, "touch elsewhere"),
         "solve.sh failed (exit code 3): oh no": script(tmp_path / "fails", there, "echo oh no >&2; exit 3"),
-        "no change: invalid task": script(tmp_path / "dies", "kill -9 $$", "touch done"),
+        "the untouched task: invalid task": script(tmp_path / "dies", "kill -9 $$", "touch done"),
         "has no grader": msgspec.structs.replace(good, grader=None),
         "the reference patch does not apply": msgspec.structs.replace(good, solution=Solution(patch=PATCH)),
         "setup.sh failed with exit code 1": msgspec.structs.replace(good, setup="false"),
@@ -140,7 +140,7 @@ def test_the_command_proves_and_says_so_by_its_exit_code(tmp_path: Path) -> None
     assert done.exit_code == 1
     found = {line["id"]: line for line in json.loads(done.stdout)}
     assert (found["good"]["verdict"], found["good"]["solved"], found["good"]["untouched"]) == ("proven", 1.0, 0.0)
-    assert found["lax"]["verdict"] == "not proven" and "no change scores 1" in found["lax"]["message"]
+    assert found["lax"]["verdict"] == "not proven" and "the untouched task scores 1" in found["lax"]["message"]
     done = run(app, ["tasks", "check", str(tmp_path / "all"), "--only", "good"])
     assert done.exit_code == 0 and "All 1 passed: 1 proven." in done.output
 
@@ -152,4 +152,4 @@ async def test_without_a_solution_the_grader_is_tried_all_the_same(tmp_path: Pat
     dies = msgspec.structs.replace(script(tmp_path / "dies", "kill -9 $$", "true"), solution=None)
     proofs = [await prove_task(task, ground) for task in (good, lax, dies)]
     assert [proof.verdict for proof in proofs] == ["valid", "not proven", "not proven"]
-    assert proofs[0].message.startswith("no change scores 0; the task has no solution")
+    assert proofs[0].message.startswith("the untouched task scores 0; the task has no solution")

@@ -31,7 +31,7 @@ _KINDS = ("text", "functionCall", "functionResponse")
 _MEDIA = ("inlineData", "fileData")  # only a Gemini endpoint may be able to read them
 _EXTRA_FIELDS = ("thought", "thoughtSignature", "partMetadata", "videoMetadata", "mediaResolution")
 _SPEAKERS: dict[str, Speaker] = {"": "user", "user": "user", "function": "user", "model": "model", "system": "system"}
-# How most clients write the role. It belongs to the content itself: a nested object would be followed by another bracket.
+# How most clients write the role, as the last field. It cannot belong to a nested object, which would be followed by another bracket.
 _ROLE_ENDINGS: tuple[tuple[Speaker, tuple[bytes, ...]], ...] = (
     ("model", (b',"role":"model"}', b', "role": "model"}')),
     ("user", (b',"role":"user"}', b', "role": "user"}')),

@@ -25,7 +25,7 @@ from turngate.errors import BadRequest
 from turngate.types import History, Message, Tool, ToolCall
 
 _ROLES = ("user", "assistant", "system")
-# How nearly every client starts a message. It reveals most roles without decoding.
+# How nearly every client starts a message, so most roles can be read without decoding.
 _ROLE_BEGINNINGS = tuple((f'{{"role":{space}"{role}"'.encode(), role) for space in ("", " ") for role in _ROLES)
 _ERROR_PREFIXES = ("error", "<error", "<tool_use_error")
 
@@ -195,7 +195,7 @@ class MessagesTools:
 
 
 def _describe_item_error(error: Exception) -> str:
-    """Describe a decoding error without its leading list index, which may not be the index in the request."""
+    """Describe a decoding error without its leading list index, which may differ from the index in the request."""
     return re.sub(r"^\[(\.\.\.|\d+)\]\.?(?=\w|:)", "", describe_error(error))
 
 
@@ -332,7 +332,7 @@ def _describe_tool(name: str, tools: MessagesTools | None, where: str) -> str:
 def _decode_tool(wire: _WireTool, where: str) -> Tool:
     if wire.type not in (None, "custom"):
         raise BadRequest(
-            f"{where}.type {wire.type!r} is not supported, because only Anthropic's own models and servers run it; "
+            f"{where}.type {wire.type!r} is not supported, because only Anthropic's own models and servers can run it; "
             "leave it out, or declare your own tool with a name and an input_schema",
             param=f"{where}.type",
         )

@@ -18,7 +18,7 @@ from turngate.types import Json
 _OWN_CALL_ID = re.compile(r"toolu_([0-9a-f]{24})")
 _INVALID_JSON = "INVALID_JSON"  # the key that Anthropic recommends for arguments that are not a JSON object
 _TEXT, _DIGEST = "tg1.p", "tg1.d"  # prefixes of signatures with the thinking itself (if hidden) or with a digest of it
-_PACKED = "tg1.t"  # prefix of an older form with the compressed thinking
+_PACKED = "tg1.t"  # prefix of an older form that contains compressed thinking
 _MAX_UNPACK_RATIO = 16  # a small request must not decompress into a large one
 _MAX_DEPTH = 100  # deepest nesting of arguments that all clients can read
 
@@ -35,7 +35,7 @@ def call_id_from_wire(wire: str) -> str:
 
 
 def wrap_arguments(arguments: str) -> str:
-    """Return arguments as a JSON object, which clients require. An object is returned verbatim; other text is wrapped in one."""
+    """Return arguments as a JSON object, which clients require. An object is returned verbatim, and other text is wrapped in one."""
     try:
         value = orjson.loads(arguments or "{}")
     except orjson.JSONDecodeError:
@@ -67,7 +67,7 @@ def unwrap_arguments(arguments: str) -> str:
 
 
 def encode_signature(thinking: str, *, hidden: bool) -> str:
-    """Build the signature of thinking. It need not prove anything, because what an agent sends back is only context."""
+    """Build a signature for thinking. It does not need to be secure, because thinking that an agent sends back is only context."""
     if hidden:
         return _TEXT + base64.urlsafe_b64encode(thinking.encode()).decode()
     return _DIGEST + base64.urlsafe_b64encode(blake2b(thinking.encode(), digest_size=24).digest()).decode()

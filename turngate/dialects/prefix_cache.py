@@ -33,7 +33,7 @@ _raws = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 class _Frame(msgspec.Struct, frozen=True):
-    """A request without its list. The list is known to be between `head` and `tail`, and to be the only field of its name."""
+    """A request without its list. The list is known to be between `head` and `tail`, and to be the only field with its name."""
 
     head: bytes
     tail: bytes
@@ -130,7 +130,7 @@ class PrefixCache:
         return call
 
     def _decode_shortened(self, wire: WireRequest, match: _Match) -> Call | None:
-        """Decode the body without its known items. Return None if the result would not be reliable."""
+        """Decode the body without its known items. Return None if the whole body must be decoded instead."""
         known, body = match.known, wire.body
         short = body[: match.list_start] + body[match.new_start :]
         if without_lone_surrogates(short) is not short:
@@ -160,7 +160,7 @@ class PrefixCache:
         return 0
 
     def _build_frame(self, wire: WireRequest, call: Call) -> _Frame | None:
-        """Build the frame of a request. Return None if its list is not where it seems to be, or is not the only field of its name."""
+        """Build the frame of a request. Return None if its list is not where it seems to be, or is not the only field with its name."""
         body, items, start = wire.body, call.history.items, self._find_list(wire.body)
         if not start or not items:
             return None
@@ -175,7 +175,7 @@ class PrefixCache:
         return self._frames.intern(_Frame(head, tail, _request_key(wire), plain))
 
     def _opens_list(self, head: bytes) -> bool:
-        """Return whether the list starts where `head` ends. If closed there, it must be the last field of a valid request, and empty."""
+        """Return whether the list starts where `head` ends. Closed there, it must be the last field of a valid request, and empty."""
         try:
             fields = _fields.decode(head + b"]}")
         except DECODE_ERRORS:

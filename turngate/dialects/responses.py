@@ -316,7 +316,7 @@ def _decode_tool_choice(
             return None, tools.restrict_to(names) if tools is not None and allowed else None
         case {"type": str(kind)} if kind not in ("function", "custom", "allowed_tools"):
             raise field_error(
-                "tool_choice", f"has type {kind!r}, a tool that the provider runs; this gateway does not run tools"
+                "tool_choice", f"has type {kind!r}, which only the provider can run; choose a function or a custom tool"
             )
         case _:
             raise field_error(

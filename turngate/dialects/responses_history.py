@@ -122,7 +122,7 @@ class ResponsesHistory:
         self._instructions = instructions
         self.offered: list[bytes] = []  # tools from the items rather than from the request itself
         self.search_outputs: list[bytes] = []  # items with results of the agent's own tool searches
-        self._groups: list[tuple[int, ...]] = []  # the item indexes of each group; the instructions are item -1
+        self._groups: list[tuple[int, ...]] = []  # item indexes of each group; the instructions have index -1
         self.raws: list[bytes] = []
         self._turn: int | None = None  # the group that is an open turn, to which items may be added
         self._mark = ""  # reply mark of the open turn
@@ -276,7 +276,7 @@ def _decode_turn(items: list[_Item], places: list[str]) -> Message:
                 calls.append(_decode_call(item, where))
             case kind:
                 unsupported = (
-                    unsupported or f"{where}.type: {kind!r} items belong to the provider; this gateway cannot read them"
+                    unsupported or f"{where}.type: {kind!r} items are calls of the provider's own tools, which this gateway cannot read"
                 )
     # Text that was split by streaming is joined without a separator.
     return Message(
@@ -346,11 +346,11 @@ def _decode_other(item: _Item, where: str) -> Message:
             tools = decode_tools(bytes(item.tools), f"{where}.tools") if is_given(item.tools) else []
             try:
                 text = orjson.dumps([tool.wire for tool in tools]).decode()
-            except orjson.JSONEncodeError as error:  # a number of more than 64 bits
+            except orjson.JSONEncodeError as error:  # a number with more than 64 bits
                 raise BadRequest(f"{where}.tools: {error}", param=f"{where}.tools") from None
             return Message("tool", text, tool_call_id=_require_call_id(item, where))
         case kind if kind in _HOSTED_RESULTS:
-            unsupported = f"{where}.type: {kind!r} items answer a provider's tool; this gateway cannot read them"
+            unsupported = f"{where}.type: {kind!r} items are results of the provider's own tools, which this gateway cannot read"
             return Message("tool", tool_call_id=item.call_id or "", unsupported=unsupported)
         case "item_reference":
             raise BadRequest(

@@ -117,7 +117,7 @@ def call_fields_from_headers(headers: Mapping[str, str], forwarded: Sequence[str
 def validate_sampling(values: dict[str, Any], names: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Check that `Sampling` fields are in range. `names` maps fields to the dialect's own names where they differ."""
     if values.get("top_k") == -1:
-        values = {**values, "top_k": 0}  # both values disable it
+        values = {**values, "top_k": 0}  # -1 and 0 both disable it
     try:
         msgspec.convert(values, Sampling)
     except msgspec.ValidationError as error:
@@ -161,7 +161,7 @@ def require_tool(tools: Sequence[Tool], name: str, field: str) -> Constraint:
     """Build the constraint that the reply is a call to this tool."""
     tool = next((t for t in tools if t.name == name), None)
     if tool is None:
-        raise field_error(field, f"names {name!r}, which is not one of the tools")
+        raise field_error(field, f"refers to {name!r}, which is not one of the tools")
     return Constraint("tool", _parameters(tool), name)
 
 

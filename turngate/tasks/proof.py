@@ -59,7 +59,7 @@ async def _prove(task: Task, environment: GradingEnvironment) -> Proof:
     untouched = await grade(task, None, _with_own_log(environment, "untouched"))
     if task.solution is None:
         return _prove_without_solution(task, untouched)
-    if mismatch := _explain_mismatch(untouched, 0.0, "no change"):
+    if mismatch := _explain_mismatch(untouched, 0.0, "the untouched task"):
         return Proof(task=task.id, verdict=_verdict(untouched), message=mismatch, untouched=untouched)
     try:
         with tempfile.TemporaryDirectory(prefix="turngate-prove-") as scratch:
@@ -83,9 +83,9 @@ async def _prove(task: Task, environment: GradingEnvironment) -> Proof:
 def _prove_without_solution(task: Task, untouched: Grade) -> Proof:
     """Check only that the grader works and does not give the untouched task the full reward."""
     if untouched.kind != "graded" or untouched.reward == 1.0:
-        mismatch = _explain_mismatch(untouched, 0.0, "no change")
+        mismatch = _explain_mismatch(untouched, 0.0, "the untouched task")
         return Proof(task=task.id, verdict=_verdict(untouched), message=mismatch, untouched=untouched)
-    message = f"no change scores {untouched.reward:g}; the task has no solution, so nothing more can be proven"
+    message = f"the untouched task scores {untouched.reward:g}; the task has no solution, so nothing more can be proven"
     return Proof(task=task.id, verdict="valid", message=message, untouched=untouched)
 
 

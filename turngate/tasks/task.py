@@ -65,7 +65,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rubric(msgspec.Struct, frozen=True, kw_only=True, tag="rubric"):
-    """Several weighted graders. The reward is the weighted mean of theirs. If one of them gives no reward, the rubric gives none."""
+    """Several weighted graders. The reward is the weighted mean of their rewards, or None if one of them is missing."""
 
     parts: tuple[Part, ...]
 

@@ -172,9 +172,9 @@ async def _call_function(function: Callable[[Subject], Any], subject: Subject) -
         failed: Exception | None = None
         try:
             value = function(subject)
-        except StopIteration as error:  # a future does not accept it
+        except StopIteration as error:  # a future cannot raise it
             failed = RuntimeError(f"StopIteration: {error}")
-        except Exception as error:  # raised in the event loop
+        except Exception as error:  # re-raised in the event loop
             failed = error
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, value, failed)

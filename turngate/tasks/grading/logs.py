@@ -89,7 +89,7 @@ def _parse_pytest(lines: Iterator[str]) -> dict[str, CaseOutcome]:
     last: dict[str, CaseOutcome] = {}  # the current run's last summary, because a test may have printed one earlier
     part: Literal["progress", "reports", "summary"] = "progress"
     for line in lines:
-        if _END.fullmatch(line):  # a further run may follow
+        if _END.fullmatch(line):  # the log may contain further runs
             summary |= last
             last, part = {}, "progress"
         elif header := _HEADER.fullmatch(line):

@@ -112,7 +112,7 @@ def tests_and_logs(sandbox: Sandbox, environment: GradingEnvironment) -> tuple[s
 async def lay_work(
     sandbox: Sandbox, folder: Path, *, exclude: Collection[str] = (), held: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """Replace the working folder with the agent's, including deletions. The fresh `.git` stays unless the work has one.
+    """Replace the contents of the working folder with the agent's work. The fresh `.git` stays unless the work has one.
 
     Python caches are not copied. Python accepts an outdated cache if its source changed within the same second and kept its length, and
     the work would then be graded with outdated code.

@@ -52,7 +52,7 @@ INSTALL_S = 1800.0
 _MAX_REPORT_BYTES = 64_000_000
 _MAX_SETTINGS_BYTES = 2_000_000
 _FAILED: tuple[CaseOutcome, ...] = ("failed", "error")
-_NOT_RUN = 126  # exit codes from here on mean that nothing was run, or that a signal killed it
+_NOT_RUN = 126  # exit codes from 126 on mean that nothing was run, or that a signal killed it
 _NO_PATCH = 46
 _HEADER = re.compile(r"\[[\w:.,{} *\"'/-]+\]\s*")
 
@@ -244,7 +244,7 @@ async def _lay_work_around_tests(
 ) -> tuple[str, ...]:
     """Copy the work in around the tests. Return notes on what was set aside.
 
-    `checksums` has the checksums of the tests' files as the agent found them.
+    `checksums` contains the checksums of the tests' files as the agent found them.
     """
     work_files = await asyncio.to_thread(_list_work_files, work.folder)
     test_files.packages = frozenset(
@@ -448,10 +448,10 @@ async def _run_tests(sandbox: Sandbox, grader: Swe, own: Iterable[str], log: Gra
         data = b""
     report = await asyncio.to_thread(parse_report, key.encode(), data)
     if report.started:
-        end = "it saw the end" if report.ended else "it did not see the end"
+        end = "and the end of the run" if report.ended else "but not the end of the run"
         changed = f"; changed during the run: {', '.join(sorted(report.tampered))}" if report.tampered else ""
-        other = f"; something else ran in place of {len(report.replaced)}" if report.replaced else ""
-        log.add(f"witness: {len(report.outcomes)} tests, {end}{changed}{other}", b"")
+        other = f"; something else ran in place of {len(report.replaced)} tests" if report.replaced else ""
+        log.add(f"witness: saw {len(report.outcomes)} tests {end}{changed}{other}", b"")
     return RunEvidence(cases=cases, report=report), int(last)
 
 
@@ -487,12 +487,12 @@ def _find_doubtful(grader: Swe, evidence: RunEvidence) -> frozenset[str]:
 def _weigh_doubts(
     grader: Swe, evidence: RunEvidence, doubt: frozenset[str], base: RunEvidence | None
 ) -> tuple[RunEvidence, tuple[str, ...]]:
-    """Decide about doubtful cases. Ignore the doubts unless the witness saw the untouched task's tests without any."""
+    """Decide doubtful cases. Doubts are ignored if the untouched task's tests cause doubts too."""
     assert base is not None
     if not base.report.ended or _find_doubtful(grader, _without_tampering(base)):
         return evidence, ("the witness cannot watch this task's tests, so the log alone decides",)
     changed = evidence.report.tampered - base.report.tampered
-    # The task itself replaces some of its tests; these are not the work's doing.
+    # Tests that are also replaced on the untouched task were replaced by the task itself.
     replaced = evidence.report.replaced - base.report.replaced
     if not changed:
         known = msgspec.structs.replace(evidence.report, tampered=frozenset(), replaced=replaced)
@@ -526,7 +526,7 @@ def _outcome_without_witness(case: str, report: WitnessReport) -> CaseOutcome:
 
 
 def _case_outcome(case: str, evidence: RunEvidence) -> CaseOutcome:
-    """Return the outcome of a case. Logs do not always name skipped tests, so the witness decides about these."""
+    """Return the outcome of a case. Logs do not always name skipped tests, so the witness's report is used for these."""
     if case not in evidence.cases and evidence.report.outcomes.get(case) == "skipped":
         return "skipped"
     return evidence.cases.get(case, "missing")

@@ -22,7 +22,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
     folder: Path  # the copy; none of its links point outside
     left_out: tuple[str, ...] = ()  # files that could not be copied, each with the reason
-    lost: str = ""  # why the work could not be copied: it exceeds the size limit; empty otherwise
+    lost: str = ""  # why the work could not be copied, if it exceeds the size limit
     answers: tuple[Mapping[str, object], ...] = ()  # host tool calls, oldest first: {"tool": …, "arguments": …}
 
 

@@ -158,7 +158,7 @@ def _reachable_code(value, get=_get, most=MAX_VISITED, module_type=type(sys)):
 
 
 def _ownership_check(folder, tests):
-    """Return a check that a test's own function is about to run, and no replacement. `tests` lists files that agents cannot change."""
+    """Return a check that a test's own function, not a replacement, is about to run. `tests` lists files that agents cannot change."""
     real, join, search, escape, open_ = os.path.realpath, os.path.join, re.search, re.escape, open
     reachable, code_of = _reachable_code, _code_of
     tests, folder, texts = frozenset(real(join(folder, one)) for one in tests), real(folder) + os.sep, {}

@@ -22,7 +22,7 @@ class _ReportLine(msgspec.Struct, frozen=True):
 
 
 class WitnessReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the witness observed of a test run. No test counts as passed unless it also observed the end of the run (`ended`)."""
+    """The witness's observations of a test run. No test counts as passed unless the witness also saw the run end (`ended`)."""
 
     started: bool = False
     ended: bool = False

@@ -55,7 +55,7 @@ class Candidate(NamedTuple):
 
 
 def read_tasks(where: str, *, only: Sequence[str] = (), limit: int | None = None) -> Iterator[Task]:
-    """Yield the tasks of a source, in its order. Raise `TaskError` at the first invalid task or duplicate id."""
+    """Yield the tasks of a source in their original order. Raise `TaskError` at the first invalid task or duplicate id."""
     for loaded in scan_tasks(where, only=only, limit=limit):
         if loaded.error is not None:
             raise loaded.error
@@ -150,7 +150,7 @@ def _find_row_files(path: Path) -> list[Path]:
 
 
 def _file_candidates(path: Path, display_name: str = "") -> Iterator[Candidate]:
-    """Yield the tasks of a file. Messages call the file `display_name` if it is set, or else use its path."""
+    """Yield the tasks of a file. Messages refer to the file as `display_name`, or by its path if that is empty."""
     if path.suffix not in _ROWS:
         yield _harbor_candidate(path)
         return
@@ -249,7 +249,7 @@ def _hub_candidates(where: str) -> Iterator[Candidate]:
 
 
 def _select_split(folder: Path, where: str, split: str) -> list[Path]:
-    """Return the files of one split. Names are like `data/train-00000-of-00002.parquet`, `train.jsonl` or `config/train/0.parquet`."""
+    """Return the files of one split, such as `data/train-00000-of-00002.parquet`, `train.jsonl` or `config/train/0.parquet`."""
     by_split: dict[str, list[Path]] = {}
     for file in _find_row_files(folder):
         inside = file.relative_to(folder)

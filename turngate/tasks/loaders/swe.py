@@ -35,7 +35,7 @@ GYM_COMMANDS: Mapping[str, str] = {
     "pandas-dev/pandas": "pytest -rA --tb=long",
     "facebookresearch/hydra": "pytest -rA --tb=long",
 }
-# Its cases are in data files that cannot be passed to pytest, so they are selected by name.
+# Repositories whose cases are in data files that pytest does not collect, so they are selected by name.
 _SELECTED_BY_NAME = ("python/mypy",)
 
 # Does nothing if the image has no conda.
@@ -173,7 +173,7 @@ class SweRow:
         return value
 
     def names(self, field: str) -> tuple[str, ...]:
-        """Return a list of strings. The field is a list or a list as JSON text. Any other string is an error and is never split."""
+        """Return a list of strings. The field must be a list, or a list encoded as JSON. Other strings are rejected, never split."""
         value = self._fields.get(field)
         if value is None:
             raise self.error(field, "is missing; set it to a list of test names, or [] for none")
@@ -189,7 +189,7 @@ class SweRow:
         return tuple(value)
 
     def table(self, field: str) -> SweRow | None:
-        """Return an object. The field is an object or an object as JSON text. Its fields are prefixed with the field's name."""
+        """Return an object with the field's name as a prefix of its own fields. The field must be an object, or one encoded as JSON."""
         value = self._fields.get(field)
         if isinstance(value, str) and value.strip():
             try:
@@ -287,7 +287,7 @@ def detect_data_set(row: SweRow, repo: str) -> DataSet:
 
 
 def _image(row: SweRow, data_set: DataSet) -> str:
-    """Return the image from its column, or derive it by the data set's rule, which replaces `__` because registries reject it."""
+    """Return the image that the row names, or derive it from the instance id. Registries reject `__`, so each data set replaces it."""
     for column in ("image_name", "docker_image", "image"):
         if row.has(column):
             return row.text(column)
@@ -373,7 +373,7 @@ def _config_for_gym(row: SweRow, repo: str, cases: Sequence[str]) -> EvalConfig:
 
 
 def _config_from_swebench(row: SweRow, repo: str) -> EvalConfig:
-    """Read the configuration of older SWE-bench rows from the `swebench` package, which has it up to version 4."""
+    """Read the configuration of older SWE-bench rows from the `swebench` package, which contains it up to version 4."""
     missing = (
         f"is missing, and so is eval_script, so it is unknown how to test {repo}; use a data set that has one of them "
         "(SWE-bench publishes eval_script since swebench 5), or add install_config: {test_cmd, log_parser}"
