@@ -276,7 +276,8 @@ def _decode_turn(items: list[_Item], places: list[str]) -> Message:
                 calls.append(_decode_call(item, where))
             case kind:
                 unsupported = (
-                    unsupported or f"{where}.type: {kind!r} items are calls of the provider's own tools, which this gateway cannot read"
+                    unsupported
+                    or f"{where}.type: {kind!r} items are calls of the provider's own tools, which this gateway cannot read"
                 )
     # Text that was split by streaming is joined without a separator.
     return Message(
@@ -350,7 +351,9 @@ def _decode_other(item: _Item, where: str) -> Message:
                 raise BadRequest(f"{where}.tools: {error}", param=f"{where}.tools") from None
             return Message("tool", text, tool_call_id=_require_call_id(item, where))
         case kind if kind in _HOSTED_RESULTS:
-            unsupported = f"{where}.type: {kind!r} items are results of the provider's own tools, which this gateway cannot read"
+            unsupported = (
+                f"{where}.type: {kind!r} items are results of the provider's own tools, which this gateway cannot read"
+            )
             return Message("tool", tool_call_id=item.call_id or "", unsupported=unsupported)
         case "item_reference":
             raise BadRequest(
