@@ -290,7 +290,7 @@ async def test_a_checkpoint_of_a_feed_that_was_deleted_is_of_no_use_to_its_succe
             assert feed.mark != mark
             await t.rollout(2.0)
             assert await _number(feed) == 1
-        with pytest.raises(OtherFeed, match="another one has its name"):
+        with pytest.raises(OtherFeed, match="it was deleted and recreated"):
             await Feed.open(t.client, "f", config, after=1, mark=mark)
     async with training(tmp_path) as t, await Feed.open(t.client, "f", config, after=1, mark=feed.mark) as again:
         assert again.mark == feed.mark  # whoever is started again meanwhile

@@ -140,7 +140,7 @@ def test_a_kill_in_the_middle_of_a_checkpoint_leaves_none_that_is_resumed_in_sil
     monkeypatch.setattr(AsyncGRPOTrainer, "_save_checkpoint", killed)
     with pytest.raises(SystemExit):
         bare._save_checkpoint(None, None)
-    with pytest.raises(ConfigError, match="was stopped before it was complete"):
+    with pytest.raises(ConfigError, match="so it is incomplete; resume from the previous"):
         TurngateWorker(config, admin_key="k", checkpoint=folder)
 
     def killed_late(self: object, model: object, trial: object) -> None:
@@ -161,7 +161,9 @@ def test_weights_and_rows_go_on_from_one_checkpoint(
     monkeypatch.setattr(AsyncGRPOTrainer, "_inner_training_loop", lambda self, **given: "trained")
     (tmp_path / STATE).write_text('{"feed":"f","delivery":9}')
     (tmp_path / LAST).write_text("{}")
-    with pytest.raises(ConfigError, match=r"its worker from the committed deliveries; give both the same"):
+    with pytest.raises(
+        ConfigError, match=r"its worker resumes from the committed deliveries; pass the same checkpoint to both"
+    ):
         bare._inner_training_loop(resume_from_checkpoint=str(tmp_path))
     worker = TurngateWorker(bare.rollout_worker.config, admin_key="k", checkpoint=tmp_path)
     trainer, bare.rollout_worker = bare, worker

@@ -159,17 +159,17 @@ async def test_a_checkpoint_says_which_rows_are_trained_and_no_other_is_trained_
             assert worker.state().delivery == 2
         async with following(g) as worker:  # without the checkpoint: past what was committed
             assert [sample.group_id for sample in await taken(worker, 4)] == [2, 2, 3, 3]
-        with pytest.raises(ConfigError, match="was trained on the feed 'f', not 'other'"):
+        with pytest.raises(ConfigError, match="was trained on feed 'f', not on 'other'"):
             config = WorkerConfig(gateway=g.root, feed="other", choices=FeedConfig(n=2))
             TurngateWorker(config, admin_key="k", checkpoint=tmp_path)
 
 
 def test_a_checkpoint_that_does_not_say_what_it_was_trained_on_is_not_gone_on_from(tmp_path: Path) -> None:
     config = WorkerConfig(gateway="http://x", feed="f", choices=FeedConfig(n=2))
-    with pytest.raises(ConfigError, match=r"has no turngate\.json.* leave `checkpoint` out"):
+    with pytest.raises(ConfigError, match=r"has no turngate\.json.* leave out `checkpoint`"):
         TurngateWorker(config, admin_key="k", checkpoint=tmp_path)
     (tmp_path / STATE).write_text('{"feed":"f","delivery":3}')
-    with pytest.raises(ConfigError, match=r"has no trainer_state\.json.* resume from the one before it"):
+    with pytest.raises(ConfigError, match=r"has no trainer_state\.json.* resume from the previous checkpoint"):
         TurngateWorker(config, admin_key="k", checkpoint=tmp_path)
     (tmp_path / LAST).write_text("{}")
     TurngateWorker(config, admin_key="k", checkpoint=tmp_path)
@@ -206,9 +206,9 @@ async def test_a_worker_that_was_stopped_says_so_and_hands_nothing_out_again() -
         await apart(worker.stop)
         assert worker.state().delivery == 1
         assert await none_left(worker, 0.1)  # a second `train()` of the same trainer would go on with them, unseen
-        with pytest.raises(RuntimeError, match="not running: it was stopped, and serves one run"):
+        with pytest.raises(RuntimeError, match="not running: it was stopped, and a worker serves only one run"):
             worker.check_health(scaled(5))
-        with pytest.raises(ConfigError, match="create a new worker and trainer with its `checkpoint`"):
+        with pytest.raises(ConfigError, match="create a new worker and trainer, and pass `checkpoint` to resume"):
             await apart(worker.update_model_version, 2)
         with pytest.raises(ConfigError, match="create a new worker and trainer"):
             await apart(worker.start)
@@ -268,7 +268,7 @@ async def test_it_runs_the_rollouts_at_the_trainers_pace_and_says_when_there_are
             assert sorted({sample.group_id for sample in samples}) == [1, 2, 3]
             await until(lambda: worker._dry, 30)
             assert await none_left(worker)
-            with pytest.raises(RuntimeError, match="6 of 6 rollouts are finished, which are all rounds"):
+            with pytest.raises(RuntimeError, match="6 of 6 rollouts are finished, and the plan has no more rounds"):
                 worker.check_health(scaled(5))
 
 
@@ -321,15 +321,17 @@ def test_the_plan_and_the_feed_and_the_trainer_have_to_agree(tmp_path: Path) -> 
         folder=tmp_path,
         n=4,
     )
-    with pytest.raises(ConfigError, match="runs 4 rollouts of each task, but a group of the feed has 8"):
+    with pytest.raises(ConfigError, match=r"plan\.n is 4, but choices\.n \(the group size of the feed\) is 8"):
         WorkerConfig(gateway="http://x", feed="f", choices=FeedConfig(n=8), plan=plan)
-    with pytest.raises(ConfigError, match=r"takes only those that start with 'train\.'; leave `groups` empty, or give"):
+    with pytest.raises(
+        ConfigError, match=r"accepts only groups whose names start with 'train\.'; leave `groups` empty, or set"
+    ):
         WorkerConfig(gateway="http://x", feed="f", choices=FeedConfig(n=4, groups="train."), plan=plan)
     other = msgspec.structs.replace(plan, name="test")
-    with pytest.raises(ConfigError, match=r"its groups start with 'test\.', but the feed takes only"):
+    with pytest.raises(ConfigError, match=r"group names start with 'test\.', but the feed accepts only"):
         WorkerConfig(gateway="http://x", feed="f", choices=FeedConfig(n=4, groups="train."), plan=other)
     warm = msgspec.structs.replace(plan, session={"sampling": {"temperature": 0.7}})
-    with pytest.raises(ConfigError, match=r"the plan's sessions have 0\.7, the trainer 1"):
+    with pytest.raises(ConfigError, match=r"temperature is 1 in the worker, but 0\.7 in the plan's sessions"):
         WorkerConfig(gateway="http://x", feed="f", choices=FeedConfig(n=4), plan=warm)
 
 

@@ -1,11 +1,11 @@
-"""TRL's asynchronous GRPO on rollouts of real agents. Needs `trl` (extra `trl`), which nothing outside of this folder imports.
+"""Integration with TRL's asynchronous GRPO. Requires TRL (extra `trl`), which only this package imports.
 
-    worker     `TurngateWorker`, a rollout worker for `AsyncGRPOTrainer`: turns a feed's deliveries into TRL's rows
-    rows       one delivery → `RolloutSample`s, and the trainer's queue
-    weights    `fence_weight_sync`: TRL's weight sync inside the gateway's fence
-    trainer    `CheckpointedTrainer`: records trained deliveries in its checkpoints, so that none is trained twice
-    throttle   how far the worker's plan may run ahead of the trainer
-    sessions   the alternative: OpenEnv sessions for TRL's own `HarnessRolloutWorker`
+    worker     `TurngateWorker`, a rollout worker for `AsyncGRPOTrainer`: converts a feed's deliveries to TRL's rows
+    rows       conversion of a delivery to `RolloutSample`s, and the queue that the trainer reads
+    weights    `fence_weight_sync`: runs TRL's weight sync inside the gateway's fence
+    trainer    `CheckpointedTrainer`: records trained deliveries in its checkpoints, so that no delivery is trained twice
+    throttle   a limit on how far the worker's plan runs ahead of the trainer
+    sessions   an alternative: OpenEnv sessions for TRL's own `HarnessRolloutWorker`
 
-docs/trl.md compares them; examples/trl/ runs them.
+docs/trl.md compares the two approaches, and examples/trl/ contains runnable examples.
 """

@@ -1,7 +1,7 @@
-"""A feed's deliveries as TRL's rows, and the queue that TRL's trainer reads them from.
+"""Convert a feed's deliveries to TRL's rows, and queue them for TRL's trainer.
 
-TRL's loss is a mean over all trained tokens of a batch, so that a rollout of K rows weighs as much as the same tokens in one row. Its rows
-carry its advantage unchanged; the feed's `weight` of 1/K is not needed.
+TRL's loss is a mean over all trained tokens of a batch, so the weight of a rollout does not depend on its number of rows. All rows of a
+rollout have its advantage, and the feed's `weight` of 1/K is not used.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ import numpy as np
 try:
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(f"TRL is not installed ({error}): pip install 'turngate[trl]'", name=error.name) from None
+    raise ModuleNotFoundError(
+        f"TRL is not installed ({error}); run pip install 'turngate[trl]'", name=error.name
+    ) from None
 
 from turngate.client.feed import DeliveredRollout, Delivery, Row
 
 Weighting = Literal["tokens", "rollouts"]
 DropReason = Literal["stale", "too_long"]
-RowName = tuple[str, int]  # session and branch: stable across deliveries
+RowName = tuple[str, int]  # session and branch, which are stable across restarts
 
 
 class QueuedRow(msgspec.Struct, frozen=True):
     """A row in the queue."""
 
-    number: int  # of its delivery
+    number: int  # of the delivery
     name: RowName
     sample: RolloutSample
 
@@ -40,13 +42,16 @@ class DeliveryRows(msgspec.Struct, frozen=True):
     """The rows of a delivery."""
 
     items: tuple[QueuedRow, ...]
-    too_long: int  # rows that were left out
+    too_long: int  # rows left out because of their length
 
 
 def build_items(
     delivery: Delivery, base: int, *, weigh: Weighting = "tokens", longest: int | None = None
 ) -> DeliveryRows:
-    """Build the rows. `base`: the gateway's version of TRL's version 0. `longest`: rows with more tokens are left out."""
+    """Build the rows of a delivery, leaving out rows with more than `longest` tokens.
+
+    `base` is the gateway's version that corresponds to TRL's version 0.
+    """
     kept = [
         (rolled, [row for row in rolled.rows if longest is None or len(row.ids) <= longest])
         for rolled in delivery.rollouts
@@ -65,7 +70,7 @@ def build_items(
 
 
 def _advantage_factors(tokens: list[int], weigh: Weighting) -> list[float]:
-    """Compute the factors for advantages, so that a mean over tokens weighs every token, or every rollout, equally."""
+    """Compute factors for the advantages, so that a mean over tokens gives every token or every rollout the same weight."""
     if weigh == "tokens" or not tokens:
         return [1.0] * len(tokens)
     mean = sum(tokens) / len(tokens)
@@ -73,7 +78,7 @@ def _advantage_factors(tokens: list[int], weigh: Weighting) -> list[float]:
 
 
 def _reward_deviation(delivery: Delivery) -> float:
-    """Compute the standard deviation of the trained rewards, for TRL's logs."""
+    """Compute the standard deviation of the rewards of trained rollouts, for TRL's logs."""
     rewards = [
         rolled.reward for rolled in delivery.rollouts if rolled.advantage is not None and rolled.reward is not None
     ]
@@ -83,7 +88,7 @@ def _reward_deviation(delivery: Delivery) -> float:
 def _build_sample(
     delivery: Delivery, rolled: DeliveredRollout, row: Row, share: float, spread: float, base: int
 ) -> RolloutSample:
-    """Build a TRL sample, without text: it is in the trace, and TRL only prints it."""
+    """Build a TRL sample. It has no text, because TRL only prints it, and the trace contains it."""
     assert rolled.reward is not None, "a rollout without a reward has no rows"
     oldest = min(span.version_start for span in row.spans if span.trained)
     return RolloutSample(
@@ -91,7 +96,7 @@ def _build_sample(
         completion=[],
         input_ids=row.ids.astype(np.int64),
         completion_mask=row.mask.astype(np.int64),
-        # TRL needs a number for untrained tokens, and ignores it.
+        # TRL requires a number for untrained tokens, but ignores it.
         old_log_probs=np.where(row.mask, row.logprobs, np.float32(0)),
         advantage=row.advantage * share,
         model_version=oldest - base,
@@ -102,14 +107,14 @@ def _build_sample(
 
 
 class RowBuffer(queue.Queue[QueuedRow]):
-    """The queue that TRL's trainer drains. It keeps the order of the rows it handed out, so that a checkpoint knows which are trained.
+    """The queue that TRL's trainer reads. It tracks the rows that it handed out, so that a checkpoint can list the trained ones.
 
-    It drops rows that became stale in the queue or are too long for a batch: TRL would drop them too, without saying which.
+    It drops rows that became stale in the queue or are too long for a batch. TRL would drop them too, but does not report which.
     """
 
     def __init__(self, on_taken: Callable[[], None], on_dropped: Callable[[DropReason], None]) -> None:
         super().__init__()
-        self.version = 0  # TRL's
+        self.version = 0  # TRL's model version
         self.bound: int | None = None  # maximum staleness of a row
         self.longest: int | None = None  # maximum tokens of a row
         self._on_taken, self._on_dropped = on_taken, on_dropped
@@ -121,11 +126,11 @@ class RowBuffer(queue.Queue[QueuedRow]):
         self._trained: dict[int, list[RowName]] = {}
 
     def begin(self, done: int) -> None:
-        """Start after this delivery: all up to it are in the trainer's checkpoint."""
+        """Start after delivery `done`. The trainer's checkpoint covers all deliveries up to it."""
         self._done = self._newest = done
 
     def add(self, number: int, rows: tuple[QueuedRow, ...], trained: list[RowName]) -> None:
-        """Add a delivery, without its rows that are already trained."""
+        """Add the rows of a delivery that are not trained yet. `trained` lists the others."""
         with self._lock:
             self._open[number] = len(rows)
             self._newest = number
@@ -152,12 +157,12 @@ class RowBuffer(queue.Queue[QueuedRow]):
             self._on_dropped(reason)
 
     def discard(self) -> None:
-        """Discard the waiting rows. They stay untrained, and are delivered again after a restart."""
+        """Discard the waiting rows. They are not marked as trained, so they are delivered again after a restart."""
         with self.mutex:
             self.queue.clear()
 
     def mark_trained(self, rows: int) -> None:
-        """Record that the trainer has trained `rows` more rows, the oldest first."""
+        """Record that the trainer has trained the next `rows` rows, oldest first."""
         with self._lock:
             for _ in range(rows):
                 item = self._given.popleft()
@@ -165,13 +170,13 @@ class RowBuffer(queue.Queue[QueuedRow]):
                 self._finish(item)
 
     def state(self) -> tuple[int, dict[int, list[RowName]]]:
-        """Return the delivery up to which everything is trained, and the trained rows of later ones."""
+        """Return the last delivery up to which all rows are done, and the trained rows of later deliveries."""
         with self._lock:
             return self._done, {number: list(names) for number, names in self._trained.items() if number > self._done}
 
     @property
     def consumed(self) -> int:
-        """The newest delivery without waiting rows."""
+        """Number of the last delivery up to which no rows are waiting."""
         with self._lock, self.mutex:
             return self.queue[0].number - 1 if self.queue else self._newest
 

@@ -1,12 +1,11 @@
-"""OpenEnv sessions for TRL's own `HarnessRolloutWorker`. Each session is one rollout of a catalog agent through the gateway.
+"""OpenEnv sessions for TRL's `HarnessRolloutWorker`. Each session is one rollout of an agent through the gateway.
 
     config = SessionsConfig(gateway=url, agent="pi", sandbox="docker", tasks="tasks/", model="policy", folder="rollouts")
     factory = functools.partial(TurngateSessions, config)
     worker = HarnessRolloutWorker(harness_session_factory=factory, dataset=Dataset.from_list(prompts(config)), …)
 
-TRL runs the factory in its own process, so the config is plain data. The reward is the host's grade (`verify`) and the tokens are those of
-the trace (`fetch_training_trace`); both come from the gateway. There is no feed, so that a killed run starts over: prefer `worker.py`
-unless you need OpenEnv.
+TRL runs the factory in its own process, so the config is plain data. The reward is the host's grade (`verify`), and the tokens are those of
+the recorded trace (`fetch_training_trace`). There is no feed, so a killed run starts over. Prefer `worker.py` unless you need OpenEnv.
 """
 
 from __future__ import annotations
@@ -41,22 +40,22 @@ from turngate.types import Json, Sampling
 from turngate.views.training_trace import training_trace
 
 _KNOWN = tuple(field.name for field in msgspec.structs.fields(Sampling))
-_OFF = {"top_k": -1}  # values that mean "off" in TRL
+_OFF = {"top_k": -1}  # values that turn a setting off in TRL
 
 
 class SessionsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What to run, as plain data for another process. The gateway's admin key is in `TURNGATE_ADMIN_KEY`."""
+    """Settings of the sessions, as plain data for another process. The admin key is read from `TURNGATE_ADMIN_KEY`."""
 
     gateway: str
     agent: str
-    tasks: str  # as for `turngate batch`: a folder, or a file of rows
+    tasks: str  # a folder or a file of rows, as for `turngate batch`
     model: str
     folder: str  # for the agents' files
     sandbox: str = "bubblewrap"
     image: str = ""
     network: Network = "none"
-    timeout_s: float | None = None  # None: the task's
-    session: Mapping[str, Json] = {}  # limits, policy … of each session
+    timeout_s: float | None = None  # None: the task's time limit
+    session: Mapping[str, Json] = {}  # settings of each session, such as limits and policy
     options: Mapping[str, str] = {}  # of the agent
     policy: EndPolicy = EndPolicy()
     group: str = "trl"  # prefix of group names
@@ -65,13 +64,13 @@ class SessionsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prompts(config: SessionsConfig) -> list[dict[str, Json]]:
-    """Return the rows of a dataset for TRL. A session finds its task by the instruction."""
-    found = _read_by_instruction(config)
-    return [{"prompt": [{"role": "user", "content": words}], "task": task.id} for words, task in found.items()]
+    """Return the rows of a dataset for TRL. A session finds its task by its instruction."""
+    tasks_by_text = _read_by_instruction(config)
+    return [{"prompt": [{"role": "user", "content": text}], "task": task.id} for text, task in tasks_by_text.items()]
 
 
 class TurngateSession(ResourceSession):  # type: ignore[misc]
-    """One rollout, which runs as soon as the session is created."""
+    """One rollout, which starts when the session is created."""
 
     def __init__(self, task: Task, rollout: Rollout, running: asyncio.Task[Outcome], owner: TurngateSessions) -> None:
         self._task = task
@@ -90,34 +89,34 @@ class TurngateSession(ResourceSession):  # type: ignore[misc]
         return [{"role": "user", "content": self._task.instruction}]
 
     def list_tools(self) -> list[Any]:
-        """Return no tools: the agent brings its own."""
+        """Return an empty list, because the agent brings its own tools."""
         return []
 
     def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
         return ToolResult(error=f"{name}: the agent runs its own tools, in its sandbox")
 
     def wait_for_completion(self, timeout_s: float | None = None) -> int:
-        """Wait for the agent and its grade. Returns the exit code, or -1 if the agent did not exit by itself.
+        """Wait for the agent and its grade. Return the agent's exit code, or -1 if it was stopped.
 
-        Raises `TimeoutError` if the agent's time or `timeout_s` is up; the trace can still be fetched. Any other exception was not the
-        agent's fault, and TRL leaves the rollout out of its group.
+        Raise `TimeoutError` if the agent or this call (`timeout_s`) times out. The trace can still be fetched. Any other exception means
+        that the failure was not the agent's fault, and TRL leaves the rollout out of its group.
         """
         outcome = self._owner.wait_for(self._running, timeout_s)
         if outcome.kind in ("infrastructure fault", "invalid task") or outcome.status in ("error", "cancelled"):
             why = outcome.fault.message if outcome.fault is not None else outcome.grade.message if outcome.grade else ""
             raise TurngateError(f"session {outcome.session}: {outcome.kind or outcome.status}: {why or outcome.stop}")
         if outcome.status == "timed out":
-            raise TimeoutError(f"session {outcome.session}: the agent's time was up")
+            raise TimeoutError(f"session {outcome.session}: the agent timed out")
         return -1 if outcome.exit_code is None else outcome.exit_code
 
     def fetch_training_trace(self) -> TrainingTrace:
-        """Return every model call once, with its mask. A rollout without model calls is not trained on."""
+        """Return every model call once, with its mask. A rollout without model calls has no turns to train on."""
         if not self.outcome.session:
             return TrainingTrace(turns=[])
         return TrainingTrace.model_validate(training_trace(self._owner.trace(self.outcome.session)))
 
     def verify(self, transcript: list[Any], final_state: Any | None = None) -> VerifyResult:
-        """Return the host's grade, which does not depend on the agent's word. An unknown reward is None."""
+        """Return the host's grade, regardless of what the agent reports. An unknown reward is None."""
         outcome = self.outcome
         resolved = None if outcome.grade is None else outcome.grade.resolved
         metrics = {"turns": outcome.turns, "sampled_tokens": outcome.sampled_tokens, "status": outcome.status}
@@ -125,7 +124,7 @@ class TurngateSession(ResourceSession):  # type: ignore[misc]
         return VerifyResult(env_reward=outcome.reward, done=True, metrics=metrics, artifacts=artifacts)
 
     def close(self) -> None:
-        """End the rollout and wait for its cleanup. Thread-safe and idempotent."""
+        """End the rollout and wait for its cleanup. Thread-safe, and safe to repeat."""
         with self._closing:
             if not self._closed:
                 self._closed = True
@@ -133,10 +132,10 @@ class TurngateSession(ResourceSession):  # type: ignore[misc]
 
 
 class TurngateSessions(ResourceSessionFactory):  # type: ignore[misc]
-    """Creates sessions. Its event loop and connection live as long as one of its sessions is open."""
+    """Creates sessions. The event loop and the connection stay open while any session is open."""
 
     def __init__(self, config: SessionsConfig, *, sampling: Mapping[str, float] | None = None) -> None:
-        """`sampling`: the trainer's, pinned in every session."""
+        """Create a factory. `sampling` contains the trainer's sampling settings, which apply to every session."""
         self.config = config
         self._tasks = _read_by_instruction(config)
         self._sampling = _translate_sampling(sampling or {})
@@ -151,13 +150,13 @@ class TurngateSessions(ResourceSessionFactory):  # type: ignore[misc]
         self._connector: GatewayConnector | None = None
 
     def create(self, task: Any, seed: int | None = None, episode_id: str | None = None) -> TurngateSession:
-        """Start a rollout. `task`: a prompt of `prompts`, or its text. `seed`: TRL's number of the group.
+        """Start a rollout. `task` is a prompt from `prompts`, or its text. `seed` is TRL's number of the group.
 
-        Waits for a gateway that is down: TRL would ask for sessions over and over.
+        Wait if the gateway is down, because otherwise TRL would keep requesting new sessions.
         """
-        found = self._find_task(task)
-        group = f"{self.config.group}.{found.id}" + ("" if seed is None else f"@{seed}")
-        spec = self._build_spec(found, group, episode_id or "")
+        known = self._find_task(task)
+        group = f"{self.config.group}.{known.id}" + ("" if seed is None else f"@{seed}")
+        spec = self._build_spec(known, group, episode_id or "")
         with self._lock:
             if not self._open:
                 self._thread.start()
@@ -172,16 +171,16 @@ class TurngateSessions(ResourceSessionFactory):  # type: ignore[misc]
             self._release()
             raise
         rollout = Rollout(spec, gateway, connector)
-        return TurngateSession(found, rollout, self._thread.run(_start_rollout(rollout)), self)
+        return TurngateSession(known, rollout, self._thread.run(_start_rollout(rollout)), self)
 
     def trace(self, session: str) -> DecodedTrace:
         gateway = self._gateway
-        assert gateway is not None, "a session of it is open"
+        assert gateway is not None, "a session is open"
         return self._thread.run(retry_while_unreachable(lambda: gateway.trace(session)))
 
     def wait_for(self, running: asyncio.Task[Outcome], timeout_s: float | None) -> Outcome:
         if not self._thread.run(_wait_done(running, timeout_s)):
-            raise TimeoutError(f"the rollout is not done after {timeout_s:g} s")
+            raise TimeoutError(f"the rollout did not finish within {timeout_s:g} s")
         if running.cancelled():
             raise TurngateError("the rollout was cancelled")
         return running.result()
@@ -199,13 +198,13 @@ class TurngateSessions(ResourceSessionFactory):  # type: ignore[misc]
                 self._thread.stop()
 
     def _find_task(self, task: Any) -> Task:
-        words = task if isinstance(task, str) else task[-1]["content"]
-        if words not in self._tasks:
+        instruction = task if isinstance(task, str) else task[-1]["content"]
+        if instruction not in self._tasks:
             raise ConfigError(
-                f"tasks: none of {self.config.tasks} has the instruction {words[:80]!r}; build the dataset with `prompts`",
+                f"tasks: no task in {self.config.tasks} has the instruction {instruction[:80]!r}; build the dataset with `prompts`",
                 param="tasks",
             )
-        return self._tasks[words]
+        return self._tasks[instruction]
 
     def _build_spec(self, task: Task, group: str, rollout: str) -> RolloutSpec:
         config = self.config
@@ -255,21 +254,22 @@ async def _cancel_rollout(running: asyncio.Task[Outcome]) -> None:
     running.cancel()
     await asyncio.wait({running})
     if not running.cancelled():
-        running.exception()  # already reported to the caller that waited
+        running.exception()  # already raised to the waiting caller
 
 
 def _read_by_instruction(config: SessionsConfig) -> dict[str, Task]:
-    found: dict[str, Task] = {}
+    by_instruction: dict[str, Task] = {}
     for task in tasks.read_tasks(config.tasks):
-        if task.instruction in found:
+        if task.instruction in by_instruction:
+            other = by_instruction[task.instruction].id
             raise ConfigError(
-                f"tasks: {task.id!r} and {found[task.instruction].id!r} have the same instruction; TRL could not tell them apart",
+                f"tasks: {task.id!r} and {other!r} have the same instruction, so TRL cannot tell them apart; change one of them",
                 param="tasks",
             )
-        found[task.instruction] = task
-    return found
+        by_instruction[task.instruction] = task
+    return by_instruction
 
 
 def _translate_sampling(sampling: Mapping[str, float]) -> dict[str, Json]:
-    """Translate the trainer's sampling settings; those that are off are left out."""
+    """Translate the trainer's sampling settings. Settings that are off or unknown are left out."""
     return {name: value for name, value in sampling.items() if name in _KNOWN and value != _OFF.get(name)}

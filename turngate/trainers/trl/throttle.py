@@ -1,8 +1,8 @@
-"""Limits how far a plan runs ahead of TRL's trainer. A `Batch` calls it before it starts a group.
+"""Limit how far a plan runs ahead of TRL's trainer. A `Batch` calls the throttle before it starts a group.
 
-A feed and a plan count differently. A feed may hold deliveries of an earlier plan or of another runner; a plan may have groups from before
-the feed was opened, which are never delivered; and groups finish in another sequence than they
-start. So groups are identified by name.
+Groups are identified by name, because a feed and a plan count them differently. A feed may contain deliveries of an earlier plan or of
+another runner. A plan may have groups from before the feed was created, which are never delivered. Groups may also finish in a different
+sequence than they start.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from turngate.rollout.ledger import FinishedRollout
 
 
 class RowConsumer(Protocol):
-    """The trainer's side of the throttle."""
+    """The trainer, as the throttle sees it."""
 
     @property
     def consumed(self) -> int:
-        """The newest delivery up to which the trainer has taken every row."""
+        """Number of the last delivery up to which the trainer has taken every row."""
 
     def row_taken(self) -> Awaitable[None]:
-        """Return when `consumed` may have changed."""
+        """Wait until `consumed` may have changed."""
 
 
 class DeliveryThrottle:
-    """Allows at most `ahead` started groups whose rows the trainer has not all taken. For one event loop and one run of a plan."""
+    """Limits the started groups with rows that the trainer has not taken to `ahead`. Used in one event loop for one run of a plan."""
 
     def __init__(self, consumer: RowConsumer, *, n: int, ahead: int, newest: int) -> None:
-        """`newest`: the feed's last delivery, before the plan runs."""
+        """Create a throttle. `newest` is the number of the feed's last delivery before the plan runs."""
         self._consumer = consumer
         self._n = n
         self._ahead = ahead
         self._newest = newest
         self._finished: Counter[str] = Counter()  # rollouts per group of the plan
         self._recorded: set[str] = set()
-        self._before: set[str] | None = None  # groups that were complete when this run started
-        self._read: dict[int, str] = {}  # groups of deliveries past `newest` that are not counted yet
-        self._taken = 0  # groups of this run that the trainer has finished
+        self._before: set[str] | None = None  # groups that were already complete when this run started
+        self._read: dict[int, str] = {}  # group of each delivery after `newest` that is not counted yet
+        self._taken = 0  # groups of this run whose rows the trainer has taken
 
-    def record_finished(self, one: FinishedRollout) -> None:
-        """Count a finished rollout of the plan; those of earlier runs come first."""
-        group = one.rollout.rpartition(".")[0]
+    def record_finished(self, finished: FinishedRollout) -> None:
+        """Count a finished rollout of the plan. Rollouts of earlier runs are reported first."""
+        group = finished.rollout.rpartition(".")[0]
         self._finished[group] += 1
-        if one.session and one.kind in RECORDED_CLASSES:
+        if finished.session and finished.kind in RECORDED_CLASSES:
             self._recorded.add(group)
 
     def record_delivery(self, number: int, group: str) -> None:
@@ -59,9 +59,9 @@ class DeliveryThrottle:
             await self._consumer.row_taken()
 
     def _count_done(self, before: set[str]) -> int:
-        """Count the groups of the plan that the trainer has finished, without those of other runners."""
+        """Count the groups of the plan whose rows the trainer has taken, excluding groups of other runners."""
         consumed = self._consumer.consumed
-        # A delivery may be read just before its runner reports the group here.
+        # A delivery may arrive just before the runner reports its group.
         for number in [one for one, group in self._read.items() if one <= consumed and group in self._finished]:
             self._taken += self._read.pop(number) not in before
         return len(before) - max(0, self._newest - consumed) + self._taken

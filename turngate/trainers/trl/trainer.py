@@ -1,10 +1,10 @@
-"""TRL's trainer, with the feed's position in its checkpoints: a killed and resumed run trains every row once.
+"""TRL's trainer with the feed's position in its checkpoints, so that a resumed run trains every row exactly once.
 
     worker = TurngateWorker(config, checkpoint=last)
     trainer = CheckpointedTrainer(model, …, rollout_worker=worker)
     trainer.train(resume_from_checkpoint=last)
 
-TRL's trainer reads ahead of its training, so the rows of each step are counted here.
+TRL's trainer prefetches rows, so this class counts the rows of each step.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from turngate.trainers.trl.worker import LAST, STATE, TurngateWorker
 
 
 class CheckpointedTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
-    """For a `TurngateWorker`. With any other worker, it behaves like TRL's trainer."""
+    """A trainer for a `TurngateWorker`. With any other worker, it behaves like TRL's trainer."""
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        # Rows of all ranks: TRL gives the tokens and their mean per row. Read before the step, which may clear `inputs`.
+        # Rows of all ranks, computed from TRL's token count and mean row length. Read before the step, which may clear `inputs`.
         rows = round(float(inputs["global_n_forward_tokens"][0]) / float(inputs["mean_seq_len"][0]))
         loss = super().training_step(model, inputs, num_items_in_batch)
         if isinstance(self.rollout_worker, TurngateWorker):
@@ -35,12 +35,12 @@ class CheckpointedTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
     def get_train_dataloader(self) -> Any:
         loader = super().get_train_dataloader()
         worker = self.rollout_worker
-        if isinstance(
-            worker, TurngateWorker
-        ):  # the same bounds for both: TRL must not drop a row that is counted as handed out
+        if isinstance(worker, TurngateWorker):
+            # The buffer uses TRL's limits, so that TRL never drops a row that is counted as handed out.
             if self.args.temperature != worker.config.temperature:
                 raise ConfigError(
-                    f"temperature: the trainer has {self.args.temperature:g}, its worker {worker.config.temperature:g}; make them equal",
+                    f"temperature is {self.args.temperature:g} in the trainer, but {worker.config.temperature:g} in its worker; "
+                    "make them equal",
                     param="temperature",
                 )
             own, buffer = worker.config.choices.max_staleness, worker.rollout_buffer
@@ -61,28 +61,28 @@ class CheckpointedTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
             return
         folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         state = worker.state()
-        # A run killed here leaves a checkpoint that either states what it was trained on or is marked incomplete. The sequence
-        # matters: TRL deletes older checkpoints as soon as it has written this one.
+        # If the run is killed here, the checkpoint either contains the state or is recognisably incomplete. The state must be written
+        # first, because TRL deletes older checkpoints as soon as it has written this one.
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / LAST).unlink(missing_ok=True)  # from a run that was resumed before this step
+        (folder / LAST).unlink(missing_ok=True)  # left by a run that was resumed before this step
         _write_durably(folder / STATE, msgspec.json.format(msgspec.json.encode(state)))
         super()._save_checkpoint(model, trial)
         worker.commit(state.delivery)
 
 
 def _check_same_checkpoint(worker: Path | None, trainer: str | None) -> None:
-    """Check that worker and trainer resume from the same checkpoint."""
+    """Raise `ConfigError` unless worker and trainer resume from the same checkpoint."""
     if trainer is None and worker is not None:
         raise ConfigError(
             f"checkpoint: the worker resumes from {worker}, but the trainer does not; call train(resume_from_checkpoint={str(worker)!r})",
             param="checkpoint",
         )
-    # Without one, the worker starts after the committed deliveries: right for weights that have never seen this feed.
-    given = worker is not None or (trainer is not None and Path(trainer, STATE).is_file())
-    if trainer is not None and given and (worker is None or worker.resolve() != Path(trainer).resolve()):
+    # Without a checkpoint, the worker starts after the committed deliveries, which is right for weights not trained on this feed.
+    has_position = worker is not None or (trainer is not None and Path(trainer, STATE).is_file())
+    if trainer is not None and has_position and (worker is None or worker.resolve() != Path(trainer).resolve()):
         raise ConfigError(
-            f"checkpoint: the trainer resumes from {trainer}, but its worker from "
-            f"{worker or 'the committed deliveries'}; give both the same checkpoint",
+            f"checkpoint: the trainer resumes from {trainer}, but its worker resumes from "
+            f"{worker or 'the committed deliveries'}; pass the same checkpoint to both",
             param="checkpoint",
         )
 

@@ -1,14 +1,14 @@
-"""TRL's weight sync inside the gateway's fence: new calls wait, weights are sent, and later calls are of the next version.
+"""Run TRL's weight sync inside the gateway's fence: new calls wait until the weights are sent, then use the next version.
 
     trainer = AsyncGRPOTrainer(…, rollout_worker=worker)
     fence_weight_sync(trainer, "http://127.0.0.1:8080")
 
-TRL sends the weights (NCCL into vLLM), or the trainer's own `weight_transfer` does.
+TRL sends the weights (with NCCL to vLLM), or the trainer's own `weight_transfer` does.
 
-A trainer may die during the transfer. Until the first weight is sent, the engine has the old ones, so the pause has a limit, after which
-calls continue at the old version. From then on there is no limit: the engine holds a mix of two versions, and its samples could not be
-distinguished from good rows. Calls wait, also after a restart of the gateway, until a trainer has sent all weights (TRL does so when it
-starts), or until an operator restarts the engine and resumes the fence.
+A trainer may die during the transfer. Until the first weight is sent, the engine has the old weights. The pause therefore has a time limit,
+after which calls continue at the old version. Once sending has started, there is no limit: the engine has a mix of two versions, whose
+samples could not be told apart from good rows. Calls then wait, even after the gateway restarts, until a trainer has sent all weights (TRL
+does so when it starts), or until an operator restarts the engine and resumes the fence.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ class FenceReopened(TurngateError):
 def fence_weight_sync(
     trainer: Any, gateway: str, *, admin_key: str = "", pause: PauseMode = "hold", limit_s: float = LIMIT_S
 ) -> None:
-    """Put a trainer's weight sync inside the fence.
+    """Run a trainer's weight sync inside the fence.
 
-    Nothing changes on ranks that send no weights, or if TRL publishes adapters under new names: calls in flight keep theirs.
+    This has no effect on ranks that send no weights. It also has no effect if TRL publishes adapters under new names, because calls in
+    flight keep their adapter.
     """
     if trainer.weight_transfer is not None:
         trainer.weight_transfer = FencedTransfer(
@@ -66,8 +67,8 @@ def fence_weight_sync(
 class FencedTransfer:
     """A weight transfer inside the fence.
 
-    `pause`: "hold" lets calls in flight continue with the new weights (their turns record both versions); "drain" waits for them to end.
-    `limit_s`: from the pause to the first weight; for a drain, more than the longest call takes.
+    With `pause="hold"`, calls in flight continue with the new weights, and their turns record both versions. `"drain"` waits for them to
+    end. `limit_s` limits the time from the pause to the first weight. For a drain, it must exceed the duration of the longest call.
     """
 
     def __init__(
@@ -84,8 +85,8 @@ class FencedTransfer:
         self._mode: PauseMode = pause
         self._limit_s = limit_s
         self._thread = LoopThread("turngate-fence")
-        self._version: int | None = None  # when the fence was closed; None: it is open
-        self._sending = False  # the engine may hold a mix of old and new weights
+        self._version: int | None = None  # the version when the fence was closed; None: the fence is open
+        self._sending = False  # True while the engine may have a mix of old and new weights
 
     def init_weight_transfer(self) -> None:
         self._thread.start()
@@ -96,13 +97,13 @@ class FencedTransfer:
         fence = self._thread.run(retry_while_unreachable(lambda: self._gateway.pause(self._mode, self._limit_s)))
         if not fence.paused:
             raise FenceReopened(
-                f"limit_s: calls in flight did not end within {self._limit_s:g} s, so calls continue; raise it, or pause with hold"
+                f"calls in flight did not end within {self._limit_s:g} s, so the fence reopened; increase limit_s, or use pause='hold'"
             )
         self._version = fence.version
         self._inner.pause()
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        # No limit from here on. Not a drain: the engine is paused, so that its calls would not end.
+        # No time limit from here on. This cannot be a drain: the engine is paused, so its calls would not end.
         self._thread.run(retry_while_unreachable(lambda: self._gateway.pause("hold")))
         self._sending = True
         self._inner.send_weights(iterator)
@@ -110,7 +111,7 @@ class FencedTransfer:
     def resume(self) -> None:
         assert self._version is not None, "TRL pauses before it resumes"
         next_version = self._version + 1
-        # The gateway first: from here on, calls in flight sample from the new version.
+        # Resume the gateway first: as soon as the engine resumes, calls in flight sample from the new version.
         self._thread.run(retry_while_unreachable(lambda: self._gateway.resume(next_version)))
         self._version, self._sending = None, False
         self._inner.resume()
@@ -127,13 +128,13 @@ class FencedTransfer:
                     self._thread.stop()
 
     def _release_fence(self) -> None:
-        """Open the fence if TRL did not, unless the weights are incomplete."""
+        """Open the fence if TRL did not, unless only some of the weights were sent."""
         if self._version is None:
             return
         if self._sending:
             log.warning(
-                "not all weights were sent: %s stays paused, because the engine holds a mix of two versions. It continues when a trainer "
-                "has sent all of them, or after a restart of the engine and POST /admin/fence/resume",
+                "not all weights were sent: %s stays paused, because the engine has a mix of two versions; to continue, start a "
+                "trainer, which sends all weights, or restart the engine and call POST /admin/fence/resume",
                 self._gateway.url,
             )
             return
@@ -144,7 +145,7 @@ class FencedTransfer:
 
 
 class NoTransfer:
-    """For an engine that shares its weights with the trainer, or whose weights never change."""
+    """A transfer that sends nothing, for an engine that shares its weights with the trainer or whose weights never change."""
 
     def init_weight_transfer(self) -> None:
         pass
@@ -153,7 +154,7 @@ class NoTransfer:
         pass
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        for _ in iterator:  # iterating gathers sharded parameters, on all ranks at once
+        for _ in iterator:  # iterating gathers sharded parameters, which all ranks must do together
             pass
 
     def resume(self) -> None:

@@ -3,9 +3,9 @@
     worker = TurngateWorker(WorkerConfig(gateway=url, feed="swe", choices=FeedConfig(n=8, max_staleness=4), plan=plan))
     trainer = CheckpointedTrainer(model, args=…, train_dataset=…, rollout_worker=worker)
 
-It follows a feed and turns each delivery into TRL's rows. With a `plan` it also runs the rollouts that fill the feed, in its own event
-loop; without one, another process does (`turngate batch --rounds …`). Either way the rows come from the gateway, so that what is trained is
-what is stored. TRL calls `start` and `stop` once each; after `stop`, no thread, sandbox or open session remains.
+The worker follows a feed and converts each delivery to TRL's rows. With a `plan`, it also runs the rollouts that fill the feed, in its own
+event loop. Without one, another process runs them (`turngate batch --rounds …`). In both cases the rows are fetched from the gateway, so
+the trainer uses exactly what is stored. TRL calls `start` and `stop` once each. After `stop`, no thread, sandbox or open session remains.
 """
 
 from __future__ import annotations
@@ -36,58 +36,60 @@ from turngate.trainers.trl.throttle import DeliveryThrottle
 STATE = "turngate.json"  # in TRL's checkpoint; written first
 LAST = "trainer_state.json"  # in TRL's checkpoint; written last
 _BEAT_S = 1.0
-_WAIT_S = 2.0  # per request for a delivery; also bounds how late the end of the plan, or a stop, is noticed
+_WAIT_S = 2.0  # per request for a delivery; also the maximum delay in noticing a stop or the end of the plan
 _MIN_UNREWARDED = 20  # consecutive rollouts without a reward before a plan fails
-_ONE_RUN = "it was stopped, and serves one run; for another run, create a new worker and trainer with its `checkpoint`"
-_METRICS = 4096  # waiting to be logged; more are dropped
-Metric = float | tuple[float, float]  # a tuple: a rate, in TRL's form
+_ONE_RUN = (
+    "it was stopped, and a worker serves only one run; create a new worker and trainer, and pass `checkpoint` to resume"
+)
+_METRICS = 4096  # capacity of the queue for TRL's log; further metrics are dropped
+Metric = float | tuple[float, float]  # a tuple is a rate in TRL's format: sum and count
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the rows come from, and how far they may run ahead of the trainer."""
+    """The source of the rows, and limits on how far they run ahead of the trainer."""
 
-    gateway: str  # its URL
+    gateway: str  # URL
     feed: str
-    choices: FeedConfig  # group size, advantages, staleness, truncated rollouts; empty `groups`: the plan's
-    plan: BatchPlan | None = None  # what to run; None: another process fills the feed
-    ahead: Positive = 2  # started groups whose rows the trainer has not all taken
-    rows_ahead: Positive = 256  # rows that may wait for the trainer before the next delivery is requested
-    longest_row: Positive | None = None  # in tokens; longer rows are left out, and counted
+    choices: FeedConfig  # group size, advantages, staleness, truncated rollouts; empty `groups`: those of the plan
+    plan: BatchPlan | None = None  # the rollouts to run; None: another process fills the feed
+    ahead: Positive = 2  # maximum number of started groups with rows that the trainer has not taken
+    rows_ahead: Positive = 256  # the next delivery is requested only while fewer rows are waiting
+    longest_row: Positive | None = None  # in tokens; longer rows are left out and counted in a metric
     temperature: float = (
-        1.0  # of the trainer; pinned in every session of the plan, because log-probabilities are compared
+        1.0  # of the trainer and of every session of the plan, so that log-probabilities are comparable
     )
-    weigh: Weighting = "tokens"  # weigh each trained token, or each rollout of a group, equally
-    adapter: str = ""  # if TRL publishes LoRA adapters (as "trl-policy-v7"): the name before "-v"
-    public_url: str = ""  # at which remote sandboxes reach the gateway
+    weigh: Weighting = "tokens"  # whether trained tokens, or rollouts of a group, all have the same weight
+    adapter: str = ""  # if TRL publishes LoRA adapters (such as "trl-policy-v7"): the name before "-v"
+    public_url: str = ""  # URL at which remote sandboxes can reach the gateway
     tunnel: str = ""
 
     def __post_init__(self) -> None:
         if self.plan is not None and self.plan.n != self.choices.n:
             raise ConfigError(
-                f"plan: it runs {self.plan.n} rollouts of each task, but a group of the feed has {self.choices.n}; make them equal",
+                f"plan.n is {self.plan.n}, but choices.n (the group size of the feed) is {self.choices.n}; make them equal",
                 param="plan",
             )
         if self.plan is not None and self.choices.groups and not f"{self.plan.name}.".startswith(self.choices.groups):
-            start = f"start with {self.plan.name + '.'!r}" if self.plan.name else "have no name of yours"
+            names = f"group names start with {self.plan.name + '.'!r}" if self.plan.name else "plan has no name"
             raise ConfigError(
-                f"plan: its groups {start}, but the feed takes only those that start with {self.choices.groups!r}; "
-                "leave `groups` empty, or give the plan a `name` that starts so",
+                f"plan: the {names}, but the feed accepts only groups whose names start with {self.choices.groups!r}; "
+                "leave `groups` empty, or set a plan `name` with this prefix",
                 param="plan",
             )
         pinned = None if self.plan is None else self.plan.session.get("sampling", {}).get("temperature")
         if pinned is not None and pinned != self.temperature:
             raise ConfigError(
-                f"temperature: the plan's sessions have {pinned:g}, the trainer {self.temperature:g}; make them equal",
+                f"temperature is {self.temperature:g} in the worker, but {pinned:g} in the plan's sessions; make them equal",
                 param="temperature",
             )
         for name in ("ahead", "rows_ahead", "longest_row"):  # msgspec does not check structs that Python code creates
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ConfigError(f"{name}: {value} must be at least 1", param=name)
+                raise ConfigError(f"{name} must be at least 1, not {value}", param=name)
 
     def with_defaults(self) -> WorkerConfig:
-        """Return a config whose feed takes only this plan's groups, unless it names others. An unnamed plan is named after the feed."""
+        """Restrict the feed to the plan's groups, unless `groups` is set. A plan without a name is named after the feed."""
         if self.plan is None or self.choices.groups:
             return self
         plan = self.plan
@@ -98,19 +100,19 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FeedState(msgspec.Struct, frozen=True, kw_only=True):
-    """The feed's position in a checkpoint."""
+    """The position in the feed, as stored in a checkpoint."""
 
     feed: str
-    mark: str = ""  # identifies the feed, also from a later one of the same name
-    delivery: int  # all up to it are trained
+    mark: str = ""  # identifies the feed; a recreated feed with the same name has a different mark
+    delivery: int  # all deliveries up to this number are trained
     rows: dict[int, list[RowName]] = {}  # trained rows of later deliveries
 
 
 class TurngateWorker:
     """A rollout worker for one run of a trainer.
 
-    `admin_key`: of the gateway; by default from `TURNGATE_ADMIN_KEY`. `checkpoint`: the folder of a `CheckpointedTrainer` to resume from;
-    by default, the worker starts after the committed deliveries.
+    `admin_key` is the gateway's admin key, by default read from `TURNGATE_ADMIN_KEY`. `checkpoint` is a checkpoint folder of a
+    `CheckpointedTrainer` to resume from. Without it, the worker starts after the committed deliveries.
     """
 
     def __init__(self, config: WorkerConfig, *, admin_key: str = "", checkpoint: Path | None = None) -> None:
@@ -123,19 +125,19 @@ class TurngateWorker:
         self._feed: Feed | None = None
         self._work: concurrent.futures.Future[None] | None = None
         self._mark = "" if self._from is None else self._from.mark  # of the feed
-        self._stopped = False  # it was started and stopped
+        self._stopped = False  # True once the worker was started and stopped
         self._throttle: DeliveryThrottle | None = None
-        self._base: int | None = None  # the gateway's version of TRL's version 0
-        self._seen = 0.0  # when the loop last ran
-        self._room = asyncio.Event()  # a row was taken
+        self._base: int | None = None  # the gateway's version that corresponds to TRL's version 0
+        self._seen = 0.0  # when the event loop last ran
+        self._room = asyncio.Event()  # set when the trainer takes a row
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ran_out = ""  # why there will be no more deliveries
-        self._dry = False  # and none is waiting
+        self._dry = False  # True once all deliveries are read and no more will follow
         self.rollout_buffer = RowBuffer(self._on_taken, self._on_dropped)
         self.rollout_buffer.bound = config.choices.max_staleness
         self.metrics_queue: queue.Queue[dict[str, Metric]] = queue.Queue(_METRICS)
 
-    # ── what TRL calls ──────────────────────────────────────────────────────────────────────────────────────────
+    # ── called by TRL ───────────────────────────────────────────────────────────────────────────────────────────
 
     def update_model_version(self, model_version: int) -> None:
         """Set the policy version of the gateway's next turns. TRL calls it once before `start`."""
@@ -145,7 +147,7 @@ class TurngateWorker:
         self.rollout_buffer.version = model_version
 
     def start(self) -> None:
-        """Start, and return when the feed is open. Raises if the feed or the gateway is misconfigured."""
+        """Start the worker, and return when the feed is open. Raise an error if the feed or the gateway is misconfigured."""
         self._check_not_over()
         if self._work is not None:
             return
@@ -155,7 +157,7 @@ class TurngateWorker:
         self._work = self._thread.spawn(self._run_tasks())
 
     def stop(self) -> None:
-        """End running agents, remove their sandboxes, and close their sessions. Idempotent."""
+        """Stop running agents, remove their sandboxes, and close their sessions. Safe to repeat."""
         if not self._thread.is_running:
             return
         self._stopped = self._stopped or self._work is not None
@@ -167,7 +169,7 @@ class TurngateWorker:
             self.rollout_buffer.discard()
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise if the worker has failed. TRL calls it when no row arrives."""
+        """Raise `RuntimeError` if the worker cannot deliver more rows. TRL calls this when no row arrives."""
         work = self._work
         if work is None:
             raise RuntimeError(
@@ -178,30 +180,28 @@ class TurngateWorker:
             raise RuntimeError(f"the rollout worker has failed: {_describe_error(error)}") from error
         silent = time.monotonic() - self._seen
         if silent > stale_after_s:
-            raise RuntimeError(
-                f"the rollout worker has not responded for {silent:.0f} s; something blocks its event loop"
-            )
+            raise RuntimeError(f"the rollout worker has not responded for {silent:.0f} s; its event loop is blocked")
         if self._dry and not self.rollout_buffer.qsize():
-            raise RuntimeError(f"there will be no more rows: {self._ran_out}")
+            raise RuntimeError(f"the rollout worker has no more rows: {self._ran_out}")
 
     def _check_not_over(self) -> None:
-        """Reject a second run: it is unknown whether the rows of the first are in the next trainer's weights."""
+        """Raise `ConfigError` on a second run, because the next trainer's weights may or may not include the rows of the first."""
         if self._stopped:
             raise ConfigError(f"rollout_worker: {_ONE_RUN}", param="rollout_worker")
 
-    # ── what `CheckpointedTrainer` calls ────────────────────────────────────────────────────────────────────────
+    # ── called by `CheckpointedTrainer` ─────────────────────────────────────────────────────────────────────────
 
     def state(self) -> FeedState:
         delivery, rows = self.rollout_buffer.state()
         return FeedState(feed=self.config.feed, mark=self._mark, delivery=delivery, rows=rows)
 
     def commit(self, delivery: int) -> None:
-        """Commit deliveries that are in a checkpoint on disk."""
+        """Commit the deliveries up to a number. Their checkpoint must be on disk."""
         feed = self._feed
         if feed is not None and delivery > feed.committed:
             self._thread.run(retry_while_unreachable(lambda: feed.commit(delivery)))
 
-    # ── in the loop ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── in the event loop ───────────────────────────────────────────────────────────────────────────────────────
 
     async def _client(self) -> GatewayClient:
         if self._gateway is None:
@@ -210,11 +210,11 @@ class TurngateWorker:
         return self._gateway
 
     async def _raise_version(self, model_version: int) -> None:
-        """Raise the gateway's version. It may be ahead of TRL's, which restarts at 0."""
+        """Raise the gateway's version if it is behind. It may be ahead of TRL's version, which restarts at 0."""
         gateway = await self._client()
         now = (await retry_while_unreachable(gateway.fence)).version
         adapter = f"{self.config.adapter}-v{model_version}" if self.config.adapter else None
-        if self._base is None:  # full weights were sent inside a fence, which counted them; an adapter was not
+        if self._base is None:  # the fence has already counted full weights, but not an adapter
             self._base = max(0, now - model_version + (adapter is not None))
         target = self._base + model_version
         if now < target:
@@ -255,7 +255,7 @@ class TurngateWorker:
             await asyncio.sleep(_BEAT_S)
 
     async def _follow(self) -> None:
-        """Fill the buffer with deliveries, but not far ahead of the trainer: staleness is checked when a delivery is requested."""
+        """Fill the buffer with deliveries, but not far ahead of the trainer, because staleness is checked when a delivery is fetched."""
         assert self._feed is not None
         while True:
             while self.rollout_buffer.qsize() >= self.config.rows_ahead:
@@ -264,7 +264,7 @@ class TurngateWorker:
             delivery = await self._feed.next(_WAIT_S)
             if delivery is not None:
                 self._add(delivery)
-                self._room.set()  # a delivery without rows is taken at once
+                self._room.set()  # a delivery without rows counts as taken
             elif ended:
                 self._dry = True
 
@@ -280,55 +280,55 @@ class TurngateWorker:
         self._log(_metrics(delivery, built.too_long))
 
     async def _run(self, plan: BatchPlan, throttle: DeliveryThrottle) -> None:
-        """Run the rollouts at the trainer's pace."""
+        """Run the plan's rollouts at the trainer's pace."""
         gateway, config = await self._client(), self.config
         async with GatewayConnector(gateway.url, config.public_url, config.tunnel) as connector:
             sampling = {"temperature": config.temperature, **plan.session.get("sampling", {})}
             pinned = msgspec.structs.replace(plan, session={**plan.session, "sampling": sampling})
             watch = _RewardWatch(plan)
 
-            def tell(finished: FinishedRollout) -> None:
+            def on_finished(finished: FinishedRollout) -> None:
                 throttle.record_finished(finished)
                 watch(finished)
 
-            result = await Batch(pinned, gateway, connector, throttle=throttle, on_finished=tell).run()
+            result = await Batch(pinned, gateway, connector, throttle=throttle, on_finished=on_finished).run()
         progress = f"{len(result.finished)} of {plan.total} rollouts are finished"
-        self._ran_out = result.stopped or f"{progress}, which are all rounds of the plan; raise `rounds`"
+        self._ran_out = result.stopped or f"{progress}, and the plan has no more rounds; increase `rounds`"
 
     @property
     def consumed(self) -> int:
         return self.rollout_buffer.consumed
 
     async def row_taken(self) -> None:
-        """Wait until the trainer has taken a row, or a moment has passed."""
+        """Wait until the trainer has taken a row, but at most a second."""
         self._room.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(_BEAT_S):
                 await self._room.wait()
 
-    # ── from the trainer's thread ───────────────────────────────────────────────────────────────────────────────
+    # ── in the trainer's thread ─────────────────────────────────────────────────────────────────────────────────
 
     def _on_taken(self) -> None:
         if self._loop is not None:
-            with suppress(RuntimeError):  # it is closed, and nothing waits in it
+            with suppress(RuntimeError):  # the loop is closed, so no task is waiting
                 self._loop.call_soon_threadsafe(self._room.set)
 
     def _on_dropped(self, why: DropReason) -> None:
         self._log({f"sample/dropped_{why}_total": 1.0})
 
     def _log(self, metrics: dict[str, Metric]) -> None:
-        with suppress(queue.Full):  # training does not wait for its logs
+        with suppress(queue.Full):  # training must not wait for logging
             self.metrics_queue.put_nowait(metrics)
 
 
 class NoRewards(TurngateError):
-    """Many rollouts in a row had no reward: a long plan would run for days without training."""
+    """Many consecutive rollouts had no reward, so the plan would run without training anything."""
 
     kind = "fruitless"
 
 
 class _RewardWatch:
-    """Stops a plan whose rollouts are never graded."""
+    """Stops a plan if too many consecutive rollouts have no reward."""
 
     def __init__(self, plan: BatchPlan) -> None:
         self._limit = max(_MIN_UNREWARDED, 2 * plan.n * len(plan.tasks))
@@ -338,12 +338,12 @@ class _RewardWatch:
         self._unrewarded = 0 if finished.reward is not None else self._unrewarded + 1
         if self._unrewarded >= self._limit:
             raise NoRewards(
-                f"the last {self._unrewarded} rollouts have no reward; the last one, {finished.rollout}: {finished.message}"
+                f"the last {self._unrewarded} rollouts have no reward; the last error, in {finished.rollout}, was: {finished.message}"
             )
 
 
 def _metrics(delivery: Delivery, too_long: int) -> dict[str, Metric]:
-    """Compute metrics under TRL's names where it has them. A rate is a sum and a count."""
+    """Compute the metrics of a delivery, with TRL's names where they exist. A rate is a sum and a count."""
     rollouts = delivery.rollouts
     known = [rolled.reward for rolled in rollouts if rolled.reward is not None]
     trained = [rolled for rolled in rollouts if rolled.advantage is not None]
@@ -362,24 +362,24 @@ def _metrics(delivery: Delivery, too_long: int) -> dict[str, Metric]:
 
 
 def _describe_error(error: BaseException | None) -> str:
-    """Describe the first error of a group."""
+    """Describe an error, or the first error of an exception group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return "it was stopped" if error is None else f"{type(error).__name__}: {error}"
 
 
 def _load_state(checkpoint: Path, feed: str) -> FeedState:
-    """Load the state of a complete checkpoint: otherwise it is unknown what its weights were trained on."""
+    """Load the position from a checkpoint. Raise `ConfigError` if it is incomplete or belongs to a different feed."""
     file = checkpoint / STATE
     if not file.is_file():
         raise ConfigError(
-            f"checkpoint: {checkpoint} has no {STATE}, so it is unknown which rows are in its weights: no `CheckpointedTrainer` wrote it. "
-            "Resume from one that has it; or leave `checkpoint` out to start after the committed deliveries",
+            f"checkpoint: {checkpoint} has no {STATE}, so it was not written by a `CheckpointedTrainer`, and the trained rows are "
+            "unknown; resume from a checkpoint that has this file, or leave out `checkpoint` to start after the committed deliveries",
             param="checkpoint",
         )
     if not (checkpoint / LAST).is_file():
         raise ConfigError(
-            f"checkpoint: {checkpoint} has no {LAST}: its trainer was stopped before it was complete; resume from the one before it",
+            f"checkpoint: {checkpoint} has no {LAST}, so it is incomplete; resume from the previous checkpoint",
             param="checkpoint",
         )
     try:
@@ -388,6 +388,7 @@ def _load_state(checkpoint: Path, feed: str) -> FeedState:
         raise ConfigError(f"checkpoint: {file} cannot be read ({error})", param="checkpoint") from None
     if state.feed != feed:
         raise ConfigError(
-            f"checkpoint: {checkpoint} was trained on the feed {state.feed!r}, not {feed!r}", param="checkpoint"
+            f"checkpoint: {checkpoint} was trained on feed {state.feed!r}, not on {feed!r}; use a checkpoint of this feed",
+            param="checkpoint",
         )
     return state

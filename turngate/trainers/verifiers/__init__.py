@@ -1,17 +1,17 @@
-"""verifiers (0.4, whose one API is `verifiers.v1`) and, through it, prime-rl.
+"""Integration with verifiers (0.4, `verifiers.v1`) and, through it, prime-rl.
 
     environment   Turngate's tasks, agents and sandboxes as a verifiers environment
-    gateway       a mixin for verifiers' own harnesses: their model calls go to this gateway, through prime-rl's rollout API
-    graft         recorded turns as a verifiers trace: its message graph, with ids, masks and log-probabilities
+    gateway       a mixin that sends the model calls of verifiers' own harnesses to a gateway, through prime-rl's rollout API
+    graft         conversion of recorded turns to the message graph of a verifiers trace
 
-Needs `pip install 'turngate[verifiers]'`.
+Requires `pip install 'turngate[verifiers]'`.
 """
 
 from importlib.util import find_spec
 
 if find_spec("verifiers") is None:
     raise ModuleNotFoundError(
-        "turngate.trainers.verifiers needs verifiers: pip install 'turngate[verifiers]'", name="verifiers"
+        "turngate.trainers.verifiers requires verifiers; run pip install 'turngate[verifiers]'", name="verifiers"
     )
 
 from turngate.trainers.verifiers.environment import (

@@ -1,12 +1,12 @@
-"""Turngate's tasks, agents and sandboxes as a verifiers environment.
+"""A verifiers environment with Turngate's tasks, agents and sandboxes.
 
-    taskset   tasks in any form that `turngate batch` reads: Harbor folders, SWE rows, JSONL, a function …
-    harness   one Turngate rollout with a running gateway; its turns become the trace's message graph
+    taskset   tasks in any format that `turngate batch` reads: Harbor folders, SWE rows, JSONL, a function …
+    harness   one Turngate rollout through a running gateway; its turns become the trace's message graph
     env       both, with one connection to the gateway for all rollouts
 
-verifiers' own runtime is an empty folder: the agent runs in Turngate's sandbox, and its model calls go to the gateway instead of verifiers'
-server. The reward is the host's grade. Without one (an invalid task, an infrastructure fault), the trace has an error that names the
-boundary, and `rewards["grade"]` is null. `examples/verifiers` packages such an environment.
+verifiers' own runtime is just an empty folder: the agent runs in Turngate's sandbox, and its model calls go to the gateway instead of
+verifiers' server. The reward is the host's grade. If there is no grade (invalid task, infrastructure fault), the trace has an error that
+names the boundary, and `rewards["grade"]` is null. See `examples/verifiers` for a packaged environment.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from turngate.trainers.verifiers.graft import graft, turns_from_view
 from turngate.types import Json, Sampling
 from turngate.views.trace import parse_trace as read_view
 
-GRADE = "grade"  # the name of the one reward
+GRADE = "grade"  # name of the only reward
 _FETCH_S = 60.0
-# verifiers' error for each boundary.
+# The verifiers exception for each boundary.
 _FAULTS: Mapping[Boundary, type[Exception]] = {
     "engine": vf.ProviderError,
     "sandbox": vf.SandboxError,
     "agent": vf.HarnessError,
     "task": vf.TaskError,
 }
-# verifiers' names of a session's limits: these count as truncated.
+# The verifiers stop condition for each session limit. All of them count as truncated.
 _LIMITS = {"turns": "max_turns", "sampled_tokens": "max_output_tokens", "context_tokens": "max_total_tokens"}
 
 
@@ -59,7 +59,7 @@ _LIMITS = {"turns": "max_turns", "sampled_tokens": "max_output_tokens", "context
 
 
 class TurngateData(vf.TaskData):
-    """Identifies a task, on any machine that runs the rollout."""
+    """Identifies a task on any machine that runs its rollout."""
 
     tasks: str
     task: str
@@ -71,7 +71,7 @@ class TurngateTask(vf.Task[TurngateData]):
         return str(self.data.task)
 
     async def score(self, trace: vf.Trace, runtime: vf.Runtime | None = None) -> None:
-        """Record the host's grade. None stays None."""
+        """Record the host's grade. An unknown reward stays None."""
         await super().score(trace, runtime)
         if self.scoring_deferred:
             return
@@ -83,13 +83,13 @@ class TurngateTask(vf.Task[TurngateData]):
 
 class TurngateTasksetConfig(vf.TasksetConfig):
     tasks: str = ""
-    """Where the tasks are: a folder, a file, hf://org/name, module:function; as for `turngate batch --tasks`."""
+    """Location of the tasks: a folder, a file, hf://org/name or module:function, as for `turngate batch --tasks`."""
 
 
 class TurngateTaskset(vf.Taskset[TurngateTask, TurngateTasksetConfig]):
     def load(self) -> Iterator[TurngateTask]:
         if not self.config.tasks:
-            raise ValueError("taskset.tasks: is not set; give the location of the tasks")
+            raise ValueError("taskset.tasks is not set; set it to the location of the tasks")
         where = _absolute(self.config.tasks)
         for task in read_tasks(where):
             data = TurngateData(id=task.id, name=task.id, prompt=task.instruction, tasks=where, task=task.id)
@@ -97,7 +97,7 @@ class TurngateTaskset(vf.Taskset[TurngateTask, TurngateTasksetConfig]):
 
 
 def _absolute(where: str) -> str:
-    """Make a path absolute, for workers with another working directory."""
+    """Make a path absolute, for workers with a different working directory."""
     return str(Path(where).absolute()) if Path(where).exists() else where
 
 
@@ -111,15 +111,15 @@ def find_task(where: str, task: str) -> Task:
 
 class TurngateHarnessConfig(vf.HarnessConfig):
     gateway: str = ""
-    """URL of the gateway; else $TURNGATE_GATEWAY. Its admin key comes from $TURNGATE_ADMIN_KEY."""
+    """URL of the gateway. Defaults to $TURNGATE_GATEWAY. The admin key is read from $TURNGATE_ADMIN_KEY."""
     agent: str = "mini-swe-agent"
-    """A name of `turngate agents list`, or the path of an agent's own TOML file."""
+    """A name from `turngate agents list`, or the path of an agent's TOML file."""
     sandbox: str = "bubblewrap"
-    """local, bubblewrap, docker, e2b or huggingface."""
+    """One of local, bubblewrap, docker, e2b, huggingface."""
     image: str = ""
     network: Network = "none"
     timeout_s: float | None = Field(None, gt=0)
-    """Time limit of the agent; by default the task's, or half an hour."""
+    """Time limit of the agent. Defaults to the task's limit, or half an hour."""
     options: dict[str, str] = Field(default_factory=dict)
     """Options of the agent, as for `turngate run --set`."""
     context_tokens: int | None = Field(None, gt=0)
@@ -131,9 +131,9 @@ class TurngateHarnessConfig(vf.HarnessConfig):
     """Folder for the agents' files."""
     keep_work: bool = False
     public_url: str = ""
-    """URL at which remote sandboxes reach the gateway …"""
+    """URL at which remote sandboxes can reach the gateway."""
     tunnel: str = ""
-    """… or a command that opens a tunnel and prints its URL. It runs once for all rollouts of the environment."""
+    """Alternatively, a command that opens a tunnel and prints its URL. It runs once for all rollouts of the environment."""
 
 
 class SharedConnections(msgspec.Struct, frozen=True):
@@ -162,7 +162,7 @@ async def _connect(config: TurngateHarnessConfig) -> AsyncIterator[SharedConnect
 class TurngateHarness(vf.Harness[TurngateHarnessConfig]):
     """One Turngate rollout, from sandbox to grade."""
 
-    EXECUTES_CODE: ClassVar[bool] = False  # not in verifiers' runtime
+    EXECUTES_CODE: ClassVar[bool] = False  # the agent does not run in verifiers' runtime
     NEEDS_CONTAINER: ClassVar[bool] = False
 
     async def launch(
@@ -176,13 +176,13 @@ class TurngateHarness(vf.Harness[TurngateHarnessConfig]):
         data: vf.TaskData,
     ) -> vf.ProgramResult:
         if not isinstance(trace.task.data, TurngateData):
-            raise vf.TaskError("the turngate harness only runs turngate tasks; use --env.taskset.id turngate-env")
-        trace.rewards.setdefault(GRADE, None)  # unknown until it is graded
+            raise vf.TaskError("the turngate harness runs only turngate tasks; set --env.taskset.id turngate-env")
+        trace.rewards.setdefault(GRADE, None)  # unknown until graded
         async with AsyncExitStack() as stack:
             connections = _shared_connections.get()
             if connections is None:
                 connections = await stack.enter_async_context(_connect(self.config))
-            _, prompt = self.resolve_text_prompt(data)  # the run may have changed it
+            _, prompt = self.resolve_text_prompt(data)  # the run may have changed the prompt
             return await self._run_rollout(connections, ctx, trace, trace.task.data, prompt or "")
 
     async def _run_rollout(
@@ -196,7 +196,7 @@ class TurngateHarness(vf.Harness[TurngateHarnessConfig]):
         rollout = Rollout(spec, connections.gateway, connections.connector, session=trace.id)
         try:
             outcome = await rollout.run()
-        except asyncio.CancelledError:  # the run ends: record the turns so far
+        except asyncio.CancelledError:  # the run is ending: record the turns so far
             await run_to_completion(_record_turns(connections.gateway, trace, rollout.outcome))
             raise
         await _record_turns(connections.gateway, trace, outcome)
@@ -231,8 +231,8 @@ class TurngateHarness(vf.Harness[TurngateHarnessConfig]):
 
 
 def _build_session(ctx: vf.ModelContext, trace: vf.Trace) -> dict[str, Json]:
-    """Build the session's settings from the run's sampling and limits."""
-    given = ctx.sampling.model_dump(exclude_none=True)
+    """Build the session's settings from the run's sampling settings and limits."""
+    sampling = ctx.sampling.model_dump(exclude_none=True)
     known = {field.name for field in msgspec.structs.fields(Sampling)}
     agent = trace.agent.config
     limits = {
@@ -241,15 +241,15 @@ def _build_session(ctx: vf.ModelContext, trace: vf.Trace) -> dict[str, Json]:
         "context_tokens": agent.max_total_tokens,
     }
     return {
-        "sampling": {name: value for name, value in given.items() if name in known},
+        "sampling": {name: value for name, value in sampling.items() if name in known},
         "limits": {name: value for name, value in limits.items() if value is not None},
         "metadata": {"verifiers": trace.id},
-        **({"max_tokens": given["max_tokens"]} if "max_tokens" in given else {}),
+        **({"max_tokens": sampling["max_tokens"]} if "max_tokens" in sampling else {}),
     }
 
 
 async def _record_turns(gateway: GatewayClient, trace: vf.Trace, outcome: Outcome) -> None:
-    """Put the recorded turns and facts about the rollout into the trace."""
+    """Add the recorded turns and a summary of the rollout to the trace."""
     trace.info["turngate"] = {
         "session": outcome.session,
         "gateway": gateway.url,
@@ -270,16 +270,14 @@ async def _record_turns(gateway: GatewayClient, trace: vf.Trace, outcome: Outcom
         async with asyncio.timeout(_FETCH_S):
             view = await gateway.trace(outcome.session)
     except TurngateError as error:
-        raise vf.InterceptionError(
-            f"the trace of session {outcome.session} cannot be fetched: {error.message}"
-        ) from error
-    viewed = read_view(view)
-    trace.info["turngate"]["untrained"] = {str(turn.id): turn.untrained for turn in viewed.turns if turn.untrained}
-    graft(trace, turns_from_view(viewed))
+        raise vf.InterceptionError(f"cannot fetch the trace of session {outcome.session}: {error.message}") from error
+    parsed = read_view(view)
+    trace.info["turngate"]["untrained"] = {str(turn.id): turn.untrained for turn in parsed.turns if turn.untrained}
+    graft(trace, turns_from_view(parsed))
 
 
 def _conclude(trace: vf.Trace, outcome: Outcome) -> None:
-    """Record how the rollout ended, in verifiers' terms. A rollout without a reward is an error, never a 0."""
+    """Record how the rollout ended, in verifiers' terms. Raise an error if it has no reward, which must never count as 0."""
     if outcome.fault is not None:
         raise _fault(outcome.fault.boundary, f"{outcome.fault.stage}: {outcome.fault.message}")
     if outcome.kind in ("invalid task", "infrastructure fault"):
@@ -288,7 +286,9 @@ def _conclude(trace: vf.Trace, outcome: Outcome) -> None:
     if outcome.status == "cancelled":
         raise vf.HarnessError(f"the rollout was cancelled: {outcome.stop}")
     if outcome.kind is not None and outcome.reward is None:
-        raise vf.HarnessError(f"{outcome.status}, which is excluded (see on_timeout, on_failure, on_limit, on_lost)")
+        raise vf.HarnessError(
+            f"the rollout is excluded because of its status, {outcome.status} (see on_timeout, on_failure, on_limit, on_lost)"
+        )
     if outcome.status == "timed out" or outcome.stop == "seconds":
         trace.record_timeout("agent")
     elif outcome.status == "limit":
@@ -306,12 +306,12 @@ def _fault(boundary: Boundary, message: str) -> Exception:
 
 class TurngateEnvConfig(vf.EnvConfig):
     agent: vf.AgentConfig = vf.AgentConfig(runtime=vf.SubprocessConfig())
-    """The single agent. Its harness chooses agent, sandbox and gateway."""
+    """The only agent. Its harness sets the agent program, sandbox and gateway."""
 
     @model_validator(mode="before")
     @classmethod
     def _own_harness(cls, data: Any) -> Any:
-        """Default to the taskset's harness, so that its settings can be given without its name."""
+        """Default to the harness of the taskset, so that its settings can be passed without its id."""
         if not isinstance(data, dict) or not isinstance(data.get("taskset"), dict) or not data["taskset"].get("id"):
             return data
         agent = data.get("agent") or {}
@@ -322,7 +322,7 @@ class TurngateEnvConfig(vf.EnvConfig):
 
 
 class TurngateEnv(vf.Env[TurngateEnvConfig]):
-    """One agent per task, with one connection to the gateway for all of them."""
+    """An environment with one agent per task, and one connection to the gateway for all tasks."""
 
     def __init__(self, config: TurngateEnvConfig) -> None:
         super().__init__(config)

@@ -1,16 +1,17 @@
-"""A mixin for verifiers' harnesses: the program runs in verifiers' runtime, and its model calls go to the gateway,
-through prime-rl's rollout API.
+"""A mixin that sends the model calls of a verifiers harness to the gateway, through prime-rl's rollout API.
+
+The program itself runs in verifiers' runtime.
 
     class GatewayBashConfig(GatewayConfig, BashHarnessConfig): ...
     class GatewayBash(RolloutGatewayMixin[GatewayBashConfig], BashHarness): ...
 
-    register → run the program with the rollout's own URL and key → (cancel) → it is stopped → unregister → trajectory → graft → hook
+    register → run the program with the rollout's own URL and key → (cancel) → program ends → unregister → trajectory → graft → hook
 
-- The trajectory is fetched after the last turn, and kept however the program ended. An incomplete reply changes nothing.
+- The trajectory is fetched after the last turn, even if the program failed. If the reply is incomplete, the trace is unchanged.
 - The hook always runs.
-- A cancelled rollout is cancelled at the gateway first, so that generation stops.
+- A cancelled rollout is first cancelled at the gateway, so that generation stops.
 - If the program can no longer reach the gateway, the rollout fails with a `TunnelError`.
-- `gateway_enabled = false` leaves the harness unchanged, for evaluation at another endpoint.
+- `gateway_enabled = false` leaves the harness unchanged, for evaluation with a different endpoint.
 """
 
 from __future__ import annotations
@@ -38,26 +39,26 @@ from turngate.trainers.verifiers.graft import GraftTurn, graft
 from turngate.types import Json, Sampling
 
 log = logging.getLogger("turngate")
-GATEWAY = "TURNGATE_GATEWAY"  # where it is, if the configuration does not say
-_END_S = 15.0  # for the gateway to end a rollout
-_RESTART_S = 40.0  # for a gateway that restarts
+GATEWAY = "TURNGATE_GATEWAY"  # environment variable with the default URL
+_END_S = 15.0  # how long the gateway may take to cancel a rollout
+_RESTART_S = 40.0  # how long to wait for a gateway to restart
 
 ConfigT = TypeVar("ConfigT", bound=vf.HarnessConfig)
 
 
 class GatewayConfig(vf.HarnessConfig):
-    """Settings of the mixin, beside the harness's own."""
+    """Settings of the mixin, in addition to those of the harness."""
 
     gateway: str = ""
-    """URL of the gateway; else $TURNGATE_GATEWAY. Its admin key comes from $TURNGATE_ADMIN_KEY."""
+    """URL of the gateway. Defaults to $TURNGATE_GATEWAY. The admin key is read from $TURNGATE_ADMIN_KEY."""
     gateway_enabled: bool = True
-    """Off: the harness talks to the run's own endpoint, as it does without the mixin."""
+    """If false, the harness uses the run's own endpoint, as it does without the mixin."""
     public_url: str = ""
-    """URL at which the program reaches the gateway, if not `gateway`: of a tunnel, or inside a network."""
+    """URL at which the program can reach the gateway, such as that of a tunnel. Defaults to `gateway`."""
     poll_interval: float = Field(5.0, gt=0)
     """Seconds between checks that the program can still reach the gateway."""
     silence_s: float = Field(60.0, gt=0)
-    """Seconds without an answer after which the rollout has failed."""
+    """Seconds without an answer from the gateway after which the rollout fails."""
 
 
 # ── prime-rl's API ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -96,7 +97,7 @@ class Trajectory(msgspec.Struct, frozen=True):
 
 
 class RolloutApi(AbstractAsyncContextManager["RolloutApi"]):
-    """`/v1/rollouts/{id}/…` of one gateway. Failures raise `InterceptionError`: not the agent's fault."""
+    """A client for `/v1/rollouts/{id}/…` of a gateway. Failures raise `InterceptionError`, as they are not the agent's fault."""
 
     def __init__(self, url: str, admin_key: str) -> None:
         self.url = url.rstrip("/")
@@ -123,13 +124,13 @@ class RolloutApi(AbstractAsyncContextManager["RolloutApi"]):
         await self._request("POST", rollout, "cancel", gone=True)
 
     async def unregister(self, rollout: str) -> None:
-        """Accept no more turns. Idempotent; the rollout may be gone."""
+        """Stop accepting turns. Safe to repeat, and the rollout may no longer exist."""
         await self._request("POST", rollout, "unregister", gone=True)
 
     async def _request(
         self, method: str, rollout: str, verb: str, body: Mapping[str, Json] | None = None, *, gone: bool = False
     ) -> bytes:
-        """Send a request, and wait for a gateway that restarts."""
+        """Send a request, and retry while the gateway restarts."""
         url = f"{self.url}/v1/rollouts/{quote(rollout)}/{verb}"
         unreachable = (aiohttp.ClientError, TimeoutError, OSError)
         try:
@@ -138,16 +139,16 @@ class RolloutApi(AbstractAsyncContextManager["RolloutApi"]):
             )
         except unreachable as error:
             why = str(error) or type(error).__name__
-            raise vf.InterceptionError(f"gateway {self.url} cannot be reached to {verb}: {why}") from error
+            raise vf.InterceptionError(f"cannot reach gateway {self.url} for {verb}: {why}") from error
 
     async def _send(self, method: str, url: str, body: Mapping[str, Json] | None, gone: bool) -> bytes:
         assert self._http is not None, "use it as a context manager"
         async with self._http.request(method, url, json=body, allow_redirects=False) as response:
-            answered = await response.read()
+            content = await response.read()
             if response.status == 200 or (gone and response.status == 404):
-                return answered
-            text = answered.decode("utf-8", "replace")[:300]
-            raise vf.InterceptionError(f"gateway: {url} answered {response.status}: {text}")
+                return content
+            text = content.decode("utf-8", "replace")[:300]
+            raise vf.InterceptionError(f"gateway: {url} returned status {response.status}: {text}")
 
 
 T = TypeVar("T", Registration, Trajectory)
@@ -156,13 +157,13 @@ T = TypeVar("T", Registration, Trajectory)
 def _decode(answer: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(answer, type=kind)
-    except msgspec.DecodeError as error:  # a field that is missing, too
+    except msgspec.DecodeError as error:  # includes missing fields
         raise vf.InterceptionError(f"gateway: the reply is not a valid {kind.__name__.lower()}: {error}") from None
 
 
 def turns_from_trajectory(reply: Trajectory) -> list[GraftTurn]:
-    """Convert a trajectory to turns. A turn's parent is found by its ids: its prompt starts with the parent's prompt and answer."""
-    found: list[GraftTurn] = []
+    """Convert a trajectory to turns. The parent of a turn is the step whose prompt and answer its prompt starts with."""
+    turns: list[GraftTurn] = []
     sequences: list[list[int]] = []  # prompt and answer of each step
     for index, step in enumerate(reply.trajectory):
         tokens = step.tokens
@@ -175,11 +176,11 @@ def turns_from_trajectory(reply: Trajectory) -> list[GraftTurn]:
             trained and len(logprobs) != len(tokens.completion_ids)
         ):
             raise vf.InterceptionError(
-                f"gateway: step {index}: {len(tokens.completion_ids)} tokens, {len(tokens.completion_mask)} in the mask, "
+                f"gateway: step {index} has {len(tokens.completion_ids)} tokens, but {len(tokens.completion_mask)} mask entries and "
                 f"{len(logprobs)} log-probabilities"
             )
         sequences.append([*tokens.prompt_ids, *tokens.completion_ids])
-        found.append(
+        turns.append(
             GraftTurn(
                 id=index,
                 parent=parent,
@@ -195,11 +196,11 @@ def turns_from_trajectory(reply: Trajectory) -> list[GraftTurn]:
                 model=reply.model,
             )
         )
-    return found
+    return turns
 
 
 def _find_parent(prompt: list[int], sequences: list[list[int]]) -> int | None:
-    """Find the step that a prompt continues: the longest that it starts with."""
+    """Return the index of the longest sequence that is a prefix of a prompt, or None."""
     longest_first = sorted(range(len(sequences)), key=lambda j: len(sequences[j]), reverse=True)
     return next((j for j in longest_first if prompt[: len(sequences[j])] == sequences[j]), None)
 
@@ -208,12 +209,12 @@ def _find_parent(prompt: list[int], sequences: list[list[int]]) -> int | None:
 
 
 class RolloutGatewayMixin(Generic[ConfigT]):
-    """A mixin for a `Harness`; list it first. Subclasses may override `after_rollout`."""
+    """A mixin for a `Harness`. List it as the first base class. Subclasses may override `after_rollout`."""
 
-    config: Any  # a GatewayConfig, and the harness's own
+    config: Any  # both a GatewayConfig and the harness's own config
 
     async def after_rollout(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
-        """Called once per rollout when its turns are in the trace, however the program ended."""
+        """Run after each rollout, once its turns are in the trace, even if the program failed. Does nothing by default."""
 
     async def launch(
         self,
@@ -226,13 +227,13 @@ class RolloutGatewayMixin(Generic[ConfigT]):
         data: vf.TaskData,
         **more: Any,
     ) -> vf.ProgramResult:
-        launch = super().launch  # type: ignore[misc]  # the harness's
+        launch = super().launch  # type: ignore[misc]  # the harness's own
         if not self.config.gateway_enabled:
             return await launch(ctx, trace, runtime, endpoint, secret, mcp_urls, data, **more)
         async with RolloutApi(gateway_url(self.config), _admin_key()) as rollouts:
             registered = await rollouts.register(trace.id, _registration(ctx, trace))
             base = self.config.public_url.rstrip("/") or runtime.host_url(rollouts.url)
-            # In the form of verifiers' own server: harnesses of other dialects strip or extend the last part.
+            # The URL has the form of verifiers' own server, because harnesses for other dialects strip or extend its last part.
             base_url = f"{base}/v1/rollouts/{quote(trace.id)}/v1"
             running = launch(ctx, trace, runtime, base_url, registered.api_key, mcp_urls, data, **more)
             try:
@@ -246,7 +247,7 @@ class RolloutGatewayMixin(Generic[ConfigT]):
     async def _watch(
         self, running: Coroutine[Any, Any, vf.ProgramResult], base: str, rollouts: RolloutApi, rollout: str
     ) -> vf.ProgramResult:
-        """Run the program until it ends or can no longer reach the gateway. It has ended when this returns."""
+        """Run the program until it ends or can no longer reach the gateway. It is always stopped before this returns."""
         program = asyncio.ensure_future(running)
         watching = asyncio.ensure_future(self._wait_until_lost(base))
         try:
@@ -255,7 +256,7 @@ class RolloutGatewayMixin(Generic[ConfigT]):
                 return program.result()
             raise vf.TunnelError(watching.result())
         except asyncio.CancelledError:
-            # Cancel first: generation stops, and no call of the dying program becomes a turn.
+            # Cancel at the gateway first, so that generation stops and no further call of the program becomes a turn.
             await run_to_completion(_within(_END_S, rollouts.cancel(rollout)))
             raise
         finally:
@@ -264,9 +265,9 @@ class RolloutGatewayMixin(Generic[ConfigT]):
             await run_to_completion(_wait_all(program, watching))
 
     async def _wait_until_lost(self, base: str) -> str:
-        """Return when the gateway has not answered at this URL for too long. The program keeps the URL it was given."""
+        """Return an error message once the gateway has not answered at this URL for too long. The URL of a program cannot change."""
         answered = time.monotonic()
-        fresh = aiohttp.TCPConnector(force_close=True)  # an open connection says nothing about a new one
+        fresh = aiohttp.TCPConnector(force_close=True)  # an open connection does not prove that new ones work
         timeout = aiohttp.ClientTimeout(total=self.config.poll_interval + 5)
         async with aiohttp.ClientSession(connector=fresh, timeout=timeout) as http:
             while time.monotonic() - answered <= self.config.silence_s:
@@ -277,39 +278,37 @@ class RolloutGatewayMixin(Generic[ConfigT]):
                             answered = time.monotonic()
                 except (aiohttp.ClientError, TimeoutError, OSError):
                     pass
-        return f"the gateway has not answered at {base} for {self.config.silence_s:.0f} s; the rollout cannot continue"
+        return f"the gateway at {base} has not answered for {self.config.silence_s:.0f} s; the rollout cannot continue"
 
     async def _finish(
         self, rollouts: RolloutApi, trace: vf.Trace, runtime: vf.Runtime, error: BaseException | None
     ) -> None:
-        """Stop recording, put the turns into the trace, and call the hook. An earlier error takes precedence."""
+        """Stop recording, add the turns to the trace, and call the hook. An earlier error takes precedence."""
         try:
             await rollouts.unregister(trace.id)
             graft(trace, turns_from_trajectory(await rollouts.trajectory(trace.id)))
-        except vf.InterceptionError as lost:
+        except vf.InterceptionError as fetch_error:
             if error is None:
-                await self._call_after_rollout(trace, runtime, lost)
+                await self._call_after_rollout(trace, runtime, fetch_error)
                 raise
-            trace.info["turngate_lost"] = str(lost)
-            log.warning("rollout %s: its turns could not be fetched: %s", trace.id, lost)
+            trace.info["turngate_lost"] = str(fetch_error)
+            log.warning("rollout %s: could not fetch its turns: %s", trace.id, fetch_error)
         await self._call_after_rollout(trace, runtime, error)
 
     async def _call_after_rollout(self, trace: vf.Trace, runtime: vf.Runtime, error: BaseException | None) -> None:
         try:
             await self.after_rollout(trace, runtime)
-        except Exception:  # a subclass's code
+        except Exception:  # the hook is code of a subclass
             if error is None:
                 raise
-            log.exception("rollout %s: after_rollout failed, after %r", trace.id, error)
+            log.exception("rollout %s: after_rollout failed after an earlier error (%r)", trace.id, error)
 
 
 def gateway_url(config: Any) -> str:
     url: str = config.gateway or os.environ.get(GATEWAY, "")
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
-        problem = f"{url!r} is not an http(s) URL" if url else "is not set"
-        raise vf.InterceptionError(
-            f"gateway: {problem}; set harness.gateway or {GATEWAY} to the URL of `turngate serve`"
-        )
+        problem = f"gateway must be an http(s) URL, not {url!r}" if url else "gateway is not set"
+        raise vf.InterceptionError(f"{problem}; set harness.gateway or {GATEWAY} to the URL of `turngate serve`")
     return url
 
 
@@ -321,7 +320,7 @@ def _admin_key() -> str:
 
 
 def _registration(ctx: vf.ModelContext, trace: vf.Trace) -> dict[str, Json]:
-    """Build the registration from the run's sampling and limits."""
+    """Build the registration from the run's sampling settings and limits."""
     agent = trace.agent.config
     known = {field.name for field in msgspec.structs.fields(Sampling)} | {"max_tokens"}
     sampling = {k: v for k, v in ctx.sampling.model_dump(exclude_none=True).items() if k in known}

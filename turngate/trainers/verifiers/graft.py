@@ -1,9 +1,9 @@
-"""Recorded turns as a verifiers trace: its message graph, with ids, masks and log-probabilities.
+"""Convert recorded turns to a verifiers trace: a message graph with ids, masks and log-probabilities.
 
-verifiers trains every root-to-leaf branch of the graph by the masks of its nodes, so that a turn shared by two branches would be trained
-twice. Here each branch gets its own nodes, and a turn is trained in the first branch that has it: the branches equal the rows of
-`trace/sample.py`, token for token. A turn that is not trained is context, without log-probabilities. A node is a message; as in
-verifiers, the tokens of new messages precede the answer to them.
+verifiers trains every root-to-leaf branch of the graph according to the masks of its nodes, so a turn shared by two branches would be
+trained twice. Therefore each branch gets its own nodes, and a turn is trained only in the first branch that contains it. The branches
+equal the rows of `trace/sample.py`, token for token. An untrained turn becomes context, without log-probabilities. Each node is one
+message. As in verifiers, the node of an answer also contains the tokens of the new messages before it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _FINISH = ("stop", "length", "tool_calls")
 
 
 class GraftTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """A model call, and what it adds to the conversation."""
+    """A model call, with the messages and tokens it adds to the conversation."""
 
     id: int
-    parent: int | None  # the turn that it continues
-    first: bool  # of the main agent, not of a sub-agent
-    messages: Sequence[Json]  # new since the parent, in OpenAI's form
+    parent: int | None  # the turn that this one continues
+    first: bool  # made by the main agent, not by a sub-agent
+    messages: Sequence[Json]  # new since the parent, in OpenAI's format
     tools: Sequence[Json]
     context: Sequence[int]  # ids of the new messages
     ids: Sequence[int]
     logprobs: Sequence[float] | None
-    untrained: str  # why it is not trained; empty if it is
+    untrained: str  # why the turn is not trained; empty if it is
     message: Json
     finish: str
     model: str
@@ -41,12 +41,12 @@ class GraftTurn(msgspec.Struct, frozen=True, kw_only=True):
     fault: str = ""
 
 
-def turns_from_view(viewed: TraceView) -> list[GraftTurn]:
-    """Convert a trace of the gateway to turns."""
-    found = []
-    for turn in viewed.turns:
-        context = viewed.contexts[turn.parent]
-        found.append(
+def turns_from_view(view: TraceView) -> list[GraftTurn]:
+    """Convert a trace from the gateway to turns."""
+    turns = []
+    for turn in view.turns:
+        context = view.contexts[turn.parent]
+        turns.append(
             GraftTurn(
                 id=turn.id,
                 parent=context.parent,
@@ -59,23 +59,23 @@ def turns_from_view(viewed: TraceView) -> list[GraftTurn]:
                 untrained=turn.untrained,
                 message=turn.message,
                 finish=turn.finish,
-                model=viewed.config.model,
+                model=view.config.model,
                 sampling=turn.sampling or {},
                 started=turn.started,
                 ended=turn.ended,
                 fault=turn.fault,
             )
         )
-    return found
+    return turns
 
 
 def graft(trace: vf.Trace, turns: Sequence[GraftTurn]) -> None:
-    """Put the turns into an empty trace, all or none."""
+    """Add the turns to an empty trace. If the conversion fails, the trace is unchanged."""
     if trace.nodes:
-        raise ValueError(f"trace {trace.id} has a message graph already")
+        raise ValueError(f"trace {trace.id} already has a message graph")
     by_id = {turn.id: turn for turn in turns}
     nodes: list[vf.MessageNode] = []
-    places: dict[int, int] = {}  # node of each turn
+    places: dict[int, int] = {}  # index of each turn's node
     for chain in _chains(turns, by_id):
         _append_chain(chain, nodes, places)
     calls = [_build_call(turn, places.get(turn.id), _prompt_size(turn, by_id)) for turn in turns]
@@ -85,7 +85,7 @@ def graft(trace: vf.Trace, turns: Sequence[GraftTurn]) -> None:
 
 
 def _chains(turns: Sequence[GraftTurn], by_id: Mapping[int, GraftTurn]) -> list[list[GraftTurn]]:
-    """Return the branches with something to train, or all of them if there is none, so that they can be read."""
+    """Return the branches with something to train on, or all branches if there are none, so that the trace is not empty."""
     parents = {turn.parent for turn in turns}
     leaves = [turn for turn in turns if turn.id not in parents]
     chains = [_path(leaf, by_id) for leaf in leaves]
@@ -124,13 +124,14 @@ def _append_chain(chain: Sequence[GraftTurn], nodes: list[vf.MessageNode], place
                 vf.MessageNode(parent=parent, message=to_vf_message(wire), tools=tools, timestamp=turn.started)
             )
             parent = len(nodes) - 1
-        own = turn.id not in places  # else an earlier branch has it
+        own = turn.id not in places  # otherwise an earlier branch contains it
         trained = own and not turn.untrained and turn.logprobs is not None
         nodes.append(
             vf.MessageNode(
                 parent=parent,
                 message=to_vf_message(turn.message),
-                sampled=own and (bool(turn.ids) or turn.finish != "abort"),  # not a call that was aborted at once
+                sampled=own
+                and (bool(turn.ids) or turn.finish != "abort"),  # not a call aborted before it sampled anything
                 timestamp=turn.ended,
                 token_ids=[*turn.context, *turn.ids],
                 mask=[False] * len(turn.context) + [trained] * len(turn.ids),
@@ -156,7 +157,7 @@ def _build_call(turn: GraftTurn, node: int | None, prompt: int) -> vf.ModelCall:
 
 
 def to_vf_message(wire: Mapping[str, Any]) -> vf.Message:
-    """Convert a message in OpenAI's form."""
+    """Convert a message from OpenAI's format."""
     content = wire.get("content")
     match wire["role"]:
         case "assistant":
@@ -180,15 +181,15 @@ def to_vf_message(wire: Mapping[str, Any]) -> vf.Message:
 
 
 def _text(content: Json) -> str:
-    """Join the text of a string or of parts. Other parts are dropped: the trace trains tokens."""
+    """Return content as text. Parts that are not text are dropped, because training uses the token ids."""
     if isinstance(content, list):
         return "".join(part.get("text") or "" if isinstance(part, dict) else str(part) for part in content)
     return content or ""
 
 
-def _tools(given: Sequence[Json]) -> list[vf.Tool]:
-    """Convert tools of any dialect."""
-    declared = [one for tool in given for one in tool.get("functionDeclarations") or [tool]]
+def _tools(wire: Sequence[Json]) -> list[vf.Tool]:
+    """Convert tools from any dialect."""
+    declared = [one for tool in wire for one in tool.get("functionDeclarations") or [tool]]
     functions = [tool.get("function") or tool for tool in declared]
     return [
         vf.Tool(
