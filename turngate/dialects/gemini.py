@@ -15,7 +15,7 @@ import orjson
 from turngate.dialects.base import Route, WireRequest
 from turngate.dialects.gemini_history import (
     GeminiHistory,
-    build_system_piece,
+    build_system_content,
     read_field,
     read_fields,
     read_items,
@@ -189,7 +189,7 @@ def _decode_history(request: dict[str, msgspec.Raw], wire: WireRequest) -> Gemin
     if not contents:
         raise field_error("contents", "is not specified; it must contain at least one content")
     system = request.get("systemInstruction")
-    return GeminiHistory(contents, b"" if system is None else build_system_piece(system), before=wire.history)
+    return GeminiHistory(contents, b"" if system is None else build_system_content(system), before=wire.history)
 
 
 def _decode_config(request: dict[str, msgspec.Raw]) -> _Config:

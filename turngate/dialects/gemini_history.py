@@ -167,7 +167,7 @@ class GeminiHistory:
                 return _decode_user(turn, before if before is not None and before.speaker == "model" else None)
 
 
-def build_system_piece(raw: msgspec.Raw) -> bytes:
+def build_system_content(raw: msgspec.Raw) -> bytes:
     """Build the first content of a history from the system instruction, ignoring its role."""
     parts = read_fields(raw, "systemInstruction").get("parts", msgspec.Raw(b"[]"))
     return b'{"role":"system","parts":' + bytes(parts) + b"}"

@@ -1,6 +1,6 @@
 """Encoding of Anthropic Messages replies (streamed and whole), models and errors.
 
-Stream events are filled-in templates for speed: a reply has about ten events besides its text.
+For speed, stream events are templates with placeholders: a reply has about ten events besides its text.
 """
 
 from __future__ import annotations

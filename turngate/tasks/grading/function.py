@@ -93,7 +93,7 @@ class _SubjectSandbox:
                 grading_sandbox.open_sandbox(self._task, self._environment, life_s=self._life_s)
             )
             if self._work is not None:
-                await grading_sandbox.lay_work(sandbox, self._work.folder)
+                await grading_sandbox.upload_work(sandbox, self._work.folder)
             self._sandbox = sandbox
         return self._sandbox
 

@@ -1,7 +1,7 @@
 """A fresh sandbox for a grader, with the agent's work copied in. No agent ever runs in it.
 
     async with open_sandbox(task, environment, life_s=900) as sandbox:      # the task as the agent found it
-        notes = await lay_work(sandbox, work.folder)                        # the task as the agent left it
+        notes = await upload_work(sandbox, work.folder)                     # the task as the agent left it
 
 The sandbox is always removed.
 """
@@ -109,13 +109,13 @@ def tests_and_logs(sandbox: Sandbox, environment: GradingEnvironment) -> tuple[s
     return f"{sandbox.home}/grading{TESTS}", f"{sandbox.home}/grading{LOGS}"
 
 
-async def lay_work(
+async def upload_work(
     sandbox: Sandbox, folder: Path, *, exclude: Collection[str] = (), held: Sequence[str] = ()
 ) -> tuple[str, ...]:
     """Replace the contents of the working folder with the agent's work. The fresh `.git` stays unless the work has one.
 
-    Python caches are not copied. Python accepts an outdated cache if its source changed within the same second and kept its length, and
-    the work would then be graded with outdated code.
+    Files that the agent deleted are deleted here too. Python caches are not copied: Python accepts an outdated cache if its source changed
+    within the same second and kept its length, and the work would then be graded with outdated code.
 
     `exclude` lists parts of the work to leave out, and `held` lists files of the fresh folder to keep unchanged. Return the files that
     could not be copied.

@@ -62,7 +62,7 @@ async def run_grader(
         raise TaskError(f"task: {task.id}: the tests folder {grader.files} does not exist", param="tests")
     if not grader.probe:
         async with grading_sandbox.open_sandbox(task, environment, life_s=grader.timeout_s) as sandbox:
-            notes = await grading_sandbox.lay_work(sandbox, work.folder) if work is not None else ()
+            notes = await grading_sandbox.upload_work(sandbox, work.folder) if work is not None else ()
             reward = await _run_script(sandbox, grader, environment, log, {})
             return GraderResult(grade=Grade(kind="graded", reward=reward, notes=notes))
     async with grading_sandbox.scratch_folder() as folder:
@@ -79,7 +79,7 @@ async def _run_probe(
     await asyncio.to_thread(_copy_probe_files, grader.files, folder / "tests")
     (folder / "left").mkdir()
     async with grading_sandbox.open_sandbox(task, environment, life_s=grader.timeout_s) as sandbox:
-        notes = await grading_sandbox.lay_work(sandbox, work.folder) if work is not None else ()
+        notes = await grading_sandbox.upload_work(sandbox, work.folder) if work is not None else ()
         tests, logs = await _prepare(sandbox, environment, folder / "tests")
         await sandbox.exec(["mkdir", "-p", f"{logs}/probe"], cwd="/", timeout_s=grading_sandbox.STEP_TIMEOUT_S)
         done = await _exec(sandbox, grader.probe, grader.timeout_s, tests, logs, {})

@@ -139,7 +139,7 @@ async def run_grader(
         checksums = await _checksum_files(sandbox, test_files) if work is not None else {}
         await _apply_test_patch(sandbox, task, grader, test_files.changed, log)
         base = await _list_files(sandbox)
-        notes = await _lay_work_around_tests(sandbox, work, test_files, checksums, base) if work is not None else ()
+        notes = await _upload_work_around_tests(sandbox, work, test_files, checksums, base) if work is not None else ()
         await _install_work(sandbox, grader, log)
         evidence, code = await _run_tests(sandbox, grader, [path for path in base if test_files(path)], log)
     _check_decisive(grader, evidence, code, untouched=work is None)
@@ -239,7 +239,7 @@ def _steers_runner(parts: Sequence[str]) -> bool:
     )
 
 
-async def _lay_work_around_tests(
+async def _upload_work_around_tests(
     sandbox: Sandbox, work: Work, test_files: _TestFiles, checksums: Mapping[str, str], base: set[str]
 ) -> tuple[str, ...]:
     """Copy the work in around the tests. Return notes on what was set aside.
@@ -257,7 +257,7 @@ async def _lay_work_around_tests(
     notes = await asyncio.to_thread(
         _note_changes, work.folder, exclude, work_files, originals, test_files.settings & base
     )
-    return (*format_names(notes), *await grading_sandbox.lay_work(sandbox, work.folder, exclude=exclude, held=held))
+    return (*format_names(notes), *await grading_sandbox.upload_work(sandbox, work.folder, exclude=exclude, held=held))
 
 
 def _is_cache(path: str) -> bool:
