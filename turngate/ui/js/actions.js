@@ -53,21 +53,21 @@ async function act(id, verb, words, done) {
 
 /** @param {import("./record.js").Record} record @param {() => void} done */
 export async function cancel(record, done) {
-  const text = `${nameOf(record.row)} ends: generation stops, and its agent gets no more replies. Everything recorded is kept.`;
+  const text = `This ends ${nameOf(record.row)}. Generation stops, and the agent receives no more replies. Everything recorded is kept.`;
   if (await dialog.confirm("Cancel this rollout?", text, "Cancel the rollout", true))
     await act(record.id, "cancel", () => "The rollout was cancelled.", done);
 }
 
 /** @param {import("./record.js").Record} record @param {() => void} done */
 async function seal(record, done) {
-  const text = `The session of ${nameOf(record.row)} ends: its agent gets no more replies. What it did so far can be trained.`;
+  const text = `This ends the session of ${nameOf(record.row)}. The agent receives no more replies. Its turns so far can be trained on.`;
   if (await dialog.confirm("Seal this rollout?", text, "Seal the session"))
     await act(record.id, "seal", () => "The session was sealed.", done);
 }
 
 /** @param {import("./record.js").Record} record @param {() => void} done */
 async function again(record, done) {
-  const text = `${nameOf(record.row)} gets a new attempt, with its own session and sandbox. This attempt is kept.`;
+  const text = `This starts a new attempt of ${nameOf(record.row)}, with its own session and sandbox. The current attempt is kept.`;
   if (await dialog.confirm("Retry this rollout?", text, "Retry the rollout"))
     await act(record.id, "retry", (got) => got.message, done);
 }

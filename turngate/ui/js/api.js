@@ -1,6 +1,6 @@
 /**
- * The gateway's API for the page: one function per route of `/page/api`. Only this module fetches. It calls `signedOut` when a login has
- * expired.
+ * The gateway's API for the page: one function per route of `/page/api`. No other module makes requests. It calls `signedOut` when a
+ * login has expired.
  *
  * `turngate/server/web` defines the replies.
  */
@@ -9,7 +9,7 @@ const BASE = "/page/api";
 
 /** @typedef {Object<string, any>} Json */
 
-/** An error reply. `status` is the HTTP status; 0: the gateway could not be reached. */
+/** An error reply. `status` is the HTTP status, or 0 if the gateway could not be reached. */
 export class Refused extends Error {
   /**
    * @param {string} message
@@ -22,7 +22,7 @@ export class Refused extends Error {
 }
 
 /**
- * Ignore the failure of a request that is repeated soon. The bar shows that the gateway cannot be reached.
+ * Ignore the failure of a request that will soon be repeated. The bar shows that the gateway cannot be reached.
  * @param {unknown} error
  */
 export function passOver(error) {
@@ -30,7 +30,7 @@ export function passOver(error) {
 }
 
 /**
- * The reply, or `instead` if the status is 404.
+ * Return the reply, or `instead` if the status is 404.
  * @param {Promise<Json>} asked
  * @param {Json} instead
  * @returns {Promise<Json>}
@@ -45,7 +45,7 @@ export function orElse(asked, instead) {
 /** @type {() => void} */
 let signedOut = () => {};
 
-/** @param {() => void} callback called when a reply says that the login has expired */
+/** @param {() => void} callback called when a reply indicates that the login has expired */
 export function onSignedOut(callback) {
   signedOut = callback;
 }
@@ -76,7 +76,7 @@ async function complaint(reply) {
   try {
     return String(JSON.parse(text).error.message);
   } catch {
-    return `The gateway responded with ${reply.status} ${reply.statusText}.`; // not from the gateway itself, but from a proxy
+    return `The gateway responded with ${reply.status} ${reply.statusText}.`; // from a proxy, not from the gateway
   }
 }
 

@@ -1,7 +1,7 @@
-/** Scales and ticks of a chart's axes. */
+/** Scales and ticks for the axes of a chart. */
 
 /**
- * A function from numbers to pixels.
+ * Return a function that maps numbers to pixels.
  * @param {number} low
  * @param {number} high
  * @param {number} from pixels of `low`
@@ -9,16 +9,16 @@
  * @returns {(value: number) => number}
  */
 export function scale(low, high, from, to) {
-  const span = high / 2 - low / 2 || 1; // halves: the whole of it may be more than a number can be
+  const span = high / 2 - low / 2 || 1; // halved first, because the full span may overflow
   const shift = high === low ? (to - from) / 2 : 0;
   return (value) => from + shift + ((value / 2 - low / 2) / span) * (to - from);
 }
 
-/** Relative to the numbers: values closer than this have no distinct round numbers. */
+/** The smallest relative distance at which two values have distinct round numbers between them. */
 const FINEST = 1e-11;
 
 /**
- * About `wanted` round numbers from `low` to `high`, or the two ends if there are no distinct ones.
+ * Return about `wanted` round numbers from `low` to `high`, or just the two ends if there are no distinct ones.
  * @param {number} low
  * @param {number} high
  * @param {number} wanted
@@ -40,11 +40,11 @@ export function nice(low, high, wanted) {
   );
 }
 
-/** Steps of a clock, in seconds. */
+/** Steps of a time axis, in seconds. */
 const CLOCK = [1, 5, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800];
 
 /**
- * Times at which a clock would be looked at: about `wanted` of them.
+ * Return about `wanted` round times, such as full hours or minutes.
  * @param {number} low seconds since 1970
  * @param {number} high
  * @param {number} wanted
@@ -55,7 +55,7 @@ export function times(low, high, wanted) {
   const rough = (high - low) / wanted;
   const week = CLOCK[CLOCK.length - 1];
   const step = CLOCK.find((size) => size >= rough) ?? Math.ceil(rough / week) * week;
-  const zone = new Date(low * 1000).getTimezoneOffset() * 60; // whole hours where the reader is
+  const zone = new Date(low * 1000).getTimezoneOffset() * 60; // so that ticks are at whole hours in the reader's time zone
   const first = Math.ceil((low - zone) / step) * step + zone;
   return Array.from({ length: wanted + 2 }, (_, i) => first + i * step).filter((at) => at <= high);
 }

@@ -10,24 +10,24 @@ import { line, table } from "./table.js";
 
 const ROOM = { top: 12, right: 14, bottom: 34, left: 52 };
 const HEIGHT = 190;
-const WIDEST = 56; // pixels of a bar
+const WIDEST = 56; // maximum width of a bar, in pixels
 
 /**
  * @typedef {[number, number | null]} Point
- * @typedef {{name: string, points: Point[], kind?: "line" | "dots" | "bars", shade?: number, faint?: boolean}} Series `shade`: which
- *   colour, from 0; `faint`: behind another one
+ * @typedef {{name: string, points: Point[], kind?: "line" | "dots" | "bars", shade?: number, faint?: boolean}} Series `shade` is the
+ *   index of the colour; a `faint` series is drawn behind the others
  * @typedef {object} Options
  * @property {string} title
- * @property {string} x what the horizontal axis counts, with its unit
+ * @property {string} x label of the horizontal axis, with its unit
  * @property {string} y
  * @property {Series[]} series
  * @property {boolean} [clock] the horizontal axis is time, in seconds
  * @property {(value: number) => string} [xText]
  * @property {(value: number) => string} [yText]
- * @property {boolean} [whole] only whole numbers stand on the horizontal axis
- * @property {boolean} [wholeY] and on the vertical one
- * @property {[number, number]} [yRange] where it is known; else from the numbers
- * @property {string} [empty] what to say where there are no numbers
+ * @property {boolean} [whole] label only whole numbers on the horizontal axis
+ * @property {boolean} [wholeY] label only whole numbers on the vertical axis
+ * @property {[number, number]} [yRange] range of the vertical axis; by default, that of the data
+ * @property {string} [empty] text to show if there is no data
  */
 
 /**
@@ -56,7 +56,7 @@ export function chart(options) {
   return figure;
 }
 
-/** Without what has no place on an axis. @param {Series} one @returns {Series} */
+/** Remove the points that cannot be placed on an axis. @param {Series} one @returns {Series} */
 function drawable(one) {
   const placed = one.points.filter((p) => Number.isFinite(p[0]));
   return { ...one, points: placed.map(([at, value]) => [at, Number.isFinite(value) ? value : null]) };
@@ -177,7 +177,7 @@ function axes(options, x, y, width, yRange, xRange) {
  * @param {(v: number) => number} x
  * @param {(v: number) => number} y
  * @param {number} zero
- * @param {number} half of a bar's place
+ * @param {number} half half the space available for a bar
  */
 function shape(one, shade, x, y, zero, half) {
   const known = /** @type {[number, number][]} */ (one.points.filter((p) => p[1] !== null));
@@ -202,7 +202,7 @@ function shape(one, shade, x, y, zero, half) {
 }
 
 /**
- * The numbers under the pointer, or where the arrow keys went.
+ * Show the numbers under the pointer, or at the point selected with the arrow keys.
  * @param {HTMLElement} picture
  * @param {HTMLElement} readout
  * @param {Options} options

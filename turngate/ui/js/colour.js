@@ -14,7 +14,7 @@ export const STEPS = [
 ];
 
 /**
- * The class of a sampled token.
+ * Return the CSS class of a sampled token.
  * @param {number | null | undefined} logprob
  */
 export function stepOf(logprob) {

@@ -22,7 +22,7 @@ export function open(title, content, size = "") {
   dialog.addEventListener("click", (/** @type {MouseEvent} */ event) => {
     if (event.target === dialog) dialog.close();
   });
-  dialog.addEventListener("close", () => dialog.remove()); // the browser itself gives the focus back
+  dialog.addEventListener("close", () => dialog.remove()); // the browser restores the focus
   document.body.append(dialog);
   dialog.showModal();
   return dialog;

@@ -1,12 +1,12 @@
 /**
  * Create elements. All modules use `el` and `svg`, and nothing else creates markup: text becomes text nodes, so an agent's output is
- * never parsed as HTML. Attributes that could run code are rejected, and invisible characters get a sign.
+ * never parsed as HTML. Attributes that could run code are rejected, and invisible characters are replaced by visible signs.
  */
 
 import { seen } from "./hidden.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const TOLD = new Set(["title", "aria-label", "placeholder"]); // attributes that are read
+const TOLD = new Set(["title", "aria-label", "placeholder"]); // attributes whose text is shown or read out
 
 /**
  * @typedef {Node | string | number | null | undefined | false} Child
@@ -14,7 +14,7 @@ const TOLD = new Set(["title", "aria-label", "placeholder"]); // attributes that
  */
 
 /**
- * An HTML element.
+ * Create an HTML element.
  * @param {string} spec its tag and classes: "div.row.is-new"
  * @param {Props | null} [props]
  * @param {...(Child | Child[])} kids
@@ -26,7 +26,7 @@ export function el(spec, props, ...kids) {
 }
 
 /**
- * An SVG element.
+ * Create an SVG element.
  * @param {string} spec
  * @param {Props | null} [props]
  * @param {...(Child | Child[])} kids
@@ -38,7 +38,7 @@ export function svg(spec, props, ...kids) {
 }
 
 /**
- * Replaces what is in `parent`.
+ * Replace the content of `parent`.
  * @param {Element} parent
  * @param {...(Child | Child[])} kids
  */
@@ -47,7 +47,7 @@ export function fill(parent, ...kids) {
 }
 
 /**
- * Appends to `parent`, leaving out what is empty.
+ * Append to `parent`, skipping empty children.
  * @param {Element} parent
  * @param {...(Child | Child[])} kids
  */
@@ -84,9 +84,9 @@ function set(made, name, value) {
   } else if (name === "class") {
     made.classList.add(...String(value).split(" ").filter(Boolean));
   } else if (/^on|^style$|^srcdoc$/i.test(name)) {
-    throw new Error(`${name}: elements are made without scripts and styles of their own`);
+    throw new Error(`attribute ${name} is not allowed, because it could contain inline scripts or styles`);
   } else if (/^(href|src|action|formaction|xlink:href)$/i.test(name) && !/^(#|\/(?!\/))/.test(String(value))) {
-    throw new Error(`${name}: ${value} leads away from this page`);
+    throw new Error(`attribute ${name} must be an address on this site, not ${value}`);
   } else {
     made.setAttribute(name, value === true ? "" : TOLD.has(name) ? seen(String(value)) : String(value));
   }

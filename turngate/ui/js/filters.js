@@ -49,7 +49,7 @@ export function menu(label, value, choices, changed) {
 }
 
 /**
- * A row of buttons, one of which is pressed.
+ * Create a row of buttons, one of which is pressed.
  * @param {string} label
  * @param {[string, string][]} choices value and text
  * @param {string} value

@@ -3,11 +3,11 @@
 import { el } from "./dom.js";
 
 const NONE = "–";
-const HUGE = 1e12; // from here on a power of ten is easier to read than the digits
+const HUGE = 1e12; // from here on, scientific notation is easier to read
 const whole = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 
 /**
- * 12,345.
+ * Format a count, such as 12,345.
  * @param {number | null | undefined} value
  */
 export function count(value) {
@@ -15,7 +15,7 @@ export function count(value) {
 }
 
 /**
- * 12.3 k, where there is little room.
+ * Format a count for narrow spaces, such as 12.3 k.
  * @param {number | null | undefined} value
  */
 export function short(value) {
@@ -32,7 +32,7 @@ export function short(value) {
 }
 
 /**
- * With a readable number of digits. An unknown value is a dash, never 0.
+ * Format a number with a readable number of digits. An unknown value is a dash, never 0.
  * @param {number | null | undefined} value
  * @param {number} [digits]
  */
@@ -46,7 +46,7 @@ export function number(value, digits = 3) {
 }
 
 /**
- * A reward or advantage: a fixed number of digits, so that columns line up.
+ * Format a reward or advantage with a fixed number of digits, so that columns line up.
  * @param {number | null | undefined} value
  * @param {boolean} [signed]
  */
@@ -57,7 +57,7 @@ export function score(value, signed = false) {
 }
 
 /**
- * 37 %.
+ * Format a share, such as 37 %.
  * @param {number | null | undefined} share
  */
 export function percent(share) {
@@ -77,7 +77,7 @@ export function bytes(size) {
 }
 
 /**
- * 4.2 s, 3 min 20 s, 2 h 5 min.
+ * Format a duration, such as 4.2 s, 3 min 20 s or 2 h 5 min.
  * @param {number | null | undefined} seconds
  */
 export function duration(seconds) {
@@ -91,7 +91,7 @@ export function duration(seconds) {
 }
 
 /**
- * 3 min ago.
+ * Format a time relative to now, such as 3 min ago.
  * @param {number} time seconds since 1970
  */
 export function ago(time) {
@@ -104,7 +104,7 @@ export function ago(time) {
 }
 
 /**
- * 2026-11-15 14:03:07, in the reader's own time.
+ * Format a time in the reader's time zone, such as 2026-11-15 14:03:07.
  * @param {number} time
  */
 export function clock(time) {
@@ -115,7 +115,7 @@ export function clock(time) {
 }
 
 /**
- * A `<time>` that says since when, tells the exact time when it is pointed at, and is kept true by `tick`.
+ * Create a `<time>` that shows a relative time, with the exact time as its tooltip. `tick` keeps it up to date.
  * @param {number | null | undefined} time
  * @returns {HTMLElement}
  */
@@ -125,7 +125,7 @@ export function when(time) {
   return el("time", { datetime: exact, title: `${clock(time)} (${exact})`, data: { since: time }, text: ago(time) });
 }
 
-/** Brings every relative time on the page up to date; `main.js` calls it every few seconds. */
+/** Update every relative time on the page. `main.js` calls it every few seconds. */
 export function tick() {
   for (const shown of document.querySelectorAll("time[data-since]")) {
     const text = ago(Number(shown.getAttribute("data-since")));
@@ -134,7 +134,7 @@ export function tick() {
 }
 
 /**
- * "1 turn", "2 turns".
+ * Format a count with a noun, such as "1 turn" or "2 turns".
  * @param {number} amount
  * @param {string} one
  * @param {string} [many]

@@ -10,12 +10,12 @@
  * @property {number} lane
  * @property {number | null} parent index of the row of the turn before it
  * @property {string} cause why a branch starts here; empty if none does
- * @property {number | null} left index of the row that a branch with a beginning of its own has left
+ * @property {number | null} left index of the row that a branch with its own root was forked from
  * @property {Json | null} fork what is known about the fork
  */
 
 /**
- * @param {Json} tree as the API tells it
+ * @param {Json} tree as the API returns it
  * @returns {{rows: Row[], lanes: number}}
  */
 export function layout(tree) {
@@ -47,7 +47,7 @@ export function layout(tree) {
 }
 
 /**
- * The row of a node; of a context's nearest turn above it.
+ * Return the row of a node or, for a context, of the nearest turn above it.
  * @param {Map<number, Json>} byId
  * @param {Map<number, number>} rowOf
  * @param {number | null} id
@@ -63,20 +63,20 @@ function turnAt(byId, rowOf, id) {
 }
 
 /**
- * Gives each row its lane: the main branch has the first; every other branch the first one that is free from where it begins to its end.
+ * Assign a lane to each row. The main branch has the first lane; every other branch has the first lane that is free along its whole length.
  * @param {Row[]} rows
  * @param {number | null} main the row of the main branch's last turn
  */
 function laned(rows, main) {
   const lane = new Array(rows.length).fill(-1);
   for (let at = main; at !== null; at = rows[at].parent) lane[at] = 0;
-  const heir = rows.map(() => -1); // the row that goes on in the same lane
+  const heir = rows.map(() => -1); // the row that continues in the same lane
   rows.forEach((row, i) => {
     if (row.parent === null) return;
     const mine = lane[i] === 0 && lane[row.parent] === 0;
     if (mine || (heir[row.parent] === -1 && lane[row.parent] !== 0)) heir[row.parent] = i;
   });
-  /** @type {number[]} for each lane, the row up to which it is taken */
+  /** @type {number[]} for each lane, the row up to which it is occupied */
   const taken = [rows.length];
   rows.forEach((row, i) => {
     if (lane[i] !== -1) return;

@@ -25,8 +25,8 @@ const HEADS = [
 
 /**
  * @param {Json} group
- * @param {{evidence: Map<string, Json>, picked: string[], at: number, pick: (id: string) => void}} how `evidence`: facts from the
- *   traces; `picked`: the rollouts to compare; `at`: the row selected by keyboard
+ * @param {{evidence: Map<string, Json>, picked: string[], at: number, pick: (id: string) => void}} how `evidence` has facts from
+ *   the traces, `picked` the rollouts to compare, and `at` the row selected by keyboard
  */
 export function rolloutsOf(group, { evidence, picked, at, pick }) {
   if (!group.rollouts.length) {
@@ -62,7 +62,7 @@ function forks(causes) {
   return parts.join(", ") || "none";
 }
 
-/** A rollout's name without the group's name. @param {string} group @param {string} name */
+/** Return a rollout's name without the group's name. @param {string} group @param {string} name */
 function within(group, name) {
   return name.startsWith(`${group}.`) ? `rollout ${name.slice(group.length + 1)}` : name;
 }

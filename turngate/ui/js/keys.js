@@ -1,6 +1,6 @@
 /**
- * Keyboard shortcuts. One listener serves the page; each view has its own bindings, and `?` lists them. Keys typed into a field stay in
- * the field, except Escape, which leaves it.
+ * Keyboard shortcuts. The page has one listener; each view has its own bindings, and `?` lists them. While a field has the focus, only
+ * Escape is handled, and it leaves the field.
  */
 
 /**

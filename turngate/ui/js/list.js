@@ -138,7 +138,7 @@ export class List {
     if (at !== undefined) this.window.element.setAttribute("aria-activedescendant", `row-${at}`);
   }
 
-  /** By position, not by element: a row may be redrawn between press and release. @param {MouseEvent} event */
+  /** Find the row by position, because its element may be redrawn between press and release. @param {MouseEvent} event */
   #clicked(event) {
     if (event.target instanceof Element && event.target.closest("a, button")) return;
     const box = this.window.space.getBoundingClientRect();

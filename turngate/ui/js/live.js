@@ -9,8 +9,8 @@ const FIRST_MS = 500;
 const LONGEST_MS = 15000;
 
 /**
- * @typedef {{rollouts: api.Json[], gone: string[], reload: boolean, gateway: api.Json | null}} Changes `reload`: there are more
- *   changes than listed
+ * @typedef {{rollouts: api.Json[], gone: string[], reload: boolean, gateway: api.Json | null}} Changes `reload` means that
+ *   there are more changes than listed
  */
 
 export class Live {
@@ -46,7 +46,7 @@ export class Live {
     this.source = null;
   }
 
-  /** Reconnect at once. */
+  /** Reconnect immediately. */
   now() {
     if (this.failures) this.#again();
   }

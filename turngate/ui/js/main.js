@@ -1,12 +1,12 @@
 /**
  * The page: login, the view of each address, the bar, and the live connection. It imports the views; they do not import each other.
  *
- * A view is made by its `show(place)` and is an object with
- *   element   what is shown
- *   title     of the window
- *   keys      what the keyboard does in it (optional)
+ * A view is created by its `show(place)`. It is an object with
+ *   element   the element to show
+ *   title     the title of the window
+ *   keys      its keyboard shortcuts (optional)
  *   changed   called with changes of rollouts (optional)
- *   moved     called with a new address of the same view; false: create the view again (optional)
+ *   moved     called with a new address of the same view; returns false if the view must be created again (optional)
  *   leave     called when another view is shown (optional)
  */
 
@@ -58,7 +58,7 @@ const state = /** @type {HTMLElement} */ (document.getElementById("live"));
 /** @type {View | null} */
 let view = null;
 let shown = ""; // the name and first part of the current address
-let inside = false; // logged in
+let inside = false; // whether the user is logged in
 let moves = 0; // address changes within the page
 
 const live = new Live((changes) => view?.changed?.(changes), showState);

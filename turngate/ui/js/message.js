@@ -40,7 +40,7 @@ export function messageOf(message, whole) {
 }
 
 /**
- * A foldable part. Its text is created when it is first opened.
+ * Create a foldable part. Its text is created when it is first opened.
  * @param {string} kind
  * @param {string} line the line shown while folded
  * @param {string} text
@@ -82,7 +82,7 @@ function callOf(call) {
   return made;
 }
 
-/** Arguments, indented if they are JSON, else unchanged. @param {any} given */
+/** Format arguments: indented if they are JSON, otherwise unchanged. @param {any} given */
 function argumentsOf(given) {
   const parsed = read(given);
   if (parsed === undefined) return String(given ?? "");
@@ -94,7 +94,7 @@ function argumentsOf(given) {
   return JSON.stringify(parsed, null, 2);
 }
 
-/** The most telling argument: the command or the file. @param {any} given */
+/** Return the most informative argument: the command or the file. @param {any} given */
 export function briefly(given) {
   const parsed = read(given);
   if (!parsed || typeof parsed !== "object") return String(given ?? "");
@@ -108,12 +108,12 @@ function read(given) {
   try {
     return JSON.parse(given);
   } catch (error) {
-    if (error instanceof SyntaxError) return undefined; // models write broken JSON too
+    if (error instanceof SyntaxError) return undefined; // models sometimes write invalid JSON
     throw error;
   }
 }
 
-/** The text of a content: a string, or parts of it. @param {any} content @returns {string} */
+/** Return the text of a message's content, which is a string or a list of parts. @param {any} content @returns {string} */
 export function textOf(content) {
   if (content === null || content === undefined) return "";
   if (typeof content === "string") return content;

@@ -5,7 +5,7 @@ import { el, fill } from "./dom.js";
 const STAYS_MS = 6000;
 
 /**
- * A short message, read out by screen readers.
+ * Show a short message, which screen readers read out.
  * @param {string} text
  * @param {"info" | "bad"} [tone]
  */
@@ -18,7 +18,7 @@ export function say(text, tone = "info") {
 }
 
 /**
- * A box for empty content: why it is empty, and what to do.
+ * Create a box for empty content: why it is empty, and what to do.
  * @param {string} title
  * @param {string} advice
  * @param {...any} extra
@@ -28,7 +28,7 @@ export function empty(title, advice, ...extra) {
 }
 
 /**
- * A box for content that could not be loaded.
+ * Create a box for content that could not be loaded.
  * @param {unknown} error
  * @param {() => void} [again]
  */
@@ -44,13 +44,13 @@ export function failed(error, again) {
   );
 }
 
-/** A box for content that is loading. */
+/** Create a box for content that is loading. */
 export function loading() {
   return el("div.loading", { role: "status" }, el("span.spinner", { "aria-hidden": "true" }), "Loading …");
 }
 
 /**
- * Show what `make` resolves to in `place`: a spinner first, and the error if it fails.
+ * Show the result of `make` in `place`: first a spinner, then the content, or the error if it fails.
  * @param {Element} place
  * @param {() => Promise<any>} make
  */

@@ -1,11 +1,11 @@
 /**
- * Throttled loading: one load at a time, with a pause in between, and once more if something changed during a load. Live views use it.
+ * Throttled loading: one load at a time, with pauses in between, and another load if something changed during one. Live views use it.
  */
 
 export class Paced {
   /**
-   * @param {() => Promise<any>} load says itself what went wrong
-   * @param {number} apart milliseconds that changes are gathered for
+   * @param {() => Promise<any>} load reports its own errors
+   * @param {number} apart milliseconds between loads, in which changes are collected
    */
   constructor(load, apart) {
     this.load = load;
@@ -13,17 +13,17 @@ export class Paced {
     this.timer = 0;
     this.loading = false;
     this.left = false;
-    /** @type {"" | "soon" | "now"} what was asked for during a load */
+    /** @type {"" | "soon" | "now"} the kind of load requested during a load */
     this.again = "";
   }
 
-  /** Something has changed. */
+  /** Load soon, because something has changed. */
   soon() {
     if (this.loading) this.again ||= "soon";
     else if (!this.left) this.timer ||= setTimeout(() => this.now(), this.apart);
   }
 
-  /** Somebody waits for it. */
+  /** Load now, because the user is waiting. */
   async now() {
     if (this.loading) this.again = "now";
     if (this.loading || this.left) return;
@@ -41,7 +41,7 @@ export class Paced {
     }
   }
 
-  /** Nobody looks any more: nothing is loaded from now on. */
+  /** Stop loading, because the view is no longer shown. */
   leave() {
     this.left = true;
     clearTimeout(this.timer);

@@ -63,7 +63,7 @@ export class Record {
     this.byId = new Map(tree.nodes.map((/** @type {Json} */ node) => [node.id, node]));
   }
 
-  /** The path from the root to a node. @param {number | null} leaf @returns {number[]} */
+  /** Return the path from the root to a node. @param {number | null} leaf @returns {number[]} */
   path(leaf) {
     const found = [];
     for (let at = leaf; at !== null && at !== undefined; at = this.byId.get(at)?.parent ?? null) found.push(at);
@@ -71,7 +71,7 @@ export class Record {
   }
 
   /**
-   * Nodes in the order of recording: the main conversation across compactions, or all.
+   * Return nodes in the order of recording: those of the main conversation, across compactions, or all.
    * @param {boolean} [all]
    * @returns {number[]}
    */
@@ -92,7 +92,7 @@ export class Record {
     return found.length ? found : this.path(this.tree.main);
   }
 
-  /** The leaf of the longest branch through a node. @param {number} node */
+  /** Return the leaf of the longest branch through a node. @param {number} node */
   leafThrough(node) {
     const through = this.tree.branches.find((/** @type {Json} */ branch) => this.path(branch.leaf).includes(node));
     return through?.leaf ?? node;
@@ -103,7 +103,7 @@ export class Record {
     return this.tree.forks.find((/** @type {Json} */ fork) => fork.node === node);
   }
 
-  /** The name of a branch: its role and its turns. @param {Json} branch */
+  /** Return the name of a branch: its role and its turns. @param {Json} branch */
   nameOf(branch) {
     const turns = this.path(branch.leaf)
       .map((id) => this.byId.get(id))

@@ -24,15 +24,15 @@ function decoded(part) {
   try {
     return decodeURIComponent(part);
   } catch (error) {
-    if (error instanceof URIError) return part; // a lone % typed by hand
+    if (error instanceof URIError) return part; // such as a lone % typed by the user
     throw error;
   }
 }
 
 /**
- * The address of a view.
+ * Return the address of a view.
  * @param {string[]} path
- * @param {Object<string, string | number | null | undefined>} [query] what is empty is left out
+ * @param {Object<string, string | number | null | undefined>} [query] empty values are omitted
  */
 export function href(path, query = {}) {
   const search = new URLSearchParams();
@@ -49,14 +49,14 @@ export function here() {
 }
 
 /**
- * @param {string} address as `href` makes it
+ * @param {string} address as returned by `href`
  */
 export function go(address) {
   location.hash = address;
 }
 
 /**
- * Changes the address without going anywhere: for what a view is looking at now.
+ * Change the address without navigating, to reflect what a view currently shows.
  * @param {string} address
  */
 export function note(address) {

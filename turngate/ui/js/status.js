@@ -1,4 +1,4 @@
-/** Badges and cells for states, classes, rewards and names of rollouts, in all views. Never by colour alone: each has a word. */
+/** Badges and cells for states, classes, rewards and names of rollouts, in all views. None relies on colour alone. */
 
 import { el, svg } from "./dom.js";
 import { score } from "./format.js";
@@ -42,7 +42,7 @@ function badge(text, look, title) {
   return el("span.badge", { class: look[0], title }, sign, text);
 }
 
-/** A rollout's state as a badge: its stage while it runs, then its class. @param {Json} row */
+/** Create a badge for a rollout's state: its stage while it runs, then its class. @param {Json} row */
 export function state(row) {
   if (row.status === "done" && row.class) {
     const failedGrade = row.class === "graded" && !passed(row);
@@ -63,7 +63,7 @@ export function roleBadge(role) {
   return badge(role, ROLE[role] ?? ["", ""]);
 }
 
-/** The cause of a fork. @param {string} cause */
+/** Create a badge for the cause of a fork. @param {string} cause */
 export function causeBadge(cause) {
   const sign = svg(
     "svg.fork-sign",
@@ -73,17 +73,17 @@ export function causeBadge(cause) {
   return el("span.badge.is-warn", { title: `fork: ${cause}` }, sign, cause);
 }
 
-/** Whether a rollout passed: by its grader, else by a reward of 1. @param {Json} row */
+/** Return whether a rollout passed, according to its grader or else by a reward of 1. @param {Json} row */
 export function passed(row) {
   return row.resolved ?? (row.reward !== null && row.reward >= 1);
 }
 
-/** Whether a rollout is still running. @param {Json} row */
+/** Return whether a rollout is still running. @param {Json} row */
 export function lives(row) {
   return row.status === "starting" || row.status === "running" || row.status === "finishing";
 }
 
-/** A reward with a bar, or a dash if it is unknown. @param {number | null} reward */
+/** Create a cell with a reward and a bar, or a dash if the reward is unknown. @param {number | null} reward */
 export function rewardCell(reward) {
   if (reward === null) return el("span.reward.muted", { title: "no reward", text: "–" });
   const bar = el("span.reward-bar", { "aria-hidden": "true" }, el("span"));
@@ -91,7 +91,7 @@ export function rewardCell(reward) {
   return el("span.reward", { title: String(reward) }, bar, score(reward));
 }
 
-/** The policy versions that sampled a rollout. @param {Json} row */
+/** Format the policy versions that sampled a rollout. @param {Json} row */
 export function versions(row) {
   if (row.version_start === null || row.version_start === undefined) return "–";
   return row.version_start === row.version_end ? `v${row.version_start}` : `v${row.version_start}–${row.version_end}`;
@@ -108,7 +108,7 @@ export function addressOf(id, tab = "") {
 }
 
 /**
- * A list of labelled values, shown above a view.
+ * Create a list of labelled values, which is shown above a view.
  * @param {[string, any, string?][]} pairs label, value and tooltip
  */
 export function facts(pairs) {

@@ -3,12 +3,12 @@
 import { el } from "./dom.js";
 
 /**
- * @typedef {[string, "num" | ""]} Head its text, and whether it is a column of numbers
+ * @typedef {[string, "num" | ""]} Head the column's title, and whether it contains numbers
  */
 
 /**
  * @param {Head[]} heads
- * @param {Element[]} lines rows, as `line` makes them
+ * @param {Element[]} lines rows created by `line`
  */
 export function table(heads, lines) {
   const head = el("tr", null, ...heads.map(([text, look]) => el("th", { class: look, scope: "col", text })));
@@ -16,7 +16,7 @@ export function table(heads, lines) {
 }
 
 /**
- * @param {Head[]} heads the columns that it is a row of
+ * @param {Head[]} heads the columns of the table
  * @param {any[]} cells texts, or nodes
  * @param {string} [look]
  */

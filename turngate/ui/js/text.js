@@ -1,17 +1,17 @@
 /**
- * Text of agents and tools, unchanged: characters that would hide, reverse or overwrite text get a visible sign, and a long text is shown
- * in part until more is requested.
+ * Show text of agents and tools. Characters that would hide, reverse or overwrite text are replaced by visible signs, and a long text is
+ * shown in part until the user requests more.
  */
 
 import { el } from "./dom.js";
 import { bytes } from "./format.js";
 import { codeOf, HIDDEN, signOf } from "./hidden.js";
 
-const PIECE = 6000; // characters that are shown at once
-const MORE = 60000; // and with every click after that
+const PIECE = 6000; // characters shown initially
+const MORE = 60000; // additional characters shown with every click
 
 /**
- * A fragment with `text`, every hidden character as a small sign that names it.
+ * Create a fragment with `text`, in which every invisible character is replaced by a small sign that names it.
  * @param {string} text
  * @returns {DocumentFragment}
  */
@@ -36,10 +36,10 @@ function sign(character) {
 }
 
 /**
- * A block of preformatted text, in part where it is long.
+ * Create a block of preformatted text. A long text is shown in part.
  * @param {string} text
  * @param {string} [spec] the element: "pre.code"
- * @param {number} [first] characters that are shown at once
+ * @param {number} [first] characters shown initially
  * @returns {HTMLElement}
  */
 export function block(text, spec = "pre.said", first = PIECE) {
@@ -63,7 +63,7 @@ export function block(text, spec = "pre.said", first = PIECE) {
 }
 
 /**
- * `at`, moved so that no character is cut in half.
+ * Return `at`, moved so that no character is cut in half.
  * @param {string} text
  * @param {number} at
  */
@@ -73,7 +73,7 @@ function whole(text, at) {
 }
 
 /**
- * The first line of a text, for where there is room for one.
+ * Return the first line of a text, for places with room for only one.
  * @param {string} text
  * @param {number} [length]
  */
@@ -86,7 +86,7 @@ export function firstLine(text, length = 140) {
 }
 
 /**
- * A token's text in which spaces and line ends can be seen.
+ * Make the spaces and line ends in a token's text visible.
  * @param {string} text
  */
 export function visible(text) {

@@ -1,16 +1,16 @@
-/** The theme: light, dark or system. The choice is all that the page stores in the browser. */
+/** The theme: light, dark or system. This choice is the only thing that the page stores in the browser. */
 
 const NAME = "turngate-theme";
 const NEXT = /** @type {Object<string, string>} */ ({ "": "light", light: "dark", dark: "" });
 const SIGN = /** @type {Object<string, string>} */ ({ "": "◐", light: "☀", dark: "☾" });
 
-/** @param {HTMLButtonElement} button switches from one to the next */
+/** @param {HTMLButtonElement} button switches to the next theme */
 export function start(button) {
   const show = (/** @type {string} */ theme) => {
     if (theme) document.documentElement.dataset.theme = theme;
     else delete document.documentElement.dataset.theme;
     button.textContent = SIGN[theme];
-    button.title = `Theme: ${theme || "as the system has it"} (T)`;
+    button.title = `Theme: ${theme || "system"} (T)`;
     button.setAttribute("aria-label", button.title);
   };
   let theme = kept();

@@ -40,7 +40,7 @@ export function detailOf(tokens, at) {
         "policy",
         node.version_start === node.version_end
           ? `v${node.version_start}`
-          : `v${node.version_start} at its first, v${node.version_end} at its last token`,
+          : `v${node.version_start} at its first token, v${node.version_end} at its last`,
       ],
       ["capture", node.capture],
     );
@@ -70,7 +70,7 @@ function meter(share) {
 }
 
 /**
- * A summary of the loaded tokens: how many were sampled, and how likely they were.
+ * Create a summary of the loaded tokens: how many were sampled, and how likely they were.
  * @param {import("./tokenlines.js").TokenLines} tokens
  * @returns {Node[]}
  */
@@ -114,7 +114,7 @@ export function summaryOf(tokens) {
   ];
 }
 
-/** The meaning of colours and lines. */
+/** Create the legend of colours and lines. */
 export function legend() {
   const scale = el("span.legend-scale", {
     role: "img",

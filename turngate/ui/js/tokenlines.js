@@ -12,12 +12,12 @@
  * @property {number} past one past its last token
  * @property {boolean} folded
  *
- * @typedef {{held: Held, head: boolean, from: number, to: number}} Line `head`: the line above a node's tokens
+ * @typedef {{held: Held, head: boolean, from: number, to: number}} Line `head` marks the line above a node's tokens
  */
 
-const FOLD_FROM = 300; // contexts with more tokens begin folded
+const FOLD_FROM = 300; // contexts with more tokens start folded
 
-/** Characters that take two columns: East Asian wide ones and most pictures. */
+/** Characters that are two columns wide: East Asian wide characters and most emoji. */
 const WIDE =
   /[\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe6f\uff00-\uff60\uffe0-\uffe6]|[\ud83c-\ud83e][\udc00-\udfff]/g;
 
@@ -27,13 +27,13 @@ export class TokenLines {
     this.nodes = [];
     /** @type {number[]} */
     this.ids = [];
-    /** @type {string[]} what is shown of each token */
+    /** @type {string[]} the text shown for each token */
     this.texts = [];
     /** @type {(number | null)[]} */
     this.logprobs = [];
     /** @type {Set<number>} */
     this.special = new Set();
-    /** @type {Set<number>} tokens that are a part of a character, which another token shows */
+    /** @type {Set<number>} tokens that are part of a character, which is shown by a different token */
     this.parts = new Set();
     /** @type {Line[]} */
     this.lines = [];
@@ -44,7 +44,7 @@ export class TokenLines {
     return this.ids.length;
   }
 
-  /** Adds what was fetched. @param {Json[]} nodes */
+  /** Add fetched nodes. @param {Json[]} nodes */
   append(nodes) {
     for (const node of nodes) {
       const base = this.ids.length;
@@ -82,7 +82,7 @@ export class TokenLines {
     return shown;
   }
 
-  /** Breaks everything into lines again. @param {number} columns */
+  /** Break all tokens into lines again. @param {number} columns */
   lay(columns) {
     this.columns = columns;
     this.lines = [];
@@ -114,12 +114,12 @@ export class TokenLines {
     if (from < held.past) this.lines.push({ held, head: false, from, to: held.past });
   }
 
-  /** The node of a token. @param {number} token @returns {Held | undefined} */
+  /** Return the node of a token. @param {number} token @returns {Held | undefined} */
   heldOf(token) {
     return this.nodes[search(this.nodes.length, (i) => this.nodes[i].past > token)];
   }
 
-  /** The line of a token; of its node's head where that is folded. @param {number} token */
+  /** Return the line of a token, or of its node's head if the node is folded. @param {number} token */
   lineOf(token) {
     const at = search(
       this.lines.length,
@@ -128,19 +128,19 @@ export class TokenLines {
     return Math.min(at, this.lines.length - 1);
   }
 
-  /** @param {number} id a node's @returns {Held | undefined} */
+  /** @param {number} id of a node @returns {Held | undefined} */
   node(id) {
     return this.nodes.find((held) => held.node.id === id);
   }
 
-  /** The next token for which `wanted` holds. @param {number} from @param {1 | -1} by @param {(token: number) => boolean} wanted */
+  /** Find the next token for which `wanted` is true. @param {number} from @param {1 | -1} by @param {(token: number) => boolean} wanted */
   next(from, by, wanted) {
     for (let i = from + by; i >= 0 && i < this.count; i += by) if (wanted(i)) return i;
     return from;
   }
 }
 
-/** The first of 0 … n-1 for which `past` holds; n where none does. @param {number} n @param {(i: number) => boolean} past */
+/** Return the first of 0 … n-1 for which `past` is true, or n if there is none. @param {number} n @param {(i: number) => boolean} past */
 function search(n, past) {
   let [low, high] = [0, n];
   while (low < high) {
@@ -151,7 +151,7 @@ function search(n, past) {
   return low;
 }
 
-/** Columns that a text takes. @param {string} text */
+/** Return the width of a text in columns. @param {string} text */
 function width(text) {
   let size = text.length;
   for (const found of text.matchAll(WIDE)) size += found[0].length === 1 ? 1 : 0;

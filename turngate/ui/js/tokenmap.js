@@ -1,6 +1,6 @@
 /**
  * A minimap of the branch beside its tokens: each row of pixels has the colour of the least likely token there. A click scrolls to it.
- * Keyboard users have `n` and `N`.
+ * Keyboard users can press `n` and `N` instead.
  */
 
 import { stepOf } from "./colour.js";
@@ -9,7 +9,7 @@ import { el } from "./dom.js";
 const WIDTH = 14;
 
 export class TokenMap {
-  /** @param {import("./windowed.js").Windowed} list what it is the picture of */
+  /** @param {import("./windowed.js").Windowed} list the list that the minimap shows */
   constructor(list) {
     this.list = list;
     this.canvas = el("canvas.map-picture", { width: WIDTH, height: 1 });
@@ -23,7 +23,7 @@ export class TokenMap {
     list.element.addEventListener("scroll", () => this.#place(), { passive: true });
   }
 
-  /** Draws it again. @param {import("./tokenlines.js").TokenLines} tokens */
+  /** Redraw the minimap. @param {import("./tokenlines.js").TokenLines} tokens */
   show(tokens) {
     const height = this.element.clientHeight;
     const { lines } = tokens;
@@ -74,7 +74,7 @@ function leastLikely(tokens, line) {
 }
 
 /**
- * A colour of ours in the theme that is shown: a canvas does not know `light-dark`.
+ * Return one of our colours in the current theme, because a canvas does not support `light-dark`.
  * @param {CSSStyleDeclaration} look
  * @param {string} name
  */

@@ -6,7 +6,7 @@ import { number, plural } from "./format.js";
 import { causeBadge, roleBadge } from "./status.js";
 import { visible } from "./text.js";
 
-const PLAIN = /^ ?[\x21-\x7e]*$/; // shown as it is
+const PLAIN = /^ ?[\x21-\x7e]*$/; // shown unchanged
 
 /**
  * @param {import("./tokenlines.js").TokenLines} tokens

@@ -22,7 +22,7 @@ export class Tree {
     this.rows = [];
   }
 
-  /** @param {import("./api.js").Json} tree @param {Set<number>} path nodes of the branch that is shown */
+  /** @param {import("./api.js").Json} tree @param {Set<number>} path nodes of the current branch */
   show(tree, path) {
     const { rows, lanes } = layout(tree);
     this.rows = rows;

@@ -5,12 +5,12 @@
 
 import { el } from "./dom.js";
 
-const BEYOND = 12; // rows that are kept above and below what can be seen
+const BEYOND = 12; // rows kept above and below the visible ones
 
 /**
  * @typedef {object} Options
  * @property {string} label for screen readers
- * @property {() => number} height of a row in pixels; it may be another one on a small window
+ * @property {() => number} height of a row in pixels; it may differ in a small window
  * @property {(index: number) => HTMLElement} row
  * @property {(first: number, last: number) => void} [seen] called with the range of visible rows
  * @property {string} [role] of the container; default: "grid"
@@ -44,14 +44,14 @@ export class Windowed {
     this.draw();
   }
 
-  /** Start over with other rows. @param {number} count */
+  /** Start over with new rows. @param {number} count */
   refill(count) {
     for (const row of this.rows.values()) row.remove();
     this.rows.clear();
     this.setCount(count);
   }
 
-  /** Draws rows again: all, or those for which `which` says so. @param {(index: number) => boolean} [which] */
+  /** Redraw all rows, or those for which `which` returns true. @param {(index: number) => boolean} [which] */
   redraw(which = () => true) {
     for (const [index, row] of this.rows) {
       if (!which(index)) continue;
@@ -61,7 +61,7 @@ export class Windowed {
     this.draw();
   }
 
-  /** Puts the rows in place that can be seen now. */
+  /** Create and position the rows that are currently visible. */
   draw() {
     const top = Math.floor(this.element.scrollTop / this.height);
     const fits = Math.ceil((this.element.clientHeight || 600) / this.height);
@@ -90,7 +90,7 @@ export class Windowed {
   }
 
   /**
-   * Scrolls no further than is needed to see a row.
+   * Scroll only as far as needed to show a row.
    * @param {number} index
    * @param {"near" | "middle"} [where]
    */
@@ -103,7 +103,7 @@ export class Windowed {
     this.draw();
   }
 
-  /** Whether the end of the list is in sight. */
+  /** Return whether the end of the list is visible. */
   atEnd() {
     const { scrollTop, clientHeight, scrollHeight } = this.element;
     return scrollTop + clientHeight >= scrollHeight - 2 * this.height;

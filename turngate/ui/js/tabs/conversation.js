@@ -19,9 +19,9 @@ export class Conversation {
   constructor(record, scroller) {
     this.record = record;
     this.scroller = scroller;
-    /** @type {number | null} the selected branch; null: no single branch */
+    /** @type {number | null} the selected branch; null if no single branch is selected */
     this.leaf = null;
-    this.all = false; // all turns, not only the main conversation
+    this.all = false; // whether to show all turns, not only the main conversation
     /** @type {Map<number, HTMLElement>} shown articles */
     this.shown = new Map();
     this.at = -1; // the node selected by keyboard
@@ -175,7 +175,7 @@ export class Conversation {
       leaf: this.record.leafThrough(id),
     });
     return [
-      ` a branch starts here: it shares ${count(fork.shared)} tokens, and differs in the next one. `,
+      ` a branch starts here: it shares ${count(fork.shared)} tokens and differs from the next one on. `,
       el("a", { href: tokens, text: "Show tokens" }),
     ];
   }
@@ -228,7 +228,7 @@ export class Conversation {
     this.#draw();
   }
 
-  /** Show a turn. Select its branch first if it is on another. @param {number} node */
+  /** Show a turn, after selecting its branch if that is not the current one. @param {number} node */
   #choose(node) {
     if (!this.#path().includes(node)) {
       this.leaf = this.record.leafThrough(node);

@@ -86,7 +86,7 @@ function section(title, ...content) {
   );
 }
 
-/** @param {[string, any][]} known empty values are left out */
+/** @param {[string, any][]} known empty values are omitted */
 function pairs(known) {
   const filled = known.filter(([, value]) => value !== null && value !== undefined && String(value).trim() !== "");
   return el(
@@ -109,7 +109,7 @@ function trouble(error) {
   ];
 }
 
-/** Each stage with a bar for its duration. @param {Json[]} stages */
+/** Show each stage with a bar for its duration. @param {Json[]} stages */
 function stages(stages) {
   if (!stages?.length) return el("p.muted", { text: "No stages: the session was opened without a runner." });
   const longest = Math.max(...stages.map((stage) => stage.seconds ?? 0), 0.001);

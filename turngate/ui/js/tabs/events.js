@@ -5,7 +5,7 @@ import { el } from "../dom.js";
 import { clock } from "../format.js";
 import { firstLine, plain } from "../text.js";
 
-const MOST = 2000; // rows
+const MOST = 2000; // maximum number of rows
 
 export class EventsTab {
   /** @param {import("../record.js").Record} record */

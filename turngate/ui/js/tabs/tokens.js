@@ -24,7 +24,7 @@ export class TokensTab {
   constructor(record) {
     this.record = record;
     this.tokens = new TokenLines();
-    /** @type {number | null} the branch; null: main */
+    /** @type {number | null} the last node of the branch; null means the main branch */
     this.leaf = null;
     this.selected = -1;
     this.age = 0;
@@ -81,7 +81,7 @@ export class TokensTab {
     await this.#load(node, Number(place.query.token) || 0);
   }
 
-  /** Load new tokens: the branch was extended, or another branch is now the main one. */
+  /** Load new tokens, because the branch was extended or a different branch is now the main one. */
   async update() {
     const last = this.tokens.nodes[this.tokens.nodes.length - 1];
     const path = this.record.path(this.#leafNow());

@@ -12,8 +12,8 @@ import { plain } from "../text.js";
 
 /** @typedef {import("../api.js").Json} Json */
 /**
- * @typedef {{turn: Json | null, node: number | null, messages: Json[], said: string, left: string}} Step what was sent before a turn, and
- *   the turn; `left` describes the parts that were not loaded, and is empty if everything was
+ * @typedef {{turn: Json | null, node: number | null, messages: Json[], said: string, left: string}} Step a turn and the
+ *   messages sent before it; `left` describes the parts that were not loaded, and is empty if everything was loaded
  */
 
 const AROUND = 120; // characters shown before the first difference
@@ -148,7 +148,7 @@ function drawn(sides, toFirst, whole) {
 }
 
 /**
- * The main conversation in steps: what the conversation began with, then each turn with the results that it got.
+ * Return the main conversation in steps: its first messages, then each turn with the results of its calls.
  * @param {Record} record
  * @returns {Step[]}
  */
@@ -169,7 +169,7 @@ function steps(record) {
   return found;
 }
 
-/** A message as one text for the comparison. Ids of tool calls are left out, because they are random. @param {Json} message */
+/** Convert a message to one text for the comparison. It omits the ids of tool calls, which are random. @param {Json} message */
 function spoken(message) {
   const calls = (message.tool_calls ?? []).map(
     (/** @type {Json} */ call) =>
@@ -178,12 +178,12 @@ function spoken(message) {
   return [message.reasoning, textOf(message.content), ...calls].filter(Boolean).join("\n");
 }
 
-/** The length and kind of the parts of a message that were not compared. @param {Json} message */
+/** Describe the parts of a message that were not compared, by length and kind. @param {Json} message */
 function leftOut(message) {
   return message.cut || message.beyond ? JSON.stringify([message.cut ?? {}, message.beyond ?? ""]) : "";
 }
 
-/** Whether two steps differ for certain. @param {Step | undefined} left @param {Step | undefined} right */
+/** Return whether two steps certainly differ. @param {Step | undefined} left @param {Step | undefined} right */
 function apartAt(left, right) {
   return left?.said !== right?.said || left?.left !== right?.left;
 }
@@ -208,7 +208,7 @@ function side(mine, other, differ) {
   return made;
 }
 
-/** The text around the first difference of two steps. @param {Step} one @param {Step} beside */
+/** Show the text around the first difference between two steps. @param {Step} one @param {Step} beside */
 function apart(one, beside) {
   const [mine, other] = [one.said, beside.said];
   let same = 0;

@@ -15,10 +15,10 @@ import { block, plain } from "../text.js";
 /** @type {Object<string, string>} */
 const MEANS = {
   "agent failed":
-    "The agent produced nothing to grade, or hit a limit. The batch decides whether this counts as 0 or is left out.",
-  "invalid task": "The setup or the grader fails whatever the agent does. Fix the task: turngate tasks check.",
+    "The agent produced nothing to grade, or reached a limit. The batch's options decide whether it scores 0 or is excluded.",
+  "invalid task": "The setup or the grader fails no matter what the agent does. Find the cause with turngate tasks check.",
   "infrastructure fault": "A sandbox, the engine, the gateway or a disk failed, and so did every retry. Never scored.",
-  cancelled: "Cancelled by a person, or because the policy had moved on too far.",
+  cancelled: "Cancelled by a user, or because the policy had moved too far ahead.",
 };
 
 /**

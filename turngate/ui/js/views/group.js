@@ -193,7 +193,7 @@ function layout(group, table, compare, traces) {
   ];
 }
 
-/** From 0 to 1, or wider if the rewards are. @param {[number, number | null][]} points @returns {[number, number]} */
+/** Return the range 0 to 1, or a wider one if the rewards need it. @param {[number, number | null][]} points @returns {[number, number]} */
 function range(points) {
   const known = points.map((p) => p[1] ?? 0);
   return [Math.min(0, ...known), Math.max(1, ...known)];

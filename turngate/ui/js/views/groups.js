@@ -47,7 +47,7 @@ const COLUMNS = [
   { name: "latest", label: "Last activity", sort: "latest", cell: (row) => when(row.latest), num: true },
 ];
 
-/** One square per rollout, filled by its reward. @param {Json} row */
+/** Draw one square per rollout, filled according to its reward. @param {Json} row */
 function rewards(row) {
   const label = `Rewards: ${row.rewards.map((/** @type {number | null} */ r) => (r === null ? "unknown" : r)).join(", ")}`;
   const strip = el("span.strip", { role: "img", "aria-label": label, title: label });
@@ -65,7 +65,7 @@ function signal(row) {
   if (row.signal === null) return el("span.muted", { title: "fewer than two rewards", text: "–" });
   return row.signal
     ? el("span.good", { text: "✓ differ" })
-    : el("span.warn", { title: "all rewards are equal: nothing to learn", text: "= all equal" });
+    : el("span.warn", { title: "all rewards are equal, so there is nothing to learn", text: "= all equal" });
 }
 
 /**

@@ -1,4 +1,4 @@
-/** The login form. The admin key is sent in one request, and never stored or put into an address. */
+/** The login form. The admin key is sent in one request, and is never stored or put in an address. */
 
 import * as api from "../api.js";
 import { el } from "../dom.js";

@@ -185,7 +185,7 @@ export function show(place) {
   };
 }
 
-/** The number of running rollouts. @param {Json} got */
+/** Return the number of running rollouts. @param {Json} got */
 function running(got) {
   return LIVE.reduce((sum, status) => sum + (got.by_status[status] ?? 0), 0);
 }

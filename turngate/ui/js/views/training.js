@@ -200,7 +200,7 @@ function reward(got, by, clockText) {
 }
 
 /**
- * The points, and an exponential moving average with weight 0.25.
+ * Return the points and their exponential moving average, with weight 0.25.
  * @param {import("../chart.js").Point[]} points
  * @returns {import("../chart.js").Series[]}
  */
@@ -218,7 +218,7 @@ function smooth(points) {
   ];
 }
 
-/** Labels of a time axis: hours within a day, dates beyond. @param {number} first @param {number} last */
+/** Format the labels of a time axis: times within one day, otherwise dates. @param {number} first @param {number} last */
 function timeText(first, last) {
   const two = (/** @type {number} */ n) => String(n).padStart(2, "0");
   return (/** @type {number} */ time) => {
