@@ -139,9 +139,8 @@ class Feed(AbstractAsyncContextManager["Feed"]):
     ) -> None:
         self.name = name
         self.config = config
-        self.mark = (
-            mark  # identifies this feed in checkpoints; a recreated feed with the same name has a different mark
-        )
+        # Identifies this feed in checkpoints. A recreated feed with the same name has a different mark.
+        self.mark = mark
         self.committed = committed
         self._gateway = gateway
         self._reader = reader
@@ -216,7 +215,7 @@ class Feed(AbstractAsyncContextManager["Feed"]):
         return self._ready.popleft()
 
     async def commit(self, number: int) -> None:
-        """Commit all deliveries up to `number`, after saving a checkpoint: readers start after it by default. Safe to repeat."""
+        """Commit all deliveries up to `number`. Save a checkpoint first, because by default readers start after it. Safe to repeat."""
         committed = await _retry_as_reader(lambda: self._gateway.commit_feed(self.name, self._reader, number))
         self.committed = max(self.committed, committed)
 

@@ -75,8 +75,8 @@ class RemoteGate(AbstractAsyncContextManager["RemoteGate"]):
     async def take(self, limit: int = 1, *, wait_s: float | None = None) -> list[GateCall]:
         """Take up to `limit` calls, oldest first. Return an empty list if no call arrives within `wait_s` seconds or the gate is closed.
 
-        `None` means no time limit. Keep trying while the gateway cannot be reached. Raise an error if the key is wrong or if the gateway
-        has an engine other than the gate.
+        If `wait_s` is None, wait without a time limit. Keep trying while the gateway cannot be reached. Raise an error if the key is wrong
+        or if the gateway has an engine other than the gate.
         """
         loop = asyncio.get_running_loop()
         end = None if wait_s is None else loop.time() + wait_s

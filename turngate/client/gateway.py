@@ -47,7 +47,7 @@ class _Ignored(msgspec.Struct, frozen=True):
 
 
 class GatewayClient(GatewayTransport):
-    """The operations of the admin API."""
+    """A client with one method per operation of the admin API."""
 
     async def open(self, config: dict[str, Json], session: str | None = None, traceparent: str = "") -> OpenedSession:
         """Open a session. If the caller chooses the id (`session`), it can end the session even if this reply is lost.
@@ -162,7 +162,7 @@ class GatewayClient(GatewayTransport):
     async def fetch_deliveries(
         self, name: str, reader: str, *, after: int | None = None, wait: float = 0, limit: int = 1
     ) -> DeliveryPage:
-        """Fetch deliveries after a number, or after the last committed one. Wait up to `wait` seconds for the first."""
+        """Fetch deliveries after a number (default: the last committed one), oldest first. Wait up to `wait` seconds for the first."""
         path = f"{_feed_path(name)}/deliveries?reader={quote(reader, safe='')}&wait={wait:.3f}&limit={limit}"
         start = "" if after is None else f"&after={after}"
         limits = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=wait + _BUILD_S)

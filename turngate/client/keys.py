@@ -1,4 +1,4 @@
-"""Read keys from environment variables, from files that they name, or from a data folder."""
+"""Read keys from environment variables, key files, or a data folder."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag
     parent: int
     role: TurnRole
     ids: Ids
-    logprobs: Logprobs | None  # NaN where there is none for a token
+    logprobs: Logprobs | None  # NaN for tokens without one
     message: msgspec.Raw
     finish: Finish
     cause: str | None

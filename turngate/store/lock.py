@@ -1,4 +1,4 @@
-"""Lock a data folder, because two gateways in one folder would assign the same node ids."""
+"""The lock on a data folder, which prevents two gateways from assigning the same node ids."""
 
 from __future__ import annotations
 

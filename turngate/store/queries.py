@@ -1,7 +1,7 @@
-"""Queries over many rollouts that do not read traces.
+"""Queries over many rollouts, answered without reading traces.
 
-They use only tables that other modules write, so listings add no cost to a turn. SQLite computes the sums, and other threads can run
-meanwhile.
+They use only tables that other modules write, so listings add no cost to a turn. SQLite computes the sums, so other threads can run
+in the meantime.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class RolloutQueries:
 
 
 def _decode_info(packed: bytes) -> SampledInfo | None:
-    """Decode the info of a turn. Return None if it is damaged, so that one damaged turn does not fail a listing."""
+    """Decode the info of a turn. Return None if it is damaged, so that one damaged turn does not break a listing."""
     try:
         return _info.decode(packed)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -50,7 +50,7 @@ _MAX_DRIFT = 20.0
 
 
 class GrpoSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Hyperparameters."""
+    """GRPO hyperparameters."""
 
     groups: int = 2  # deliveries per update
     learning_rate: float = 3e-5

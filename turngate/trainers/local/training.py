@@ -59,7 +59,7 @@ class TrainingGoal(msgspec.Struct, frozen=True, kw_only=True):
         for task in self.batch.tasks:
             if task.grader is None:
                 raise ConfigError(
-                    f"tasks: {task.id!r} has no grader, so it cannot be trained on; add a grader or remove it",
+                    f"tasks: {task.id!r} has no grader, so it cannot be trained on; add a grader or remove the task",
                     param="tasks",
                 )
 
@@ -123,7 +123,7 @@ class TimedEngine(LocalEngine):
 
 
 class TrainingEnvironment(msgspec.Struct, frozen=True):
-    """The running parts that rollouts need."""
+    """The engine, gateway client and connector that rollouts use."""
 
     engine: TimedEngine
     gateway: GatewayClient

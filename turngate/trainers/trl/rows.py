@@ -88,7 +88,7 @@ def _reward_deviation(delivery: Delivery) -> float:
 def _build_sample(
     delivery: Delivery, rolled: DeliveredRollout, row: Row, share: float, spread: float, base: int
 ) -> RolloutSample:
-    """Build a TRL sample. It has no text, because TRL only prints it, and the trace contains it."""
+    """Build a TRL sample. The text is omitted: TRL only prints it, and the trace contains it."""
     assert rolled.reward is not None, "a rollout without a reward has no rows"
     oldest = min(span.version_start for span in row.spans if span.trained)
     return RolloutSample(

@@ -27,7 +27,7 @@ class RowConsumer(Protocol):
 
 
 class DeliveryThrottle:
-    """Limits the started groups with rows that the trainer has not taken to `ahead`. Used in one event loop for one run of a plan."""
+    """Allows at most `ahead` started groups with rows that the trainer has not taken yet. Use it for one run of a plan."""
 
     def __init__(self, consumer: RowConsumer, *, n: int, ahead: int, newest: int) -> None:
         """Create a throttle. `newest` is the number of the feed's last delivery before the plan runs."""

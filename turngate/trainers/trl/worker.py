@@ -56,9 +56,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ahead: Positive = 2  # maximum number of started groups with rows that the trainer has not taken
     rows_ahead: Positive = 256  # the next delivery is requested only while fewer rows are waiting
     longest_row: Positive | None = None  # in tokens; longer rows are left out and counted in a metric
-    temperature: float = (
-        1.0  # of the trainer and of every session of the plan, so that log-probabilities are comparable
-    )
+    # Of the trainer and of every session of the plan, so that log-probabilities are comparable.
+    temperature: float = 1.0
     weigh: Weighting = "tokens"  # whether trained tokens, or rollouts of a group, all have the same weight
     adapter: str = ""  # if TRL publishes LoRA adapters (such as "trl-policy-v7"): the name before "-v"
     public_url: str = ""  # URL at which remote sandboxes can reach the gateway

@@ -265,7 +265,7 @@ class RolloutGatewayMixin(Generic[ConfigT]):
             await run_to_completion(_wait_all(program, watching))
 
     async def _wait_until_lost(self, base: str) -> str:
-        """Return an error message once the gateway has not answered at this URL for too long. The URL of a program cannot change."""
+        """Return an error message once the gateway has not answered at this URL for too long. A running program cannot switch URLs."""
         answered = time.monotonic()
         fresh = aiohttp.TCPConnector(force_close=True)  # an open connection does not prove that new ones work
         timeout = aiohttp.ClientTimeout(total=self.config.poll_interval + 5)
