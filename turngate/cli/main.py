@@ -65,8 +65,12 @@ def serve(options: flags.ServeOptions) -> None:
 def doctor(options: flags.DoctorOptions) -> None:
     """Check that everything is installed and configured, and suggest fixes.
 
-    Accepts the settings of `turngate serve`. Use --gateway to check a running gateway instead. Exit codes: 0 if no check failed (there
-    may be warnings), 1 if a check failed, 2 if an option is invalid.
+    Accepts the settings of `turngate serve`. Use --gateway to check a running gateway instead.
+
+    Exit codes:
+    0 if no check failed (there may be warnings);
+    1 if a check failed;
+    2 if an option is invalid.
     """
     from turngate.cli.doctor import run_checks
 
@@ -87,7 +91,10 @@ def certify(
 ) -> None:
     """Check that extending sampled ids yields the same prompt as rendering the whole conversation with the chat template.
 
-    Exit codes: 0 if it does, 1 if it does not, 2 if an option is invalid.
+    Exit codes:
+    0 if it does;
+    1 if it does not;
+    2 if an option is invalid.
     """
     from turngate.cli.certify import certify_tokenizer
 
@@ -125,8 +132,12 @@ def show(
 def run(options: flags.RunOptions) -> None:
     """Run an agent on one task in a sandbox, record every token, and grade the result.
 
-    Exit codes: 0 if the agent finished, regardless of its reward; 1 if it failed, timed out or reached a limit; 2 if an option is
-    invalid; 3 if something other than the agent failed; 130 if stopped by Ctrl-C.
+    Exit codes:
+    0 if the agent finished, regardless of its reward;
+    1 if it failed, timed out or reached a limit;
+    2 if an option is invalid;
+    3 if something other than the agent failed;
+    130 if stopped by Ctrl-C.
     """
 
     def action() -> int:
@@ -141,10 +152,13 @@ def run(options: flags.RunOptions) -> None:
 @app.command()
 @flags.takes(flags.BatchOptions, flags.RUN_SETTINGS)
 def batch(options: flags.BatchOptions) -> None:
-    """Run n rollouts of each task, or resume a batch if its folder already has one.
+    """Run n rollouts of each task, resuming the batch if it already exists.
 
-    Exit codes: 0 if every rollout finished, regardless of its outcome; 2 if an option is invalid; 3 if the batch stopped early; 130 if
-    stopped by Ctrl-C.
+    Exit codes:
+    0 if every rollout finished, regardless of its outcome;
+    2 if an option is invalid;
+    3 if the batch stopped early;
+    130 if stopped by Ctrl-C.
     """
 
     def action() -> int:
@@ -161,8 +175,13 @@ def batch(options: flags.BatchOptions) -> None:
 def train(options: flags.TrainOptions) -> None:
     """Train a model with GRPO on the rewards of an agent's rollouts (needs the `local` extra).
 
-    The trainer, the gateway and the engine run in this process. Exit codes: 0 if training reached the last step; 2 if an option is
-    invalid; 3 if no rollout was graded; 130 if stopped by Ctrl-C.
+    The trainer, the gateway and the engine run in this process.
+
+    Exit codes:
+    0 if training reached the last step;
+    2 if an option is invalid;
+    3 if no rollout was graded;
+    130 if stopped by Ctrl-C.
     """
 
     def action() -> int:
@@ -179,8 +198,10 @@ def train(options: flags.TrainOptions) -> None:
 def verify(options: flags.VerifyCommandOptions) -> None:
     """Prove that recorded sessions are exact, independently of the code that recorded them.
 
-    Exit codes: 0 if no errors were found; 1 if errors were found; 2 if a session could not be read or a requested check could not be
-    performed.
+    Exit codes:
+    0 if no errors were found;
+    1 if errors were found;
+    2 if a session could not be read or a requested check could not be performed.
     """
     from turngate.cli.verify import verify_sessions
 
@@ -191,7 +212,10 @@ def verify(options: flags.VerifyCommandOptions) -> None:
 @app.command()
 @flags.takes(flags.ExportOptions)
 def export(options: flags.ExportOptions) -> None:
-    """Export recorded rollouts to training files, even while a gateway is serving the data folder."""
+    """Export recorded rollouts to training files.
+
+    A gateway may be serving the data folder at the same time.
+    """
     from turngate.cli.export import export_rollouts
 
     _or_exit(lambda: export_rollouts(options))
@@ -202,7 +226,7 @@ def export(options: flags.ExportOptions) -> None:
 def mcp(options: flags.McpOptions) -> None:
     """Serve rollouts as MCP tools over stdin and stdout, or over HTTP (needs the `mcp` extra).
 
-    HTTP clients need a key: the value of TURNGATE_MCP_KEY, or else the key that the first start writes to DATA/mcp-key.
+    HTTP clients need a key: the value of TURNGATE_MCP_KEY, or else the key written to DATA/mcp-key on first start.
     """
 
     def action() -> None:
@@ -246,7 +270,10 @@ def agents_check(
 ) -> None:
     """Run an agent against the scripted engine and check that everything was recorded.
 
-    Exit codes: 0 if every check passed, 1 if one failed, 2 if an option is invalid.
+    Exit codes:
+    0 if every check passed;
+    1 if a check failed;
+    2 if an option is invalid.
     """
     from turngate.cli.agents import check_agent
 
@@ -259,7 +286,10 @@ def agents_check(
 def tasks_list(options: flags.ListTasksOptions) -> None:
     """List tasks.
 
-    Exit codes: 0 if every task could be read, 1 if one could not, 2 if an option is invalid.
+    Exit codes:
+    0 if every task could be read;
+    1 if a task could not be read;
+    2 if an option is invalid.
     """
     from turngate.cli.tasks import list_tasks
 
@@ -272,8 +302,12 @@ def tasks_list(options: flags.ListTasksOptions) -> None:
 def tasks_check(options: flags.CheckTasksOptions) -> None:
     """Check that tasks are valid and that their graders work.
 
-    A task is proven if its solution scores 1 and doing nothing scores 0. Exit codes: 0 if every task passed, 1 if one failed, 2 if an
-    option is invalid.
+    A task is proven if its solution scores 1 and doing nothing scores 0.
+
+    Exit codes:
+    0 if every task passed;
+    1 if a task failed;
+    2 if an option is invalid.
     """
     from turngate.cli.tasks import check_tasks
 

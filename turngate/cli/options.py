@@ -215,9 +215,9 @@ class TrainOptions:
     context_tokens: Annotated[
         Optional[int],
         _flag(
-            "Context length, in tokens, that the engine allocates per call and the agent is configured for.",
+            "Context length in tokens, for the engine and for the agent's configuration.",
             LIMITS,
-            default="the model's context length; 131072 for the agent",
+            default="the model's maximum for the engine, 131072 for the agent",
         ),
     ] = None
     data: Annotated[str, _flag("Folder for all recorded data.", OUTPUT, default="OUT/data")] = ""
