@@ -67,7 +67,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     )
     engine_dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
-        _about("Data type of the weights: float32, bfloat16, or auto (bfloat16 on a GPU, else float32).", LOCAL_ENGINE),
+        _about(
+            "Data type of the weights: float32, bfloat16, or auto (bfloat16 on a GPU, float32 on a CPU).", LOCAL_ENGINE
+        ),
     ] = "auto"
     engine_slots: Annotated[
         int | None, _about("Maximum concurrent calls. Defaults to 16 on a CPU and 256 on a GPU.", LOCAL_ENGINE)

@@ -176,7 +176,7 @@ def test_a_run_that_finishes(data: Path) -> None:
     assert "\x1b" not in done.stdout
     assert any(line.startswith("finished (exit code 0) after ") for line in lines)
     assert f"  trace   1 turn (1 main), {outcome['sampled_tokens']} sampled tokens, 1 row" in lines
-    assert f"  look    turngate show {outcome['session']} --data {data}" in lines
+    assert f"  inspect turngate show {outcome['session']} --data {data}" in lines
     assert f"  files   {data / 'rollouts' / outcome['session']}" in lines
     assert "  open    not isolated in the local sandbox: network" in lines
     assert (outcome["status"], outcome["exit_code"], outcome["agent"]) == ("finished", 0, "shell")
@@ -190,7 +190,7 @@ def test_what_is_to_be_copied_is_in_one_piece(tmp_path: Path) -> None:
     done = ran(*shell(data, "true"))
     outcome = outcome_of(data)
     [look] = [line for line in done.stdout.splitlines() if line.startswith("  look ")]
-    assert look == f"  look    turngate show {outcome['session']} --data {shlex.quote(str(data))}"
+    assert look == f"  inspect turngate show {outcome['session']} --data {shlex.quote(str(data))}"
     shown = ran(*shlex.split(look)[2:])
     assert shown.exit_code == 0 and outcome["session"] in shown.stdout
 
@@ -315,7 +315,7 @@ def test_a_gateway_that_serves_the_folder_is_used(data: Path, tmp_path: Path) ->
         done = ran(*shell(tmp_path / "elsewhere", ONCE, "--gateway", served.url), env=key)
         assert done.exit_code == 0, done.output
         session = outcome_of(tmp_path / "elsewhere")["session"]
-        assert f"  look    turngate show {session} --gateway {served.url}\n" in done.stdout
+        assert f"  inspect turngate show {session} --gateway {served.url}\n" in done.stdout
         shown = ran("show", session, "--gateway", served.url, env=key)
         assert shown.exit_code == 0 and "policy-7" in shown.stdout
         assert not (tmp_path / "elsewhere" / "turngate.db").exists()
@@ -356,7 +356,7 @@ def test_being_stopped_in_the_middle_cleans_up_and_keeps_what_was_recorded(numbe
         assert "Stopping: ending the agent and removing its sandbox; the recording is kept …\n" in running.output
         assert "cancelled after " in running.output
         assert "  trace   1 turn (1 main), " in running.output and ", 1 row, kept\n" in running.output
-        assert "  look    turngate show " in running.output
+        assert "  inspect turngate show " in running.output
         assert "Traceback" not in running.output
     assert sandboxes.processes(NAP) == []
     assert sessions(data) == [("cancelled", "cancelled")]
@@ -432,7 +432,7 @@ def test_progress_is_one_line_that_changes(data: Path) -> None:
         last = running.plain[running.plain.rindex("finished (exit code 0)") :]
         session = outcome_of(data)["session"]
         # Longer than the terminal is wide, and not broken up by us.
-        assert f"\n  look    turngate show {session} --data {data}\n" in last
+        assert f"\n  inspect turngate show {session} --data {data}\n" in last
         progress = [line for line in running.plain[: running.plain.rindex("finished")].split("\r") if line.strip()]
         assert all(len(line.rstrip("\n")) <= 40 for line in progress), progress
 

@@ -123,8 +123,8 @@ class RolloutOptions:
     on_lost: Annotated[
         str,
         _flag(
-            "If the agent breaks its sandbox or leaves too much data to copy, so that its work cannot be graded: exclude "
-            "the rollout, or zero its reward.",
+            "If there is nothing to grade because the agent broke its sandbox or left too much data to copy: exclude the "
+            "rollout, or zero its reward.",
             GRADING,
         ),
     ] = "zero"
@@ -276,7 +276,11 @@ class ExportOptions:
     ] = None
     min_reward: Annotated[
         Optional[float],
-        _flag("Export only rollouts with at least this reward.", SELECTION, default="1 for rejection, else no minimum"),
+        _flag(
+            "Export only rollouts with at least this reward.",
+            SELECTION,
+            default="1 for rejection, otherwise no minimum",
+        ),
     ] = None
     resolved: Annotated[bool, _flag("Export only rollouts graded as resolved.", SELECTION, "--resolved")] = False
     unscored: Annotated[

@@ -220,7 +220,7 @@ def print_outcome(outcome: Outcome, where: str, folder: Path, console: Console) 
         suffix = "" if outcome.status == "finished" else ", kept"
         counted = f"{turns} ({roles})" if roles else turns
         _print_line(console, "trace", f"{counted}, {outcome.sampled_tokens:,} sampled tokens, {rows}{suffix}")
-        _print_line(console, "look", f"turngate show {outcome.session} {where}")
+        _print_line(console, "inspect", f"turngate show {outcome.session} {where}")
         _print_line(console, "files", str(folder / outcome.session))
     if outcome.not_enforced:
         open_parts = ", ".join(outcome.not_enforced)

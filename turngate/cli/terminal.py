@@ -19,7 +19,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def say(to: Console, text: str | Text, style: str = "") -> None:
-    """Print a line of any length without wrapping it, so that it can be copied and searched."""
+    """Print a line without wrapping it, however long it is, so that it can be copied and searched."""
     to.print(text, style=style or None, soft_wrap=True)
 
 

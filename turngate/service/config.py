@@ -48,19 +48,13 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     public_url: str = ""  # remote sandboxes: a public URL of the gateway
     tunnel: str = ""  # remote sandboxes: a command that opens a tunnel and prints its URL
     agent: str = ""  # the default agent; defaults to the first of `agents`, or mini-swe-agent
-    agents: list[
-        str
-    ] = []  # the agents that callers may use: names or spec files; defaults to every preset except `shell`
+    agents: list[str] = []  # the agents that callers may use: names or files; defaults to all presets except `shell`
     agent_options: dict[str, dict[str, str]] = {}  # options per agent
     running: Annotated[int, msgspec.Meta(ge=1)] = 8  # maximum concurrent rollouts
     queued: Annotated[int, msgspec.Meta(ge=0)] = 256  # maximum waiting rollouts; further ones are rejected
     queued_bytes: Bytes = 2_000_000_000  # uploaded bytes of all running and waiting rollouts; further ones are rejected
-    starting: Annotated[int, msgspec.Meta(ge=1)] | None = (
-        None  # concurrent sandbox starts; defaults to twice the CPU cores
-    )
-    grading: Annotated[int, msgspec.Meta(ge=1)] | None = (
-        None  # concurrent gradings; defaults to the number of CPU cores
-    )
+    starting: Annotated[int, msgspec.Meta(ge=1)] | None = None  # concurrent sandbox starts; defaults to 2 × CPU cores
+    grading: Annotated[int, msgspec.Meta(ge=1)] | None = None  # concurrent gradings; defaults to the CPU cores
     most_agent_timeout_s: Positive = 3600.0  # the longest `agent_timeout_s` that a caller may set
     setup_timeout_s: Positive = 900.0  # time limit of setup_shell
     test_timeout_s: Positive = 900.0  # time limit of test_script

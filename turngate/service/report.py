@@ -1,4 +1,4 @@
-"""Build the `RolloutResult`s. `build_result` reads the agent's files and may take long, so run it in a thread."""
+"""Build the results of rollouts. `build_result` reads the agent's files and may take a while, so run it in a thread."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class RolloutResult(msgspec.Struct, frozen=True, kw_only=True):
     verifier_output: str = ""
     error: ErrorInfo | None = None
     session: str = (
-        ""  # id at the gateway; empty if there is none (direct mode, or it ended before the session was opened)
+        ""  # id at the gateway; empty if there is none (direct mode, or it ended before a session was opened)
     )
     stop: str = ""  # the session limit that was reached, or why the session was ended
     notes: list[str] = []
