@@ -207,7 +207,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         if self.workers > 1:
             raise ConfigError(
-                "workers cannot be set with the engine 'gate', which keeps its queue of calls in one process; remove --workers",
+                "workers must be 1 with the engine 'gate', which keeps its queue of calls in one process; remove --workers",
                 param="workers",
             )
 
@@ -225,7 +225,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         if self.workers > 1:
             raise ConfigError(
-                "workers cannot be set with the engine 'local', which has one model in one process; remove --workers",
+                "workers must be 1 with the engine 'local', which has one model in one process; remove --workers",
                 param="workers",
             )
         if self.engine_slots is not None and self.engine_slots < 1:

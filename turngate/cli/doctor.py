@@ -55,12 +55,12 @@ def _select_checks(options: DoctorOptions) -> tuple[str, ...]:
     checks = {check.name: check for check in CHECKS}
     for name in options.only or ():
         if name not in checks:
-            raise ConfigError(f"only: unknown check {name!r}{suggestion(name, list(checks))}", param="only")
+            raise ConfigError(f"unknown check {name!r} in --only{suggestion(name, list(checks))}", param="only")
         if checks[name].where == "gateway" and not options.gateway:
-            raise ConfigError(f"only: {name!r} checks a running gateway; also pass --gateway URL", param="only")
+            raise ConfigError(f"check {name!r} needs a running gateway; also pass --gateway URL", param="only")
         if checks[name].where == "here" and options.gateway:
             raise ConfigError(
-                f"only: {name!r} checks the gateway's machine; run it there without --gateway", param="only"
+                f"check {name!r} inspects the gateway's machine; run it there without --gateway", param="only"
             )
     return tuple(options.only or ())
 

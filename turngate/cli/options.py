@@ -162,7 +162,8 @@ class BatchOptions(RolloutOptions):
     seed: Annotated[Optional[int], _flag("Seed for the task order and for sampling.", BATCH)] = None
     retries: Annotated[int, _flag("Retries per rollout after a fault that was not the agent's.", BATCH)] = 2
     stale_retries: Annotated[
-        int, _flag("Retries per rollout that became stale because the policy moved on; 0 excludes it.", BATCH)
+        int,
+        _flag("Retries per rollout that became stale because the policy moved on; 0 excludes such rollouts.", BATCH),
     ] = 2
     concurrency: Annotated[int, _flag("Maximum number of agents running at the same time.", LIMITS)] = 8
     starting: Annotated[

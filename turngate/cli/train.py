@@ -162,7 +162,7 @@ def _score(result: BatchResult) -> str:
 
 
 class TrainingDisplay(LiveDisplay):
-    """Progress of a training run: live on a terminal, and one line per step anywhere."""
+    """Progress of a training run: a live display on a terminal, and one line per step everywhere."""
 
     def __init__(self, console: Console, steps: int) -> None:
         super().__init__(console)

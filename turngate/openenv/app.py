@@ -56,7 +56,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 def create(service: Path | None = None) -> FastAPI:
-    """Build the application. Invalid settings raise here, because they are loaded now; the service starts with the application."""
+    """Build the application. Raise `ConfigError` if the settings are invalid. The service starts with the application."""
     file = service or (Path(os.environ[SERVICE]) if os.environ.get(SERVICE) else None)
     config = load_config(file)
     host = ServiceHost(lambda: Rollouts(config))

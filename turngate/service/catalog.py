@@ -144,7 +144,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise ConfigError(f"{where}.url must not contain credentials; use key_env instead", param="url")
         if self.scheme == "gateway":
             if len(self.urls) != 1:
-                raise ConfigError(f"{where}.url must be exactly one URL, that of the gateway", param="url")
+                raise ConfigError(f"{where}.url must be exactly one URL: the gateway's", param="url")
             if "direct" in self.modes:
                 raise ConfigError(
                     f"{where}.modes cannot contain direct, because a gateway always records; remove it", param="modes"

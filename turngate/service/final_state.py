@@ -127,7 +127,7 @@ def _name_argument(active: ActiveRollout, info: ErrorInfo | None) -> ErrorInfo |
 
 
 def _apply_grade(state: RolloutState, events: list[RolloutEvent]) -> RolloutState:
-    """Apply the grade from the events. `outcome` contains the grade; the stage `done` also contains how the agent ended."""
+    """Apply the grade from the events. `outcome` events contain the grade; stage events for `done` also contain the status."""
     for event in events:
         if event.kind == "stage" and event.data.get("stage") == "done":
             status, kind = event.data.get("status"), event.data.get("class")
