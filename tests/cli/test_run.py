@@ -178,7 +178,7 @@ def test_a_run_that_finishes(data: Path) -> None:
     assert f"  trace   1 turn (1 main), {outcome['sampled_tokens']} sampled tokens, 1 row" in lines
     assert f"  inspect turngate show {outcome['session']} --data {data}" in lines
     assert f"  files   {data / 'rollouts' / outcome['session']}" in lines
-    assert "  open    not isolated in the local sandbox: network" in lines
+    assert "  sandbox local does not isolate: network" in lines
     assert (outcome["status"], outcome["exit_code"], outcome["agent"]) == ("finished", 0, "shell")
     assert sessions(data) == [("sealed", "")]
     assert oct((data).stat().st_mode & 0o777) == "0o700"
@@ -199,7 +199,7 @@ def test_a_run_that_fails_says_the_agents_last_words(data: Path) -> None:
     done = ran(*shell(data, "echo one; echo two >&2; printf '[red]\\033[31mthree :bomb:\\n' >&2; exit 3"))
     assert done.exit_code == 1
     assert "failed (exit code 3) after " in done.stdout
-    assert "  said    two\n  said    [red]␛[31mthree :bomb:\n" in done.stdout
+    assert "  output  two\n  output  [red]␛[31mthree :bomb:\n" in done.stdout
     assert "\x1b" not in done.stdout and "1 row" not in done.stdout
 
 

@@ -155,7 +155,7 @@ def test_without_a_list_no_caller_has_an_endpoint() -> None:
             {"gateway://g": {"url": "http://h", "modes": ["direct"]}},
             "cannot contain direct, because a gateway always records",
         ),
-        ({"vllm://q": {"url": "ftp://h", "tokenizer": "/x"}}, "not an http(s) URL"),
+        ({"vllm://q": {"url": "ftp://h", "tokenizer": "/x"}}, "must be an http or https URL"),
         ({"local://m": {}}, "tokenizer"),
     ],
 )

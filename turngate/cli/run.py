@@ -205,12 +205,12 @@ def print_outcome(outcome: Outcome, where: str, folder: Path, console: Console) 
         _print_line(console, "fault", f"{fault.boundary}, in stage {fault.stage}: {sanitize(fault.message)}")
     if outcome.stop and outcome.status in ("limit", "cancelled"):
         _print_line(
-            console, "limit" if outcome.status == "limit" else "why", sanitize_line(outcome.stop.replace("_", " "))
+            console, "limit" if outcome.status == "limit" else "reason", sanitize_line(outcome.stop.replace("_", " "))
         )
     if outcome.status == "failed":
         printed = outcome.collected.stderr.strip() or outcome.collected.stdout.strip()
         for line in printed.splitlines()[-_STDERR_LINES:]:
-            _print_line(console, "said", sanitize_line(line)[:300])
+            _print_line(console, "output", sanitize_line(line)[:300])
     if outcome.kind is not None:
         _print_grade(outcome, console)
     if outcome.session:
@@ -223,8 +223,8 @@ def print_outcome(outcome: Outcome, where: str, folder: Path, console: Console) 
         _print_line(console, "inspect", f"turngate show {outcome.session} {where}")
         _print_line(console, "files", str(folder / outcome.session))
     if outcome.not_enforced:
-        open_parts = ", ".join(outcome.not_enforced)
-        _print_line(console, "open", f"not isolated in the {outcome.sandbox} sandbox: {open_parts}", "dim")
+        not_isolated = ", ".join(outcome.not_enforced)
+        _print_line(console, "sandbox", f"{outcome.sandbox} does not isolate: {not_isolated}", "dim")
     for text in outcome.collected.missing:
         _print_line(console, "missing", sanitize_line(text), "yellow")
     for text in outcome.collected.differences:
@@ -251,7 +251,7 @@ def _print_grade(outcome: Outcome, console: Console) -> None:
             f"{sanitize_line(part.name)}: {part_reward} (weight {part.weight:g}) {sanitize_line(part.message)}".rstrip(),
         )
     if grade.message:
-        _print_line(console, "why", sanitize_line(grade.message))
+        _print_line(console, "reason", sanitize_line(grade.message))
     for text in grade.notes:
         _print_line(console, "note", sanitize_line(text), "yellow")
 
