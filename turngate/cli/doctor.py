@@ -43,7 +43,7 @@ def run_checks(options: DoctorOptions) -> bool:
         findings = asyncio.run(diagnose(subject, only))
     passed = not any(finding.state == "failure" for finding in findings)
     if options.as_json:
-        counts: dict[str, int] = {state: sum(found.state == state for found in findings) for state in _STYLES}
+        counts: dict[str, int] = {state: sum(finding.state == state for finding in findings) for state in _STYLES}
         print(msgspec.json.encode(Report(__version__, passed, counts, findings)).decode())
     else:
         _print_findings(findings)

@@ -65,15 +65,15 @@ def serve_mcp(options: McpOptions) -> None:
 
 def _unwrap(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the only error in a group if it is a TurngateError, or else the group itself."""
-    found: list[BaseException] = [group]
-    while isinstance(found[0], BaseExceptionGroup):
-        found[:1] = found[0].exceptions
-    if isinstance(found[0], DataFolderInUse):
+    errors: list[BaseException] = [group]
+    while isinstance(errors[0], BaseExceptionGroup):
+        errors[:1] = errors[0].exceptions
+    if isinstance(errors[0], DataFolderInUse):
         return ConfigError(
-            f"{found[0].message}. On stdio, every client starts its own server; use --http to share one server between clients",
+            f"{errors[0].message}. On stdio, every client starts its own server; use --http to share one server between clients",
             param="data",
         )
-    return found[0] if len(found) == 1 and isinstance(found[0], TurngateError) else group
+    return errors[0] if len(errors) == 1 and isinstance(errors[0], TurngateError) else group
 
 
 def _http_place(config: ServiceConfig, address: str, hosts: Sequence[str]) -> http.HttpSettings:

@@ -46,24 +46,24 @@ def list_tasks(options: ListTasksOptions) -> bool:
     """Print the tasks, and return whether all of them could be read."""
     found = list(scan_tasks(options.where, only=options.only or (), limit=options.limit))
     if options.as_json:
-        print(msgspec.json.encode([_check(one) for one in found]).decode())
-        return all(one.error is None for one in found)
+        print(msgspec.json.encode([_check(loaded) for loaded in found]).decode())
+        return all(loaded.error is None for loaded in found)
     table = Table(title=f"Tasks of {sanitize(options.where)}: {len(found)}", title_justify="left")
     for heading in ("id", "instruction", "image", "grader", "solution"):
         table.add_column(heading, overflow="fold")
-    for one in found:
-        if one.task is None:
-            table.add_row(sanitize_line(one.id), Text(_describe_error(one), style="red"), "", "", "")
+    for loaded in found:
+        if loaded.task is None:
+            table.add_row(sanitize_line(loaded.id), Text(_describe_error(loaded), style="red"), "", "", "")
         else:
             table.add_row(
-                sanitize_line(one.id),
-                _summarize(one.task),
-                _describe_image(one.task),
-                _describe_grader(one.task),
-                _describe_solution(one.task),
+                sanitize_line(loaded.id),
+                _summarize(loaded.task),
+                _describe_image(loaded.task),
+                _describe_grader(loaded.task),
+                _describe_solution(loaded.task),
             )
     new_console().print(table)
-    return all(one.error is None for one in found)
+    return all(loaded.error is None for loaded in found)
 
 
 def check_tasks(options: CheckTasksOptions) -> bool:
@@ -87,9 +87,11 @@ async def _check_all(
     found: Sequence[LoadedTask], options: CheckTasksOptions, sandboxes: Backend, console: Console
 ) -> list[TaskCheck] | None:
     """Check and prove the tasks. Return None if interrupted."""
-    lines = [_check(one) for one in found]
+    lines = [_check(loaded) for loaded in found]
     to_prove = (
-        [n for n, one in enumerate(found) if one.task is not None and _provable(one.task)] if options.prove else []
+        [n for n, loaded in enumerate(found) if loaded.task is not None and _provable(loaded.task)]
+        if options.prove
+        else []
     )
     if not to_prove:
         return lines
@@ -120,20 +122,22 @@ def _provable(task: Task) -> bool:
     return task.grader is not None
 
 
-def _check(found: LoadedTask) -> TaskCheck:
-    if found.task is None:
-        return TaskCheck(id=found.id, source=found.source, verdict="wrong", message=_describe_error(found))
-    if problem := _check_log_parser(found.task):
+def _check(loaded: LoadedTask) -> TaskCheck:
+    if loaded.task is None:
+        return TaskCheck(id=loaded.id, source=loaded.source, verdict="wrong", message=_describe_error(loaded))
+    if problem := _check_log_parser(loaded.task):
         return TaskCheck(
-            id=found.id, source=found.source, verdict="wrong", message=problem, grader=_describe_grader(found.task)
+            id=loaded.id, source=loaded.source, verdict="wrong", message=problem, grader=_describe_grader(loaded.task)
         )
-    lacks = [name for name, part in (("grader", found.task.grader), ("solution", found.task.solution)) if part is None]
+    lacks = [
+        name for name, part in (("grader", loaded.task.grader), ("solution", loaded.task.solution)) if part is None
+    ]
     return TaskCheck(
-        id=found.id,
-        source=found.source,
+        id=loaded.id,
+        source=loaded.source,
         verdict="valid",
         message=f"the task has no {' and no '.join(lacks)}, so it cannot be proven" if lacks else "",
-        grader=_describe_grader(found.task),
+        grader=_describe_grader(loaded.task),
     )
 
 
@@ -160,9 +164,9 @@ def _add_proof(line: TaskCheck, proof: Proof) -> TaskCheck:
     )
 
 
-def _describe_error(found: LoadedTask) -> str:
-    assert found.error is not None
-    return sanitize_line(found.error.message.removeprefix("task: "))
+def _describe_error(loaded: LoadedTask) -> str:
+    assert loaded.error is not None
+    return sanitize_line(loaded.error.message.removeprefix("task: "))
 
 
 def _summarize(task: Task) -> str:

@@ -199,11 +199,11 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
             messages = await self._parts.history.read_messages(rollout)
         else:
             messages = await _read_conversation(active)
-        found, clamped = conversation.paginate(messages, after, limit, self.config.clamp)
-        cursor = found[-1].cursor if found else after
+        page, clamped = conversation.paginate(messages, after, limit, self.config.clamp)
+        cursor = page[-1].cursor if page else after
         return MessagePage(
             rollout_id=rollout,
-            messages=found,
+            messages=page,
             cursor=cursor,
             over=active is None and cursor >= len(messages),
             clamped=clamped,
