@@ -121,7 +121,7 @@ async def test_what_goes_wrong_is_a_result() -> None:
             error = result.error
             assert (result.status, result.kind, error and error.boundary, error and error.stage) == told
             assert result.reward is None and result.wall_s > 0 and result.done
-        assert results[0].error is not None and results[0].error.message == "setup_shell: failed with exit code 3: no"
+        assert results[0].error is not None and results[0].error.message == "setup_shell failed with exit code 3: no"
 
 
 async def test_an_endpoint_that_cannot_be_used_is_a_result_too(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def _name_argument(active: ActiveRollout, info: ErrorInfo | None) -> ErrorInfo |
         return None
     message = make_encodable(info.message)
     if info.stage == "setup" and isinstance(active.request, RolloutRequest):
-        message = message.replace("setup.sh", "setup_shell:", 1)
+        message = message.replace("setup.sh", "setup_shell", 1)
     return msgspec.structs.replace(info, message=message)
 
 
