@@ -158,7 +158,7 @@ class BatchOptions(RolloutOptions):
     limit: Annotated[Optional[int], _flag("Maximum number of tasks.", WHAT)] = None
     n: Annotated[int, _flag("Number of rollouts per task.", BATCH, "--n")] = 1
     rounds: Annotated[int, _flag("Number of passes over the tasks. You can raise it to extend a batch.", BATCH)] = 1
-    name: Annotated[str, _flag("Prefix for the names of groups, by which a feed can select them.", BATCH)] = ""
+    name: Annotated[str, _flag("Prefix for group names, which a feed can use to select the groups.", BATCH)] = ""
     seed: Annotated[Optional[int], _flag("Seed for the task order and for sampling.", BATCH)] = None
     retries: Annotated[int, _flag("Retries per rollout after a fault that was not the agent's.", BATCH)] = 2
     stale_retries: Annotated[
@@ -298,9 +298,9 @@ class ExportOptions:
             "--as",
         ),
     ] = ""
-    advantage: Annotated[str, _flag("rows: how to compute advantages: normalised, leave_one_out or none.", FORMAT)] = (
-        "normalised"
-    )
+    advantage: Annotated[
+        str, _flag("rows: method for computing advantages (normalised, leave_one_out or none).", FORMAT)
+    ] = "normalised"
     imitate: Annotated[
         bool,
         _flag(

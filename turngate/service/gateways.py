@@ -180,7 +180,7 @@ def _load_renderer(config: ServeConfig) -> tuple[Renderer, Certificate]:
 
 
 def _load_local_engine(config: ServeConfig) -> Engine:
-    """Load a local model. This blocks for even longer."""
+    """Load a local model. This may block for a long time."""
     try:
         from turngate.engines.local import LocalEngine
     except ModuleNotFoundError as error:
