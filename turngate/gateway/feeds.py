@@ -64,7 +64,7 @@ class Feeds:
         return self.show(name)
 
     async def _fill(self, feed: int) -> None:
-        """Continue filling a feed, which another process may have started. Numbered deliveries can be read in the meantime."""
+        """Fill a feed, or continue where another process stopped. Numbered deliveries can be read in the meantime."""
         while self._log.is_filling(feed) and self._log.fill(feed, _FILL_STEP):
             self.wake()
             await asyncio.sleep(0)  # let turns run in between

@@ -2,7 +2,7 @@
 
     admit → locate → render → generate → parse → commit → reply
 
-    admit     check that the session is open, within its limits and recordable; wait at the fence
+    admit     check the session's status and limits, and that turns can be recorded; wait at the fence
     locate    find the deepest point of the session's trace that this request extends    (trace, prompt.py)
     render    extend the stored ids up to that point with only the new messages          (render, prompt.py)
     generate  send ids, receive ids with log-probabilities; abort if the agent hangs up  (engines)

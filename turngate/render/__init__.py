@@ -71,7 +71,7 @@ def _load_family(tokenizer: Tokenizer, model: str, family: str) -> Renderer | No
 
 
 def find_tokenizer(name: str) -> Path:
-    """Find a tokenizer folder by path, or by model name in the local Hugging Face cache (the newest snapshot). Download nothing."""
+    """Find a tokenizer folder by path, or by model name in the local Hugging Face cache (the newest snapshot). Never downloads."""
     folder = Path(name).expanduser()
     if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
         return folder  # problems are reported when the folder is read
