@@ -69,8 +69,8 @@ def _parse_merges(spec: Json) -> Merges | None:
 def _merge_order(model: Json) -> list[int] | None:
     """Return token ids in merge order: base symbols first, then the result of each merge.
 
-    Return None if ranks cannot express the merges. If several merges produce the same token, its rank is that of the first one. tiktoken then
-    gives the later pairs a higher priority than they should have, so the order is only a candidate until it passes the probe corpus.
+    Return None if ranks cannot express the merges. If several merges produce the same token, its rank is that of the first one. tiktoken
+    then gives the later pairs a higher priority than they should have, so the order is only a candidate until it passes the probe corpus.
     """
     vocab: dict[str, int] = model["vocab"]
     merged: dict[int, None] = {}
