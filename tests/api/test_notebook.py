@@ -37,7 +37,7 @@ def limits() -> dict[str, int]:
     return {"timeout": int(scaled(120)), "startup_timeout": int(scaled(60))}
 
 
-@pytest.mark.needs("bubblewrap")
+@pytest.mark.needs("bubblewrap", "agent:pi")
 async def test_the_example_notebook() -> None:
     need("bubblewrap")
     agent("pi")

@@ -75,6 +75,15 @@ def wheels() -> Path:
     return place
 
 
+@contextmanager
+def temporary_image(tag: str, context: Path, *words: str | Path) -> Iterator[str]:
+    """Build an image, and remove it at the end."""
+    try:
+        yield built(tag, context, *words)
+    finally:
+        docker("rmi", "--force", tag, check=False)
+
+
 def built(tag: str, context: Path, *words: str | Path) -> str:
     """An image of that name. The network is the host's: this machine may have no other for containers."""
     old = _id(tag)

@@ -40,7 +40,7 @@ def python(scratch: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def image(scratch: Path, python: str) -> str:
+def image(scratch: Path, python: str) -> Iterator[str]:
     """Built from a repository with secrets lying about, by a builder whose index has a password."""
     context = kit.context(scratch / "context")
     for planted in (
@@ -55,7 +55,9 @@ def image(scratch: Path, python: str) -> str:
     index = f"PIP_EXTRA_INDEX_URL=https://somebody:{MARKED}@127.0.0.1:9/simple"
     given = [f"BASE={python}", "PIP_NO_INDEX=1", index, "VERSION=1.2.3"]
     words = [word for argument in given for word in ("--build-arg", argument)]
-    return kit.built("turngate-test:serve", context, "--file", context / "deploy" / "Dockerfile", *words)
+    file = context / "deploy" / "Dockerfile"
+    with kit.temporary_image("turngate-test:serve", context, "--file", file, *words) as tag:
+        yield tag
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +181,12 @@ def test_the_space_is_built_of_what_is_uploaded_and_runs_as_its_user(
     command = [sys.executable, script, "someone/gate", "--dry-run", "--stage", space]
     subprocess.run([*map(str, command)], check=True, capture_output=True, timeout=scaled(60))
     shutil.copytree(kit.wheels(), space / "wheels")
-    image = kit.built("turngate-test:space", space, "--build-arg", f"BASE={python}", "--build-arg", "PIP_NO_INDEX=1")
+    given = ("--build-arg", f"BASE={python}", "--build-arg", "PIP_NO_INDEX=1")
+    with kit.temporary_image("turngate-test:space", space, *given) as image:
+        _check_space(image)
+
+
+def _check_space(image: str) -> None:
     assert (kit.inspected(image)["Config"]["User"], kit.inspected(image)["Config"]["Cmd"][0]) == ("1000", "serve")
     key = ("--env", f"TURNGATE_ADMIN_KEY={KEY}")
     with kit.container(image, *key, command=SERVE, key=KEY) as container:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,15 @@ async def test_a_container_has_its_limits_and_labels(backend: DockerBackend) -> 
         assert b"annot fork" in forks.stderr
 
 
-async def test_a_dockerfile_is_built_once(backend: DockerBackend, tmp_path: Path) -> None:
+@pytest.fixture
+def built_images() -> Iterator[set[str]]:
+    """The names of images that a test builds; they are removed after it."""
+    names: set[str] = set()
+    yield names
+    subprocess.run(["docker", "rmi", "--force", *sorted(names)], check=True, capture_output=True)
+
+
+async def test_a_dockerfile_is_built_once(backend: DockerBackend, tmp_path: Path, built_images: set[str]) -> None:
     (tmp_path / "Dockerfile").write_text(
         f"FROM {DEFAULT_IMAGE}\nUSER root\nCOPY data /data/\nWORKDIR /testbed\nENV MODE=built\n"
     )
@@ -86,11 +94,13 @@ async def test_a_dockerfile_is_built_once(backend: DockerBackend, tmp_path: Path
             == "0\n/testbed\nonebuilt\ny\n"
         )
         image = inspect(sandbox)["Image"]
+        built_images.add(inspect(sandbox)["Config"]["Image"])
     async with made(backend, spec) as sandbox:
         assert inspect(sandbox)["Image"] == image
     (tmp_path / "data" / "file").write_text("two")
     async with made(backend, spec) as sandbox:
         assert await sh(sandbox, "cat /data/file") == "two"
+        built_images.add(inspect(sandbox)["Config"]["Image"])
     with pytest.raises(SandboxError, match="no Dockerfile"):
         await backend.create(SandboxSpec(dockerfile=str(tmp_path / "data")))
     (tmp_path / "Dockerfile").write_text(f"FROM {DEFAULT_IMAGE}\nCOPY nothing /\n")
