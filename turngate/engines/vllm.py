@@ -147,7 +147,7 @@ class VLLM:
         card = next((card for card in models.data if self.model in (card.id, "")), None)
         if card is None:
             served = ", ".join(card.id for card in models.data)
-            return [msgspec.structs.replace(seen, ok=False, detail=f"serves {served}, not {self.model}")]
+            return [msgspec.structs.replace(seen, ok=False, detail=f"it serves {served}, not {self.model}")]
         if wrong := await self._wrong_weights(models):
             return [msgspec.structs.replace(seen, ok=False, detail=wrong, wrong=True)]
         return [msgspec.structs.replace(seen, model=card.id, max_context=card.max_model_len)]

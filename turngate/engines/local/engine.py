@@ -124,7 +124,7 @@ class LocalEngine:
         detail = self._why_unavailable()
         wrong = self._expected is not None and self._expected != self._version
         if wrong:
-            detail = detail or f"the weights of version {self._expected} are not loaded; repeat POST /admin/weights"
+            detail = detail or f"weight version {self._expected} is not loaded; repeat POST /admin/weights"
         return [
             Health(
                 url=self.address,
