@@ -65,7 +65,7 @@ async def test_an_event_of_several_lines_is_one() -> None:
 
 async def test_an_endless_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "EVENT_BYTES", 10)
-    with pytest.raises(EngineError, match="more than 10 bytes"):
+    with pytest.raises(EngineError, match="larger than 10 bytes"):
         EventParser().feed(b"data: 12345678901")
 
 

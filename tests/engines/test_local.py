@@ -223,7 +223,7 @@ async def test_a_reply_ends_where_the_context_ends() -> None:
         ({"prompt": np.array([], np.int32)}, "the prompt is empty"),
         ({"prompt": np.array([1, 300], np.int32)}, "id 300 is outside the model's vocabulary of 300"),
         ({"prompt": np.array([-1], np.int32)}, "id -1"),
-        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": 0}, "max_tokens must be 1 or more, not 0"),
     ],
 )
 async def test_what_cannot_be_done_is_refused(change: dict[str, Any], words: str) -> None:
@@ -524,7 +524,7 @@ except ConfigError as error:
         text=True,
         timeout=scaled(60),
     )
-    assert done.returncode == 0 and "needs torch: pip install 'turngate[local]'" in done.stdout, done.stderr
+    assert done.returncode == 0 and "needs torch; run: pip install 'turngate[local]'" in done.stdout, done.stderr
 
 
 async def _chunks(engine: LocalEngine, request: Any) -> list[Chunk]:
