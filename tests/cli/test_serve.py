@@ -208,8 +208,8 @@ async def test_a_database_with_a_hole_in_it(tmp_path: Path) -> None:
 def test_a_database_from_a_newer_version(tmp_path: Path) -> None:
     with contextlib.closing(sqlite3.connect(tmp_path / "turngate.db")) as db:
         db.execute("PRAGMA user_version=99")
-    assert "schema 99" in refused("--data", tmp_path)
-    assert "schema 99" in refused("--data", tmp_path)  # and not "in use" by the first attempt
+    assert "schema version 99" in refused("--data", tmp_path)
+    assert "schema version 99" in refused("--data", tmp_path)  # and not "in use" by the first attempt
 
 
 def test_a_key_file_that_others_can_read(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ async def test_an_engine_in_order_is_found_so() -> None:
     assert f"serves {MODEL}, 4,096 tokens of context" in by_check["engine"]
     assert "received the prompt unchanged" in by_check["engine call"]
     assert "processed" in by_check["log-probabilities"]
-    assert "the same ids for 5 conversations" in by_check["tokenizer"]
+    assert "same ids for 5 test conversations" in by_check["tokenizer"]
 
 
 async def test_one_that_is_not_there_is_one_failure_and_the_rest_is_not_checked() -> None:

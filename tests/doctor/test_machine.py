@@ -54,7 +54,7 @@ async def test_the_admin_keys_file_is_its_owners_alone(tmp_path: Path, monkeypat
     file.write_text("planted-admin-key-0123456789\n")
     file.chmod(0o644)
     finding = await one(settings(tmp_path), "admin key")
-    assert finding.state == "failure" and "can be read by others" in finding.message and "chmod 600" in finding.fix
+    assert finding.state == "failure" and "is readable by other users" in finding.message and "chmod 600" in finding.fix
     file.chmod(0o600)
     fine = await one(settings(tmp_path), "admin key")
     assert fine.state == "ok" and "0600" in fine.message and "planted" not in fine.message

@@ -82,7 +82,7 @@ def test_what_cannot_be_had_is_told(catalog: Catalog, given: tuple[Any, ...], pa
 
 def test_a_key_that_is_not_set_is_told_before_anything_runs(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_KEY")
-    with pytest.raises(BadRequest, match="no key for openai://gpt"):
+    with pytest.raises(BadRequest, match="no key for the model_key openai://gpt"):
         catalog.choose("openai://gpt")
 
 
