@@ -175,7 +175,9 @@ async def test_rollouts_that_were_cut_short(how: str) -> None:
 
         excluded = await delivered(t, FeedConfig(n=3, from_start=True, **{name: "exclude"}), "exclude")
         assert [r.advantage for r in excluded.rollouts[:2]] == pytest.approx(of_two)
-        assert excluded.rollouts[2].advantage is None and "left out" in excluded.rollouts[2].excluded
+        assert (
+            excluded.rollouts[2].advantage is None and "excluded by the feed's policy" in excluded.rollouts[2].excluded
+        )
 
 
 async def test_a_cut_title_does_not_make_a_rollout_cut() -> None:

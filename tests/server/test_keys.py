@@ -219,7 +219,7 @@ def test_a_key_file_without_a_key_is_refused_and_not_shown(
 def test_a_key_and_a_key_file_at_once_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TURNGATE_ADMIN_KEY", "from-the-environment-1234")
     monkeypatch.setenv("TURNGATE_ADMIN_KEY_FILE", "/run/secrets/admin_key")
-    with pytest.raises(ConfigError, match="TURNGATE_ADMIN_KEY is set, too"):
+    with pytest.raises(ConfigError, match="TURNGATE_ADMIN_KEY and TURNGATE_ADMIN_KEY_FILE are both set"):
         started(tmp_path)
 
 

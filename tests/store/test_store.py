@@ -107,7 +107,7 @@ def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "turngate.db") as db:
         db.execute("PRAGMA user_version=99")
     db.close()
-    with pytest.raises(ConfigError, match="schema 99"):
+    with pytest.raises(ConfigError, match="schema version 99"):
         Store(tmp_path)
 
 

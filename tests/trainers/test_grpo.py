@@ -225,7 +225,7 @@ async def test_a_corrupted_row_of_older_weights_is_refused_and_pulls_at_nothing(
         found = _gradient(learner)
         learner.gradients([rows[0], msgspec.structs.replace(rows[1], advantage=0.0), *rows[2:]], version=1)
     [why] = measured.refused
-    assert f"branch {bad.branch}: token {place} differs by " in why and "age" in why
+    assert f"branch {bad.branch}: token {place} differs by " in why and "more than later updates can explain" in why
     assert measured.compared == 0 and measured.signal
     assert math.isfinite(measured.loss) and math.isfinite(measured.divergence)
     assert torch.allclose(found, _gradient(learner), atol=1e-6)

@@ -235,10 +235,13 @@ class Feed(AbstractAsyncContextManager["Feed"]):
 def _check_mark(name: str, expected: str, current: str) -> None:
     """Raise `OtherFeed` if the feed does not have the expected mark. `current` is empty if the feed does not exist."""
     if expected != current:
-        why = "it was deleted and recreated, or the data folder changed" if current else "it was deleted"
+        why, alternative = "it was deleted", ""
+        if current:
+            why = "it was deleted and recreated, or the data folder changed"
+            alternative = ", or use the mark and a number of the current feed"
         raise OtherFeed(
             f"feed {name}: the feed this position belongs to (mark {expected}) no longer exists: {why}; "
-            "start from the beginning, or use the mark and a number of the current feed"
+            f"start from the beginning{alternative}"
         )
 
 
