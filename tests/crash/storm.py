@@ -148,7 +148,7 @@ class Agent:
             "POST", f"{self.url}/v1/chat/completions", json=body, headers=headers
         ) as response:
             raw = await response.aread()
-            if response.status_code == 503 and b"repeat" in raw:
+            if response.status_code == 503 and b"retry" in raw:
                 raise httpx.ReadError("to be repeated")
             assert response.status_code == 200, raw
         if not stream:

@@ -295,7 +295,7 @@ async def test_an_owner_that_does_not_come_back_is_told_as_something_to_repeat(m
         (Path(c[0].app.config.data) / "1").rename(Path(c[0].app.config.data) / "gone")
         chat = await c[0].http(session.key).post("/v1/chat/completions", json={"model": "m", "messages": HI})
         assert chat.status_code == 503 and "x-should-retry" not in chat.headers
-        assert "repeat" in chat.json()["error"]["message"]
+        assert "retry" in chat.json()["error"]["message"]
         messages = (
             await c[0].http(session.key).post("/v1/messages", json={"model": "m", "max_tokens": 5, "messages": HI})
         )

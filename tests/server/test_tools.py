@@ -143,7 +143,7 @@ async def test_what_there_is_not() -> None:
         session, none = await g.open(tools=[ANSWER, ASK]), await g.open()
         unknown = await call(g, session, {}, "reward")
         assert unknown.status_code == 404 and "answer, ask" in unknown.json()["error"]["message"]
-        assert "has none" in (await call(g, none, {}, "answer")).json()["error"]["message"]
+        assert "has no tools" in (await call(g, none, {}, "answer")).json()["error"]["message"]
         assert (await g.http(none.key).get("/v1/tools")).json() == {"tools": []}
         await g.seal(session.id)
         ended = await call(g, session, {"text": "x"})
@@ -262,7 +262,7 @@ async def test_a_host_that_says_nothing_leaves_nobody_hanging() -> None:
         assert (await call(g, session, {}, "ask_2")).json() == "go on"
         assert time.monotonic() - began >= 0.2
         late = await answer(g, session, 1, "too late")
-        assert late.status_code == 409 and "time was up" in late.json()["error"]["message"]
+        assert late.status_code == 409 and "already answered with the default reply" in late.json()["error"]["message"]
         assert [c["answered_by"] for c in await calls(g, session)] == ["time", "time"]
         clock = await g.open(tools=[ASK], limits={"seconds": scaled(0.1)})
         assert (await asyncio.wait_for(call(g, clock, {}, "ask"), scaled(15))).json() == {"ok": True, "answered": False}
@@ -293,7 +293,7 @@ async def test_the_end_of_the_gateway_ends_it_too_and_the_call_goes_on_after_it(
         await until(lambda: asking(g, session))
         await g.app.sessions.abort_all_calls()
         response = await asyncio.wait_for(waiting, scaled(15))
-        assert response.status_code == 503 and "repeat" in response.json()["error"]["message"]
+        assert response.status_code == 503 and "retry" in response.json()["error"]["message"]
     async with gateway(data=tmp_path) as g:
         assert (await answer(g, session, 1, "x")).status_code == 409  # nobody waits at present
         waiting = g.start(call(g, session, {"q": 1}, "ask", **{"idempotency-key": "m"}))
