@@ -300,7 +300,7 @@ async def test_who_answers_too_late_twice_or_something_else_is_told_so() -> None
         good = CallAnswer(lease=call.lease, ids=ids, logprobs=None, finish="stop")
         bad = {"lease": call.lease, "ids": ids[:-1], "logprobs": None, "finish": "stop"}
         wrong = await posted(g, path, bad)
-        assert wrong.status_code == 400 and "is not a multiple of 4" in wrong.text
+        assert wrong.status_code == 400 and "must be a multiple of 4 bytes" in wrong.text
         assert (await posted(g, path, {"lease": call.lease})).status_code == 400
         assert (await posted(g, path, good, key="x")).status_code == 401
         assert (await posted(g, path, good, key=session.key)).status_code == 401  # the agent's own
