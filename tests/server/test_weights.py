@@ -240,7 +240,7 @@ async def test_a_replica_that_refuses_an_adapter_leaves_the_old_version_in_force
         assert status == 502
         assert message.startswith("version 2 was not loaded; version 1 remains active.")
         assert f"{fakes[0].url}: rolled back (has version 1)" in message
-        assert f"{fakes[1].url}: vllm: no /v1/load_lora_adapter today, has version 1" in message
+        assert f"{fakes[1].url}: vllm: no /v1/load_lora_adapter today (has version 1)" in message
         assert [sorted(fake.adapters) for fake in fakes] == [["policy-v1"], ["policy-v1"]]
         session = await g.open()
         assert (await g.ask(session.key, "Hi")).content == "[/a/1][/a/1]"
