@@ -135,7 +135,7 @@ def test_a_plan_that_cannot_be_is_refused(fields: dict[str, Any], line: str, tmp
 
 
 @pytest.mark.parametrize(
-    ("bound", "line"), [("running", "concurrency: 0"), ("starting", "starting: 0"), ("grading", "grading: 0")]
+    ("bound", "line"), [("running", "concurrency must be at least 1, not 0"), ("starting", "starting must be at least 1, not 0"), ("grading", "grading must be at least 1, not 0")]
 )
 def test_bounds_of_nothing_are_refused(bound: str, line: str) -> None:
     with pytest.raises(ConfigError, match=line):
