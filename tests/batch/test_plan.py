@@ -134,7 +134,9 @@ def test_a_plan_that_cannot_be_is_refused(fields: dict[str, Any], line: str, tmp
         plan(tmp_path, **fields)
 
 
-@pytest.mark.parametrize(("bound", "name"), [("running", "concurrency"), ("starting", "starting"), ("grading", "grading")])
+@pytest.mark.parametrize(
+    ("bound", "name"), [("running", "concurrency"), ("starting", "starting"), ("grading", "grading")]
+)
 def test_bounds_of_nothing_are_refused(bound: str, name: str) -> None:
     with pytest.raises(ConfigError, match=f"^{name} must be at least 1, not 0$"):
         msgspec.structs.replace(Bounds(), **{bound: 0})
