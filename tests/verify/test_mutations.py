@@ -379,7 +379,7 @@ def test_a_branch_that_is_taken_out_leaves_a_gap(copy: Recorded) -> None:
 # ── how it ended ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _OUTCOMES = {
-    "no JSON": ("{", "not JSON"),
+    "no JSON": ("{", "not valid JSON"),
     "NaN": ('{"kind": "graded", "reward": NaN}', "NaN is not a JSON number"),
     "a list": ("[]", "not a JSON object"),
     "nothing": ("{}", "its kind is None, which is not one of graded, "),
