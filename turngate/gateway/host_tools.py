@@ -97,7 +97,9 @@ class HostTools:
         if call is None:
             raise NotFound(f"unknown tool call {number} in session {session.id}")
         if call.reply is not None:
-            how = {"tool": " immediately", "time": " with the default reply"}.get(call.answered_by, "")
+            how = {"tool": " immediately", "time": " with the default reply when its time was up"}.get(
+                call.answered_by, ""
+            )
             raise Conflict(f"tool call {number} was already answered{how}")
         pending = session.pending_tool_calls.get(number)
         if pending is None or pending.done():
