@@ -26,8 +26,6 @@ from examples.train.agent import agent, tokenizer
 from tools import parts
 from turngate import tasks
 from turngate.agents.install import ensure_installed
-from turngate.cli.terminal import console as new_console
-from turngate.cli.terminal import sanitize_line, say
 from turngate.cli.train import (
     TrainingDisplay,
     TrainingEnvironment,
@@ -40,6 +38,8 @@ from turngate.cli.train import (
     write_files,
 )
 from turngate.client.protocol import TraceTurn
+from turngate.common.terminal import console as new_console
+from turngate.common.terminal import sanitize_line, say
 from turngate.errors import SandboxUnavailable, TurngateError
 from turngate.rollout.concurrency import Bounds
 from turngate.rollout.plan import BatchPlan

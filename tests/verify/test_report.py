@@ -24,8 +24,8 @@ from tests.verify.kit import tampering, wrong
 from tests.verify.stories import rich
 from turngate.cli import verify as command
 from turngate.cli.options import VerifyCommandOptions
-from turngate.cli.terminal import console
 from turngate.cli.verify import verify_sessions
+from turngate.common.terminal import console
 from turngate.engines.scripted import derive_logprobs
 from turngate.errors import ConfigError, EngineError, EngineUnavailable, NotFound
 from turngate.verify import (

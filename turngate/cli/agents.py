@@ -16,8 +16,8 @@ from turngate.agents.install import ensure_installed, explain_missing
 from turngate.agents.spec import AgentSpec, find_agent, load_catalog
 from turngate.cli.run import RolloutDisplay
 from turngate.cli.signals import cancel_on_signal
-from turngate.cli.terminal import console as new_console
-from turngate.cli.terminal import sanitize, say
+from turngate.common.terminal import console as new_console
+from turngate.common.terminal import sanitize, say
 from turngate.errors import AgentError
 from turngate.rollout.agent_check import CheckOptions, CheckReport
 from turngate.rollout.agent_check import check_agent as check_recording

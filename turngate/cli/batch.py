@@ -28,9 +28,9 @@ from turngate.cli.prepare import (
 )
 from turngate.cli.run import reserve_stdout
 from turngate.cli.signals import INTERRUPTED, absorb_cancellation, cancel_on_signal
-from turngate.cli.terminal import LiveDisplay, sanitize_line, say
-from turngate.cli.terminal import console as new_console
 from turngate.common.aio import run_to_completion
+from turngate.common.terminal import LiveDisplay, sanitize_line, say
+from turngate.common.terminal import console as new_console
 from turngate.config import ServeConfig
 from turngate.engines.scripted import SYNTHETIC_NOTE
 from turngate.errors import ConfigError

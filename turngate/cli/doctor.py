@@ -12,10 +12,10 @@ from rich.text import Text
 from turngate import __version__
 from turngate.agents.spec import find_agent
 from turngate.cli.options import DoctorOptions
-from turngate.cli.terminal import console as new_console
-from turngate.cli.terminal import say
 from turngate.client.gateway import GatewayClient
 from turngate.client.keys import read_admin_key
+from turngate.common.terminal import console as new_console
+from turngate.common.terminal import say
 from turngate.common.validation import suggestion
 from turngate.config import ServeConfig, load_config
 from turngate.doctor import CHECKS, CheckState, DoctorContext, Finding, diagnose

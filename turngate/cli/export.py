@@ -9,8 +9,8 @@ from typing import Any, cast, get_args
 import msgspec
 
 from turngate.cli.options import ExportOptions
-from turngate.cli.terminal import console as new_console
-from turngate.cli.terminal import sanitize_line, say
+from turngate.common.terminal import console as new_console
+from turngate.common.terminal import sanitize_line, say
 from turngate.errors import ConfigError
 from turngate.trace.advantage import Choice
 from turngate.trainers.export import ExportChoices, ExportResult, RolloutFilter, export

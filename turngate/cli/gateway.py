@@ -11,9 +11,9 @@ import msgspec
 from rich.console import Console
 
 from turngate.cli.options import RolloutOptions
-from turngate.cli.terminal import say
 from turngate.client.gateway import GatewayClient, GatewayUnreachable
 from turngate.client.keys import ADMIN_KEY, read_admin_key, read_key, read_stored_admin_key
+from turngate.common.terminal import say
 from turngate.config import ServeConfig, load_config
 from turngate.errors import ConfigError, DataFolderInUse, Unauthorized
 from turngate.server.bind import find_running_gateway

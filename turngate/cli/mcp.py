@@ -12,8 +12,8 @@ import uvloop
 
 from turngate.cli.options import McpOptions
 from turngate.cli.signals import cancel_on_signal
-from turngate.cli.terminal import console, say
 from turngate.client.keys import read_key
+from turngate.common.terminal import console, say
 from turngate.errors import ConfigError, DataFolderInUse, TurngateError
 from turngate.server.auth import own_key
 from turngate.server.bind import raise_file_limit

@@ -27,8 +27,8 @@ from turngate.cli.prepare import (
     require_writable,
 )
 from turngate.cli.signals import INTERRUPTED, absorb_cancellation, cancel_on_signal
-from turngate.cli.terminal import LiveDisplay, sanitize, sanitize_line, say
-from turngate.cli.terminal import console as new_console
+from turngate.common.terminal import LiveDisplay, sanitize, sanitize_line, say
+from turngate.common.terminal import console as new_console
 from turngate.config import ServeConfig
 from turngate.engines.scripted import SYNTHETIC_NOTE
 from turngate.errors import ConfigError

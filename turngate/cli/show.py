@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from turngate.cli.terminal import console as new_console
-from turngate.cli.terminal import sanitize, sanitize_line, say
 from turngate.client.gateway import GatewayClient, RequestRejected
 from turngate.client.keys import read_admin_key
 from turngate.client.protocol import DecodedTrace, SessionInfo
+from turngate.common.terminal import console as new_console
+from turngate.common.terminal import sanitize, sanitize_line, say
 from turngate.dialects import decode_stored_messages
 from turngate.errors import ConfigError, NotFound
 from turngate.render import Tokenizer, find_tokenizer

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from turngate.cli.terminal import say
+from turngate.common.terminal import say
 
 T = TypeVar("T")
 INTERRUPTED = 130  # exit code

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from turngate.cli.options import CheckTasksOptions, ListTasksOptions
 from turngate.cli.signals import cancel_on_signal
-from turngate.cli.terminal import LiveDisplay, sanitize, sanitize_line, say
-from turngate.cli.terminal import console as new_console
+from turngate.common.terminal import LiveDisplay, sanitize, sanitize_line, say
+from turngate.common.terminal import console as new_console
 from turngate.errors import ConfigError, TurngateError
 from turngate.sandboxes import get_backend
 from turngate.sandboxes.base import Backend

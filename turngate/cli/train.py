@@ -21,8 +21,8 @@ from turngate import tasks
 from turngate.cli.options import TrainOptions
 from turngate.cli.prepare import prepare_agent, require_positive, require_writable
 from turngate.cli.signals import INTERRUPTED, absorb_cancellation, cancel_on_signal
-from turngate.cli.terminal import LiveDisplay, say
-from turngate.cli.terminal import console as new_console
+from turngate.common.terminal import LiveDisplay, say
+from turngate.common.terminal import console as new_console
 from turngate.config import ServeConfig
 from turngate.errors import ConfigError, TaskError
 from turngate.rollout import ledger

@@ -19,8 +19,8 @@ from rich.text import Text
 
 from turngate.agents.spec import find_agent
 from turngate.cli.options import VerifyCommandOptions
-from turngate.cli.terminal import console as new_console
-from turngate.cli.terminal import sanitize, sanitize_line, say
+from turngate.common.terminal import console as new_console
+from turngate.common.terminal import sanitize, sanitize_line, say
 from turngate.common.validation import reject_credentials
 from turngate.errors import ConfigError, EngineError, NotFound, TurngateError
 from turngate.render import find_tokenizer
