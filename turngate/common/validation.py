@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import types
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -59,8 +60,8 @@ def _field_type(kind: Any, path: str) -> Any:
     for part in re.findall(r"[^.\[\]]+|\[[^\]]*\]", path):
         kind = _unwrap(kind)
         if part.startswith("["):
-            arguments = get_args(kind)
-            kind = arguments[0] if arguments else None
+            arguments = get_args(kind) or (None,)
+            kind = arguments[-1] if get_origin(kind) in (dict, Mapping) else arguments[0]
         elif isinstance(kind, type) and issubclass(kind, msgspec.Struct):
             kind = get_type_hints(kind, include_extras=True).get(part)
         else:

@@ -43,7 +43,9 @@ JOB_ENV = "TURNGATE_JOB"  # set in the environment of every process that a comma
 DEFAULT_PIDS = 4096  # process limit if a spec has none
 STEP_TIMEOUT_S = 120.0  # for one docker command
 KILL_TIMEOUT_S = 15.0
-MAX_ENV_LINE = 30_000  # longer values are not passed in an --env-file, because docker limits the length of its lines
+MAX_ENV_LINE = (
+    30_000  # bytes; longer values are not passed in an --env-file, because docker limits the length of its lines
+)
 CLI_VARIABLES = ("DOCKER_", "HOME", "PATH", "BUILDKIT_", "COMPOSE_")  # variables that the docker command itself reads
 AMBIGUOUS_CODES = (1, 125, 126, 127)  # exit codes that can also mean that the docker command itself failed
 
@@ -407,7 +409,7 @@ def _split_env(env: Mapping[str, str]) -> tuple[bytes, dict[str, str]]:
     """
     lines, own = [], {}
     for name, value in env.items():
-        if "\n" in value or "\r" in value or len(value) > MAX_ENV_LINE:
+        if "\n" in value or "\r" in value or len(os.fsencode(value)) > MAX_ENV_LINE:
             if name.startswith(CLI_VARIABLES):
                 raise SandboxError(
                     f"docker cannot pass the environment variable {name}: its value has line breaks or is too long"

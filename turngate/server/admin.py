@@ -20,6 +20,7 @@ from turngate.gateway.sessions import Sessions
 from turngate.server.auth import Auth
 from turngate.server.http import decode_body, int_param, json_response, raw_json_response, read_cursor, route
 from turngate.store.outcomes import RecordedOutcome
+from turngate.telemetry.logs import redact_known
 from turngate.telemetry.spans import TRACEPARENT, current_tracer, parse_traceparent
 from turngate.trace.session import SessionConfig
 from turngate.types import Json, Mode
@@ -168,7 +169,7 @@ class AdminRoutes:
     async def events(self, request: Request) -> Response:
         session_id = request.path_params.get("id", "")
         if session_id and not self._sessions.knows(session_id):
-            raise NotFound(f"unknown session {session_id!r}; no session or event has this id")
+            raise NotFound(f"unknown session {redact_known(session_id)!r}; no session or event has this id")
         wait = request.query_params.get("wait", "1") not in ("0", "false")
         return StreamingResponse(
             self._stream_events(session_id, read_cursor(request), wait),
