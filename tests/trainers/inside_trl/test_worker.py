@@ -228,7 +228,7 @@ async def test_what_is_wrong_is_told_by_start_or_by_its_health() -> None:
                 worker.check_health(scaled(5))
         async with following(g, n=3, start=False) as worker:
             await apart(worker.update_model_version, 1)
-            with pytest.raises(RequestRejected, match="n: is 2, not 3"):
+            with pytest.raises(RequestRejected, match="n is 2, not 3"):
                 await apart(worker.start)
         with pytest.raises(ConfigError, match="TURNGATE_ADMIN_KEY"):
             TurngateWorker(worker.config)
