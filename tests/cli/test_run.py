@@ -102,7 +102,7 @@ def sessions(data: Path) -> list[tuple[str, str]]:
         (["--prompt", "x", "--max-turns", "-1"], "max_turns must be greater than 0, not -1"),
         (["--prompt", "x", "--memory-mb", "0"], "memory_mb must be greater than 0, not 0"),
         (["--prompt", "x", "--script", "/no/file"], "script /no/file cannot be read: No such file or directory"),
-        (["--prompt", "x", "--engine", "vlm"], "engine: "),
+        (["--prompt", "x", "--engine", "vlm"], "engine must be one of vllm, sglang, "),
         (["--prompt", "x", "--public-url", "here"], "public_url must be an http(s) URL, not 'here'"),
         (
             ["--prompt", "x", "--public-url", "http://x", "--tunnel", "y"],
@@ -120,7 +120,7 @@ def sessions(data: Path) -> list[tuple[str, str]]:
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(arguments: list[str], line: str, data: Path) -> None:
-    command = ["--set", "command=true"] if "shell requires it" not in line and "--set" not in arguments else []
+    command = ["--set", "command=true"] if "shell requires this option" not in line and "--set" not in arguments else []
     assert refused("run", "--agent", "shell", "--data", data, *command, *arguments).startswith(line)
     assert not (data / "rollouts").exists()
 
@@ -308,7 +308,7 @@ def test_a_gateway_that_serves_the_folder_is_used(data: Path, tmp_path: Path) ->
         # Which engine it has is not for a run to say.
         other = ran(*shell(data, ONCE, "--script", tmp_path / "script.json"))
         assert (
-            other.exit_code == 2 and "script: the gateway at" in other.stderr and "leave out --script" in other.stderr
+            other.exit_code == 2 and "script cannot be set for the running gateway at" in other.stderr and "remove --script" in other.stderr
         )
         # And by its address, from anywhere.
         key = {"TURNGATE_ADMIN_KEY": (data / "admin-key").read_text().strip()}
