@@ -308,7 +308,9 @@ def test_a_gateway_that_serves_the_folder_is_used(data: Path, tmp_path: Path) ->
         # Which engine it has is not for a run to say.
         other = ran(*shell(data, ONCE, "--script", tmp_path / "script.json"))
         assert (
-            other.exit_code == 2 and "script cannot be set for the running gateway at" in other.stderr and "remove --script" in other.stderr
+            other.exit_code == 2
+            and "script cannot be set for the running gateway at" in other.stderr
+            and "remove --script" in other.stderr
         )
         # And by its address, from anywhere.
         key = {"TURNGATE_ADMIN_KEY": (data / "admin-key").read_text().strip()}
