@@ -1,4 +1,4 @@
-"""What a client makes of replies with missing, unknown or damaged fields."""
+"""Test how the client handles replies with missing, unknown or damaged fields."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SESSION: dict[str, Json] = {
 
 
 @asynccontextmanager
-async def gateway_that_sends(body: bytes) -> AsyncIterator[GatewayClient]:
+async def gateway_sending(body: bytes) -> AsyncIterator[GatewayClient]:
     async def reply(request: web.BaseRequest) -> web.StreamResponse:
         return web.Response(body=body, headers={"x-turngate": "1"}, content_type="application/json")
 
@@ -55,43 +55,43 @@ async def gateway_that_sends(body: bytes) -> AsyncIterator[GatewayClient]:
 
 
 @pytest.mark.parametrize("name", [name for name in SESSION if name != "unheard_s"])
-async def test_a_missing_field_is_named(name: str) -> None:
+async def test_missing_field_is_named(name: str) -> None:
     body = msgspec.json.encode({field: value for field, value in SESSION.items() if field != name})
-    async with gateway_that_sends(body) as client:
+    async with gateway_sending(body) as client:
         with pytest.raises(InvalidReply, match=rf"\({name} is missing\)") as error:
             await client.show("s")
         assert error.value.param == name
 
 
-async def test_a_field_of_the_wrong_type_is_named() -> None:
-    async with gateway_that_sends(msgspec.json.encode({**SESSION, "turns": "many"})) as client:
+async def test_field_of_wrong_type_is_named() -> None:
+    async with gateway_sending(msgspec.json.encode({**SESSION, "turns": "many"})) as client:
         with pytest.raises(InvalidReply, match=r"\(turns: Expected `int`, got `str`\)"):
             await client.show("s")
 
 
-async def test_a_reply_that_is_cut_short_is_damaged() -> None:
-    async with gateway_that_sends(msgspec.json.encode(SESSION)[:-9]) as client:
+async def test_truncated_reply_is_invalid() -> None:
+    async with gateway_sending(msgspec.json.encode(SESSION)[:-9]) as client:
         with pytest.raises(InvalidReply, match="sent a damaged reply"):
             await client.show("s")
 
 
-async def test_fields_of_a_newer_gateway_are_ignored_and_an_older_one_sends_fewer() -> None:
+async def test_unknown_fields_are_ignored_and_optional_ones_default() -> None:
     newer = {
         **SESSION,
         "colour": "red",
         "config": {"model": "m", "mood": "good", "limits": {"turns": 3, "jokes": 1}},
         "outcome": {"kind": "graded", "reward": 1.0, "certainty": 0.5},
     }
-    async with gateway_that_sends(msgspec.json.encode(newer)) as client:
+    async with gateway_sending(msgspec.json.encode(newer)) as client:
         session = await client.show("s")
     assert (session.config.model, session.config.limits) == ("m", {"turns": 3, "jokes": 1})
     assert session.outcome is not None and session.outcome.reward == 1.0
     older = {name: value for name, value in SESSION.items() if name != "unheard_s"}
-    async with gateway_that_sends(msgspec.json.encode(older)) as client:
+    async with gateway_sending(msgspec.json.encode(older)) as client:
         assert (await client.show("s")).unheard_s == 0.0
 
 
-def test_what_the_gateway_leaves_out_and_what_it_always_sends() -> None:
+def test_default_fields_are_omitted_when_encoding() -> None:
     values = {**SESSION, "config": SessionConfig(model="m"), "outcome": None}
     sent = SessionDescription[SessionConfig, RecordedOutcome](**values)
     assert msgspec.json.decode(msgspec.json.encode(sent)) == SESSION

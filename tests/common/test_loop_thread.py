@@ -1,4 +1,4 @@
-"""The loop thread: results, errors, restarts, and what is cancelled when."""
+"""Test the loop thread: results, errors, restarts and cancellation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def _name() -> str:
     return threading.current_thread().name
 
 
-def test_it_runs_and_spawns_in_its_own_named_thread() -> None:
+def test_coroutines_run_in_named_thread() -> None:
     thread = LoopThread("worker")
     thread.start()
     try:
@@ -38,7 +38,7 @@ def test_it_runs_and_spawns_in_its_own_named_thread() -> None:
         thread.stop()
 
 
-def test_it_can_be_stopped_twice_and_started_again() -> None:
+def test_stop_is_idempotent_and_thread_restarts() -> None:
     thread = LoopThread("worker", param="client")
     with pytest.raises(BadRequest, match="the client is closed"):
         thread.run(_double(1))
@@ -50,12 +50,12 @@ def test_it_can_be_stopped_twice_and_started_again() -> None:
         thread.stop()
         thread.stop()
         assert not thread.is_running
-    assert "worker" not in [one.name for one in threading.enumerate()]
+    assert "worker" not in [running.name for running in threading.enumerate()]
     with pytest.raises(BadRequest, match="the client is closed"):
         thread.spawn(_double(1))
 
 
-def test_stopping_cancels_what_runs_and_waits_until_it_has_cleaned_up() -> None:
+def test_stop_cancels_running_work_and_awaits_cleanup() -> None:
     cleaned_up: list[bool] = []
     started = threading.Event()
 
@@ -76,7 +76,7 @@ def test_stopping_cancels_what_runs_and_waits_until_it_has_cleaned_up() -> None:
     assert future.cancelled()
 
 
-def test_an_interrupt_cancels_what_is_waited_for_and_waits_for_its_cleanup() -> None:
+def test_interrupt_cancels_run_and_awaits_cleanup() -> None:
     cleaned_up: list[bool] = []
 
     async def work() -> None:
@@ -101,7 +101,7 @@ def test_an_interrupt_cancels_what_is_waited_for_and_waits_for_its_cleanup() -> 
         thread.stop()
 
 
-def test_it_cannot_wait_for_itself() -> None:
+def test_run_inside_own_loop_is_refused() -> None:
     thread = LoopThread("worker")
     thread.start()
 
@@ -116,7 +116,7 @@ def test_it_cannot_wait_for_itself() -> None:
 
 
 @pytest.mark.process
-def test_a_forked_child_cannot_use_it_but_may_start_its_own() -> None:
+def test_forked_child_must_start_its_own_thread() -> None:
     thread = LoopThread("worker")
     thread.start()
     child = os.fork()

@@ -1,4 +1,4 @@
-"""What prompts begin with is kept from call to call; whatever it follows from has to tell it apart."""
+"""Test the preamble cache of the prompt builder: its key covers everything the preamble depends on."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from turngate.trace.session import Session, SessionConfig
 from turngate.types import Call
 
 
-class Knowing:
-    """A renderer, as far as a preamble asks it."""
+class FakeRenderer:
+    """A renderer that only reports which template arguments it knows."""
 
     def __init__(self, *names: str) -> None:
         self._names = names
@@ -25,37 +25,37 @@ class Knowing:
         return name in self._names
 
 
-THINKS = cast(Renderer, Knowing("enable_thinking"))
+THINKING_RENDERER = cast(Renderer, FakeRenderer("enable_thinking"))
 
 
 def call(**body: Any) -> Call:
-    asked = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}], **body}
-    return Messages().decode(WireRequest(json.dumps(asked).encode(), {}))
+    request = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}], **body}
+    return Messages().decode(WireRequest(json.dumps(request).encode(), {}))
 
 
-def kwargs(prompts: PromptBuilder, made: Call, renderer: Renderer | None, **config: Any) -> dict[str, object]:
+def kwargs(prompts: PromptBuilder, call_: Call, renderer: Renderer | None, **config: Any) -> dict[str, object]:
     session = Session("s", 1, SessionConfig(**config), 0.0)
-    _, preamble = prompts.locate(session, made, renderer)
+    _, preamble = prompts.locate(session, call_, renderer)
     assert json.loads(preamble.raw_kwargs) == preamble.kwargs
     return preamble.kwargs
 
 
-def test_the_same_hints_say_what_the_renderer_understands_of_them() -> None:
-    prompts, asked = PromptBuilder(), call(thinking={"type": "disabled"})
+def test_thinking_hint_follows_what_renderer_supports() -> None:
+    prompts, disabled = PromptBuilder(), call(thinking={"type": "disabled"})
     for _ in range(2):
-        assert kwargs(prompts, asked, THINKS) == {"enable_thinking": False}
-        assert kwargs(prompts, asked, None) == {}
-        assert kwargs(prompts, asked, cast(Renderer, Knowing("thinking"))) == {"thinking": False}
+        assert kwargs(prompts, disabled, THINKING_RENDERER) == {"enable_thinking": False}
+        assert kwargs(prompts, disabled, None) == {}
+        assert kwargs(prompts, disabled, cast(Renderer, FakeRenderer("thinking"))) == {"thinking": False}
 
 
-def test_sessions_and_calls_with_their_own_arguments_leave_others_alone() -> None:
-    prompts, asked = PromptBuilder(), call(thinking={"type": "disabled"})
+def test_session_and_call_arguments_do_not_leak_into_others() -> None:
+    prompts, disabled = PromptBuilder(), call(thinking={"type": "disabled"})
     for _ in range(2):
-        assert kwargs(prompts, asked, THINKS) == {"enable_thinking": False}
-        assert kwargs(prompts, asked, THINKS, template_kwargs={"mood": "calm"}) == {
+        assert kwargs(prompts, disabled, THINKING_RENDERER) == {"enable_thinking": False}
+        assert kwargs(prompts, disabled, THINKING_RENDERER, template_kwargs={"mood": "calm"}) == {
             "enable_thinking": False,
             "mood": "calm",
         }
-        outright = msgspec.structs.replace(asked, template_kwargs={"enable_thinking": True})
-        assert kwargs(prompts, outright, THINKS) == {"enable_thinking": True}
-        assert kwargs(prompts, call(thinking={"type": "enabled"}), THINKS) == {"enable_thinking": True}
+        explicit = msgspec.structs.replace(disabled, template_kwargs={"enable_thinking": True})
+        assert kwargs(prompts, explicit, THINKING_RENDERER) == {"enable_thinking": True}
+        assert kwargs(prompts, call(thinking={"type": "enabled"}), THINKING_RENDERER) == {"enable_thinking": True}

@@ -1,4 +1,4 @@
-"""The cause of a fork when a turn is recorded: a prompt that was rendered anew forks by the template, unless the request says why."""
+"""Test the fork cause of recorded turns: a re-rendered prompt forks with cause "template" unless the request explains the fork."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OTHER = [*FIRST, assistant("On it."), user("Why?")]
 EDITED = [*FIRST, assistant("On it."), user("And?"), assistant("Me."), user("So?")]
 WORK = [Call(FIRST, assistant("On it.")), Call(SECOND, assistant("Done."))]
 PREAMBLE = Preamble(b"tools", (), b"[]", b"{}", {})
-ANEW = np.array([7, 8, 9], ID_DTYPE)
+RERENDERED = np.array([7, 8, 9], ID_DTYPE)
 
 
 async def ignore(events: object) -> None:
@@ -43,12 +43,12 @@ def draft(recorder: Recorder, prompt: Prompt) -> TurnDraft:
         (WORK[:1], EDITED, "edited"),
         ([], FIRST, None),
     ],
-    ids=["the next turn", "another continuation", "an edited history", "the first call"],
+    ids=["next turn", "other continuation", "edited history", "first call"],
 )
-def test_a_prompt_that_is_rendered_anew(before: list[Call], messages: list[dict[str, object]], cause: Cause) -> None:
+def test_cause_of_rerendered_prompt(before: list[Call], messages: list[dict[str, object]], cause: Cause) -> None:
     recorder = Recorder(before)
     location = recorder.trace.locate(read(messages))
-    prompt = Prompt(location, None, None, ANEW, ANEW, PREAMBLE)
+    prompt = Prompt(location, None, None, RERENDERED, RERENDERED, PREAMBLE)
     assert _find_cause(draft(recorder, prompt), None) == cause
 
 
@@ -57,26 +57,26 @@ def test_a_prompt_that_is_rendered_anew(before: list[Call], messages: list[dict[
     [
         (OTHER, None, "branch"),
         (OTHER, "extended", "branch"),
-        (OTHER, "anew", "template"),
-        (EDITED, "anew", "template"),
+        (OTHER, "rerendered", "template"),
+        (EDITED, "rerendered", "template"),
         (FIRST, None, "resample"),
-        (FIRST, "anew", "resample"),
+        (FIRST, "rerendered", "resample"),
     ],
 )
-def test_a_prompt_that_an_endpoint_reports(messages: list[dict[str, object]], ids: str | None, cause: Cause) -> None:
+def test_cause_of_prompt_reported_by_endpoint(messages: list[dict[str, object]], ids: str | None, cause: Cause) -> None:
     recorder = Recorder(WORK)
     location = recorder.trace.locate(read(messages))
-    seen: Ids | None = None if ids is None else ANEW
+    seen: Ids | None = None if ids is None else RERENDERED
     if ids == "extended":
-        seen = np.concatenate([path_ids(location.node), ANEW])
+        seen = np.concatenate([path_ids(location.node), RERENDERED])
     prompt = build_observed_prompt(location, seen, PREAMBLE)
     assert _find_cause(draft(recorder, prompt), prompt.context) == cause
 
 
-def test_only_the_draft_counts_live_tokens() -> None:
+def test_draft_counts_live_tokens_until_settled() -> None:
     recorder = Recorder()
     location = recorder.trace.locate(read(FIRST))
-    sampling = draft(recorder, Prompt(location, None, None, ANEW, ANEW, PREAMBLE))
+    sampling = draft(recorder, Prompt(location, None, None, RERENDERED, RERENDERED, PREAMBLE))
     sampling.add([1, 2, 3], [-0.1, -0.2, -0.3], 4)
     sampling.add([5], None, 5)
     assert (sampling.session.live_tokens, sampling.version_start, sampling.version_end) == (4, 4, 5)

@@ -1,4 +1,4 @@
-"""The official `anthropic` client against the gateway: it shall not be able to tell it from Anthropic."""
+"""Test the gateway with the official `anthropic` client."""
 
 from __future__ import annotations
 
@@ -43,27 +43,27 @@ def client(g: Running, key: str, **options: Any) -> anthropic.AsyncAnthropic:
 
 
 def sync_client(g: Running, key: str) -> anthropic.Anthropic:
-    """Blocks: to be called through `asyncio.to_thread`, since the gateway runs in the test's own loop."""
+    """Return a blocking client. Call it through `asyncio.to_thread`: the gateway runs in the test's event loop."""
     http = anthropic.DefaultHttpxClient(verify=False, trust_env=False)
     g._stack.callback(http.close)
     return anthropic.Anthropic(api_key=key, base_url=g.root, http_client=http, max_retries=0, timeout=scaled(20))
 
 
 async def ask(g: Running, key: str, messages: Json, way: str = "async", **request: Any) -> Any:
-    """One message by the client, in one of `WAYS`. `messages`: a list, or the text of a question."""
+    """Send one message with the client, in one of `WAYS`. `messages` is a list or the text of a question."""
     request = {"model": "m", "max_tokens": 10_000, **request}
     request["messages"] = [user(messages)] if isinstance(messages, str) else messages
 
-    def whole(ours: anthropic.Anthropic) -> Any:
+    def send(sdk: anthropic.Anthropic) -> Any:
         if way == "sync":
-            return ours.messages.create(**request)
-        with ours.messages.stream(**request) as stream:
+            return sdk.messages.create(**request)
+        with sdk.messages.stream(**request) as stream:
             return stream.get_final_message()
 
     if way.startswith("sync"):
-        return await asyncio.to_thread(whole, sync_client(g, key))
-    ours = client(g, key)
-    area: Any = ours.beta.messages if way.startswith("beta") else ours.messages
+        return await asyncio.to_thread(send, sync_client(g, key))
+    sdk = client(g, key)
+    area: Any = sdk.beta.messages if way.startswith("beta") else sdk.messages
     if way.startswith("beta"):
         request["betas"] = ["interleaved-thinking-2025-05-14"]
     if not way.endswith("stream"):
@@ -76,13 +76,13 @@ def user(content: Json) -> Json:
     return {"role": "user", "content": content}
 
 
-def spoken(reply: Any) -> Json:
-    """The assistant's message as an agent puts it into its history."""
+def to_history(reply: Any) -> Json:
+    """Return the assistant message that an agent adds to its history."""
     return {"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in reply.content]}
 
 
-def results(reply: Any, answer: Callable[[Any], Json] = lambda call: "ok") -> Json:
-    """What the agent's tools say to the calls of a reply."""
+def tool_results(reply: Any, answer: Callable[[Any], Json] = lambda call: "ok") -> Json:
+    """Return the user message with the tool results for the calls of a reply."""
     return user([{"type": "tool_result", "tool_use_id": call.id, "content": answer(call)} for call in tool_uses(reply)])
 
 
@@ -99,12 +99,12 @@ def thinking_of(reply: Any) -> str:
 
 
 def prompts(g: Running) -> list[str]:
-    """The prompts that the engine got, as text."""
+    """Decode the prompts that the engine received."""
     return [tokenizer().decode(request.prompt.tolist()) for request in g.engine.received]
 
 
 async def check_one_row(g: Running, session_id: str, script: list[ScriptedTurn] | None = None) -> None:
-    """Everything is one row, whose ids are what the engine got and gave."""
+    """Check that the session is one row with exactly the ids the engine received and sampled."""
     [row] = await g.samples(session_id)
     assert all(span["trained"] for span in row["spans"]) and len(row["spans"]) == len(g.engine.received)
     for request, span in zip(g.engine.received, row["spans"], strict=True):
@@ -112,8 +112,8 @@ async def check_one_row(g: Running, session_id: str, script: list[ScriptedTurn] 
         sampled = row["ids"][span["start"] : span["end"]]
         assert row["logprobs"][span["start"] : span["end"]] == derive_logprobs(request.prompt, sampled)
     if script is not None:
-        said = [i for turn in script for i in turn.ids]
-        assert [i for i, trained in zip(row["ids"], row["mask"], strict=True) if trained] == said
+        sampled_ids = [i for turn in script for i in turn.ids]
+        assert [i for i, trained in zip(row["ids"], row["mask"], strict=True) if trained] == sampled_ids
     assert {turn["role"] for turn in await g.turns(session_id)} == {"main"}
 
 
@@ -121,20 +121,20 @@ async def check_one_row(g: Running, session_id: str, script: list[ScriptedTurn] 
 
 
 @every_way
-async def test_a_plain_answer(way: str) -> None:
+async def test_text_answer(way: str) -> None:
     async with gateway([say("Hello there, friend.")]) as g:
         session = await g.open()
         reply = await ask(g, session.key, "Hi", way)
         assert (text_of(reply), reply.stop_reason, reply.stop_sequence) == ("Hello there, friend.", "end_turn", None)
         assert (reply.type, reply.role, reply.model) == ("message", "assistant", "m") and reply.id.startswith("msg_")
-        # The numbers are true: they are what the engine got and gave.
+        # Usage matches what the engine received and sampled.
         [turn] = await g.turns(session.id)
         assert reply.usage.input_tokens == len(g.engine.received[0].prompt)
         assert reply.usage.output_tokens == len(turn["ids"])
         assert prompts(g) == ["<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"]
 
 
-async def test_events_come_in_anthropics_order_with_its_headers() -> None:
+async def test_stream_events_are_in_anthropic_order() -> None:
     async with gateway([say("<think>\nHm.\n</think>\n\nHi. " + calls(("read_file", {"path": "a"})))]) as g:
         session = await g.open()
         body = {"model": "m", "max_tokens": 500, "messages": [user("Hi")], "tools": [READ], "stream": True}
@@ -151,7 +151,7 @@ async def test_events_come_in_anthropics_order_with_its_headers() -> None:
         assert once == ["message_start", *block * 3, "message_delta", "message_stop"]
 
 
-async def test_events_of_the_clients_own_stream_helper() -> None:
+async def test_sdk_stream_helper() -> None:
     async with gateway([say("<think>\nHm.\n</think>\n\nLook. " + calls(("read_file", {"path": "a"})))]) as g:
         session = await g.open()
         kinds: list[str] = []
@@ -168,8 +168,8 @@ async def test_events_of_the_clients_own_stream_helper() -> None:
         assert (await stream.get_final_message()).stop_reason == "tool_use"
 
 
-async def test_ids_are_never_the_same() -> None:
-    """Claude Code takes messages of one id for one message."""
+async def test_message_and_call_ids_are_unique() -> None:
+    """Claude Code merges messages that share an id."""
     async with gateway([say("Hi." + calls(("read_file", {"path": "a"}), ("read_file", {"path": "a"})))] * 2) as g:
         session = await g.open()
         replies = [await ask(g, session.key, "Hi", way, tools=[READ]) for way in ("async", "async stream")]
@@ -178,7 +178,7 @@ async def test_ids_are_never_the_same() -> None:
 
 
 @every_way
-async def test_characters_that_span_tokens_arrive_whole(way: str) -> None:
+async def test_multi_token_characters_arrive_intact(way: str) -> None:
     text = "Größe 汉字 👩‍👩‍👧 é\n\n\tend"
     async with gateway([say(text)]) as g:
         session = await g.open()
@@ -186,12 +186,12 @@ async def test_characters_that_span_tokens_arrive_whole(way: str) -> None:
 
 
 @every_way
-async def test_an_answer_of_nothing(way: str) -> None:
+async def test_empty_answer(way: str) -> None:
     async with gateway([say(""), say("Here.")]) as g:
         session = await g.open()
         reply = await ask(g, session.key, "Hi", way)
         assert (reply.content, reply.stop_reason) == ([], "end_turn")
-        await ask(g, session.key, [user("Hi"), spoken(reply), user("Are you there?")], way)
+        await ask(g, session.key, [user("Hi"), to_history(reply), user("Are you there?")], way)
         assert len(await g.samples(session.id)) == 1
 
 
@@ -200,7 +200,7 @@ async def test_an_answer_of_nothing(way: str) -> None:
 
 @every_way
 async def test_five_turns_with_tools_make_one_training_row(way: str) -> None:
-    """The whole life of a small agent: parallel calls, results, thinking, an answer, another question."""
+    """Run a small agent with parallel calls, results, thinking, an answer and another question."""
     script = [
         say(
             "<think>\nI should look.\n</think>\n\nLet me see."
@@ -220,7 +220,7 @@ async def test_five_turns_with_tools_make_one_training_row(way: str) -> None:
             reply = await ask(
                 g, session.key, history, way, tools=[READ, WRITE], system="You are careful.", thinking=ADAPTIVE
             )
-            history.append(spoken(reply))
+            history.append(to_history(reply))
             return reply
 
         first = await turn()
@@ -229,17 +229,17 @@ async def test_five_turns_with_tools_make_one_training_row(way: str) -> None:
             ("read_file", {"path": "a.py"}),
             ("read_file", {"path": "b.py"}),
         ]
-        second = await turn(results(first, lambda call: f"contents of {call.input['path']}"))
+        second = await turn(tool_results(first, lambda call: f"contents of {call.input['path']}"))
         assert tool_uses(second)[0].input == {"path": "c.py", "text": 'x = "1"\n'} and text_of(second) == ""
-        third = await turn(results(second, lambda call: ""))
+        third = await turn(tool_results(second, lambda call: ""))
         assert (thinking_of(third), text_of(third), third.stop_reason) == ("Done now.", "All done.", "end_turn")
         fourth = await turn(user("What does c say?"))
-        fifth = await turn(results(fourth, lambda call: [{"type": "text", "text": "x = 1"}]))
+        fifth = await turn(tool_results(fourth, lambda call: [{"type": "text", "text": "x = 1"}]))
         assert text_of(fifth) == "It says x."
         await check_one_row(g, session.id, script)
 
 
-async def test_the_clients_own_tool_runner() -> None:
+async def test_sdk_tool_runner() -> None:
     @anthropic.beta_async_tool
     async def add(a: int, b: int) -> str:
         """Adds two numbers."""
@@ -258,33 +258,33 @@ async def test_the_clients_own_tool_runner() -> None:
         await check_one_row(g, session.id, script)
 
 
-STRANGE = {
+MALFORMED_CALLS = {
     "a lone surrogate": r'{"name": "f", "arguments": {"a": "\ud800"}}',
     "arguments that are no object": '{"name": "f", "arguments": [1, "x", null]}',
     "arguments that are text": r'{"name": "f", "arguments": "rm -rf {oops"}',
-    "an object that looks like our wrapping": '{"name": "f", "arguments": {"INVALID_JSON": "x"}}',
-    "a number too large": '{"name": "f", "arguments": {"a": 1' + "0" * 400 + "}}",
-    "a key twice": '{"name": "f", "arguments": {"a": 1, "a": 2}}',
-    "a pit": '{"name": "f", "arguments": {"a": ' + "[" * 150 + "]" * 150 + "}}",
-    "a deep pit": '{"name": "f", "arguments": {"a": ' + "[" * 900 + "]" * 900 + "}}",
-    "a pit without a bottom": '{"name": "f", "arguments": ' + "[" * 3000 + "]" * 3000 + "}",
+    "an object like our own wrapper": '{"name": "f", "arguments": {"INVALID_JSON": "x"}}',
+    "a huge number": '{"name": "f", "arguments": {"a": 1' + "0" * 400 + "}}",
+    "a duplicate key": '{"name": "f", "arguments": {"a": 1, "a": 2}}',
+    "nested 150 deep": '{"name": "f", "arguments": {"a": ' + "[" * 150 + "]" * 150 + "}}",
+    "nested 900 deep": '{"name": "f", "arguments": {"a": ' + "[" * 900 + "]" * 900 + "}}",
+    "nested 3000 deep": '{"name": "f", "arguments": ' + "[" * 3000 + "]" * 3000 + "}",
     "nothing": "",
-    "half": '{"name": "f", "arguments": {"a": ',
+    "truncated": '{"name": "f", "arguments": {"a": ',
 }
 
 
 @both_ways
-@pytest.mark.parametrize("case", STRANGE)
-async def test_whatever_the_model_writes_into_a_call_the_turn_is_delivered_and_recorded(case: str, way: str) -> None:
-    script = [say(f"<tool_call>\n{STRANGE[case]}\n</tool_call>"), say("Next.")]
+@pytest.mark.parametrize("case", MALFORMED_CALLS)
+async def test_malformed_call_is_delivered_and_recorded(case: str, way: str) -> None:
+    script = [say(f"<tool_call>\n{MALFORMED_CALLS[case]}\n</tool_call>"), say("Next.")]
     tools = [{"name": "f", "input_schema": {"type": "object"}}]
     async with gateway(script) as g:
         session = await g.open()
         reply = await ask(g, session.key, "Hi", way, tools=tools)
         assert reply.content
-        # And the agent can go on from it, whatever it made of the call.
-        more = results(reply) if tool_uses(reply) else user("Go on")
-        sent = json.dumps([user("Hi"), spoken(reply), more])  # as a client that escapes what it cannot encode
+        # The agent can continue from it.
+        more = tool_results(reply) if tool_uses(reply) else user("Go on")
+        sent = json.dumps([user("Hi"), to_history(reply), more])  # with escapes, as some clients send it
         body = f'{{"model": "m", "max_tokens": 10, "messages": {sent}, "tools": {json.dumps(tools)}}}'
         response = await g.http(session.key).post("/v1/messages", content=body)
         assert response.status_code == 200, response.text
@@ -292,20 +292,20 @@ async def test_whatever_the_model_writes_into_a_call_the_turn_is_delivered_and_r
 
 
 @both_ways
-async def test_one_call_at_a_time_if_the_agent_wants_it_so(way: str) -> None:
+async def test_parallel_tool_use_can_be_disabled(way: str) -> None:
     two = calls(("read_file", {"path": "a"}), ("read_file", {"path": "b"}))
     async with gateway([say("Look:\n" + two), say("Thanks.")]) as g:
         session = await g.open()
         choice = {"type": "auto", "disable_parallel_tool_use": True}
         reply = await ask(g, session.key, "Read a and b", way, tools=[READ], tool_choice=choice)
         assert [c.input for c in tool_uses(reply)] == [{"path": "a"}] and reply.stop_reason == "tool_use"
-        history = [user("Read a and b"), spoken(reply), results(reply)]
+        history = [user("Read a and b"), to_history(reply), tool_results(reply)]
         await ask(g, session.key, history, way, tools=[READ], tool_choice=choice)
         await check_one_row(g, session.id)
 
 
 @both_ways
-async def test_tools_that_may_not_be_used_are_not_shown_to_the_model(way: str) -> None:
+async def test_tool_choice_none_hides_tools_from_model(way: str) -> None:
     async with gateway([say("I cannot.")]) as g:
         session = await g.open()
         await ask(g, session.key, "Read a", way, tools=[READ], tool_choice={"type": "none"})
@@ -325,7 +325,7 @@ FORCED: dict[str, tuple[dict[str, Json], str]] = {
 
 @both_ways
 @pytest.mark.parametrize("kind", FORCED)
-async def test_forced_shapes_work_and_are_not_trained_unless_wanted(kind: str, way: str) -> None:
+async def test_constrained_output_works_and_is_not_trained(kind: str, way: str) -> None:
     request, text = FORCED[kind]
     async with gateway([say(text)]) as g:
         session = await g.open()
@@ -342,7 +342,7 @@ async def test_forced_shapes_work_and_are_not_trained_unless_wanted(kind: str, w
         assert f"constrained: {kind}" in row["spans"][0]["reason"]
 
 
-async def test_structured_outputs_through_the_clients_own_helper() -> None:
+async def test_sdk_parse_helper_returns_structured_output() -> None:
     class Number(pydantic.BaseModel):
         n: int
 
@@ -358,8 +358,8 @@ async def test_structured_outputs_through_the_clients_own_helper() -> None:
 
 ADAPTIVE = {"type": "adaptive"}
 OMITTED = {"type": "adaptive", "display": "omitted"}
-BACK: dict[str, Callable[[Json], Json]] = {
-    "as it was": lambda blocks: blocks,
+REPLAYS: dict[str, Callable[[Json], Json]] = {
+    "unchanged": lambda blocks: blocks,
     "dropped": lambda blocks: [b for b in blocks if b["type"] != "thinking"],
     "redacted": lambda blocks: [{"type": "redacted_thinking", "data": "x"}, *blocks[1:]],
     "without its signature": lambda blocks: [{**blocks[0], "signature": ""}, *blocks[1:]],
@@ -368,39 +368,39 @@ BACK: dict[str, Callable[[Json], Json]] = {
 
 @every_way
 @pytest.mark.parametrize("thinking", [ADAPTIVE, OMITTED], ids=["shown", "omitted"])
-async def test_thinking_goes_there_and_back(thinking: Json, way: str) -> None:
+async def test_thinking_round_trips(thinking: Json, way: str) -> None:
     thought = "<think>\nHmm, two.\n</think>\n\nTwo."
-    async with gateway([say(thought), *[say("Yes.")] * len(BACK)]) as g:
+    async with gateway([say(thought), *[say("Yes.")] * len(REPLAYS)]) as g:
         session = await g.open()
         reply = await ask(g, session.key, "1+1?", way, thinking=thinking)
         first, second = reply.content
         assert first.type == "thinking" and first.signature.startswith("tg1.") and second.text == "Two."
         assert first.thinking == ("" if thinking is OMITTED else "Hmm, two.")
-        for name, back in BACK.items():
-            answer = {"role": "assistant", "content": back(spoken(reply)["content"])}
+        for name, replay in REPLAYS.items():
+            answer = {"role": "assistant", "content": replay(to_history(reply)["content"])}
             await ask(g, session.key, [user("1+1?"), answer, user(f"Sure? ({name})")], way, thinking=thinking)
-        # Kept, hidden or dropped by the agent: the model always sees what it thought, as it thought it.
+        # The model always sees its own thinking, even if the agent hid or dropped it.
         for prompt in prompts(g)[1:]:
             assert f"{thought}<|im_end|>" in prompt
         roots = [n for n in (await g.trace(session.id))["nodes"] if n["parent"] is None]
         assert len(roots) == 1
 
 
-async def test_thinking_that_was_not_shown_is_in_its_signature() -> None:
-    """So it is still there where the conversation has to be told anew."""
+async def test_hidden_thinking_is_carried_in_its_signature() -> None:
+    """It is restored when the conversation has to be rendered again."""
     async with gateway([say("<think>\nHmm, two.\n</think>\n\nTwo."), say("Yes.")]) as g:
         first, second = await g.open(), await g.open()
         reply = await ask(g, first.key, "1+1?", thinking=OMITTED)
-        await ask(g, second.key, [user("1+1?"), spoken(reply), user("Sure?")])
-        assert decode_stored_messages("messages", json.dumps([spoken(reply)]).encode())[0].reasoning == "Hmm, two."
+        await ask(g, second.key, [user("1+1?"), to_history(reply), user("Sure?")])
+        assert decode_stored_messages("messages", json.dumps([to_history(reply)]).encode())[0].reasoning == "Hmm, two."
         assert "Hmm, two." in prompts(g)[1]
 
 
 @pytest.mark.needs("tokenizers")
 @pytest.mark.parametrize(
-    ("thinking", "seen"), [({"type": "disabled"}, True), (ADAPTIVE, False), (None, False)], ids=["off", "on", "unsaid"]
+    ("thinking", "seen"), [({"type": "disabled"}, True), (ADAPTIVE, False), (None, False)], ids=["off", "on", "unset"]
 )
-async def test_thinking_is_switched_off_where_the_template_knows_how(thinking: Json, seen: bool) -> None:
+async def test_disabled_thinking_reaches_template(thinking: Json, seen: bool) -> None:
     folder = real_tokenizer("qwen3")
     async with gateway([say("Two.", folder=folder)], tokenizer=str(folder)) as g:
         session = await g.open()
@@ -412,7 +412,7 @@ async def test_thinking_is_switched_off_where_the_template_knows_how(thinking: J
 # ── messages ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_system_in_parts_and_in_the_middle_reaches_the_model() -> None:
+async def test_system_parts_and_mid_conversation_system_messages() -> None:
     async with gateway([say("Ok."), say("Ok.")]) as g:
         session = await g.open()
         billing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=1;"}
@@ -425,64 +425,64 @@ async def test_system_in_parts_and_in_the_middle_reaches_the_model() -> None:
             "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>assistant\n"
         )
         changed = {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=2;"}
-        history = [user("Hi"), {"role": "system", "content": "Be brief."}, spoken(reply), user("More"), note]
+        history = [user("Hi"), {"role": "system", "content": "Be brief."}, to_history(reply), user("More"), note]
         await ask(g, session.key, history, system=[changed, *parts])
         await check_one_row(g, session.id)
 
 
 @pytest.mark.needs("tokenizers")
 @pytest.mark.parametrize("name", ["deepseek_v3"])
-async def test_a_template_with_one_place_for_a_system_message_does_not_fork_at_later_ones(name: str) -> None:
+async def test_later_system_message_does_not_fork_single_system_template(name: str) -> None:
     folder = real_tokenizer(name)
     async with gateway([say("One.", folder=folder), say("Two.", folder=folder)], tokenizer=str(folder)) as g:
         session = await g.open()
         history: list[Json] = [user("Hi"), {"role": "system", "content": "Be brief."}]
         reply = await ask(g, session.key, history, system="You work.")
-        history += [spoken(reply), user("More"), {"role": "system", "content": "Stay brief."}]
+        history += [to_history(reply), user("More"), {"role": "system", "content": "Stay brief."}]
         await ask(g, session.key, history, system="You work.")
         await check_one_row(g, session.id)
         assert "Stay brief." in tokenizer(folder).decode(g.engine.received[1].prompt.tolist())
 
 
-async def test_an_agent_that_writes_arguments_down_as_its_tools_took_them_stays_on_its_branch() -> None:
-    """What Claude Code does: defaults written in, keys in another order, `cd` to where it is left out, blanks trimmed, 5 for "5"."""
+async def test_normalized_arguments_in_history_do_not_fork() -> None:
+    """Claude Code fills in defaults, reorders keys, drops a redundant `cd`, trims blanks and turns "5" into 5."""
     edit = {"file_path": "/w/a.py", "old_string": "x", "new_string": "y  \n", "line": "5"}
     script = [say(calls(("Edit", edit), ("Bash", {"command": "cd /w && ls"}))), say("Done.")]
     tools = [{"name": n, "input_schema": {"type": "object"}} for n in ("Edit", "Bash")]
     async with gateway(script) as g:
         session = await g.open()
         reply = await ask(g, session.key, "Go", "async stream", tools=tools)
-        message = spoken(reply)
+        message = to_history(reply)
         first, second = message["content"]
         first["input"] = {"replace_all": False, **dict(sorted(edit.items())), "new_string": "y\n", "line": 5}
         second["input"] = {"command": "ls"}
-        await ask(g, session.key, [user("Go"), message, results(reply)], tools=tools)
+        await ask(g, session.key, [user("Go"), message, tool_results(reply)], tools=tools)
         await check_one_row(g, session.id, script)
 
 
-async def test_an_agent_that_cuts_most_of_an_argument_away_has_edited_its_history() -> None:
+async def test_truncated_argument_in_history_forks_as_edited() -> None:
     script = [say(calls(("write_file", {"path": "a", "text": "line\n" * 1000}))), say("Done.")]
     async with gateway(script) as g:
         session = await g.open()
         reply = await ask(g, session.key, "Go", tools=[WRITE])
-        message = spoken(reply)
+        message = to_history(reply)
         message["content"][0]["input"]["text"] = "[cut]"
-        await ask(g, session.key, [user("Go"), message, results(reply)], tools=[WRITE])
+        await ask(g, session.key, [user("Go"), message, tool_results(reply)], tools=[WRITE])
         assert [turn["cause"] for turn in await g.turns(session.id)] == [None, "edited"]
         assert "[cut]" in prompts(g)[1]
 
 
-async def test_errors_of_tools_are_told_to_the_model() -> None:
+async def test_tool_errors_reach_the_model() -> None:
     async with gateway([say(calls(("read_file", {"path": "a"}))), say("Oh.")]) as g:
         session = await g.open()
         reply = await ask(g, session.key, "Read a", tools=[READ])
-        failed = results(reply, lambda call: "No such file.")
+        failed = tool_results(reply, lambda call: "No such file.")
         failed["content"][0]["is_error"] = True
-        await ask(g, session.key, [user("Read a"), spoken(reply), failed], tools=[READ])
+        await ask(g, session.key, [user("Read a"), to_history(reply), failed], tools=[READ])
         assert "<tool_response>\nError: No such file.\n</tool_response>" in prompts(g)[1]
 
 
-async def test_fields_of_other_versions_are_taken_without_fuss() -> None:
+async def test_unknown_and_beta_fields_are_accepted() -> None:
     async with gateway([say("Ok.")]) as g:
         session = await g.open()
         reply = await client(g, session.key).beta.messages.create(
@@ -500,21 +500,21 @@ async def test_fields_of_other_versions_are_taken_without_fuss() -> None:
         assert reply.context_management is not None and reply.context_management.applied_edits == []
 
 
-# ── how an answer ends ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── stop reasons ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @every_way
-async def test_an_answer_that_may_not_be_longer(way: str) -> None:
+async def test_max_tokens_stops_answer_and_continues_in_one_row(way: str) -> None:
     async with gateway([say("One two three four five six."), say("Seven.")]) as g:
         session = await g.open()
         reply = await ask(g, session.key, "Count", way, max_tokens=3)
         assert reply.stop_reason == "max_tokens" and reply.usage.output_tokens == 3
-        await ask(g, session.key, [user("Count"), spoken(reply), user("Go on")], way)
+        await ask(g, session.key, [user("Count"), to_history(reply), user("Go on")], way)
         await check_one_row(g, session.id)
 
 
 @every_way
-async def test_a_stop_sequence_ends_the_answer_and_is_named(way: str) -> None:
+async def test_stop_sequence_ends_answer_and_is_reported(way: str) -> None:
     async with gateway([spelled(["Say ", "hello EN", "D more"])]) as g:
         session = await g.open()
         reply = await ask(g, session.key, "Go", way, stop_sequences=["STOP", "END"])
@@ -522,7 +522,7 @@ async def test_a_stop_sequence_ends_the_answer_and_is_named(way: str) -> None:
 
 
 @both_ways
-async def test_the_end_of_a_session_reads_as_a_last_answer(way: str) -> None:
+async def test_session_limit_reads_as_final_answer(way: str) -> None:
     async with gateway([say("One.")]) as g:
         session = await g.open(limits={"turns": 1})
         await ask(g, session.key, "Hi", way)
@@ -535,7 +535,7 @@ async def test_the_end_of_a_session_reads_as_a_last_answer(way: str) -> None:
 
 
 @both_ways
-async def test_a_wrong_key_and_a_wrong_model(way: str) -> None:
+async def test_wrong_key_and_unknown_model(way: str) -> None:
     async with gateway([], model="policy-1") as g:
         session = await g.open()
         with pytest.raises(anthropic.AuthenticationError) as denied:
@@ -549,17 +549,17 @@ async def test_a_wrong_key_and_a_wrong_model(way: str) -> None:
 
 @both_ways
 @pytest.mark.parametrize("end", ["seal", "cancel"])
-async def test_a_session_that_is_over_is_not_asked_again(end: str, way: str) -> None:
+async def test_ended_session_returns_permission_error(end: str, way: str) -> None:
     async with gateway([]) as g:
         session = await g.open()
         await (g.seal(session.id) if end == "seal" else g.cancel(session.id))
-        with pytest.raises(anthropic.PermissionDeniedError) as over:
+        with pytest.raises(anthropic.PermissionDeniedError) as caught:
             await ask(g, session.key, "Hi", way)
-        assert over.value.type == "permission_error" and over.value.response.headers["x-should-retry"] == "false"
+        assert caught.value.type == "permission_error" and caught.value.response.headers["x-should-retry"] == "false"
 
 
 @both_ways
-async def test_a_prompt_that_does_not_fit(way: str) -> None:
+async def test_too_long_prompt_is_bad_request(way: str) -> None:
     async with gateway([say("One.")], max_context=20) as g:
         session = await g.open()
         with pytest.raises(anthropic.BadRequestError) as caught:
@@ -580,7 +580,7 @@ ENGINE_FAULTS: dict[str, tuple[ScriptedTurn, type[anthropic.APIStatusError], str
 
 @both_ways
 @pytest.mark.parametrize("fault", ENGINE_FAULTS)
-async def test_faults_of_the_engine(fault: str, way: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_engine_faults_map_to_sdk_errors(fault: str, way: str, caplog: pytest.LogCaptureFixture) -> None:
     turn, error, kind = ENGINE_FAULTS[fault]
     async with gateway(engine=Scripted([turn], silence_s=0.1)) as g:
         session = await g.open()
@@ -591,7 +591,7 @@ async def test_faults_of_the_engine(fault: str, way: str, caplog: pytest.LogCapt
             assert str(caught.value.api_message).startswith("prompt is too long")
 
 
-async def test_a_client_that_repeats_its_call_gets_through_when_the_engine_is_back() -> None:
+async def test_sdk_retry_succeeds_when_engine_recovers() -> None:
     async with gateway([ScriptedTurn(fail_before=True), say("Hello.")]) as g:
         session = await g.open()
         reply = await client(g, session.key, max_retries=2).messages.create(
@@ -601,7 +601,7 @@ async def test_a_client_that_repeats_its_call_gets_through_when_the_engine_is_ba
         assert len(await g.samples(session.id)) == 1
 
 
-async def test_an_engine_that_dies_while_it_streams() -> None:
+async def test_engine_failure_during_stream_is_recorded() -> None:
     async with gateway([say("One two three four.", cut_after=3)]) as g:
         session = await g.open()
         with pytest.raises(anthropic.APIStatusError) as caught:
@@ -612,7 +612,7 @@ async def test_an_engine_that_dies_while_it_streams() -> None:
 
 
 @both_ways
-async def test_a_fault_of_our_own_still_reads_as_an_error(
+async def test_internal_error_is_api_error(
     way: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with gateway([say("Hi.")]) as g:
@@ -624,7 +624,7 @@ async def test_a_fault_of_our_own_still_reads_as_an_error(
 
 
 @both_ways
-async def test_a_request_that_is_too_large(way: str) -> None:
+async def test_too_large_request(way: str) -> None:
     async with gateway([], max_body_mb=0.001) as g:
         session = await g.open()
         with pytest.raises(anthropic.RequestTooLargeError) as caught:
@@ -633,7 +633,7 @@ async def test_a_request_that_is_too_large(way: str) -> None:
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
-WRONG: dict[str, tuple[Json, str]] = {
+INVALID_REQUESTS: dict[str, tuple[Json, str]] = {
     "an image": ({"messages": [user([IMAGE])]}, "messages.0.content.0: 'image'"),
     "an image from a tool": (
         {"messages": [user([{"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}])]},
@@ -643,24 +643,24 @@ WRONG: dict[str, tuple[Json, str]] = {
         {"messages": [user([{"type": "document", "source": {"type": "text", "data": "x"}}])]},
         "messages.0.content.0: 'document'",
     ),
-    "a server's tool": (
+    "a server tool": (
         {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
         "tools.0.type 'web_search",
     ),
-    "a beginning of the answer": (
+    "a prefilled answer": (
         {"messages": [user("Hi"), {"role": "assistant", "content": "{"}]},
         "messages: This model does not support assistant message prefill",
     ),
     "a wrong role": ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
     "no messages": ({"messages": []}, "messages"),
-    "a temperature that is none": ({"temperature": 5}, "temperature"),
+    "an invalid temperature": ({"temperature": 5}, "temperature"),
 }
 
 
 @both_ways
-@pytest.mark.parametrize("case", WRONG)
-async def test_a_wrong_request_is_refused_by_name(case: str, way: str) -> None:
-    request, words = WRONG[case]
+@pytest.mark.parametrize("case", INVALID_REQUESTS)
+async def test_invalid_request_names_its_field(case: str, way: str) -> None:
+    request, message = INVALID_REQUESTS[case]
     async with gateway([]) as g:
         session = await g.open()
         body = {"model": "m", "max_tokens": 10, "messages": [user("Hi")], **request, "stream": way == "async stream"}
@@ -668,13 +668,13 @@ async def test_a_wrong_request_is_refused_by_name(case: str, way: str) -> None:
         assert response.status_code == 400 and response.headers["x-should-retry"] == "false"
         error = response.json()
         assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
-        assert error["error"]["message"].startswith(words)
+        assert error["error"]["message"].startswith(message)
 
 
-# ── hanging up ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── disconnects and cancellation ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_an_agent_that_hangs_up_in_the_middle_of_a_stream() -> None:
+async def test_disconnect_during_stream_records_aborted_turn() -> None:
     engine = Gated([say("One two three four."), say("Five.")], tokens=3)
     async with gateway(engine=engine) as g:
         session = await g.open()
@@ -697,7 +697,7 @@ async def test_an_agent_that_hangs_up_in_the_middle_of_a_stream() -> None:
         assert sum(row["mask"]) == len(say("Five.").ids)
 
 
-async def test_a_session_that_is_cancelled_in_the_middle_of_an_answer() -> None:
+async def test_cancelled_session_ends_stream_with_error() -> None:
     engine = Gated([say("One two three four.")], tokens=2)
     async with gateway(engine=engine) as g:
         session = await g.open()
@@ -711,8 +711,8 @@ async def test_a_session_that_is_cancelled_in_the_middle_of_an_answer() -> None:
 
 
 @pytest.mark.parametrize("thinking", [ADAPTIVE, OMITTED], ids=["shown", "omitted"])
-async def test_a_silent_engine_and_thinking_that_is_not_shown_give_signs_of_life(thinking: Json) -> None:
-    """Thinking that is not shown sends nothing; the agent must not take that for a dead connection."""
+async def test_keep_alive_during_silence_and_hidden_thinking(thinking: Json) -> None:
+    """Hidden thinking sends no text; the agent must not take that for a dead connection."""
     turn = say("<think>\none two three four five six\n</think>\n\nHi.")
     engine = Gated([turn])
     async with gateway(engine=engine, alive_s=0.05) as g, asyncio.timeout(scaled(10)):
@@ -724,48 +724,48 @@ async def test_a_silent_engine_and_thinking_that_is_not_shown_give_signs_of_life
                 if line.startswith("event: "):
                     names.append(line.removeprefix("event: "))
                 if line == "event: ping" and not engine.tokens:
-                    engine.tokens = len(turn.ids) // 2  # on to the middle of the thought, and silent again
+                    engine.tokens = len(turn.ids) // 2  # go to the middle of the thinking and pause again
                     engine.gate.set()
                     engine.gate.clear()
                 elif line == "event: ping" and "content_block_start" in names:
                     engine.gate.set()
         assert names[0] == "message_start" and names[-1] == "message_stop" and names.count("message_start") == 1
-        begun = names.index("content_block_start")
-        assert "ping" in names[:begun]
-        assert "ping" in names[begun : names.index("content_block_stop")]
+        block_start = names.index("content_block_start")
+        assert "ping" in names[:block_start]
+        assert "ping" in names[block_start : names.index("content_block_stop")]
 
 
-# ── the other doors ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── other endpoints ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_tokens_are_counted_and_nothing_is_recorded() -> None:
+async def test_count_tokens_records_nothing() -> None:
     async with gateway([say("Hello.")]) as g:
         session = await g.open()
-        ours = client(g, session.key)
+        sdk = client(g, session.key)
         request: Json = {"model": "m", "messages": [user("Hi")], "system": "Be brief.", "tools": [READ]}
-        counted = await ours.messages.count_tokens(**request)
-        beta = await ours.beta.messages.count_tokens(**request, betas=["token-counting-2024-11-01"])
+        counted = await sdk.messages.count_tokens(**request)
+        beta = await sdk.beta.messages.count_tokens(**request, betas=["token-counting-2024-11-01"])
         assert len((await g.trace(session.id))["nodes"]) == 0
-        await ours.messages.create(max_tokens=10, **request)
+        await sdk.messages.create(max_tokens=10, **request)
         assert counted.input_tokens == beta.input_tokens == len(g.engine.received[0].prompt)
 
 
-async def test_models_are_listed_and_found() -> None:
+async def test_list_and_retrieve_models() -> None:
     async with gateway(model="policy-1") as g:
         session = await g.open()
-        ours = client(g, session.key)
-        assert [m.id async for m in ours.models.list()] == ["policy-1"]
-        model = await ours.models.retrieve("policy-1")
+        sdk = client(g, session.key)
+        assert [m.id async for m in sdk.models.list()] == ["policy-1"]
+        model = await sdk.models.retrieve("policy-1")
         assert (model.id, model.type, model.display_name) == ("policy-1", "model", "policy-1")
         with pytest.raises(anthropic.NotFoundError) as missing:
-            await ours.models.retrieve("claude-x")
+            await sdk.models.retrieve("claude-x")
         assert missing.value.type == "not_found_error"
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/messages"])
 @pytest.mark.parametrize("area", ["", "/s/{id}", "/v1/rollouts/{id}"])
 @pytest.mark.parametrize("carrier", ["x-api-key", "authorization"])
-async def test_every_way_to_a_session(path: str, area: str, carrier: str) -> None:
+async def test_every_path_and_key_header(path: str, area: str, carrier: str) -> None:
     async with gateway([say("Hello.")]) as g:
         session = await g.open()
         key = f"Bearer {session.key}" if carrier == "authorization" else session.key
@@ -776,7 +776,7 @@ async def test_every_way_to_a_session(path: str, area: str, carrier: str) -> Non
         assert response.status_code == 200 and response.json()["content"][0]["text"] == "Hello."
 
 
-async def test_what_is_not_there_is_refused_in_anthropics_words() -> None:
+async def test_unknown_endpoints_return_anthropic_not_found() -> None:
     async with gateway([]) as g:
         session = await g.open()
         for path in ("/v1/messages/batches", "/v1/files"):
@@ -784,35 +784,35 @@ async def test_what_is_not_there_is_refused_in_anthropics_words() -> None:
             assert response.status_code == 404 and response.json()["error"]["type"] == "not_found_error"
 
 
-# ── exactness ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── token exactness ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def respelled(messages: list[Json], how: random.Random) -> list[Json]:
-    """The same conversation in other bytes: what agents do to their history without meaning anything by it."""
-    out: list[Json] = []
+def rewrite_history(messages: list[Json], draw: random.Random) -> list[Json]:
+    """Return the same conversation in different bytes, as agents rewrite their history."""
+    rewritten: list[Json] = []
     for message in json.loads(json.dumps(messages)):
         blocks = message["content"]
         if isinstance(blocks, str):
-            message["content"] = blocks if how.random() < 0.5 else [{"type": "text", "text": blocks}]
-            out.append(message)
+            message["content"] = blocks if draw.random() < 0.5 else [{"type": "text", "text": blocks}]
+            rewritten.append(message)
             continue
-        if message["role"] == "assistant" and how.random() < 0.3:
+        if message["role"] == "assistant" and draw.random() < 0.3:
             blocks = [b for b in blocks if b["type"] != "thinking"]
         for block in blocks:
-            if how.random() < 0.3:
+            if draw.random() < 0.3:
                 block["cache_control"] = {"type": "ephemeral"}
-            if block["type"] == "tool_use" and how.random() < 0.5:
+            if block["type"] == "tool_use" and draw.random() < 0.5:
                 block["input"] = {"added": None, **dict(sorted(block["input"].items()))}
-            if block["type"] == "tool_result" and isinstance(block["content"], str) and how.random() < 0.5:
+            if block["type"] == "tool_result" and isinstance(block["content"], str) and draw.random() < 0.5:
                 block["content"] = [{"type": "text", "text": block["content"]}]
-        if len(blocks) > 1 and how.random() < 0.3:  # each block as a message of its own
-            out += [{"role": message["role"], "content": [block]} for block in blocks]
+        if len(blocks) > 1 and draw.random() < 0.3:  # each block as its own message
+            rewritten += [{"role": message["role"], "content": [block]} for block in blocks]
         else:
-            out.append({"content": blocks, "role": message["role"]})
-    return out
+            rewritten.append({"content": blocks, "role": message["role"]})
+    return rewritten
 
 
-def sampled(kind: str, n: int, folder: Path, draw: random.Random) -> ScriptedTurn:
+def scripted_turn(kind: str, n: int, folder: Path, draw: random.Random) -> ScriptedTurn:
     call = calls(("read_file", {"path": f"a/é{n}.py", "n": 1.0}))
     texts = {
         "text": f"Step {n}: 汉字\n\n",
@@ -834,11 +834,11 @@ def sampled(kind: str, n: int, folder: Path, draw: random.Random) -> ScriptedTur
 @pytest.mark.needs("tokenizers")
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", ["builtin", "qwen3", "llama3_1", "deepseek_v3"])
-async def test_a_long_conversation_is_one_row_however_it_is_spelled(name: str, seed: int) -> None:
+async def test_long_conversation_with_rewritten_history_is_one_row(name: str, seed: int) -> None:
     folder = BUILTIN_TOKENIZER if name == "builtin" else real_tokenizer(name)
     draw = random.Random(f"{name} {seed}")
     kinds = ("text", "call", "calls", "think+call", "think", "malformed", "after", "empty", "random")
-    script = [sampled(draw.choice(kinds), n, folder, draw) for n in range(20)]
+    script = [scripted_turn(draw.choice(kinds), n, folder, draw) for n in range(20)]
     async with gateway(script, tokenizer="" if name == "builtin" else str(folder)) as g:
         session = await g.open()
         history: list[Json] = [user("Begin."), {"role": "system", "content": "Be brief."}]
@@ -846,14 +846,14 @@ async def test_a_long_conversation_is_one_row_however_it_is_spelled(name: str, s
             reply = await ask(
                 g,
                 session.key,
-                respelled(history, draw) if draw.random() < 0.6 else history,
+                rewrite_history(history, draw) if draw.random() < 0.6 else history,
                 draw.choice(["async", "async stream"]),
                 tools=[READ],
                 system=[{"type": "text", "text": "You work."}],
                 thinking=draw.choice([ADAPTIVE, OMITTED]),
             )
-            history.append(spoken(reply))
-            more: list[Json] = results(reply, lambda call, n=n: f"output {n}")["content"]  # type: ignore[misc]
+            history.append(to_history(reply))
+            more: list[Json] = tool_results(reply, lambda call, n=n: f"output {n}")["content"]  # type: ignore[misc]
             if not more or draw.random() < 0.2:
                 more.append({"type": "text", "text": f"Go on {n}."})
             history.append(user(more))
@@ -862,14 +862,14 @@ async def test_a_long_conversation_is_one_row_however_it_is_spelled(name: str, s
         await check_one_row(g, session.id, script)
 
 
-async def test_a_session_goes_on_exactly_after_the_gateway_was_started_again(tmp_path: Path) -> None:
+async def test_session_continues_exactly_after_restart(tmp_path: Path) -> None:
     script = [say("<think>\nHm.\n</think>\n\n" + calls(("read_file", {"path": "a"}))), say("Done.")]
     async with gateway(script[:1], data=tmp_path) as g:
         session = await g.open()
         reply = await ask(g, session.key, "Read a", "async stream", tools=[READ], system="You work.", thinking=OMITTED)
         before = g.engine.received[0].prompt
     async with gateway(script[1:], data=tmp_path) as g:
-        history = [user("Read a"), spoken(reply), results(reply)]
+        history = [user("Read a"), to_history(reply), tool_results(reply)]
         await ask(g, session.key, history, tools=[READ], system="You work.", thinking=OMITTED)
         [row] = await g.samples(session.id)
         assert [span["trained"] for span in row["spans"]] == [True, True]

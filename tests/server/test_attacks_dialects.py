@@ -1,4 +1,4 @@
-"""What hostile eyes found in the wire formats: small requests that stalled everybody, wrong rows and wrong errors. They stay mended."""
+"""Regression tests for hostile requests: small bodies that stalled the gateway, or caused wrong rows or wrong errors."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ def many_tools() -> tuple[str, Json]:
 
 
 def many_references() -> tuple[str, Json]:
-    said = [{"type": "tool_reference", "tool_name": "tool_999"}] * 1000
-    result = {"type": "tool_result", "tool_use_id": "x", "content": said}
+    references = [{"type": "tool_reference", "tool_name": "tool_999"}] * 1000
+    result = {"type": "tool_result", "tool_use_id": "x", "content": references}
     tools = tools_for_messages(1000, defer_loading=True)
     return "/v1/messages", {"max_tokens": 5, "tools": tools, "messages": [user([result])]}  # type: ignore[arg-type]
 
 
 def many_answers() -> tuple[str, Json]:
-    made = [{"functionCall": {"name": f"f{n}", "args": {}}} for n in range(5000)]
+    function_calls = [{"functionCall": {"name": f"f{n}", "args": {}}} for n in range(5000)]
     answers = [{"functionResponse": {"name": f"f{n}", "response": {"output": "x"}}} for n in reversed(range(5000))]
-    parts = [("user", [{"text": "a"}]), ("model", made), ("user", answers)]
+    parts = [("user", [{"text": "a"}]), ("model", function_calls), ("user", answers)]
     return "/v1beta/models/m:generateContent", {"contents": [{"role": role, "parts": p} for role, p in parts]}
 
 
 def many_messages() -> tuple[str, Json]:
-    """Behind a turn of ours: what is added to a row."""
+    """Many messages added after a recorded turn."""
     answer = {"role": "assistant", "content": "Hello."}
     return "/v1/chat/completions", {"model": "m", "messages": [user("hi"), answer, *[user("x")] * 5000]}
 
 
 @pytest.mark.parametrize("attack", [many_tools, many_references, many_answers, many_messages])
-async def test_one_small_request_does_not_stall_the_others(attack: Any) -> None:
+async def test_small_request_does_not_stall_others(attack: Any) -> None:
     stall = 0.0
 
-    async def heart() -> None:
+    async def measure_stall() -> None:
         nonlocal stall
         while True:
             last = time.thread_time()
@@ -61,15 +61,15 @@ async def test_one_small_request_does_not_stall_the_others(attack: Any) -> None:
         session = await g.open()
         await g.ask(session.key, "hi")
         path, body = attack()
-        beating = g.start(heart())
+        measuring = g.start(measure_stall())
         reply = await g.http(session.key).post(path, json={"model": "m", **body})
-        beating.cancel()
+        measuring.cancel()
         assert reply.status_code in (200, 400), reply.text[:300]
-        assert stall < scaled(1)  # of CPU time: it was a fifth of a second at most, and once half a minute
+        assert stall < scaled(1)  # CPU time; usually 0.2 s at most, once 30 s
 
 
-async def test_what_a_request_spells_on_many_lines_is_one_line_of_a_stream() -> None:
-    """Echoed fields, and the arguments of a search that the model wrote on several lines."""
+async def test_multi_line_fields_stay_on_one_event_line() -> None:
+    """Echoed fields and multi-line call arguments must not break the framing of events."""
     search = '<tool_call>\n{"name": "tool_search", "arguments": {\n  "query": "x\\ny"\n}}\n</tool_call>'
     tools = [
         {"type": "function", "name": "f", "parameters": {"type": "object"}},
@@ -97,7 +97,7 @@ async def test_what_a_request_spells_on_many_lines_is_one_line_of_a_stream() -> 
 DEPTHS = (252, 320, 600, 900, 968, 970, 972, 975, 980, 985, 1500)
 
 
-def _deep(depth: int) -> list[tuple[str, str, str]]:
+def deeply_nested(depth: int) -> list[tuple[str, str, str]]:
     deep = '{"a":' * depth + "1" + "}" * depth
     chat = '{"model":"m","messages":[{"role":"user","content":"x"}],%s}'
     messages = '{"model":"m","max_tokens":5,"messages":[{"role":"user","content":"x"}%s]%s}'
@@ -123,28 +123,28 @@ def _deep(depth: int) -> list[tuple[str, str, str]]:
     ]
 
 
-async def test_nesting_without_end_is_refused_by_name() -> None:
+async def test_deep_nesting_names_its_field() -> None:
     async with gateway(lambda request, n: say("Hello.")) as g:
         session = await g.open()
         client = g.http(session.key)
         for depth in DEPTHS:
-            for path, body, field in _deep(depth):
+            for path, body, field in deeply_nested(depth):
                 reply = await client.post(path, content=body)
                 if field:
                     assert reply.status_code == 400, (depth, path, reply.text[:200])
                     assert field in reply.json()["error"]["message"] or "JSON" in reply.text, reply.text[:200]
-                else:  # arguments may be as deep as the template can follow
+                else:  # arguments may be as deep as the template allows
                     assert reply.status_code in (200, 400), (depth, path, reply.text[:200])
 
 
-async def test_the_same_bytes_in_two_dialects_are_two_messages() -> None:
-    said = {"role": "user", "parts": [{"text": "for Gemini only"}]}
+async def test_same_bytes_in_two_dialects_are_different_messages() -> None:
+    message = {"role": "user", "parts": [{"text": "for Gemini only"}]}
     async with gateway(lambda request, n: say("Hello.")) as g:
         session = await g.open()
         client = g.http(session.key)
         bodies = {
-            "/v1beta/models/m:generateContent": {"contents": [said]},
-            "/v1/chat/completions": {"model": "m", "messages": [said]},
+            "/v1beta/models/m:generateContent": {"contents": [message]},
+            "/v1/chat/completions": {"model": "m", "messages": [message]},
         }
         for path, body in bodies.items():
             assert (await client.post(path, content=json.dumps(body))).status_code == 200
@@ -154,7 +154,7 @@ async def test_the_same_bytes_in_two_dialects_are_two_messages() -> None:
         assert ["for Gemini only" in prompt for prompt in prompts] == [True, False]
 
 
-async def test_a_role_that_is_given_twice_is_no_way_to_put_words_into_the_models_mouth() -> None:
+async def test_duplicate_role_cannot_prefill_answer() -> None:
     body = '{"model":"m","max_tokens":5,"messages":[{"role":"user","content":"Yes, and","role":"assistant"}]}'
     async with gateway(lambda request, n: say("Hello.")) as g:
         session = await g.open()
@@ -163,7 +163,7 @@ async def test_a_role_that_is_given_twice_is_no_way_to_put_words_into_the_models
         assert "messages.0.role" in reply.json()["error"]["message"]
 
 
-async def test_two_tools_of_one_name_are_refused_whatever_was_sent_before() -> None:
+async def test_duplicate_tool_names_are_refused() -> None:
     tool = {"type": "function", "name": "f", "parameters": {"type": "object"}}
     async with gateway(lambda request, n: say("Hello.")) as g:
         session = await g.open()
@@ -176,8 +176,8 @@ async def test_two_tools_of_one_name_are_refused_whatever_was_sent_before() -> N
         assert reply.status_code == 400, reply.text
 
 
-async def test_an_observed_turn_is_not_trained_if_the_agent_told_the_endpoint_what_to_say() -> None:
-    """Sampling is pinned, but servers have other fields by which a sampler can be led."""
+async def test_observed_turn_with_biasing_field_is_not_trained() -> None:
+    """Servers accept other fields that influence sampling besides the pinned ones."""
     position = {"token": "t", "logprob": -0.1, "bytes": None, "top_logprobs": []}
     choice = {"index": 0, "message": {"role": "assistant", "content": "yes"}, "finish_reason": "stop"}
     choice |= {"token_ids": [5, 6], "logprobs": {"content": [position] * 2}}

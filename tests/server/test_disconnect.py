@@ -1,4 +1,4 @@
-"""Agents crash, give up and are stopped. However a call ends, its samples are recorded and the session continues exactly."""
+"""Test calls that end early: their samples are recorded and the session continues exactly."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STREAMED = pytest.mark.parametrize("stream", [False, True], ids=["whole", "strea
 
 
 async def begin(g: Running, session: Opened, *, stream: bool, messages: Any = HI) -> asyncio.Task[Any]:
-    """A call that stands before the engine's gate."""
+    """Start a call and wait until it blocks at the engine's gate."""
     waiting = g.gated.waiting
 
     async def call() -> Any:
@@ -35,12 +35,12 @@ async def begin(g: Running, session: Opened, *, stream: bool, messages: Any = HI
     return task
 
 
-async def hang_up(task: asyncio.Task[Any]) -> None:
+async def disconnect(task: asyncio.Task[Any]) -> None:
     task.cancel()
     await asyncio.wait([task])
 
 
-async def test_an_agent_that_hangs_up_in_the_middle_of_a_stream() -> None:
+async def test_disconnect_during_stream() -> None:
     engine = Gated([say("One two three four."), say("Five.")], tokens=3)
     async with gateway(engine=engine) as g:
         session = await g.open()
@@ -57,7 +57,7 @@ async def test_an_agent_that_hangs_up_in_the_middle_of_a_stream() -> None:
         assert len(turn["logprobs"]) == 3 and turn["fault"]
         assert await g.samples(session.id) == []
         assert (await g.show(session.id))["in_flight"] == 0
-        # The next call is no fork: it answers the same question again, on the very same prompt.
+        # The next call does not fork: it samples the same prompt again.
         engine.gate.set()
         assert (await g.ask(session.key, HI)).content == "Five."
         nodes = (await g.trace(session.id))["nodes"]
@@ -67,48 +67,48 @@ async def test_an_agent_that_hangs_up_in_the_middle_of_a_stream() -> None:
         assert sum(row["mask"]) == len(say("Five.").ids)
 
 
-async def test_an_agent_that_hangs_up_while_it_waits_for_a_whole_reply() -> None:
+async def test_disconnect_while_waiting_for_whole_reply() -> None:
     engine = Gated([say("One two three four."), say("Five.")])
     async with gateway(engine=engine) as g:
         session = await g.open()
-        await hang_up(await begin(g, session, stream=False))
+        await disconnect(await begin(g, session, stream=False))
         await until(lambda: engine.aborted == 1)
         engine.gate.set()
-        heard = await g.ask(session.key, HI)
-        assert heard.content == "Five."
+        reply = await g.ask(session.key, HI)
+        assert reply.content == "Five."
         assert [t["role"] for t in await g.turns(session.id)] == ["aborted", "main"]
         assert len(await g.samples(session.id)) == 1
 
 
-async def test_going_on_after_a_hang_up_extends_the_answer_that_arrived() -> None:
+async def test_next_turn_after_disconnect_extends_delivered_answer() -> None:
     engine = Gated([say("Lost."), say("One."), say("Two.")])
     async with gateway(engine=engine) as g:
         session = await g.open()
-        await hang_up(await begin(g, session, stream=True))
+        await disconnect(await begin(g, session, stream=True))
         await until(lambda: engine.aborted == 1)
         engine.gate.set()
-        heard = await g.ask(session.key, HI)
-        await g.ask(session.key, [*HI, heard.message(), user("More")])
+        reply = await g.ask(session.key, HI)
+        await g.ask(session.key, [*HI, reply.message(), user("More")])
         assert [t["role"] for t in await g.turns(session.id)] == ["aborted", "main", "main"]
         [row] = await g.samples(session.id)
         assert [s["trained"] for s in row["spans"]] == [True, True]
 
 
-async def test_half_an_answer_that_the_agent_kept_and_went_on_from() -> None:
-    """It put what it had read into its history: the model goes on from those very tokens."""
+async def test_agent_continues_from_partial_answer() -> None:
+    """The agent adds the partial answer to its history; the model continues from those tokens."""
     engine = Gated([say("One two three four."), say("Five.")], tokens=2)
     async with gateway(engine=engine) as g:
         session = await g.open()
         stream = await g.client(session.key).chat.completions.create(model="m", messages=HI, stream=True)
-        got = ""
+        partial = ""
         async for chunk in stream:
-            got += chunk.choices[0].delta.content or ""
-            if engine.waiting and got == tokenizer().decode(say("One two three four.").ids[:2]):
+            partial += chunk.choices[0].delta.content or ""
+            if engine.waiting and partial == tokenizer().decode(say("One two three four.").ids[:2]):
                 break
         await stream.close()
         await until(lambda: engine.aborted == 1)
         engine.gate.set()
-        await g.ask(session.key, [*HI, {"role": "assistant", "content": got}, user("Go on")])
+        await g.ask(session.key, [*HI, {"role": "assistant", "content": partial}, user("Go on")])
         first, second = g.engine.received
         assert second.prompt.tolist()[: len(first.prompt) + 2] == [
             *first.prompt.tolist(),
@@ -116,12 +116,12 @@ async def test_half_an_answer_that_the_agent_kept_and_went_on_from() -> None:
         ]
 
 
-async def test_one_of_several_calls_hangs_up_and_the_others_do_not_notice() -> None:
+async def test_disconnect_does_not_affect_parallel_calls() -> None:
     engine = Gated([say("Answer.")] * 3)
     async with gateway(engine=engine) as g:
         session = await g.open()
         tasks = [await begin(g, session, stream=n == 1, messages=[user(f"Question {n}")]) for n in range(3)]
-        await hang_up(tasks[1])
+        await disconnect(tasks[1])
         await until(lambda: engine.aborted == 1)
         engine.gate.set()
         assert [t.choices[0].message.content for t in (await tasks[0], await tasks[2])] == ["Answer."] * 2
@@ -129,8 +129,8 @@ async def test_one_of_several_calls_hangs_up_and_the_others_do_not_notice() -> N
         assert engine.in_flight == 0 and (await g.show(session.id))["in_flight"] == 0
 
 
-async def test_a_client_that_loses_patience_and_asks_again_by_itself() -> None:
-    """The openai client's own retry: it says that it is one, and the trace takes its word."""
+async def test_sdk_retry_after_timeout_is_recorded_as_retry() -> None:
+    """The openai client marks its own retries, and the trace records them as such."""
     engine = Gated([say("Too late."), say("In time.")])
     async with gateway(engine=engine) as g:
         session = await g.open()
@@ -143,7 +143,7 @@ async def test_a_client_that_loses_patience_and_asks_again_by_itself() -> None:
         assert (first["role"], second["role"], second["cause"]) == ("aborted", "main", "retry")
 
 
-async def test_a_call_that_comes_before_the_hung_up_one_is_recorded_has_its_cause_all_the_same() -> None:
+async def test_parallel_calls_get_cause_despite_later_disconnect() -> None:
     engine = Gated([say(text) for text in ("Hello.", "One.", "Two.", "Three.", "Four.")])
     async with gateway(engine=engine) as g:
         session = await g.open()
@@ -153,7 +153,7 @@ async def test_a_call_that_comes_before_the_hung_up_one_is_recorded_has_its_caus
         go, stop = [*here, user("Go on")], [*here, user("Stop")]
         lost = await begin(g, session, stream=False, messages=go)
         tasks = [await begin(g, session, stream=False, messages=messages) for messages in (go, stop)]
-        await hang_up(lost)
+        await disconnect(lost)
         await until(lambda: g.rows("SELECT count(*) FROM nodes WHERE kind='sampled'") == [(2,)])
         engine.gate.set()
         await asyncio.gather(*tasks)
@@ -163,8 +163,8 @@ async def test_a_call_that_comes_before_the_hung_up_one_is_recorded_has_its_caus
         assert {turn["cause"] for turn in turns[2:]} == {"retry", "branch"}
 
 
-async def test_of_calls_at_once_the_one_that_was_whole_is_not_set_aside_for_those_that_were_stopped() -> None:
-    """An agent that asks three times and takes the first answer."""
+async def test_completed_call_is_not_superseded_by_aborted_ones() -> None:
+    """An agent sends three calls and takes the first answer."""
     engine = Gated([say("One."), say("Two."), say("Three.")])
     async with gateway(engine=engine) as g:
         session = await g.open()
@@ -173,14 +173,14 @@ async def test_of_calls_at_once_the_one_that_was_whole_is_not_set_aside_for_thos
         await asyncio.wait(tasks[:1])
         engine.gate.clear()
         for task in tasks[1:]:
-            await hang_up(task)
+            await disconnect(task)
         await until(lambda: g.app.sessions.find(session.id).in_flight == 0)
         turns = await g.turns(session.id)
         assert len(turns) == 3 and turns[0]["role"] == "main"
         assert "retry" not in {turn["cause"] for turn in turns}
 
 
-async def test_equal_questions_asked_at_once_are_two_answers_to_one_question() -> None:
+async def test_equal_parallel_calls_share_one_context() -> None:
     engine = Gated([say("Left."), say("Right."), say("On.")])
     async with gateway(engine=engine) as g:
         session = await g.open()
@@ -197,25 +197,25 @@ async def test_equal_questions_asked_at_once_are_two_answers_to_one_question() -
 
 
 @STREAMED
-async def test_hanging_up_at_the_fence_leaves_nothing_behind(stream: bool) -> None:
+async def test_disconnect_at_fence_leaves_no_turn(stream: bool) -> None:
     async with gateway([say("Hello.")], alive_s=0.02) as g:
         session = await g.open()
         await g.pause()
         task = g.start(g.ask(session.key, HI, "async stream" if stream else "async"))
         await until(lambda: g.app.sessions.find(session.id).in_flight == 1)
-        await hang_up(task)
+        await disconnect(task)
         await until(lambda: g.app.sessions.find(session.id).in_flight == 0)
         assert (await g.resume())["in_flight"] == 0
         assert await g.turns(session.id) == [] and not g.engine.received
         assert (await g.ask(session.key, HI)).content == "Hello."
 
 
-# ── ended from above ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── sessions ended by the host ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @STREAMED
 @pytest.mark.parametrize("verb", ["cancel", "seal"])
-async def test_ending_a_session_aborts_what_it_generates_and_the_agent_is_told(verb: str, stream: bool) -> None:
+async def test_ending_session_aborts_calls_with_conflict(verb: str, stream: bool) -> None:
     engine = Gated([say("One two three four.")], tokens=2 if stream else 0)
     async with gateway(engine=engine) as g:
         session = await g.open()
@@ -223,18 +223,18 @@ async def test_ending_a_session_aborts_what_it_generates_and_the_agent_is_told(v
         shown = await (g.cancel if verb == "cancel" else g.seal)(session.id)
         assert shown["status"] == {"cancel": "cancelled", "seal": "sealed"}[verb]
         assert (shown["in_flight"], engine.aborted, engine.in_flight) == (0, 1, 0)
-        with pytest.raises(openai.APIError) as told:
+        with pytest.raises(openai.APIError) as caught:
             await task
-        assert told.value.code == "conflict" and shown["status"] in told.value.message
-        if not stream:  # a stream's status is out by now, and the error comes as an event
-            assert isinstance(told.value, openai.ConflictError)
-            assert told.value.response.headers["x-should-retry"] == "false"
+        assert caught.value.code == "conflict" and shown["status"] in caught.value.message
+        if not stream:  # a stream has sent its status already, so the error is an event
+            assert isinstance(caught.value, openai.ConflictError)
+            assert caught.value.response.headers["x-should-retry"] == "false"
         [turn] = await g.turns(session.id)
         assert (turn["role"], len(turn["ids"])) == ("aborted", engine.tokens)
         assert await g.samples(session.id) == []
 
 
-async def test_ending_a_session_reaches_a_stream_that_has_not_begun() -> None:
+async def test_ending_session_reaches_unstarted_stream() -> None:
     async with gateway(engine=Gated([say("Never.")])) as g:
         session = await g.open()
         task = await begin(g, session, stream=True)
@@ -243,7 +243,7 @@ async def test_ending_a_session_reaches_a_stream_that_has_not_begun() -> None:
             await task
 
 
-async def test_ending_a_session_reaches_a_call_at_the_fence() -> None:
+async def test_ending_session_reaches_call_at_fence() -> None:
     async with gateway([say("Never.")]) as g:
         session = await g.open()
         await g.pause()
@@ -256,8 +256,8 @@ async def test_ending_a_session_reaches_a_call_at_the_fence() -> None:
         assert not g.engine.received
 
 
-class Counted(Scripted):
-    """Says how many chunks were taken from it."""
+class CountingEngine(Scripted):
+    """Count the chunks taken from the engine."""
 
     taken = 0
 
@@ -272,16 +272,16 @@ class Counted(Scripted):
             yield chunk
 
 
-async def test_ending_a_session_whose_agent_reads_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gateway may be stuck in writing to it. The stream still ends with an error event, not in the middle of nowhere."""
+async def test_ending_session_of_slow_reader_sends_error_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream ends with an error event even if the gateway is blocked writing to the agent."""
     monkeypatch.setattr(asgi, "STALL_S", 3600.0)
     long = max(range(4096), key=lambda i: len(tokenizer().decode(i)))
-    engine = Counted([ScriptedTurn([long] * 60_000, chunk=100)])
+    engine = CountingEngine([ScriptedTurn([long] * 60_000, chunk=100)])
     async with gateway(engine=engine) as g:
         session = await g.open()
         body = {"model": "m", "messages": HI, "stream": True, "max_tokens": 10**6}
         async with g.http(session.key).stream("POST", "/v1/chat/completions", json=body) as response:
-            # Nothing is read until the buffers on the way are full and the gateway has to wait.
+            # Read nothing until the buffers are full and the gateway has to wait.
             await until(lambda: engine.taken)
             seen = -1
             while engine.taken != seen:
@@ -294,15 +294,15 @@ async def test_ending_a_session_whose_agent_reads_slowly(monkeypatch: pytest.Mon
         assert [t["role"] for t in await g.turns(session.id)] == ["aborted"]
 
 
-async def test_an_answer_whose_end_never_went_out_is_marked_so() -> None:
-    """All of it is sampled and stored, but the agent reads too slowly to get the end of it, and then hangs up."""
+async def test_answer_with_unsent_end_is_marked_undelivered() -> None:
+    """The answer is sampled and stored, but the agent disconnects before reading its end."""
     long = max(range(4096), key=lambda i: len(tokenizer().decode(i)))
     async with gateway([ScriptedTurn([long] * 50_000, chunk=0), say("Again.")]) as g:
         session = await g.open()
         body = {"model": "m", "messages": HI, "stream": True, "max_tokens": 10**6}
         async with g.http(session.key).stream("POST", "/v1/chat/completions", json=body):
             await until(lambda: g.rows("SELECT count(*) FROM nodes WHERE kind='sampled'") == [(1,)])
-            assert g.app.sessions.find(session.id).in_flight == 1  # its last event waits for room on the wire
+            assert g.app.sessions.find(session.id).in_flight == 1  # its last event waits for buffer space
         await until(lambda: g.app.sessions.find(session.id).in_flight == 0)
         [turn] = await g.turns(session.id)
         assert not turn["delivered"] and turn["role"] == "superseded"
@@ -311,8 +311,8 @@ async def test_an_answer_whose_end_never_went_out_is_marked_so() -> None:
         assert [(t["role"], t["cause"]) for t in await g.turns(session.id)][1] == ("main", "retry")
 
 
-@pytest.mark.parametrize("busy", [False, True], ids=["idle", "in the middle of a call"])
-async def test_deleting_a_session_leaves_no_trace_of_it(busy: bool) -> None:
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "during a call"])
+async def test_deleting_session_removes_all_its_data(busy: bool) -> None:
     engine = Gated([say("One two.")] * 3, tokens=1)
     async with gateway(engine=engine) as g:
         session, other = await g.open(metadata={"task": "very-secret-task"}), await g.open()
@@ -333,24 +333,24 @@ async def test_deleting_a_session_leaves_no_trace_of_it(busy: bool) -> None:
         for path in ("", "/trace", "/samples", "/events"):
             assert (await g.admin.get(f"/admin/sessions/{session.id}{path}")).status_code == 404
         assert (await g.admin.delete(f"/admin/sessions/{session.id}")).status_code == 404
-        # The name is free again.
+        # The id is free again.
         again = await g.open(id=session.id)
         assert again.key != session.key and await g.turns(session.id) == []
 
 
-# ── what is recorded is what a restart finds ────────────────────────────────────────────────────────────────────────
+# ── restarts and disconnects during writes ────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("durability", ["process", "disk"])
-async def test_a_gateway_that_is_started_again_knows_what_it_knew(durability: str, tmp_path: Path) -> None:
+async def test_restarted_gateway_restores_sessions(durability: str, tmp_path: Path) -> None:
     engine = Gated([say("One."), say("Two three."), say("Four.")], tokens=1)
     engine.gate.set()
     async with gateway(engine=engine, data=tmp_path, durability=durability) as g:
         session = await g.open()
-        heard = await g.ask(session.key, HI)
+        reply = await g.ask(session.key, HI)
         engine.gate.clear()
-        more = [*HI, heard.message(), user("More")]
-        await hang_up(await begin(g, session, stream=True, messages=more))
+        more = [*HI, reply.message(), user("More")]
+        await disconnect(await begin(g, session, stream=True, messages=more))
         await until(lambda: engine.aborted == 1)
         engine.gate.set()
         await until(lambda: g.app.sessions.find(session.id).in_flight == 0)
@@ -362,31 +362,31 @@ async def test_a_gateway_that_is_started_again_knows_what_it_knew(durability: st
         assert len(await g.samples(session.id)) == 1
 
 
-async def hung_up_while_writing(g: Running) -> Opened:
-    """A session whose agent left while its turn was on the way to the disk, from where it could not be called back."""
+async def disconnect_during_write(g: Running) -> Opened:
+    """Open a session and disconnect its agent while the turn is being written."""
     session = await g.open()
     with g.locked_database():
         task = g.start(g.ask(session.key, HI))
         await until(lambda: g.engine.received and not g.engine.in_flight)
-        await hang_up(task)
+        await disconnect(task)
         await asyncio.sleep(scaled(0.05))
     await until(lambda: g.rows("SELECT count(*) FROM nodes WHERE kind='sampled'") == [(1,)])
     await until(lambda: g.app.sessions.find(session.id).in_flight == 0)
     return session
 
 
-async def test_hanging_up_while_the_turn_is_written_leaves_gateway_and_file_of_one_mind(tmp_path: Path) -> None:
+async def test_disconnect_during_write_keeps_memory_and_disk_equal(tmp_path: Path) -> None:
     async with gateway([say("Hello there.")], data=tmp_path, durability="disk") as g:
-        session = await hung_up_while_writing(g)
+        session = await disconnect_during_write(g)
         running = await g.trace(session.id)
     async with gateway(data=tmp_path, durability="disk") as g:
         assert (await g.trace(session.id))["nodes"] == running["nodes"] != []
 
 
-async def test_an_answer_that_was_written_but_never_sent_is_marked_so() -> None:
-    """The agent asks again and gets another answer: that one is the main line, and the first is not trained."""
+async def test_stored_but_unsent_answer_is_marked_undelivered() -> None:
+    """The agent repeats its call; the new answer is the main line and the first is not trained."""
     async with gateway([say("Lost."), say("Got.")], durability="disk") as g:
-        session = await hung_up_while_writing(g)
+        session = await disconnect_during_write(g)
         [turn] = await g.turns(session.id)
         assert not turn["delivered"] or turn["role"] == "aborted"
         assert (await g.ask(session.key, HI)).content == "Got."
@@ -395,14 +395,14 @@ async def test_an_answer_that_was_written_but_never_sent_is_marked_so() -> None:
         assert len(await g.samples(session.id)) == 1
 
 
-async def test_sealing_while_a_turn_is_being_written_does_not_pass_it_off_as_received(tmp_path: Path) -> None:
+async def test_sealing_during_write_does_not_mark_turn_delivered(tmp_path: Path) -> None:
     async with gateway([say("Hello there.")], data=tmp_path, durability="disk") as g:
         session = await g.open()
-        locked, slow = asyncio.Event(), asyncio.get_running_loop()
+        locked, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def hold() -> None:
             with g.locked_database():
-                slow.call_soon_threadsafe(locked.set)
+                loop.call_soon_threadsafe(locked.set)
                 time.sleep(0.3)
 
         holding = g.start(asyncio.to_thread(hold))
@@ -412,11 +412,11 @@ async def test_sealing_while_a_turn_is_being_written_does_not_pass_it_off_as_rec
         await g.seal(session.id)
         await holding
         try:
-            heard = await task
+            reply = await task
         except openai.ConflictError:
-            # The agent was told that the call came to nothing.
+            # The agent got an error.
             turns = await g.turns(session.id)
             assert all(t["role"] == "aborted" or not t["delivered"] for t in turns)
         else:
-            assert heard.content == "Hello there."
+            assert reply.content == "Hello there."
             assert [t["role"] for t in await g.turns(session.id)] == ["main"]

@@ -1,4 +1,4 @@
-"""One row of the store that is damaged on disk: its own session is refused or marked, and no other suffers for it."""
+"""Test damaged store rows: only their own session is refused or marked as damaged."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from turngate.client.feed import Delivery, Feed
 from turngate.client.protocol import FeedConfig
 from turngate.store.outcomes import RecordedOutcome
 
-NO_TEXT = "CAST(x'7bff' AS TEXT)"  # not even a string
+INVALID_UTF8 = "CAST(x'7bff' AS TEXT)"  # invalid UTF-8
 
 
 def damage(t: Trained, table: str, cell: str, session: str, written: str = "'{'") -> None:
-    """`written`: as SQL."""
+    """Overwrite a cell of the session's row with `written`, an SQL expression."""
     key = "key" if table == "sessions" else "session"
     with t.g.app.store._writing() as db:
-        change = f"UPDATE {table} SET {cell}={written} WHERE {key}=(SELECT key FROM sessions WHERE id=?)"
-        assert db.execute(change, (session,)).rowcount == 1
+        statement = f"UPDATE {table} SET {cell}={written} WHERE {key}=(SELECT key FROM sessions WHERE id=?)"
+        assert db.execute(statement, (session,)).rowcount == 1
 
 
-async def listed(t: Trained, limit: int = 100) -> dict[str, Any]:
+async def list_sessions(t: Trained, limit: int = 100) -> dict[str, Any]:
     answer = await t.g.admin.get(f"/admin/sessions?limit={limit}")
     assert answer.status_code == 200, answer.text
     return {session["id"]: session for session in answer.json()["sessions"]}
 
 
-async def delivered(t: Trained, config: FeedConfig) -> Delivery | None:
+async def next_delivery(t: Trained, config: FeedConfig) -> Delivery | None:
     async with await Feed.open(t.client, "f", config) as feed:
         return await feed.next(5)
 
@@ -36,8 +36,8 @@ async def delivered(t: Trained, config: FeedConfig) -> Delivery | None:
 # ── outcomes ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("written", ["'{'", "'{}'", "x'ff'", NO_TEXT, "5"])
-async def test_a_damaged_outcome_is_told_of_its_session_alone_until_it_is_recorded_again(written: str) -> None:
+@pytest.mark.parametrize("written", ["'{'", "'{}'", "x'ff'", INVALID_UTF8, "5"])
+async def test_damaged_outcome_marks_only_its_session(written: str) -> None:
     async with training() as t:
         bad, good = await t.rollout(1.0), await t.rollout(0.5)
         damage(t, "outcomes", "outcome", bad, written)
@@ -46,7 +46,7 @@ async def test_a_damaged_outcome_is_told_of_its_session_alone_until_it_is_record
         shown = await t.client.show(good)
         assert shown.outcome is not None and shown.outcome.reward == 0.5
         assert (await t.g.admin.get(f"/admin/sessions/{bad}/trace")).status_code == 200
-        found = await listed(t, 2)
+        found = await list_sessions(t, 2)
         assert list(found) == [good, bad]
         assert (found[bad]["outcome"], found[bad]["damaged"]) == (None, "its outcome is damaged on disk")
         assert found[good]["outcome"]["reward"] == 0.5 and "damaged" not in found[good]
@@ -55,12 +55,12 @@ async def test_a_damaged_outcome_is_told_of_its_session_alone_until_it_is_record
         assert shown.outcome is not None and shown.outcome.reward == 0.25
 
 
-@pytest.mark.parametrize("written", ["'{'", NO_TEXT])
-async def test_a_feed_excludes_a_rollout_whose_outcome_is_damaged_and_does_not_wait_for_it(written: str) -> None:
+@pytest.mark.parametrize("written", ["'{'", INVALID_UTF8])
+async def test_feed_excludes_rollout_with_damaged_outcome(written: str) -> None:
     async with training() as t:
         bad, good, other = await t.rollout(1.0), await t.rollout(0.5), await t.rollout(0.0)
         damage(t, "outcomes", "outcome", bad, written)
-        found = await delivered(t, FeedConfig(n=3, advantage="none", from_start=True, groups="g"))
+        found = await next_delivery(t, FeedConfig(n=3, advantage="none", from_start=True, groups="g"))
         assert found is not None
         assert [rolled.session for rolled in found.rollouts] == [bad, good, other]
         assert [rolled.advantage for rolled in found.rollouts] == [None, 0.5, 0.0]
@@ -68,17 +68,17 @@ async def test_a_feed_excludes_a_rollout_whose_outcome_is_damaged_and_does_not_w
         assert not any(rolled.excluded for rolled in found.rollouts[1:])
 
 
-async def test_a_feed_takes_a_damaged_rollout_for_one_of_no_group_where_nothing_tells_its_group() -> None:
+async def test_damaged_rollout_without_known_group_is_its_own_group() -> None:
     async with training() as t:
         bad = await t.rollout(1.0)
         damage(t, "outcomes", "outcome", bad)
         damage(t, "sessions", "config", bad)
-        found = await delivered(t, FeedConfig(n=3, from_start=True))
+        found = await next_delivery(t, FeedConfig(n=3, from_start=True))
         assert found is not None and found.group == "" and len(found.rollouts) == 1
         assert "damaged on disk" in found.rollouts[0].excluded
 
 
-async def test_what_a_feed_has_noted_of_a_rollout_may_be_damaged_too() -> None:
+async def test_feed_excludes_rollout_with_damaged_feed_row() -> None:
     async with training() as t:
         bad, good = await t.rollout(1.0), await t.rollout(0.5)
         config = FeedConfig(n=2, advantage="none", from_start=True)
@@ -93,17 +93,17 @@ async def test_what_a_feed_has_noted_of_a_rollout_may_be_damaged_too() -> None:
 # ── settings ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("written", ["'{'", "'[]'", "x'ff'", NO_TEXT, "5"])
-async def test_damaged_settings_take_no_listing_along(written: str) -> None:
+@pytest.mark.parametrize("written", ["'{'", "'[]'", "x'ff'", INVALID_UTF8, "5"])
+async def test_damaged_settings_do_not_break_session_list(written: str) -> None:
     async with training() as t:
         bad, good = await t.rollout(1.0), await t.rollout(0.5)
         damage(t, "sessions", "config", bad, written)
         for limit in (2, 100):
-            found = await listed(t, limit)
+            found = await list_sessions(t, limit)
             assert list(found) == [good, bad]
             assert found[bad]["damaged"] == "its settings are damaged on disk" and "damaged" not in found[good]
             assert found[bad]["outcome"]["reward"] == 1.0
-        assert list(await listed(t, 1)) == [good]
+        assert list(await list_sessions(t, 1)) == [good]
         answer = await t.g.admin.get(f"/admin/sessions/{bad}")
         assert answer.status_code == 503
         assert answer.json()["error"]["message"].startswith(f"session {bad}: its settings are damaged on disk (")

@@ -1,4 +1,4 @@
-"""What the store does when the disk does not do its part: calls are refused, never unrecorded."""
+"""Test store failures: calls are refused rather than left unrecorded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def world(tmp_path: Path, renderers: Any):
         yield world
 
 
-async def test_a_full_disk_refuses_calls_and_loses_nothing(world: World) -> None:
+async def test_full_disk_refuses_calls_without_data_loss(world: World) -> None:
     agent = world.agent()
     agent.messages = [SYSTEM, user("work")]
     await talk(agent, "a", "b")
@@ -36,12 +36,12 @@ async def test_a_full_disk_refuses_calls_and_loses_nothing(world: World) -> None
     (pages,) = db.execute("PRAGMA page_count").fetchone()
     db.execute(f"PRAGMA max_page_count={pages}")
     agent.messages.append(user("x" * 100_000))
-    whole = await agent.call(say(world, "c"))
-    assert (whole.status, whole.error and whole.error["code"]) == (503, "store_error")
+    refused = await agent.call(say(world, "c"))
+    assert (refused.status, refused.error and refused.error["code"]) == (503, "store_error")
     world.queue.clear()
     again = await agent.call(say(world, "c"))
-    assert again.status == 503, "the next call is refused before it is generated"
-    assert len(world.queue) == 1, "and the engine was not asked"
+    assert again.status == 503, "the next call is refused before sampling"
+    assert len(world.queue) == 1, "the engine was not called"
     world.queue.clear()
     db.execute("PRAGMA max_page_count=1000000")
     await talk(agent, "c")
@@ -51,7 +51,7 @@ async def test_a_full_disk_refuses_calls_and_loses_nothing(world: World) -> None
     assert [n.id for n in stored.trace.nodes] == [n.id for n in agent.session.trace.nodes]
 
 
-async def test_a_stream_that_cannot_be_recorded_ends_with_an_error_and_no_terminal_event(world: World) -> None:
+async def test_unrecordable_stream_ends_with_error_event(world: World) -> None:
     agent = world.agent()
     agent.messages = [SYSTEM, user("x" * 200_000)]
     db = world.gateway.store._db
@@ -66,25 +66,25 @@ async def test_a_stream_that_cannot_be_recorded_ends_with_an_error_and_no_termin
     assert json.loads(raw.decode().strip().split("\n\n")[-1][6:])["error"]["code"] == "store_error"
 
 
-async def test_a_damaged_trace_is_refused_and_others_go_on(tmp_path: Path, renderers: Any) -> None:
+async def test_damaged_trace_refuses_only_its_session(tmp_path: Path, renderers: Any) -> None:
     async with World.of(tmp_path, renderers("builtin")) as world:
-        hurt, fine = world.agent(), world.agent()
-        for agent in (hurt, fine):
+        damaged, intact = world.agent(), world.agent()
+        for agent in (damaged, intact):
             agent.messages = [SYSTEM, user("work")]
             await talk(agent, "a")
         world.gateway.store._db.execute(
-            "UPDATE nodes SET ids=zeroblob(length(ids)) WHERE session=? AND kind='sampled'", (hurt.session.key,)
+            "UPDATE nodes SET ids=zeroblob(length(ids)) WHERE session=? AND kind='sampled'", (damaged.session.key,)
         )
     async with World.of(tmp_path, renderers("builtin")) as world:
-        hurt.world = fine.world = world
-        reply = await hurt.call(say(world, "b"))
+        damaged.world = intact.world = world
+        reply = await damaged.call(say(world, "b"))
         assert (reply.status, reply.error and reply.error["code"]) == (503, "store_error")
         assert "damaged" in (reply.error or {})["message"]
         world.queue.clear()
-        assert (await fine.call(say(world, "b"))).status == 200
+        assert (await intact.call(say(world, "b"))).status == 200
 
 
-async def test_a_restarted_gateway_carries_a_live_session_on(tmp_path: Path, renderers: Any) -> None:
+async def test_live_session_continues_after_restart(tmp_path: Path, renderers: Any) -> None:
     for n in range(4):
         async with World.of(tmp_path, renderers("builtin")) as world:
             if n == 0:
@@ -97,13 +97,13 @@ async def test_a_restarted_gateway_carries_a_live_session_on(tmp_path: Path, ren
             assert len(row.spans) == 2 * (n + 1)
 
 
-def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
+def test_invalid_database_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "turngate.db").write_bytes(b"this is not a database, not at all" * 100)
     with pytest.raises(ConfigError, match=r"turngate\.db cannot be used"):
         Store(tmp_path)
 
 
-def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
+def test_unknown_schema_version_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "turngate.db") as db:
         db.execute("PRAGMA user_version=99")
     db.close()
@@ -131,17 +131,17 @@ def new_turn(key: int, number: int) -> NewTurn:
     return NewTurn(key, context, b"[]", sampled, b"{}")
 
 
-async def test_turns_that_end_together_share_one_synced_transaction(tmp_path: Path) -> None:
+async def test_concurrent_turns_share_synced_transactions(tmp_path: Path) -> None:
     store = Store(tmp_path, "disk")
     commits = 0
     original = store.commit
 
-    def counted(turns: Any) -> None:
+    def count_commit(turns: Any) -> None:
         nonlocal commits
         commits += 1
         original(turns)
 
-    store.commit = counted  # type: ignore[method-assign]
+    store.commit = count_commit  # type: ignore[method-assign]
     journal = Journal(store)
     key = store.add_session("s", b"secret", SessionConfig(), 0.0)
     await asyncio.gather(*(journal.commit(new_turn(key, n)) for n in range(50)))
@@ -150,7 +150,7 @@ async def test_turns_that_end_together_share_one_synced_transaction(tmp_path: Pa
     store.close()
 
 
-async def test_a_cancelled_caller_learns_of_it_when_the_turn_is_durable(tmp_path: Path) -> None:
+async def test_cancelled_commit_waits_until_turn_is_durable(tmp_path: Path) -> None:
     store = Store(tmp_path, "disk")
     key = store.add_session("s", b"secret", SessionConfig(), 0.0)
     task = asyncio.create_task(Journal(store).commit(new_turn(key, 0)))
@@ -163,7 +163,7 @@ async def test_a_cancelled_caller_learns_of_it_when_the_turn_is_durable(tmp_path
     store.close()
 
 
-def test_a_batch_is_all_or_nothing(tmp_path: Path) -> None:
+def test_batch_commit_is_atomic(tmp_path: Path) -> None:
     store = Store(tmp_path)
     key = store.add_session("s", b"secret", SessionConfig(), 0.0)
     with pytest.raises(StoreError):

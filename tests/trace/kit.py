@@ -1,4 +1,4 @@
-"""Small hand-written conversations, and the trace that they make. No HTTP, no store, no tokenizer: ids are made up."""
+"""Helpers that build traces from small hand-written conversations, without HTTP, store or tokenizer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def user(text: Any) -> Wire:
 
 
 def assistant(text: Any = "", *calls: tuple[str, str, str], thinking: str = "") -> Wire:
-    """Each call: its id, its tool and its arguments."""
+    """Build an assistant message. Each call is (id, tool, arguments)."""
     message: Wire = {"role": "assistant", "content": text}
     if thinking:
         message["reasoning_content"] = thinking
@@ -57,7 +57,7 @@ def read(messages: list[Wire], preamble: str = "tools") -> RequestMessages:
 
 @dataclass(frozen=True)
 class Call:
-    """A model call, and the answer that it gets. `preamble` stands for its tools; empty: it has none."""
+    """A model call and its answer. `preamble` stands for its tools; an empty one means no tools."""
 
     messages: list[Wire]
     answer: Wire | None = None
@@ -67,7 +67,7 @@ class Call:
     key: str = ""
     finish: Finish = "stop"
     delivered: bool = True
-    started: float | None = None  # None: after all before it
+    started: float | None = None  # None: after all earlier calls
     ended: float | None = None
     cause: Cause | Literal["find"] | None = "find"
     size: int = 2  # sampled tokens
@@ -78,7 +78,7 @@ class Call:
 
 
 class Recorder:
-    """Puts calls into a trace as the gateway does. `turns` are the sampled nodes, one per call."""
+    """Record calls in a trace the way the gateway does. `turns` are the sampled nodes, one per call."""
 
     def __init__(self, calls: list[Call] | tuple[Call, ...] = ()) -> None:
         self.trace = Trace()

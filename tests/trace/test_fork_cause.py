@@ -1,4 +1,4 @@
-"""Why a turn forks, case by case: what was recorded before, the next call, and the cause."""
+"""Test fork causes: each case has the recorded calls, the next call and the expected cause."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CASES: list[tuple[str, list[Call], Call, Cause | None]] = [
     ("the first call", [], Call(FIRST), None),
     ("the next turn", LINE[:1], Call(SECOND), None),
     ("the turn after that", LINE[:2], Call(THIRD), None),
-    # the same request again
+    # repeated request
     ("again", LINE[:1], Call(FIRST), "resample"),
     ("again, and the client says so", LINE[:1], Call(FIRST, retried=True), "retry"),
     ("again with the same key", [first(key="k")], Call(FIRST, key="k"), "retry"),
@@ -44,30 +44,30 @@ CASES: list[tuple[str, list[Call], Call, Cause | None]] = [
         "retry",
     ),
     (
-        "in parallel with an answer that was lost later, beside another",
+        "in parallel with one lost and one delivered answer",
         [first(started=1.0, ended=9.0, finish="abort"), Call(FIRST, assistant("Hm."), started=1.0, ended=2.0)],
         Call(FIRST, started=3.0),
         "resample",
     ),
-    ("in parallel, begun before the answer did", [first(started=5.0, ended=6.0)], Call(FIRST, started=4.0), None),
-    # another continuation of a known turn
+    ("in parallel, started before the answer", [first(started=5.0, ended=6.0)], Call(FIRST, started=4.0), None),
+    # other continuation of a recorded turn
     ("another continuation", LINE[:2], Call([*FIRST, assistant("On it."), user("Why?")]), "branch"),
-    ("a side call that leaves there", LINE[:2], Call([*SECOND, user("Sum up.")], signals=SIDE), "side"),
+    ("a side call from a recorded turn", LINE[:2], Call([*SECOND, user("Sum up.")], signals=SIDE), "side"),
     (
-        "the line itself after a side call left it",
+        "the main line after a side call",
         [*LINE[:1], Call([*FIRST, assistant("On it."), user("Sum up.")], signals=SIDE)],
         Call(SECOND),
         None,
     ),
     (
-        "a helper that leaves there",
+        "a helper from a recorded turn",
         LINE[:1],
         Call([*SECOND[:3], user("Search.")], signals=CallSignals(thread="b", role="subagent")),
         "subagent",
     ),
     ("a helper without a thread of its own", LINE[:1], Call([*SECOND[:3], user("Search.")], signals=HELPER), None),
     (
-        "a helper that goes on from its own turn",
+        "a helper that continues its own turn",
         [
             Call(FIRST, assistant("On it."), signals=on("a")),
             Call([*SECOND[:3], user("Search.")], assistant("Found."), signals=on("b", "a")),
@@ -85,8 +85,8 @@ CASES: list[tuple[str, list[Call], Call, Cause | None]] = [
         Call([*SECOND[:3], user("Search."), assistant("Found."), user("Stop.")], signals=on("b", "a")),
         "subagent",
     ),
-    ("an answer that was put in", LINE[:1], Call([*SECOND, assistant("I was here."), user("Go.")]), "edited"),
-    # another beginning
+    ("an inserted answer", LINE[:1], Call([*SECOND, assistant("I was here."), user("Go.")]), "edited"),
+    # different start
     ("other tools", LINE[:2], Call(SECOND, preamble="more tools"), "tools"),
     ("the same without tools", LINE[:2], Call(SECOND, preamble=""), "side"),
     ("another system prompt", LINE[:2], Call([system("You code well."), ASK]), "system"),
@@ -103,7 +103,7 @@ CASES: list[tuple[str, list[Call], Call, Cause | None]] = [
     ),
     ("another question at the same length", LINE[:1], Call([YOU, user("Fix that."), user("And this.")]), "subagent"),
     (
-        "another question, and then all as before",
+        "another question before the same history",
         LINE,
         Call([YOU, user("Fix that."), *THIRD[2:]]),
         "edited",
@@ -114,7 +114,7 @@ CASES: list[tuple[str, list[Call], Call, Cause | None]] = [
         Call([*FIRST, assistant("No."), user("Why not?")]),
         "edited",
     ),
-    # what the agent says about a new beginning
+    # signals of the agent
     ("a side call, by its signal", LINE, Call([YOU, user("Title?")], signals=SIDE), "side"),
     ("a helper, by its signal", LINE, Call([YOU, user("So far: …")], signals=HELPER), "subagent"),
     ("a helper, by its parent", LINE, Call([YOU, user("So far: …")], signals=on("b", "a")), "subagent"),
@@ -132,7 +132,7 @@ CASES: list[tuple[str, list[Call], Call, Cause | None]] = [
         Call([system("You search."), user("Find it.")], signals=on("a")),
         "compaction",
     ),
-    # titles before the work
+    # title calls before the main work
     ("the work after a title", [TITLE], Call(FIRST), None),
     ("the work after a title, by its signal", [Call([YOU, user("Title?")], signals=SIDE)], Call(FIRST), None),
     ("a second title", [TITLE], Call([system("Name it."), user("Or so.")], preamble=""), "subagent"),
@@ -140,17 +140,17 @@ CASES: list[tuple[str, list[Call], Call, Cause | None]] = [
 
 
 @pytest.mark.parametrize(("before", "call", "cause"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_cause(before: list[Call], call: Call, cause: Cause | None) -> None:
+def test_fork_cause(before: list[Call], call: Call, cause: Cause | None) -> None:
     assert Recorder(before).find_cause(call) == cause
 
 
-def test_the_table_has_every_cause_that_the_trace_can_show() -> None:
+def test_cases_cover_every_cause() -> None:
     expected = {case[3] for case in CASES}
     # "template" needs a renderer: tests/gateway/test_recording.py
     assert expected == {*Cause.__args__, None} - {"template"}  # type: ignore[attr-defined]
 
 
-def test_a_known_context_that_is_equal_only_in_meaning_counts_as_the_same_request() -> None:
+def test_request_equal_in_meaning_is_resample() -> None:
     recorder = Recorder(LINE[:1])
     repeated: list[Wire] = [YOU, user("Fix it.  ")]
     location = recorder.locate(Call(repeated))

@@ -1,4 +1,4 @@
-"""A node's ids, as an array and as the JSON that becomes part of a prompt."""
+"""Test token ids of trace nodes, as arrays and as JSON fragments of a prompt."""
 
 from __future__ import annotations
 
@@ -6,43 +6,41 @@ import json
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as some
+from hypothesis import strategies as st
 
 from turngate.trace.tree import Context, ContextInfo, Sampled, SampledInfo, path_ids, prompt_ids
 from turngate.types import ID_DTYPE, NO_IDS, PromptIds, ids_from_json, ids_to_json
 
 _CONTEXT = ContextInfo(b"", b"", "", False)
 _SAMPLED = SampledInfo(b"", b"", b"", "stop", 0, 0, 0.0, 0.0)
-_IDS = some.lists(some.integers(0, 2**31 - 1), max_size=5)
+_IDS = st.lists(st.integers(0, 2**31 - 1), max_size=5)
 
 
 def _array(ids: list[int]) -> np.ndarray:
     return np.array(ids, ID_DTYPE)
 
 
-@given(some.lists(some.tuples(_IDS, _IDS), max_size=5), _IDS)
+@given(st.lists(st.tuples(_IDS, _IDS), max_size=5), _IDS)
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_a_prompt_is_the_ids_of_its_path_and_what_is_added(
-    turns: list[tuple[list[int], list[int]]], added: list[int]
-) -> None:
+def test_prompt_ids_are_path_ids_plus_added_ids(turns: list[tuple[list[int], list[int]]], added: list[int]) -> None:
     node: Sampled | None = None
-    wanted: list[int] = []
+    expected: list[int] = []
     for n, (said, sampled) in enumerate(turns):
         node = Sampled(2 * n + 2, Context(2 * n + 1, node, _array(said), _CONTEXT), _array(sampled), None, _SAMPLED)
-        wanted += said + sampled
-        before = prompt_ids(node, _array(added))  # from here on its ids are JSON
-        assert json.loads(before.json) == before.tolist() == wanted + added
-        assert len(before) == len(wanted) + len(added)
+        expected += said + sampled
+        prompt = prompt_ids(node, _array(added))  # now the node keeps its ids as JSON
+        assert json.loads(prompt.json) == prompt.tolist() == expected + added
+        assert len(prompt) == len(expected) + len(added)
     again = prompt_ids(node, _array(added))
-    assert np.array_equal(again, _array(wanted + added))
-    assert again.tobytes() == _array(wanted + added).tobytes()
-    assert path_ids(node).tolist() == wanted
+    assert np.array_equal(again, _array(expected + added))
+    assert again.tobytes() == _array(expected + added).tobytes()
+    assert path_ids(node).tolist() == expected
     assert path_ids(node).dtype == ID_DTYPE
     if node is not None:
         assert (node.ids.tolist(), node.size) == (turns[-1][1], len(turns[-1][1]))
 
 
-def test_ids_are_the_same_after_they_were_spelled() -> None:
+def test_ids_survive_conversion_to_json() -> None:
     ids = _array([0, 1, 151_643, 2**31 - 1])
     node = Context(1, None, ids, _CONTEXT)
     assert node.ids is ids
@@ -50,14 +48,14 @@ def test_ids_are_the_same_after_they_were_spelled() -> None:
     assert node.ids.tolist() == ids.tolist() and node.ids.dtype == ID_DTYPE and node.size == 4
 
 
-def test_nothing_is_nothing() -> None:
+def test_empty_ids() -> None:
     assert ids_to_json(NO_IDS) == b""
     assert ids_from_json(b"").tolist() == []
-    empty = PromptIds([b"", b"1,2", b""], 2)
-    assert (empty.json, len(empty), empty[1:].tolist()) == (b"[1,2]", 2, [2])
+    prompt = PromptIds([b"", b"1,2", b""], 2)
+    assert (prompt.json, len(prompt), prompt[1:].tolist()) == (b"[1,2]", 2, [2])
 
 
-def test_ids_of_an_array_that_is_a_part_of_another_one() -> None:
-    """As a store gives them, or a slice: not writable, not contiguous."""
+def test_ids_of_read_only_and_strided_arrays() -> None:
+    """Arrays may be read-only (from the store) or not contiguous (a slice)."""
     assert ids_to_json(np.frombuffer(_array([7, 8]).tobytes(), ID_DTYPE)) == b"7,8"
     assert ids_to_json(_array([1, 2, 3, 4])[::2]) == b"1,3"

@@ -1,6 +1,6 @@
-"""Where a request hangs in the trace, case by case: what was recorded, the request, and the point that it extends.
+"""Test where a request attaches to the trace: each case has the recorded calls, the request and the node it extends.
 
-Every case runs twice: with the raw bytes of recent requests, and without them, as after a restart. Bytes are only a fast path.
+Every case runs with the raw bytes of recent requests (a fast path) and without them, as after a restart.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def after(*messages: Wire) -> list[Wire]:
     return [*FIRST, *messages]
 
 
-# the turn that it extends (None: the root) or the context that it repeats ("repeats", n: of turn n), and the first new message
+# (turn it extends or None for the root, index of the first new message), or ("repeats", n): it repeats the context of turn n
 Point = tuple[int | None, int] | tuple[str, int]
 
 CASES: list[tuple[str, list[Call], Call, Point]] = [
@@ -41,14 +41,14 @@ CASES: list[tuple[str, list[Call], Call, Point]] = [
     ("an answer that was never given", LINE, Call(after(assistant("Me."), user("So?"))), (None, 0)),
     ("an answer that was never given, later", LINE, Call([*SECOND, assistant("Me."), user("So?")]), (0, 3)),
     ("a shorter history", LINE, Call([YOU]), (None, 0)),
-    # what agents change in their history
+    # history rewritten by the agent
     ("arguments in another spelling", LINE[:1], Call(after(run('{"n":5,"cmd":"ls"}'), result("call_1", "a"))), (0, 3)),
     ("null for no text", LINE[:1], Call(after({**RUN, "content": None}, result("call_1", "a"))), (0, 3)),
     ("parts for a string", LINE[:1], Call([YOU, user([{"type": "text", "text": "Fix it."}]), *SECOND[2:]]), (0, 3)),
     ("trimmed text", LINE, Call([*SECOND, assistant(" Done.\n"), user("Thanks.")]), (1, 5)),
     ("kept reasoning", LINE, Call([*SECOND, assistant("Done.", thinking="All good."), user("Thanks.")]), (1, 5)),
     ("renamed call ids", LINE, Call(after(run('{"cmd": "ls", "n": 5}', "x"), result("x", "a b"), *THIRD[4:])), (1, 5)),
-    # rewritten arguments, with the text and the call ids that we gave
+    # rewritten arguments with the original text and call ids
     (
         "defaults filled in",
         LINE[:1],
@@ -109,7 +109,7 @@ CASES: list[tuple[str, list[Call], Call, Point]] = [
         Call(after(assistant("Done."), user("So?"))),
         (1, 3),
     ),
-    # several branches with the same beginning
+    # several branches with the same start
     (
         "the branch that has its later answers",
         [
@@ -124,11 +124,11 @@ CASES: list[tuple[str, list[Call], Call, Point]] = [
 ]
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["by bytes", "by meaning"])
+@pytest.mark.parametrize("with_bytes", [True, False], ids=["by bytes", "by meaning"])
 @pytest.mark.parametrize(("before", "call", "point"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_location(before: list[Call], call: Call, point: Point, known: bool) -> None:
+def test_locate(before: list[Call], call: Call, point: Point, with_bytes: bool) -> None:
     recorder = Recorder(before)
-    if not known:
+    if not with_bytes:
         recorder.trace._recent.clear()
     location = recorder.locate(call)
     if point[0] == "repeats":
@@ -141,8 +141,15 @@ def test_location(before: list[Call], call: Call, point: Point, known: bool) -> 
         assert (found, location.start) == point
 
 
-def test_only_new_messages_are_decoded_where_the_bytes_are_known() -> None:
+def test_only_new_messages_are_decoded() -> None:
     recorder = Recorder(LINE)
     location = recorder.locate(Call(THIRD))
     decoded = [location.request.peek(index) is not None for index in range(len(THIRD))]
-    assert decoded == [True, False, False, False, True, True]  # the first was kept; the answer and the question are new
+    assert decoded == [
+        True,
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]  # the first is cached; the answer and the question are new

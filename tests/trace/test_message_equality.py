@@ -1,4 +1,4 @@
-"""When two messages mean the same: what agents change in their history without changing what was said."""
+"""Test when two messages are equal: agents rewrite their history without changing its meaning."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ DIFFERENT: list[tuple[str, Wire, Wire]] = [
 
 
 @pytest.mark.parametrize(("one", "other"), [case[1:] for case in EQUAL], ids=[case[0] for case in EQUAL])
-def test_equal_in_meaning(one: Wire, other: Wire) -> None:
+def test_messages_equal_in_meaning(one: Wire, other: Wire) -> None:
     assert read([one]).meaning(0) == read([other]).meaning(0)
 
 
 @pytest.mark.parametrize(("one", "other"), [case[1:] for case in DIFFERENT], ids=[case[0] for case in DIFFERENT])
-def test_different_in_meaning(one: Wire, other: Wire) -> None:
+def test_messages_different_in_meaning(one: Wire, other: Wire) -> None:
     assert read([one]).meaning(0) != read([other]).meaning(0)
 
 
@@ -102,7 +102,7 @@ RESULTS: list[tuple[str, list[Wire], list[Wire], bool]] = [
 def test_results_answer_calls_by_position(one: list[Wire], other: list[Wire], equal: bool) -> None:
     first, second = read(one), read(other)
     assert (first.meanings(0, len(first)) == second.meanings(0, len(second))) is equal
-    # Each alone, in any order: nothing depends on what was read before.
+    # The order in which meanings are computed does not matter.
     backwards = read(one)
     assert [backwards.meaning(n) for n in reversed(range(len(one)))][::-1] == [
         first.meaning(n) for n in range(len(one))
@@ -135,16 +135,16 @@ def test_exact_digest(one: Wire, other: Wire, equal: bool) -> None:
         ("[" * 2000, "[" * 2000),
     ],
 )
-def test_arguments_are_normalized(text: str, normalized: str) -> None:
+def test_normalize_arguments(text: str, normalized: str) -> None:
     assert normalize_arguments(text) == normalized
 
 
-def test_a_lone_surrogate_equals_only_itself() -> None:
+def test_lone_surrogate_equals_only_itself() -> None:
     one, same, other = (meaning_digest((Message("user", text),), {}) for text in ("a\ud800", "a\ud800 ", "a\ud801"))
     assert one == same != other
 
 
-def test_the_sizes_of_arguments_are_those_of_their_normal_form() -> None:
+def test_argument_sizes_are_of_normalized_arguments() -> None:
     message = read([assistant("", ("1", "run", '{"a":   1}'), ("2", "run", ""))]).messages(0)[0]
     assert argument_sizes(message) == (len('{"a":1}'), len("{}"))
 

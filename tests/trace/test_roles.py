@@ -1,4 +1,4 @@
-"""The role of each turn, case by case: the calls of a rollout, and the role of each of their turns."""
+"""Test turn roles: each case has the calls of a rollout and the expected role of each turn."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ CASES: list[tuple[str, list[Call], list[TurnRole]]] = [
         ["main", "main", "side"],
     ),
     ("a side call with tools first", [Call([YOU, user("Title?")], signals=SIDE), *WORK], ["side", "main", "main"]),
-    # the same work with another beginning
+    # the same work with a different start
     ("compaction", [*WORK, Call([YOU, user("So far: …")])], ["main", "main", "main"]),
     ("another system prompt", [*WORK, Call([system("You code well."), ASK])], ["main", "main", "main"]),
     ("other tools", [*WORK, Call(SECOND, preamble="more tools")], ["main", "main", "main"]),
@@ -91,7 +91,7 @@ CASES: list[tuple[str, list[Call], list[TurnRole]]] = [
     ),
     ("never delivered", [Call(FIRST, delivered=False)], ["superseded"]),
     ("not delivered, but continued", [Call(FIRST, assistant("On it."), delivered=False), WORK[1]], ["main", "main"]),
-    # cut short
+    # aborted or truncated
     ("aborted", [Call(FIRST, finish="abort")], ["aborted"]),
     ("aborted and retried", [Call(FIRST, finish="abort"), *WORK], ["aborted", "main", "main"]),
     ("cut by a limit", [Call(FIRST, finish="length")], ["main"]),
@@ -105,5 +105,5 @@ def test_roles(calls: list[Call], roles: list[TurnRole]) -> None:
     assert [assigned[turn.id] for turn in recorder.turns] == roles
 
 
-def test_the_table_has_every_role() -> None:
+def test_cases_cover_every_role() -> None:
     assert {role for case in CASES for role in case[2]} == set(ROLES)

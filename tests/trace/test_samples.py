@@ -1,4 +1,4 @@
-"""Training rows, case by case: the calls of a rollout, and which of their turns are trained in which row."""
+"""Test training rows: each case has the calls of a rollout and the turns trained in each row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TITLE = Call([system("Write a title."), ASK], preamble="")
 HELPER = Call([system("You search."), user("Find it.")])
 ALL = TrainingPolicy(roles=ROLES)
 
-# Rows, each as its turns: n: turn n is trained; -n - 1 (~n): it is in the row, but not trained.
+# Rows as lists of turns: n means turn n is trained, ~n means it is in the row but not trained.
 Rows = list[list[int]]
 
 CASES: list[tuple[str, list[Call], TrainingPolicy | None, Rows]] = [
@@ -55,7 +55,7 @@ CASES: list[tuple[str, list[Call], TrainingPolicy | None, Rows]] = [
     ("a retried answer is, by policy", [WORK[0], Call(FIRST, assistant("Hm."), retried=True)], ALL, [[1], [0]]),
     ("an aborted turn is not trained", [Call(FIRST, finish="abort"), *WORK], None, [[1, 2]]),
     ("no roles at all", WORK, TrainingPolicy(roles=()), []),
-    # what cannot be trained, in a row that can
+    # untrainable turns in a trainable row
     ("a turn without log-probabilities", [Call(FIRST, assistant("On it."), logprobs=None), WORK[1]], None, [[~0, 1]]),
     ("a biased turn", [Call(FIRST, assistant("On it."), biases=("top_p",)), WORK[1]], None, [[~0, 1]]),
     ("a biased turn, by policy", [Call(FIRST, biases=("top_p",))], TrainingPolicy(biased=True), [[0]]),
@@ -63,7 +63,7 @@ CASES: list[tuple[str, list[Call], TrainingPolicy | None, Rows]] = [
 
 
 @pytest.mark.parametrize(("calls", "policy", "rows"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_rows(calls: list[Call], policy: TrainingPolicy | None, rows: Rows) -> None:
+def test_training_rows(calls: list[Call], policy: TrainingPolicy | None, rows: Rows) -> None:
     recorder = Recorder(calls)
     number = {turn.id: n for n, turn in enumerate(recorder.turns)}
     samples = build_samples(recorder.trace, policy)
@@ -102,31 +102,31 @@ REASONS: list[tuple[str, Call, str]] = [
 
 
 @pytest.mark.parametrize(("call", "reason"), [case[1:] for case in REASONS], ids=[case[0] for case in REASONS])
-def test_reasons(call: Call, reason: str) -> None:
+def test_untrained_reason(call: Call, reason: str) -> None:
     trace = Recorder([call]).trace
     (sample,) = build_samples(trace, keep_empty=True)
     (span,) = sample.spans
     assert (span.reason, span.trained) == (reason, not reason)
     assert sample.mask.any() == (not reason)
-    assert bool(build_samples(trace)) == (not reason), "a row without anything to train is left out"
+    assert bool(build_samples(trace)) == (not reason), "rows without trained tokens are left out"
 
 
-def test_a_shared_turn_says_that_it_is_trained_elsewhere() -> None:
+def test_shared_turn_is_trained_in_one_row() -> None:
     _, second = build_samples(Recorder([*WORK, Call(OTHER)]).trace)
     assert [span.reason for span in second.spans] == ["trained in another row", ""]
 
 
-def test_keep_empty_keeps_every_branch_in_its_place() -> None:
+def test_keep_empty_returns_every_branch_in_order() -> None:
     recorder = Recorder([TITLE, *WORK, Call(OTHER, logprobs=None)])
     kept = build_samples(recorder.trace, keep_empty=True)
     assert [sample.branch for sample in kept] == [recorder.turns[n].id for n in (2, 3, 0)]
     assert [sample.trained_tokens for sample in kept] == [4, 0, 0]
     assert [span.reason for span in kept[1].spans] == ["trained in another row", "no log-probabilities"]
-    # Its turn may not be trained there, but nowhere else either: no other row claims it.
+    # Its last turn is in no other row.
     assert math.isnan(kept[1].logprobs[-1])
 
 
-def test_log_probabilities_stand_where_their_tokens_do() -> None:
+def test_logprobs_align_with_their_tokens() -> None:
     (sample,) = build_samples(Recorder([Call(FIRST, assistant("On it."), logprobs=[-1.0, -2.0]), WORK[1]]).trace)
     values = [None if math.isnan(value) else value for value in sample.logprobs.tolist()]
     assert values == [None, -1.0, -2.0, None, -0.5, -0.5]
