@@ -1,8 +1,8 @@
-"""What the tests of the image are written with: Docker, a base image with pip made of the local one, wheels from where this machine's
-own pip finds them, and a context to build from.
+"""Helpers for the image tests: Docker, a base image with pip built from the local one, wheels downloaded with this machine's pip, and a
+build context.
 
-No registry is asked: `turngate-python:bookworm` stands in for `python:3.11-slim-bookworm`. It has no curl, so that no health check can
-lean on one. Wheels are fetched once and kept in the cache; the image's layers are kept by Docker.
+No registry is contacted: `turngate-python:bookworm` stands in for `python:3.11-slim-bookworm`. It has no curl, so no health check can
+rely on it. Wheels are downloaded once and cached. Docker caches the image's layers.
 """
 
 from __future__ import annotations
@@ -51,45 +51,45 @@ def docker(*words: str | Path, check: bool = True, timeout: float = 300.0) -> su
     return done
 
 
-def inspected(name: str) -> Any:
-    [found] = msgspec.json.decode(docker("inspect", name).stdout)
-    return found
+def inspect(name: str) -> Any:
+    [description] = msgspec.json.decode(docker("inspect", name).stdout)
+    return description
 
 
 # ── images ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def wheels() -> Path:
-    """What the image installs, for its Python: fetched by this machine's pip, with its settings."""
+def download_wheels() -> Path:
+    """Download the wheels that the image installs, for its Python version, with this machine's pip settings."""
     files = [DEPLOY / "docker" / "requirements.txt", DEPLOY / "docker" / "build.txt"]
     digest = hashlib.sha256(b"\0".join([PIP.encode(), *(file.read_bytes() for file in files)])).hexdigest()[:16]
-    place = base_image.cache() / "docker" / f"wheels-{digest}"
-    if not place.exists():
-        part = place.with_name(f"{place.name}.{os.getpid()}")
+    folder = base_image.cache() / "docker" / f"wheels-{digest}"
+    if not folder.exists():
+        partial = folder.with_name(f"{folder.name}.{os.getpid()}")
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary", ":all:", "--python-version", "3.11"]
-        for words in (["--no-deps", "-r", files[0], "-r", files[1]], ["--no-deps", PIP]):
-            subprocess.run([*pip, "--dest", part, *words], check=True, capture_output=True, timeout=scaled(300))
-        with suppress(OSError):  # another process was quicker
-            part.rename(place)
-        shutil.rmtree(part, ignore_errors=True)
-    return place
+        for options in (["--no-deps", "-r", files[0], "-r", files[1]], ["--no-deps", PIP]):
+            subprocess.run([*pip, "--dest", partial, *options], check=True, capture_output=True, timeout=scaled(300))
+        with suppress(OSError):  # another process was faster
+            partial.rename(folder)
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
 
 
 @contextmanager
 def temporary_image(tag: str, context: Path, *words: str | Path) -> Iterator[str]:
     """Build an image, and remove it at the end."""
     try:
-        yield built(tag, context, *words)
+        yield build_image(tag, context, *words)
     finally:
         docker("rmi", "--force", tag, check=False)
 
 
-def built(tag: str, context: Path, *words: str | Path) -> str:
-    """An image of that name. The network is the host's: this machine may have no other for containers."""
+def build_image(tag: str, context: Path, *words: str | Path) -> str:
+    """Build an image. It uses the host's network: the machine may have no other for containers."""
     old = _id(tag)
     docker("build", "--network", "host", "--force-rm", "--tag", tag, *words, context, timeout=600)
     if old not in ("", _id(tag)):
-        docker("rmi", old, check=False)  # else every change of the sources leaves an image behind
+        docker("rmi", old, check=False)  # otherwise every change of the sources leaves an image behind
     return tag
 
 
@@ -97,17 +97,17 @@ def _id(tag: str) -> str:
     return docker("image", "inspect", "--format", "{{.Id}}", tag, check=False).stdout.strip()
 
 
-def python_image(scratch: Path) -> str:
-    """The local base image, with pip and without curl."""
+def build_python_image(scratch: Path) -> str:
+    """Build the local base image with pip and without curl."""
     scratch.mkdir()
-    [pip] = wheels().glob("pip-*.whl")
+    [pip] = download_wheels().glob("pip-*.whl")
     shutil.copyfile(pip, scratch / pip.name)
     (scratch / "Dockerfile").write_text(PYTHON_DOCKERFILE)
-    return built(PYTHON, scratch)
+    return build_image(PYTHON, scratch)
 
 
-def context(scratch: Path) -> Path:
-    """The repository as a builder is sent it, with wheels that were fetched before."""
+def build_context(scratch: Path) -> Path:
+    """Copy what a builder receives of the repository, with downloaded wheels."""
     scratch.mkdir()
     for name in SENT:
         source = ROOT / name
@@ -115,11 +115,11 @@ def context(scratch: Path) -> Path:
             shutil.copytree(source, scratch / name, ignore=CACHES)
         else:
             shutil.copyfile(source, scratch / name)
-    shutil.copytree(wheels(), scratch / "deploy" / "wheels", copy_function=_linked)
+    shutil.copytree(download_wheels(), scratch / "deploy" / "wheels", copy_function=_link)
     return scratch
 
 
-def _linked(source: str, target: str) -> None:
+def _link(source: str, target: str) -> None:
     try:
         os.link(source, target)
     except OSError:  # another file system
@@ -130,7 +130,7 @@ def _linked(source: str, target: str) -> None:
 
 
 class Container:
-    """A gateway in a container, on this machine's own network."""
+    """A gateway in a container, on the host's network."""
 
     def __init__(self, name: str, key: str) -> None:
         self.name = name
@@ -141,44 +141,44 @@ class Container:
         return done.stdout + done.stderr
 
     def url(self) -> str:
-        """Where it listens: what it said last."""
-        found: list[str] = []
+        """Return the URL that the gateway printed last."""
+        urls: list[str] = []
 
-        def said() -> bool:
-            found[:] = re.findall(r"listens on (http://\S+)", self.logs())
-            return bool(found)
+        def printed() -> bool:
+            urls[:] = re.findall(r"listens on (http://\S+)", self.logs())
+            return bool(urls)
 
-        self.until(said)
-        return found[-1]
+        self.until(printed)
+        return urls[-1]
 
     def until(self, holds: Callable[[], object], seconds: float = 90.0) -> None:
         end = time.monotonic() + scaled(seconds)
         while not holds():
-            state = inspected(self.name)["State"]
+            state = inspect(self.name)["State"]
             assert state["Running"] and time.monotonic() < end, f"{state}\n{self.logs()}"
             time.sleep(0.1)
 
-    def checks(self) -> list[Any]:
-        """What its health check said, each time."""
-        return inspected(self.name)["State"]["Health"]["Log"] or []
+    def health_results(self) -> list[Any]:
+        """Return all results of the health check."""
+        return inspect(self.name)["State"]["Health"]["Log"] or []
 
-    def healthy(self) -> None:
-        self.until(lambda: inspected(self.name)["State"]["Health"]["Status"] == "healthy")
+    def wait_until_healthy(self) -> None:
+        self.until(lambda: inspect(self.name)["State"]["Health"]["Status"] == "healthy")
 
     def get(self, path: str) -> Any:
-        """What the admin API answers."""
+        """Get a path of the admin API."""
         key = {"authorization": f"Bearer {self.key}"}
-        asked = httpx.get(self.url() + path, headers=key, trust_env=False, timeout=scaled(5))
-        assert asked.status_code == 200, asked.text
-        return asked.json()
+        response = httpx.get(self.url() + path, headers=key, trust_env=False, timeout=scaled(5))
+        assert response.status_code == 200, response.text
+        return response.json()
 
-    def inside(self, *words: str) -> subprocess.CompletedProcess[str]:
+    def exec(self, *words: str) -> subprocess.CompletedProcess[str]:
         return docker("exec", self.name, *words, check=False)
 
 
 @contextmanager
 def container(image: str, *words: str | Path, command: tuple[str, ...] = (), key: str = "") -> Iterator[Container]:
-    """`words`: options of `docker run`. Gone at the end, with its volumes."""
+    """Run a container with `words` as options of `docker run`, and remove it with its volumes at the end."""
     name = f"turngate-test-{secrets.token_hex(6)}"
     docker("run", "--detach", "--name", name, "--network", "host", *words, image, *command)
     try:

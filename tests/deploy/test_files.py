@@ -1,4 +1,4 @@
-"""The files in `deploy/` against their schemas, against the settings there are, and against each other."""
+"""The files in `deploy/` match their schemas, the gateway's settings, and each other."""
 
 from __future__ import annotations
 
@@ -34,32 +34,32 @@ UNIT = DEPLOY / "systemd" / "turngate.service"
 
 
 def flags(command: list[str]) -> dict[str, str]:
-    """The settings that a `turngate serve …` names."""
+    """Return the settings in a `turngate serve …` command."""
     assert command[:3] == ["serve", "--config", "/etc/turngate/serve.toml"]
     return {command[n].removeprefix("--").replace("-", "_"): command[n + 1] for n in range(3, len(command), 2)}
 
 
-def of_kind(kind: str) -> Any:
-    [found] = [document for document in KUBERNETES if document["kind"] == kind]
-    return found
+def manifest_of_kind(kind: str) -> Any:
+    [manifest] = [document for document in KUBERNETES if document["kind"] == kind]
+    return manifest
 
 
 # ── settings and versions ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("folder", ["docker", "kubernetes", "systemd", "space"])
-def test_the_settings_are_ones_that_the_gateway_takes(folder: str) -> None:
+def test_serve_config_is_valid(folder: str) -> None:
     settings = load_config(DEPLOY / folder / "serve.toml", {})
     assert settings.host == ("127.0.0.1" if folder == "systemd" else "0.0.0.0")
     assert settings.port == (7860 if folder == "space" else 8700)
     assert settings.data == ("/var/lib/turngate" if folder == "systemd" else "/data")
 
 
-def test_the_pinned_versions_are_ones_that_turngate_works_with() -> None:
+def test_pinned_versions_satisfy_requirements() -> None:
     lines = (DEPLOY / "docker" / "requirements.txt").read_text().splitlines()
     pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
     assert all(re.fullmatch(r"==[\w.]+", str(pin.specifier)) for pin in pins)
-    here = {
+    by_name = {
         canonicalize_name(p.name): p for p in pins if p.marker is None or p.marker.evaluate({"python_version": "3.11"})
     }
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -67,15 +67,15 @@ def test_the_pinned_versions_are_ones_that_turngate_works_with() -> None:
     wanted = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
     for line in wanted:
         requirement = Requirement(line)
-        pin = here.get(canonicalize_name(requirement.name))
-        assert pin is not None, f"deploy/docker/requirements.txt lacks {line}; its first lines say how it is made"
+        pin = by_name.get(canonicalize_name(requirement.name))
+        assert pin is not None, f"deploy/docker/requirements.txt lacks {line}; its first lines say how to build it"
         assert requirement.specifier.contains(str(pin.specifier).removeprefix("==")), (line, str(pin))
 
 
 # ── compose ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_compose_file_is_one() -> None:
+def test_compose_file_matches_schema() -> None:
     schema = files("check_jsonschema").joinpath("builtin_schemas", "vendor", "compose-spec.json").read_bytes()
     jsonschema.Draft7Validator(msgspec.json.decode(schema)).validate(COMPOSE)
     for service in COMPOSE["services"].values():
@@ -84,7 +84,7 @@ def test_the_compose_file_is_one() -> None:
         assert {*service.get("secrets", ())} <= {*COMPOSE["secrets"]}
 
 
-def test_the_compose_file_publishes_the_gateway_alone_and_asks_for_the_right_logprobs() -> None:
+def test_compose_publishes_only_gateway_and_sets_logprobs_mode() -> None:
     gateway, vllm = COMPOSE["services"]["gateway"], COMPOSE["services"]["vllm"]
     assert "ports" not in vllm and [port.rpartition(":")[2] for port in gateway["ports"]] == ["8700"]
     assert gateway["ports"][0].startswith("${TURNGATE_BIND:-127.0.0.1}:")
@@ -101,13 +101,13 @@ def test_the_compose_file_publishes_the_gateway_alone_and_asks_for_the_right_log
 
 
 @pytest.mark.parametrize("version", ["1.30", "1.34"])
-def test_the_manifests_fit_the_schemas_of_kubernetes(version: str) -> None:
+def test_manifests_match_kubernetes_schema(version: str) -> None:
     for document in KUBERNETES:
         kubernetes_validate.validate(document, version, strict=True)
 
 
-def test_the_pod_is_locked_down_and_its_parts_fit_together() -> None:
-    deployment = of_kind("Deployment")["spec"]
+def test_pod_is_locked_down_and_consistent() -> None:
+    deployment = manifest_of_kind("Deployment")["spec"]
     pod = deployment["template"]["spec"]
     [gateway] = pod["containers"]
     assert (deployment["replicas"], deployment["strategy"]) == (1, {"type": "Recreate"})
@@ -120,16 +120,16 @@ def test_the_pod_is_locked_down_and_its_parts_fit_together() -> None:
         "capabilities": {"drop": ["ALL"]},
     }
     labels = deployment["template"]["metadata"]["labels"]
-    assert of_kind("Service")["spec"]["selector"] == deployment["selector"]["matchLabels"] == labels
-    assert of_kind("NetworkPolicy")["spec"]["podSelector"]["matchLabels"] == labels
+    assert manifest_of_kind("Service")["spec"]["selector"] == deployment["selector"]["matchLabels"] == labels
+    assert manifest_of_kind("NetworkPolicy")["spec"]["podSelector"]["matchLabels"] == labels
     assert {mount["name"] for mount in gateway["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     [key] = gateway["env"]
     mounts = {mount["name"]: mount["mountPath"] for mount in gateway["volumeMounts"]}
     assert key == {"name": "TURNGATE_ADMIN_KEY_FILE", "value": f"{mounts['secret']}/admin-key"}
 
 
-def test_an_engine_that_is_away_does_not_get_the_gateway_killed() -> None:
-    [gateway] = of_kind("Deployment")["spec"]["template"]["spec"]["containers"]
+def test_liveness_probe_ignores_engine() -> None:
+    [gateway] = manifest_of_kind("Deployment")["spec"]["template"]["spec"]["containers"]
     paths = {name: gateway[name]["httpGet"]["path"] for name in gateway if name.endswith("Probe")}
     assert paths == {"startupProbe": "/", "livenessProbe": "/", "readinessProbe": "/health"}
 
@@ -138,20 +138,20 @@ def test_an_engine_that_is_away_does_not_get_the_gateway_killed() -> None:
 
 
 @pytest.mark.needs("systemd-analyze")
-def test_systemd_understands_the_unit_and_finds_it_safe(tmp_path: Path) -> None:
+def test_systemd_unit_is_valid_and_secure(tmp_path: Path) -> None:
     analyze = shutil.which("systemd-analyze") or ""
     unit = tmp_path / UNIT.name
     unit.write_text(UNIT.read_text().replace("/opt/turngate/bin/turngate", sys.executable))
     done = subprocess.run([analyze, "verify", "--man=no", unit], capture_output=True, text=True, timeout=scaled(30))
     complaints = [
         line for line in done.stderr.splitlines() if UNIT.name in line
-    ]  # others are of this machine's own units
+    ]  # other lines are about this machine's own units
     assert (done.returncode, complaints) == (0, []), done.stderr
     rated = [analyze, "security", "--offline=true", "--threshold=15", unit]
     assert subprocess.run(rated, capture_output=True, timeout=scaled(30)).returncode == 0
 
 
-def test_the_unit_keeps_the_key_out_of_the_environment() -> None:
+def test_unit_keeps_admin_key_out_of_environment() -> None:
     lines = UNIT.read_text().splitlines()
     assert "LoadCredential=admin-key:/etc/turngate/admin-key" in lines
     assert "Environment=TURNGATE_ADMIN_KEY_FILE=%d/admin-key" in lines

@@ -1,4 +1,4 @@
-"""`deploy/space/deploy.py` as a person runs it, against a stand-in of the Hugging Face Hub that `huggingface_hub` talks to."""
+"""`deploy/space/deploy.py` against a stand-in for the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ KEY = "marked-admin-key-5ec2e7"
 
 
 class Hub:
-    """What of the Hub's API the script needs, for one Space."""
+    """The part of the Hub's API that the script uses, for one Space."""
 
     def __init__(self, files: dict[str, bytes] | None = None) -> None:
         self.files = {} if files is None else files
-        self.made: list[dict[str, object]] = []
+        self.created: list[dict[str, object]] = []
         self.secrets: dict[str, str] = {}
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         self.commits = 0
         self.url = ""
 
-    async def answer(self, request: web.Request) -> web.Response:
-        self.asked.append(f"{request.method} {request.path}")
+    async def respond(self, request: web.Request) -> web.Response:
+        self.requests.append(f"{request.method} {request.path}")
         if request.headers.get("authorization") != f"Bearer {TOKEN}":
             return web.json_response({"error": "Invalid username or password."}, status=401)
         match request.method, request.path.strip("/").split("/"):
             case "POST", ["api", "repos", "create"]:
-                self.made.append(await request.json())
+                self.created.append(await request.json())
                 return web.json_response({"url": f"{self.url}/spaces/someone/gate"})
             case "GET", ["api", "spaces", "someone", "gate"]:
                 return web.json_response({"id": "someone/gate", "sha": "0" * 40, **self.siblings()})
@@ -54,8 +54,8 @@ class Hub:
                 ]
                 return web.json_response(entries)
             case "POST", ["api", "spaces", "someone", "gate", "secrets"]:
-                asked = await request.json()
-                self.secrets[asked["key"]] = asked["value"]
+                secret = await request.json()
+                self.secrets[secret["key"]] = secret["value"]
                 return web.json_response({})
             case "POST", ["api", "validate-yaml"]:
                 return web.json_response({"errors": [], "warnings": []})
@@ -83,9 +83,9 @@ class Hub:
 
 
 @asynccontextmanager
-async def served(hub: Hub) -> AsyncIterator[Hub]:
+async def serve_hub(hub: Hub) -> AsyncIterator[Hub]:
     app = web.Application(client_max_size=64 * 2**20)
-    app.router.add_route("*", "/{path:.*}", hub.answer)
+    app.router.add_route("*", "/{path:.*}", hub.respond)
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -97,8 +97,8 @@ async def served(hub: Hub) -> AsyncIterator[Hub]:
         await runner.cleanup()
 
 
-async def deployed(*words: str | Path, **env: str) -> tuple[int, str]:
-    """Its exit code, and everything that it printed: in which there is no secret."""
+async def run_deploy(*words: str | Path, **env: str) -> tuple[int, str]:
+    """Run the script. Return its exit code and output, after checking that the output has no secret."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "TURNGATE", "HUGGING"))}
     environment = {**clean, "TURNGATE_ADMIN_KEY": KEY, "NO_PROXY": "127.0.0.1", **env}
     process = await asyncio.create_subprocess_exec(
@@ -117,14 +117,14 @@ async def deployed(*words: str | Path, **env: str) -> tuple[int, str]:
     return process.returncode, output
 
 
-async def test_a_space_is_made_and_brought_up_to_date() -> None:
-    async with served(Hub()) as hub:
-        hub_is = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN}
-        code, said = await deployed("someone/gate", **hub_is)
-        assert code == 0, said
-        assert f"{hub.url}/spaces/someone/gate" in said and "It is private" in said
-        [made] = hub.made
-        assert (made["type"], made["sdk"], made["visibility"]) == ("space", "docker", "private")
+async def test_space_is_created_and_updated() -> None:
+    async with serve_hub(Hub()) as hub:
+        hub_env = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN}
+        code, output = await run_deploy("someone/gate", **hub_env)
+        assert code == 0, output
+        assert f"{hub.url}/spaces/someone/gate" in output and "It is private" in output
+        [created] = hub.created
+        assert (created["type"], created["sdk"], created["visibility"]) == ("space", "docker", "private")
         assert (hub.secrets, hub.commits) == ({"TURNGATE_ADMIN_KEY": KEY}, 1)
         for name in ("turngate/__init__.py", "turngate/agents/catalog/pi.toml", "pyproject.toml"):
             assert hub.files[name] == (ROOT / name).read_bytes()
@@ -134,60 +134,60 @@ async def test_a_space_is_made_and_brought_up_to_date() -> None:
         assert not any("__pycache__" in name or name.startswith(("tests/", "data")) for name in hub.files)
 
         hub.files["turngate/old.py"] = b""
-        code, said = await deployed("someone/gate", "--public", **hub_is)
-        assert code == 0 and "It is private" not in said, said
+        code, output = await run_deploy("someone/gate", "--public", **hub_env)
+        assert code == 0 and "It is private" not in output, output
         assert "turngate/old.py" not in hub.files and "turngate/__init__.py" in hub.files
 
 
-async def test_a_dry_run_shows_all_of_it_and_asks_nobody(tmp_path: Path) -> None:
-    async with served(Hub()) as hub:
-        code, said = await deployed("someone/gate", "--dry-run", "--stage", tmp_path / "space", HF_ENDPOINT=hub.url)
-        assert code == 0 and said.endswith("nothing was sent\n"), said
-        assert "secrets: TURNGATE_ADMIN_KEY" in said and hub.asked == []
-        shown = {line.split()[1] for line in said.splitlines() if line.startswith("  ") and line.count(" ") > 3}
+async def test_dry_run_lists_files_and_sends_nothing(tmp_path: Path) -> None:
+    async with serve_hub(Hub()) as hub:
+        code, output = await run_deploy("someone/gate", "--dry-run", "--stage", tmp_path / "space", HF_ENDPOINT=hub.url)
+        assert code == 0 and output.endswith("nothing was sent\n"), output
+        assert "secrets: TURNGATE_ADMIN_KEY" in output and hub.requests == []
+        shown = {line.split()[1] for line in output.splitlines() if line.startswith("  ") and line.count(" ") > 3}
         for file in (tmp_path / "space").rglob("*"):
             assert file.is_dir() or str(file.relative_to(tmp_path / "space")) in shown
 
 
-async def test_a_space_that_holds_something_else_is_left_alone() -> None:
-    theirs = {"app.py": b"print('mine')", "README.md": b"mine"}
-    async with served(Hub(dict(theirs))) as hub:
-        code, said = await deployed("someone/gate", HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN)
-        assert (code, hub.files, hub.secrets) == (2, theirs, {})
-        assert said.endswith("this Space holds something else; choose another name, or delete it first\n")
+async def test_unrelated_space_is_left_unchanged() -> None:
+    unrelated = {"app.py": b"print('mine')", "README.md": b"mine"}
+    async with serve_hub(Hub(dict(unrelated))) as hub:
+        code, output = await run_deploy("someone/gate", HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN)
+        assert (code, hub.files, hub.secrets) == (2, unrelated, {})
+        assert output.endswith("this Space holds something else; choose another name, or delete it first\n")
 
 
-async def test_what_does_not_fit_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
-    async with served(Hub()) as hub:
-        hub_is = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN}
-        ours = (ROOT / "deploy" / "space" / "serve.toml").read_text()
+async def test_invalid_input_is_refused_before_any_request(tmp_path: Path) -> None:
+    async with serve_hub(Hub()) as hub:
+        hub_env = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN}
+        config_text = (ROOT / "deploy" / "space" / "serve.toml").read_text()
 
         async def refused(config: str, *words: str | Path, **env: str) -> str:
             file = tmp_path / "serve.toml"
             file.write_text(config)
-            code, said = await deployed(*(words or ("someone/gate",)), "--config", file, **{**hub_is, **env})
-            assert code == 2, said
-            return said.replace(f"{file}: ", "").splitlines()[-1]
+            code, output = await run_deploy(*(words or ("someone/gate",)), "--config", file, **{**hub_env, **env})
+            assert code == 2, output
+            return output.replace(f"{file}: ", "").splitlines()[-1]
 
         cases = await asyncio.gather(
-            deployed(**hub_is),
-            deployed("gate", **hub_is),
-            deployed("someone/gate", **{**hub_is, "TURNGATE_ADMIN_KEY": ""}),
-            deployed("someone/gate", HF_ENDPOINT=hub.url),
+            run_deploy(**hub_env),
+            run_deploy("gate", **hub_env),
+            run_deploy("someone/gate", **{**hub_env, "TURNGATE_ADMIN_KEY": ""}),
+            run_deploy("someone/gate", HF_ENDPOINT=hub.url),
         )
         assert [code for code, _ in cases] == [2, 2, 2, 2]
         assert "space: '' is not OWNER/NAME" in cases[0][1] and "space: 'gate' is not OWNER/NAME" in cases[1][1]
         assert "TURNGATE_ADMIN_KEY: is not set" in cases[2][1] and "HF_TOKEN: is not set" in cases[3][1]
-        assert "port: a Space needs 7860, not 8700" in await refused(ours.replace("7860", "8700"))
-        assert "did you mean port?" in await refused(ours.replace("port", "prot"))
-        assert "serve.toml: holds the value of TURNGATE_ADMIN_KEY" in await refused(f"{ours}# {KEY}\n")
-        assert "looks like a secret" in await refused(f"{ours}# sk-{'a1' * 20}\n")
-        assert "give --secret ENGINE_KEY" in await refused(f'{ours}\nengine_key_env = "ENGINE_KEY"\n')
-        assert hub.asked == []
+        assert "port: a Space needs 7860, not 8700" in await refused(config_text.replace("7860", "8700"))
+        assert "did you mean port?" in await refused(config_text.replace("port", "prot"))
+        assert "serve.toml: holds the value of TURNGATE_ADMIN_KEY" in await refused(f"{config_text}# {KEY}\n")
+        assert "looks like a secret" in await refused(f"{config_text}# sk-{'a1' * 20}\n")
+        assert "give --secret ENGINE_KEY" in await refused(f'{config_text}\nengine_key_env = "ENGINE_KEY"\n')
+        assert hub.requests == []
 
 
-async def test_a_data_folder_in_the_package_is_not_uploaded(tmp_path: Path) -> None:
-    """The script looks at what it has laid out, wherever a file came from."""
+async def test_data_files_in_package_are_not_uploaded(tmp_path: Path) -> None:
+    """The script checks the files it has collected, regardless of their source."""
     copy = tmp_path / "copy"
     for name in ("deploy/space", "deploy/docker", "turngate"):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
@@ -208,14 +208,14 @@ async def test_a_data_folder_in_the_package_is_not_uploaded(tmp_path: Path) -> N
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
         )
-        _, said = await asyncio.wait_for(process.communicate(), scaled(30))
-        assert process.returncode == 2 and f"deploy: {planted}: databases, keys and data folders" in said.decode()
+        _, output = await asyncio.wait_for(process.communicate(), scaled(30))
+        assert process.returncode == 2 and f"deploy: {planted}: databases, keys and data folders" in output.decode()
         file.unlink()
 
 
-async def test_a_hub_that_refuses_or_is_not_there_is_told_in_a_line() -> None:
-    async with served(Hub()) as hub:
-        code, said = await deployed("someone/gate", HF_ENDPOINT=hub.url, HF_TOKEN="hf_wrong")
-        assert code == 1 and "401" in said and "Traceback" not in said and "hf_wrong" not in said
-    code, said = await deployed("someone/gate", HF_ENDPOINT="http://127.0.0.1:9", HF_TOKEN=TOKEN)
-    assert code == 1 and said.splitlines()[-1].startswith("deploy: ") and "Traceback" not in said
+async def test_hub_errors_are_one_line() -> None:
+    async with serve_hub(Hub()) as hub:
+        code, output = await run_deploy("someone/gate", HF_ENDPOINT=hub.url, HF_TOKEN="hf_wrong")
+        assert code == 1 and "401" in output and "Traceback" not in output and "hf_wrong" not in output
+    code, output = await run_deploy("someone/gate", HF_ENDPOINT="http://127.0.0.1:9", HF_TOKEN=TOKEN)
+    assert code == 1 and output.splitlines()[-1].startswith("deploy: ") and "Traceback" not in output

@@ -1,4 +1,4 @@
-"""The doctor looks at agents, and really starts a sandbox of each kind."""
+"""The doctor's checks of agents, and of sandboxes, which it really starts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.doctor.kit import found, one
+from tests.doctor.kit import run_check, run_checks
 from tests.sandboxes.kit import MAKE, backends, need
 from turngate.agents import install
 from turngate.config import ServeConfig
@@ -18,38 +18,38 @@ pytestmark = pytest.mark.process
 
 
 @pytest.fixture
-def rooted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Sandboxes' folders are below this one, so that what is left of them can be seen."""
+def sandbox_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The parent folder of all sandboxes, so that leftovers are visible."""
     monkeypatch.setattr(agents_and_sandboxes, "get_backend", lambda name: MAKE[name](tmp_path))
     return tmp_path
 
 
-def _left(folder: Path) -> list[Path]:
+def _leftover_folders(folder: Path) -> list[Path]:
     return [
-        place
-        for place in folder.rglob("*")
-        if place.is_dir() and place.name.startswith(("local-", "bubblewrap-", "docker-"))
+        path
+        for path in folder.rglob("*")
+        if path.is_dir() and path.name.startswith(("local-", "bubblewrap-", "docker-"))
     ]
 
 
 @pytest.mark.parametrize("name", backends())
-async def test_a_sandbox_is_really_made_and_gone_again(name: str, rooted: Path) -> None:
+async def test_sandbox_starts_and_is_removed(name: str, sandbox_root: Path) -> None:
     need(name)
-    finding = await one(ServeConfig(), "sandboxes", sandboxes=(name,))
+    finding = await run_check(ServeConfig(), "sandboxes", sandboxes=(name,))
     assert finding.state == "ok", finding
     assert (
         "does not isolate files or the network" if name == "local" else "starts, and has no network access"
     ) in finding.message
-    assert _left(rooted) == []
+    assert _leftover_folders(sandbox_root) == []
 
 
 @pytest.mark.needs("bubblewrap")
 @pytest.mark.full
-async def test_a_network_that_nobody_asked_for_is_a_failure(rooted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sandbox_with_network_is_failure(sandbox_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need("bubblewrap")
 
     class Leaky:
-        """Bubblewrap that gives everybody the host's network."""
+        """Bubblewrap with access to the host's network."""
 
         def __init__(self, real: Backend) -> None:
             self._real = real
@@ -60,18 +60,20 @@ async def test_a_network_that_nobody_asked_for_is_a_failure(rooted: Path, monkey
         async def create(self, spec: SandboxSpec) -> Any:
             return await self._real.create(SandboxSpec(network="open", life_s=spec.life_s))
 
-    monkeypatch.setattr(agents_and_sandboxes, "get_backend", lambda name: Leaky(MAKE[name](rooted)))
-    finding = await one(ServeConfig(), "sandboxes", sandboxes=("bubblewrap",))
+    monkeypatch.setattr(agents_and_sandboxes, "get_backend", lambda name: Leaky(MAKE[name](sandbox_root)))
+    finding = await run_check(ServeConfig(), "sandboxes", sandboxes=("bubblewrap",))
     assert finding.state == "failure" and "the sandbox has network access" in finding.message
 
 
-async def test_what_is_missing_is_a_failure_only_where_it_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_sandbox_is_failure_only_if_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    named = await one(ServeConfig(), "sandboxes", sandboxes=("bubblewrap",))
+    named = await run_check(ServeConfig(), "sandboxes", sandboxes=("bubblewrap",))
     assert named.state == "failure" and "apt-get install bubblewrap" in named.fix
-    states = {finding.message.partition(":")[0]: finding.state for finding in await found(ServeConfig(), "sandboxes")}
+    states = {
+        finding.message.partition(":")[0]: finding.state for finding in await run_checks(ServeConfig(), "sandboxes")
+    }
     assert (states["bubblewrap"], states["docker"]) == ("warning", "warning")
-    unknown = await one(ServeConfig(), "sandboxes", sandboxes=("nothere",))
+    unknown = await run_check(ServeConfig(), "sandboxes", sandboxes=("nothere",))
     assert (
         unknown.state == "failure" and "must be one of local" in unknown.message and "not 'nothere'" in unknown.message
     )
@@ -83,32 +85,32 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-async def test_agents_that_are_not_installed_are_told_and_not_installed(empty_cache: Path) -> None:
-    findings = await found(ServeConfig(), "agents")
+async def test_missing_agents_are_reported_but_not_installed(empty_cache: Path) -> None:
+    findings = await run_checks(ServeConfig(), "agents")
     assert {finding.state for finding in findings} == {"not checked"}
-    named = await one(ServeConfig(), "agents", agents=("mini-swe-agent",))
+    named = await run_check(ServeConfig(), "agents", agents=("mini-swe-agent",))
     assert named.state == "warning" and "turngate agents install mini-swe-agent" in named.fix
     assert not list(empty_cache.rglob("*"))
-    nobody = await one(ServeConfig(), "agents", agents=("nobody",))
-    assert nobody.state == "failure" and "unknown agent 'nobody'" in nobody.message
+    unknown = await run_check(ServeConfig(), "agents", agents=("nobody",))
+    assert unknown.state == "failure" and "unknown agent 'nobody'" in unknown.message
 
 
-async def test_an_installation_of_another_version_or_with_holes_is_a_failure(
+async def test_wrong_agent_version_fails_and_missing_python_warns(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = agents_and_sandboxes.find_agent("mini-swe-agent").spec
     folder = empty_cache / "agents" / f"{spec.name}-{spec.install.version}"
     (folder / "mini_swe_agent-0.0.1.dist-info").mkdir(parents=True)
     (folder / install.MARKER).write_text(install._fingerprint(spec))
-    finding = await one(ServeConfig(), "agents", agents=("mini-swe-agent",))
+    finding = await run_check(ServeConfig(), "agents", agents=("mini-swe-agent",))
     assert finding.state == "failure" and f"0.0.1 is installed, but {spec.install.version} is pinned" in finding.message
     (folder / "mini_swe_agent-0.0.1.dist-info").rename(folder / f"mini_swe_agent-{spec.install.version}.dist-info")
     monkeypatch.setattr(agents_and_sandboxes.shutil, "which", lambda name: None)
-    without = await one(ServeConfig(), "agents", agents=("mini-swe-agent",))
-    assert without.state == "warning" and f"python{spec.install.python} is not installed" in without.message
+    no_python = await run_check(ServeConfig(), "agents", agents=("mini-swe-agent",))
+    assert no_python.state == "warning" and f"python{spec.install.python} is not installed" in no_python.message
 
 
 async def test_npm_agents_need_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agents_and_sandboxes.platform, "libc_ver", lambda: ("", ""))
-    finding = await one(ServeConfig(), "agents", agents=("codex",))
+    finding = await run_check(ServeConfig(), "agents", agents=("codex",))
     assert finding.state == "failure" and "needs glibc" in finding.message

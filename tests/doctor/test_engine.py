@@ -1,20 +1,20 @@
-"""The doctor in front of an engine: whatever can be wrong with one is named, with the way to mend it."""
+"""The doctor's checks of an engine, and the fixes it suggests."""
 
 from __future__ import annotations
 
 import msgspec
 import pytest
 
-from tests.doctor.kit import MODEL, engine, found, one, text
+from tests.doctor.kit import MODEL, engine, findings_text, run_check, run_checks
 from turngate.config import ServeConfig
 
 
-async def test_an_engine_in_order_is_found_so() -> None:
+async def test_healthy_engine_passes() -> None:
     async with engine() as config:
-        findings = await found(
+        findings = await run_checks(
             config, "engine", "engine call", "log-probabilities", "engine clock", "template", "tokenizer"
         )
-    assert {finding.state for finding in findings} == {"ok"}, text(findings)
+    assert {finding.state for finding in findings} == {"ok"}, findings_text(findings)
     by_check = {finding.check: finding.message for finding in findings}
     assert f"serves {MODEL}, 4,096 tokens of context" in by_check["engine"]
     assert "received the prompt unchanged" in by_check["engine call"]
@@ -22,11 +22,11 @@ async def test_an_engine_in_order_is_found_so() -> None:
     assert "same ids for 5 test conversations" in by_check["tokenizer"]
 
 
-async def test_one_that_is_not_there_is_one_failure_and_the_rest_is_not_checked() -> None:
+async def test_unreachable_engine_is_one_failure() -> None:
     config = ServeConfig(
         engine="vllm", engine_url=["http://127.0.0.1:9"], model="m", tokenizer="turngate/render/builtin"
     )
-    findings = await found(config, "engine", "engine call", "log-probabilities", "tokenizer", "engine clock")
+    findings = await run_checks(config, "engine", "engine call", "log-probabilities", "tokenizer", "engine clock")
     states = {finding.check: finding.state for finding in findings}
     assert states.pop("engine") == "failure"
     assert set(states.values()) == {"not checked"}
@@ -34,35 +34,35 @@ async def test_one_that_is_not_there_is_one_failure_and_the_rest_is_not_checked(
     assert "connection refused" in first.message and "start the engine (vllm serve MODEL)" in first.fix
 
 
-async def test_the_wrong_model_is_named() -> None:
+async def test_wrong_model_is_failure() -> None:
     async with engine() as config:
-        finding = await one(msgspec.structs.replace(config, model="another"), "engine")
+        finding = await run_check(msgspec.structs.replace(config, model="another"), "engine")
     assert finding.state == "failure" and f"serves {MODEL}, not another" in finding.message
     assert "--model" in finding.fix
 
 
-async def test_ids_without_log_probabilities_are_a_failure() -> None:
+async def test_missing_logprobs_are_failure() -> None:
     async with engine(logprobs=False) as config:
-        finding = await one(config, "engine call")
-        mode = await one(config, "log-probabilities")
+        finding = await run_check(config, "engine call")
+        mode = await run_check(config, "log-probabilities")
     assert finding.state == "failure" and "without log-probabilities" in finding.message
     assert mode.state == "not checked"
 
 
 @pytest.mark.parametrize(("mode", "words"), [("raw", "raw"), ("heated", "before truncation")])
-async def test_log_probabilities_from_before_sampling_are_told(mode: str, words: str) -> None:
+async def test_unprocessed_logprobs_are_warning(mode: str, words: str) -> None:
     async with engine(mode=mode) as config:
-        finding = await one(config, "log-probabilities")
+        finding = await run_check(config, "log-probabilities")
     assert finding.state == "warning" and words in finding.message
     if mode == "raw":
         assert "--logprobs-mode processed_logprobs" in finding.fix
 
 
-async def test_another_vocabulary_is_a_failure_and_another_template_a_warning() -> None:
+async def test_vocabulary_mismatch_fails_and_template_mismatch_warns() -> None:
     async with engine(shift=1) as config:
-        shifted = await one(config, "tokenizer")
+        shifted = await run_check(config, "tokenizer")
     async with engine(prefix="Hello ") as config:
-        vocabulary, template = await found(config, "tokenizer")
+        vocabulary, template = await run_checks(config, "tokenizer")
     assert shifted.state == "failure" and "the engine tokenises a text differently" in shifted.message
     assert vocabulary.state == "ok"
     assert (
@@ -72,19 +72,19 @@ async def test_another_vocabulary_is_a_failure_and_another_template_a_warning() 
     )
 
 
-async def test_an_engine_that_does_not_tokenise_is_not_checked() -> None:
+async def test_engine_without_tokenizer_endpoint_is_not_checked() -> None:
     async with engine(tokenises=False) as config:
-        finding = await one(config, "tokenizer")
+        finding = await run_check(config, "tokenizer")
     assert finding.state == "not checked" and "failed to tokenise" in finding.message
 
 
-async def test_a_key_is_never_told_whoever_repeats_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engine_key_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_ENGINE_KEY", "planted-engine-key")
     async with engine(status=500) as config:
         keyed = msgspec.structs.replace(config, engine_key_env="MY_ENGINE_KEY")
-        findings = await found(keyed, "engine", "engine call", "log-probabilities", "tokenizer")
+        findings = await run_checks(keyed, "engine", "engine call", "log-probabilities", "tokenizer")
     assert "failure" in {finding.state for finding in findings}
-    assert "planted-engine-key" not in text(findings)
+    assert "planted-engine-key" not in findings_text(findings)
 
 
 @pytest.mark.parametrize(
@@ -107,5 +107,5 @@ async def test_a_key_is_never_told_whoever_repeats_it(monkeypatch: pytest.Monkey
     ],
 )
 async def test_other_engines(config: ServeConfig, check: str, state: str, words: str) -> None:
-    finding = await one(config, check)
+    finding = await run_check(config, check)
     assert (finding.state, words in finding.message) == (state, True), finding

@@ -1,4 +1,4 @@
-"""The doctor at a gateway that runs, and the command itself."""
+"""The doctor's checks of a running gateway, and the command itself."""
 
 from __future__ import annotations
 
@@ -9,52 +9,52 @@ from pathlib import Path
 import pytest
 
 from tests.cli.kit import ran, refused
-from tests.doctor.kit import found, one, text
+from tests.doctor.kit import findings_text, run_check, run_checks
 from tests.kit import gateway, say
 from turngate.config import ServeConfig
 
 ALL = ("gateway", "gateway engines", "gateway call", "gateway clock", "gateway load")
 
 
-async def test_a_gateway_in_order_and_nothing_is_left_behind(tmp_path: Path) -> None:
+async def test_healthy_gateway_passes_and_keeps_no_session(tmp_path: Path) -> None:
     async with gateway([say("Hello.")], data=tmp_path) as g:
         g.app.metrics.lag.observe(0.0)
-        findings = await found(ServeConfig(), *ALL, gateway=g.root, admin_key=g.app.admin_key)
+        findings = await run_checks(ServeConfig(), *ALL, gateway=g.root, admin_key=g.app.admin_key)
         states = {finding.check: finding.state for finding in findings}
         # The test's uvicorn sends no date.
-        assert states == {**dict.fromkeys(ALL, "ok"), "gateway clock": "not checked"}, text(findings)
+        assert states == {**dict.fromkeys(ALL, "ok"), "gateway clock": "not checked"}, findings_text(findings)
         assert (await g.admin.get("/admin/sessions")).json()["sessions"] == []
-        assert g.app.admin_key not in text(findings)
+        assert g.app.admin_key not in findings_text(findings)
 
 
-async def test_a_wrong_key_a_pause_and_a_loop_that_is_late(tmp_path: Path) -> None:
+async def test_wrong_key_fails_and_pause_and_lag_warn(tmp_path: Path) -> None:
     async with gateway([say("Hello.")], data=tmp_path) as g:
-        wrong = await found(ServeConfig(), *ALL, gateway=g.root, admin_key="wrong-wrong-wrong-wrong")
+        wrong = await run_checks(ServeConfig(), *ALL, gateway=g.root, admin_key="wrong-wrong-wrong-wrong")
         assert {f.check: f.state for f in wrong if f.state != "not checked"} == {
             "gateway": "failure",
             "gateway engines": "ok",
         }
         await g.pause()
-        first, held = await found(ServeConfig(), "gateway", gateway=g.root, admin_key=g.app.admin_key)
+        first, held = await run_checks(ServeConfig(), "gateway", gateway=g.root, admin_key=g.app.admin_key)
         assert (first.state, held.state) == ("ok", "warning") and "resume" in held.fix
         assert (
-            await one(ServeConfig(), "gateway call", gateway=g.root, admin_key=g.app.admin_key)
+            await run_check(ServeConfig(), "gateway call", gateway=g.root, admin_key=g.app.admin_key)
         ).state == "not checked"
         await g.resume()
         for _ in range(20):
             g.app.metrics.lag.observe(0.7)
-        late = await one(ServeConfig(), "gateway load", gateway=g.root, admin_key=g.app.admin_key)
+        late = await run_check(ServeConfig(), "gateway load", gateway=g.root, admin_key=g.app.admin_key)
         assert late.state == "warning" and "--workers" in late.fix
 
 
-async def test_an_engine_that_is_gone(tmp_path: Path) -> None:
+async def test_gateway_call_without_engine_is_failure(tmp_path: Path) -> None:
     async with gateway([say("x", fail_before=True)], data=tmp_path) as g:
-        finding = await one(ServeConfig(), "gateway call", gateway=g.root, admin_key=g.app.admin_key)
+        finding = await run_check(ServeConfig(), "gateway call", gateway=g.root, admin_key=g.app.admin_key)
         assert finding.state == "failure" and "503" in finding.message
         assert (await g.admin.get("/admin/sessions")).json()["sessions"] == []
 
 
-async def test_with_a_gateway_the_settings_of_this_machine_are_not_looked_at(tmp_path: Path) -> None:
+async def test_gateway_option_ignores_local_settings(tmp_path: Path) -> None:
     async with gateway([say("Hello.")], data=tmp_path) as g:
         env = {"TURNGATE_ADMIN_KEY": g.app.admin_key}
         only = [word for name in ("gateway", "gateway call") for word in ("--only", name)]
@@ -64,7 +64,7 @@ async def test_with_a_gateway_the_settings_of_this_machine_are_not_looked_at(tmp
     assert {finding["check"] for finding in report["findings"]} == {"gateway", "gateway call"}
 
 
-def test_the_command_says_what_failed_and_how_to_mend_it(tmp_path: Path) -> None:
+def test_command_prints_failure_and_fix(tmp_path: Path) -> None:
     fine = ran("doctor", "--data", tmp_path, "--only", "engine call", "--only", "template", "--only", "disk")
     assert fine.exit_code == 0 and "3 ok" in fine.stdout
     (tmp_path / "admin-key").write_text("planted-admin-key-0123456789")
@@ -78,7 +78,7 @@ def test_the_command_says_what_failed_and_how_to_mend_it(tmp_path: Path) -> None
     assert (finding["check"], finding["state"]) == ("admin key", "failure") and finding["mend"]
 
 
-def test_it_takes_a_file_of_settings_and_flags_over_it(tmp_path: Path) -> None:
+def test_flags_override_config_file(tmp_path: Path) -> None:
     file = tmp_path / "gateway.toml"
     file.write_text('engine = "gate"\ntokenizer = "turngate/render/builtin"\n')
     outcome = ran("doctor", "--config", file, "--only", "engine", "--data", tmp_path)
@@ -97,11 +97,11 @@ def test_it_takes_a_file_of_settings_and_flags_over_it(tmp_path: Path) -> None:
          "NOT_SET_AT_ALL"),
     ],
 )  # fmt: skip
-def test_what_is_given_wrongly_is_one_line(arguments: tuple[str, ...], words: str) -> None:
+def test_invalid_options_are_one_line_errors(arguments: tuple[str, ...], words: str) -> None:
     assert words in refused("doctor", *arguments)
 
 
-def test_settings_that_do_not_go_with_a_gateway_are_refused() -> None:
+def test_options_that_conflict_with_gateway_are_refused() -> None:
     env = {"TURNGATE_ADMIN_KEY": "planted-admin-key-0123456789"}
     assert "remove --engine" in refused("doctor", "--gateway", "http://127.0.0.1:1", "--engine", "vllm", env=env)
     assert "not an http(s) URL" in refused("doctor", "--gateway", "nonsense", env=env)

@@ -1,4 +1,4 @@
-"""Logs of real test runs are read: by our own parsers, and by those of swebench, on the same logs."""
+"""Parse logs of real test runs with our own parsers and with those of swebench."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def ran(folder: Path, *options: str, columns: int = 80) -> str:
-    """What pytest prints on a terminal so wide."""
+def run_pytest(folder: Path, *options: str, columns: int = 80) -> str:
+    """Run pytest on a terminal with the given number of columns, and return its output."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     env |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "COLUMNS": str(columns)}
     plugins = ["-p", "no:cacheprovider", *(["-p", "xdist"] if "-n2" in options else [])]
@@ -119,27 +119,27 @@ def ran(folder: Path, *options: str, columns: int = 80) -> str:
 
 
 @pytest.mark.parametrize("options", [("-rA",), ("-rA", "--color=yes"), ("-rA", "-q")], ids=" ".join)
-def test_a_summary_tells_every_outcome_but_which_tests_were_skipped(suite: Path, options: tuple[str, ...]) -> None:
-    assert logs.parse_log("pytest", ran(suite, *options)) == OUTCOMES
+def test_pytest_summary_gives_every_outcome_except_skips(suite: Path, options: tuple[str, ...]) -> None:
+    assert logs.parse_log("pytest", run_pytest(suite, *options)) == OUTCOMES
 
 
 @pytest.mark.parametrize("options", [("-v",), ("-v", "-n2"), ("-vv", "-rA")], ids=" ".join)
-def test_progress_lines_tell_every_outcome(suite: Path, options: tuple[str, ...]) -> None:
-    assert logs.parse_log("pytest", ran(suite, *options)) == OUTCOMES | SKIPPED
+def test_pytest_progress_lines_give_every_outcome(suite: Path, options: tuple[str, ...]) -> None:
+    assert logs.parse_log("pytest", run_pytest(suite, *options)) == OUTCOMES | SKIPPED
 
 
 @pytest.mark.parametrize("columns", [40, 240])
-def test_several_runs_in_one_log_are_all_read(suite: Path, columns: int) -> None:
-    one = ran(suite, "-rA", "test_broken.py", columns=columns)
-    other = ran(suite, "-rA", "-q", "test_suite.py", columns=columns)
-    assert logs.parse_log("pytest", one + other) == OUTCOMES
-    assert logs.parse_log("pytest", other + one) == OUTCOMES
+def test_several_runs_in_one_log(suite: Path, columns: int) -> None:
+    first = run_pytest(suite, "-rA", "test_broken.py", columns=columns)
+    second = run_pytest(suite, "-rA", "-q", "test_suite.py", columns=columns)
+    assert logs.parse_log("pytest", first + second) == OUTCOMES
+    assert logs.parse_log("pytest", second + first) == OUTCOMES
 
 
 @pytest.mark.needs("swebench")
-def test_swebench_reads_the_same_where_names_are_plain(suite: Path) -> None:
-    """And nothing was printed that looks like an outcome, and no test has two."""
-    log = ran(suite, "-rA", "-k", "plain or known or wrong or (good and not b)")
+def test_swebench_parsers_agree_on_plain_names(suite: Path) -> None:
+    """The log has no printed text that looks like an outcome, and no test with two outcomes."""
+    log = run_pytest(suite, "-rA", "-k", "plain or known or wrong or (good and not b)")
     ours = logs.parse_log("pytest", log)
     assert len(ours) == 6
     assert logs.parse_log("rebench:parse_log_pytest_v2", log) == ours
@@ -149,7 +149,7 @@ def test_swebench_reads_the_same_where_names_are_plain(suite: Path) -> None:
     assert logs.parse_log("swebench:pytest-dev/pytest", log) == cut
 
 
-def test_unittest_output_is_read(suite: Path) -> None:
+def test_unittest_output(suite: Path) -> None:
     command = [sys.executable, "-m", "unittest", "-v", "test_suite"]
     log = subprocess.run(command, cwd=suite, capture_output=True, text=True, check=False).stderr
     found = logs.parse_log("unittest", log)
@@ -162,22 +162,26 @@ def test_unittest_output_is_read(suite: Path) -> None:
 
 
 @pytest.mark.needs("swebench")
-def test_a_parser_that_there_is_not_is_an_error_that_names_those_there_are() -> None:
+def test_unknown_parser_error_lists_known_parsers() -> None:
     assert (
         logs.has_parser("pytest")
         and logs.has_parser("swebench:django/django")
         and logs.has_parser("rebench:parse_log_pytest")
     )
-    for name, has in (("nose", "unittest"), ("swebench:no/repo", "django/django"), ("rebench:nose", "parse_log_cargo")):
+    for name, known in (
+        ("nose", "unittest"),
+        ("swebench:no/repo", "django/django"),
+        ("rebench:nose", "parse_log_cargo"),
+    ):
         assert not logs.has_parser(name)
-        with pytest.raises(TaskError, match=has):
+        with pytest.raises(TaskError, match=known):
             logs.parse_log(name, "")
 
 
 @pytest.mark.needs("swebench")
-def test_a_log_that_a_parser_gets_lost_in_decides_nothing_and_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And is no invalid task either: an agent could print its way out of a bad grade."""
-    assert logs.has_parser("swebench:django/django")  # what there is, is asked for once, without haste
+def test_slow_foreign_parser_times_out_undecided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The task is not invalid either: otherwise an agent could avoid a bad grade by printing."""
+    assert logs.has_parser("swebench:django/django")  # load the list of parsers before the timeout is shortened
     monkeypatch.setattr(logs, "FOREIGN_TIMEOUT_S", 1.0)
     with pytest.raises(Undecided, match="took longer than 1 s"):
         logs.parse_log("swebench:django/django", "test_x ... Testing against Django installed in /\n" * 60_000)
@@ -187,7 +191,7 @@ def test_a_log_that_a_parser_gets_lost_in_decides_nothing_and_is_no_hang(monkeyp
     "line",
     ["t.py::" + " FAILED" * 1100 + " x", "FAILED t[" + " - " * 2600, "=" * 8000, "PASSED " * 1000, "\x1b[" * 4000],
 )
-def test_our_own_parsers_do_not_get_lost(line: str) -> None:
+def test_own_parsers_are_fast_on_pathological_lines(line: str) -> None:
     began = time.process_time()
     for name in ("pytest", "unittest"):
         logs.parse_log(name, "=== short test summary info ===\n" + f"{line}\n" * 500)

@@ -1,6 +1,6 @@
-"""Real tasks from releases of PyPI packages: they load as SWE rows, prove themselves in Docker, and hide their future.
+"""Real tasks from releases of PyPI packages: they load as SWE rows, are proven in Docker, and hide later commits.
 
-`tools/swe_tasks.py` makes them, once. Two are proven at a time.
+`tools/swe_tasks.py` builds them once. Two are proven at a time.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from turngate.tasks.task import Swe, Task
 
 pytestmark = [pytest.mark.needs("docker", "swe-tasks", "swebench"), pytest.mark.full]
 
-AT_ONCE = 2
+CONCURRENCY = 2
 PAIRS = pytest.mark.parametrize("pair", swe_tasks.PAIRS, ids=lambda pair: pair.name)
 
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Task]:
-    """All of them, as the loader has them."""
+    """All tasks by id, as the loader reads them."""
     file = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in swe_tasks.rows()))
     return {task.id: task for task in read_tasks(str(file))}
@@ -39,18 +39,18 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Task]:
 
 @pytest.fixture(scope="module")
 def proofs(tasks: dict[str, Task], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Proof]:
-    return asyncio.run(_proofs(list(tasks.values()), tmp_path_factory.mktemp("sandboxes")))
+    return asyncio.run(_prove_all(list(tasks.values()), tmp_path_factory.mktemp("sandboxes")))
 
 
-async def _proofs(tasks: list[Task], root: Path) -> dict[str, Proof]:
-    gate = asyncio.Semaphore(AT_ONCE)
-    ground = GradingEnvironment(backend=DockerBackend(root))
+async def _prove_all(tasks: list[Task], root: Path) -> dict[str, Proof]:
+    semaphore = asyncio.Semaphore(CONCURRENCY)
+    environment = GradingEnvironment(backend=DockerBackend(root))
 
-    async def proven(task: Task) -> Proof:
-        async with gate:
-            return await prove_task(task, ground)
+    async def prove(task: Task) -> Proof:
+        async with semaphore:
+            return await prove_task(task, environment)
 
-    return {proof.task: proof for proof in await asyncio.gather(*map(proven, tasks))}
+    return {proof.task: proof for proof in await asyncio.gather(*map(prove, tasks))}
 
 
 def grader(task: Task) -> Swe:
@@ -58,12 +58,12 @@ def grader(task: Task) -> Swe:
     return task.grader
 
 
-def graded(grade: Grade | None, proof: Proof) -> Grade:
+def assert_graded(grade: Grade | None, proof: Proof) -> Grade:
     assert grade is not None and grade.kind == "graded", proof.message
     return grade
 
 
-def test_there_are_at_least_six_and_each_asks_for_something(tasks: dict[str, Task]) -> None:
+def test_tasks_cover_six_repositories_with_tests_to_fix(tasks: dict[str, Task]) -> None:
     assert list(tasks) == [pair.instance for pair in swe_tasks.PAIRS]
     assert len({pair.repo for pair in swe_tasks.PAIRS}) >= 6
     for task in tasks.values():
@@ -72,22 +72,22 @@ def test_there_are_at_least_six_and_each_asks_for_something(tasks: dict[str, Tas
 
 
 @PAIRS
-def test_the_reference_patch_resolves_it(
-    pair: swe_tasks.Pair, tasks: dict[str, Task], proofs: dict[str, Proof]
-) -> None:
+def test_reference_patch_resolves_task(pair: swe_tasks.Pair, tasks: dict[str, Task], proofs: dict[str, Proof]) -> None:
     proof = proofs[pair.instance]
     assert proof.verdict == "proven", proof.message
-    solved = graded(proof.solved, proof)
+    solved = assert_graded(proof.solved, proof)
     assert (solved.reward, solved.resolved) == (1.0, True)
     wanted = grader(tasks[pair.instance])
     assert solved.cases == dict.fromkeys((*wanted.fail_to_pass, *wanted.pass_to_pass), "passed")
-    assert solved.notes == ()  # nothing of the patch was set aside, and there was a witness
+    assert solved.notes == ()  # no part of the patch was set aside, and the witness reported
 
 
 @PAIRS
-def test_the_empty_patch_does_not(pair: swe_tasks.Pair, tasks: dict[str, Task], proofs: dict[str, Proof]) -> None:
+def test_empty_patch_does_not_resolve_task(
+    pair: swe_tasks.Pair, tasks: dict[str, Task], proofs: dict[str, Proof]
+) -> None:
     proof = proofs[pair.instance]
-    untouched = graded(proof.untouched, proof)
+    untouched = assert_graded(proof.untouched, proof)
     assert (untouched.reward, untouched.resolved) == (0.0, False)
     wanted = grader(tasks[pair.instance])
     assert all(untouched.cases[test] == "passed" for test in wanted.pass_to_pass)
@@ -96,52 +96,63 @@ def test_the_empty_patch_does_not(pair: swe_tasks.Pair, tasks: dict[str, Task], 
 
 @pytest.mark.real
 @pytest.mark.parametrize("name", ["toolz", "parse"])
-async def test_the_agent_sees_no_future(name: str, tasks: dict[str, Task], tmp_path: Path) -> None:
+async def test_setup_removes_later_commits(name: str, tasks: dict[str, Task], tmp_path: Path) -> None:
     [pair] = swe_tasks.chosen([name])
     task = tasks[pair.instance]
     backend = DockerBackend(tmp_path)
     sandbox = await backend.create(staging.build_sandbox_spec(task, backend))
     try:
-        assert await known(sandbox) >= {f"v{pair.new}", "origin", f"{pair.name} {pair.new}"}  # the image has it all
+        assert await list_git_history(sandbox) >= {
+            f"v{pair.new}",
+            "origin",
+            f"{pair.name} {pair.new}",
+        }  # the image has both releases
         await staging.run_setup(sandbox, task)
-        assert await known(sandbox) == {f"v{pair.old}", "main", f"Begin {pair.name}", f"{pair.name} {pair.old}"}
-        assert await said(sandbox, "git status --porcelain") == ""
-        assert await said(sandbox, "git rev-parse HEAD") == grader(task).base_commit
+        assert await list_git_history(sandbox) == {
+            f"v{pair.old}",
+            "main",
+            f"Begin {pair.name}",
+            f"{pair.name} {pair.old}",
+        }
+        assert await run_shell(sandbox, "git status --porcelain") == ""
+        assert await run_shell(sandbox, "git rev-parse HEAD") == grader(task).base_commit
     finally:
         await sandbox.stop()
 
 
-async def known(sandbox: Sandbox) -> set[str]:
-    """Tags, branches, remotes, and the first lines of all commits that are anywhere in the repository, reachable or not."""
+async def list_git_history(sandbox: Sandbox) -> set[str]:
+    """List tags, branches, remotes and the subjects of all commits in the repository, reachable or not."""
     everything = """
         git tag; git for-each-ref --format='%(refname:lstrip=2)' refs/heads; git remote
         git cat-file --batch-all-objects --batch-check='%(objecttype) %(objectname)' |
           while read -r kind name; do if [ $kind = commit ]; then git log -1 --format=%s $name; fi; done
     """
-    return set((await said(sandbox, everything)).splitlines())
+    return set((await run_shell(sandbox, everything)).splitlines())
 
 
-async def said(sandbox: Sandbox, command: str) -> str:
+async def run_shell(sandbox: Sandbox, command: str) -> str:
     done = await sandbox.exec(["sh", "-c", command], timeout_s=scaled(60))
     assert done.exit_code == 0, done.stderr
     return done.stdout.decode().strip()
 
 
-def test_the_same_releases_make_the_same_repository(tasks: dict[str, Task]) -> None:
+def test_repository_is_reproducible(tasks: dict[str, Task]) -> None:
     [pair] = swe_tasks.chosen(["deepmerge"])
     with tempfile.TemporaryDirectory() as scratch:
-        base, later = swe_tasks.repository(pair, Path(scratch, "testbed"), Path(scratch))
-    assert base == grader(tasks[pair.instance]).base_commit != later
+        base, newer = swe_tasks.repository(pair, Path(scratch, "testbed"), Path(scratch))
+    assert base == grader(tasks[pair.instance]).base_commit != newer
 
 
-def test_a_release_that_mends_nothing_is_refused(tasks: dict[str, Task], tmp_path: Path) -> None:
+def test_release_that_fixes_no_test_is_refused(tasks: dict[str, Task], tmp_path: Path) -> None:
     [row] = swe_tasks.rows(["deepmerge"])
-    nothing = "diff --git a/notes b/notes\nnew file mode 100644\n--- /dev/null\n+++ b/notes\n@@ -0,0 +1 @@\n+nothing\n"
+    unrelated_patch = (
+        "diff --git a/notes b/notes\nnew file mode 100644\n--- /dev/null\n+++ b/notes\n@@ -0,0 +1 @@\n+nothing\n"
+    )
     with pytest.raises(swe_tasks.SweError, match="0 tests are mended and 6 kept"):
-        swe_tasks.measured({**row, "patch": nothing}, tmp_path)
+        swe_tasks.measured({**row, "patch": unrelated_patch}, tmp_path)
 
 
-def test_a_release_with_an_unsteady_test_is_refused(tasks: dict[str, Task], tmp_path: Path) -> None:
+def test_release_with_flaky_test_is_refused(tasks: dict[str, Task], tmp_path: Path) -> None:
     [row] = swe_tasks.rows(["deepmerge"])
     chance = ["echo '=== short test summary info ==='", "echo PASSED test_$(cat /proc/sys/kernel/random/uuid)"]
     unsteady = {**row, "install_config": {"test_cmd": chance, "log_parser": "pytest"}}
@@ -149,7 +160,7 @@ def test_a_release_with_an_unsteady_test_is_refused(tasks: dict[str, Task], tmp_
         swe_tasks.measured(unsteady, tmp_path)
 
 
-def test_lists_may_be_texts_and_a_row_that_is_wrong_is_named(tasks: dict[str, Task], tmp_path: Path) -> None:
+def test_lists_may_be_json_text_and_invalid_row_is_named(tasks: dict[str, Task], tmp_path: Path) -> None:
     rows = swe_tasks.rows()
     assert {type(row["FAIL_TO_PASS"]) for row in rows} == {str, list}
     file = tmp_path / "rows.jsonl"

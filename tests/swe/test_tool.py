@@ -1,4 +1,4 @@
-"""`tools/swe_tasks.py`, as far as it needs no Docker: its command line, and that releases are the pinned ones."""
+"""The parts of `tools/swe_tasks.py` that need no Docker: its command line and the check of pinned releases."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ pytestmark = pytest.mark.process
 FILE = "parse-1.20.1.tar.gz"
 
 
-def called(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_tool(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, swe_tasks.__file__, *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd="/", check=False)
 
 
-def test_it_lists_what_there_is() -> None:
-    done = called("--list")
+def test_list_prints_every_task() -> None:
+    done = run_tool("--list")
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == [pair.instance for pair in swe_tasks.PAIRS]
 
 
-def test_a_name_that_there_is_not_is_an_error_that_names_those_there_are() -> None:
-    done = called("--list", "--only", "nothing")
+def test_unknown_name_error_lists_known_names() -> None:
+    done = run_tool("--list", "--only", "nothing")
     assert done.returncode == 1
     assert "nothing" in done.stderr and "deepmerge" in done.stderr and "Traceback" not in done.stderr
 
@@ -44,7 +44,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A package index on this machine, and an empty cache."""
+    """A local package index, with an empty cache."""
     folder = tmp_path / "index" / "parse"
     folder.mkdir(parents=True)
     (folder / "index.html").write_text(f'<a href="../parse/{FILE}#sha256=0">{FILE}</a>')
@@ -60,7 +60,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     server.server_close()
 
 
-def test_a_release_is_fetched_once_and_only_if_it_is_the_pinned_one(index: Path) -> None:
+def test_release_is_fetched_once_and_must_match_pin(index: Path) -> None:
     (index / FILE).write_bytes(b"a release")
     pinned = hashlib.sha256(b"a release").hexdigest()
     with pytest.raises(swe_tasks.SweError, match="is not the release that this was written for"):
