@@ -1,4 +1,4 @@
-"""A place for sandboxes that has to be empty again at the end, and one ground to grade on."""
+"""A folder for sandboxes that must be empty at the end, and a grading environment in it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from turngate.tasks.grading.types import GradingEnvironment
 def root() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="tg-"))
     yield folder
-    left = [path.name for path in folder.iterdir()]
+    leftovers = [path.name for path in folder.iterdir()]
     shutil.rmtree(folder)
-    assert not left, "sandboxes left folders behind"
+    assert not leftovers, "sandboxes left folders behind"
 
 
 @pytest.fixture
 @uses("bubblewrap")
-def walled(root: Path) -> GradingEnvironment:
-    """bubblewrap: walls, and no second to lose."""
-    return kit.ground("bubblewrap", root)
+def isolated(root: Path) -> GradingEnvironment:
+    """An isolated grading environment that starts quickly: bubblewrap."""
+    return kit.grading_environment("bubblewrap", root)

@@ -1,4 +1,4 @@
-"""Cheating works against tests of a repository: none is paid, none breaks the grader, and the honest one is."""
+"""Cheating works against the tests of a repository: none is resolved, none breaks the grader, and honest work is resolved."""
 
 from __future__ import annotations
 
@@ -19,39 +19,53 @@ pytestmark = [pytest.mark.needs("bubblewrap"), pytest.mark.full, pytest.mark.alo
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> kit.Task:
     grader = msgspec.structs.replace(kit.SWE, reward="fraction", timeout_s=30)
-    return kit.repository(tmp_path_factory.mktemp("shop"), grader)
+    return kit.repository_task(tmp_path_factory.mktemp("shop"), grader)
 
 
-def unpaid(found: Grade) -> None:
-    """Not resolved, and not a single test that failed before is said to pass."""
-    assert found.kind == "graded", found.message
-    assert found.resolved is False, found.log
-    assert all(found.cases.get(case) != "passed" for case in kit.FAIL), found.log
-    assert found.reward is not None and found.reward <= 1 / 3 + 1e-9
+def assert_unresolved(result: Grade) -> None:
+    """Check that the task is not resolved and that no failing test is reported as passed."""
+    assert result.kind == "graded", result.message
+    assert result.resolved is False, result.log
+    assert all(result.cases.get(case) != "passed" for case in kit.FAIL), result.log
+    assert result.reward is not None and result.reward <= 1 / 3 + 1e-9
 
 
 @pytest.mark.parametrize("name", attacks.REPOSITORY)
-async def test_cheating_does_not_pay(name: str, shop: kit.Task, walled: GradingEnvironment, tmp_path: Path) -> None:
-    unpaid(await kit.graded(shop, kit.worked(tmp_path / "work", attacks.REPOSITORY[name]), walled))
+async def test_cheating_work_is_not_resolved(
+    name: str, shop: kit.Task, isolated: GradingEnvironment, tmp_path: Path
+) -> None:
+    assert_unresolved(
+        await kit.grade_and_check(shop, kit.make_work(tmp_path / "work", attacks.REPOSITORY[name]), isolated)
+    )
 
 
 @pytest.mark.parametrize("name", attacks.FOLDERS)
-async def test_nor_do_links_and_git(name: str, shop: kit.Task, walled: GradingEnvironment, tmp_path: Path) -> None:
-    work = kit.worked(tmp_path / "work", {})
+async def test_link_and_git_attacks_are_not_resolved(
+    name: str, shop: kit.Task, isolated: GradingEnvironment, tmp_path: Path
+) -> None:
+    work = kit.make_work(tmp_path / "work", {})
     attacks.FOLDERS[name](work.folder)
-    unpaid(await kit.graded(shop, work, walled))
+    assert_unresolved(await kit.grade_and_check(shop, work, isolated))
     assert not Path("/tmp/git-ran-it").exists()
 
 
 @pytest.mark.real
-async def test_honest_work_beside_all_of_it_is_paid(shop: kit.Task, walled: GradingEnvironment, tmp_path: Path) -> None:
-    """Whoever mends the code resolves the task, also where the work has things in it that are set aside."""
-    junk = {"tests/test_prices.py": attacks.ALWAYS, "conftest.py": attacks.HOOK, "sitecustomize.py": attacks.RUNTEST}
+async def test_honest_work_with_junk_files_is_resolved(
+    shop: kit.Task, isolated: GradingEnvironment, tmp_path: Path
+) -> None:
+    """A fix resolves the task even if the work has files that are set aside."""
+    junk = {
+        "tests/test_prices.py": attacks.ALWAYS_PASS,
+        "conftest.py": attacks.HOOK,
+        "sitecustomize.py": attacks.RUNTEST,
+    }
     junk |= {"pyproject.toml": "x = " + "[" * 3000 + "]" * 3000, "lib/pyproject.toml": "x = " + "9" * 5000}
-    found = await kit.graded(shop, kit.worked(tmp_path / "work", {"shop/prices.py": kit.FIX, **junk}), walled)
-    assert (found.kind, found.reward, found.resolved) == ("graded", 1.0, True), found.log
-    assert set(found.cases.values()) == {"passed"}
-    assert found.notes == (
+    result = await kit.grade_and_check(
+        shop, kit.make_work(tmp_path / "work", {"shop/prices.py": kit.FIX, **junk}), isolated
+    )
+    assert (result.kind, result.reward, result.resolved) == ("graded", 1.0, True), result.log
+    assert set(result.cases.values()) == {"passed"}
+    assert result.notes == (
         "conftest.py: added by the work and set aside",
         "lib/pyproject.toml: added by the work and set aside",
         "pyproject.toml: the work changed its pytest settings; the task's own file is used",
@@ -60,7 +74,7 @@ async def test_honest_work_beside_all_of_it_is_paid(shop: kit.Task, walled: Grad
     )
 
 
-LENT = """
+SHADOW_MODULE = """
 import os, sys
 KEY = next((open(p + "/key", "rb").read() for p in sys.path if os.path.exists(p + "/key")), b"")
 assert not KEY, "the key was read"
@@ -68,37 +82,41 @@ os._exit(0)
 """
 
 
-async def test_nothing_of_the_work_is_read_before_the_witness(walled: GradingEnvironment, tmp_path: Path) -> None:
-    """PYTHONPATH holds the working folder, first. What would be read from it at once is set aside."""
+async def test_work_cannot_shadow_modules_before_witness_starts(isolated: GradingEnvironment, tmp_path: Path) -> None:
+    """The working folder comes first on PYTHONPATH. Modules that Python would import at startup are set aside."""
     grader = msgspec.structs.replace(kit.SWE, before='export PYTHONPATH="$PWD:$HOME/deps"', timeout_s=30)
-    task = kit.repository(tmp_path / "task", grader)
-    stolen = {"encodings/__init__.py": LENT, "io.py": LENT, "json.py": "import atexit, os\n" + attacks.FORGED}
-    unpaid(await kit.graded(task, kit.worked(tmp_path / "cheat", stolen), walled))
+    task = kit.repository_task(tmp_path / "task", grader)
+    shadowing = {
+        "encodings/__init__.py": SHADOW_MODULE,
+        "io.py": SHADOW_MODULE,
+        "json.py": "import atexit, os\n" + attacks.FORGED_OUTPUT,
+    }
+    assert_unresolved(await kit.grade_and_check(task, kit.make_work(tmp_path / "cheat", shadowing), isolated))
     honest = {"shop/prices.py": kit.FIX, "shop/io.py": "", "shop/encodings/__init__.py": "", "encodings/x.py": ""}
-    found = await kit.graded(task, kit.worked(tmp_path / "honest", honest), walled)
-    assert (found.reward, found.notes) == (1.0, ("encodings/x.py: added by the work and set aside",)), found.log
+    result = await kit.grade_and_check(task, kit.make_work(tmp_path / "honest", honest), isolated)
+    assert (result.reward, result.notes) == (1.0, ("encodings/x.py: added by the work and set aside",)), result.log
 
 
-async def test_tests_that_only_cases_name_are_the_tasks_own(walled: GradingEnvironment, tmp_path: Path) -> None:
-    """They lie far from those of the patch. A doctest's file is no test."""
+async def test_test_files_named_only_by_cases_are_restored(isolated: GradingEnvironment, tmp_path: Path) -> None:
+    """Test files outside the patch are restored, but a source file with a doctest is not."""
     files = {**kit.REPO, "far/check_b.py": "from shop.b import f\ndef test_b(): assert f() == 1\n"}
     files["shop/b.py"] = 'def f():\n    """\n    >>> f()\n    1\n    """\n    return 1\n'
     cases = (*kit.PASS, "far/check_b.py::test_b", "shop/b.py::shop.b.f")
     command = f"{kit.PYTEST} far/check_b.py shop/b.py --doctest-modules"
-    task = kit.repository(
+    task = kit.repository_task(
         tmp_path / "task", msgspec.structs.replace(kit.SWE, pass_to_pass=cases, test_cmd=command), files
     )
     cheat = {"shop/prices.py": kit.FIX, "far/check_b.py": "def test_b(): pass\n", "shop/b.py": "def f(): return 2\n"}
-    found = await kit.graded(task, kit.worked(tmp_path / "cheat", cheat, files), walled)
-    assert (found.reward, found.cases["far/check_b.py::test_b"]) == (0.0, "failed"), found.log
-    assert found.notes == ("far/check_b.py: changed by the work; the task's own file is used",)
+    result = await kit.grade_and_check(task, kit.make_work(tmp_path / "cheat", cheat, files), isolated)
+    assert (result.reward, result.cases["far/check_b.py::test_b"]) == (0.0, "failed"), result.log
+    assert result.notes == ("far/check_b.py: changed by the work; the task's own file is used",)
     honest = {"shop/prices.py": kit.FIX, "shop/b.py": files["shop/b.py"].replace("return 1", "return 2 - 1")}
-    found = await kit.graded(task, kit.worked(tmp_path / "honest", honest, files), walled)
-    assert (found.reward, found.notes) == (1.0, ()), found.log
+    result = await kit.grade_and_check(task, kit.make_work(tmp_path / "honest", honest, files), isolated)
+    assert (result.reward, result.notes) == (1.0, ()), result.log
 
 
-async def test_a_repository_that_is_pytest_can_be_mended(walled: GradingEnvironment, tmp_path: Path) -> None:
-    """And one whose pytest.ini lies below the folder where the tests are started."""
+async def test_repository_of_pytest_itself_can_be_fixed(isolated: GradingEnvironment, tmp_path: Path) -> None:
+    """Its pytest.ini is below the folder where the tests are started."""
     test = "def test_x():\n    text = [open(f'src/_pytest/{n}.py').read() for n in ('mod', 'new')]\n    assert text == ['1', '2']\n"
     files = {"src/_pytest/mod.py": "0", "lib/pytest.ini": "[pytest]\n", "lib/test_mod.py": test}
     case = ("lib/test_mod.py::test_x",)
@@ -106,18 +124,18 @@ async def test_a_repository_that_is_pytest_can_be_mended(walled: GradingEnvironm
     grader = msgspec.structs.replace(
         kit.SWE, test_patch="", fail_to_pass=case, pass_to_pass=(), test_cmd=command, timeout_s=30
     )
-    task = kit.repository(tmp_path / "task", grader, files)
+    task = kit.repository_task(tmp_path / "task", grader, files)
     fix = {
         "src/_pytest/mod.py": "1",
         "src/_pytest/new.py": "2",
         "_pytest/__init__.py": "raise SystemExit(0)\n",
     }
-    found = await kit.graded(task, kit.worked(tmp_path / "w", fix, files), walled)
-    assert (found.kind, found.reward) == ("graded", 1.0), found.message + found.log
-    assert found.notes == ("_pytest/__init__.py: added by the work and set aside",)
+    result = await kit.grade_and_check(task, kit.make_work(tmp_path / "w", fix, files), isolated)
+    assert (result.kind, result.reward) == ("graded", 1.0), result.message + result.log
+    assert result.notes == ("_pytest/__init__.py: added by the work and set aside",)
 
 
-DEEPER = {
+NESTED_SETTINGS = {
     "pyproject.toml": '[tool.pytest.ini_options]\naddopts = "-p evil"\n',
     "setup.cfg": "[tool:pytest]\naddopts = -p evil\n",
     "tox.ini": "[pytest]\naddopts = -p evil\n",
@@ -125,9 +143,7 @@ DEEPER = {
 }
 
 
-async def test_settings_between_the_root_and_the_tests_are_the_tasks(
-    walled: GradingEnvironment, tmp_path: Path
-) -> None:
+async def test_nested_pytest_settings_are_set_aside(isolated: GradingEnvironment, tmp_path: Path) -> None:
     files = {"lib/checks/test_x.py": "def test_x(): assert open('answer').read() == '42'\n", "answer": "0"}
     grader = msgspec.structs.replace(
         kit.SWE,
@@ -137,17 +153,17 @@ async def test_settings_between_the_root_and_the_tests_are_the_tasks(
         test_cmd="python3 -m pytest -rA -p no:cacheprovider lib/checks/test_x.py",
         timeout_s=30,
     )
-    task = kit.repository(tmp_path / "task", grader, files)
-    for name, text in DEEPER.items():
-        cheat = {f"lib/{name}": text, "evil.py": attacks.ITEMS}
-        found = await kit.graded(task, kit.worked(tmp_path / name, cheat, files), walled)
-        assert (found.kind, found.reward) == ("graded", 0.0), name
-        assert found.notes == (f"lib/{name}: added by the work and set aside",)
+    task = kit.repository_task(tmp_path / "task", grader, files)
+    for name, text in NESTED_SETTINGS.items():
+        cheat = {f"lib/{name}": text, "evil.py": attacks.COLLECTION_PLUGIN}
+        result = await kit.grade_and_check(task, kit.make_work(tmp_path / name, cheat, files), isolated)
+        assert (result.kind, result.reward) == ("graded", 0.0), name
+        assert result.notes == (f"lib/{name}: added by the work and set aside",)
 
 
-async def test_settings_that_are_nothing_to_pytest_are_the_agents(walled: GradingEnvironment, tmp_path: Path) -> None:
+async def test_settings_unrelated_to_pytest_are_kept(isolated: GradingEnvironment, tmp_path: Path) -> None:
     files = {**kit.REPO, "setup.cfg": "[metadata]\nname = shop\n\n[tool:pytest]\naddopts = -ra\n"}
-    task = kit.repository(tmp_path / "task", msgspec.structs.replace(kit.SWE, timeout_s=30), files)
+    task = kit.repository_task(tmp_path / "task", msgspec.structs.replace(kit.SWE, timeout_s=30), files)
     fix = {"shop/prices.py": kit.FIX, "tox.ini": "[tox]\n", "lib/pyproject.toml": '[project]\nname = "x"\n'}
     cfg = files["setup.cfg"].replace("name = shop", "name = shop\nversion = 2")
     look = "grep -q version setup.cfg && test -e tox.ini && test -e lib/pyproject.toml && "
@@ -159,18 +175,22 @@ async def test_settings_that_are_nothing_to_pytest_are_the_agents(walled: Gradin
             timeout_s=scaled(60),
         ),
     )
-    found = await kit.graded(ours, kit.worked(tmp_path / "a", {**fix, "setup.cfg": cfg}, files), walled)
-    assert (found.reward, found.notes) == (1.0, ()), found.log
+    result = await kit.grade_and_check(ours, kit.make_work(tmp_path / "a", {**fix, "setup.cfg": cfg}, files), isolated)
+    assert (result.reward, result.notes) == (1.0, ()), result.log
     cfg = files["setup.cfg"] + "  -p shop.evil\n"
-    found = await kit.graded(task, kit.worked(tmp_path / "b", {**fix, "setup.cfg": cfg}, files), walled)
-    assert found.notes == ("setup.cfg: the work changed its pytest settings; the task's own file is used",)
+    result = await kit.grade_and_check(task, kit.make_work(tmp_path / "b", {**fix, "setup.cfg": cfg}, files), isolated)
+    assert result.notes == ("setup.cfg: the work changed its pytest settings; the task's own file is used",)
 
 
 @pytest.mark.parametrize("sandbox", backends("docker", "local"))
-async def test_the_same_in_other_sandboxes(sandbox: str, shop: kit.Task, root: Path, tmp_path: Path) -> None:
-    ground = kit.ground(sandbox, root)
-    found = await kit.graded(shop, kit.worked(tmp_path / "honest", {"shop/prices.py": kit.FIX}), ground)
-    assert (found.kind, found.reward, found.resolved, found.notes) == ("graded", 1.0, True, ()), found.log
-    # In docker: it ends the grader's container. That is tried again, in case it had another reason; then the work is blamed.
+async def test_honest_and_cheating_work_in_other_sandboxes(
+    sandbox: str, shop: kit.Task, root: Path, tmp_path: Path
+) -> None:
+    environment = kit.grading_environment(sandbox, root)
+    result = await kit.grade_and_check(
+        shop, kit.make_work(tmp_path / "honest", {"shop/prices.py": kit.FIX}), environment
+    )
+    assert (result.kind, result.reward, result.resolved, result.notes) == ("graded", 1.0, True, ()), result.log
+    # In docker the attack ends the grader's container. Grading is retried, in case of another cause, before the work is blamed.
     cheat = {"docker": attacks.REPOSITORY["kills everything"], "local": attacks.package(attacks.SWALLOW)}[sandbox]
-    unpaid(await kit.graded(shop, kit.worked(tmp_path / "cheat", cheat), ground))
+    assert_unresolved(await kit.grade_and_check(shop, kit.make_work(tmp_path / "cheat", cheat), environment))

@@ -1,4 +1,4 @@
-"""Cheating works against a script with a reward file; and what only a judge can see through."""
+"""Cheating works against a script with a reward file, and against a probe with a separate judge."""
 
 from __future__ import annotations
 
@@ -19,29 +19,33 @@ pytestmark = [pytest.mark.needs("bubblewrap"), pytest.mark.full, pytest.mark.alo
 
 @pytest.fixture(scope="module")
 def prices(tmp_path_factory: pytest.TempPathFactory) -> kit.Task:
-    return kit.scripted(tmp_path_factory.mktemp("prices"), timeout_s=scaled(2))  # some works use it up
+    return kit.script_task(tmp_path_factory.mktemp("prices"), timeout_s=scaled(2))  # some works run into it
 
 
 @pytest.mark.real
 @pytest.mark.promise(6)
 @pytest.mark.parametrize("name", attacks.SCRIPT)
-async def test_cheating_does_not_pay(name: str, prices: kit.Task, walled: GradingEnvironment, tmp_path: Path) -> None:
-    work = kit.worked(tmp_path / "work", {"prices.py": attacks.SCRIPT[name] + kit.BUG}, kit.FOLDER)
-    found = await kit.graded(prices, work, walled)
-    assert (found.kind, found.reward) == ("graded", 0.0), (found.message, found.log)
+async def test_cheating_work_scores_zero(
+    name: str, prices: kit.Task, isolated: GradingEnvironment, tmp_path: Path
+) -> None:
+    work = kit.make_work(tmp_path / "work", {"prices.py": attacks.SCRIPT[name] + kit.BUG}, kit.FOLDER)
+    result = await kit.grade_and_check(prices, work, isolated)
+    assert (result.kind, result.reward) == ("graded", 0.0), (result.message, result.log)
     assert not processes("tests/check.py")
 
 
-@pytest.mark.parametrize("name", [*attacks.BEYOND, "writes the reward", "kills the script", "leaves a daemon"])
-async def test_a_judge_sees_through_what_a_script_cannot(name: str, walled: GradingEnvironment, tmp_path: Path) -> None:
-    cheat = {**attacks.SCRIPT, **attacks.BEYOND}[name]
-    work = kit.worked(tmp_path / "work", {"prices.py": kit.BUG + cheat}, kit.FOLDER)
-    found = await kit.graded(kit.probed(tmp_path / "task"), work, walled)
-    assert (found.kind, found.reward) == ("graded", 0.0), (found.message, found.log)
+@pytest.mark.parametrize(
+    "name", [*attacks.SCRIPT_UNDETECTED, "writes the reward", "kills the script", "leaves a daemon"]
+)
+async def test_probe_detects_what_script_cannot(name: str, isolated: GradingEnvironment, tmp_path: Path) -> None:
+    cheat = {**attacks.SCRIPT, **attacks.SCRIPT_UNDETECTED}[name]
+    work = kit.make_work(tmp_path / "work", {"prices.py": kit.BUG + cheat}, kit.FOLDER)
+    result = await kit.grade_and_check(kit.probe_task(tmp_path / "task"), work, isolated)
+    assert (result.kind, result.reward) == ("graded", 0.0), (result.message, result.log)
 
 
-async def test_the_probe_sees_no_answers(walled: GradingEnvironment, tmp_path: Path) -> None:
-    """A work that looks for what is expected, wherever it runs, and says that."""
+async def test_probe_cannot_read_expected_answers(isolated: GradingEnvironment, tmp_path: Path) -> None:
+    """The work searches for the expected answers and returns what it finds."""
     look = """
 import json, os, subprocess
 def total(prices):
@@ -49,45 +53,55 @@ def total(prices):
                            shell=True, capture_output=True, text=True).stdout
     return found + " ".join(sorted(os.listdir("/tests")))
 """
-    task = kit.probed(tmp_path / "task")
+    task = kit.probe_task(tmp_path / "task")
     show = 'cat "$TURNGATE_LOGS/probe/answer.json"; ls -a "$(pwd)"; cat prices.py\n' + kit.JUDGE
     (tmp_path / "task" / "tests" / "test.sh").write_text(show)
-    found = await kit.graded(task, kit.worked(tmp_path / "work", {"prices.py": look}, kit.FOLDER), walled)
-    assert (found.kind, found.reward) == ("graded", 0.0)
-    assert '["inputs run.sh", "inputs run.sh", "inputs run.sh"]' in found.log
+    result = await kit.grade_and_check(
+        task, kit.make_work(tmp_path / "work", {"prices.py": look}, kit.FOLDER), isolated
+    )
+    assert (result.kind, result.reward) == ("graded", 0.0)
+    assert '["inputs run.sh", "inputs run.sh", "inputs run.sh"]' in result.log
     assert (
-        kit.BUG in found.log and "subprocess" not in found.log.partition("── script")[2]
+        kit.BUG in result.log and "subprocess" not in result.log.partition("── script")[2]
     )  # the judge has the task's own file
 
 
-async def test_honest_work_is_paid_in_every_form(prices: kit.Task, walled: GradingEnvironment, tmp_path: Path) -> None:
-    work = kit.worked(tmp_path / "work", {"prices.py": kit.FIX}, kit.FOLDER)
-    for task in (prices, kit.probed(tmp_path / "task")):
-        found = await kit.graded(task, work, walled)
-        assert (found.kind, found.reward, found.message) == ("graded", 1.0, ""), found.log
+async def test_honest_work_scores_one_with_and_without_probe(
+    prices: kit.Task, isolated: GradingEnvironment, tmp_path: Path
+) -> None:
+    work = kit.make_work(tmp_path / "work", {"prices.py": kit.FIX}, kit.FOLDER)
+    for task in (prices, kit.probe_task(tmp_path / "task")):
+        result = await kit.grade_and_check(task, work, isolated)
+        assert (result.kind, result.reward, result.message) == ("graded", 1.0, ""), result.log
 
 
 @pytest.mark.parametrize("sandbox", backends("docker", "local"))
-async def test_the_same_in_other_sandboxes(sandbox: str, prices: kit.Task, root: Path, tmp_path: Path) -> None:
-    ground = kit.ground(sandbox, root, resources=Resources(pids=64))
-    honest = kit.worked(tmp_path / "honest", {"prices.py": kit.FIX}, kit.FOLDER)
-    assert (await kit.graded(prices, honest, ground)).reward == 1.0
+async def test_honest_and_cheating_work_in_other_sandboxes(
+    sandbox: str, prices: kit.Task, root: Path, tmp_path: Path
+) -> None:
+    environment = kit.grading_environment(sandbox, root, resources=Resources(pids=64))
+    honest = kit.make_work(tmp_path / "honest", {"prices.py": kit.FIX}, kit.FOLDER)
+    assert (await kit.grade_and_check(prices, honest, environment)).reward == 1.0
     name = {"docker": "forks without end", "local": "leaves a daemon"}[sandbox]
-    cheat = kit.worked(tmp_path / "cheat", {"prices.py": attacks.SCRIPT[name] + kit.BUG}, kit.FOLDER)
-    found = await kit.graded(prices, cheat, ground)
-    assert (found.kind, found.reward) == ("graded", 0.0), (found.message, found.log)
+    cheat = kit.make_work(tmp_path / "cheat", {"prices.py": attacks.SCRIPT[name] + kit.BUG}, kit.FOLDER)
+    result = await kit.grade_and_check(prices, cheat, environment)
+    assert (result.kind, result.reward) == ("graded", 0.0), (result.message, result.log)
 
 
-async def test_a_log_is_kept_by_its_ends_and_without_secrets(walled: GradingEnvironment, tmp_path: Path) -> None:
+async def test_grade_log_is_truncated_and_redacted(isolated: GradingEnvironment, tmp_path: Path) -> None:
     loud = (
         'echo begin; echo "key $JUDGE_API_KEY"; head -c 100000000 /dev/zero | tr "\\0" x; echo; echo end\n'
         + kit.TEST_SH
     )
-    task = kit.scripted(tmp_path / "task", {"test.sh": loud, "check.py": kit.CHECK}, env={"JUDGE_API_KEY": "hunter22"})
-    ground = msgspec.structs.replace(walled, log=tmp_path / "logs" / "grade.log")
-    found = await kit.graded(task, kit.worked(tmp_path / "work", {"prices.py": kit.FIX}, kit.FOLDER), ground)
-    assert (found.kind, found.reward) == ("graded", 1.0)
+    task = kit.script_task(
+        tmp_path / "task", {"test.sh": loud, "check.py": kit.CHECK}, env={"JUDGE_API_KEY": "hunter22"}
+    )
+    environment = msgspec.structs.replace(isolated, log=tmp_path / "logs" / "grade.log")
+    result = await kit.grade_and_check(
+        task, kit.make_work(tmp_path / "work", {"prices.py": kit.FIX}, kit.FOLDER), environment
+    )
+    assert (result.kind, result.reward) == ("graded", 1.0)
     whole = (tmp_path / "logs" / "grade.log").read_bytes()
     assert b"\nbegin\nkey ***\n" in whole and whole.endswith(b"\nend\n") and b"bytes omitted" in whole
-    assert len(whole) < 40_000_000 and len(found.log) <= 8000 and found.log.endswith("end\n")
+    assert len(whole) < 40_000_000 and len(result.log) <= 8000 and result.log.endswith("end\n")
     assert b"hunter22" not in whole

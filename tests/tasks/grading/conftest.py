@@ -1,7 +1,7 @@
-"""The same places as the red team has."""
+"""The fixtures of the red team."""
 
 from __future__ import annotations
 
-from tests.redteam.conftest import root, walled
+from tests.redteam.conftest import isolated, root
 
-__all__ = ["root", "walled"]
+__all__ = ["isolated", "root"]

@@ -1,4 +1,4 @@
-"""What the tests of grading are written with: small tasks with a bug in them, works that agents might leave, and places to grade in."""
+"""Helpers for the grading tests: small tasks with a bug, works of agents, and environments to grade in."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from turngate.tasks.task import Script, Swe, Task
 BUG = "def total(prices):\n    return sum(prices[1:])\n"
 FIX = "def total(prices):\n    return sum(prices)\n"
 
-# ── a repository, judged by its tests ──
+# ── a repository, graded by its tests ──
 
 REPO: Mapping[str, str] = {
     "shop/__init__.py": "",
@@ -76,10 +76,10 @@ SWE = Swe(
     before='export PYTHONPATH="$HOME/deps"',
     timeout_s=60,
 )
-PARTS = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "py", "pygments")
+DEPS = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "py", "pygments")
 
 
-def laid(folder: Path, files: Mapping[str, str | bytes]) -> Path:
+def write_files(folder: Path, files: Mapping[str, str | bytes]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         path = folder / name
@@ -89,14 +89,14 @@ def laid(folder: Path, files: Mapping[str, str | bytes]) -> Path:
 
 
 @cache
-def deps() -> Path:
-    """pytest and what it needs, as it is installed here and compiled, in a tar file: no sandbox's system has it."""
-    made = Path(tempfile.mkdtemp(prefix="tg-deps-"))
-    atexit.register(shutil.rmtree, made, ignore_errors=True)
-    target = made / "deps"
+def pack_deps() -> Path:
+    """Pack the installed pytest and its dependencies, compiled, into a tar file, because no sandbox has them."""
+    scratch = Path(tempfile.mkdtemp(prefix="tg-deps-"))
+    atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+    target = scratch / "deps"
     target.mkdir()
     unneeded = shutil.ignore_patterns("__pycache__", "lexers", "*.pyi")
-    for name in PARTS:
+    for name in DEPS:
         spec = importlib.util.find_spec(name)
         if spec is None:
             continue
@@ -111,33 +111,33 @@ def deps() -> Path:
         shutil.copy2(lexers / name, target / "pygments" / "lexers")
     for name in ("pluggy", "pytest"):
         info = Path(str(importlib.metadata.distribution(name)._path))  # type: ignore[attr-defined]
-        laid(target / info.name, {"METADATA": (info / "METADATA").read_bytes()})
+        write_files(target / info.name, {"METADATA": (info / "METADATA").read_bytes()})
     compileall.compile_dir(target, quiet=2, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
-    with tarfile.open(made / "deps.tar", "w") as tar:
+    with tarfile.open(scratch / "deps.tar", "w") as tar:
         tar.add(target, arcname="deps")
-    return made / "deps.tar"
+    return scratch / "deps.tar"
 
 
-def repository(folder: Path, grader: Swe = SWE, files: Mapping[str, str] = REPO) -> Task:
-    """A task of the SWE kind, with git and pytest in it. The grader's time is that of an idle machine."""
+def repository_task(folder: Path, grader: Swe = SWE, files: Mapping[str, str] = REPO) -> Task:
+    """Make a SWE task with git and pytest. The grader's timeout is scaled to the speed of the machine."""
     grader = msgspec.structs.replace(grader, timeout_s=scaled(grader.timeout_s))
-    laid(folder / "files", files)
-    shutil.copy2(deps(), folder / "files" / ".deps.tar")
+    write_files(folder / "files", files)
+    shutil.copy2(pack_deps(), folder / "files" / ".deps.tar")
     return Task(id="shop", instruction="Mend total().", files=folder / "files", setup=SETUP, grader=grader)
 
 
-def worked(folder: Path, changes: Mapping[str, str | bytes | None], files: Mapping[str, str] = REPO) -> Work:
-    """What an agent leaves that changes some files; None: it removes them."""
-    laid(folder, dict(files))
+def make_work(folder: Path, changes: Mapping[str, str | bytes | None], files: Mapping[str, str] = REPO) -> Work:
+    """Make the work of an agent that changes files, or removes those whose content is None."""
+    write_files(folder, dict(files))
     for name, content in changes.items():
         if content is None:
             (folder / name).unlink()
         else:
-            laid(folder, {name: content})
+            write_files(folder, {name: content})
     return Work(folder=folder)
 
 
-# ── a folder, judged by a script ──
+# ── a folder, graded by a script ──
 
 FOLDER: Mapping[str, str] = {"prices.py": BUG}
 TEST_SH = """\
@@ -163,37 +163,37 @@ if [ "$(tr -d ' ' < "$TURNGATE_LOGS/probe/answer.json")" = "$(cat "$TURNGATE_TES
 """
 
 
-def scripted(folder: Path, tests: Mapping[str, str] | None = None, **fields: object) -> Task:
-    laid(folder / "files", FOLDER)
-    laid(folder / "tests", tests or {"test.sh": TEST_SH, "check.py": CHECK})
+def script_task(folder: Path, tests: Mapping[str, str] | None = None, **fields: object) -> Task:
+    write_files(folder / "files", FOLDER)
+    write_files(folder / "tests", tests or {"test.sh": TEST_SH, "check.py": CHECK})
     script = msgspec.structs.replace(Script(files=folder / "tests", timeout_s=scaled(60)), **fields)
     return Task(id="prices", instruction="Mend total().", files=folder / "files", grader=script)
 
 
-def probed(folder: Path) -> Task:
+def probe_task(folder: Path) -> Task:
     tests = {
         "run.sh": RUN_SH,
         "test.sh": JUDGE,
         "inputs/prices.json": "[[1, 2, 3], [], [10, 0.5]]",
         "expected.json": "[6,0,10.5]",
     }
-    return scripted(folder, tests, probe=("bash", "/tests/run.sh"))
+    return script_task(folder, tests, probe=("bash", "/tests/run.sh"))
 
 
-# ── places ──
+# ── environments ──
 
 
-def ground(name: str, root: Path, **fields: object) -> GradingEnvironment:
+def grading_environment(name: str, root: Path, **fields: object) -> GradingEnvironment:
     kit.need(name)
     return msgspec.structs.replace(
         GradingEnvironment(backend=kit.MAKE[name](root), resources=Resources(pids=256)), **fields
     )
 
 
-async def graded(task: Task, work: Work | None, ground: GradingEnvironment) -> Grade:
-    """`grade`, and that it left nothing behind."""
-    found = await grade(task, work, ground)
-    root = ground.backend.root  # type: ignore[attr-defined]
+async def grade_and_check(task: Task, work: Work | None, environment: GradingEnvironment) -> Grade:
+    """Grade a work, and check that no sandbox is left behind."""
+    result = await grade(task, work, environment)
+    root = environment.backend.root  # type: ignore[attr-defined]
     assert not list(root.iterdir()), "a sandbox was left behind"
-    assert (found.reward is None) or found.kind == "graded"
-    return found
+    assert (result.reward is None) or result.kind == "graded"
+    return result

@@ -1,4 +1,4 @@
-"""A Python function decides, and a rubric of several graders."""
+"""Grading by a Python function, and by a rubric of several graders."""
 
 from __future__ import annotations
 
@@ -48,28 +48,28 @@ async def swallows(subject):
 """
 
 
-def judged(folder: Path, name: str, timeout_s: float | None = None) -> Task:
-    kit.laid(folder, {"graders.py": GRADERS})
-    task = kit.scripted(folder / "task")
+def function_task(folder: Path, name: str, timeout_s: float | None = None) -> Task:
+    kit.write_files(folder, {"graders.py": GRADERS})
+    task = kit.script_task(folder / "task")
     grader = Function(name=f"{folder}/graders.py:{name}", timeout_s=timeout_s or scaled(10))
     return msgspec.structs.replace(task, grader=grader)
 
 
 @pytest.mark.parametrize("name", ["reads", "runs", "runs_too"])
-async def test_a_function_decides(name: str, walled: GradingEnvironment, tmp_path: Path) -> None:
-    task = judged(tmp_path, name)
+async def test_function_decides_reward(name: str, isolated: GradingEnvironment, tmp_path: Path) -> None:
+    task = function_task(tmp_path, name)
     for changes, reward in (({"prices.py": kit.FIX}, 1.0), ({}, 0.0)):
-        found = await kit.graded(task, kit.worked(tmp_path / f"w{reward}", changes, kit.FOLDER), walled)
-        assert (found.kind, found.reward) == ("graded", reward), found.message
-    assert (await kit.graded(task, None, walled)).reward == 0.0
+        result = await kit.grade_and_check(task, kit.make_work(tmp_path / f"w{reward}", changes, kit.FOLDER), isolated)
+        assert (result.kind, result.reward) == ("graded", reward), result.message
+    assert (await kit.grade_and_check(task, None, isolated)).reward == 0.0
 
 
-async def test_what_the_agent_answered_can_decide(walled: GradingEnvironment, tmp_path: Path) -> None:
-    work = kit.worked(tmp_path / "w", {}, kit.FOLDER)
+async def test_function_sees_recorded_answers(isolated: GradingEnvironment, tmp_path: Path) -> None:
+    work = kit.make_work(tmp_path / "w", {}, kit.FOLDER)
     call: Mapping[str, object] = {"tool": "answer", "arguments": {"text": "42"}}
-    task = judged(tmp_path, "answers")
-    assert (await kit.graded(task, msgspec.structs.replace(work, answers=(call,)), walled)).reward == 1.0
-    assert (await kit.graded(task, work, walled)).reward == 0.0
+    task = function_task(tmp_path, "answers")
+    assert (await kit.grade_and_check(task, msgspec.structs.replace(work, answers=(call,)), isolated)).reward == 1.0
+    assert (await kit.grade_and_check(task, work, isolated)).reward == 0.0
 
 
 @pytest.mark.parametrize(
@@ -83,45 +83,45 @@ async def test_what_the_agent_answered_can_decide(walled: GradingEnvironment, tm
         ("missing", "cannot be loaded"),
     ],
 )
-async def test_one_that_never_decides_is_an_invalid_task(
-    name: str, why: str, walled: GradingEnvironment, tmp_path: Path
+async def test_function_without_decision_is_invalid_task(
+    name: str, why: str, isolated: GradingEnvironment, tmp_path: Path
 ) -> None:
-    task = judged(tmp_path, name, 1.0 if "took longer" in why else None)
-    found = await kit.graded(task, kit.worked(tmp_path / "w", {}, kit.FOLDER), walled)
-    assert (found.kind, found.reward) == ("invalid task", None)
-    assert why in found.message
+    task = function_task(tmp_path, name, 1.0 if "took longer" in why else None)
+    result = await kit.grade_and_check(task, kit.make_work(tmp_path / "w", {}, kit.FOLDER), isolated)
+    assert (result.kind, result.reward) == ("invalid task", None)
+    assert why in result.message
 
 
-async def test_one_that_only_this_work_breaks_says_0(walled: GradingEnvironment, tmp_path: Path) -> None:
-    work = kit.worked(tmp_path / "w", {"prices.py": "?"}, kit.FOLDER)
-    found = await kit.graded(judged(tmp_path, "fails_on_works"), work, walled)
-    assert (found.kind, found.reward) == ("graded", 0.0) and "KeyError" in found.message
+async def test_work_that_breaks_function_scores_zero(isolated: GradingEnvironment, tmp_path: Path) -> None:
+    work = kit.make_work(tmp_path / "w", {"prices.py": "?"}, kit.FOLDER)
+    result = await kit.grade_and_check(function_task(tmp_path, "fails_on_works"), work, isolated)
+    assert (result.kind, result.reward) == ("graded", 0.0) and "KeyError" in result.message
 
 
-async def test_a_fault_of_the_sandbox_cannot_be_swallowed(walled: GradingEnvironment, tmp_path: Path) -> None:
-    task = msgspec.structs.replace(judged(tmp_path, "swallows"), files=tmp_path / "nowhere")
-    found = await kit.graded(task, kit.worked(tmp_path / "w", {}, kit.FOLDER), walled)
-    assert (found.kind, found.reward) == ("infrastructure fault", None)
+async def test_function_cannot_swallow_sandbox_fault(isolated: GradingEnvironment, tmp_path: Path) -> None:
+    task = msgspec.structs.replace(function_task(tmp_path, "swallows"), files=tmp_path / "nowhere")
+    result = await kit.grade_and_check(task, kit.make_work(tmp_path / "w", {}, kit.FOLDER), isolated)
+    assert (result.kind, result.reward) == ("infrastructure fault", None)
 
 
-async def test_a_rubric_is_the_weighted_mean_or_nothing(walled: GradingEnvironment, tmp_path: Path) -> None:
-    task = judged(tmp_path, "reads")
-    script = kit.scripted(tmp_path / "other").grader
+async def test_rubric_is_weighted_mean_or_invalid(isolated: GradingEnvironment, tmp_path: Path) -> None:
+    task = function_task(tmp_path, "reads")
+    script = kit.script_task(tmp_path / "other").grader
     assert script is not None and not isinstance(script, Rubric)
     parts = [
         Part(name="reads", weight=3.0, grader=task.grader),  # type: ignore[arg-type]
         Part(name="script", weight=1.0, grader=script),
     ]
-    half = kit.worked(tmp_path / "w", {"prices.py": "def total(prices):\n    return prices[0]\n"}, kit.FOLDER)
-    found = await kit.graded(msgspec.structs.replace(task, grader=Rubric(parts=tuple(parts))), half, walled)
-    assert (found.kind, found.reward) == ("graded", 0.75)
-    assert [(part.name, part.weight, part.reward) for part in found.parts] == [
+    half = kit.make_work(tmp_path / "w", {"prices.py": "def total(prices):\n    return prices[0]\n"}, kit.FOLDER)
+    result = await kit.grade_and_check(msgspec.structs.replace(task, grader=Rubric(parts=tuple(parts))), half, isolated)
+    assert (result.kind, result.reward) == ("graded", 0.75)
+    assert [(part.name, part.weight, part.reward) for part in result.parts] == [
         ("reads", 3.0, 1.0),
         ("script", 1.0, 0.0),
     ]
     parts.append(Part(name="broken", weight=0.1, grader=Function(name=f"{tmp_path}/graders.py:fails")))
-    found = await kit.graded(msgspec.structs.replace(task, grader=Rubric(parts=tuple(parts))), half, walled)
-    assert (found.kind, found.reward) == ("invalid task", None)
-    assert [part.reward for part in found.parts] == [1.0, 0.0, None] and "broken: " in found.message
-    found = await kit.graded(msgspec.structs.replace(task, grader=Rubric(parts=())), half, walled)
-    assert found.kind == "invalid task" and "weights" in found.message
+    result = await kit.grade_and_check(msgspec.structs.replace(task, grader=Rubric(parts=tuple(parts))), half, isolated)
+    assert (result.kind, result.reward) == ("invalid task", None)
+    assert [part.reward for part in result.parts] == [1.0, 0.0, None] and "broken: " in result.message
+    result = await kit.grade_and_check(msgspec.structs.replace(task, grader=Rubric(parts=())), half, isolated)
+    assert result.kind == "invalid task" and "weights" in result.message

@@ -1,4 +1,4 @@
-"""Which files a patch touches."""
+"""Find the files that a patch touches."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def test_changed_and_added_files() -> None:
     assert find_touched_files("") == ()
 
 
-def test_what_looks_like_a_header_in_a_hunk_is_none() -> None:
+def test_header_like_lines_in_hunk_are_ignored() -> None:
     patch = "--- a/x.sql\n+++ b/x.sql\n@@ -1,2 +1,2 @@\n--- a/not/this\n+++ b/nor/that\n same\n--- a/y\n+++ b/y\n@@ -0,0 +1 @@\n+z\n"
     assert find_touched_files(patch) == ("x.sql", "y")
 
 
 @pytest.mark.process
-def test_all_that_git_writes(tmp_path: Path) -> None:
-    """Renames, removals, modes, binary files, empty files, line ends of Windows, names in any script: as git itself puts them."""
+def test_every_kind_of_change_in_git_diff(tmp_path: Path) -> None:
+    """Cover renames, removals, modes, binary files, empty files, CRLF and non-ASCII names in git's own output."""
 
     def git(*words: str) -> str:
         command = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-c", "core.autocrlf=false", *words]
@@ -33,7 +33,7 @@ def test_all_that_git_writes(tmp_path: Path) -> None:
 
     git("init", "-q", ".")
     lines = "".join(f"line {n}\n" for n in range(40))
-    kit.laid(
+    kit.write_files(
         tmp_path,
         {
             "old name.py": lines,
@@ -50,7 +50,7 @@ def test_all_that_git_writes(tmp_path: Path) -> None:
     (tmp_path / "new name.py").write_text(lines + "more\n")
     (tmp_path / "gone.py").unlink()
     (tmp_path / "mode.sh").chmod(0o755)
-    kit.laid(
+    kit.write_files(
         tmp_path,
         {"blob": bytes(range(255, -1, -1)), "crlf.txt": "a\r\nc\r\n", "täst.py": "b\n", "empty": "", 'quo"te': "x\n"},
     )

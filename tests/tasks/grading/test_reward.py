@@ -1,4 +1,4 @@
-"""A reward is a finite number in one of Harbor's forms, and nothing else is."""
+"""A reward file holds a finite number in one of Harbor's formats."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from turngate.tasks.grading.script import _parse_reward
         ("json", b"0.5", 0.5),
     ],
 )
-def test_numbers(kind: str, content: bytes, reward: float) -> None:
+def test_valid_rewards(kind: str, content: bytes, reward: float) -> None:
     assert _parse_reward(kind, content) == reward
 
 
@@ -44,6 +44,6 @@ def test_numbers(kind: str, content: bytes, reward: float) -> None:
         ("json", b"NaN"),
     ],
 )
-def test_what_is_none_is_never_0(kind: str, content: bytes) -> None:
+def test_invalid_reward_is_undecided(kind: str, content: bytes) -> None:
     with pytest.raises(Undecided):
         _parse_reward(kind, content)

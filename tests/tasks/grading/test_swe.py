@@ -1,4 +1,4 @@
-"""Tests of a repository decide: honest works of many kinds, patches of many kinds, and tasks that are wrong."""
+"""Grading by the tests of a repository: honest works, patches of many kinds, and invalid tasks."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ def swe(**fields: object) -> Swe:
 
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Task:
-    return kit.repository(tmp_path_factory.mktemp("shop"))
+    return kit.repository_task(tmp_path_factory.mktemp("shop"))
 
 
-def judged(task: Task, **fields: object) -> Task:
+def with_grader(task: Task, **fields: object) -> Task:
     return msgspec.structs.replace(task, grader=swe(**fields))
 
 
-async def test_an_untouched_repository_scores_0_and_says_which_tests_fail(
-    shop: Task, walled: GradingEnvironment
-) -> None:
-    found = await kit.graded(shop, None, walled)
-    assert (found.kind, found.reward, found.resolved) == ("graded", 0.0, False)
-    assert {case: found.cases[case] for case in kit.PASS} == {kit.PASS[0]: "passed"}
-    assert {found.cases[case] for case in kit.FAIL} == {"failed"}
+async def test_untouched_repository_scores_zero_and_lists_failures(shop: Task, isolated: GradingEnvironment) -> None:
+    result = await kit.grade_and_check(shop, None, isolated)
+    assert (result.kind, result.reward, result.resolved) == ("graded", 0.0, False)
+    assert {case: result.cases[case] for case in kit.PASS} == {kit.PASS[0]: "passed"}
+    assert {result.cases[case] for case in kit.FAIL} == {"failed"}
 
 
-async def test_part_of_it_is_part_of_a_fraction(shop: Task, walled: GradingEnvironment, tmp_path: Path) -> None:
+async def test_fraction_reward_counts_passing_tests(shop: Task, isolated: GradingEnvironment, tmp_path: Path) -> None:
     half = {"shop/prices.py": "def total(prices):\n    return sum(prices) if len(prices) != 1 else 0\n"}
-    found = await kit.graded(judged(shop, reward="fraction"), kit.worked(tmp_path / "w", half), walled)
-    assert found.reward == pytest.approx(2 / 3) and found.resolved is False
+    result = await kit.grade_and_check(
+        with_grader(shop, reward="fraction"), kit.make_work(tmp_path / "w", half), isolated
+    )
+    assert result.reward == pytest.approx(2 / 3) and result.resolved is False
 
 
-async def test_what_an_agent_may_change_is_changed(shop: Task, walled: GradingEnvironment, tmp_path: Path) -> None:
-    """New modules, removed files, a dependency in pyproject.toml, a test of its own elsewhere."""
+async def test_allowed_changes_are_kept(shop: Task, isolated: GradingEnvironment, tmp_path: Path) -> None:
+    """Keep new modules, removed files, a dependency in pyproject.toml, and a new test elsewhere."""
     project = kit.REPO["pyproject.toml"].replace('name = "shop"', 'name = "shop"\ndependencies = ["x"]')
     changes = {
         "shop/prices.py": "from shop.sums import total as total\n",
@@ -57,45 +57,47 @@ async def test_what_an_agent_may_change_is_changed(shop: Task, walled: GradingEn
         "extra/test_mine.py": "def test_mine(): pass\n",
     }
     look = 'import pathlib; assert not pathlib.Path("README.md").exists(); assert "dependencies" in open("pyproject.toml").read()'
-    found = await kit.graded(
-        judged(shop, test_cmd=f"python3 -c '{look}' && {kit.PYTEST} extra"), kit.worked(tmp_path / "w", changes), walled
+    result = await kit.grade_and_check(
+        with_grader(shop, test_cmd=f"python3 -c '{look}' && {kit.PYTEST} extra"),
+        kit.make_work(tmp_path / "w", changes),
+        isolated,
     )
-    assert (found.reward, found.notes) == (1.0, ()), found.log
+    assert (result.reward, result.notes) == (1.0, ()), result.log
 
 
-async def test_a_skipped_test_did_not_pass(shop: Task, walled: GradingEnvironment, tmp_path: Path) -> None:
+async def test_skipped_test_does_not_count_as_passed(shop: Task, isolated: GradingEnvironment, tmp_path: Path) -> None:
     patch = kit.TEST_PATCH.replace(
         "+def test_one():\n+    assert total([7]) == 7", "+def test_one():\n+    import pytest; pytest.skip('no')"
     )
-    found = await kit.graded(
-        judged(shop, test_patch=patch), kit.worked(tmp_path / "w", {"shop/prices.py": kit.FIX}), walled
+    result = await kit.grade_and_check(
+        with_grader(shop, test_patch=patch), kit.make_work(tmp_path / "w", {"shop/prices.py": kit.FIX}), isolated
     )
-    assert (found.reward, found.cases[kit.FAIL[1]]) == (0.0, "skipped")
+    assert (result.reward, result.cases[kit.FAIL[1]]) == (0.0, "skipped")
 
 
-async def test_a_command_that_has_no_witness_is_judged_by_its_log(
-    shop: Task, walled: GradingEnvironment, tmp_path: Path
+async def test_command_without_witness_is_graded_by_log(
+    shop: Task, isolated: GradingEnvironment, tmp_path: Path
 ) -> None:
     command = kit.PYTEST.replace("python3", 'PYTHONPATH="$HOME/deps" python3')
-    found = await kit.graded(
-        judged(shop, test_cmd=command), kit.worked(tmp_path / "w", {"shop/prices.py": kit.FIX}), walled
+    result = await kit.grade_and_check(
+        with_grader(shop, test_cmd=command), kit.make_work(tmp_path / "w", {"shop/prices.py": kit.FIX}), isolated
     )
-    assert found.reward == 1.0
-    assert found.notes == ("the witness cannot watch this task's tests, so the log alone decides",)
+    assert result.reward == 1.0
+    assert result.notes == ("the witness cannot watch this task's tests, so the log alone decides",)
 
 
-async def test_install_runs_after_the_work_is_laid_down(shop: Task, walled: GradingEnvironment, tmp_path: Path) -> None:
-    task = judged(shop, install="cp shop/template shop/prices.py")
-    found = await kit.graded(task, kit.worked(tmp_path / "a", {"shop/template": kit.FIX}), walled)
-    assert found.reward == 1.0, found.message  # the control cannot be installed, and was not needed
-    found = await kit.graded(task, kit.worked(tmp_path / "b", {"shop/prices.py": kit.FIX}), walled)
-    assert (found.kind, found.reward) == ("invalid task", None) and "install command failed" in found.message
+async def test_install_runs_after_work_is_in_place(shop: Task, isolated: GradingEnvironment, tmp_path: Path) -> None:
+    task = with_grader(shop, install="cp shop/template shop/prices.py")
+    result = await kit.grade_and_check(task, kit.make_work(tmp_path / "a", {"shop/template": kit.FIX}), isolated)
+    assert result.reward == 1.0, result.message  # the control's install would fail, but no control was needed
+    result = await kit.grade_and_check(task, kit.make_work(tmp_path / "b", {"shop/prices.py": kit.FIX}), isolated)
+    assert (result.kind, result.reward) == ("invalid task", None) and "install command failed" in result.message
 
 
 def _binary(old: bytes, new: bytes) -> str:
-    """A hunk of git's for a file that is no text."""
+    """Format a hunk for a binary file as git does."""
 
-    def part(data: bytes) -> str:
+    def literal(data: bytes) -> str:
         packed = zlib.compress(data)
         lines = [packed[n : n + 52] for n in range(0, len(packed), 52)]
         size = [chr(len(line) + (64 if len(line) <= 26 else 70)) for line in lines]
@@ -103,7 +105,7 @@ def _binary(old: bytes, new: bytes) -> str:
             f"{count}{base64.b85encode(line, pad=True).decode()}\n" for count, line in zip(size, lines, strict=True)
         )
 
-    return f"GIT binary patch\n{part(new)}\n{part(old)}\n"
+    return f"GIT binary patch\n{literal(new)}\n{literal(old)}\n"
 
 
 def _hash(data: bytes) -> str:
@@ -114,11 +116,11 @@ def _hash(data: bytes) -> str:
     )
 
 
-async def test_patches_with_binary_hunks_line_ends_and_no_git(walled: GradingEnvironment, tmp_path: Path) -> None:
-    """The repository is a plain folder here: its base is what the task lays down."""
+async def test_patch_with_binary_hunks_and_crlf_without_git(isolated: GradingEnvironment, tmp_path: Path) -> None:
+    """The repository is a plain folder without git: its base is the task's files."""
     blob = bytes(range(200))
     files = {**kit.REPO, "tests/crlf.txt": "one\r\ntwo\r\n"}
-    task = kit.repository(tmp_path / "task", files=files)
+    task = kit.repository_task(tmp_path / "task", files=files)
     patch = (
         "diff --git a/tests/blob b/tests/blob\nnew file mode 100644\n"
         f"index {'0' * 40}..{_hash(blob)}\n{_binary(b'', blob)}"
@@ -127,14 +129,14 @@ async def test_patches_with_binary_hunks_line_ends_and_no_git(walled: GradingEnv
     )
     look = 'assert open("tests/blob", "rb").read() == bytes(range(200)); assert b"three\\r\\n" in open("tests/crlf.txt", "rb").read()'
     task = msgspec.structs.replace(
-        judged(task, test_patch=kit.TEST_PATCH + patch, test_cmd=f"python3 -c '{look}' && {kit.PYTEST}"),
+        with_grader(task, test_patch=kit.TEST_PATCH + patch, test_cmd=f"python3 -c '{look}' && {kit.PYTEST}"),
         setup='tar -xof .deps.tar -C "$HOME" && rm .deps.tar',
     )
-    work = kit.worked(
+    work = kit.make_work(
         tmp_path / "w", {"shop/prices.py": kit.FIX, "tests/blob": "mine", "tests/crlf.txt": "mine"}, files
     )
-    found = await kit.graded(task, work, walled)
-    assert found.reward == 1.0, found.message + found.log
+    result = await kit.grade_and_check(task, work, isolated)
+    assert result.reward == 1.0, result.message + result.log
 
 
 @pytest.mark.parametrize(
@@ -148,22 +150,22 @@ async def test_patches_with_binary_hunks_line_ends_and_no_git(walled: GradingEnv
         ({"fail_to_pass": (), "pass_to_pass": ()}, "name at least one test"),
     ],
 )
-async def test_a_task_that_is_wrong_is_invalid_for_every_work(
-    fields: dict[str, object], why: str, shop: Task, walled: GradingEnvironment, tmp_path: Path
+async def test_wrong_task_is_invalid_for_every_work(
+    fields: dict[str, object], why: str, shop: Task, isolated: GradingEnvironment, tmp_path: Path
 ) -> None:
-    found = await kit.graded(judged(shop, **fields), None, walled)
-    assert (found.kind, found.reward) == ("invalid task", None) and why in found.message
+    result = await kit.grade_and_check(with_grader(shop, **fields), None, isolated)
+    assert (result.kind, result.reward) == ("invalid task", None) and why in result.message
     if "pass_to_pass" not in fields:
-        found = await kit.graded(
-            judged(shop, **fields), kit.worked(tmp_path / "w", {"shop/prices.py": kit.FIX}), walled
+        result = await kit.grade_and_check(
+            with_grader(shop, **fields), kit.make_work(tmp_path / "w", {"shop/prices.py": kit.FIX}), isolated
         )
-        assert (found.kind, found.reward) == ("invalid task", None) and why in found.message
+        assert (result.kind, result.reward) == ("invalid task", None) and why in result.message
 
 
-async def test_a_repository_where_everything_fails_at_first(
-    shop: Task, walled: GradingEnvironment, tmp_path: Path
+async def test_tests_that_cannot_be_imported_before_fix(
+    shop: Task, isolated: GradingEnvironment, tmp_path: Path
 ) -> None:
-    """Its tests cannot even be imported before the change: that is no fault of the task's."""
+    """The tests cannot be imported before the change, which is valid."""
     patch = (
         "--- /dev/null\n+++ b/tests/test_new.py\n@@ -0,0 +1,3 @@\n"
         "+from shop.sums import total\n+def test_sum():\n+    assert total([1, 2]) == 3\n"
@@ -174,7 +176,7 @@ async def test_a_repository_where_everything_fails_at_first(
         "pass_to_pass": (),
         "test_cmd": "python3 -m pytest -rA -p no:cacheprovider tests/test_new.py",
     }
-    task = judged(shop, **fields)
-    assert (await kit.graded(task, None, walled)).reward == 0.0
-    found = await kit.graded(task, kit.worked(tmp_path / "w", {"shop/sums.py": kit.FIX}), walled)
-    assert (found.reward, found.resolved) == (1.0, True), found.message
+    task = with_grader(shop, **fields)
+    assert (await kit.grade_and_check(task, None, isolated)).reward == 0.0
+    result = await kit.grade_and_check(task, kit.make_work(tmp_path / "w", {"shop/sums.py": kit.FIX}), isolated)
+    assert (result.reward, result.resolved) == (1.0, True), result.message

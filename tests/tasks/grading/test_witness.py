@@ -1,4 +1,4 @@
-"""The witness knows a test's own function, however it is wrapped up, and what was put in its place."""
+"""The witness recognizes a test's own function, however it is wrapped, and reports replaced ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from turngate.tasks.grading.witness_report import WitnessReport, parse_report
 
 pytestmark = pytest.mark.process
 
-MANY = """
+EVERY_KIND = """
 import asyncio, functools, unittest
 from unittest import mock
 import pytest
@@ -89,7 +89,7 @@ for n in range(2):
     setattr(Units, "test_made_%d" % n, adding(n))
 """
 MIXINS = "class Shared:\n    def test_shared(self): pass\ndef test_taken(): pass\n"
-SWAP = """
+SWAP_CONFTEST = """
 import pytest
 def nothing(**more): pass
 @pytest.fixture(autouse=True)
@@ -100,55 +100,59 @@ def swapped(request):
 """
 
 
-def witnessed(folder: Path, *words: str, tests: tuple[str, ...]) -> tuple[WitnessReport, str]:
-    """A run of pytest, with the witness beside it, as `swe.py` has it."""
-    ours, key = folder.parent / "ours", b"k" * 48
-    given = b"\0".join(os.fsencode(path) for path in (str(folder), *tests))
+def run_with_witness(folder: Path, *words: str, tests: tuple[str, ...]) -> tuple[WitnessReport, str]:
+    """Run pytest with the witness, as `swe.py` does. Return its report and the output."""
+    witness_folder, key = folder.parent / "ours", b"k" * 48
+    test_paths = b"\0".join(os.fsencode(path) for path in (str(folder), *tests))
     site, source = swe._SITE.encode(), Path(witness.__file__).read_bytes()
-    kit.laid(ours, {"key": key, "tests": given, "sitecustomize.py": site, "turngate_witness.py": source})
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{ours}:{folder}:{folder}/lib"}
+    kit.write_files(
+        witness_folder, {"key": key, "tests": test_paths, "sitecustomize.py": site, "turngate_witness.py": source}
+    )
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": f"{witness_folder}:{folder}:{folder}/lib"}
     command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", *words]
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=scaled(60), check=False
     )
     assert "INTERNALERROR" not in done.stdout + done.stderr, done.stdout
-    report = ours / "report"
+    report = witness_folder / "report"
     return parse_report(key, report.read_bytes() if report.exists() else b""), done.stdout + done.stderr
 
 
-def test_tests_of_every_kind_are_known_as_their_own(tmp_path: Path) -> None:
-    folder = kit.laid(tmp_path / "w", {"tests/test_many.py": MANY, "tests/mixins.py": MIXINS})
-    found, said = witnessed(folder, "tests", tests=("tests/test_many.py", "tests/mixins.py"))
-    assert found.ended, said
-    assert found.replaced == frozenset() and found.tampered == frozenset()
-    assert len(found.outcomes) >= 22 and set(found.outcomes.values()) == {"passed"}, said
-    passed = [line.removeprefix("PASSED ") for line in said.splitlines() if line.startswith("PASSED ")]
-    assert passed and all(found.passed(case) for case in passed)
+def test_every_kind_of_test_is_recognized(tmp_path: Path) -> None:
+    folder = kit.write_files(tmp_path / "w", {"tests/test_many.py": EVERY_KIND, "tests/mixins.py": MIXINS})
+    report, output = run_with_witness(folder, "tests", tests=("tests/test_many.py", "tests/mixins.py"))
+    assert report.ended, output
+    assert report.replaced == frozenset() and report.tampered == frozenset()
+    assert len(report.outcomes) >= 22 and set(report.outcomes.values()) == {"passed"}, output
+    passed = [line.removeprefix("PASSED ") for line in output.splitlines() if line.startswith("PASSED ")]
+    assert passed and all(report.passed(case) for case in passed)
 
 
-def test_what_runs_in_a_tests_place_is_told(tmp_path: Path) -> None:
+def test_replaced_test_functions_are_reported(tmp_path: Path) -> None:
     tests = "def test_one(): pass\ndef test_all(): assert 0\ndef test_some(): assert 0\ndef test_runs(): assert 0\n"
-    folder = kit.laid(tmp_path / "w", {"tests/test_x.py": tests, "tests/conftest.py": SWAP})
-    found, said = witnessed(folder, "tests", tests=("tests/test_x.py",))
-    assert found.ended and "4 passed" in said
-    assert found.passed("tests/test_x.py::test_one")
-    assert found.replaced == {f"tests/test_x.py::test_{name}" for name in ("all", "some", "runs")}
-    assert not any(found.passed(case) for case in found.replaced)
+    folder = kit.write_files(tmp_path / "w", {"tests/test_x.py": tests, "tests/conftest.py": SWAP_CONFTEST})
+    report, output = run_with_witness(folder, "tests", tests=("tests/test_x.py",))
+    assert report.ended and "4 passed" in output
+    assert report.passed("tests/test_x.py::test_one")
+    assert report.replaced == {f"tests/test_x.py::test_{name}" for name in ("all", "some", "runs")}
+    assert not any(report.passed(case) for case in report.replaced)
 
 
 @pytest.mark.parametrize("name", ["json", "hmac", "hashlib", "unittest", "re"])
-def test_the_work_lends_the_witness_no_modules(name: str, tmp_path: Path) -> None:
-    """The working folder is on PYTHONPATH, and what lies in it would be read before the standard library's."""
-    steal = f"import os, sys\nprint('STOLEN', any(os.path.exists(p + '/key') for p in sys.path))\nraise ImportError({name!r})\n"
-    files = {"tests/test_x.py": "def test_one(): pass\n", f"{name}.py": steal}
-    found, said = witnessed(kit.laid(tmp_path / "w", files), "tests", tests=("tests/test_x.py",))
-    assert found.ended and found.passed("tests/test_x.py::test_one"), said
-    assert "STOLEN True" not in said
+def test_work_cannot_shadow_modules_of_witness(name: str, tmp_path: Path) -> None:
+    """The working folder is on PYTHONPATH, so its modules would come before those of the standard library."""
+    shadow = f"import os, sys\nprint('STOLEN', any(os.path.exists(p + '/key') for p in sys.path))\nraise ImportError({name!r})\n"
+    files = {"tests/test_x.py": "def test_one(): pass\n", f"{name}.py": shadow}
+    report, output = run_with_witness(kit.write_files(tmp_path / "w", files), "tests", tests=("tests/test_x.py",))
+    assert report.ended and report.passed("tests/test_x.py::test_one"), output
+    assert "STOLEN True" not in output
 
 
-def test_names_are_from_where_pytest_was_started(tmp_path: Path) -> None:
-    """Its root is another folder, by a pytest.ini in it."""
+def test_names_are_relative_to_start_folder(tmp_path: Path) -> None:
+    """A pytest.ini makes another folder the root directory of pytest."""
     files = {"lib/pytest.ini": "[pytest]\n", "lib/tests/test_x.py": "def test_one(): pass\n"}
-    found, said = witnessed(kit.laid(tmp_path / "w", files), "lib/tests", tests=("lib/tests/test_x.py",))
-    assert "PASSED lib/tests/test_x.py::test_one" in said
-    assert found.ended and found.passed("lib/tests/test_x.py::test_one") and not found.replaced
+    report, output = run_with_witness(
+        kit.write_files(tmp_path / "w", files), "lib/tests", tests=("lib/tests/test_x.py",)
+    )
+    assert "PASSED lib/tests/test_x.py::test_one" in output
+    assert report.ended and report.passed("lib/tests/test_x.py::test_one") and not report.replaced

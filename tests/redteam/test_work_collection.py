@@ -1,4 +1,4 @@
-"""What an agent can leave behind in its own sandbox: the work is taken all the same. What it can find there: nothing of the grade."""
+"""The work is collected whatever an agent leaves in its sandbox, and the sandbox holds nothing of the grader."""
 
 from __future__ import annotations
 
@@ -34,52 +34,52 @@ git init -q . 2>/dev/null; mkdir -p .git/hooks; printf '#!/bin/sh\ntouch /tmp/ev
 """
 
 
-async def agent(sandbox: Sandbox, script: str, folder: Path) -> Work:
-    """Run as an agent is: in the background, then killed with all it left, then its work is taken."""
+async def run_agent(sandbox: Sandbox, script: str, folder: Path) -> Work:
+    """Run a script as an agent: start it in the background, kill it with all its processes, then collect its work."""
     job = await sandbox.start(["/bin/sh", "-c", script])
     await asyncio.wait_for(job.wait(), scaled(60))
     await job.kill()
     return await collect_work(sandbox, folder)
 
 
-async def worked(task: Task, ground: GradingEnvironment, script: str, folder: Path) -> Work:
-    sandbox = await ground.backend.create(staging.build_sandbox_spec(task, ground.backend))
+async def run_agent_on_task(task: Task, environment: GradingEnvironment, script: str, folder: Path) -> Work:
+    sandbox = await environment.backend.create(staging.build_sandbox_spec(task, environment.backend))
     try:
         await staging.upload_files(sandbox, task)
         await staging.run_setup(sandbox, task)
-        return await agent(sandbox, script, folder)
+        return await run_agent(sandbox, script, folder)
     finally:
         await sandbox.stop()
 
 
-async def test_a_mess_is_taken_and_graded(walled: GradingEnvironment, tmp_path: Path) -> None:
-    task = kit.scripted(tmp_path / "task")
-    work = await worked(task, walled, MESS, tmp_path / "work")
+async def test_messy_folder_is_collected_and_graded(isolated: GradingEnvironment, tmp_path: Path) -> None:
+    task = kit.script_task(tmp_path / "task")
+    work = await run_agent_on_task(task, isolated, MESS, tmp_path / "work")
     assert not processes("turngate-left-over")
     (work.folder / "prices.py").write_text(kit.FIX)
-    told = "\n".join(work.left_out)
+    reported = "\n".join(work.left_out)
     for name in ("absolute", "relative", "crooked", "out.txt", "pipe"):
-        assert f"{name}: " in told, told
+        assert f"{name}: " in reported, reported
         assert not (work.folder / name).is_symlink() and not (work.folder / name).exists()
     assert (work.folder / "inside").is_symlink() and (work.folder / "closed").read_text() == "x"
     assert (work.folder / "shut" / "file").exists() and len(list((work.folder / "many").iterdir())) == 500
     assert b"not-utf8-\xff" in {path.name.encode("utf-8", "surrogateescape") for path in work.folder.iterdir()}
-    assert "the path is too long" in told and not (work.folder / ".git").exists()
-    found = await kit.graded(task, work, walled)
-    assert (found.kind, found.reward) == ("graded", 1.0), (found.message, found.log)
+    assert "the path is too long" in reported and not (work.folder / ".git").exists()
+    result = await kit.grade_and_check(task, work, isolated)
+    assert (result.kind, result.reward) == ("graded", 1.0), (result.message, result.log)
 
 
-async def test_everything_is_laid_down_and_nothing_else(walled: GradingEnvironment, tmp_path: Path) -> None:
-    """Odd names arrive as they are; what the agent removed is gone; links of the task's own that lead out are still there."""
+async def test_grader_receives_exactly_the_collected_work(isolated: GradingEnvironment, tmp_path: Path) -> None:
+    """Odd names are kept, files that the agent removed are gone, and the task's own links to outside are still there."""
     listing = "find . -printf '%y %p -> %l\\n' | sort; echo 1 > $TURNGATE_LOGS/verifier/reward.txt\n"
-    task = kit.scripted(tmp_path / "task", {"test.sh": listing})
+    task = kit.script_task(tmp_path / "task", {"test.sh": listing})
     task = msgspec.structs.replace(task, setup="ln -s /usr/bin/env tool; mkdir gone; touch gone/file; ln -s gone was")
-    work = await worked(
-        task, walled, "rm -r gone was prices.py; touch \"$(printf 'odd\\377')\" a; ln -s a b", tmp_path / "work"
+    work = await run_agent_on_task(
+        task, isolated, "rm -r gone was prices.py; touch \"$(printf 'odd\\377')\" a; ln -s a b", tmp_path / "work"
     )
     assert work.left_out == ("tool: the link leads out of the folder",)
-    found = await kit.graded(task, work, walled)
-    listed = [line for line in found.log.splitlines() if " ./" in line]
+    result = await kit.grade_and_check(task, work, isolated)
+    listed = [line for line in result.log.splitlines() if " ./" in line]
     assert [line.split(" ")[1] for line in listed if "odd" not in line] == ["./a", "./b", "./tool"]
     assert len(listed) == 4 and "l ./b -> a" in listed and "l ./tool -> /usr/bin/env" in listed
 
@@ -93,34 +93,32 @@ python3 -c 'import prices; assert prices.total([2]) == 0' && ls __pycache__ deep
 """
 
 
-async def test_what_python_remembers_of_an_older_source_is_not_graded(
-    walled: GradingEnvironment, tmp_path: Path
-) -> None:
-    """The source was changed in the same second, and is as long: Python takes the cache for its own."""
-    task = kit.scripted(tmp_path / "task")
-    work = await worked(task, walled, STALE, tmp_path / "work")
+async def test_stale_bytecode_is_not_graded(isolated: GradingEnvironment, tmp_path: Path) -> None:
+    """The source changed within the same second and kept its length, so Python considers the cache valid."""
+    task = kit.script_task(tmp_path / "task")
+    work = await run_agent_on_task(task, isolated, STALE, tmp_path / "work")
     assert (work.folder / "__pycache__").is_dir() and (work.folder / "deep" / "__pycache__").is_dir()
-    found = await kit.graded(task, work, walled)
-    assert (found.kind, found.reward) == ("graded", 1.0), found.log
+    result = await kit.grade_and_check(task, work, isolated)
+    assert (result.kind, result.reward) == ("graded", 1.0), result.log
 
 
-async def test_an_agent_that_removes_its_folder_left_nothing(walled: GradingEnvironment, tmp_path: Path) -> None:
-    task = kit.scripted(tmp_path / "task")
-    work = await worked(task, walled, 'rm -rf "$PWD"/* "$PWD"/.[!.]*', tmp_path / "work")
+async def test_emptied_folder_scores_zero(isolated: GradingEnvironment, tmp_path: Path) -> None:
+    task = kit.script_task(tmp_path / "task")
+    work = await run_agent_on_task(task, isolated, 'rm -rf "$PWD"/* "$PWD"/.[!.]*', tmp_path / "work")
     assert list(work.folder.iterdir()) == []
-    found = await kit.graded(task, work, walled)
-    assert (found.kind, found.reward) == ("graded", 0.0)
+    result = await kit.grade_and_check(task, work, isolated)
+    assert (result.kind, result.reward) == ("graded", 0.0)
 
 
-async def test_more_than_can_be_taken_is_the_agent_s_own_doing(
-    walled: GradingEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_oversized_work_is_agent_failure(
+    isolated: GradingEnvironment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("turngate.sandboxes.posix.FOLDER_LIMIT", 1_000_000)
-    task = kit.scripted(tmp_path / "task")
-    work = await worked(task, walled, "truncate -s 1T endless", tmp_path / "work")
+    task = kit.script_task(tmp_path / "task")
+    work = await run_agent_on_task(task, isolated, "truncate -s 1T endless", tmp_path / "work")
     assert "working folder is too large to copy" in work.lost and not list(work.folder.iterdir())
-    found = await kit.graded(task, work, walled)
-    assert (found.kind, found.reward) == ("agent failed", None)
+    result = await kit.grade_and_check(task, work, isolated)
+    assert (result.kind, result.reward) == ("agent failed", None)
 
 
 SEARCH = """
@@ -133,30 +131,30 @@ true
 
 
 @pytest.mark.parametrize("sandbox", backends("bubblewrap", "docker"))
-async def test_neither_tests_nor_reference_can_be_found(sandbox: str, root: Path, tmp_path: Path) -> None:
-    """All readable files, all processes and all git objects of an agent's sandbox are searched."""
-    ground = kit.ground(sandbox, root)
-    task = kit.repository(tmp_path / "task")
+async def test_agent_cannot_find_tests_or_solution(sandbox: str, root: Path, tmp_path: Path) -> None:
+    """Search all readable files, processes and git objects of an agent's sandbox."""
+    environment = kit.grading_environment(sandbox, root)
+    task = kit.repository_task(tmp_path / "task")
     task = msgspec.structs.replace(
-        task, solution=Solution(patch="SENTINEL", files=kit.laid(tmp_path / "s", {"solve.sh": "SENTINEL"}))
+        task, solution=Solution(patch="SENTINEL", files=kit.write_files(tmp_path / "s", {"solve.sh": "SENTINEL"}))
     )
     grader = msgspec.structs.replace(kit.SWE, test_patch=kit.TEST_PATCH.replace("test_one", "SENTINEL"))
     task = msgspec.structs.replace(task, grader=grader)
-    made = await ground.backend.create(staging.build_sandbox_spec(task, ground.backend))
+    created = await environment.backend.create(staging.build_sandbox_spec(task, environment.backend))
     try:
-        await staging.upload_files(made, task)
-        await staging.run_setup(made, task)
-        found = await made.exec(
+        await staging.upload_files(created, task)
+        await staging.run_setup(created, task)
+        result = await created.exec(
             ["/bin/sh", "-c", 'word=SENT; eval "$(cat)"'],
             stdin=SEARCH.replace("SENTINEL", '"$word"INEL').encode(),
             timeout_s=scaled(100),
         )
-        assert found.stdout == b"", found.stdout.decode()
+        assert result.stdout == b"", result.stdout.decode()
     finally:
-        await made.stop()
+        await created.stop()
 
 
-def test_names_for_people_are_harmless() -> None:
-    told = work_module.format_names(["a\x1b[2J\n", "b\udcff", *("c" * 9000 for _ in range(80))])
-    assert told[0] == "a�[2J�" and told[1] == "b�" and len(told) == 51 and told[-1] == "and 32 more"
-    assert all(len(line) < 400 for line in told)
+def test_reported_names_are_sanitized() -> None:
+    reported = work_module.format_names(["a\x1b[2J\n", "b\udcff", *("c" * 9000 for _ in range(80))])
+    assert reported[0] == "a�[2J�" and reported[1] == "b�" and len(reported) == 51 and reported[-1] == "and 32 more"
+    assert all(len(line) < 400 for line in reported)
