@@ -88,8 +88,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="turngate-bench-") as folder:
         data = Path(folder) / "data"
         began = time.perf_counter()
-        page_kit.fill(data, args.rollouts)
-        page_kit.long_rollout(data, args.turns, args.tokens)
+        page_kit.add_rollouts(data, args.rollouts)
+        page_kit.add_long_rollout(data, args.turns, args.tokens)
         print(f"{args.rollouts:,} rollouts and one of {args.turns} turns, {args.tokens:,} tokens, ", end="")
         print(f"written in {time.perf_counter() - began:.1f} s\n")
         served = Served(Path(folder))

@@ -1,4 +1,4 @@
-"""What the tests of the whole app are written with: a real gateway on a real port, and words for its scripted engine.
+"""Helpers for tests of the whole app: a real gateway on a real port, and turns for its scripted engine.
 
     async with gateway([say("Hello.")]) as g:
         session = await g.open()
@@ -6,7 +6,7 @@
         [turn] = await g.turns(session.id)
 
 Nothing is mocked: the `Gateway` is the one that `turngate serve` runs, uvicorn serves it in the test's own loop, and the clients
-are OpenAI's own. Only the engine is told what to sample; its scripts count the calls of each session on their own.
+are OpenAI's own. Only the engine is scripted; a script counts the calls of each session separately.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from turngate.server.app import Gateway
 Json = Any
 T = TypeVar("T")
 REAL_TOKENIZERS = ("qwen3", "qwen2_5", "llama3_1", "deepseek_v3")  # `python tools/parts.py tokenizers` makes them
-# A new database syncs often, and a disk may be slow. tools/tier.py names a folder that must be empty in the end.
-MEMORY = os.environ.get("TURNGATE_TEST_MEMORY") or ("/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+# New databases sync often, and a disk may be slow. tools/tier.py sets the variable and fails if the folder is not empty at the end.
+MEMORY_FOLDER = os.environ.get("TURNGATE_TEST_MEMORY") or ("/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
 
-# Loading a tokenizer and certifying its template takes half a second and more, always comes to the same, and the result has no state.
+# Loading a tokenizer and certifying its template takes at least half a second; the result has no state.
 _load = turngate.server.engine_factory.load_renderer = cache(load_renderer)  # type: ignore[attr-defined]
 
 
-# ── what the model says ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── model output ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def renderer(folder: Path = BUILTIN_TOKENIZER) -> Renderer:
@@ -67,7 +67,7 @@ def real_tokenizer(family: str) -> Path:
 
 
 def say(text: str, *, folder: Path = BUILTIN_TOKENIZER, close: bool = True, **how: Any) -> ScriptedTurn:
-    """A turn in which the model says `text`. `close=False`: it is cut short; `how`: the other fields of `Turn`, speed and faults."""
+    """A turn in which the model says `text`. `close=False` cuts it short; `how` sets other fields of `ScriptedTurn`."""
     speaker = renderer(folder)
     ids = speaker.tokenizer.encode(text)
     return ScriptedTurn(
@@ -75,35 +75,35 @@ def say(text: str, *, folder: Path = BUILTIN_TOKENIZER, close: bool = True, **ho
     )
 
 
-def spelled(pieces: Sequence[str], **how: Any) -> ScriptedTurn:
-    """The same, from given pieces that are tokenised apart: for what falls on the seams between tokens."""
+def say_pieces(pieces: Sequence[str], **how: Any) -> ScriptedTurn:
+    """A turn from pieces that are tokenised separately, to place the boundaries between tokens."""
     ids = [i for piece in pieces for i in tokenizer().encode(piece)]
     return ScriptedTurn([*ids, renderer().stop_ids[0]], **how)
 
 
-def calls(*wanted: tuple[str, Json]) -> str:
-    """Tool calls as the builtin template's model writes them."""
+def calls(*named: tuple[str, Json]) -> str:
+    """Tool calls in the format of the builtin template."""
     return "\n".join(
         f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
-        for name, arguments in wanted
+        for name, arguments in named
     )
 
 
 class Gated(Scripted):
-    """An engine that stops after some tokens of each turn until `gate` is opened: for what happens in the middle of one."""
+    """An engine that pauses each turn after some tokens until `gate` is set."""
 
     def __init__(self, script: Script | Sequence[ScriptedTurn], tokens: int = 0, **options: Any) -> None:
         super().__init__(script, **options)
         self.tokens = tokens
         self.gate = asyncio.Event()
-        self.waiting = 0  # generations that stand before the gate
+        self.waiting = 0  # generations that wait for the gate
 
     @asynccontextmanager
     async def generate(self, request: Generate) -> AsyncIterator[AsyncIterator[Chunk]]:
         async with super().generate(request) as chunks:
-            yield self._held(chunks)
+            yield self._pause(chunks)
 
-    async def _held(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+    async def _pause(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
         count = 0
         while True:
             if count >= self.tokens:
@@ -120,15 +120,15 @@ class Gated(Scripted):
             yield chunk
 
 
-# ── what the agent says ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── agent input ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def user(text: str) -> Json:
     return {"role": "user", "content": text}
 
 
-def result(call: Said, text: str) -> Json:
-    """The answer of a tool to a call."""
+def result(call: ToolCall, text: str) -> Json:
+    """A tool result message."""
     return {"role": "tool", "tool_call_id": call.id, "content": text}
 
 
@@ -138,23 +138,23 @@ def tool(name: str = "read_file", **properties: Json) -> Json:
     return {"type": "function", "function": {"name": name, "description": f"Does {name}.", "parameters": parameters}}
 
 
-WAYS = ("async", "async stream", "sync", "sync stream")  # in which the openai client can be asked
+CLIENT_MODES = ("async", "async stream", "sync", "sync stream")  # of the openai client
 
 
-class Said(NamedTuple):
-    """A tool call as the agent got it."""
+class ToolCall(NamedTuple):
+    """A tool call as the agent receives it."""
 
     id: str
     name: str
     arguments: str
 
 
-class Heard(NamedTuple):
+class Reply(NamedTuple):
     """A reply as an agent reads it, streamed or not."""
 
     content: str
     reasoning: str
-    calls: list[Said]
+    calls: list[ToolCall]
     finish: str | None
     usage: Json
 
@@ -171,19 +171,19 @@ class Heard(NamedTuple):
         return wire
 
 
-def whole(reply: Json) -> Heard:
-    """What a reply that was not streamed says."""
+def read_reply(reply: Json) -> Reply:
+    """Read a reply that was not streamed."""
     [choice] = reply.choices
     message = choice.message
-    made = [Said(c.id, c.function.name, c.function.arguments) for c in message.tool_calls or ()]
+    made = [ToolCall(c.id, c.function.name, c.function.arguments) for c in message.tool_calls or ()]
     reasoning = getattr(message, "reasoning", None) or ""
-    return Heard(message.content or "", reasoning, made, choice.finish_reason, reply.usage)
+    return Reply(message.content or "", reasoning, made, choice.finish_reason, reply.usage)
 
 
-def joined(chunks: Sequence[Json]) -> Heard:
-    """What a streamed reply says, put together the way agents do it."""
+def join_chunks(chunks: Sequence[Json]) -> Reply:
+    """Read a streamed reply, joining its chunks as agents do."""
     content, reasoning, finish, usage = "", "", None, None
-    made: dict[int, Said] = {}
+    made: dict[int, ToolCall] = {}
     for chunk in chunks:
         usage = chunk.usage or usage
         for choice in chunk.choices:
@@ -191,25 +191,25 @@ def joined(chunks: Sequence[Json]) -> Heard:
             reasoning += getattr(choice.delta, "reasoning", None) or ""
             finish = choice.finish_reason or finish
             for part in choice.delta.tool_calls or ():
-                known = made.get(part.index, Said("", "", ""))
-                made[part.index] = Said(
+                known = made.get(part.index, ToolCall("", "", ""))
+                made[part.index] = ToolCall(
                     known.id or part.id,
                     known.name + (part.function.name or ""),
                     known.arguments + (part.function.arguments or ""),
                 )
-    return Heard(content, reasoning, [made[n] for n in sorted(made)], finish, usage)
+    return Reply(content, reasoning, [made[n] for n in sorted(made)], finish, usage)
 
 
 # ── the gateway ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Opened(NamedTuple):
+class OpenSession(NamedTuple):
     id: str
     key: str
 
 
 class Running:
-    """A gateway that serves, seen from outside. `app` is the way in, for what cannot be seen from there."""
+    """A running gateway, used over HTTP. `app` gives access to its internals."""
 
     def __init__(self, app: Gateway, root: str, stack: AsyncExitStack) -> None:
         self.app = app
@@ -234,7 +234,7 @@ class Running:
         return self.app.store.path
 
     def http(self, key: str = "") -> httpx.AsyncClient:
-        """A bare client, for what the openai client would not send or not show."""
+        """A plain HTTP client, for what the openai client cannot send or show."""
         headers = {"authorization": f"Bearer {key}"} if key else {}
         client = httpx.AsyncClient(
             base_url=self.root, headers=headers, timeout=scaled(20), verify=False, trust_env=False
@@ -243,53 +243,53 @@ class Running:
         return client
 
     def client(self, key: str, base_url: str = "", **options: Any) -> openai.AsyncOpenAI:
-        if self._http is None:  # one pool for all of them; without TLS, whose certificates take 50 ms to load
+        if self._http is None:  # shared by all clients; without TLS, since loading certificates takes 50 ms
             self._http = openai.DefaultAsyncHttpxClient(verify=False, trust_env=False)
             self._stack.push_async_callback(self._http.aclose)
         options = {"max_retries": 0, "timeout": scaled(20), **options}
         return openai.AsyncOpenAI(api_key=key, base_url=base_url or self.base_url, http_client=self._http, **options)
 
     def sync_client(self, key: str, **options: Any) -> openai.OpenAI:
-        """Blocks: call it through `asyncio.to_thread`, since the gateway runs in the test's own loop."""
+        """A blocking client: call it with `asyncio.to_thread`, since the gateway runs in the test's own loop."""
         http = openai.DefaultHttpxClient(verify=False, trust_env=False)
         self._stack.callback(http.close)
         options = {"max_retries": 0, "timeout": scaled(20), "base_url": self.base_url, **options}
         return openai.OpenAI(api_key=key, http_client=http, **options)
 
     def start(self, work: Awaitable[T]) -> asyncio.Task[T]:
-        """Something that goes on beside the test, and is over when the gateway is."""
-        task = asyncio.create_task(_done(work))
-        self._stack.push_async_callback(_end, task)
+        """Start a task that is cancelled when the gateway stops."""
+        task = asyncio.create_task(_wait_for(work))
+        self._stack.push_async_callback(_cancel, task)
         return task
 
-    async def ask(self, key: str, messages: Json, way: str = "async", **request: Any) -> Heard:
-        """One chat completion by the openai client, in one of `WAYS`. `messages`: a list, or the text of a question."""
+    async def ask(self, key: str, messages: Json, mode: str = "async", **request: Any) -> Reply:
+        """Send one chat completion in one of `CLIENT_MODES`. `messages`: a list, or the text of a user message."""
         request |= {"messages": [user(messages)] if isinstance(messages, str) else messages}
         request.setdefault("model", "m")
-        if way.endswith("stream"):
+        if mode.endswith("stream"):
             request |= {"stream": True}
             request.setdefault("stream_options", {"include_usage": True})
-        match way:
+        match mode:
             case "async":
-                return whole(await self.client(key).chat.completions.create(**request))
+                return read_reply(await self.client(key).chat.completions.create(**request))
             case "async stream":
-                return joined([c async for c in await self.client(key).chat.completions.create(**request)])
+                return join_chunks([c async for c in await self.client(key).chat.completions.create(**request)])
             case "sync":
                 create = self.sync_client(key).chat.completions.create
-                return whole(await asyncio.to_thread(lambda: create(**request)))
+                return read_reply(await asyncio.to_thread(lambda: create(**request)))
             case _:
                 create = self.sync_client(key).chat.completions.create
-                return joined(await asyncio.to_thread(lambda: list(create(**request))))
+                return join_chunks(await asyncio.to_thread(lambda: list(create(**request))))
 
-    async def open(self, **config: Json) -> Opened:
-        opened = await self._ask("POST", "/admin/sessions", json=config)
-        return Opened(opened["id"], opened["api_key"])
+    async def open(self, **config: Json) -> OpenSession:
+        opened = await self._request("POST", "/admin/sessions", json=config)
+        return OpenSession(opened["id"], opened["api_key"])
 
     async def show(self, session_id: str) -> Json:
-        return await self._ask("GET", f"/admin/sessions/{session_id}")
+        return await self._request("GET", f"/admin/sessions/{session_id}")
 
     async def trace(self, session_id: str) -> Json:
-        return await self._ask("GET", f"/admin/sessions/{session_id}/trace")
+        return await self._request("GET", f"/admin/sessions/{session_id}/trace")
 
     async def turns(self, session_id: str) -> list[Json]:
         """The sampled nodes of the trace, oldest first."""
@@ -297,29 +297,29 @@ class Running:
 
     async def samples(self, session_id: str, *, keep_empty: bool = False) -> list[Json]:
         path = f"/admin/sessions/{session_id}/samples" + ("?all=1" if keep_empty else "")
-        rows: list[Json] = (await self._ask("GET", path))["samples"]
+        rows: list[Json] = (await self._request("GET", path))["samples"]
         return rows
 
     async def seal(self, session_id: str) -> Json:
-        return await self._ask("POST", f"/admin/sessions/{session_id}/seal")
+        return await self._request("POST", f"/admin/sessions/{session_id}/seal")
 
     async def cancel(self, session_id: str) -> Json:
-        return await self._ask("POST", f"/admin/sessions/{session_id}/cancel")
+        return await self._request("POST", f"/admin/sessions/{session_id}/cancel")
 
     async def pause(self, mode: str = "hold") -> Json:
-        return await self._ask("POST", "/admin/fence/pause", json={"mode": mode})
+        return await self._request("POST", "/admin/fence/pause", json={"mode": mode})
 
     async def resume(self, version: int | None = None) -> Json:
-        return await self._ask("POST", "/admin/fence/resume", json={"version": version})
+        return await self._request("POST", "/admin/fence/resume", json={"version": version})
 
-    async def _ask(self, method: str, path: str, **request: Any) -> Json:
+    async def _request(self, method: str, path: str, **request: Any) -> Json:
         response = await self.admin.request(method, path, **request)
         assert response.is_success, f"{method} {path}: {response.status_code} {response.text}"
         return response.json()
 
     @contextmanager
     def locked_database(self) -> Iterator[None]:
-        """Nobody else can write meanwhile: a commit under way waits. Only for `durability="disk"`, which commits in a thread."""
+        """Block other writers, so that commits wait. Only for `durability="disk"`, which commits in a thread."""
         with closing(sqlite3.connect(self.database, isolation_level=None)) as db:
             db.execute("BEGIN IMMEDIATE")
             try:
@@ -328,7 +328,7 @@ class Running:
                 db.execute("ROLLBACK")
 
     def rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
-        """What the database file holds, read the way another program would."""
+        """Query the database file over a separate connection."""
         with closing(sqlite3.connect(f"file:{self.database}?mode=ro", uri=True)) as db:
             return db.execute(query, values).fetchall()
 
@@ -342,24 +342,26 @@ async def gateway(
     data: Path | None = None,
     **config: Any,
 ) -> AsyncIterator[Running]:
-    """A gateway with a scripted engine, on a free port, until the block ends. `config`: any setting of `turngate serve`.
+    """Run a gateway with a scripted engine on a free port. `config`: any setting of `turngate serve`.
 
-    Give `data` to keep the folder, for a gateway that is started again. `observe`: the kind of endpoint at `engine_url` that it
-    observes, instead of an engine.
+    `data`: a folder to keep, for a gateway that restarts. `observe`: the kind of endpoint at `engine_url` to observe instead of
+    running an engine.
     """
     async with AsyncExitStack() as stack:
-        folder = data or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="turngate-test-", dir=MEMORY)))
+        folder = data or Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="turngate-test-", dir=MEMORY_FOLDER))
+        )
         settings = ServeConfig(data=str(folder), **config, **({"engine": observe} if observe else {})).check()
         app = Gateway(settings, engine=None if observe else engine or Scripted(script))
         await app.start()
         stack.push_async_callback(app.stop)
-        port = await stack.enter_async_context(_served(app))
+        port = await stack.enter_async_context(_serve(app))
         yield Running(app, f"http://127.0.0.1:{port}", await stack.enter_async_context(AsyncExitStack()))
 
 
 @asynccontextmanager
-async def _served(app: Gateway) -> AsyncIterator[int]:
-    """uvicorn as `turngate serve` sets it up, less its signals and its waits of a tenth of a second."""
+async def _serve(app: Gateway) -> AsyncIterator[int]:
+    """Run uvicorn as `turngate serve` does, but without signal handlers and polling delays. Yield the port."""
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(
         uvicorn.Config(
@@ -390,19 +392,19 @@ async def _served(app: Gateway) -> AsyncIterator[int]:
             await asyncio.wait(late)
 
 
-async def _done(work: Awaitable[T]) -> T:
+async def _wait_for(work: Awaitable[T]) -> T:
     return await work
 
 
-async def _end(task: asyncio.Task[Any]) -> None:
+async def _cancel(task: asyncio.Task[Any]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
 
 async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
-    """Waits for something that the gateway does in its own time."""
+    """Wait until a condition holds."""
     limit = scaled(seconds)
     end = time.monotonic() + limit
     while not condition():
-        assert time.monotonic() < end, f"still not so after {limit:.0f} s"
+        assert time.monotonic() < end, f"condition did not hold within {limit:.0f} s"
         await asyncio.sleep(0.002)

@@ -1,13 +1,13 @@
-"""Data folders for tests of the web page: many rollouts, a long one, a hostile one. Written straight into a store, in seconds.
+"""Data folders for tests of the web page: many rollouts, a long one, a hostile one. Written directly into a store, in seconds.
 
-    fill(data, 10_000)                       # groups of 8 in every state; ids `r00000` …, groups `first.0a1b2c3d.task-0001` …
-    long_rollout(data)                       # `long`: 200 turns, 100,000 tokens, sub-agent, side call, retry, compaction
-    hostile(data)                            # `hostile`: every text that an agent, a task or a runner can choose is markup
-    async with served(data) as g: …          # a gateway on it; `g.root` is its address, `g.app.admin_key` opens it
+    add_rollouts(data, 10_000)               # groups of 8 in every state; ids `r00000` …, groups `first.0a1b2c3d.task-0001` …
+    add_long_rollout(data)                   # `long`: 200 turns, 100,000 tokens, sub-agent, side call, retry, compaction
+    add_hostile_rollouts(data)               # `hostile`: every text that an agent, a task or a runner can choose is markup
+    async with serve(data) as g: …           # a gateway on it; `g.root` is its address, `g.app.admin_key` its key
 
-Call them before a gateway opens the folder: they need it for themselves. The traces are well formed (checksums, prefix chains) and of the
-builtin tokenizer, but nobody rendered them, so `served` keeps them from `tests/verify/everywhere.py`. Used by `tests/server/test_page*.py`,
-the browser's tests and `bench/page.py`.
+Call them before a gateway opens the folder: they lock it. The traces are well formed (checksums, prefix chains) and use the builtin
+tokenizer, but no renderer produced them, so `serve` hides them from `tests/verify/everywhere.py`. Used by `tests/server/test_page*.py`, the
+browser tests and `bench/page.py`.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ STAGES = (
 
 
 @asynccontextmanager
-async def served(
+async def serve(
     data: Path, script: Script | Sequence[ScriptedTurn] = (), *, engine: Engine | None = None, **config: Any
 ) -> AsyncIterator[kit.Running]:
-    """A gateway on such a folder. When it stops, the database is put aside: what was written by hand is nobody's to verify."""
+    """Run a gateway on such a folder, then rename its database: handwritten traces must not be verified."""
     async with kit.gateway(script, engine=engine, data=data, **config) as running:
         try:
             yield running
@@ -65,7 +65,7 @@ async def served(
 
 
 class Builder:
-    """One session after another, in one transaction. Times are given; ids are unique."""
+    """Writes sessions in one transaction, with given times and unique ids."""
 
     def __init__(self, store: Store, db: Any) -> None:
         self._store, self._db = store, db
@@ -79,17 +79,17 @@ class Builder:
         status: str = "sealed",
         closed: float | None = None,
         stop: str = "",
-        told: bool = True,
+        with_event: bool = True,
         **config: Json,
     ) -> int:
-        """Its key. `config`: fields of `SessionConfig`."""
+        """Add a session and return its key. `config`: fields of `SessionConfig`."""
         settings = SessionConfig(**{"model": MODEL, **config})
         row = (name, name.encode() * 2, msgspec.json.encode(settings), opened, closed, status, self.vocabulary, stop)
         key = self._db.execute(
             "INSERT INTO sessions (id, secret, config, opened, closed, status, vocabulary, stop) VALUES (?,?,?,?,?,?,?,?)",
             row,
         ).lastrowid
-        if told:
+        if with_event:
             self.event(name, "opened", {"mode": settings.mode, "model": settings.model}, opened)
         return int(key)
 
@@ -108,7 +108,7 @@ class Builder:
 
 
 @contextmanager
-def building(data: Path) -> Iterator[Builder]:
+def open_builder(data: Path) -> Iterator[Builder]:
     data.mkdir(parents=True, exist_ok=True)
     tokenizer = kit.tokenizer()
     store = Store(data)
@@ -120,8 +120,8 @@ def building(data: Path) -> Iterator[Builder]:
         store.close()
 
 
-class Talk:
-    """A trace that grows, written as it does."""
+class TraceBuilder:
+    """Writes a growing trace."""
 
     def __init__(self, builder: Builder, key: int, name: str, at: float) -> None:
         self._builder, self._key, self._name = builder, key, name
@@ -135,19 +135,25 @@ class Talk:
         parent: Sampled | None = None,
         *,
         cause: Cause | None = None,
-        told: CallSignals = CallSignals(),
+        signals: CallSignals = CallSignals(),
         tools: bool = True,
         ids: Sequence[int] | None = None,
     ) -> Context:
-        """Messages and the generation prompt."""
-        spelled = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+        """Add messages and the generation prompt."""
+        rendered = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
         before = "<|im_end|>\n" if parent is not None else ""
         if ids is None:
-            ids = kit.tokenizer().encode(f"{before}{spelled}<|im_start|>assistant\n")
+            ids = kit.tokenizer().encode(f"{before}{rendered}<|im_start|>assistant\n")
         number = self._trace.reserve_id()
         roles = "".join(m["role"][0] for m in messages)
         info = ContextInfo(
-            b"p" * DIGEST_SIZE, bytes([number % 251]) * DIGEST_SIZE * len(messages), roles, tools, cause, "chat", told
+            b"p" * DIGEST_SIZE,
+            bytes([number % 251]) * DIGEST_SIZE * len(messages),
+            roles,
+            tools,
+            cause,
+            "chat",
+            signals,
         )
         node = Context(number, parent, np.array(ids, ID_DTYPE), info)
         self._trace.add_context(node)
@@ -191,23 +197,25 @@ class Talk:
         self._trace.add_sampled(node)
         self._builder.node(self._key, node, {"role": "assistant", "content": text, **(message or {})})
         self.at += seconds
-        told = {
+        data = {
             "node": number,
             "finish": finish,
             "prompt_tokens": context.length,
             "sampled_tokens": node.size,
             "cause": cause,
         }
-        self._builder.event(self._name, "turn", told, self.at)
+        self._builder.event(self._name, "turn", data, self.at)
         self.tokens += node.size
         return node
 
 
-def fill(data: Path, rollouts: int = 10_000, *, n: int = 8, start: float | None = None) -> None:
-    """Groups of `n`, one rollout every two seconds up to now. Of each ten or so: graded ones, failures of every class, a cancelled one;
-    the newest are still running, and one is starting. The policy's version rises every 500."""
+def add_rollouts(data: Path, rollouts: int = 10_000, *, n: int = 8, start: float | None = None) -> None:
+    """Add groups of `n`, one rollout every two seconds until now: graded, failed in every class and cancelled.
+
+    The newest are still running, and one is starting. The policy's version rises every 500 rollouts.
+    """
     first = time.time() - 2.0 * rollouts if start is None else start
-    with building(data) as builder:
+    with open_builder(data) as builder:
         versions = 0
         for number in range(rollouts):
             opened = first + 2.0 * number
@@ -237,8 +245,8 @@ def _rollout(builder: Builder, number: int, n: int, opened: float, version: int,
         "attempt": 1,
     }
     about = {"rollout": metadata["rollout"], "attempt": 1}
-    for place, stage in enumerate(STAGES[:7]):
-        builder.event(name, "stage", {"stage": stage, **about}, opened - 1 + place * 0.1)
+    for position, stage in enumerate(STAGES[:7]):
+        builder.event(name, "stage", {"stage": stage, **about}, opened - 1 + position * 0.1)
     cancelled = number % 13 == 12
     ended = None if running else opened + 1.8
     status = "open" if running else "cancelled" if cancelled else "sealed"
@@ -246,9 +254,9 @@ def _rollout(builder: Builder, number: int, n: int, opened: float, version: int,
     key = builder.session(
         name, opened, status=status, closed=ended, stop=stop, metadata=metadata, limits=Limits(turns=50)
     )
-    talk = Talk(builder, key, name, opened)
-    context = talk.ask([{"role": "user", "content": f"Mend {task}."}])
-    talk.answer(context, f"Done, number {number}.", version=version, seconds=0.5)
+    trace = TraceBuilder(builder, key, name, opened)
+    context = trace.ask([{"role": "user", "content": f"Mend {task}."}])
+    trace.answer(context, f"Done, number {number}.", version=version, seconds=0.5)
     if ended is None:
         return
     builder.event(name, status, {"stop": stop, "turns": 1}, ended)
@@ -295,10 +303,10 @@ def _outcome(number: int, group: str, task: str, rollout: str, agent: str) -> Re
             )
 
 
-def long_rollout(
+def add_long_rollout(
     data: Path, turns: int = 200, tokens: int = 100_000, *, name: str = "long", running: bool = False
 ) -> None:
-    """One rollout with a tree of every kind in it."""
+    """Add one rollout with every kind of branch."""
     opened = time.time() - turns * 2.0
     rng = np.random.default_rng(7)
     words = ["def", " value", " return", "\n    ", " naïve", " 漢字", " 🙂", "(self)", " == ", " 3.14", "\n", " café"]
@@ -311,10 +319,10 @@ def long_rollout(
         "batch": BATCH,
         "rollout": f"{BATCH}.long-task.0",
     }
-    with building(data) as builder:
-        for place, stage in enumerate(STAGES[:7]):
+    with open_builder(data) as builder:
+        for position, stage in enumerate(STAGES[:7]):
             builder.event(
-                name, "stage", {"stage": stage, "rollout": metadata["rollout"], "attempt": 1}, opened - 7 + place
+                name, "stage", {"stage": stage, "rollout": metadata["rollout"], "attempt": 1}, opened - 7 + position
             )
         key = builder.session(
             name,
@@ -323,71 +331,71 @@ def long_rollout(
             closed=None if running else opened + turns * 2.0,
             metadata=metadata,
         )
-        talk = Talk(builder, key, name, opened)
+        trace = TraceBuilder(builder, key, name, opened)
         each = max(4, tokens // turns)
         sampled = max(2, each // 8)
-        side = talk.ask([{"role": "user", "content": "Give this a title."}], tools=False)
-        talk.answer(side, "Mending a parser")
+        side = trace.ask([{"role": "user", "content": "Give this a title."}], tools=False)
+        trace.answer(side, "Mending a parser")
         last: Sampled | None = None
         first: list[int] = []
         for turn in range(turns - 4):
-            asked: list[Json] = [
+            messages: list[Json] = [
                 {"role": "tool", "tool_call_id": f"call_{turn - 1}", "content": f"output {turn}\n" * 60}
             ]
             cause: Cause | None = None
             if last is None:
-                asked = [
+                messages = [
                     {"role": "system", "content": "You mend code."},
                     {"role": "user", "content": "Mend the parser."},
                 ]
             elif turn == turns // 2:
                 cause, last = "compaction", None
-                asked = [
+                messages = [
                     {"role": "system", "content": "You mend code."},
                     {"role": "user", "content": "So far: half of it is mended."},
                 ]
             ids = rng.choice(vocabulary, each - sampled).tolist()
             if cause is not None:
                 ids[:8] = first[:8]
-            context = talk.ask(asked, last, cause=cause, ids=ids)
+            context = trace.ask(messages, last, cause=cause, ids=ids)
             if turn == 0:
                 first = ids
-            said = {
+            message = {
                 "reasoning": f"Step {turn}: look.",
                 "tool_calls": [{"id": f"call_{turn}", "name": "bash", "arguments": '{"command": "ls"}'}],
             }
             if turn == 10:
-                talk.answer(context, "Lost.", finish="abort")
-            last = talk.answer(
+                trace.answer(context, "Lost.", finish="abort")
+            last = trace.answer(
                 context,
                 f"I look at part {turn}.",
                 ids=rng.choice(vocabulary, sampled).tolist(),
-                message=said,
+                message=message,
                 finish="tool_calls",
                 version=turn * 4 // turns,
                 cause="retry" if turn == 10 else None,
             )
-        helper = talk.ask(
+        helper = trace.ask(
             [{"role": "user", "content": "Search for uses."}],
             cause="subagent",
-            told=CallSignals("t2", "t1", "subagent"),
+            signals=CallSignals("t2", "t1", "subagent"),
         )
-        talk.answer(helper, "There are three.", version=3)
+        trace.answer(helper, "There are three.", version=3)
         if not running:
-            builder.event(name, "sealed", {"stop": "", "turns": turns}, talk.at)
-            data_of: Json = {
+            builder.event(name, "sealed", {"stop": "", "turns": turns}, trace.at)
+            details: Json = {
                 "rollout": metadata["rollout"],
                 "status": "finished",
                 "logs": {"stdout": "ok\n", "verifier": "3 passed\n"},
             }
             outcome = RecordedOutcome(
-                kind="graded", reward=1.0, resolved=True, group=metadata["group"], task="long-task", data=data_of
+                kind="graded", reward=1.0, resolved=True, group=metadata["group"], task="long-task", data=details
             )
-            builder.outcome(key, name, outcome, talk.at + 1)
+            builder.outcome(key, name, outcome, trace.at + 1)
 
 
-def hostile(data: Path, *, name: str = "hostile") -> None:
-    """Whatever others can choose is markup: names, messages, tools, reasoning, logs, errors. Two of a group, to compare."""
+def add_hostile_rollouts(data: Path, *, name: str = "hostile") -> None:
+    """Add two rollouts of one group with markup in every name, message, tool, reasoning, log and error."""
     opened = time.time() - 60
     group = f"evil.{MARKUP}"
     metadata = {
@@ -399,26 +407,28 @@ def hostile(data: Path, *, name: str = "hostile") -> None:
         "rollout": f"{group}.0",
         "batch": MARKUP,
     }
-    with building(data) as builder:
+    with open_builder(data) as builder:
         for number, own in enumerate((name, f"{name}-2")):
             key = builder.session(
                 own, opened + number, closed=opened + 10, stop=MARKUP, model=MARKUP, metadata=metadata
             )
             builder.event(own, "stage", {"stage": MARKUP, "rollout": MARKUP, "attempt": 1}, opened)
-            talk = Talk(builder, key, own, opened)
-            context = talk.ask([{"role": "system", "content": MARKUP}, {"role": "user", "content": MARKUP}])
+            trace = TraceBuilder(builder, key, own, opened)
+            context = trace.ask([{"role": "system", "content": MARKUP}, {"role": "user", "content": MARKUP}])
             call = {"id": MARKUP, "name": MARKUP, "arguments": MARKUP}
-            turn = talk.answer(
+            turn = trace.answer(
                 context, MARKUP, message={"reasoning": MARKUP, "tool_calls": [call]}, finish="tool_calls", fault=MARKUP
             )
-            talk.answer(
-                talk.ask([{"role": "tool", "tool_call_id": MARKUP, "content": MARKUP * 3}], turn), MARKUP, cause="retry"
+            trace.answer(
+                trace.ask([{"role": "tool", "tool_call_id": MARKUP, "content": MARKUP * 3}], turn),
+                MARKUP,
+                cause="retry",
             )
-            talk.answer(talk.ask([{"role": "user", "content": MARKUP}], turn, cause="edited"), MARKUP)
+            trace.answer(trace.ask([{"role": "user", "content": MARKUP}], turn, cause="edited"), MARKUP)
             builder.event(own, "sealed", {"stop": MARKUP, "turns": 3}, opened + 10)
             logs = {"stdout": MARKUP, "stderr": MARKUP, "verifier": MARKUP}
             fault = {"stage": MARKUP, "boundary": MARKUP}
-            told: Json = {
+            details: Json = {
                 "status": MARKUP,
                 "rollout": MARKUP,
                 "logs": logs,
@@ -429,6 +439,8 @@ def hostile(data: Path, *, name: str = "hostile") -> None:
             builder.outcome(
                 key,
                 own,
-                RecordedOutcome(kind="agent failed", reward=0.0, message=MARKUP, group=group, task=MARKUP, data=told),
+                RecordedOutcome(
+                    kind="agent failed", reward=0.0, message=MARKUP, group=group, task=MARKUP, data=details
+                ),
                 opened + 11,
             )

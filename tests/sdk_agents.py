@@ -1,10 +1,10 @@
-"""Small agents on the official SDKs, one per dialect, alike from outside: for tests in which the dialect must not matter.
+"""Small agents on the official SDKs, one per dialect, with the same interface: for tests that cover every dialect.
 
     async with agent("messages", root, key, stream=True) as a:
-        heard = await a.ask("Hello")
-        heard = await a.answer({"read_file": "text"})
+        reply = await a.ask("Hello")
+        reply = await a.answer({"read_file": "text"})
 
-Each keeps its history the way programs on that SDK do: what the model said goes back as the SDK gave it.
+Each keeps its history as programs on that SDK do: replies go back unchanged.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Call(NamedTuple):
     arguments: Json
 
 
-class Heard(NamedTuple):
-    """A reply as the agent reads it. `finish`: stop, calls or length; `usage`: prompt, sampled, cached."""
+class Reply(NamedTuple):
+    """A reply as the agent reads it. `finish`: stop, calls or length; `usage`: prompt, sampled and cached tokens."""
 
     text: str
     thought: str
@@ -45,7 +45,7 @@ class Heard(NamedTuple):
 
 
 class Agent:
-    """`extra`: what else goes into the body; `tools`: the names of those that are offered."""
+    """An agent. `extra`: further fields of the request body; `tools`: names of the tools to offer."""
 
     model = "m"
     tools: tuple[str, ...] = TOOLS
@@ -54,19 +54,19 @@ class Agent:
         self.stream = stream
         self.extra = extra
         self.history: list[Json] = []
-        self.last: Heard | None = None
+        self.last: Reply | None = None
 
-    async def ask(self, text: str) -> Heard:
+    async def ask(self, text: str) -> Reply:
         self.add_user(text)
         return await self._next()
 
-    async def answer(self, results: Mapping[str, str]) -> Heard:
-        """The results of the last turn's calls, by tool."""
+    async def answer(self, results: Mapping[str, str]) -> Reply:
+        """Send the results of the last turn's calls, by tool."""
         assert self.last is not None
         self.add_results([(call, results[call.name]) for call in self.last.calls])
         return await self._next()
 
-    async def _next(self) -> Heard:
+    async def _next(self) -> Reply:
         self.last = await self.turn()
         return self.last
 
@@ -76,7 +76,7 @@ class Agent:
     def add_results(self, results: list[tuple[Call, str]]) -> None:
         raise NotImplementedError
 
-    async def turn(self) -> Heard:
+    async def turn(self) -> Reply:
         raise NotImplementedError
 
 
@@ -94,7 +94,7 @@ class ChatAgent(Agent):
     def add_results(self, results: list[tuple[Call, str]]) -> None:
         self.history += [{"role": "tool", "tool_call_id": call.id, "content": text} for call, text in results]
 
-    async def turn(self) -> Heard:
+    async def turn(self) -> Reply:
         tools = [
             {"type": "function", "function": {"name": n, "description": n, "parameters": SCHEMA}} for n in self.tools
         ]
@@ -139,7 +139,7 @@ class ChatAgent(Agent):
         assert usage is not None
         cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
         finish = {"tool_calls": "calls"}.get(finish, finish)
-        return Heard(text, thought, calls, finish, (usage.prompt_tokens, usage.completion_tokens, cached or 0))
+        return Reply(text, thought, calls, finish, (usage.prompt_tokens, usage.completion_tokens, cached or 0))
 
 
 class ResponsesAgent(Agent):
@@ -155,7 +155,7 @@ class ResponsesAgent(Agent):
     def add_results(self, results: list[tuple[Call, str]]) -> None:
         self.history += [{"type": "function_call_output", "call_id": call.id, "output": text} for call, text in results]
 
-    async def turn(self) -> Heard:
+    async def turn(self) -> Reply:
         request: Json = {
             "model": self.model,
             "instructions": SYSTEM,
@@ -187,7 +187,7 @@ class ResponsesAgent(Agent):
         finish = "length" if response.status == "incomplete" else "calls" if calls else "stop"
         usage = response.usage
         numbers = (usage.input_tokens, usage.output_tokens, usage.input_tokens_details.cached_tokens)
-        return Heard(response.output_text, thought, calls, finish, numbers)
+        return Reply(response.output_text, thought, calls, finish, numbers)
 
 
 class MessagesAgent(Agent):
@@ -209,7 +209,7 @@ class MessagesAgent(Agent):
         blocks = [{"type": "tool_result", "tool_use_id": call.id, "content": text} for call, text in results]
         self.history.append({"role": "user", "content": blocks})
 
-    async def turn(self) -> Heard:
+    async def turn(self) -> Reply:
         request: Json = {
             "model": self.model,
             "max_tokens": 2000,
@@ -233,11 +233,11 @@ class MessagesAgent(Agent):
         finish = {"end_turn": "stop", "tool_use": "calls", "max_tokens": "length"}[message.stop_reason or ""]
         usage, cached = message.usage, message.usage.cache_read_input_tokens or 0
         prompt = usage.input_tokens + cached + (usage.cache_creation_input_tokens or 0)
-        return Heard(text, thought, calls, finish, (prompt, usage.output_tokens, cached))
+        return Reply(text, thought, calls, finish, (prompt, usage.output_tokens, cached))
 
 
 class GeminiAgent(Agent):
-    """Keeps its history as Gemini CLI does: text joined, thoughts dropped, signatures where they were."""
+    """Keeps its history as Gemini CLI does: text joined, thoughts dropped, signatures kept in place."""
 
     def __init__(self, root: str, key: str, session: aiohttp.ClientSession, stream: bool, extra: Json) -> None:
         super().__init__(stream, extra)
@@ -254,7 +254,7 @@ class GeminiAgent(Agent):
         ]
         self.history.append(types.Content(role="user", parts=parts))
 
-    async def turn(self) -> Heard:
+    async def turn(self) -> Reply:
         declared = [types.FunctionDeclaration(name=n, description=n, parameters_json_schema=SCHEMA) for n in self.tools]
         config = types.GenerateContentConfig(
             system_instruction=SYSTEM,
@@ -288,7 +288,7 @@ class GeminiAgent(Agent):
         usage = last.usage_metadata
         sampled = (usage.candidates_token_count or 0) + (usage.thoughts_token_count or 0)
         numbers = (usage.prompt_token_count or 0, sampled, usage.cached_content_token_count or 0)
-        return Heard(text, thought, calls, finish, numbers)
+        return Reply(text, thought, calls, finish, numbers)
 
 
 DIALECTS = ("chat", "responses", "messages", "gemini")
@@ -298,7 +298,7 @@ DIALECTS = ("chat", "responses", "messages", "gemini")
 async def agent(
     dialect: str, root: str, key: str, *, stream: bool = True, extra: Json = None, **other: Any
 ) -> AsyncIterator[Agent]:
-    """Without TLS, whose certificates take 50 ms to load, and without retries."""
+    """Start an agent without retries and without TLS, since loading certificates takes 50 ms."""
     async with AsyncExitStack() as stack:
         made: Agent
         match dialect:

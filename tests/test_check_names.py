@@ -1,4 +1,4 @@
-"""`tools/check_names.py` finds what it is for, and accepts good names."""
+"""`tools/check_names.py` reports bad names and accepts good ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GOOD = [
 
 
 @pytest.mark.parametrize("expected", BAD)
-def test_a_violation_is_found(expected: str, tmp_path: Path) -> None:
+def test_violation_is_reported(expected: str, tmp_path: Path) -> None:
     file = tmp_path / "sample.py"
     file.write_text(BAD[expected] + "\n")
     [problem] = check_names.check_file(file)
@@ -43,13 +43,13 @@ def test_good_code_passes(source: str, tmp_path: Path) -> None:
     assert list(check_names.check_file(file)) == []
 
 
-def test_a_riddle_for_a_module_name_is_found(tmp_path: Path) -> None:
+def test_unclear_module_name_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "beside.py"
     file.write_text("")
     assert "module" in next(iter(check_names.check_file(file)))
 
 
-def test_class_names_are_unique(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_duplicate_class_name_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_names, "ROOT", tmp_path)
     for name, source in (
         ("a.py", "class Asked: pass"),

@@ -1,4 +1,4 @@
-"""The tiers catch missing marks, missing parts, failing tests, hanging tests and leftovers."""
+"""Test tiers reject missing marks, missing parts, failing tests, hanging tests and leftovers."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def start_tier(folder: Path, source: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("what", UNMARKED)
-def test_a_test_without_the_right_mark_fails_collection(tmp_path: Path, what: str) -> None:
-    done = run_pytest(tmp_path, UNMARKED[what])
+@pytest.mark.parametrize("case", UNMARKED)
+def test_wrong_mark_fails_collection(tmp_path: Path, case: str) -> None:
+    done = run_pytest(tmp_path, UNMARKED[case])
     assert done.returncode not in (0, 1, 5) and "passed" not in done.stdout, done.stdout
     assert "test_planted" in done.stdout + done.stderr and "mark" in done.stdout + done.stderr
 
 
-def test_a_process_that_only_a_library_starts_fails_its_test(tmp_path: Path) -> None:
+def test_process_started_by_library_fails_test(tmp_path: Path) -> None:
     hidden = "def test_planted():\n    __import__('importlib').import_module('subprocess').Popen(['true']).wait()"
     done = run_pytest(tmp_path, hidden)
     assert done.returncode == 1 and "mark it with @pytest.mark.process" in done.stdout, done.stdout
@@ -87,13 +87,13 @@ def test_a_process_that_only_a_library_starts_fails_its_test(tmp_path: Path) -> 
     assert run_pytest(tmp_path, swallowed).returncode == 1
 
 
-def test_the_program_of_a_part_needs_the_mark_of_that_part(tmp_path: Path) -> None:
+def test_program_of_part_needs_mark(tmp_path: Path) -> None:
     source = "@pytest.mark.process\ndef test_planted(): subprocess.run(['docker', 'ps'])"
     done = run_pytest(tmp_path, source)
     assert done.returncode == 1 and '@pytest.mark.needs("docker")' in done.stdout, done.stdout
 
 
-def test_a_missing_part_skips_with_the_command_that_installs_it_and_fails_in_ci(tmp_path: Path) -> None:
+def test_missing_part_skips_locally_and_fails_in_ci(tmp_path: Path) -> None:
     source = "@pytest.mark.needs('tokenizers')\ndef test_planted(): pass"
     skipped = run_pytest(tmp_path, source, TURNGATE_CACHE=str(tmp_path / "empty"))
     assert skipped.returncode == 0 and "1 skipped" in skipped.stdout
@@ -103,7 +103,7 @@ def test_a_missing_part_skips_with_the_command_that_installs_it_and_fails_in_ci(
 
 
 @pytest.mark.real
-def test_a_failed_assertion_fails_the_tier_and_is_counted(tmp_path: Path) -> None:
+def test_failed_assertion_fails_tier(tmp_path: Path) -> None:
     done = start_tier(tmp_path, "def test_planted(): assert 1 == 2\ndef test_fine(): pass")
     output, _ = done.communicate(timeout=scaled(60))
     assert done.returncode == 1
@@ -111,7 +111,7 @@ def test_a_failed_assertion_fails_the_tier_and_is_counted(tmp_path: Path) -> Non
 
 
 @pytest.mark.real
-def test_a_run_that_ends_without_results_fails_the_tier(tmp_path: Path) -> None:
+def test_run_without_results_fails_tier(tmp_path: Path) -> None:
     source = "@pytest.mark.alone\ndef test_planted(): os._exit(0)"
     done = start_tier(tmp_path, source)
     output, _ = done.communicate(timeout=scaled(60))
@@ -120,7 +120,7 @@ def test_a_run_that_ends_without_results_fails_the_tier(tmp_path: Path) -> None:
 
 @pytest.mark.real
 @pytest.mark.parametrize("pattern", LEFTOVERS)
-def test_leftovers_fail_the_tier_and_are_removed(tmp_path: Path, pattern: str) -> None:
+def test_leftovers_fail_tier_and_are_removed(tmp_path: Path, pattern: str) -> None:
     done = start_tier(tmp_path, LEFTOVERS[pattern])
     output, _ = done.communicate(timeout=scaled(120))
     assert done.returncode == 1 and "test: 1 passed, 0 failed, 0 skipped" in output, output
@@ -128,11 +128,13 @@ def test_leftovers_fail_the_tier_and_are_removed(tmp_path: Path, pattern: str) -
     for pid in map(int, re.findall(r"left behind: process (\d+)", output)):
         assert not Path(f"/proc/{pid}").exists()
     temporary = tmp_path / "tmp"
-    assert not list(temporary.iterdir()) and temporary.stat().st_mode & 0o777 == MODE, "only its own folders change"
+    assert not list(temporary.iterdir()) and temporary.stat().st_mode & 0o777 == MODE, (
+        "the tier changed a folder that it did not create"
+    )
 
 
 @pytest.mark.real
-def test_ctrl_c_stops_everything_that_was_started(tmp_path: Path) -> None:
+def test_ctrl_c_stops_all_processes(tmp_path: Path) -> None:
     source = "def test_planted():\n    subprocess.run(['sh', '-c', 'sleep 612 & sleep 612'], start_new_session=True)"
     started = start_tier(tmp_path, source)
     deadline = time.monotonic() + scaled(60)
@@ -146,13 +148,13 @@ def test_ctrl_c_stops_everything_that_was_started(tmp_path: Path) -> None:
     assert not list((tmp_path / "tmp").iterdir())
 
 
-def test_a_hanging_test_times_out(tmp_path: Path) -> None:
+def test_hanging_test_times_out(tmp_path: Path) -> None:
     source = "@pytest.mark.timeout(1)\n@pytest.mark.process\ndef test_planted(): time.sleep(600)"
     done = run_pytest(tmp_path, source)
     assert done.returncode == 1 and "Timeout" in done.stdout, done.stdout
 
 
-def test_tests_that_start_processes_share_the_fixtures_of_their_file(tmp_path: Path) -> None:
+def test_process_tests_of_a_file_share_a_worker(tmp_path: Path) -> None:
     source = """pytestmark = pytest.mark.process
 @pytest.mark.parametrize("number", range(8))
 def test_planted(number):
@@ -165,7 +167,7 @@ def test_planted(number):
     assert len(workers.read_text().split()) == 8 and len(set(workers.read_text().split())) == 1
 
 
-def test_limits_grow_with_the_slowness_of_the_machine() -> None:
+def test_timeouts_scale_with_slowness() -> None:
     command = [sys.executable, "-c", "from tests.speed import scaled; print(scaled(1))"]
 
     def limit(slowness: str) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cli.kit import process, ran, refused
-from tests.kit import Running, calls, gateway, result, say, spelled, tokenizer, tool, user
+from tests.kit import Running, calls, gateway, result, say, say_pieces, tokenizer, tool, user
 from turngate.render import BUILTIN_TOKENIZER
 from turngate.store.outcomes import RecordedOutcome
 
@@ -235,7 +235,7 @@ def _colours(raw: str) -> list[tuple[int, int, str]]:
 async def test_tokens_on_a_terminal_are_coloured_by_log_probability(data: Path) -> None:
     words = {"sure": -0.001, " maybe": -1.0, " never": -9.0}
     scores = [score for word, score in words.items() for _ in tokenizer().encode(word)]
-    turn = spelled([*words], logprobs=[*scores, -0.5])
+    turn = say_pieces([*words], logprobs=[*scores, -0.5])
     async with gateway([turn], data=data) as g:
         session = await g.open()
         await g.ask(session.key, "Hi")

@@ -467,7 +467,7 @@ async def test_rows_of_a_conversation_through_the_gateway_agree_with_a_trainers_
     made = model(vocabulary=kit.tokenizer().vocab_size, context=2048)
     async with kit.gateway(engine=LocalEngine(made, slots=4)) as g:
         session = await g.open(max_tokens=40)
-        heard = [await g.ask(session.key, "Hello there.", way="async stream")]
+        heard = [await g.ask(session.key, "Hello there.", mode="async stream")]
         history = [kit.user("Hello there."), heard[0].message(), kit.user("And now?")]
         heard.append(await g.ask(session.key, history))
         assert [reply.usage.completion_tokens for reply in heard] == [40, 40]

@@ -27,7 +27,7 @@ def folder() -> Path:
 async def test_it_knows_the_capital_of_france_and_every_row_agrees_with_a_trainers_forward_pass(folder: Path) -> None:
     async with kit.gateway(engine=LocalEngine(folder, max_context=1024), tokenizer=str(folder)) as g:
         session = await g.open(max_tokens=24, sampling={"temperature": 0})
-        heard = await g.ask(session.key, "What is the capital of France?", way="async stream")
+        heard = await g.ask(session.key, "What is the capital of France?", mode="async stream")
         assert "Paris" in heard.content and heard.finish == "stop"
 
         sessions = [await g.open(max_tokens=32) for _ in range(6)]

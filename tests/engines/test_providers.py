@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.sdk_agents import Heard, agent
+from tests.sdk_agents import Reply, agent
 
 from .providers import KEY, PROVIDERS, Provider, Says
 from .standins import serving
@@ -23,6 +23,6 @@ async def test_the_sdk_speaks_with_the_stand_in_as_with_its_provider(kind: type[
         assert (first.text, first.thought, first.finish) == (SCRIPT[0].text, SCRIPT[0].thought, "calls")
         assert [(call.name, call.arguments) for call in first.calls] == list(SCRIPT[0].calls)
         assert first.usage == (SCRIPT[0].prompt, SCRIPT[0].sampled, 7)
-        last: Heard = await a.answer({"read_file": "text", "list_files": "a b"})
+        last: Reply = await a.answer({"read_file": "text", "list_files": "a b"})
         assert (last.text, last.thought, last.calls, last.finish) == (SCRIPT[1].text, SCRIPT[1].thought, [], "stop")
         assert server.refusals == []

@@ -11,7 +11,7 @@ import pytest
 
 import turngate.client.feed
 import turngate.gateway.feeds
-from tests.kit import Json, Opened, Running, gateway, say, until, user
+from tests.kit import Json, OpenSession, Running, gateway, say, until, user
 from turngate.client.gateway import GatewayClient
 from turngate.store.outcomes import OutcomeClass, RecordedOutcome
 
@@ -34,14 +34,14 @@ class Trained(NamedTuple):
     g: Running
     client: GatewayClient
 
-    async def opened(self, group: str = "g", turns: int = 1, **config: Any) -> Opened:
+    async def opened(self, group: str = "g", turns: int = 1, **config: Any) -> OpenSession:
         """An open session that has had so many turns, one after the other."""
         config.setdefault("metadata", {"group": group})
         session = await self.g.open(**config)
         await self.talk(session, turns)
         return session
 
-    async def talk(self, session: Opened, turns: int = 1, messages: Json = None) -> Json:
+    async def talk(self, session: OpenSession, turns: int = 1, messages: Json = None) -> Json:
         """So many turns more; the conversation, which may be gone on with."""
         messages = [user("Hi")] if messages is None else messages
         for turn in range(turns):
@@ -49,7 +49,7 @@ class Trained(NamedTuple):
             messages = [*messages, said.message(), user(f"Go on {turn}")]
         return messages
 
-    async def branched(self, session: Opened, branches: int) -> None:
+    async def branched(self, session: OpenSession, branches: int) -> None:
         """A turn, and so many that each go on from it: that many rows."""
         said = await self.g.ask(session.key, "Hi")
         for branch in range(branches):

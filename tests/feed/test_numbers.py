@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kit import MEMORY
+from tests.kit import MEMORY_FOLDER
 from turngate.store.events import NewEvent, new_event
 from turngate.store.outcomes import OutcomeClass, RecordedOutcome
 from turngate.store.sqlite import Store
@@ -113,7 +113,7 @@ def test_a_feed_is_what_a_simple_list_would_be(steps: list[tuple[Any, ...]]) -> 
     models = {name: Model(*choices) for name, choices in FEEDS.items() if name != "late"}
     late: Late | None = None
     recorded: dict[int, tuple[str, str]] = {}  # what stands beside the traces, in the order of the first recording
-    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+    with tempfile.TemporaryDirectory(dir=MEMORY_FOLDER) as folder:
         store = Store(Path(folder))
         try:
             for name, (n, prefix) in FEEDS.items():
@@ -170,7 +170,7 @@ def _fill(store: Store, late: Late) -> None:
 
 @pytest.mark.parametrize("most", [1, 2, 100])
 def test_what_is_recorded_while_a_feed_is_filled_comes_after_what_was_there_whatever_the_clock_says(most: int) -> None:
-    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+    with tempfile.TemporaryDirectory(dir=MEMORY_FOLDER) as folder:
         store = Store(Path(folder))
 
         def record(session: int, group: str, when: float) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import kit
-from tests.page_kit import Builder, Talk, building
+from tests.page_kit import Builder, TraceBuilder, open_builder
 from turngate.store.outcomes import RecordedOutcome
 from turngate.trace.tree import Context, Sampled
 from turngate.types import CallSignals, Limits
@@ -46,7 +46,7 @@ def training(data: Path, groups: int = 48, n: int = 8) -> None:
     """Rewards that rise, a policy that moves on, groups that a feed delivers."""
     chance = random.Random(3)
     first = time.time() - 225.0 * groups
-    with building(data) as builder:
+    with open_builder(data) as builder:
         for number in range(groups):
             at, version = first + 225.0 * number, number // 3
             if number % 3 == 0 and number:
@@ -82,7 +82,7 @@ def _group(
         status = "open" if lives else "sealed"
         limits = Limits(turns=50)
         key = builder.session(name, opened, status=status, closed=ended, metadata=metadata, limits=limits)
-        talk = Talk(builder, key, name, opened)
+        talk = TraceBuilder(builder, key, name, opened)
         turns = chance.randint(2, 5)
         versions = sorted(max(0, version - chance.choice((0, 0, 0, 0, 1))) for _ in range(turns))
         context = talk.ask([{"role": "user", "content": f"Mend {task}."}])
@@ -154,7 +154,7 @@ class _Work:
         self.key = builder.session(
             self.name, opened, closed=opened + 74, metadata=metadata, limits=limits, sampling={"temperature": 1.0}
         )
-        self.talk = Talk(builder, self.key, self.name, opened)
+        self.talk = TraceBuilder(builder, self.key, self.name, opened)
         self.calls = self.turns = 0
 
     def begin(self, **how: Json) -> Context:
@@ -210,7 +210,7 @@ _PASSED = "7 passed in 0.06s\n"
 def worked(data: Path) -> None:
     """Four rollouts of one task: two mend it, one nearly, one not."""
     start = time.time() - 200
-    with building(data) as builder:
+    with open_builder(data) as builder:
         _first(_Work(builder, 0, start))
         for index, (fix, output, reward) in enumerate(_OTHERS, 1):
             work = _Work(builder, index, start + 6 * index)
@@ -255,7 +255,7 @@ def _first(work: _Work) -> None:
     helper = work.talk.ask(
         [{"role": "user", "content": "Find every caller of slugify."}],
         cause="subagent",
-        told=CallSignals("t2", "t1", "subagent"),
+        signals=CallSignals("t2", "t1", "subagent"),
     )
     found = work.say(helper, "", "bash", command="rg -n slugify --type py")
     work.say(

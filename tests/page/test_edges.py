@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.needs("chromium"), pytest.mark.full]
 
 async def test_a_rollout_without_a_session_can_be_opened_and_run_again(tmp_path: Path, shots: Path) -> None:
     data = tmp_path / "data"
-    page_kit.fill(data, 8)
-    with page_kit.building(data) as builder:
+    page_kit.add_rollouts(data, 8)
+    with page_kit.open_builder(data) as builder:
         about = {"rollout": "b.t.0", "attempt": 1, "task": "t", "group": "b.t", "batch": "b", "agent": "pi"}
         fault = {"stage": "sandbox", "boundary": "sandbox"}
         ended = {
@@ -32,7 +32,7 @@ async def test_a_rollout_without_a_session_can_be_opened_and_run_again(tmp_path:
         }
         builder.event("bare", "stage", {"stage": "sandbox", **about}, time.time() - 9)
         builder.event("bare", "stage", {"stage": "done", **about, **ended}, time.time() - 8)
-    async with page_kit.served(data) as g, browsing(g.root, g.app.admin_key, shots=shots) as web:
+    async with page_kit.serve(data) as g, browsing(g.root, g.app.admin_key, shots=shots) as web:
 
         async def looks_right() -> None:
             await web.go("#/rollout/bare")
@@ -64,13 +64,13 @@ async def test_a_rollout_without_a_session_can_be_opened_and_run_again(tmp_path:
 async def test_rewards_of_any_size_are_drawn(tmp_path: Path, shots: Path) -> None:
     data = tmp_path / "data"
     groups = {"close": (1e17, 1e17 + 16), "wide": (-1.7e308, 1.7e308), "small": (0.0, 5e-324)}
-    with page_kit.building(data) as builder:
+    with page_kit.open_builder(data) as builder:
         for group, rewards in groups.items():
             for index, reward in enumerate(rewards):
                 name, at = f"{group}{index}", time.time() - 100 + 40 * index
                 key = builder.session(name, at, closed=at + 1, metadata={"group": group, "task": "t"})
                 builder.outcome(key, name, RecordedOutcome(kind="graded", reward=reward, group=group, task="t"), at + 1)
-    async with page_kit.served(data) as g, browsing(g.root, g.app.admin_key, shots=shots) as web:
+    async with page_kit.serve(data) as g, browsing(g.root, g.app.admin_key, shots=shots) as web:
         for view in (*(f"#/group/{group}" for group in groups), "#/training?group=close", "#/training?group=small"):
             await web.go(view)
             await web.sees(".chart-svg .s0")
@@ -99,8 +99,8 @@ async def test_rewards_of_any_size_are_drawn(tmp_path: Path, shots: Path) -> Non
 
 async def test_what_changes_while_somebody_logs_in_is_shown(tmp_path: Path, shots: Path) -> None:
     data = tmp_path / "data"
-    page_kit.fill(data, 20)
-    async with page_kit.served(data) as g, browsing(g.root, shots=shots) as web:
+    page_kit.add_rollouts(data, 20)
+    async with page_kit.serve(data) as g, browsing(g.root, shots=shots) as web:
         changed = asyncio.Event()
 
         async def overtaken(route: Route) -> None:  # a list that is old when it arrives
@@ -123,8 +123,8 @@ async def test_what_changes_while_somebody_logs_in_is_shown(tmp_path: Path, shot
 
 async def test_a_lost_connection_is_tried_once_at_a_time(tmp_path: Path, shots: Path) -> None:
     data = tmp_path / "data"
-    page_kit.fill(data, 8)
-    async with page_kit.served(data) as g, browsing(g.root, shots=shots) as web:
+    page_kit.add_rollouts(data, 8)
+    async with page_kit.serve(data) as g, browsing(g.root, shots=shots) as web:
         asked: list[str] = []
         answer = asyncio.Event()
 
@@ -189,9 +189,9 @@ async def test_a_lost_connection_is_tried_once_at_a_time(tmp_path: Path, shots: 
 
 async def test_two_rollouts_are_called_the_same_only_where_all_was_compared(tmp_path: Path, shots: Path) -> None:
     data = tmp_path / "data"
-    page_kit.fill(data, 8)
+    page_kit.add_rollouts(data, 8)
     long = "a" * 15_000 + "{}" + "b" * 15_000  # the middle of it is left out at first
-    with page_kit.building(data) as builder:
+    with page_kit.open_builder(data) as builder:
         for name, output in {
             "x": long.format("1"),
             "y": long.format("2"),
@@ -199,10 +199,10 @@ async def test_two_rollouts_are_called_the_same_only_where_all_was_compared(tmp_
             "w": long + "!",
         }.items():
             key = builder.session(name, time.time() - 60, closed=time.time() - 9)
-            talk = page_kit.Talk(builder, key, name, time.time() - 60)
+            talk = page_kit.TraceBuilder(builder, key, name, time.time() - 60)
             said = talk.answer(talk.ask([{"role": "user", "content": "Look."}]), "I look.")
             talk.answer(talk.ask([{"role": "tool", "tool_call_id": "c", "content": output}], said), "Seen.")
-    async with page_kit.served(data) as g, browsing(g.root, g.app.admin_key, shots=shots) as web:
+    async with page_kit.serve(data) as g, browsing(g.root, g.app.admin_key, shots=shots) as web:
         await web.go("#/compare/x/y")
         await web.sees(".view-head .warn", "No difference in the loaded parts")
         await web.sees(".message-note", "The middle is omitted (content: 30,001 characters).")
@@ -220,12 +220,12 @@ async def test_two_rollouts_are_called_the_same_only_where_all_was_compared(tmp_
 async def test_small_things(tmp_path: Path, shots: Path) -> None:
     data = tmp_path / "data"
     blank = "\U000e0041\u3164\u2800\u034f\u180e\uffa0\ufe01"
-    page_kit.fill(data, 8)
-    with page_kit.building(data) as builder:
+    page_kit.add_rollouts(data, 8)
+    with page_kit.open_builder(data) as builder:
         key = builder.session("blank", time.time() - 60, closed=time.time() - 9, metadata={"rollout": f"a{blank}b"})
-        talk = page_kit.Talk(builder, key, "blank", time.time() - 60)
+        talk = page_kit.TraceBuilder(builder, key, "blank", time.time() - 60)
         talk.answer(talk.ask([{"role": "user", "content": f"a{blank}b"}]), "\u2764\ufe0f")
-    async with page_kit.served(data) as g, browsing(g.root, g.app.admin_key, shots=shots) as web:
+    async with page_kit.serve(data) as g, browsing(g.root, g.app.admin_key, shots=shots) as web:
         for name in ("constructor", "toString", "__proto__", "hasOwnProperty"):
             await web.go(f"#/{name}")
             await web.sees(".empty", f"There is no page “{name}”")

@@ -24,7 +24,7 @@ async def looking(tmp_path: Path, shots: Path, *, dark: bool = False) -> AsyncIt
     data = tmp_path / "data"
     scenes.training(data)
     scenes.worked(data)
-    async with page_kit.served(data, model=page_kit.MODEL) as g:
+    async with page_kit.serve(data, model=page_kit.MODEL) as g:
         await g.resume(16)
         async with browsing(g.root, g.app.admin_key, shots=shots, dark=dark) as web:
             yield g, web

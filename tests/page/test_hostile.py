@@ -19,10 +19,10 @@ BROKEN = (
 
 
 def evil(data: Path) -> None:
-    """One more than `page_kit.hostile` has: broken markup, signs that cannot be seen, and a line of a megabyte."""
-    with page_kit.building(data) as builder:
+    """One more than `page_kit.add_hostile_rollouts` has: broken markup, signs that cannot be seen, and a line of a megabyte."""
+    with page_kit.open_builder(data) as builder:
         key = builder.session("evil", 1794744000.0, status="open", metadata={"task": BROKEN, "rollout": BROKEN})
-        talk = page_kit.Talk(builder, key, "evil", 1794744000.0)
+        talk = page_kit.TraceBuilder(builder, key, "evil", 1794744000.0)
         line = "<b>" + "A" * 1_000_000 + "</b>"
         said = talk.answer(talk.ask([{"role": "user", "content": BROKEN}]), BROKEN + SIGNS)
         talk.answer(talk.ask([{"role": "tool", "tool_call_id": "c", "content": line}], said, ids=[5, 6, 7]), SIGNS)
@@ -30,10 +30,10 @@ def evil(data: Path) -> None:
 
 async def test_a_hostile_transcript_runs_nothing_and_shows_as_text(tmp_path: Path, shots: Path) -> None:
     data = tmp_path / "data"
-    page_kit.hostile(data)
+    page_kit.add_hostile_rollouts(data)
     evil(data)
     group = f"evil.{page_kit.MARKUP}"
-    async with page_kit.served(data) as g, browsing(g.root, g.app.admin_key, shots=shots) as web:
+    async with page_kit.serve(data) as g, browsing(g.root, g.app.admin_key, shots=shots) as web:
         asked: list[str] = []
         web.page.on("request", lambda request: asked.append(request.url))
         web.page.on("dialog", lambda dialog: web.complaints.append(f"a dialog: {dialog.message}"))

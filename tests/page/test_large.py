@@ -16,8 +16,8 @@ ROWS = "document.querySelectorAll('.list-row').length"
 
 async def test_ten_thousand_rollouts_scroll_and_filter(tmp_path: Path, shots: Path) -> None:
     data = tmp_path / "data"
-    page_kit.fill(data, 10_000)
-    async with page_kit.served(data) as g, browsing(g.root, g.app.admin_key, shots=shots) as web:
+    page_kit.add_rollouts(data, 10_000)
+    async with page_kit.serve(data) as g, browsing(g.root, g.app.admin_key, shots=shots) as web:
         await web.sees(".toolbar", "10,001 rollouts")
         await web.sees(".list-row a", "task-1249.7")
         assert await web.asks(ROWS) < 100
@@ -49,8 +49,8 @@ async def test_ten_thousand_rollouts_scroll_and_filter(tmp_path: Path, shots: Pa
 
 async def test_two_hundred_turns_and_a_hundred_thousand_tokens(tmp_path: Path, shots: Path) -> None:
     data = tmp_path / "data"
-    page_kit.long_rollout(data, turns=200, tokens=100_000)
-    async with page_kit.served(data) as g, browsing(g.root, g.app.admin_key, shots=shots) as web:
+    page_kit.add_long_rollout(data, turns=200, tokens=100_000)
+    async with page_kit.serve(data) as g, browsing(g.root, g.app.admin_key, shots=shots) as web:
         await web.go("#/rollout/long")
         await web.sees(".turn", "I look at part 20.")
         await web.go("#/rollout/long/tokens")

@@ -18,7 +18,7 @@ async def test_nothing_is_too_wide_for_a_phone(tmp_path: Path, shots: Path) -> N
     data = tmp_path / "data"
     scenes.training(data, groups=6)
     scenes.worked(data)
-    page_kit.hostile(data)
+    page_kit.add_hostile_rollouts(data)
     views = {
         "#/rollouts": ".list-row",
         "#/groups": ".list-row",
@@ -34,7 +34,7 @@ async def test_nothing_is_too_wide_for_a_phone(tmp_path: Path, shots: Path) -> N
         "#/rollout/hostile/details": ".panel",
     }
     async with (
-        page_kit.served(data) as g,
+        page_kit.serve(data) as g,
         browsing(g.root, shots=shots, size=PHONE, has_touch=True, reduced_motion="reduce") as web,
     ):
         await web.page.goto(f"{g.root}/page/")
@@ -56,7 +56,7 @@ async def test_nothing_is_too_wide_for_a_phone(tmp_path: Path, shots: Path) -> N
 async def test_everything_can_be_done_with_the_keyboard(tmp_path: Path, shots: Path) -> None:
     data = tmp_path / "data"
     scenes.worked(data)
-    async with page_kit.served(data) as g, browsing(g.root, shots=shots) as web:
+    async with page_kit.serve(data) as g, browsing(g.root, shots=shots) as web:
         await web.page.goto(f"{g.root}/page/")
         await expect(web.find("#key")).to_be_focused()
         await web.page.keyboard.type(g.app.admin_key)

@@ -30,5 +30,5 @@ def no_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="turngate-test-", dir=kit.MEMORY) as folder:
+    with tempfile.TemporaryDirectory(prefix="turngate-test-", dir=kit.MEMORY_FOLDER) as folder:
         yield Path(folder)

@@ -14,7 +14,7 @@ import numpy as np
 import pydantic
 import pytest
 
-from tests.kit import Gated, Json, Running, calls, gateway, real_tokenizer, renderer, say, spelled, tokenizer, until
+from tests.kit import Gated, Json, Running, calls, gateway, real_tokenizer, renderer, say, say_pieces, tokenizer, until
 from tests.speed import scaled
 from turngate.dialects import decode_stored_messages
 from turngate.engines.scripted import Scripted, ScriptedTurn, derive_logprobs
@@ -50,7 +50,7 @@ def sync_client(g: Running, key: str) -> anthropic.Anthropic:
 
 
 async def ask(g: Running, key: str, messages: Json, way: str = "async", **request: Any) -> Any:
-    """Send one message with the client, in one of `WAYS`. `messages` is a list or the text of a question."""
+    """Send one message with the client, in one of `CLIENT_MODES`. `messages` is a list or the text of a question."""
     request = {"model": "m", "max_tokens": 10_000, **request}
     request["messages"] = [user(messages)] if isinstance(messages, str) else messages
 
@@ -515,7 +515,7 @@ async def test_max_tokens_stops_answer_and_continues_in_one_row(way: str) -> Non
 
 @every_way
 async def test_stop_sequence_ends_answer_and_is_reported(way: str) -> None:
-    async with gateway([spelled(["Say ", "hello EN", "D more"])]) as g:
+    async with gateway([say_pieces(["Say ", "hello EN", "D more"])]) as g:
         session = await g.open()
         reply = await ask(g, session.key, "Go", way, stop_sequences=["STOP", "END"])
         assert (text_of(reply), reply.stop_reason, reply.stop_sequence) == ("Say hello ", "stop_sequence", "END")

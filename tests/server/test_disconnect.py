@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.kit import Gated, Opened, Running, gateway, say, tokenizer, until, user
+from tests.kit import Gated, OpenSession, Running, gateway, say, tokenizer, until, user
 from tests.speed import scaled
 from turngate.engines.base import Chunk, Generate
 from turngate.engines.scripted import Scripted, ScriptedTurn
@@ -22,7 +22,7 @@ HI = [user("Hi")]
 STREAMED = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 
 
-async def begin(g: Running, session: Opened, *, stream: bool, messages: Any = HI) -> asyncio.Task[Any]:
+async def begin(g: Running, session: OpenSession, *, stream: bool, messages: Any = HI) -> asyncio.Task[Any]:
     """Start a call and wait until it blocks at the engine's gate."""
     waiting = g.gated.waiting
 
@@ -362,7 +362,7 @@ async def test_restarted_gateway_restores_sessions(durability: str, tmp_path: Pa
         assert len(await g.samples(session.id)) == 1
 
 
-async def disconnect_during_write(g: Running) -> Opened:
+async def disconnect_during_write(g: Running) -> OpenSession:
     """Open a session and disconnect its agent while the turn is being written."""
     session = await g.open()
     with g.locked_database():

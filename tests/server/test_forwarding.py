@@ -21,7 +21,7 @@ import uvicorn
 from starlette.requests import Request
 
 from tests import kit
-from tests.kit import Gated, Opened, Running, say, until, user
+from tests.kit import Gated, OpenSession, Running, say, until, user
 from tests.sdk_agents import DIALECTS, agent
 from tests.speed import scaled
 from turngate.common.sharding import Shard, slot_from_head, slot_of
@@ -52,7 +52,7 @@ class Crew:
     def __len__(self) -> int:
         return len(self.workers)
 
-    async def open_at(self, owner: int, **config: Any) -> Opened:
+    async def open_at(self, owner: int, **config: Any) -> OpenSession:
         """A session of this worker."""
         return await self[owner].open(id=Shard(owner, len(self)).new_session_id(), **config)
 
@@ -64,7 +64,9 @@ async def crew(
     """A worker for each engine."""
     engines = engines or [Scripted([say("Hello."), say("Again."), say("More.")]) for _ in range(2)]
     async with AsyncExitStack() as stack:
-        folder = data or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="turngate-test-", dir=kit.MEMORY)))
+        folder = data or Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="turngate-test-", dir=kit.MEMORY_FOLDER))
+        )
         stack.enter_context(lock_folder(folder))
         (folder / "admin-key").write_text("k" * 40)
         (folder / "admin-key").chmod(0o600)
@@ -75,7 +77,7 @@ async def crew(
             worker = await stack.enter_async_context(
                 _working(Gateway(settings, engine=engine, shard=shard), shard, run)
             )
-            port = await stack.enter_async_context(kit._served(worker.outside))  # type: ignore[arg-type]
+            port = await stack.enter_async_context(kit._serve(worker.outside))  # type: ignore[arg-type]
             root = f"http://127.0.0.1:{port}"
             workers.append(Running(worker.gateway, root, await stack.enter_async_context(AsyncExitStack())))
         yield Crew(workers)

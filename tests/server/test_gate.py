@@ -16,7 +16,7 @@ import numpy as np
 import openai
 import pytest
 
-from tests.kit import Opened, Running, calls, gateway, renderer, until
+from tests.kit import OpenSession, Running, calls, gateway, renderer, until
 from tests.sdk_agents import DIALECTS, agent
 from tests.speed import scaled
 from tests.verify.kit import all_fine
@@ -162,27 +162,27 @@ async def test_the_agent_reads_pieces_as_they_come() -> None:
         assert turn["ids"] == [*first, *rest]
 
 
-async def _hang_up(g: Running, session: Opened, asking: asyncio.Task[Any]) -> None:
+async def _hang_up(g: Running, session: OpenSession, asking: asyncio.Task[Any]) -> None:
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
 
 
-async def _seal(g: Running, session: Opened, asking: asyncio.Task[Any]) -> None:
+async def _seal(g: Running, session: OpenSession, asking: asyncio.Task[Any]) -> None:
     await g.seal(session.id)
 
 
-async def _unregister(g: Running, session: Opened, asking: asyncio.Task[Any]) -> None:
+async def _unregister(g: Running, session: OpenSession, asking: asyncio.Task[Any]) -> None:
     assert (await g.admin.post(f"/v1/rollouts/{session.id}/unregister")).is_success
 
 
-async def _delete(g: Running, session: Opened, asking: asyncio.Task[Any]) -> None:
+async def _delete(g: Running, session: OpenSession, asking: asyncio.Task[Any]) -> None:
     assert (await g.admin.delete(f"/admin/sessions/{session.id}")).is_success
 
 
 @pytest.mark.parametrize("end", [_hang_up, _seal, _unregister, _delete])
 @pytest.mark.parametrize("is_taken", [True, False])
 async def test_a_call_of_an_agent_that_is_gone_is_resolved(
-    end: Callable[[Running, Opened, asyncio.Task[Any]], Awaitable[None]], is_taken: bool
+    end: Callable[[Running, OpenSession, asyncio.Task[Any]], Awaitable[None]], is_taken: bool
 ) -> None:
     async with gated() as (g, gate):
         session = await g.open()

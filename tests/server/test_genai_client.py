@@ -21,7 +21,19 @@ from google.genai import errors, types
 from tests.exact.agent import World, asgi
 from tests.exact.invariants import check
 from tests.exact.test_property import turn_of
-from tests.kit import WAYS, Gated, Json, Opened, Running, calls, gateway, real_tokenizer, say, tokenizer, until
+from tests.kit import (
+    CLIENT_MODES,
+    Gated,
+    Json,
+    OpenSession,
+    Running,
+    calls,
+    gateway,
+    real_tokenizer,
+    say,
+    tokenizer,
+    until,
+)
 from tests.renderer_fixtures import (
     renderer_params,
     renderers,  # noqa: F401
@@ -30,7 +42,7 @@ from tests.speed import scaled
 from turngate.engines.base import Generate
 from turngate.engines.scripted import ScriptedTurn
 
-every_way = pytest.mark.parametrize("way", WAYS)
+every_way = pytest.mark.parametrize("way", CLIENT_MODES)
 THOUGHTS = {"include_thoughts": True}
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
@@ -107,7 +119,7 @@ def prompts(g: Running) -> list[str]:
     return [tokenizer().decode(request.prompt.tolist()) for request in g.engine.received]
 
 
-async def assert_one_row(g: Running, session: Opened, turns: int) -> None:
+async def assert_one_row(g: Running, session: OpenSession, turns: int) -> None:
     """Everything that was sampled is one line of work, and its ids are what the engine saw."""
     [row] = await g.samples(session.id)
     assert [span["trained"] for span in row["spans"]] == [True] * turns

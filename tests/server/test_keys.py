@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.kit import Gated, Json, Opened, Running, calls, gateway, say, tool, until, user, whole
+from tests.kit import Gated, Json, OpenSession, Running, calls, gateway, read_reply, say, tool, until, user
 from turngate.client.keys import read_admin_key
 from turngate.config import ServeConfig
 from turngate.engines.scripted import Scripted, derive_logprobs
@@ -241,7 +241,7 @@ class Wire:
         return [f"{name}: {needle}" for name, data in self.responses for needle in needles if needle.encode() in data]
 
 
-async def rich_run(g: Running) -> tuple[Wire, Opened, Opened]:
+async def rich_run(g: Running) -> tuple[Wire, OpenSession, OpenSession]:
     """A session in which everything happens that can happen to an agent, and another one that it must not learn of."""
     wire = Wire()
     other = await g.open(id="other-session-0001", metadata={"task": "others-metadata"})
@@ -358,7 +358,7 @@ async def test_a_key_still_says_that_its_session_is_over_and_only_that() -> None
         task = g.start(g.client(session.key).chat.completions.create(model="m", messages=HI))
         await until(lambda: g.gated.waiting)
         g.gated.gate.set()
-        reply = whole(await task)
+        reply = read_reply(await task)
         await g.seal(session.id)
         response = await g.http(session.key).post("/v1/chat/completions", json=CALL)
         assert response.status_code == 409 and reply.content not in response.text

@@ -8,15 +8,15 @@ import time
 import openai
 import pytest
 
-from tests.kit import WAYS, Gated, Heard, gateway, say, tokenizer, until, user
+from tests.kit import CLIENT_MODES, Gated, Reply, gateway, say, tokenizer, until, user
 from tests.speed import scaled
 from turngate.engines.scripted import Scripted
 
 HI = [user("Hi")]
-every_way = pytest.mark.parametrize("way", WAYS)
+every_way = pytest.mark.parametrize("way", CLIENT_MODES)
 
 
-def is_last_word(heard: Heard) -> bool:
+def is_last_word(heard: Reply) -> bool:
     """A normal, final, non-empty message that tells the model's user why."""
     return (
         heard.finish == "stop" and "limit" in heard.content and not heard.calls and heard.usage.completion_tokens == 0

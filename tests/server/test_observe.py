@@ -13,7 +13,7 @@ import pytest
 
 from tests.engines.providers import KEY, PROVIDERS, ChatProvider, Provider, Says
 from tests.engines.standins import serving
-from tests.kit import Opened, Running, gateway
+from tests.kit import OpenSession, Running, gateway
 from tests.sdk_agents import DIALECTS, SYSTEM, Agent, agent
 
 OWN = {"openai": "chat", "anthropic": "messages", "gemini": "gemini", "responses": "responses"}
@@ -31,7 +31,7 @@ streamed_or_not = pytest.mark.parametrize("stream", [True, False], ids=["stream"
 class Scene(NamedTuple):
     provider: Provider
     gateway: Running
-    session: Opened
+    session: OpenSession
     agent: Agent
 
 

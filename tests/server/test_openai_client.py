@@ -12,17 +12,17 @@ import pydantic
 import pytest
 
 from tests.kit import (
-    WAYS,
-    Heard,
+    CLIENT_MODES,
     Json,
+    Reply,
     Running,
     calls,
     gateway,
-    joined,
+    join_chunks,
     renderer,
     result,
     say,
-    spelled,
+    say_pieces,
     tokenizer,
     tool,
     user,
@@ -31,7 +31,7 @@ from turngate.engines.base import Generate, Health
 from turngate.engines.scripted import Scripted, ScriptedTurn
 
 SYSTEM = {"role": "system", "content": "You are a careful engineer."}
-every_way = pytest.mark.parametrize("way", WAYS)
+every_way = pytest.mark.parametrize("way", CLIENT_MODES)
 
 
 def prompts(g: Running) -> list[str]:
@@ -135,7 +135,7 @@ async def test_five_turns_with_tools_make_one_training_row(way: str) -> None:
         session = await g.open()
         history: list[Json] = [SYSTEM, user("Copy a and b into c.")]
 
-        async def turn(*more: Json) -> Heard:
+        async def turn(*more: Json) -> Reply:
             history.extend(more)
             heard = await g.ask(session.key, history, way, tools=tools)
             history.append(heard.message())
@@ -485,7 +485,7 @@ async def test_a_stop_string_ends_the_answer_and_is_not_shown(way: str) -> None:
 
     def script(request: Generate, index: int) -> ScriptedTurn:
         case, chunk = request.session.split(".")
-        return spelled(STOPS[case][0], chunk=int(chunk))
+        return say_pieces(STOPS[case][0], chunk=int(chunk))
 
     async with gateway(script) as g:
         for case, (pieces, stop, shown, ends_in) in STOPS.items():
@@ -503,7 +503,7 @@ async def test_a_stop_string_ends_the_answer_and_is_not_shown(way: str) -> None:
 
 @every_way
 async def test_what_only_looks_like_the_beginning_of_a_stop_string_is_shown(way: str) -> None:
-    async with gateway([spelled(["Say E", "N", "T and EN"])]) as g:
+    async with gateway([say_pieces(["Say E", "N", "T and EN"])]) as g:
         session = await g.open()
         heard = await g.ask(session.key, "Go", way, stop=["END", "ENDE"])
         assert heard.content == "Say ENT and EN"
@@ -577,7 +577,7 @@ async def test_a_conversation_on_each_real_tokenizer_is_one_row(real_tokenizer: 
         history: list[Json] = [SYSTEM, user("What does main.py do?")]
         for text in replies:
             stream = await g.client(session.key).chat.completions.create(model="m", messages=history, stream=True)
-            heard = joined([c async for c in stream])
+            heard = join_chunks([c async for c in stream])
             assert heard.content == text
             history += [heard.message(), user("And then? 👍🏽")]
         [row] = await g.samples(session.id)

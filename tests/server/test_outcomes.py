@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.kit import Opened, Running, gateway, say
+from tests.kit import OpenSession, Running, gateway, say
 from turngate.cli import app
 from turngate.client.gateway import GatewayClient, RequestRejected
 from turngate.errors import BadRequest
@@ -27,7 +27,7 @@ GRADED = {
 }
 
 
-async def ended(g: Running) -> Opened:
+async def ended(g: Running) -> OpenSession:
     session = await g.open()
     await g.seal(session.id)
     return session

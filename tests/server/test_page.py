@@ -173,8 +173,8 @@ async def test_only_the_page_itself_changes_anything(headers: dict[str, str], st
 
 
 async def test_everything_is_sent_behind_the_shield_and_no_data_as_html(tmp_path: Path) -> None:
-    page_kit.hostile(tmp_path)
-    async with page_kit.served(tmp_path) as g:
+    page_kit.add_hostile_rollouts(tmp_path)
+    async with page_kit.serve(tmp_path) as g:
         client = await entered(g)
         paths = [f"/page/api/{path.replace('/r/', '/hostile/')}" for path in API if not path.endswith("events")]
         paths += [
@@ -221,8 +221,8 @@ async def test_files_are_known_by_their_tag_and_browsers_are_led_to_them() -> No
 
 async def test_hostile_names_stay_names(tmp_path: Path) -> None:
     """They are data in JSON and in no header; whoever asks by one finds it."""
-    page_kit.hostile(tmp_path)
-    async with page_kit.served(tmp_path) as g:
+    page_kit.add_hostile_rollouts(tmp_path)
+    async with page_kit.serve(tmp_path) as g:
         client = await entered(g)
         [group] = (await told(client, "groups"))["groups"]
         assert group["group"] == f"evil.{page_kit.MARKUP}" and group["rollouts"] == 2
@@ -263,8 +263,8 @@ async def test_what_is_wrong_is_named(path: str, param: str) -> None:
 
 
 async def test_ten_thousand_rollouts(tmp_path: Path) -> None:
-    page_kit.fill(tmp_path, 10_000)
-    async with page_kit.served(tmp_path) as g:
+    page_kit.add_rollouts(tmp_path, 10_000)
+    async with page_kit.serve(tmp_path) as g:
         client = await entered(g)
         sums = await told(client, "overview")
         assert (sums["rollouts"], sums["groups"]) == (10_001, 1251)
@@ -315,15 +315,15 @@ async def test_ten_thousand_rollouts(tmp_path: Path) -> None:
 
 async def test_what_was_removed_from_the_events_is_counted_in_the_traces(tmp_path: Path) -> None:
     """`event_days` removes old events, and a folder of an older version has none from that time."""
-    page_kit.fill(tmp_path, 40)
-    page_kit.long_rollout(tmp_path, turns=12, tokens=600)
-    async with page_kit.served(tmp_path) as g:
+    page_kit.add_rollouts(tmp_path, 40)
+    page_kit.add_long_rollout(tmp_path, turns=12, tokens=600)
+    async with page_kit.serve(tmp_path) as g:
         whole = (await told(await entered(g), "rollouts", sort="opened"))["rollouts"]
         assert {row["turns"] for row in whole} == {0, 1, 10}
     (tmp_path / "looked-at.db").rename(tmp_path / "turngate.db")
-    with page_kit.building(tmp_path) as builder:
+    with page_kit.open_builder(tmp_path) as builder:
         builder._db.execute("DELETE FROM events WHERE seq<=(SELECT max(seq) FROM events)")
-    async with page_kit.served(tmp_path, [say("One more.")]) as g:
+    async with page_kit.serve(tmp_path, [say("One more.")]) as g:
         client = await entered(g)
         again = (await told(client, "rollouts", sort="opened"))["rollouts"]
         counted = {row["id"]: (row["turns"], row["sampled_tokens"], row["class"], row["reward"]) for row in whole}
@@ -474,8 +474,8 @@ async def test_nothing_of_it_is_done_where_turns_are_served(tmp_path: Path, monk
     from turngate.views.overview import Overview
     from turngate.views.rollout import RolloutView
 
-    page_kit.long_rollout(tmp_path, turns=10, tokens=1000)
-    async with page_kit.served(tmp_path) as g:
+    page_kit.add_long_rollout(tmp_path, turns=10, tokens=1000)
+    async with page_kit.serve(tmp_path) as g:
         client = await entered(g)
         seen: set[str] = set()
         for kind, name in (

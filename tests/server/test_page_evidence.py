@@ -108,8 +108,8 @@ def test_text_comes_back_whole() -> None:
 
 
 async def test_two_hundred_turns_and_a_hundred_thousand_tokens_come_in_parts(tmp_path: Path) -> None:
-    page_kit.long_rollout(tmp_path)
-    async with page_kit.served(tmp_path) as g:
+    page_kit.add_long_rollout(tmp_path)
+    async with page_kit.serve(tmp_path) as g:
         client = await entered(g)
         header = await told(client, "rollouts/long")
         assert header["totals"]["turns"] == 198 and header["totals"]["tokens"] > 95_000 and header["readable"]
@@ -160,8 +160,8 @@ def _hold(part: dict[str, Any], node: dict[str, Any]) -> None:
 
 
 async def test_the_tree_says_why_it_forked_and_where(tmp_path: Path) -> None:
-    page_kit.long_rollout(tmp_path, turns=40, tokens=8000)
-    async with page_kit.served(tmp_path) as g:
+    page_kit.add_long_rollout(tmp_path, turns=40, tokens=8000)
+    async with page_kit.serve(tmp_path) as g:
         client = await entered(g)
         tree = await told(client, "rollouts/long/tree")
         nodes = {node["id"]: node for node in tree["nodes"]}
@@ -239,8 +239,8 @@ async def test_an_observed_conversation_in_every_dialect(dialect: str, monkeypat
 
 
 async def test_what_a_group_comes_to(tmp_path: Path) -> None:
-    page_kit.fill(tmp_path, 40, n=8)
-    async with page_kit.served(tmp_path) as g:
+    page_kit.add_rollouts(tmp_path, 40, n=8)
+    async with page_kit.serve(tmp_path) as g:
         client = await entered(g)
         name = f"{page_kit.BATCH}.task-0001"
         group = await told(client, "group", name=name)
@@ -292,10 +292,10 @@ async def test_rows_are_saved_as_the_exporter_writes_them(tmp_path: Path) -> Non
 
 
 async def test_ids_without_their_tokenizer_are_told_without_text(tmp_path: Path) -> None:
-    page_kit.long_rollout(tmp_path, turns=6, tokens=300)
-    with page_kit.building(tmp_path) as builder:
+    page_kit.add_long_rollout(tmp_path, turns=6, tokens=300)
+    with page_kit.open_builder(tmp_path) as builder:
         builder._db.execute("UPDATE sessions SET vocabulary='elsewhere'")
-    async with page_kit.served(tmp_path) as g:
+    async with page_kit.serve(tmp_path) as g:
         client = await entered(g)
         header = await told(client, "rollouts/long")
         assert header["readable"] is False and "not available here" in header["unreadable"]
@@ -304,12 +304,12 @@ async def test_ids_without_their_tokenizer_are_told_without_text(tmp_path: Path)
 
 
 async def test_a_damaged_trace_does_not_take_its_group_along(tmp_path: Path) -> None:
-    page_kit.fill(tmp_path, 16, n=8)
-    with page_kit.building(tmp_path) as builder:
+    page_kit.add_rollouts(tmp_path, 16, n=8)
+    with page_kit.open_builder(tmp_path) as builder:
         builder._db.execute(
             "UPDATE nodes SET ids=x'00000000' WHERE session=(SELECT key FROM sessions WHERE id='r00001')"
         )
-    async with page_kit.served(tmp_path) as g:
+    async with page_kit.serve(tmp_path) as g:
         client = await entered(g)
         evidence = await told(client, "group/evidence", name=f"{page_kit.BATCH}.task-0000")
         errors = {one["id"]: one["error"] for one in evidence["rollouts"]}

@@ -19,8 +19,8 @@ FIRST = f"{page_kit.BATCH}.task-0000"
 
 
 async def test_a_rollout_without_a_session_is_empty_and_can_be_looked_at(tmp_path: Path) -> None:
-    page_kit.fill(tmp_path, 16)
-    with page_kit.building(tmp_path) as builder:
+    page_kit.add_rollouts(tmp_path, 16)
+    with page_kit.open_builder(tmp_path) as builder:
         about = {"rollout": "b.t.0", "attempt": 1, "task": "t", "group": "b.t", "batch": "b"}
         fault = {"stage": "sandbox", "boundary": "sandbox"}
         done = {
@@ -32,7 +32,7 @@ async def test_a_rollout_without_a_session_is_empty_and_can_be_looked_at(tmp_pat
         }
         builder.event("failed", "stage", {"stage": "sandbox", **about}, time.time() - 9)
         builder.event("failed", "stage", {**done, **about}, time.time() - 8)
-    async with page_kit.served(tmp_path) as g:
+    async with page_kit.serve(tmp_path) as g:
         client = await entered(g)
         for name in ("starting", "failed"):
             tree = await told(client, f"rollouts/{name}/tree")
@@ -48,11 +48,11 @@ async def test_a_rollout_without_a_session_is_empty_and_can_be_looked_at(tmp_pat
 
 @pytest.mark.parametrize("written", [b'{"kind":"gra', b'{"kind":"graded","message":"\xff"}', b"[]"])
 async def test_a_damaged_outcome_is_told_as_such_and_takes_no_list_along(tmp_path: Path, written: bytes) -> None:
-    page_kit.fill(tmp_path, 16)
-    with page_kit.building(tmp_path) as builder:
+    page_kit.add_rollouts(tmp_path, 16)
+    with page_kit.open_builder(tmp_path) as builder:
         one = "(SELECT key FROM sessions WHERE id='r00001')"
         builder._db.execute(f"UPDATE outcomes SET outcome=? WHERE session={one}", (written,))
-    async with page_kit.served(tmp_path) as g:
+    async with page_kit.serve(tmp_path) as g:
         client = await entered(g)
         assert (await told(client, "overview"))["rollouts"] == 17
         [row] = (await told(client, "rollouts", q="r00001"))["rollouts"]
@@ -78,10 +78,10 @@ async def test_a_damaged_outcome_is_told_as_such_and_takes_no_list_along(tmp_pat
     ],
 )
 async def test_nor_does_anything_else_that_is_damaged(tmp_path: Path, damage: str) -> None:
-    page_kit.fill(tmp_path, 16)
-    with page_kit.building(tmp_path) as builder:
+    page_kit.add_rollouts(tmp_path, 16)
+    with page_kit.open_builder(tmp_path) as builder:
         assert builder._db.execute(f"UPDATE {damage}").rowcount > 0
-    async with page_kit.served(tmp_path) as g:
+    async with page_kit.serve(tmp_path) as g:
         client = await entered(g)
         for path in ("overview", "rollouts", "groups", "training", "failures", "rollouts/r00001"):
             await told(client, path)
@@ -90,12 +90,12 @@ async def test_nor_does_anything_else_that_is_damaged(tmp_path: Path, damage: st
 
 
 async def test_a_damaged_trace_is_left_out_of_what_is_saved_and_has_a_header(tmp_path: Path) -> None:
-    page_kit.fill(tmp_path, 16)
-    with page_kit.building(tmp_path) as builder:
+    page_kit.add_rollouts(tmp_path, 16)
+    with page_kit.open_builder(tmp_path) as builder:
         of = "(SELECT key FROM sessions WHERE id=?)"
         builder._db.execute(f"UPDATE nodes SET ids=x'00000000' WHERE session={of}", ("r00001",))
         builder._db.execute(f"UPDATE sessions SET config=x'7b' WHERE key={of}", ("r00002",))
-    async with page_kit.served(tmp_path) as g:
+    async with page_kit.serve(tmp_path) as g:
         client = await entered(g)
         for name in ("r00001", "r00002"):
             header = await told(client, f"rollouts/{name}")
@@ -188,7 +188,7 @@ async def test_one_of_which_nothing_can_be_trained_has_no_say_in_the_advantages(
 
 
 async def test_what_was_tried_again_is_one_rollout(tmp_path: Path) -> None:
-    with page_kit.building(tmp_path) as builder:
+    with page_kit.open_builder(tmp_path) as builder:
         now = time.time() - 60
         for number, (rollout, attempt, reward) in enumerate([("g.0", 1, None), ("g.1", 1, 0.0), ("g.0", 2, 1.0)]):
             about = {"group": "g", "rollout": rollout, "attempt": attempt}
@@ -196,7 +196,7 @@ async def test_what_was_tried_again_is_one_rollout(tmp_path: Path) -> None:
             kind = "graded" if reward is not None else "infrastructure fault"
             told_of = RecordedOutcome(kind=kind, reward=reward, group="g", attempt=attempt)
             builder.outcome(key, f"s{number}", told_of, now + 10)
-    async with page_kit.served(tmp_path) as g:
+    async with page_kit.serve(tmp_path) as g:
         client = await entered(g)
         [row] = (await told(client, "groups"))["groups"]
         assert (row["rollouts"], row["rewards"], row["classes"]) == (2, [0.0, 1.0], {"graded": 2})
@@ -204,11 +204,11 @@ async def test_what_was_tried_again_is_one_rollout(tmp_path: Path) -> None:
 
 
 async def test_what_was_cut_short_has_a_version_too(tmp_path: Path) -> None:
-    with page_kit.building(tmp_path) as builder:
+    with page_kit.open_builder(tmp_path) as builder:
         key = builder.session("cut", time.time() - 9, closed=time.time())
-        talk = page_kit.Talk(builder, key, "cut", time.time() - 9)
+        talk = page_kit.TraceBuilder(builder, key, "cut", time.time() - 9)
         talk.answer(talk.ask([{"role": "user", "content": "Hi"}]), "Hel", finish="abort", version=4)
-    async with page_kit.served(tmp_path) as g:
+    async with page_kit.serve(tmp_path) as g:
         [row] = (await told(await entered(g), "rollouts"))["rollouts"]
         assert (row["turns"], row["version_start"], row["version_end"]) == (0, 4, 4) and row["sampled_tokens"] > 0
 

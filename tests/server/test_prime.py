@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from tests.kit import Gated, Json, Opened, Running, calls, gateway, result, say, tokenizer, tool, until, user
+from tests.kit import Gated, Json, OpenSession, Running, calls, gateway, result, say, tokenizer, tool, until, user
 
 HI = [user("Hi")]
 
@@ -22,10 +22,10 @@ async def post(g: Running, rollout: str, verb: str, body: Json = None) -> httpx.
     return await g.admin.post(f"/v1/rollouts/{rollout}/{verb}", json=body)
 
 
-async def register(g: Running, rollout: str = "r1", **body: Json) -> Opened:
+async def register(g: Running, rollout: str = "r1", **body: Json) -> OpenSession:
     response = await post(g, rollout, "register", {"model": "m", **body})
     assert response.status_code == 200, response.text
-    return Opened(rollout, response.json()["api_key"])
+    return OpenSession(rollout, response.json()["api_key"])
 
 
 async def trajectory(g: Running, rollout: str = "r1") -> Json:
@@ -34,12 +34,12 @@ async def trajectory(g: Running, rollout: str = "r1") -> Json:
     return response.json()
 
 
-def agent(g: Running, rollout: Opened, **options: Any) -> openai.AsyncOpenAI:
+def agent(g: Running, rollout: OpenSession, **options: Any) -> openai.AsyncOpenAI:
     """The agent in its sandbox: OPENAI_BASE_URL is the rollout's own."""
     return g.client(rollout.key, base_url=f"{g.root}/v1/rollouts/{rollout.id}", **options)
 
 
-async def chat(g: Running, rollout: Opened, messages: Json = HI, **request: Any) -> Any:
+async def chat(g: Running, rollout: OpenSession, messages: Json = HI, **request: Any) -> Any:
     return await agent(g, rollout).chat.completions.create(**{"model": "m", "messages": messages, **request})
 
 
@@ -127,7 +127,7 @@ async def test_the_rollouts_own_key_and_url_are_all_that_an_agent_needs() -> Non
 async def test_the_admin_key_opens_model_calls_too() -> None:
     async with gateway([say("Hello.")]) as g:
         rollout = await register(g)
-        reply = await chat(g, Opened(rollout.id, g.app.admin_key))
+        reply = await chat(g, OpenSession(rollout.id, g.app.admin_key))
         assert reply.choices[0].message.content == "Hello."
 
 
@@ -136,9 +136,9 @@ async def test_no_other_key_does() -> None:
         rollout, other = await register(g, "r1"), await register(g, "r2")
         for key in ("wrong", other.key, rollout.key + "x", rollout.id):
             with pytest.raises(openai.AuthenticationError):
-                await chat(g, Opened("r1", key))
+                await chat(g, OpenSession("r1", key))
         with pytest.raises(openai.AuthenticationError):  # not even whether a rollout exists is told
-            await chat(g, Opened("nobody", rollout.key))
+            await chat(g, OpenSession("nobody", rollout.key))
 
 
 async def test_a_bad_body_an_unknown_rollout_and_one_that_is_over() -> None:
@@ -147,7 +147,7 @@ async def test_a_bad_body_an_unknown_rollout_and_one_that_is_over() -> None:
         with pytest.raises(openai.BadRequestError):
             await chat(g, rollout, messages=[])
         with pytest.raises(openai.NotFoundError):
-            await chat(g, Opened("nobody", g.app.admin_key))
+            await chat(g, OpenSession("nobody", g.app.admin_key))
         await post(g, "r1", "cancel")
         with pytest.raises(openai.ConflictError) as caught:
             await chat(g, rollout)

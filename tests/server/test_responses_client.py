@@ -15,11 +15,11 @@ import pydantic
 import pytest
 
 from tests.exact.invariants import check
-from tests.kit import WAYS, Gated, Json, Opened, Running, calls, gateway, say, tokenizer, until
+from tests.kit import CLIENT_MODES, Gated, Json, OpenSession, Running, calls, gateway, say, tokenizer, until
 from turngate.engines.base import Generate
 from turngate.engines.scripted import Scripted, ScriptedTurn
 
-every_way = pytest.mark.parametrize("way", [*WAYS, "async stream helper", "sync stream helper"])
+every_way = pytest.mark.parametrize("way", [*CLIENT_MODES, "async stream helper", "sync stream helper"])
 STREAMED = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 
 READ = {
@@ -103,7 +103,7 @@ def prompts(g: Running) -> list[str]:
     return [tokenizer().decode(request.prompt.tolist()) for request in g.engine.received]
 
 
-async def one_row(g: Running, session: Opened) -> Json:
+async def one_row(g: Running, session: OpenSession) -> Json:
     """The whole session is one row, and its ids are what the engine saw and sampled."""
     [row] = await g.samples(session.id)
     assert len(row["spans"]) == len(g.engine.received)
@@ -769,7 +769,7 @@ async def test_long_conversations_are_one_row_whose_ids_are_what_the_engine_saw(
         if seed % 2:
             asked |= {"include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto"}}
         for _ in texts:
-            reply = await ask(g, session.key, history, how.choice(WAYS), **asked)
+            reply = await ask(g, session.key, history, how.choice(CLIENT_MODES), **asked)
             items = reply.items()
             if not any(item["type"] != "reasoning" for item in items):
                 history += items  # an agent that dropped all of a turn would really have another history

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.kit import Gated, Json, Running, calls, gateway, joined, say, tokenizer, tool, until, user
+from tests.kit import Gated, Json, Running, calls, gateway, join_chunks, say, tokenizer, tool, until, user
 from tests.speed import scaled
 
 HI = [user("Hi")]
@@ -57,7 +57,7 @@ async def test_reasoning_arrives_while_the_engine_still_samples() -> None:
                 break
         assert g.engine.in_flight == 1
         g.gated.gate.set()
-        assert joined([c async for c in stream]).content == "Yes."
+        assert join_chunks([c async for c in stream]).content == "Yes."
 
 
 async def test_a_tool_call_arrives_whole_and_as_soon_as_it_is() -> None:
@@ -85,7 +85,7 @@ async def test_no_part_of_a_calls_markup_is_ever_shown_as_text() -> None:
     async with gateway([say(text)]) as g:
         session = await g.open()
         chunks = [c async for c in await begin(g, session.key, tools=[tool()])]
-        assert joined(chunks).content == "Let me look."
+        assert join_chunks(chunks).content == "Let me look."
         assert not any("<" in (c.choices[0].delta.content or "") for c in chunks)
 
 
@@ -110,14 +110,14 @@ async def test_the_end_waits_for_the_database(stream: bool) -> None:
         with g.locked_database():
             if stream:
                 reading: asyncio.Task[Any] = g.start(_collect(await begin(g, session.key), chunks))
-                await until(lambda: joined(chunks).content == "Hello there.")
+                await until(lambda: join_chunks(chunks).content == "Hello there.")
             else:
                 reading = g.start(g.ask(session.key, "Hi"))
                 await until(lambda: g.engine.received and not g.engine.in_flight)
             await asyncio.sleep(0.15)
             assert not reading.done()
             if stream:
-                assert joined(chunks).finish is None
+                assert join_chunks(chunks).finish is None
             assert g.rows("SELECT count(*) FROM nodes") == [(0,)]
         await asyncio.wait_for(reading, scaled(5))
         assert g.rows("SELECT count(*) FROM nodes WHERE kind='sampled'") == [(1,)]
@@ -138,11 +138,11 @@ async def test_a_silent_engine_does_not_look_like_a_dead_connection() -> None:
         chunks: list[Any] = []
         reading = g.start(_collect(await begin(g, session.key), chunks))
         await until(lambda: len(chunks) >= 5)
-        assert joined(chunks) == ("", "", [], None, None)
+        assert join_chunks(chunks) == ("", "", [], None, None)
         assert chunks[0].choices[0].delta.role == "assistant"
         g.gated.gate.set()
         await reading
-        assert joined(chunks).content == "At last." and joined(chunks).finish == "stop"
+        assert join_chunks(chunks).content == "At last." and join_chunks(chunks).finish == "stop"
         assert len({c.id for c in chunks}) == 1
         assert [c.choices[0].delta.role for c in chunks].count("assistant") == 1
 
@@ -163,10 +163,10 @@ async def test_signs_of_life_between_words_with_usage_asked_for() -> None:
         chunks: list[Any] = []
         reading = g.start(_collect(await begin(g, session.key, stream_options={"include_usage": True}), chunks))
         await until(lambda: len(chunks) >= 6)
-        assert joined(chunks).content == tokenizer().decode(say("One two.").ids[:1])
+        assert join_chunks(chunks).content == tokenizer().decode(say("One two.").ids[:1])
         g.gated.gate.set()
         await reading
-        assert joined(chunks).content == "One two." and joined(chunks).usage is not None
+        assert join_chunks(chunks).content == "One two." and join_chunks(chunks).usage is not None
 
 
 async def test_a_steady_stream_needs_no_signs_of_life() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.kit import Opened, Running, gateway, say, until
+from tests.kit import OpenSession, Running, gateway, say, until
 from tests.speed import scaled
 from turngate.client.gateway import GatewayClient, RequestRejected
 from turngate.gateway import host_tools
@@ -30,22 +30,24 @@ ANSWER = {
 ASK = {"name": "ask", "description": "Ask a person.", "schema": {"type": "object"}, "wait_s": MAX_WAIT_S}
 
 
-async def call(g: Running, session: Opened, arguments: Any, tool: str = "answer", **headers: str) -> httpx.Response:
+async def call(
+    g: Running, session: OpenSession, arguments: Any, tool: str = "answer", **headers: str
+) -> httpx.Response:
     return await g.http(session.key).post(f"/v1/tools/{tool}", json=arguments, headers=headers)
 
 
-async def calls(g: Running, session: Opened) -> list[Any]:
+async def calls(g: Running, session: OpenSession) -> list[Any]:
     response = await g.admin.get(f"/admin/sessions/{session.id}/tools")
     assert response.status_code == 200
     found: list[Any] = response.json()["calls"]
     return found
 
 
-async def answer(g: Running, session: Opened, number: int, reply: Any) -> httpx.Response:
+async def answer(g: Running, session: OpenSession, number: int, reply: Any) -> httpx.Response:
     return await g.admin.post(f"/admin/sessions/{session.id}/tools/{number}/answer", json={"reply": reply})
 
 
-def asking(g: Running, session: Opened) -> Any:
+def asking(g: Running, session: OpenSession) -> Any:
     return g.app.sessions.find(session.id).pending_tool_calls
 
 

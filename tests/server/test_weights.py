@@ -16,7 +16,7 @@ import openai
 import pytest
 from aiohttp import web
 
-from tests.kit import Opened, Running, gateway, renderer, say, until
+from tests.kit import OpenSession, Running, gateway, renderer, say, until
 from tests.server.test_forwarding import crew
 from tests.speed import scaled
 from turngate.engines.pool import Pool
@@ -163,7 +163,7 @@ async def refused(g: Running, **wanted: Any) -> tuple[int, str]:
     return response.status_code, response.json()["error"]["message"]
 
 
-async def spans(g: Running, session: Opened) -> list[tuple[int, int]]:
+async def spans(g: Running, session: OpenSession) -> list[tuple[int, int]]:
     return [(turn["version_start"], turn["version_end"]) for turn in await g.turns(session.id)]
 
 

@@ -106,7 +106,7 @@ async def served(
     """A service whose engine says what is given, or that it is done."""
     root = root or Path(tempfile.mkdtemp(prefix="tg-"))  # short, because a unix socket's path must be
     own = data is None
-    data = data or Path(tempfile.mkdtemp(prefix="tg-data-", dir=kit.MEMORY))
+    data = data or Path(tempfile.mkdtemp(prefix="tg-data-", dir=kit.MEMORY_FOLDER))
     engine = Scripted(script or (lambda request, n: kit.say("Done.")), model="m", max_context=131_072)
     before = asyncio.all_tasks()
     try:

@@ -57,7 +57,7 @@ async def test_turns_tokens_times_sessions_and_outcomes_are_counted(tmp_path: Pa
     async with gateway([say("Hello."), say("Good bye.")], data=tmp_path) as g:
         one, other = await g.open(), await g.open()
         await g.ask(one.key, "Hi")
-        await g.ask(one.key, "Hi again", way="async stream")
+        await g.ask(one.key, "Hi again", mode="async stream")
         await g.seal(one.id)
         await g.cancel(other.id)
         await g.admin.put(f"/admin/sessions/{one.id}/outcome", json={"kind": "graded", "reward": 0.5})
@@ -94,7 +94,7 @@ async def test_errors_are_counted_by_whose_they_are(tmp_path: Path) -> None:
         with pytest.raises(openai.RateLimitError):
             await g.ask(session.key, "Hi")
         with pytest.raises(openai.APIError):
-            await g.ask(session.key, "Hi", way="async stream")
+            await g.ask(session.key, "Hi", mode="async stream")
         seen = await scraped(g)
     assert seen[plain("turngate_call_errors_total", dialect="chat", boundary="client", kind="invalid_api_key")] == 1
     assert (

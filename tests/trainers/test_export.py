@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.kit import Heard, Opened, Running, calls, gateway, result, say, tokenizer, tool, user
+from tests.kit import OpenSession, Reply, Running, calls, gateway, result, say, tokenizer, tool, user
 from turngate.engines.scripted import SYNTHETIC_NOTE
 from turngate.errors import ConfigError
 from turngate.store.outcomes import RecordedOutcome
@@ -44,11 +44,11 @@ class Recording:
         async with gateway(lambda request, n: self.answers.pop(0), data=self.data) as self.g:
             yield self.g
 
-    async def ask(self, session: Opened, history: list[Any], answer: str, *, close: bool = True) -> Heard:
+    async def ask(self, session: OpenSession, history: list[Any], answer: str, *, close: bool = True) -> Reply:
         self.answers.append(say(answer, close=close))
         return await self.g.ask(session.key, history, tools=TOOLS)
 
-    async def rollout(self, name: str, *said: str, asked: list[Any] = ASKED, **config: Any) -> Opened:
+    async def rollout(self, name: str, *said: str, asked: list[Any] = ASKED, **config: Any) -> OpenSession:
         """What the model says in turn; each call of a tool is answered with "hello"."""
         metadata = {"agent": "tester", "agent_version": "1.2", "task": "t", "group": "run.t"}
         session = await self.g.open(metadata=metadata, **{"model": "m", **config})
@@ -59,7 +59,7 @@ class Recording:
             history += [heard.message(), *(result(call, "hello") for call in heard.calls)]
         return session
 
-    async def ended(self, session: Opened, reward: float | None, kind: str = "graded", **fields: Any) -> None:
+    async def ended(self, session: OpenSession, reward: float | None, kind: str = "graded", **fields: Any) -> None:
         await self.g.seal(session.id)
         outcome = {"kind": kind, "reward": reward, "group": "run.t", "task": "t", **fields}
         self.g.app.outcomes.record(session.id, msgspec.convert(outcome, RecordedOutcome))

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.kit import Gated, Json, Running, calls, gateway, result, say, tool, until, user, whole
+from tests.kit import Gated, Json, Running, calls, gateway, read_reply, result, say, tool, until, user
 from turngate.common.sharding import new_secret, slot_from_head, slot_of
 from turngate.engines.scripted import ScriptedTurn
 from turngate.errors import Conflict
@@ -24,7 +24,7 @@ async def opened(g: Running, **wanted: Json) -> Json:
 
 
 async def ask(g: Running, key: str, messages: Json, **request: Any) -> Any:
-    return whole(await g.client(key).chat.completions.create(model="m", messages=messages, **request))
+    return read_reply(await g.client(key).chat.completions.create(model="m", messages=messages, **request))
 
 
 async def told(g: Running, name: str, what: str = "rollout", **query: Any) -> Json:

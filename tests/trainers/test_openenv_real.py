@@ -9,7 +9,7 @@ import subprocess
 import openai
 import pytest
 
-from tests.kit import Json, Running, calls, gateway, result, say, tool, user, whole
+from tests.kit import Json, Running, calls, gateway, read_reply, result, say, tool, user
 from tests.speed import scaled
 from tools import parts
 from turngate.engines.scripted import ScriptedTurn
@@ -87,7 +87,7 @@ async def test_openenv_takes_our_traces(python: str) -> None:
         client = g.client(opened["session_id"])
 
         async def ask(messages: Json, **request: Json) -> Json:
-            return whole(await client.chat.completions.create(model="m", messages=messages, **request))
+            return read_reply(await client.chat.completions.create(model="m", messages=messages, **request))
 
         tools = [tool()]
         await ask([user("Give it a title")])

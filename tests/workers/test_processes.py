@@ -24,7 +24,7 @@ import pytest
 import turngate
 from tests.cli.test_serve import slow_engine
 from tests.crash.storm import children, storm
-from tests.kit import MEMORY, gateway, until, user
+from tests.kit import MEMORY_FOLDER, gateway, until, user
 from tests.speed import scaled
 from turngate.common.sharding import slot_of
 from turngate.render import BUILTIN_TOKENIZER
@@ -142,7 +142,7 @@ def wait_for(holds: Any, seconds: float = 20.0) -> None:
 
 @pytest.fixture
 def data() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="turngate-test-", dir=MEMORY) as folder:
+    with tempfile.TemporaryDirectory(prefix="turngate-test-", dir=MEMORY_FOLDER) as folder:
         yield Path(folder) / "data"
 
 
