@@ -1,6 +1,6 @@
-"""What the tests of the local engine share: a model of random weights that is small enough to compute in a millisecond.
+"""Shared helpers for the local engine's tests: a random model small enough to run in a millisecond.
 
-Importing this skips the module where torch is missing; in CI that is a failure.
+Importing this skips the test module when torch is missing; in CI it fails instead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from turngate.engines.local.shape import Rope, Shape
 from turngate.engines.local.weights import create_random_model
 from turngate.types import ID_DTYPE, Sampling
 
-torch.set_num_threads(1)  # threads would only wait for each other
+torch.set_num_threads(1)  # the model is too small to benefit from threads
 SHAPE = Shape(
     kind="qwen3",
     vocabulary=300,
@@ -49,7 +49,7 @@ SHAPE = Shape(
 
 
 def model(seed: int = 0, **shape: Any) -> Model:
-    """Its distributions are neither flat nor certain."""
+    """Make a random model whose distributions are neither flat nor peaked."""
     made = create_random_model(msgspec.structs.replace(SHAPE, **shape), seed=seed)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -82,7 +82,7 @@ def asked(prompt: Sequence[int], tokens: int = 16, stop_ids: tuple[int, ...] = (
 
 
 async def said(engine: LocalEngine, request: Generate) -> Said:
-    """One call, to its end."""
+    """Run one call to completion."""
     ids: list[int] = []
     logprobs: list[float] = []
     count, finish = 0, None
@@ -96,7 +96,7 @@ async def said(engine: LocalEngine, request: Generate) -> Said:
 
 
 def scored(made: Model, prompt: Sequence[int], ids: Sequence[int], temperature: float = 1.0) -> list[float]:
-    """The same log-probabilities as a trainer computes them: one forward pass over all of it."""
+    """Recompute the log-probabilities as a trainer does, in one forward pass."""
     with torch.no_grad():
         scores = made(torch.tensor([[*prompt, *ids]]))[0, len(prompt) - 1 : -1].float() / temperature
     found: list[float] = scores.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()

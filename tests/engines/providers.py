@@ -1,7 +1,7 @@
-"""Stand-ins for the four kinds of endpoint that can be observed: they stream in the shapes of the real ones, and are as strict.
+"""Stand-ins for the four kinds of observed endpoint, with the wire formats and the strictness of the real ones.
 
-A provider is told what its model says, turn by turn (`Says`). It refuses what the real one would: a wrong key, results that answer no
-call, thinking that does not come back as it was signed. `tests/engines/test_providers.py` holds their streams against the official SDKs.
+A provider plays a script of model turns (`Says`). It rejects what the real one rejects: a wrong key, tool results without a matching
+call, thinking that comes back altered. `tests/engines/test_providers.py` checks the streams against the official SDKs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KEY = "provider-secret"
 
 
 class Says(NamedTuple):
-    """What the model says in one turn."""
+    """The model's output in one turn."""
 
     text: str = ""
     thought: str = ""
@@ -37,7 +37,7 @@ class Says(NamedTuple):
 
 
 class Refusal(Exception):
-    """What a provider answers instead of a stream."""
+    """An error response from a provider."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -45,20 +45,20 @@ class Refusal(Exception):
 
 
 def halves(text: str) -> list[str]:
-    """Text as it comes in a stream: not all at once."""
+    """Split the text in two, as a stream would."""
     middle = len(text) // 2
     return [part for part in (text[:middle], text[middle:]) if part]
 
 
 class Provider(StandIn):
-    """One endpoint. What it says in which turn is counted by the assistant's turns in the conversation."""
+    """One endpoint. The number of assistant turns in the request selects the scripted turn to play."""
 
-    name = ""  # of the engine that observes it
+    name = ""  # name of the engine that observes it
 
     def __init__(self, *turns: Says) -> None:
         super().__init__(self.reply)
         self.turns = turns
-        self.seen: list[Json] = []  # conversations that were accepted
+        self.seen: list[Json] = []  # accepted request bodies
         self.refusals: list[str] = []
 
     async def reply(self, request: web.Request) -> web.StreamResponse:
@@ -85,7 +85,7 @@ class Provider(StandIn):
         return bool(self.asked.get("stream"))
 
     def read(self, body: Json) -> int:
-        """The number of the turn that is asked for, once the conversation is found to be in order."""
+        """Validate the conversation and return the index of the turn to play."""
         raise NotImplementedError
 
     def stream(self, said: Says, turn: int) -> list[bytes]:
@@ -107,8 +107,8 @@ def in_order(asked: Sequence[str], answered: Sequence[str]) -> None:
 
 
 class ChatProvider(Provider):
-    """As a vLLM with `--api-key` and a reasoning parser. `tells`: it gives token ids, of a template that shows every word of the
-    conversation, so that a prompt extends the last one only if nothing in it was changed."""
+    """Behaves like vLLM with `--api-key` and a reasoning parser. With `tells` it returns token ids of a template that renders the
+    whole conversation, so a prompt extends the previous one only if nothing was changed."""
 
     name = "openai"
 
@@ -154,7 +154,7 @@ class ChatProvider(Provider):
         ]
         if self.tells:
             chunks[0]["prompt_token_ids"] = self.prompt_ids()
-            for n, chunk in enumerate(chunks[1:]):  # shared out among them, the last with what is left
+            for n, chunk in enumerate(chunks[1:]):   # three ids per chunk, the rest in the last one
                 some = ids[n * 3 : (n + 1) * 3 if n < len(deltas) - 2 else None]
                 tokens = [{"token": "t", "logprob": -0.5, "bytes": None, "top_logprobs": []} for _ in some]
                 chunk["choices"][0] |= {"token_ids": some, "logprobs": {"content": tokens}}
@@ -229,7 +229,7 @@ def named_event(value: Json) -> bytes:
 
 
 class AnthropicProvider(Provider):
-    """As Anthropic's own. Thinking that comes back has to be as it was signed, and before a call it has to come back."""
+    """Behaves like Anthropic's API: thinking must come back as signed, and is required before a tool call."""
 
     name = "anthropic"
 
@@ -278,7 +278,7 @@ class AnthropicProvider(Provider):
         return turn
 
     def hides(self) -> bool:
-        """Thinking is signed, but not shown."""
+        """Whether thinking is signed but omitted."""
         return bool(self.asked.get("thinking", {}).get("display") == "omitted")
 
     def blocks(self, said: Says, turn: int) -> list[Json]:
@@ -352,7 +352,7 @@ class AnthropicProvider(Provider):
 
 
 class GeminiProvider(Provider):
-    """As Google's own. Every turn of calls is signed on the first of them, and has to come back signed."""
+    """Behaves like Google's API: the first call of each turn is signed and must come back signed."""
 
     name = "gemini"
 
@@ -379,7 +379,7 @@ class GeminiProvider(Provider):
         for content in body["contents"]:
             parts = content["parts"]
             if content["role"] == "model":
-                if before != "model":  # contents in a row are one turn
+                if before != "model":  # consecutive contents form one turn
                     open_calls, signed, answered = [], "", False
                 calls = [part for part in parts if "functionCall" in part]
                 open_calls += [part["functionCall"]["name"] for part in calls]
@@ -395,7 +395,7 @@ class GeminiProvider(Provider):
         return turn
 
     def standard(self, signature: str) -> str:
-        """SDKs spell it with either alphabet."""
+        """Normalize to the standard base64 alphabet; SDKs use either one."""
         return signature.replace("-", "+").replace("_", "/")
 
     def parts(self, said: Says, turn: int) -> list[Json]:
@@ -443,7 +443,7 @@ class GeminiProvider(Provider):
 
 
 class ResponsesProvider(Provider):
-    """As OpenAI's own with `store` off: reasoning comes back sealed under the id that it was sealed with, or the call is refused."""
+    """Behaves like OpenAI's API with `store` off: encrypted reasoning must come back under its original id."""
 
     name = "responses"
 

@@ -1,4 +1,4 @@
-"""What the tests of all relays are written with: calls of no dialect that the endpoint knows, and what came of them."""
+"""Shared helpers for the relay tests: calls in native and foreign dialects, and the chunks they produce."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OTHER = {"type": "function", "function": {"name": "read", "parameters": {"type":
 
 
 class Spoken:
-    """A history that is decoded already: one message, or several, per piece."""
+    """An already decoded history: one or more messages per piece."""
 
     def __init__(self, pieces: Sequence[Message | tuple[Message, ...]]) -> None:
         self._pieces = [piece if isinstance(piece, tuple) else (piece,) for piece in pieces]
@@ -30,13 +30,13 @@ class Spoken:
 
 
 def meant(*messages: Message | tuple[Message, ...], tools: Sequence[Json] = (), **fields: Any) -> Call:
-    """A call of a dialect that no endpoint speaks: only its meaning counts."""
+    """Make a call in a dialect that no endpoint speaks, so that it has to be translated."""
     offered = ChatTools(json.dumps(list(tools)).encode()) if tools else None
     return Call(**{"model": "m", "dialect": "elsewhere", **fields}, history=Spoken(messages), tools=offered)
 
 
 def own(dialect: str, body: Json, **fields: Any) -> Call:
-    """A call in the endpoint's own dialect: only its body counts."""
+    """Make a call in the endpoint's own dialect, whose body is forwarded."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     return Call(**{"model": "m", **fields}, history=Spoken([]), dialect=dialect, body=raw)
 
@@ -63,7 +63,7 @@ async def heard(relay: Relay, call: Call, **fields: Any) -> list[RelayChunk]:
 
 
 async def answered(make: Callable[[str], Relay], answer: Answer, call: Call, **fields: Any) -> list[RelayChunk]:
-    """What the relay makes of one answer of the endpoint's."""
+    """Relay one call to an endpoint that gives this answer."""
     async with serving(StandIn(answer)) as server, started(make(server.url)) as relay:
         return await heard(relay, call, **fields)
 

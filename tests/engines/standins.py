@@ -1,4 +1,4 @@
-"""Local HTTP servers that stand in for engines: they answer what a test wrote down, and keep what they were asked."""
+"""Local HTTP servers that stand in for engines: they send scripted answers and record the requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def ask(prompt: Sequence[int] | Ids = (1, 2, 3), **fields: Any) -> Generate:
-    """A request, with what a test does not care about filled in."""
+    """Make a request with defaults for the fields a test does not care about."""
     given: dict[str, Any] = {"max_tokens": 64, "sampling": Sampling(), **fields}
     return Generate(prompt=np.asarray(prompt, np.int32), **given)
 
@@ -33,7 +33,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class StandIn:
-    """One server. `answer` makes the reply to a POST; GETs are answered from `documents` by path."""
+    """One server. `answer` handles POSTs; GETs are served from `documents` by path."""
 
     def __init__(self, answer: Answer | None = None, documents: dict[str, Any] | None = None) -> None:
         self.answer = answer
@@ -42,8 +42,8 @@ class StandIn:
         self.bodies: list[bytes] = []
         self.headers: list[CIMultiDict[str]] = []
         self.paths: list[str] = []
-        self.raw_paths: list[str] = []  # as they came over the wire
-        self.hung_up = asyncio.Event()  # a client left before its reply was complete
+        self.raw_paths: list[str] = []  # as received, percent-encoded
+        self.hung_up = asyncio.Event()  # a client disconnected before its reply was complete
         self.connections: set[Any] = set()
 
     @property
@@ -92,7 +92,7 @@ async def serving(server: StandIn) -> AsyncIterator[StandIn]:
 
 
 def streams(*parts: bytes | float | asyncio.Event, cut: bool = False) -> Answer:
-    """A stream of these writes, with a pause of so many seconds where a number stands, or until an event. `cut`: drop the connection."""
+    """Stream these parts; a number is a pause in seconds, an event is waited for. `cut`: drop the connection."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -114,7 +114,7 @@ def streams(*parts: bytes | float | asyncio.Event, cut: bool = False) -> Answer:
 
 
 def says(value: Any, status: int = 200) -> Answer:
-    """One JSON document, or text as it is."""
+    """Answer with a JSON document, or with plain text for a string."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         if isinstance(value, str):
@@ -125,12 +125,12 @@ def says(value: Any, status: int = 200) -> Answer:
 
 
 async def collected(chunks: AsyncIterator[Chunk]) -> Chunk:
-    """All chunks as one."""
+    """Join all chunks into one."""
     ids: list[int] = []
     logprobs: list[float | None] = []
     finish, prompt = None, None
     async for chunk in chunks:
-        assert finish is None, "a chunk came after the last"
+        assert finish is None, "got a chunk after the final one"
         assert chunk.logprobs is not None and len(chunk.logprobs) == len(chunk.ids)
         ids += chunk.ids
         logprobs += chunk.logprobs
@@ -140,7 +140,7 @@ async def collected(chunks: AsyncIterator[Chunk]) -> Chunk:
 
 
 def free_port() -> int:
-    """A port on which nobody listens."""
+    """Find a port that nothing listens on."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         port: int = bound.getsockname()[1]

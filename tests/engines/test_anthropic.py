@@ -1,4 +1,4 @@
-"""The relay to Anthropic's Messages API: what it is sent, and what becomes of its streams."""
+"""Tests for the relay to Anthropic's Messages API: requests, streams, errors."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def stream(*events: Json | list[Json]) -> Answer:
 OK = stream(start(), text(0, "ok"), end())
 
 
-# ── what is sent ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── requests ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_call_of_its_own_goes_as_it_came() -> None:
+async def test_native_request_is_forwarded_verbatim() -> None:
     messages = (
         b'[{"role": "user",  "content": [{"type":"image","source":{"type":"url","url":"http://x/\\u00e9.png"}},'
         b'{"type":"text","text":"1.10","cache_control":{"type":"ephemeral"}}]}]'
@@ -97,7 +97,7 @@ async def test_a_call_of_its_own_goes_as_it_came() -> None:
             sampling=Sampling(temperature=0.5),
             max_tokens=7,
         )
-        assert server.paths == ["/v1/messages"] and messages in server.bodies[0]  # not parsed and written again
+        assert server.paths == ["/v1/messages"] and messages in server.bodies[0]  # forwarded without re-encoding
         asked = {name: value for name, value in server.asked.items() if name != "messages"}
         assert asked == {"model": "m", "max_tokens": 7, "temperature": 0.5, "betas_like": {"a": [1]}, "stream": True}
         headers = server.headers[0]
@@ -108,12 +108,12 @@ async def test_a_call_of_its_own_goes_as_it_came() -> None:
         assert "sk-ant" not in repr(relay)
 
 
-async def test_sampling_that_cannot_be_said_is_refused_when_it_is_pinned() -> None:
+async def test_pinned_unsupported_sampling_is_rejected() -> None:
     with pytest.raises(EngineRejected, match="pins min_p, seed"):
         await answered(make, OK, own("messages", BODY), sampling=Sampling(min_p=0.1, seed=3))
 
 
-async def test_a_call_of_another_dialect_is_written_anew() -> None:
+async def test_foreign_dialect_is_translated() -> None:
     call = meant(
         Message("system", "Be brief."),
         Message("system", "Be kind."),
@@ -187,7 +187,7 @@ async def test_a_call_of_another_dialect_is_written_anew() -> None:
         ({"template_hints": {"enable_thinking": True}}, {"thinking": {"type": "adaptive", "display": "summarized"}}),
     ],
 )
-async def test_forced_shapes_and_thinking(fields: Json, body: Json) -> None:
+async def test_constraints_and_thinking_are_translated(fields: Json, body: Json) -> None:
     async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
         chunks = await heard(relay, meant(HI, tools=[TOOL, OTHER], max_tokens=5, **fields), max_tokens=5)
         rest = {
@@ -202,19 +202,19 @@ async def test_forced_shapes_and_thinking(fields: Json, body: Json) -> None:
     ("constraint", "words"),
     [(Constraint("json_object"), "not json_object"), (any_of("bash"), "some of the tools")],
 )
-async def test_what_cannot_be_asked_for_is_refused_by_name(constraint: Constraint, words: str) -> None:
+async def test_unsupported_constraint_is_bad_request(constraint: Constraint, words: str) -> None:
     with pytest.raises(BadRequest, match=words):
         await answered(make, OK, meant(HI, tools=[TOOL, OTHER], constraint=constraint))
 
 
-async def test_an_image_of_another_dialect_is_refused() -> None:
+async def test_image_from_foreign_dialect_is_bad_request() -> None:
     with pytest.raises(BadRequest, match="no images") as caught:
         await answered(make, OK, meant(Message("user", "[image]", unsupported="messages[0]: no images")))
     assert caught.value.param == "messages[0]"
 
 
 class Picky(StandIn):
-    """Refuses what it does not know, in Anthropic's words."""
+    """Rejects unknown fields with Anthropic's error messages."""
 
     def __init__(self, *refusals: tuple[str, str]) -> None:
         super().__init__(self.judge)
@@ -228,7 +228,7 @@ class Picky(StandIn):
         return await OK(request)
 
 
-async def test_what_an_older_model_does_not_know_is_left_out_and_told() -> None:
+async def test_parameters_unknown_to_model_are_dropped_and_reported() -> None:
     server = Picky(
         ('"cache_control"', "cache_control: Extra inputs are not permitted"),
         (
@@ -259,24 +259,24 @@ async def test_what_an_older_model_does_not_know_is_left_out_and_told() -> None:
         messages = [{"role": "user", "content": [{"type": "text", "text": t} for t in ("hi", "Later.")]}]
         assert server.asked == {"model": "m", "stream": True, "max_tokens": FEWER_TOKENS, "messages": messages}
         await heard(relay, call)
-        assert len(server.bodies) == 8  # at once, this time
+        assert len(server.bodies) == 8   # remembered, so no retries
         await heard(relay, msgspec.structs.replace(call, model="other"))
-        assert len(server.bodies) == 15  # another model may know it
-        with pytest.raises(EngineRejected, match="deprecated"):  # but what is pinned is insisted on
+        assert len(server.bodies) == 15  # remembered per model
+        with pytest.raises(EngineRejected, match="deprecated"):  # pinned sampling is never dropped
             await heard(relay, call, sampling=Sampling(temperature=0.5))
 
 
-async def test_a_bound_that_leaves_no_room_is_made_smaller() -> None:
+async def test_max_tokens_is_reduced_to_fit_context() -> None:
     server = Picky(("32000", "input length and `max_tokens` exceed context limit: 190000 + 32000 > 200000, decrease"))
     async with serving(server), started(make(server.url)) as relay:
         await heard(relay, meant(HI))
         assert server.asked["max_tokens"] == 10_000
-        with pytest.raises(ContextOverflow) as caught:  # an agent of its own dialect decides by itself
+        with pytest.raises(ContextOverflow) as caught:  # native requests are not changed
             await heard(relay, own("messages", BODY | {"max_tokens": 32000}))
         assert (caught.value.limit, caught.value.size) == (200_000, 222_000)
 
 
-# ── what comes back ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── responses ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 ANSWER = stream(
     start(cache_read_input_tokens=3, cache_creation_input_tokens=2),
@@ -302,7 +302,7 @@ ANSWER = stream(
 )
 
 
-async def test_text_thinking_calls_and_usage() -> None:
+async def test_stream_yields_text_thinking_calls_and_usage() -> None:
     chunks = await answered(make, ANSWER, own("messages", BODY))
     assert said(chunks) == [
         Delta("reasoning", "hm"),
@@ -318,8 +318,8 @@ async def test_text_thinking_calls_and_usage() -> None:
     assert all(chunk.ids is None and chunk.logprobs is None for chunk in chunks)
 
 
-async def test_hidden_thinking_goes_back_as_it_was() -> None:
-    """An agent gives a `thinking` block back; the provider gets the block that it had sent."""
+async def test_redacted_thinking_round_trips() -> None:
+    """The agent returns a `thinking` block; the provider gets its original block."""
     given = [
         {"type": "thinking", "thinking": "", "signature": "redacted_thinking:hidden=="},
         {"type": "text", "text": "x"},
@@ -331,11 +331,11 @@ async def test_hidden_thinking_goes_back_as_it_was() -> None:
     assert (hidden, rest) == ({"type": "redacted_thinking", "data": "hidden=="}, given[1])
 
 
-async def test_a_turn_that_was_signed_goes_back_as_it_was_whatever_the_agent_speaks() -> None:
+async def test_signed_turn_is_replayed_verbatim_for_foreign_dialect() -> None:
     chunks = await answered(make, ANSWER, meant(HI))
     assert not [event for event in said(chunks) if isinstance(event, Delta) and event.kind == "seal"]
     verbatim = chunks[-1].verbatim
-    # The agent has dropped the thinking, renamed the calls and added an argument.
+    # The agent dropped the thinking, renamed the calls and added an argument.
     turn = Message(
         "assistant", "grüße", tool_calls=(ToolCall("x", "bash", '{"c":1,"d":2}'), ToolCall("y", "read", "{}"))
     )
@@ -353,12 +353,12 @@ async def test_a_turn_that_was_signed_goes_back_as_it_was_whatever_the_agent_spe
     assert lost(again) == ()
 
 
-async def test_thinking_that_nobody_signed_is_lost_and_told() -> None:
+async def test_unsigned_thinking_is_dropped_and_reported() -> None:
     chunks = await answered(make, OK, meant(HI, Message("assistant", "a", "because"), HI))
     assert lost(chunks) == ("reasoning of earlier turns",) and chunks[-1].verbatim == b""
 
 
-async def test_arguments_that_were_cut_off_are_shown_as_they_were() -> None:
+async def test_truncated_arguments_are_preserved() -> None:
     cut = {"type": "input_json_delta", "partial_json": '{"c": '}
     answer = stream(
         start(), block(0, {"type": "tool_use", "id": "t", "name": "bash", "input": {}}, cut), end("max_tokens")
@@ -381,15 +381,15 @@ async def test_arguments_that_were_cut_off_are_shown_as_they_were() -> None:
         ("tool_use", "tool_calls"),
     ],
 )
-async def test_ends(reason: str, finish: str) -> None:
+async def test_stop_reasons_map_to_finish(reason: str, finish: str) -> None:
     chunks = await answered(make, stream(start(), text(0, "x"), end(reason, stop_sequence="STOP")), meant(HI))
     assert (chunks[-1].finish, chunks[-1].stopped_by, chunks[-1].fault) == (finish, "STOP", "")
 
 
-async def test_a_refusal_is_an_end_with_a_fault_and_without_a_word_an_error() -> None:
+async def test_refusal_sets_fault_or_raises_if_empty() -> None:
     details = {"type": "refusal", "category": "cyber", "explanation": "It may do harm."}
     chunks = await answered(make, stream(start(), text(0, "I'd"), end("refusal", stop_details=details)), meant(HI))
-    assert said(chunks) == [Delta("content", "I'd")]  # nothing is added to what the model said
+    assert said(chunks) == [Delta("content", "I'd")]  # the model's text is unchanged
     assert (chunks[-1].finish, chunks[-1].fault) == ("stop", "anthropic refused to answer: It may do harm.")
     with pytest.raises(EngineRejected, match="refused to answer"):
         await answered(make, stream(start(), end("refusal")), meant(HI))
@@ -402,7 +402,7 @@ async def test_a_refusal_is_an_end_with_a_fault_and_without_a_word_an_error() ->
         [start(), text(0, "x"), end("pause_turn")],
     ],
 )
-async def test_what_cannot_be_passed_on_fails_loudly(events: Sequence[Json]) -> None:
+async def test_unsupported_content_raises(events: Sequence[Json]) -> None:
     with pytest.raises(EngineError, match="which is not supported"):
         await answered(make, stream(*events), meant(HI))
 
@@ -429,7 +429,7 @@ def error(kind: str, message: str) -> Json:
         (529, "overloaded_error", "Overloaded", EngineBusy, "Overloaded"),
     ],
 )
-async def test_errors(status: int, kind: str, message: str, raised: type[TurngateError], words: str) -> None:
+async def test_error_responses_map_to_exceptions(status: int, kind: str, message: str, raised: type[TurngateError], words: str) -> None:
     for answer in (says(error(kind, message), status), stream(start(), error(kind, message))):
         with pytest.raises(raised, match=words) as caught:
             await answered(make, answer, meant(HI))
@@ -438,7 +438,7 @@ async def test_errors(status: int, kind: str, message: str, raised: type[Turngat
             assert (caught.value.limit, caught.value.size) == (200_000, 208_310)
 
 
-async def test_a_stream_that_breaks_off() -> None:
+async def test_broken_stream_raises() -> None:
     with pytest.raises(EngineUnavailable, match="before the generation finished"):
         await answered(make, stream(start(), text(0, "x")), meant(HI))
     with pytest.raises(EngineUnavailable):
@@ -449,7 +449,7 @@ async def test_a_stream_that_breaks_off() -> None:
         await answered(make, OK, own("messages", b"[]"))
 
 
-async def test_leaving_early_hangs_up() -> None:
+async def test_early_exit_closes_connection() -> None:
     server = StandIn(streams(named_event(start()), *(named_event(e) for e in text(0, "x")), 3600.0))
     async with serving(server), started(make(server.url)) as relay:
         async with relay.relay(RelayRequest(call=meant(HI))) as chunks:
@@ -460,7 +460,7 @@ async def test_leaving_early_hangs_up() -> None:
 # ── counting and health ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_tokens_are_counted_by_the_endpoint() -> None:
+async def test_count_uses_endpoint() -> None:
     async with serving(StandIn(says({"input_tokens": 42}))) as server, started(make(server.url)) as relay:
         mine = {"model": "agent's", "messages": BODY["messages"], "thinking": {"type": "adaptive"}}
         request = RelayRequest(call=own("messages", mine, forwarded_headers={"anthropic-beta": "b"}), model="m")
@@ -487,5 +487,5 @@ async def test_health() -> None:
         assert not health.ok and "127.0.0.1" not in health.detail
 
 
-def test_a_kept_turn_reads_back() -> None:
+def test_encode_verbatim_is_json() -> None:
     assert json.loads(encode_verbatim([{"type": "text"}], ["a"])) == {"ids": ["a"], "turn": [{"type": "text"}]}

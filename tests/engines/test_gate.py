@@ -1,4 +1,4 @@
-"""The gate by itself: calls come in one event loop, and are taken and answered in the same, in another, or in several threads."""
+"""Tests for the gate: calls are taken and answered in the same event loop, another one, or several threads."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from turngate.types import ID_DTYPE, NEUTRAL
 STOP = 9
 
 
-def asked(prompt: Sequence[int] = (1, 2, 3), **other: Any) -> Generate:
-    values: dict[str, Any] = {"max_tokens": 8, "stop_ids": (STOP,), "session": "s"} | other
+def asked(prompt: Sequence[int] = (1, 2, 3), **others: Any) -> Generate:
+    values: dict[str, Any] = {"max_tokens": 8, "stop_ids": (STOP,), "session": "s"} | others
     return Generate(prompt=np.array(prompt, ID_DTYPE), sampling=NEUTRAL, **values)
 
 
 async def made(gate: Gate, request: Generate) -> list[Chunk]:
-    """The agent's side of one call, to its end."""
+    """Run the agent's side of one call to completion."""
     async with gate.generate(request) as chunks:
         return [chunk async for chunk in chunks]
 
@@ -55,7 +55,7 @@ async def gate() -> AsyncIterator[Gate]:
 # ── one call ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_call_is_answered_by_whoever_iterates(gate: Gate) -> None:
+async def test_call_is_answered_through_iteration(gate: Gate) -> None:
     agent = asyncio.create_task(made(gate, asked()))
     async for call in gate:
         assert call.prompt.tolist() == [1, 2, 3] and call.max_tokens == 8 and call.session == "s" and call.version == 3
@@ -65,7 +65,7 @@ async def test_a_call_is_answered_by_whoever_iterates(gate: Gate) -> None:
     assert empty(gate)
 
 
-async def test_an_answer_in_pieces_is_read_piece_by_piece(gate: Gate) -> None:
+async def test_streamed_answer_arrives_in_pieces(gate: Gate) -> None:
     async with gate.generate(asked()) as chunks:
         first = asyncio.ensure_future(anext(chunks))
         call = await taken(gate)
@@ -77,7 +77,7 @@ async def test_an_answer_in_pieces_is_read_piece_by_piece(gate: Gate) -> None:
     assert [(chunk.ids, chunk.finish) for chunk in rest] == [([5, STOP], None), ([], "stop")]
 
 
-async def test_unknown_log_probabilities_are_kept_as_unknown_and_crash_nobody(gate: Gate) -> None:
+async def test_missing_logprobs_stay_none(gate: Gate) -> None:
     agent = asyncio.create_task(made(gate, asked()))
     await (await taken(gate)).answer([4, STOP], [None, -1.0])
     assert (await agent)[0].logprobs == [None, -1.0]
@@ -107,7 +107,7 @@ async def test_unknown_log_probabilities_are_kept_as_unknown_and_crash_nobody(ga
         ([4, STOP], [-1, -1], "length", "ids[1] is the stop token 9,"),
     ],
 )
-async def test_an_answer_that_cannot_be_is_refused_and_can_be_put_right(
+async def test_invalid_answer_is_rejected_and_can_be_retried(
     gate: Gate, ids: Any, logprobs: Any, finish: Any, words: str
 ) -> None:
     agent = asyncio.create_task(made(gate, asked()))
@@ -115,11 +115,11 @@ async def test_an_answer_that_cannot_be_is_refused_and_can_be_put_right(
     with pytest.raises(BadRequest, match=re.escape(words)):
         await call.answer(ids, logprobs, finish)
     assert not agent.done()
-    await call.answer([4], [1e-6], "length")  # above 0 by a rounding
+    await call.answer([4], [1e-6], "length")  # rounding error above 0 is accepted
     assert (await agent)[0].ids == [4]
 
 
-async def test_pieces_together_obey_max_tokens_and_end_at_a_stop_token(gate: Gate) -> None:
+async def test_pieces_respect_max_tokens_and_stop_token(gate: Gate) -> None:
     agent = asyncio.create_task(made(gate, asked()))
     call = await taken(gate)
     await call.send([4] * 6, None)
@@ -132,7 +132,7 @@ async def test_pieces_together_obey_max_tokens_and_end_at_a_stop_token(gate: Gat
     assert sum(len(chunk.ids) for chunk in await agent) == 7
 
 
-async def test_versions_span_from_the_taking_to_the_answer_unless_the_trainer_knows() -> None:
+async def test_versions_span_take_to_answer_unless_given() -> None:
     gate, version = Gate(), [3]
     gate.attach(vocabulary=10, version=lambda: version[0])
     agents = [asyncio.create_task(made(gate, asked())) for _ in range(2)]
@@ -145,10 +145,10 @@ async def test_versions_span_from_the_taking_to_the_answer_unless_the_trainer_kn
     assert [(await agent)[0].versions for agent in agents] == [(3, 5), (4, 4)]
 
 
-# ── how a call ends, once ───────────────────────────────────────────────────────────────────────────────────────────
+# ── end of a call ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_an_answered_call_cannot_be_answered_again(gate: Gate) -> None:
+async def test_second_answer_conflicts(gate: Gate) -> None:
     agent = asyncio.create_task(made(gate, asked()))
     call = await taken(gate)
     await call.answer([STOP], [-1])
@@ -163,7 +163,7 @@ async def test_an_answered_call_cannot_be_answered_again(gate: Gate) -> None:
     assert len(await agent) == 1
 
 
-async def test_a_piece_whose_receipt_was_lost_may_be_sent_again(gate: Gate) -> None:
+async def test_repeated_piece_is_idempotent(gate: Gate) -> None:
     agent = asyncio.create_task(made(gate, asked()))
     call = await taken(gate)
     for _ in range(2):
@@ -175,7 +175,7 @@ async def test_a_piece_whose_receipt_was_lost_may_be_sent_again(gate: Gate) -> N
     assert [chunk.ids for chunk in await agent] == [[4], [STOP]]
 
 
-async def test_a_call_that_is_left_waits_for_nobody_and_says_why(gate: Gate) -> None:
+async def test_answering_after_disconnect_is_gone(gate: Gate) -> None:
     agent = asyncio.create_task(made(gate, asked()))
     call = await taken(gate)
     agent.cancel()
@@ -187,7 +187,7 @@ async def test_a_call_that_is_left_waits_for_nobody_and_says_why(gate: Gate) -> 
         await call.fail("x")
 
 
-async def test_a_call_that_was_never_taken_leaves_the_queue(gate: Gate) -> None:
+async def test_cancelled_call_leaves_queue(gate: Gate) -> None:
     agent = asyncio.create_task(made(gate, asked()))
     while not gate.queue_status().waiting:
         await asyncio.sleep(0)
@@ -196,7 +196,7 @@ async def test_a_call_that_was_never_taken_leaves_the_queue(gate: Gate) -> None:
     assert empty(gate) and await gate.take(wait_s=0.01) == []
 
 
-async def test_a_failed_call_fails_in_the_way_it_is_said(gate: Gate) -> None:
+async def test_fail_raises_matching_error(gate: Gate) -> None:
     for fault, error in (("unavailable", EngineUnavailable), ("overflow", ContextOverflow)):
         agent = asyncio.create_task(made(gate, asked()))
         await (await taken(gate)).fail("out of memory", fault)  # type: ignore[arg-type]
@@ -205,7 +205,7 @@ async def test_a_failed_call_fails_in_the_way_it_is_said(gate: Gate) -> None:
     assert empty(gate)
 
 
-async def test_a_call_that_nobody_answers_fails_in_time_and_may_be_repeated() -> None:
+async def test_unanswered_call_times_out() -> None:
     silence_s = scaled(0.05)
     gate = Gate(silence_s=silence_s)
     with pytest.raises(EngineTimeout, match="no trainer took this call") as caught:
@@ -219,25 +219,25 @@ async def test_a_call_that_nobody_answers_fails_in_time_and_may_be_repeated() ->
         await call.answer([STOP], [-1])
 
 
-async def test_closing_resolves_every_call_and_ends_every_iteration() -> None:
+async def test_close_fails_open_calls_and_ends_iteration() -> None:
     gate = Gate()
     agents = [asyncio.create_task(made(gate, asked())) for _ in range(3)]
     call = await taken(gate)
-    other: list[GateCall] = []
+    others: list[GateCall] = []
 
     async def consume() -> None:
         async for call in gate:
-            other.append(call)
+            others.append(call)
 
     consumer = asyncio.create_task(consume())
-    while len(other) < 2:
+    while len(others) < 2:
         await asyncio.sleep(0)
     await gate.close()
     await asyncio.wait_for(consumer, scaled(5))
     for agent in agents:
         with pytest.raises(EngineUnavailable, match="the gateway is stopping"):
             await agent
-    for late in (call, *other):
+    for late in (call, *others):
         with pytest.raises(Gone, match="the gateway was stopped"):
             await late.answer([STOP], [-1])
     with pytest.raises(EngineUnavailable):
@@ -248,18 +248,18 @@ async def test_closing_resolves_every_call_and_ends_every_iteration() -> None:
 # ── leases ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_dead_takers_call_goes_to_the_next_one_and_the_dead_cannot_answer_it(gate: Gate) -> None:
+async def test_expired_lease_passes_call_to_next_taker(gate: Gate) -> None:
     agent = asyncio.create_task(made(gate, asked()))
     dead = await taken(gate, lease_s=0.05)
-    heir = await taken(gate)
-    assert heir.id == dead.id
+    successor = await taken(gate)
+    assert successor.id == dead.id
     with pytest.raises(Conflict, match="its lease expired"):
         await dead.answer([STOP], [-1])
-    await heir.answer([4, STOP], [-1, -1])
+    await successor.answer([4, STOP], [-1, -1])
     assert (await agent)[0].ids == [4, STOP]
 
 
-async def test_a_lease_is_renewed_by_word_and_by_each_piece(gate: Gate) -> None:
+async def test_lease_is_renewed_explicitly_and_by_each_piece(gate: Gate) -> None:
     agent = asyncio.create_task(made(gate, asked()))
     call = await taken(gate, lease_s=scaled(0.1))
     for _ in range(6):
@@ -272,7 +272,7 @@ async def test_a_lease_is_renewed_by_word_and_by_each_piece(gate: Gate) -> None:
     assert len(await agent) == 7
 
 
-async def test_a_taker_that_dies_in_the_middle_of_an_answer_fails_the_call(gate: Gate) -> None:
+async def test_lease_expiry_mid_answer_fails_call(gate: Gate) -> None:
     agent = asyncio.create_task(made(gate, asked()))
     call = await taken(gate, lease_s=scaled(0.05))
     await call.send([4], [-1])
@@ -282,7 +282,7 @@ async def test_a_taker_that_dies_in_the_middle_of_an_answer_fails_the_call(gate:
         await call.finish()
 
 
-async def test_a_call_that_is_given_back_is_the_next_to_be_taken(gate: Gate) -> None:
+async def test_returned_call_is_taken_next(gate: Gate) -> None:
     agents = [asyncio.create_task(made(gate, asked(request_id=name))) for name in "ab"]
     async with await taken(gate) as first:
         assert first.id == "a"
@@ -309,8 +309,8 @@ def in_thread(work: Callable[[], Any]) -> threading.Thread:
     return thread
 
 
-async def test_calls_are_taken_and_answered_in_other_threads_and_loops(gate: Gate) -> None:
-    """Thousands of them, from several threads with several takers each: each is answered once, with its own answer."""
+async def test_calls_answered_from_several_threads(gate: Gate) -> None:
+    """Each of 1500 calls is answered once, with its own answer, by several takers in several threads."""
     seen: list[str] = []
 
     async def trainer() -> None:
@@ -334,8 +334,8 @@ async def test_calls_are_taken_and_answered_in_other_threads_and_loops(gate: Gat
         assert not thread.is_alive()
 
 
-async def test_a_gate_is_consumed_before_the_gateway_runs() -> None:
-    """Nothing is tied to a loop when the gate is made, nor when it is first waited on."""
+async def test_gate_can_be_consumed_before_start() -> None:
+    """Neither creating the gate nor waiting on it binds it to an event loop."""
     gate = Gate()
     answered = threading.Event()
 
@@ -354,8 +354,8 @@ async def test_a_gate_is_consumed_before_the_gateway_runs() -> None:
     assert answered.is_set() and not thread.is_alive()
 
 
-async def test_a_taker_whose_loop_never_runs_again_keeps_no_call_from_others(gate: Gate) -> None:
-    """Its thread was ended in the middle of waiting, or its loop stands still: a wake-up for it is lost, a call is not."""
+async def test_taker_with_dead_loop_does_not_block_calls(gate: Gate) -> None:
+    """If a taker's loop was stopped or closed while waiting, its wake-up is lost but the call is not."""
     stopped, closed = asyncio.new_event_loop(), asyncio.new_event_loop()
     waits = []
     for loop in (stopped, closed):
@@ -380,12 +380,12 @@ async def test_a_taker_whose_loop_never_runs_again_keeps_no_call_from_others(gat
         stopped.close()
 
     await asyncio.to_thread(end)
-    waits[1]._log_destroy_pending = False  # as an ended thread leaves it
+    waits[1]._log_destroy_pending = False  # silence the warning about the pending task
     waits.clear()
     gc.collect()
 
 
-async def test_a_taker_that_is_cancelled_just_when_it_is_woken_loses_no_call(gate: Gate) -> None:
+async def test_taker_cancelled_on_wakeup_loses_no_call(gate: Gate) -> None:
     for _ in range(200):
         takers = [asyncio.create_task(gate.take()) for _ in range(2)]
         await asyncio.sleep(0)
@@ -398,8 +398,8 @@ async def test_a_taker_that_is_cancelled_just_when_it_is_woken_loses_no_call(gat
         await agent
 
 
-async def test_an_answer_and_a_hang_up_at_the_same_moment_end_the_call_once(gate: Gate) -> None:
-    """The race between unregister and a waiting answer: one of the two wins, nothing hangs, nothing is left."""
+async def test_answer_racing_disconnect_ends_call_once(gate: Gate) -> None:
+    """Either the answer or the disconnect wins; nothing hangs and nothing is left over."""
     outcomes = {"answered": 0, "gone": 0}
 
     async def trainer() -> None:
@@ -414,17 +414,17 @@ async def test_an_answer_and_a_hang_up_at_the_same_moment_end_the_call_once(gate
         await asyncio.gather(*(one() for _ in range(3)))
 
     thread = in_thread(trainer)
-    draw = random.Random(1)
+    rng = random.Random(1)
     ended = 0
     for _ in range(300):
         agents = [asyncio.create_task(made(gate, asked())) for _ in range(4)]
-        await asyncio.sleep(draw.random() * 0.0005)
+        await asyncio.sleep(rng.random() * 0.0005)
         for agent in agents[::2]:
             agent.cancel()
         done = await asyncio.wait_for(asyncio.gather(*agents, return_exceptions=True), scaled(10))
         ended += len(done)
         assert all(isinstance(reply, list | asyncio.CancelledError) for reply in done)
-        assert all(isinstance(reply, list) for reply in done[1::2])  # who stayed was answered
+        assert all(isinstance(reply, list) for reply in done[1::2])  # agents that stayed were answered
     assert ended == 1200 and empty(gate)
     await gate.close()
     await asyncio.to_thread(thread.join, scaled(5))

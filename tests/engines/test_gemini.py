@@ -1,4 +1,4 @@
-"""The relay to Google's Gemini API: what it is sent, and what becomes of its streams."""
+"""Tests for the relay to Google's Gemini API: requests, streams, errors."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def stream(*chunks: Json) -> Answer:
 OK = stream(chunk({"text": "ok"}, finish="STOP") | {"usageMetadata": USAGE})
 
 
-# ── what is sent ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── requests ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_call_of_its_own_goes_as_it_came() -> None:
+async def test_native_request_is_forwarded_verbatim() -> None:
     contents = b'[{"role":"user", "parts":[{"inlineData":{"mimeType":"image/png","data":"aGk="}},{"text":"1.10"}]}]'
     config = b'{"temperature":0.2,"top_k":5,"topP":0.9,"max_output_tokens":9,"thinkingConfig":{"includeThoughts":true}}'
     raw = b'{"contents":' + contents + b',"generation_config":' + config + b',"safetySettings":[{"a":1}]}'
@@ -62,7 +62,7 @@ async def test_a_call_of_its_own_goes_as_it_came() -> None:
         call = own("gemini", raw, forwarded_headers=passed)
         await heard(relay, call, model="gemini-3-pro", sampling=Sampling(temperature=0.5), max_tokens=7)
         assert server.paths == ["/v1beta/models/gemini-3-pro:streamGenerateContent"]
-        assert contents in server.bodies[0]  # not parsed and written again
+        assert contents in server.bodies[0]  # forwarded without re-encoding
         assert server.asked["generation_config"] == {
             "temperature": 0.5,
             "topP": 1.0,
@@ -78,14 +78,14 @@ async def test_a_call_of_its_own_goes_as_it_came() -> None:
         assert "AIza" not in repr(relay)
 
 
-async def test_addresses() -> None:
+async def test_base_url_variants() -> None:
     for path, expected in (("", "/v1beta"), ("/v1beta/", "/v1beta"), ("/v1", "/v1"), ("/gate", "/gate/v1beta")):
         async with serving(StandIn(OK)) as server, started(make(server.url + path)) as relay:
             await heard(relay, own("gemini", BODY))
             assert server.paths == [f"{expected}/models/m:streamGenerateContent"]
 
 
-async def test_log_probabilities_are_asked_for_only_when_wanted() -> None:
+async def test_logprobs_are_requested_when_captured() -> None:
     tokens = {"chosenCandidates": [{"token": "o", "tokenId": 1, "logProbability": -0.5}, {"token": "k"}]}
     answer = stream(chunk({"text": "ok"}, finish="STOP", logprobsResult=tokens))
     for call in (own("gemini", BODY), meant(HI)):
@@ -95,12 +95,12 @@ async def test_log_probabilities_are_asked_for_only_when_wanted() -> None:
         assert (chunks[0].ids, chunks[0].logprobs) == (None, [-0.5, None])
 
 
-async def test_sampling_that_cannot_be_said_is_refused_when_it_is_pinned() -> None:
+async def test_pinned_unsupported_sampling_is_rejected() -> None:
     with pytest.raises(EngineRejected, match="pins repetition_penalty"):
         await answered(make, OK, meant(HI), sampling=Sampling(repetition_penalty=1.1))
 
 
-async def test_a_call_of_another_dialect_is_written_anew() -> None:
+async def test_foreign_dialect_is_translated() -> None:
     call = meant(
         Message("system", "Be brief."),
         HI,
@@ -180,7 +180,7 @@ async def test_a_call_of_another_dialect_is_written_anew() -> None:
         ),
     ],
 )
-async def test_forced_shapes_and_thinking(fields: Json, config: Json, calling: Json) -> None:
+async def test_constraints_and_thinking_are_translated(fields: Json, config: Json, calling: Json) -> None:
     async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
         chunks = await heard(relay, meant(HI, tools=[TOOL, OTHER], **fields))
     assert server.asked["generationConfig"] == {"thinkingConfig": {"includeThoughts": True}} | config
@@ -202,7 +202,7 @@ class Picky(StandIn):
         return await OK(request)
 
 
-async def test_what_an_older_model_does_not_know_is_left_out_and_told() -> None:
+async def test_parameters_unknown_to_model_are_dropped_and_reported() -> None:
     server = Picky(
         ("thinkingLevel", "Thinking level is not supported for this model."),
         ("thinkingConfig", "Unable to submit request because thinking is not supported by this model."),
@@ -216,7 +216,7 @@ async def test_what_an_older_model_does_not_know_is_left_out_and_told() -> None:
         assert len(server.bodies) == 5
 
 
-async def test_calls_that_nobody_signed_are_passed_off_as_such_where_signatures_are_wanted() -> None:
+async def test_unsigned_calls_skip_signature_validation_when_required() -> None:
     message = "Function call `bash` in the 2. content block is missing a `thought_signature`."
     server = StandIn()
 
@@ -234,7 +234,7 @@ async def test_calls_that_nobody_signed_are_passed_off_as_such_where_signatures_
     assert first["thoughtSignature"] == "skip_thought_signature_validator" and "thoughtSignature" not in second
 
 
-# ── what comes back ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── responses ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 ANSWER = stream(
     chunk({"text": "hm", "thought": True}),
@@ -249,7 +249,7 @@ ANSWER = stream(
 )
 
 
-async def test_text_thoughts_calls_and_usage() -> None:
+async def test_stream_yields_text_thoughts_calls_and_usage() -> None:
     chunks = await answered(make, ANSWER, own("gemini", BODY))
     *words, first, second = said(chunks)
     assert words == [
@@ -267,11 +267,11 @@ async def test_text_thoughts_calls_and_usage() -> None:
         "Y2Fs",
     )
     assert (second.index, second.call.name, second.call.arguments, second.call.signature) == (1, "read", "{}", "")
-    assert first.call.id.startswith("call_") and first.call.id != second.call.id  # given, where there was none
+    assert first.call.id.startswith("call_") and first.call.id != second.call.id  # generated, since Gemini sent none
     assert (chunks[-1].finish, chunks[-1].usage, chunks[-1].verbatim) == ("tool_calls", Usage(11, 5, 4, 2), b"")
 
 
-async def test_a_turn_that_was_signed_goes_back_as_it_was_whatever_the_agent_speaks() -> None:
+async def test_signed_turn_is_replayed_verbatim_for_foreign_dialect() -> None:
     chunks = await answered(make, ANSWER, meant(HI))
     calls = [event.call for event in said(chunks) if isinstance(event, CallDelta)]
     assert not [event for event in said(chunks) if isinstance(event, Delta) and event.kind == "seal"]
@@ -300,15 +300,15 @@ async def test_a_turn_that_was_signed_goes_back_as_it_was_whatever_the_agent_spe
 
 
 @pytest.mark.parametrize(("reason", "finish"), [("STOP", "stop"), ("MAX_TOKENS", "length"), ("CONTINUATION", "length")])
-async def test_ends(reason: str, finish: str) -> None:
+async def test_finish_reasons_map_to_finish(reason: str, finish: str) -> None:
     chunks = await answered(make, stream(chunk({"text": "x"}, finish=reason)), meant(HI))
     assert (chunks[-1].finish, chunks[-1].fault, chunks[-1].usage) == (finish, "", None)
 
 
-async def test_an_answer_kept_back_is_an_end_with_a_fault_and_without_a_word_an_error() -> None:
+async def test_withheld_answer_sets_fault_or_raises_if_empty() -> None:
     kept_back = chunk(finish="SAFETY", finishMessage="Harm.")
     chunks = await answered(make, stream(chunk({"text": "I'd"}), kept_back), meant(HI))
-    assert said(chunks) == [Delta("content", "I'd")]  # nothing is added to what the model said
+    assert said(chunks) == [Delta("content", "I'd")]  # the model's text is unchanged
     assert (chunks[-1].finish, chunks[-1].fault) == ("stop", "gemini withheld the answer (SAFETY): Harm.")
     with pytest.raises(EngineRejected, match="withheld the answer"):
         await answered(make, stream({"candidates": [{"finishReason": "RECITATION"}]}), meant(HI))
@@ -316,14 +316,14 @@ async def test_an_answer_kept_back_is_an_end_with_a_fault_and_without_a_word_an_
         await answered(make, stream({"promptFeedback": {"blockReason": "PROHIBITED_CONTENT"}}), meant(HI))
 
 
-async def test_a_model_that_did_not_get_along_can_be_asked_again() -> None:
+async def test_transient_finish_reasons_are_retryable() -> None:
     for reason in ("MALFORMED_FUNCTION_CALL", "OTHER", "UNEXPECTED_TOOL_CALL"):
         with pytest.raises(EngineUnavailable, match=reason) as caught:
             await answered(make, stream(chunk({"text": "x"}), chunk(finish=reason)), meant(HI))
         assert caught.value.retry_safe
 
 
-async def test_what_cannot_be_passed_on_fails_loudly() -> None:
+async def test_unsupported_content_raises() -> None:
     for part in (
         {"executableCode": {"code": "x"}},
         {"inlineData": {"data": "aGk="}},
@@ -366,7 +366,7 @@ TOO_LONG = "The input token count (1200000) exceeds the maximum number of tokens
         (504, "DEADLINE_EXCEEDED", "too long", EngineTimeout, "too long"),
     ],
 )
-async def test_errors(code: int, status: str, message: str, raised: type[TurngateError], words: str) -> None:
+async def test_error_responses_map_to_exceptions(code: int, status: str, message: str, raised: type[TurngateError], words: str) -> None:
     body = {"error": {"code": code, "message": message, "status": status}}
     for answer in (says(body, code), says([body], code), stream(chunk({"text": "x"}), body)):
         with pytest.raises(raised, match=words) as caught:
@@ -376,7 +376,7 @@ async def test_errors(code: int, status: str, message: str, raised: type[Turngat
             assert (caught.value.limit, caught.value.size) == (1_048_576, 1_200_000)
 
 
-async def test_a_stream_that_breaks_off() -> None:
+async def test_broken_stream_raises() -> None:
     with pytest.raises(EngineUnavailable, match="before the generation finished"):
         await answered(make, stream(chunk({"text": "x"})), meant(HI))
     with pytest.raises(EngineError, match="cannot be decoded"):
@@ -385,7 +385,7 @@ async def test_a_stream_that_breaks_off() -> None:
         await answered(make, OK, own("gemini", b"[]"))
 
 
-async def test_leaving_early_hangs_up() -> None:
+async def test_early_exit_closes_connection() -> None:
     server = StandIn(streams(event(chunk({"text": "x"})), 3600.0))
     async with serving(server), started(make(server.url)) as relay:
         async with relay.relay(RelayRequest(call=meant(HI))) as chunks:
@@ -396,7 +396,7 @@ async def test_leaving_early_hangs_up() -> None:
 # ── counting and health ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_tokens_are_counted_by_the_endpoint() -> None:
+async def test_count_uses_endpoint() -> None:
     async with serving(StandIn(says({"totalTokens": 42}))) as server, started(make(server.url)) as relay:
         assert await relay.count(RelayRequest(call=own("gemini", BODY), model="g")) == 42
         assert server.paths == ["/v1beta/models/g:countTokens"] and server.asked == BODY

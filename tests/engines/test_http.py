@@ -1,4 +1,4 @@
-"""Server-sent events however they are cut, failures as our errors, and connections that close when they must."""
+"""Tests for the engine HTTP client: event parsing, error mapping and connection handling."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def read_all(client: EngineClient) -> list[bytes]:
         return [data async for batch in reply.events() for data in batch]
 
 
-async def test_events_are_the_same_wherever_the_reads_cut_them() -> None:
+async def test_events_parse_at_any_read_boundary() -> None:
     values = [{"text": "grüße 🙂 日本"}, {"text": "a\nb"}, {"n": 1}]
     wire = b": keep-alive\n\n" + b"".join(
         b"event: x\ndata: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n" for value in values
@@ -55,21 +55,21 @@ async def test_events_are_the_same_wherever_the_reads_cut_them() -> None:
             found = events.feed(stream[:cut]) + events.feed(stream[cut:])
             assert [json.loads(data) for data in found] == values, cut
         events = EventParser()
-        one_by_one = [data for byte in stream for data in events.feed(bytes([byte]))]
-        assert [json.loads(data) for data in one_by_one] == values
+        byte_by_byte = [data for byte in stream for data in events.feed(bytes([byte]))]
+        assert [json.loads(data) for data in byte_by_byte] == values
 
 
-async def test_an_event_of_several_lines_is_one() -> None:
+async def test_multiline_event_is_joined() -> None:
     assert EventParser().feed(b"data: a\ndata:b\n\n\n\ndata: c\n") == [b"a\nb"]
 
 
-async def test_an_endless_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_oversized_event_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "EVENT_BYTES", 10)
     with pytest.raises(EngineError, match="larger than 10 bytes"):
         EventParser().feed(b"data: 12345678901")
 
 
-async def test_unicode_cut_in_the_middle_of_a_character_over_the_network() -> None:
+async def test_character_split_across_reads() -> None:
     wire = b"data: " + json.dumps({"text": "日本🙂"}, ensure_ascii=False).encode() + b"\n\n"
     at = wire.index("🙂".encode()) + 2
     answer = streams(wire[:at], 0.02, wire[at:], DONE)
@@ -77,7 +77,7 @@ async def test_unicode_cut_in_the_middle_of_a_character_over_the_network() -> No
         assert [json.loads(data) for data in await read_all(client)] == [{"text": "日本🙂"}]
 
 
-async def test_events_that_arrive_together_are_one_batch() -> None:
+async def test_events_of_one_read_form_one_batch() -> None:
     read = asyncio.Event()
     server = StandIn(streams(event(1) + event(2) + event(3), read, event(4) + DONE))
     batches = []
@@ -88,14 +88,14 @@ async def test_events_that_arrive_together_are_one_batch() -> None:
     assert batches == [[b"1", b"2", b"3"], [b"4"]]
 
 
-async def test_nothing_is_sent_before_the_first_read() -> None:
+async def test_request_is_sent_on_first_read() -> None:
     server = StandIn(streams(DONE))
     async with serving(server), client_of(server) as client, client.post("/", b"{}", {}):
         await asyncio.sleep(0.02)
     assert server.bodies == []
 
 
-async def test_leaving_early_closes_the_connection() -> None:
+async def test_early_exit_closes_connection() -> None:
     async with serving(StandIn(streams(event(1), 3600.0, DONE))) as server, client_of(server) as client:
         async with client.post("/", b"{}", {}) as reply:
             async for _ in reply.events():
@@ -104,7 +104,7 @@ async def test_leaving_early_closes_the_connection() -> None:
         assert client.in_flight == 0
 
 
-async def test_cancelling_the_reader_closes_the_connection() -> None:
+async def test_cancelled_reader_closes_connection() -> None:
     async with serving(StandIn(streams(3600.0, DONE))) as server, client_of(server) as client:
         task = asyncio.create_task(read_all(client))
         while not server.bodies:
@@ -115,7 +115,7 @@ async def test_cancelling_the_reader_closes_the_connection() -> None:
         await asyncio.wait_for(server.hung_up.wait(), scaled(2))
 
 
-async def test_leaving_while_another_task_reads_ends_that_read() -> None:
+async def test_early_exit_ends_pending_read() -> None:
     async with serving(StandIn(streams(event(1), 3600.0, DONE))) as server, client_of(server) as client:
         async with client.post("/", b"{}", {}) as reply:
             batches = reply.events()
@@ -127,7 +127,7 @@ async def test_leaving_while_another_task_reads_ends_that_read() -> None:
         await asyncio.wait_for(server.hung_up.wait(), scaled(2))
 
 
-async def test_a_finished_reply_leaves_its_connection_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connection_is_reused_after_finished_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "DRAIN_S", scaled(0.25))
     monkeypatch.setattr(http, "KEEPALIVE_S", scaled(2))
     async with serving(StandIn(streams(event(1), DONE))) as server, client_of(server) as client:
@@ -139,7 +139,7 @@ async def test_a_finished_reply_leaves_its_connection_for_the_next(monkeypatch: 
         assert len(server.connections) == 1
 
 
-async def test_a_finished_reply_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_finished_reply_that_stays_open_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "DRAIN_S", 0.02)
     async with serving(StandIn(streams(event(1), 3600.0))) as server, client_of(server) as client:
         async with client.post("/", b"{}", {}) as reply:
@@ -149,8 +149,8 @@ async def test_a_finished_reply_that_does_not_end_is_given_up(monkeypatch: pytes
         await asyncio.wait_for(server.hung_up.wait(), scaled(2))
 
 
-async def test_the_callers_own_errors_pass_through() -> None:
-    """A timeout or a broken pipe on the agent's side is not the engine's."""
+async def test_caller_errors_pass_through() -> None:
+    """A timeout or broken pipe on the agent's side is not reported as an engine error."""
     for own in (TimeoutError("mine"), ConnectionResetError("mine"), KeyError("mine")):
         async with serving(StandIn(streams(event(1), 3600.0))) as server, client_of(server) as client:
             with pytest.raises(type(own), match="mine"):
@@ -177,14 +177,14 @@ OVERFLOWS = [
 
 
 @pytest.mark.parametrize("text", OVERFLOWS)
-async def test_an_overflow_reads_as_one(text: str) -> None:
+async def test_overflow_message_is_context_overflow(text: str) -> None:
     body = {"error": {"message": text, "type": "BadRequestError", "param": "input_tokens", "code": 400}}
     async with serving(StandIn(says(body, 400))) as server, client_of(server) as client:
         with pytest.raises(ContextOverflow, match="engine: "):
             await read_all(client)
 
 
-async def test_an_overflow_that_only_a_code_names() -> None:
+async def test_overflow_code_is_context_overflow() -> None:
     body = {"error": {"message": "Too long.", "code": "context_length_exceeded"}}
     async with serving(StandIn(says(body, 400))) as server, client_of(server) as client:
         with pytest.raises(ContextOverflow, match="Too long"):
@@ -211,7 +211,7 @@ async def test_an_overflow_that_only_a_code_names() -> None:
         (302, "", EngineError),
     ],
 )
-async def test_every_status_is_mapped(status: int, text: str, expected: type[TurngateError]) -> None:
+async def test_status_maps_to_exception(status: int, text: str, expected: type[TurngateError]) -> None:
     async with serving(StandIn(says({"error": {"message": text}}, status))) as server, client_of(server) as client:
         with pytest.raises(TurngateError) as raised:
             await read_all(client)
@@ -220,49 +220,49 @@ async def test_every_status_is_mapped(status: int, text: str, expected: type[Tur
         assert text in raised.value.message
 
 
-async def test_a_refused_connection() -> None:
+async def test_refused_connection_is_unavailable() -> None:
     async with client_of(f"http://127.0.0.1:{free_port()}") as client:
         with pytest.raises(EngineUnavailable) as raised:
             await read_all(client)
     assert "connection refused" in raised.value.message and "127.0.0.1" not in raised.value.message
 
 
-async def test_a_reset_connection() -> None:
-    async def slam(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def test_reset_connection_is_unavailable() -> None:
+    async def abort_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.transport.abort()
 
-    server = await asyncio.start_server(slam, "127.0.0.1", 0)
+    server = await asyncio.start_server(abort_connection, "127.0.0.1", 0)
     async with server, client_of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as client:
         with pytest.raises(EngineUnavailable):
             await read_all(client)
 
 
-async def test_something_that_is_not_http() -> None:
-    async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def test_non_http_server_is_engine_error() -> None:
+    async def send_smtp_banner(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"220 smtp ready\r\n\r\n")
         writer.close()
 
-    server = await asyncio.start_server(babble, "127.0.0.1", 0)
+    server = await asyncio.start_server(send_smtp_banner, "127.0.0.1", 0)
     async with server, client_of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as client:
         with pytest.raises(EngineError):
             await read_all(client)
 
 
-async def test_a_stream_that_is_cut() -> None:
+async def test_cut_stream_is_unavailable() -> None:
     async with serving(StandIn(streams(event(1), 0.02, cut=True))) as server, client_of(server) as client:
         with pytest.raises(EngineUnavailable):
             await read_all(client)
 
 
-async def test_silence() -> None:
+async def test_silence_mid_stream_times_out() -> None:
     answer = streams(event(1), 0.03, event(2), 3600.0)
     async with serving(StandIn(answer)) as server, client_of(server, silence_s=0.15) as client:
         with pytest.raises(EngineTimeout):
             await read_all(client)
 
 
-async def test_silence_before_the_first_byte() -> None:
+async def test_silence_before_first_byte_times_out() -> None:
     async def never(request: Any) -> Any:
         await asyncio.sleep(3600)
 
@@ -271,14 +271,14 @@ async def test_silence_before_the_first_byte() -> None:
             await read_all(client)
 
 
-async def test_keep_alive_comments_break_the_silence() -> None:
+async def test_keep_alive_comments_reset_silence_timeout() -> None:
     parts: list[bytes | float] = [b": keep-alive\n\n", scaled(0.025)]
     answer = streams(*(parts * 8), event(1), DONE)
     async with serving(StandIn(answer)) as server, client_of(server, silence_s=scaled(0.15)) as client:
         assert await read_all(client) == [b"1"]
 
 
-async def test_messages_are_short_and_without_our_key() -> None:
+async def test_error_messages_are_short_and_hide_key() -> None:
     key = "sk-very-secret"
     long = {"error": {"message": f"who is {key}? " + "x" * 5000}}
     async with serving(StandIn(says(long, 400))) as server, client_of(server, key=key) as client:
@@ -289,7 +289,7 @@ async def test_messages_are_short_and_without_our_key() -> None:
     assert len(raised.value.message) <= 500 + len("engine: ")
 
 
-async def test_a_provider_that_quotes_half_the_key() -> None:
+async def test_partial_key_in_error_is_hidden() -> None:
     half = {"error": {"message": "Incorrect API key provided: sk-very-se***et"}}
     async with serving(StandIn(says(half, 401))) as server, client_of(server, key="sk-very-secret") as client:
         with pytest.raises(EngineError) as raised:
@@ -297,12 +297,12 @@ async def test_a_provider_that_quotes_half_the_key() -> None:
     assert "sk-very" not in raised.value.message
 
 
-async def test_a_client_that_was_not_started_says_so() -> None:
+async def test_unstarted_client_raises() -> None:
     with pytest.raises(RuntimeError, match="start"):
         await read_all(EngineClient("engine", "http://127.0.0.1:1"))
 
 
-async def test_readable_messages() -> None:
+async def test_extract_message_formats() -> None:
     assert extract_message(b'{"error": {"message": "a", "code": 400}}') == "a"
     assert extract_message(b'{"object": "error", "message": "a", "code": 400}') == "a"
     assert extract_message(b'{"error": "a"}') == "a"
@@ -314,7 +314,7 @@ async def test_readable_messages() -> None:
     assert str(error_from_status("engine", 500, "")) == "engine returned status 500"
 
 
-async def test_pairing_never_fills_and_never_cuts() -> None:
+async def test_align_logprobs_never_pads_or_truncates() -> None:
     assert align_logprobs("engine", [1, 2], None) == [None, None]
     assert align_logprobs("engine", [1, 2], [-0.5, None]) == [-0.5, None]
     assert align_logprobs("engine", [1, 2], [-9999.0, 0.0]) == [None, 0.0]
@@ -352,6 +352,6 @@ async def test_pairing_never_fills_and_never_cuts() -> None:
         ("Your input exceeds the context window of this model.", None, None),
     ],
 )
-async def test_an_overflow_carries_the_numbers_that_it_tells(words: str, most: int | None, size: int | None) -> None:
+async def test_overflow_carries_limit_and_size(words: str, most: int | None, size: int | None) -> None:
     error = error_from_status("engine", 400, words)
     assert isinstance(error, ContextOverflow) and (error.limit, error.size) == (most, size)

@@ -1,4 +1,4 @@
-"""The network against `transformers`, and what a trainer asks of it: packed rows, chosen places, recomputed layers, folders."""
+"""Tests for the local model: agreement with `transformers`, packing, selected positions, recomputation, folders."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-def test_scores_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+def test_logits_match_transformers(kind: str, tmp_path: Path) -> None:
     import transformers
 
     family = kind.split()[0].capitalize()
@@ -56,7 +56,7 @@ def test_scores_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             if "norm" in name or "bias" in name:
-                parameter.normal_(1.0, 0.3)  # as they are made, these change nothing
+                parameter.normal_(1.0, 0.3)  # their initial values have no effect
     theirs.save_pretrained(tmp_path)
     ours = load(tmp_path)
     ids = torch.randint(0, 200, (2, 150))
@@ -69,7 +69,7 @@ def test_scores_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     )
 
 
-def test_a_folder_of_several_files(tmp_path: Path) -> None:
+def test_load_sharded_folder(tmp_path: Path) -> None:
     import transformers
 
     theirs = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL, head_dim=16))
@@ -83,7 +83,7 @@ def test_a_folder_of_several_files(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-def test_what_is_saved_is_what_others_load(tmp_path: Path) -> None:
+def test_saved_model_loads_in_transformers(tmp_path: Path) -> None:
     import transformers
 
     transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SMALL)).save_pretrained(tmp_path / "first")
@@ -101,10 +101,10 @@ def test_what_is_saved_is_what_others_load(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), other.parameters(), strict=True))
 
 
-# ── for a trainer ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── training ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_samples_that_are_packed_into_one_row_are_as_if_alone() -> None:
+def test_packed_samples_do_not_interfere() -> None:
     made, ids = model(), torch.randint(0, 300, (1, 90))
     segments = torch.tensor([[0] * 30 + [1] * 45 + [2] * 15])
     with torch.no_grad():
@@ -113,7 +113,7 @@ def test_samples_that_are_packed_into_one_row_are_as_if_alone() -> None:
     assert torch.allclose(packed, torch.cat(alone), atol=1e-4)
 
 
-def test_padding_at_the_end_and_chosen_places_change_nothing() -> None:
+def test_padding_and_selected_positions_keep_logits() -> None:
     made, ids = model(), torch.randint(0, 300, (1, 40))
     padded = torch.cat((ids, torch.full((1, 25), 7)), dim=1)
     at = torch.zeros((1, 65), dtype=torch.bool)
@@ -123,7 +123,7 @@ def test_padding_at_the_end_and_chosen_places_change_nothing() -> None:
     assert torch.allclose(chosen, whole[0, [3, 17, 39]], atol=1e-5)
 
 
-def test_layers_that_are_computed_again_give_the_same_gradients() -> None:
+def test_recomputation_gives_same_gradients() -> None:
     made, ids = model(), torch.randint(0, 300, (2, 40))
     gradients = []
     for recompute in (False, True):
@@ -135,7 +135,7 @@ def test_layers_that_are_computed_again_give_the_same_gradients() -> None:
     assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-2) for a, b in zip(*gradients, strict=True))
 
 
-# ── what it refuses ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── rejections ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -149,13 +149,13 @@ def test_layers_that_are_computed_again_give_the_same_gradients() -> None:
         ({"vocab_size": "many"}, "vocab_size"),
     ],
 )
-def test_a_model_that_it_cannot_compute_is_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_unsupported_model_is_rejected(change: dict[str, Any], words: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL, **change}))
     with pytest.raises(ConfigError, match=words):
         read_shape(tmp_path)
 
 
-def test_settings_of_older_folders_are_understood(tmp_path: Path) -> None:
+def test_legacy_rope_settings_are_read(tmp_path: Path) -> None:
     old = {k: v for k, v in LLAMA3.items() if k != "rope_theta"}
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "llama", **SMALL, "rope_theta": 500000.0, "rope_scaling": old})
@@ -163,7 +163,7 @@ def test_settings_of_older_folders_are_understood(tmp_path: Path) -> None:
     assert read_shape(tmp_path).rope == Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 64)
 
 
-def test_a_folder_without_weights_or_of_another_shape_is_refused(tmp_path: Path) -> None:
+def test_missing_or_mismatched_weights_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL}))
     with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read"):
         load(tmp_path)

@@ -1,4 +1,4 @@
-"""A real model in this process: SmolLM2-135M-Instruct, through the gateway that `turngate serve --engine local` starts."""
+"""Tests for the local engine with a real model, SmolLM2-135M-Instruct, behind a gateway."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def folder() -> Path:
     return parts.cache() / "models" / "smollm2-135m"
 
 
-async def test_it_knows_the_capital_of_france_and_every_row_agrees_with_a_trainers_forward_pass(folder: Path) -> None:
+async def test_real_model_answers_and_rows_match_trainer(folder: Path) -> None:
     async with kit.gateway(engine=LocalEngine(folder, max_context=1024), tokenizer=str(folder)) as g:
         session = await g.open(max_tokens=24, sampling={"temperature": 0})
         heard = await g.ask(session.key, "What is the capital of France?", mode="async stream")
@@ -46,7 +46,7 @@ def _off(model: Model, row: kit.Json) -> np.ndarray:
     return np.abs(np.array(again)[trained] - np.array(row["logprobs"][begin:], np.float64)[trained])
 
 
-async def test_the_gateway_makes_it_from_its_settings(folder: Path, tmp_path: Path) -> None:
+async def test_gateway_builds_engine_from_config(folder: Path, tmp_path: Path) -> None:
     settings = ServeConfig(
         data=str(tmp_path), engine="local", model_folder=str(folder), engine_dtype="bfloat16", engine_slots=2
     ).check()

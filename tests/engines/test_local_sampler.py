@@ -1,4 +1,4 @@
-"""What is drawn, and the log-probability that is said of it: against the distribution worked out another way."""
+"""Tests for the sampler: draws and log-probabilities against an independent reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MANY = 40_000
 
 
 def drawn(scores: Any, temperature: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
-    """Many draws from one row of scores."""
+    """Draw many samples from one row of scores."""
     rows = torch.tensor(scores, dtype=torch.float32).repeat(MANY, 1)
     ids, logprobs = draw(
         rows, torch.full((MANY,), temperature), torch.arange(MANY), torch.zeros(MANY, dtype=torch.int64)
@@ -28,17 +28,17 @@ def drawn(scores: Any, temperature: float = 1.0) -> tuple[np.ndarray, np.ndarray
     return ids.numpy(), logprobs.numpy()
 
 
-def soft(scores: np.ndarray) -> np.ndarray:
+def softmax(scores: np.ndarray) -> np.ndarray:
     weights = np.exp(scores - scores.max())
     return weights / weights.sum()
 
 
-@pytest.mark.parametrize("size", [7, 64, 300, 512])  # less than a block, whole blocks, and between
+@pytest.mark.parametrize("size", [7, 64, 300, 512])  # less than a block, whole blocks, a partial block
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_draws_follow_the_distribution_and_say_its_log_probabilities(size: int, temperature: float) -> None:
+def test_draws_match_distribution_and_logprobs(size: int, temperature: float) -> None:
     scores = np.random.default_rng(size).normal(0, 2, size).astype(np.float32)
     scores[3] = -np.inf
-    expected = soft(scores / temperature)
+    expected = softmax(scores / temperature)
     ids, logprobs = drawn(scores, temperature)
     counts = np.bincount(ids, minlength=size)
     assert counts[3] == 0
@@ -46,7 +46,7 @@ def test_draws_follow_the_distribution_and_say_its_log_probabilities(size: int, 
     assert np.allclose(logprobs, np.log(expected[ids]), atol=1e-5)
 
 
-def test_numbers_between_0_and_1_are_even_and_follow_from_seed_and_index() -> None:
+def test_uniform_is_even_and_deterministic() -> None:
     seeds = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63)]).repeat_interleave(20_000)
     index = torch.arange(20_000).repeat(5)
     numbers = uniform(seeds, index)
@@ -70,7 +70,7 @@ CASES: list[dict[str, Any]] = [
 
 
 def reference(scores: np.ndarray, how: Sampling, prompt: list[int], sampled: list[int], stop: int) -> np.ndarray:
-    """The same rules, plainly: penalties, temperature, min-p, top-k, top-p."""
+    """Reference implementation: penalties, temperature, min-p, top-k, top-p."""
     scores = scores.astype(np.float64).copy()
     for token in {*prompt, *sampled}:
         scores[token] = (
@@ -80,7 +80,7 @@ def reference(scores: np.ndarray, how: Sampling, prompt: list[int], sampled: lis
         scores[token] -= how.presence_penalty + how.frequency_penalty * sampled.count(token)
     if len(sampled) < how.min_tokens:
         scores[stop] = -np.inf
-    kept = soft(scores / how.temperature)
+    kept = softmax(scores / how.temperature)
     kept = np.where(kept >= how.min_p * kept.max(), kept, 0)
     if how.top_k:
         kept = np.where(kept >= np.sort(kept)[-how.top_k], kept, 0)
@@ -94,7 +94,7 @@ def reference(scores: np.ndarray, how: Sampling, prompt: list[int], sampled: lis
 
 
 @pytest.mark.parametrize("how", CASES, ids=str)
-def test_bent_draws_are_from_the_bent_distribution(how: dict[str, Any]) -> None:
+def test_adjusted_draws_match_reference(how: dict[str, Any]) -> None:
     scores = np.random.default_rng(5).normal(0, 2, 40).astype(np.float32)
     prompt, sampled, stop = [1, 2, 3, 3], [3, 8, 8], int(scores.argmax())
     sampling = Sampling(**how)
@@ -108,8 +108,8 @@ def test_bent_draws_are_from_the_bent_distribution(how: dict[str, Any]) -> None:
     assert np.allclose(logprobs, np.log(expected[ids]), atol=1e-5)
 
 
-async def test_penalties_count_what_the_call_itself_has_sampled() -> None:
-    """What was said becomes less likely, so more different things are said."""
+async def test_penalties_apply_to_sampled_tokens() -> None:
+    """Penalized tokens become less likely, so the reply has more distinct tokens."""
     async with started() as engine:
         prompt = prompts(1)[0]
         reply = await said(engine, asked(prompt, 60, frequency_penalty=2.0, presence_penalty=2.0, temperature=0))
@@ -117,43 +117,43 @@ async def test_penalties_count_what_the_call_itself_has_sampled() -> None:
     assert len(set(reply.ids)) > len(set(again.ids))
 
 
-# ── which slot a call gets ──────────────────────────────────────────────────────────────────────────────────────────
+# ── slot selection ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def ids(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def test_slots_are_reused_for_what_they_hold_and_the_stalest_is_given_up() -> None:
+def test_slots_reuse_prefixes_and_evict_oldest() -> None:
     slots = Slots(3, 100)
     first, second = ids(*range(40)), ids(*range(50, 90))
     assert slots.take(first, "") == (0, 0, 0)
     slots.computed[0] = 39
-    assert slots.take(first, "") == (1, 0, 39)  # the first is in use, so what it has is copied
+    assert slots.take(first, "") == (1, 0, 39)  # slot 0 is in use, so its prefix is copied
     slots.leave(0, 39)
     slots.leave(1, 39)
     assert slots.take(second, "") == (2, 2, 0)
     slots.leave(2, 39)
     longer = ids(*range(40), 1, 2, 3)
     slot, source, known = slots.take(longer, "") or (-1, -1, -1)
-    assert slot == source == 0 and known == 39  # a conversation goes on where it was
-    assert slots.take(ids(*range(60, 80)), "") == (1, 1, 0)  # of the others, the one that was left first
+    assert slot == source == 0 and known == 39  # a conversation returns to its slot
+    assert slots.take(ids(*range(60, 80)), "") == (1, 1, 0)  # otherwise the least recently used slot
 
 
-def test_a_short_match_does_not_destroy_a_long_sequence() -> None:
+def test_short_match_keeps_long_sequence() -> None:
     slots = Slots(2, 100)
     slots.take(ids(*range(90)), "")
     slots.leave(0, 89)
     assert slots.take(ids(*range(10), 99, 98), "") == (1, 0, 10)
 
 
-# ── the GPU's way, computed on a CPU ────────────────────────────────────────────────────────────────────────────────
+# ── graph decoder on a CPU ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
     "shape", [{}, {"kv_heads": 4, "head_norm": False}, {"heads": 6, "head": 8, "tied": False}], ids=str
 )
-def test_a_step_over_all_slots_is_the_step_of_those_that_sample(shape: dict[str, Any]) -> None:
+def test_graph_step_matches_plain_step(shape: dict[str, Any]) -> None:
     made = model(**shape)
     plain, graph = Decoder(made, 8, 100), GraphDecoder(made, 8, 100)
     draw_ids = np.random.default_rng(0)
@@ -174,4 +174,4 @@ def test_a_step_over_all_slots_is_the_step_of_those_that_sample(shape: dict[str,
             assert graph._ids[rows].tolist() == expected.ids.tolist()
             assert torch.allclose(graph._logprobs[rows], expected.logprobs, atol=1e-4)
         assert torch.equal(plain.state[:, rows], graph.state[:, rows])
-        assert (graph.state[1, [2, 3, 5, 7]] == graph.cache.spare).all()  # the others stay where they are
+        assert (graph.state[1, [2, 3, 5, 7]] == graph.cache.spare).all()  # inactive slots are unchanged

@@ -1,4 +1,4 @@
-"""The relay against chat endpoints of several minds: vLLM, OpenAI, and those that refuse what they do not know."""
+"""Tests for the relay to chat endpoints: vLLM, OpenAI, and strict ones that reject unknown fields."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def relayed(answer: Answer, body: dict[str, Any] | None = None, **settings
 
 
 def call_of(body: bytes) -> Call:
-    """A call in the endpoint's own dialect: only its body counts."""
+    """Make a call in the endpoint's own dialect, whose body is forwarded."""
     return Call(model="", history=ChatHistory([]), body=body)
 
 
@@ -88,7 +88,7 @@ def events_of(chunks: list[RelayChunk]) -> list[Delta | CallDelta]:
     return [said for chunk in chunks for said in chunk.events]
 
 
-async def test_the_request_is_the_agents_own_with_ours_over_it() -> None:
+async def test_gateway_settings_override_agent_request() -> None:
     server = StandIn(says(message({"content": "hello"})))
     messages = b'[{"role": "user",  "content": "\\u00e9 1.10"}]'
     raw = b'{"messages": ' + messages + b', "temperature": 0.2, "top_k": 5, "max_tokens": 9}'
@@ -104,7 +104,7 @@ async def test_the_request_is_the_agents_own_with_ours_over_it() -> None:
         async with relay.relay(request) as chunks:
             assert [chunk async for chunk in chunks][-1].finish == "stop"
     assert server.paths == ["/v1/chat/completions"]
-    assert messages in server.bodies[0]  # not parsed and written again
+    assert messages in server.bodies[0]  # forwarded without re-encoding
     asked = server.asked
     assert (asked["model"], asked["temperature"], asked["seed"], asked["max_tokens"]) == ("m", 0.5, 3, 7)
     assert (asked["top_p"], asked["top_k"], asked["min_p"], asked["repetition_penalty"]) == (1.0, -1, 0.0, 1.0)
@@ -115,21 +115,21 @@ async def test_the_request_is_the_agents_own_with_ours_over_it() -> None:
     assert (headers["X-Session-ID"], headers["X-Request-Id"]) == ("s", "r")
 
 
-async def test_nothing_else_is_touched() -> None:
+async def test_other_fields_are_forwarded_unchanged() -> None:
     server = StandIn(streams(event(part({"content": "x"}, "stop")), DONE))
     body = BODY | {"stream": True, "stream_options": {"x": 1}, "max_completion_tokens": 50, "top_k": 5}
     async with serving(server), relay_of(server, capture="text") as relay:
         await ask_chat(relay, body)
         assert server.asked == body | {"stream_options": {"x": 1, "include_usage": True}}
         await ask_chat(relay, body, max_tokens=5, sampling=Sampling())
-    # a neutral field that is not OpenAI's is left out, rather than sent to an endpoint that may not know it
+    # neutral fields that OpenAI does not define are omitted, since the endpoint may not know them
     expected = body | {"max_completion_tokens": 5, "temperature": 1.0, "top_p": 1.0}
     expected |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "stream_options": {"x": 1, "include_usage": True}}
     del expected["top_k"]
     assert server.asked == expected
 
 
-async def test_fields_by_which_an_endpoint_may_sample_otherwise_are_told() -> None:
+async def test_sampling_fields_are_reported_as_biases() -> None:
     fields = {
         "allowed_token_ids": [5],
         "x_new": False,
@@ -144,11 +144,11 @@ async def test_fields_by_which_an_endpoint_may_sample_otherwise_are_told() -> No
         pinned = await ask_chat(relay, BODY | fields, sampling=Sampling())
         plain = await ask_chat(relay, BODY)
     assert free[0].biases == ("field allowed_token_ids", "field x_new", "field min_tokens")
-    assert pinned[0].biases == ("field allowed_token_ids", "field x_new")  # the other one is ours to say
+    assert pinned[0].biases == ("field allowed_token_ids", "field x_new")  # min_tokens is set by the gateway
     assert not any(chunk.biases for chunk in plain)
 
 
-async def test_text_reasoning_and_usage_streamed() -> None:
+async def test_stream_yields_text_reasoning_and_usage() -> None:
     chunks = await relayed(
         streams(
             event(part({"role": "assistant", "content": ""})) + event(part({"reasoning": "hm"})),
@@ -169,12 +169,12 @@ async def test_text_reasoning_and_usage_streamed() -> None:
     assert all(chunk.ids is None and chunk.logprobs is None for chunk in chunks)
 
 
-async def test_reasoning_under_two_names_is_said_once() -> None:
+async def test_duplicate_reasoning_fields_are_merged() -> None:
     chunks = await relayed(streams(event(part({"reasoning": "a", "reasoning_content": "a"}, "stop")), DONE))
     assert events_of(chunks) == [Delta("reasoning", "a")]
 
 
-async def test_token_data_of_a_vllm() -> None:
+async def test_vllm_token_data() -> None:
     """`prompt_token_ids` at the top of the first event, `token_ids` on the choice, log-probabilities per token."""
     chunks = await relayed(
         streams(
@@ -193,7 +193,7 @@ async def test_token_data_of_a_vllm() -> None:
     assert chunks[-1].finish == "length"
 
 
-async def test_without_streaming() -> None:
+async def test_non_streaming_response() -> None:
     call = {"id": "a", "type": "function", "function": {"name": "bash", "arguments": '{"c": 1}'}}
     said = {"content": "text", "reasoning": "why", "tool_calls": [call]}
     body = message(said, "tool_calls", token_ids=[5, 6], logprobs=logprobs(-0.1, -0.2)) | {"prompt_token_ids": [1]}
@@ -207,27 +207,27 @@ async def test_without_streaming() -> None:
     assert (chunks[-1].finish, chunks[-1].usage) == ("tool_calls", Usage(11, 5, 4, 2))
 
 
-async def test_log_probabilities_without_ids() -> None:
+async def test_logprobs_without_ids() -> None:
     chunks = await relayed(streams(event(part({"content": "a"}, "stop", logprobs=logprobs(-0.1))), DONE))
     assert (chunks[0].ids, chunks[0].logprobs) == (None, [-0.1])
 
 
-async def test_ids_without_log_probabilities() -> None:
+async def test_ids_without_logprobs() -> None:
     chunks = await relayed(streams(event(part({"content": "a"}, "stop", token_ids=[5])), DONE))
     assert (chunks[0].ids, chunks[0].logprobs) == ([5], [None])
 
 
-async def test_a_mismatch_is_refused() -> None:
+async def test_logprob_count_mismatch_raises() -> None:
     with pytest.raises(EngineError, match="1 log-probabilities for 2 tokens"):
         await relayed(streams(event(part({}, "stop", token_ids=[5, 6], logprobs=logprobs(-0.1))), DONE))
 
 
 def fragment(index: int | None, name: str | None, arguments: str | None, id: str | None = None) -> dict[str, Any]:
-    told: dict[str, Any] = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-    return told if index is None else told | {"index": index}
+    call: dict[str, Any] = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return call if index is None else call | {"index": index}
 
 
-async def test_tool_calls_are_put_together_and_come_whole() -> None:
+async def test_tool_call_fragments_are_joined() -> None:
     chunks = await relayed(
         streams(
             event(part({"tool_calls": [fragment(0, "bash", "", "a")]})),
@@ -251,7 +251,7 @@ async def test_tool_calls_are_put_together_and_come_whole() -> None:
     assert chunks[-1].finish == "tool_calls"
 
 
-async def test_tool_calls_of_those_who_do_not_count() -> None:
+async def test_tool_calls_without_distinct_indices() -> None:
     for index in (None, 0):
         calls = [fragment(index, "bash", "{}", "a"), fragment(index, "read", "{}", "b")]
         chunks = await relayed(streams(event(part({"tool_calls": calls}, "stop")), DONE))
@@ -261,12 +261,12 @@ async def test_tool_calls_of_those_who_do_not_count() -> None:
         ]
 
 
-async def test_a_tool_call_without_an_id_gets_one() -> None:
+async def test_missing_tool_call_id_is_generated() -> None:
     [call] = events_of(await relayed(streams(event(part({"tool_calls": [fragment(0, "bash", "{}")]}, "stop")), DONE)))
     assert isinstance(call, CallDelta) and call.call.id.startswith("call_")
 
 
-async def test_going_back_to_an_earlier_call_is_refused() -> None:
+async def test_fragment_for_completed_call_raises() -> None:
     calls = [fragment(0, "a", "{", "a"), fragment(1, "b", "{}", "b"), fragment(0, None, "}")]
     with pytest.raises(EngineError, match="tool call that was already complete"):
         await relayed(streams(event(part({"tool_calls": calls}, "stop")), DONE))
@@ -278,14 +278,14 @@ async def test_other_choices_are_ignored() -> None:
     assert events_of(chunks) == [Delta("content", "yes")] and chunks[0].ids is None
 
 
-async def test_a_refusal_is_text() -> None:
+async def test_refusal_becomes_text() -> None:
     assert events_of(await relayed(streams(event(part({"refusal": "no"}, "content_filter")), DONE))) == [
         Delta("content", "no")
     ]
 
 
 class Picky(StandIn):
-    """Refuses fields by name, as endpoints do that validate strictly."""
+    """Rejects the given fields, as strict endpoints do."""
 
     def __init__(self, *unknown: str, status: int = 400) -> None:
         super().__init__(self.judge)
@@ -312,7 +312,7 @@ class Picky(StandIn):
     ],
 )
 @pytest.mark.parametrize("status", [400, 422])
-async def test_auto_asks_for_less_and_remembers(
+async def test_auto_capture_steps_down_and_remembers(
     unknown: tuple[str, ...], level: Capture, calls: int, status: int
 ) -> None:
     server = Picky(*unknown, status=status)
@@ -321,7 +321,7 @@ async def test_auto_asks_for_less_and_remembers(
         assert events_of(await ask_chat(relay, body, sampling=Sampling())) == [Delta("content", "ok")]
         assert (relay.capture, len(server.bodies)) == (level, calls)
         await ask_chat(relay, body, sampling=Sampling())
-        assert len(server.bodies) == calls + 1  # at once, this time
+        assert len(server.bodies) == calls + 1   # remembered, so no retries
         assert not set(server.asked) & set(unknown)
         assert server.asked["messages"] == BODY["messages"] and server.asked["metadata"] == BODY["metadata"]
         assert relay._client.in_flight == 0
@@ -335,7 +335,7 @@ async def test_concurrent_calls_step_down_together() -> None:
         assert relay.capture == "text"
 
 
-async def test_a_fixed_level_is_insisted_on() -> None:
+async def test_fixed_capture_level_does_not_step_down() -> None:
     server = Picky("return_token_ids")
     async with serving(server), relay_of(server, capture="tokens") as relay:
         with pytest.raises(EngineRejected, match="return_token_ids"):
@@ -343,7 +343,7 @@ async def test_a_fixed_level_is_insisted_on() -> None:
     assert len(server.bodies) == 1
 
 
-async def test_other_refusals_are_the_agents() -> None:
+async def test_unrelated_rejection_reaches_agent() -> None:
     server = StandIn(says({"error": {"message": "tools[0].name is too long"}}, 400))
     async with serving(server), relay_of(server) as relay:
         with pytest.raises(EngineRejected, match=r"tools\[0\]"):
@@ -351,7 +351,7 @@ async def test_other_refusals_are_the_agents() -> None:
         assert relay.capture == "tokens" and len(server.bodies) == 1
 
 
-async def test_errors() -> None:
+async def test_error_responses_map_to_exceptions() -> None:
     overflow = {"error": {"message": "too long", "code": "context_length_exceeded"}}
     with pytest.raises(ContextOverflow):
         await relayed(says(overflow, 400))
@@ -378,7 +378,7 @@ async def test_errors() -> None:
             await ask_chat(relay, BODY | {"stream": True, "stream_options": [1]})
 
 
-async def test_leaving_early_hangs_up() -> None:
+async def test_early_exit_closes_connection() -> None:
     server = StandIn(streams(event(part({"content": "a"})), 3600.0))
     async with serving(server), relay_of(server) as relay:
         async with relay.relay(RelayRequest(call=call_of(json.dumps(BODY | {"stream": True}).encode()))) as chunks:
@@ -386,7 +386,7 @@ async def test_leaving_early_hangs_up() -> None:
         await asyncio.wait_for(server.hung_up.wait(), scaled(2))
 
 
-async def test_health_and_addresses() -> None:
+async def test_health_with_base_url_variants() -> None:
     one: dict[str, Any] = {"data": [{"id": "m", "max_model_len": 99}]}
     server = StandIn(documents={"/v1/models": one, "/api/models": {"data": []}})
     async with serving(server):
@@ -404,7 +404,7 @@ async def test_health_and_addresses() -> None:
         await relay.close()
 
 
-# ── calls of other dialects ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── foreign dialects ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 HI = Message("user", "hi")
 OK = streams(event(part({"content": "ok"}, "stop")), DONE)
@@ -414,7 +414,7 @@ def make(url: str) -> OpenAIRelay:
     return OpenAIRelay(url, "sk-secret")
 
 
-async def test_a_call_of_another_dialect_is_written_anew() -> None:
+async def test_foreign_dialect_is_translated() -> None:
     call = meant(
         Message("system", "Be brief."),
         Message("system", "Be kind."),
@@ -432,7 +432,7 @@ async def test_a_call_of_another_dialect_is_written_anew() -> None:
         chunks = await heard(relay, call, max_tokens=50, session="s")
     calls = [
         {"id": "a", "type": "function", "function": {"name": "bash", "arguments": '{"c": 1}'}},
-        {"id": "a_1", "type": "function", "function": {"name": "read", "arguments": "{}"}},  # an id stands for one call
+        {"id": "a_1", "type": "function", "function": {"name": "read", "arguments": "{}"}},  # ids are made unique
     ]
     assert server.asked == {
         "model": "m",
@@ -496,7 +496,7 @@ async def test_a_call_of_another_dialect_is_written_anew() -> None:
         ({"template_kwargs": {"a": 1}}, {"chat_template_kwargs": {"a": 1}}),
     ],
 )
-async def test_forced_shapes_and_thinking(fields: Any, body: Any) -> None:
+async def test_constraints_and_thinking_are_translated(fields: Any, body: Any) -> None:
     async with serving(StandIn(OK)) as server, started(OpenAIRelay(server.url, capture="text")) as relay:
         chunks = await heard(relay, meant(HI, tools=[TOOL, OTHER], **fields))
     rest = {
@@ -505,7 +505,7 @@ async def test_forced_shapes_and_thinking(fields: Any, body: Any) -> None:
     assert rest == body and lost(chunks) == ()
 
 
-async def test_what_a_strict_endpoint_does_not_know_is_left_out_and_told() -> None:
+async def test_fields_unknown_to_endpoint_are_dropped_and_reported() -> None:
     server = Picky(
         "return_token_ids", "logprobs", "reasoning_effort", "chat_template_kwargs", "verbosity", "temperature"
     )
@@ -528,7 +528,7 @@ async def test_what_a_strict_endpoint_does_not_know_is_left_out_and_told() -> No
 
 
 class Refusing(StandIn):
-    """Refuses by a sign in the body, in given words."""
+    """Rejects bodies that contain a given string, with a given message."""
 
     def __init__(self, *refusals: tuple[str, str]) -> None:
         super().__init__(self.judge)
@@ -541,7 +541,7 @@ class Refusing(StandIn):
         return await OK(request)
 
 
-async def test_other_ways_to_say_the_same() -> None:
+async def test_rejected_fields_use_alternative_encodings() -> None:
     server = Refusing(
         ('"max_tokens"', "Unsupported parameter: 'max_tokens' is not supported. Use 'max_completion_tokens' instead."),
         ('"reasoning_content"', "Additional properties are not allowed ('reasoning_content' was unexpected)"),
@@ -571,22 +571,22 @@ async def test_other_ways_to_say_the_same() -> None:
         "2000 tokens from the input messages and 3000 tokens for the completion.",
     ],
 )
-async def test_a_bound_that_leaves_no_room_is_made_smaller(words: str) -> None:
-    """Agents ask for as much as their own provider's models can give, which is more than most contexts hold."""
+async def test_max_tokens_is_reduced_to_fit_context(words: str) -> None:
+    """Agents request their own provider's maximum, which exceeds most context lengths."""
     server = Refusing(("3000", words))
     async with serving(server), started(make(server.url)) as relay:
         await heard(relay, meant(HI), max_tokens=3000)
         assert server.asked["max_tokens"] == 2096
-        with pytest.raises(ContextOverflow) as caught:  # an agent of its own dialect decides by itself
+        with pytest.raises(ContextOverflow) as caught:  # native requests are not changed
             await heard(relay, call_of(json.dumps(BODY | {"max_tokens": 3000}).encode()))
         assert (caught.value.limit, caught.value.size) == (4096, 5000)
 
 
-async def test_reasoning_goes_back_whatever_the_agent_dropped() -> None:
+async def test_reasoning_is_restored_for_foreign_dialect() -> None:
     made = [fragment(0, "bash", "{}", "a")]
     answer = streams(event(part({"reasoning": "why"})), event(part({"content": "x", "tool_calls": made}, "stop")), DONE)
     chunks = await answered(make, answer, meant(HI))
-    assert chunks[-1].finish == "tool_calls"  # which is what it means
+    assert chunks[-1].finish == "tool_calls"  # corrected from "stop"
     turn = Message("assistant", "x", tool_calls=(ToolCall("renamed", "bash", "{}"),))
     call = meant(HI, turn, Message("tool", "out", tool_call_id="renamed"))
     async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
@@ -596,20 +596,20 @@ async def test_reasoning_goes_back_whatever_the_agent_dropped() -> None:
         {"role": "assistant", "content": "x", "reasoning_content": "why", "tool_calls": calls},
         {"role": "tool", "content": "out", "tool_call_id": "a"},
     ]
-    assert (await relayed(answer))[-1].verbatim == b""  # an agent of its own dialect does as it likes
+    assert (await relayed(answer))[-1].verbatim == b""  # not kept for the native dialect
 
 
-async def test_the_ids_of_a_call_came_with_its_fragments() -> None:
-    """Or they did not: then the call is a hole in what is known."""
-    for ids, told in (([6], []), (None, None)):
+async def test_completed_call_carries_no_new_ids() -> None:
+    """Ids are None if the call's fragments had none."""
+    for ids, expected in (([6], []), (None, None)):
         made = part({"tool_calls": [fragment(0, "bash", "{}", "a")]}, token_ids=ids)
         chunks = await relayed(
             streams(event(part({"content": "x"}, token_ids=[5])), event(made), event(part({}, "stop")), DONE)
         )
-        assert [isinstance(said, CallDelta) for said in chunks[-1].events] == [True] and chunks[-1].ids == told
+        assert [isinstance(said, CallDelta) for said in chunks[-1].events] == [True] and chunks[-1].ids == expected
 
 
-async def test_ends() -> None:
+async def test_finish_reasons() -> None:
     chunks = await relayed(streams(event(part({"content": "x"}, "stop", stop_reason="X")), DONE))
     assert (chunks[-1].finish, chunks[-1].stopped_by) == ("stop", "X")
     chunks = await relayed(streams(event(part({"content": "x"}, "stop", stop_reason=128009)), DONE))
@@ -620,7 +620,7 @@ async def test_ends() -> None:
         assert (await relayed(streams(event(part({"content": "x"}, reason)), DONE)))[-1].finish == "abort"
 
 
-async def test_headers_of_its_own_dialect_go_along_but_never_a_key() -> None:
+async def test_forwarded_headers_exclude_credentials() -> None:
     passed = {"openai-beta": "b", "authorization": "Bearer tg-agent", "Cookie": "c"}
     call = Call(model="", history=ChatHistory([]), body=json.dumps(BODY).encode(), forwarded_headers=passed)
     async with serving(StandIn(says(message({"content": "x"})))) as server, started(make(server.url)) as relay:
@@ -629,7 +629,7 @@ async def test_headers_of_its_own_dialect_go_along_but_never_a_key() -> None:
     assert server.headers[0]["openai-beta"] == "b"
 
 
-async def test_tokens_are_not_counted() -> None:
+async def test_count_is_not_supported() -> None:
     async with started(make("http://127.0.0.1:1")) as relay:
         with pytest.raises(NotFound, match="estimate"):
             await relay.count(RelayRequest(call=meant(HI)))

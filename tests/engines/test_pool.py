@@ -1,4 +1,4 @@
-"""Sessions stay where they are, move when they must, and nothing that was delivered is ever sampled again."""
+"""Tests for the pool: session placement, failover, health checks and data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.asyncio
 
 
 class Replica(Scripted):
-    """A scripted engine whose health can be switched, and which says who it is by the id it samples."""
+    """A scripted engine with switchable health that samples its own number."""
 
     def __init__(self, number: int, **turn: Any) -> None:
         super().__init__(lambda request, index: ScriptedTurn([number, number], **self.turn), name=f"replica {number}")
@@ -70,7 +70,7 @@ async def pool_of(*engines: Engine, **settings: Any) -> AsyncIterator[Pool]:
 
 
 async def served_by(pool: Pool, session: str = "", **fields: Any) -> int:
-    """Which replica answered."""
+    """Run one call and return the number of the replica that answered."""
     async with pool.generate(ask(session=session, **fields)) as chunks:
         whole = await collected(chunks)
     assert len(whole.ids) == 2 and len(set(whole.ids)) == 1 and whole.finish == "stop"
@@ -83,7 +83,7 @@ async def eventually(condition: Any) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_a_session_stays_where_it_is() -> None:
+async def test_session_stays_on_its_replica() -> None:
     async with pool_of(Replica(0), Replica(1), Replica(2)) as pool:
         homes = {f"s{n}": await served_by(pool, f"s{n}") for n in range(30)}
         assert Counter(homes.values()) == {0: 10, 1: 10, 2: 10}
@@ -91,19 +91,19 @@ async def test_a_session_stays_where_it_is() -> None:
             assert {session: await served_by(pool, session) for session in reversed(homes)} == homes
 
 
-async def test_new_sessions_go_where_the_least_is_under_way() -> None:
+async def test_new_sessions_go_to_least_loaded_replica() -> None:
     slow, fast = Replica(0, hang=True), Replica(1)
     async with pool_of(slow, fast) as pool:
         busy = asyncio.create_task(served_by(pool, "long"))
         await eventually(lambda: slow.in_flight == 1)
-        # more and more sessions live on the other one, but the first has a call in flight
+        # replica 1 has more sessions, but replica 0 has a call in flight
         assert [await served_by(pool, f"s{n}") for n in range(5)] == [1] * 5
         assert slow.in_flight == 1 and len(slow.received) == 1
         busy.cancel()
         await asyncio.gather(busy, return_exceptions=True)
 
 
-async def test_released_sessions_leave_room() -> None:
+async def test_released_sessions_free_capacity() -> None:
     replicas = Replica(0), Replica(1)
     async with pool_of(*replicas) as pool:
         for n in range(10):
@@ -115,7 +115,7 @@ async def test_released_sessions_leave_room() -> None:
         assert [await served_by(pool, f"t{n}") for n in range(5)] == [0] * 5
 
 
-async def test_placements_do_not_grow_without_bound() -> None:
+async def test_placements_are_bounded() -> None:
     async with pool_of(Replica(0), Replica(1), max_sessions=10) as pool:
         first = await served_by(pool, "keeps coming")
         for n in range(100):
@@ -124,27 +124,27 @@ async def test_placements_do_not_grow_without_bound() -> None:
         assert len(pool._placed) == 10
         assert sum(lane.sessions for lane in pool._lanes) == 10
         for _ in range(20):
-            await served_by(pool)  # without a session nothing is remembered
+            await served_by(pool)  # calls without a session are not remembered
         assert len(pool._placed) == 10
 
 
-async def test_a_lost_replica_is_left_and_comes_back() -> None:
+async def test_lost_replica_is_avoided_and_returns() -> None:
     lost, other = Replica(0), Replica(1)
     async with pool_of(lost, other) as pool:
         homes = {f"s{n}": await served_by(pool, f"s{n}") for n in range(6)}
         lost.turn = {"fail_before": True}
         lost.ok = False
         assert [await served_by(pool, session) for session in homes] == [1] * 6
-        assert len(lost.received) == 3 + 1  # it was asked once more, found gone, and then left alone
+        assert len(lost.received) == 3 + 1  # tried once more, then avoided
         assert [health.ok for health in await pool.health()] == [False, True]
         lost.turn = {}
         lost.ok = True
         await eventually(lambda: all(replica.up for replica in pool._replicas))
-        assert [await served_by(pool, session) for session in homes] == [1] * 6  # their prefixes are there now
+        assert [await served_by(pool, session) for session in homes] == [1] * 6  # sessions stay where their prefixes are cached
         assert await served_by(pool, "new") == 0
 
 
-async def test_a_real_server_that_goes_away() -> None:
+async def test_unreachable_vllm_fails_over() -> None:
     choice = {"index": 0, "text": "", "logprobs": None, "token_ids": [7, 7], "finish_reason": "stop"}
     documents = {"/health": {}, "/v1/models": {"data": [{"id": "m"}]}}
     alive = StandIn(streams(event({"choices": [choice]}), DONE), documents)
@@ -154,13 +154,13 @@ async def test_a_real_server_that_goes_away() -> None:
         async with pool_of(gone, there) as pool:
             assert [health.ok for health in await pool.health()] == [False, True]
             for replica in pool._replicas:
-                replica.up = True  # as if it had gone just now
+                replica.up = True  # as if it had just failed
             assert [await served_by(pool, f"s{n}") for n in range(4)] == [7] * 4
     assert len(alive.bodies) == 4
 
 
-async def test_the_first_chunk_is_the_point_of_no_return() -> None:
-    """Cut after one token: the caller has seen it, so the call is not made again, although another replica is there."""
+async def test_no_retry_after_first_chunk() -> None:
+    """Once the caller has received a token, the call is not retried on another replica."""
     cut, other = Replica(0, cut_after=1), Replica(1)
     async with pool_of(cut, other) as pool:
         seen: list[int] = []
@@ -179,7 +179,7 @@ async def test_the_first_chunk_is_the_point_of_no_return() -> None:
         ({"delay_s": 60}, EngineTimeout),
     ],
 )
-async def test_what_is_not_made_again(turn: dict[str, Any], expected: type[TurngateError]) -> None:
+async def test_non_retryable_errors_are_raised(turn: dict[str, Any], expected: type[TurngateError]) -> None:
     bad, other = Replica(0, **turn), Replica(1)
     bad._silence_s = 0.01
     async with pool_of(bad, other) as pool:
@@ -190,7 +190,7 @@ async def test_what_is_not_made_again(turn: dict[str, Any], expected: type[Turng
         assert all(health.ok for health in await pool.health())
 
 
-async def test_busy_is_passed_over_once() -> None:
+async def test_busy_replica_is_retried_once() -> None:
     replicas = [Replica(n, busy=True) for n in range(3)]
     async with pool_of(*replicas) as pool:
         with pytest.raises(EngineBusy):
@@ -201,7 +201,7 @@ async def test_busy_is_passed_over_once() -> None:
         assert all(replica.up for replica in pool._replicas)
 
 
-async def test_busy_with_nowhere_else_to_go() -> None:
+async def test_busy_only_replica_raises() -> None:
     only = Replica(0, busy=True)
     async with pool_of(only) as pool:
         with pytest.raises(EngineBusy):
@@ -209,7 +209,7 @@ async def test_busy_with_nowhere_else_to_go() -> None:
         assert len(only.received) == 1
 
 
-async def test_several_are_lost_at_once() -> None:
+async def test_failover_past_several_lost_replicas() -> None:
     replicas = [Replica(n, fail_before=n < 2) for n in range(4)]
     async with pool_of(*replicas, check_s=60, backoff_s=60) as pool:
         assert await served_by(pool, "s") == 2
@@ -217,7 +217,7 @@ async def test_several_are_lost_at_once() -> None:
 
 
 async def test_attempts_are_bounded() -> None:
-    """A request that kills whatever touches it must not take the whole pool along."""
+    """A request that crashes replicas must not take down the whole pool."""
     replicas = [Replica(n, fail_before=True) for n in range(6)]
     async with pool_of(*replicas, check_s=60, backoff_s=60) as pool:
         with pytest.raises(EngineUnavailable):
@@ -225,7 +225,7 @@ async def test_attempts_are_bounded() -> None:
         assert sum(len(replica.received) for replica in replicas) == 3
 
 
-async def test_with_all_down_one_is_tried_all_the_same() -> None:
+async def test_down_replica_is_tried_if_all_are_down() -> None:
     only = Replica(0, fail_before=True)
     async with pool_of(only, check_s=60, backoff_s=60) as pool:
         for _ in range(2):
@@ -236,7 +236,7 @@ async def test_with_all_down_one_is_tried_all_the_same() -> None:
         assert [health.ok for health in await pool.health()] == [True]
 
 
-async def test_health_checks_take_replicas_out_and_bring_them_back() -> None:
+async def test_health_checks_remove_and_restore_replicas() -> None:
     one, two = Replica(0), Replica(1)
     async with pool_of(one, two) as pool:
         one.ok = False
@@ -247,7 +247,7 @@ async def test_health_checks_take_replicas_out_and_bring_them_back() -> None:
         assert await served_by(pool, "new") == 0
 
 
-async def test_one_missed_check_proves_nothing() -> None:
+async def test_single_failed_check_keeps_replica_up() -> None:
     one = Replica(0)
     async with pool_of(one, check_s=60) as pool:
         one.ok = False
@@ -257,24 +257,24 @@ async def test_one_missed_check_proves_nothing() -> None:
         assert not pool._replicas[0].up
 
 
-async def test_a_replica_that_was_never_there_is_not_waited_for() -> None:
+async def test_replica_down_at_start_is_skipped() -> None:
     absent, there = Replica(0), Replica(1)
     absent.ok = False
     async with pool_of(absent, there, check_s=60, backoff_s=60) as pool:
         assert [await served_by(pool, f"s{n}") for n in range(3)] == [1] * 3
 
 
-async def test_checks_of_a_lost_replica_become_rarer() -> None:
+async def test_health_checks_back_off() -> None:
     lost = Replica(0)
     lost.ok = False
     began = time.monotonic()
     async with pool_of(lost, backoff_s=0.01, backoff_max_s=60) as pool:
         await eventually(lambda: lost.checks >= 7)
-        assert time.monotonic() - began >= 0.3  # 0.06 if they went on as they began
+        assert time.monotonic() - began >= 0.3  # 0.06 without backoff
         assert not pool._replicas[0].up
 
 
-async def test_leaving_early_aborts_and_is_counted() -> None:
+async def test_early_exit_aborts_call() -> None:
     slow = Replica(0, pace_s=60)
     async with pool_of(slow) as pool:
         async with pool.generate(ask(session="s")) as chunks:
@@ -283,7 +283,7 @@ async def test_leaving_early_aborts_and_is_counted() -> None:
         assert slow.aborted == 1 and (await pool.health())[0].in_flight == 0
 
 
-async def test_cancelling_before_the_first_chunk_aborts() -> None:
+async def test_cancel_before_first_chunk_aborts_call() -> None:
     hung = Replica(0, hang=True)
     async with pool_of(hung) as pool:
         task = asyncio.create_task(served_by(pool, "s"))
@@ -294,7 +294,7 @@ async def test_cancelling_before_the_first_chunk_aborts() -> None:
         assert hung.aborted == 1 and pool._lanes[0].in_flight == 0
 
 
-async def test_leaving_while_another_task_waits_for_a_chunk() -> None:
+async def test_early_exit_with_pending_read_aborts_call() -> None:
     hung = Replica(0, hang=True)
     async with pool_of(hung) as pool:
         async with pool.generate(ask(session="s")) as chunks:
@@ -311,12 +311,12 @@ async def test_engines_are_started_and_closed_once() -> None:
     assert [(replica.started, replica.closed) for replica in replicas] == [(1, 1), (1, 1)]
 
 
-async def test_an_empty_pool_is_a_mistake() -> None:
+async def test_empty_pool_is_config_error() -> None:
     with pytest.raises(ConfigError):
         Pool([])
 
 
-async def test_ranks_are_lanes_of_one_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_sessions_spread_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "DRAIN_S", scaled(0.25))
     monkeypatch.setattr(http, "KEEPALIVE_S", scaled(2))
     choice = {"index": 0, "text": "", "logprobs": None, "token_ids": [7, 7], "finish_reason": "stop"}
@@ -334,7 +334,7 @@ async def test_ranks_are_lanes_of_one_replica(monkeypatch: pytest.MonkeyPatch) -
     assert len(server.connections) == 1
 
 
-async def test_a_lost_replica_takes_its_ranks_along() -> None:
+async def test_lost_replica_takes_down_its_ranks() -> None:
     documents = {"/health": {}, "/v1/models": {"data": [{"id": "m"}]}}
     server = StandIn(documents=documents)
     async with serving(server):

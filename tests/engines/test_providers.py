@@ -1,4 +1,4 @@
-"""The stand-ins for providers are understood by the official SDKs as the real ones are: so what is tested with them counts."""
+"""Tests that the official SDKs accept the stand-in providers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DIALECT = {"openai": "chat", "anthropic": "messages", "gemini": "gemini", "respo
 
 
 @pytest.mark.parametrize("kind", PROVIDERS, ids=lambda kind: kind.name)
-async def test_the_sdk_speaks_with_the_stand_in_as_with_its_provider(kind: type[Provider]) -> None:
+async def test_sdk_accepts_stand_in(kind: type[Provider]) -> None:
     async with serving(kind(*SCRIPT)) as server, agent(DIALECT[kind.name], server.url, KEY) as a:
         first = await a.ask("Look around.")
         assert (first.text, first.thought, first.finish) == (SCRIPT[0].text, SCRIPT[0].thought, "calls")

@@ -1,4 +1,4 @@
-"""The relay to OpenAI's Responses API: what it is sent, and what becomes of its streams."""
+"""Tests for the relay to OpenAI's Responses API: requests, streams, errors."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def message(text: str, **fields: Json) -> Json:
 OK = stream(delta("output_text", "ok"), done(message("ok")), over())
 
 
-# ── what is sent ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── requests ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_call_of_its_own_goes_as_it_came() -> None:
+async def test_native_request_is_forwarded_verbatim() -> None:
     first = b'{"role":"user",  "content":[{"type":"input_image","image_url":"data:\\u00e9"}],"id":"msg_codex-1"}'
     tool = b'{"type":"custom",  "name":"patch","format":{"type":"text"}}'
     raw = (
@@ -87,7 +87,7 @@ async def test_a_call_of_its_own_goes_as_it_came() -> None:
             max_tokens=20,
         )
         assert server.paths == ["/v1/responses"]
-        assert first in server.bodies[0] and tool in server.bodies[0]  # not parsed and written again
+        assert first in server.bodies[0] and tool in server.bodies[0]  # forwarded without re-encoding
         asked = server.asked
         assert (asked["model"], asked["max_output_tokens"], asked["top_p"], asked["stream"]) == ("m", 20, 0.5, True)
         assert "temperature" not in asked and (asked["prompt_cache_key"], asked["store"]) == ("k", False)
@@ -101,8 +101,8 @@ async def test_a_call_of_its_own_goes_as_it_came() -> None:
         assert server.asked == {"input": "hi", "stream": True, "include": [SEALS]}
 
 
-async def test_items_go_back_under_the_ids_that_the_endpoint_knows() -> None:
-    """The agent has the gateway's ids in hand, and the endpoint's inside what it has sealed."""
+async def test_items_are_sent_with_endpoint_ids() -> None:
+    """The agent holds the gateway's ids; the encrypted content carries the endpoint's."""
     mark = "tg" + "0" * 24
     items = [
         {"type": "reasoning", "id": f"rs_{mark}00", "summary": [], "encrypted_content": "rs_68a:gAAA:B=="},
@@ -120,13 +120,13 @@ async def test_items_go_back_under_the_ids_that_the_endpoint_knows() -> None:
         {"type": "message", "role": "assistant", "content": []},
         {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": "{}"},
         items[3],
-        {"type": "reasoning", "summary": []},  # sealed by nobody but the gateway
+        {"type": "reasoning", "summary": []},  # the gateway's own encrypted content is removed
         items[5],
         "no item",
     ]
 
 
-async def test_a_call_of_another_dialect_is_written_anew() -> None:
+async def test_foreign_dialect_is_translated() -> None:
     call = meant(
         Message("system", "Be brief."),
         Message("user", "hi", name="ann"),
@@ -139,20 +139,20 @@ async def test_a_call_of_another_dialect_is_written_anew() -> None:
     )
     async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
         chunks = await heard(relay, call, max_tokens=50)
-    said_by_user = {"type": "message", "role": "user"}
+    user_message = {"type": "message", "role": "user"}
     assert server.asked == {
         "model": "m",
         "stream": True,
         "store": False,
         "instructions": "Be brief.",
         "input": [
-            {**said_by_user, "content": [{"type": "input_text", "text": "hi"}]},
+            {**user_message, "content": [{"type": "input_text", "text": "hi"}]},
             {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Looking."}]},
             {"type": "function_call", "call_id": "a", "name": "bash", "arguments": '{"c": 1}'},
             {"type": "function_call", "call_id": "b", "name": "read", "arguments": "[1]"},
             {"type": "function_call_output", "call_id": "a", "output": "out"},
             {"type": "function_call_output", "call_id": "b", "output": ""},
-            {**said_by_user, "content": [{"type": "input_text", "text": "go on"}]},
+            {**user_message, "content": [{"type": "input_text", "text": "go on"}]},
             {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Time passes."}]},
         ],
         "include": [SEALS],
@@ -208,7 +208,7 @@ async def test_a_call_of_another_dialect_is_written_anew() -> None:
         ({"template_hints": {"enable_thinking": False}}, {"reasoning": {"effort": "none"}}),
     ],
 )
-async def test_forced_shapes_and_thinking(fields: Json, body: Json) -> None:
+async def test_constraints_and_thinking_are_translated(fields: Json, body: Json) -> None:
     async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
         chunks = await heard(relay, meant(HI, tools=[TOOL, OTHER], **fields))
     usual = ("model", "stream", "store", "input", "include", "tools")
@@ -216,7 +216,7 @@ async def test_forced_shapes_and_thinking(fields: Json, body: Json) -> None:
     assert rest == {"reasoning": {"summary": "auto"}} | body and lost(chunks) == ()
 
 
-async def test_what_cannot_be_asked_for_is_refused_by_name() -> None:
+async def test_unsupported_parameters_are_rejected() -> None:
     with pytest.raises(BadRequest, match="stop strings"):
         await answered(make, OK, meant(HI, stop=("X",)))
     with pytest.raises(EngineRejected, match="pins top_k"):
@@ -235,7 +235,7 @@ class Picky(StandIn):
         return await OK(request)
 
 
-async def test_what_a_model_that_does_not_reason_refuses_is_left_out_and_told() -> None:
+async def test_parameters_unknown_to_model_are_dropped_and_reported() -> None:
     server = Picky(
         (SEALS, "Encrypted content is not supported with this model."),
         ('"effort"', "Unsupported parameter: 'reasoning.effort' is not supported with this model."),
@@ -251,7 +251,7 @@ async def test_what_a_model_that_does_not_reason_refuses_is_left_out_and_told() 
         assert "include" not in server.asked and len(server.bodies) == 6
 
 
-# ── what comes back ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── responses ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 REASONING = {"id": "rs_1", "type": "reasoning", "summary": [], "encrypted_content": "gAAA"}
 CALL = {
@@ -281,7 +281,7 @@ ANSWER = stream(
 )
 
 
-async def test_text_reasoning_calls_and_usage() -> None:
+async def test_stream_yields_text_reasoning_calls_and_usage() -> None:
     chunks = await answered(make, ANSWER, own("responses", BODY))
     assert said(chunks) == [
         Delta("reasoning", "hm"),
@@ -295,7 +295,7 @@ async def test_text_reasoning_calls_and_usage() -> None:
     assert (chunks[-1].finish, chunks[-1].usage, chunks[-1].verbatim) == ("tool_calls", Usage(11, 5, 4, 2), b"")
 
 
-async def test_calls_of_all_kinds_have_the_names_that_the_dialect_gives_them() -> None:
+async def test_call_kinds_map_to_tool_names() -> None:
     answer = stream(
         done({**CALL, "namespace": "multi_agent"}),
         done({"id": "ctc_1", "type": "custom_tool_call", "call_id": "call_2", "name": "patch", "input": '*** "x"'}),
@@ -322,7 +322,7 @@ async def test_calls_of_all_kinds_have_the_names_that_the_dialect_gives_them() -
     ]
 
 
-async def test_a_turn_that_was_sealed_goes_back_as_it_was_whatever_the_agent_speaks() -> None:
+async def test_sealed_turn_is_replayed_verbatim_for_foreign_dialect() -> None:
     chunks = await answered(make, ANSWER, meant(HI))
     assert not [event for event in said(chunks) if isinstance(event, Delta) and event.kind == "seal"]
     turn = Message("assistant", "grüße", tool_calls=(ToolCall("renamed", "bash", '{"c":1}'),))
@@ -333,15 +333,15 @@ async def test_a_turn_that_was_sealed_goes_back_as_it_was_whatever_the_agent_spe
     assert server.asked["input"][1:] == [REASONING, message("grüße"), CALL, result]
 
 
-async def test_the_phase_of_a_message_is_kept_too() -> None:
-    spoken = message("x", phase="commentary")
-    chunks = await answered(make, stream(delta("output_text", "x"), done(spoken), over()), meant(HI))
+async def test_message_phase_is_preserved() -> None:
+    commentary = message("x", phase="commentary")
+    chunks = await answered(make, stream(delta("output_text", "x"), done(commentary), over()), meant(HI))
     async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
         await heard(relay, meant(HI, Message("assistant", "x"), HI), verbatim={1: chunks[-1].verbatim})
-    assert server.asked["input"][1] == spoken
+    assert server.asked["input"][1] == commentary
 
 
-async def test_reasoning_of_open_models_is_text() -> None:
+async def test_plain_text_reasoning() -> None:
     item = {"id": "rs_1", "type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
     answer = stream(delta("reasoning_text", "hm"), done(item), delta("output_text", "x"), done(message("x")), over())
     assert said(await answered(make, answer, own("responses", BODY))) == [
@@ -350,7 +350,7 @@ async def test_reasoning_of_open_models_is_text() -> None:
     ]
 
 
-async def test_log_probabilities_are_asked_for_only_when_wanted() -> None:
+async def test_logprobs_are_requested_when_captured() -> None:
     tokens = [{"token": "o", "logprob": -0.5, "top_logprobs": []}, {"token": "k", "logprob": -9999.0}]
     answer = stream(delta("output_text", "ok", logprobs=tokens), done(message("ok")), over())
     for call in (own("responses", BODY), meant(HI)):
@@ -360,7 +360,7 @@ async def test_log_probabilities_are_asked_for_only_when_wanted() -> None:
         assert (chunks[0].ids, chunks[0].logprobs) == (None, [-0.5, None])
 
 
-async def test_ends() -> None:
+async def test_finish_reasons() -> None:
     refused = stream(delta("refusal", "I won't."), done(message("")), over())
     assert said(await answered(make, refused, meant(HI))) == [Delta("content", "I won't.")]
     cut = over("incomplete", incomplete_details={"reason": "max_output_tokens"})
@@ -372,7 +372,7 @@ async def test_ends() -> None:
         await answered(make, stream(filtered), meant(HI))
 
 
-async def test_what_cannot_be_passed_on_fails_loudly() -> None:
+async def test_unsupported_content_raises() -> None:
     for events in (
         [done({"id": "ws_1", "type": "web_search_call", "status": "completed"})],
         [over("incomplete", incomplete_details={"reason": "steered"})],
@@ -393,7 +393,7 @@ async def test_what_cannot_be_passed_on_fails_loudly() -> None:
         (500, "server_error", "oops", EngineError),
     ],
 )
-async def test_errors(status: int, code: str, message: str, raised: type[TurngateError]) -> None:
+async def test_error_responses_map_to_exceptions(status: int, code: str, message: str, raised: type[TurngateError]) -> None:
     error = {"message": message, "type": "x", "code": code, "param": None}
     for answer in (
         says({"error": error}, status),
@@ -417,7 +417,7 @@ async def test_other_errors() -> None:
         await answered(make, OK, own("responses", b"[]"))
 
 
-async def test_leaving_early_hangs_up() -> None:
+async def test_early_exit_closes_connection() -> None:
     server = StandIn(streams(named_event(delta("output_text", "x")), 3600.0))
     async with serving(server), started(make(server.url)) as relay:
         async with relay.relay(RelayRequest(call=meant(HI))) as chunks:
@@ -428,7 +428,7 @@ async def test_leaving_early_hangs_up() -> None:
 # ── counting and health ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_tokens_are_counted_by_the_endpoint_if_it_can() -> None:
+async def test_count_uses_endpoint_if_available() -> None:
     counted = says({"object": "response.input_tokens", "input_tokens": 42})
     async with serving(StandIn(counted)) as server, started(make(server.url)) as relay:
         assert await relay.count(RelayRequest(call=own("responses", BODY), model="m")) == 42

@@ -1,4 +1,4 @@
-"""The engine that does as it is told, told everything it can be told."""
+"""Tests for the scripted engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def play(engine: Engine, **fields: Any) -> list[list[int]]:
         return [list(chunk.ids) async for chunk in chunks]
 
 
-async def test_exact_ids_in_chunks_with_an_end() -> None:
+async def test_scripted_ids_chunks_and_finish() -> None:
     engine = Scripted(
         [
             ScriptedTurn([5, 6, 7, 8, 9], chunk=2),
@@ -44,25 +44,25 @@ async def test_exact_ids_in_chunks_with_an_end() -> None:
     assert await play(engine) == [[]]
 
 
-async def test_log_probabilities_follow_from_everything_before_them() -> None:
+async def test_derived_logprobs_depend_on_full_prefix() -> None:
     prompt = np.array([1, 2, 3], np.int32)
     values = derive_logprobs(prompt, [5, 6, 7])
     assert values == derive_logprobs(prompt, [5, 6, 7])
     assert values[:2] == derive_logprobs(prompt, [5, 6])
     assert all(-5 < value < 0 for value in derive_logprobs(prompt, range(10_000)))
-    assert np.array(values, np.float32).tolist() == values  # exact in storage
+    assert np.array(values, np.float32).tolist() == values  # exact in float32
     assert values[2] != derive_logprobs(prompt, [5, 8, 7])[2]
     assert values[0] != derive_logprobs(np.array([1, 2, 4], np.int32), [5])[0]
     async with Scripted([ScriptedTurn([5, 6, 7])]).generate(ask(prompt)) as chunks:
         assert (await collected(chunks)).logprobs == values
 
 
-async def test_given_log_probabilities() -> None:
+async def test_given_logprobs_are_used() -> None:
     async with Scripted([ScriptedTurn([5, 6], [-1.0, None])]).generate(ask()) as chunks:
         assert (await collected(chunks)).logprobs == [-1.0, None]
 
 
-async def test_limits() -> None:
+async def test_max_tokens_and_max_context() -> None:
     engine = Scripted([ScriptedTurn([5, 6, 7])] * 3, max_context=5)
     async with engine.generate(ask(max_tokens=2)) as chunks:
         whole = await collected(chunks)
@@ -86,7 +86,7 @@ async def test_sessions_play_their_own_script() -> None:
     assert await play(engine, session="a") == [[1]]
 
 
-async def test_a_function_as_script_sees_the_request() -> None:
+async def test_script_function_receives_request() -> None:
     def script(request: Generate, index: int) -> ScriptedTurn:
         return ScriptedTurn([*request.prompt.tolist(), index])
 
@@ -95,7 +95,7 @@ async def test_a_function_as_script_sees_the_request() -> None:
     assert await play(engine, prompt=[8], stream=False) == [[8, 1]]
 
 
-async def test_what_was_received_is_kept_up_to_a_limit() -> None:
+async def test_received_requests_are_bounded() -> None:
     engine = Scripted(lambda request, index: ScriptedTurn([1]), keep=2)
     for token in (1, 2, 3):
         await play(engine, prompt=[token])
@@ -119,7 +119,7 @@ async def test_what_was_received_is_kept_up_to_a_limit() -> None:
         (ScriptedTurn([5, 6], delay_s=60), EngineTimeout, []),
     ],
 )
-async def test_faults(turn: ScriptedTurn, expected: type[TurngateError], delivered: list[int]) -> None:
+async def test_scripted_faults_raise(turn: ScriptedTurn, expected: type[TurngateError], delivered: list[int]) -> None:
     engine = Scripted([turn], silence_s=0.02)
     seen: list[int] = []
     with pytest.raises(TurngateError) as raised:
@@ -131,7 +131,7 @@ async def test_faults(turn: ScriptedTurn, expected: type[TurngateError], deliver
     assert engine.aborted == 0 and engine.in_flight == 0
 
 
-async def test_null_log_probabilities() -> None:
+async def test_null_logprobs() -> None:
     async with Scripted([ScriptedTurn([5, 6], null_logprobs=True)]).generate(ask()) as chunks:
         assert (await collected(chunks)).logprobs == [None, None]
 
@@ -143,7 +143,7 @@ async def test_aborts_are_counted() -> None:
         assert engine.in_flight == 1
     assert (engine.aborted, engine.in_flight) == (1, 0)
     async with engine.generate(ask(max_tokens=1)) as chunks:
-        await anext(chunks)  # the last one: left, but not early
+        await anext(chunks)  # the final chunk, so not an early exit
     assert engine.aborted == 1
     hung = Scripted([ScriptedTurn(hang=True)])
     task = asyncio.create_task(play(hung))
@@ -155,14 +155,14 @@ async def test_aborts_are_counted() -> None:
     assert hung.aborted == 1
 
 
-async def test_pace() -> None:
+async def test_delay_and_pace() -> None:
     started = time.perf_counter()
     async with asyncio.timeout(scaled(5)):
         await play(Scripted([ScriptedTurn([1, 2, 3], delay_s=0.03, pace_s=0.02, silent_for=0.02)]))
     assert time.perf_counter() - started >= 0.09
 
 
-async def test_the_prompt_is_echoed_when_asked_for() -> None:
+async def test_prompt_is_echoed_on_request() -> None:
     engine = Scripted([ScriptedTurn([1, 2]), ScriptedTurn([1, 2])])
     async with engine.generate(ask([4, 5], echo_prompt=True)) as chunks:
         assert [chunk.prompt async for chunk in chunks] == [[4, 5], None]
@@ -177,13 +177,13 @@ async def test_random_is_reproducible_and_varied() -> None:
 
     first = await run(1)
     assert first == await run(1) and first != await run(2)
-    assert first[0] != first[3]  # the same prompt again is sampled again
+    assert first[0] != first[3]  # repeated prompts give new samples
     for ids in first:
         assert 1 <= len(ids) <= 20
         assert ids[-1] in (7, 8) and not set(ids[:-1]) & {7, 8} and max(ids) < 100
 
 
-async def test_random_concurrent_calls() -> None:
+async def test_random_is_independent_of_call_order() -> None:
     engine = Scripted.random(1000, [0], 3, (5, 9), pace_s=0.001)
     runs = await asyncio.gather(*(play(engine, prompt=[n], sampling=Sampling(seed=n)) for n in range(50)))
     again = Scripted.random(1000, [0], 3, (5, 9))

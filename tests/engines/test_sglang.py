@@ -1,4 +1,4 @@
-"""SGLang against a stand-in with the shapes of its public source. Not a live SGLang: none can be installed here."""
+"""Tests for SGLang against a stand-in with the wire formats of its public source, not a live server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .standins import DONE, StandIn, ask, collected, event, says, serving, strea
 
 pytestmark = pytest.mark.asyncio
 
-IDS = [7, 7, 7, 9, 7, 2]  # repeats, so that no guess by content can tell cumulative from incremental
+IDS = [7, 7, 7, 9, 7, 2]  # repeated ids, so content cannot tell cumulative from incremental
 LOGPROBS = [-0.1, -0.2, -0.3, -0.4, -0.5, -0.6]
 STEPS = [1, 2, 4, 6]  # tokens sampled by the time of each event
 STOP = {"type": "stop", "matched": 2}
@@ -55,16 +55,16 @@ def position(index: int) -> list[Any]:
 
 
 def stream(*, cumulative_ids: bool, cumulative_logprobs: bool, with_ids: bool = True) -> list[bytes]:
-    """The same generation, told in one of the ways in which SGLang's versions tell it."""
+    """Encode one generation in the stream format of one of SGLang's versions."""
     events, before = [], 0
     for total in STEPS:
         ids = IDS[0 if cumulative_ids else before : total]
         positions = [position(index) for index in range(0 if cumulative_logprobs else before, total)]
         finish = STOP if total == len(IDS) else None
-        told = output(ids, positions, total, finish)
+        body = output(ids, positions, total, finish)
         if not with_ids:
-            del told["output_ids"]
-        events.append(event(told))
+            del body["output_ids"]
+        events.append(event(body))
         before = total
     return events
 
@@ -82,7 +82,7 @@ async def engine_of(server: StandIn, **settings: Any) -> AsyncIterator[SGLang]:
 @pytest.mark.parametrize("cumulative_ids", [True, False])
 @pytest.mark.parametrize("cumulative_logprobs", [True, False])
 @pytest.mark.parametrize("apart", [True, False])
-async def test_cumulative_or_incremental(cumulative_ids: bool, cumulative_logprobs: bool, apart: bool) -> None:
+async def test_cumulative_and_incremental_streams(cumulative_ids: bool, cumulative_logprobs: bool, apart: bool) -> None:
     events = stream(cumulative_ids=cumulative_ids, cumulative_logprobs=cumulative_logprobs)
     parts: list[bytes | float] = []
     for data in events:
@@ -96,14 +96,14 @@ async def test_cumulative_or_incremental(cumulative_ids: bool, cumulative_logpro
     assert [len(chunk.ids) for chunk in seen] == ([1, 1, 2, 2] if apart else [6])
 
 
-async def test_versions_that_send_ids_with_the_log_probabilities_only() -> None:
+async def test_ids_only_in_logprobs() -> None:
     server = StandIn(streams(*stream(cumulative_ids=True, cumulative_logprobs=True, with_ids=False), DONE))
     async with serving(server), engine_of(server) as engine, engine.generate(ask()) as chunks:
         whole = await collected(chunks)
     assert (whole.ids, whole.logprobs, whole.finish) == (IDS, LOGPROBS, "stop")
 
 
-async def test_without_streaming() -> None:
+async def test_non_streaming_response() -> None:
     server = StandIn(says(output(IDS, [position(i) for i in range(6)], 6, {"type": "length", "length": 6})))
     async with serving(server), engine_of(server) as engine, engine.generate(ask(stream=False)) as chunks:
         whole = await collected(chunks)
@@ -111,7 +111,7 @@ async def test_without_streaming() -> None:
     assert server.asked["stream"] is False
 
 
-async def test_the_request_on_the_wire() -> None:
+async def test_request_body_and_headers() -> None:
     server = StandIn(says(output([5], [[-0.1, 5, None]], 1, STOP)))
     async with serving(server), engine_of(server, key="k", rank=1) as engine:
         request = ask(
@@ -167,7 +167,7 @@ async def test_the_request_on_the_wire() -> None:
     assert (headers["X-SMG-Routing-Key"], headers["X-Request-Id"], headers["Authorization"]) == ("s1", "r1", "Bearer k")
 
 
-async def test_any_json_object() -> None:
+async def test_json_object_constraint() -> None:
     server = StandIn(says(output([5], [[-0.1, 5, None]], 1, STOP)))
     request = ask(stream=False, constraint=Constraint("json_object"))
     async with serving(server), engine_of(server) as engine, engine.generate(request) as chunks:
@@ -175,7 +175,7 @@ async def test_any_json_object() -> None:
     assert json.loads(server.asked["sampling_params"]["json_schema"]) == {"type": "object"}
 
 
-async def test_the_prompt_is_echoed_once() -> None:
+async def test_prompt_is_echoed_once() -> None:
     events = [
         event(output([5], [[-0.1, 5, None]], 1, prompt_token_ids=[1, 2, 3])),
         event(output([5, 6], [[-0.1, 5, None], [-0.2, 6, None]], 2, STOP, prompt_token_ids=[1, 2, 3])),
@@ -186,7 +186,7 @@ async def test_the_prompt_is_echoed_once() -> None:
     assert server.asked["return_prompt_token_ids"] is True
 
 
-async def test_null_log_probabilities_stay_null() -> None:
+async def test_null_logprobs_stay_null() -> None:
     for positions in ([[None, 5, None]], None):
         server = StandIn(says(output([5], positions, 1, STOP)))
         async with serving(server), engine_of(server) as engine, engine.generate(ask(stream=False)) as chunks:
@@ -194,7 +194,7 @@ async def test_null_log_probabilities_stay_null() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"),
+    ("body", "expected"),
     [
         (output([5, 6], [[-0.1, 5, None]], 2, STOP), "1 entries; expected all 2, or the 2 new ones"),
         (output([5], [[-0.1, 6, None]], 1, STOP), "tokens that it did not sample"),
@@ -205,9 +205,9 @@ async def test_null_log_probabilities_stay_null() -> None:
         ({"output_ids": [5], "meta_info": {}}, "cannot be decoded"),
     ],
 )
-async def test_nonsense_is_refused_loudly(told: dict[str, Any], expected: str) -> None:
+async def test_inconsistent_response_raises(body: dict[str, Any], expected: str) -> None:
     for streamed in (True, False):
-        server = StandIn(streams(event(told), DONE) if streamed else says(told))
+        server = StandIn(streams(event(body), DONE) if streamed else says(body))
         async with serving(server), engine_of(server) as engine:
             with pytest.raises(EngineError, match=expected):
                 async with engine.generate(ask(stream=streamed)) as chunks:
@@ -224,7 +224,7 @@ async def test_nonsense_is_refused_loudly(told: dict[str, Any], expected: str) -
         (500, "boom", EngineError),
     ],
 )
-async def test_a_failure_dressed_as_an_end(status: int, message: str, expected: type[TurngateError]) -> None:
+async def test_abort_with_error_status_raises(status: int, message: str, expected: type[TurngateError]) -> None:
     finish = {"type": "abort", "message": message, "status_code": status, "err_type": "X"}
     server = StandIn(streams(event(output([], [], 0, finish)), DONE))
     async with serving(server), engine_of(server) as engine:
@@ -234,7 +234,7 @@ async def test_a_failure_dressed_as_an_end(status: int, message: str, expected: 
     assert type(raised.value) is expected and message in raised.value.message
 
 
-async def test_an_abort_by_the_engine_is_an_end() -> None:
+async def test_engine_abort_finishes_call() -> None:
     finish = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
     five = [[-0.1, 5, None]]
     server = StandIn(streams(event(output([5], five, 1)), event(output([5], five, 1, finish))))
@@ -243,7 +243,7 @@ async def test_an_abort_by_the_engine_is_an_end() -> None:
     assert (whole.ids, whole.finish) == ([5], "abort")
 
 
-async def test_an_abort_before_the_first_token_can_be_asked_again() -> None:
+async def test_abort_before_first_token_is_busy() -> None:
     finish = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
     server = StandIn(streams(event(output([], [], 0, finish)), DONE))
     async with serving(server), engine_of(server) as engine:
@@ -252,7 +252,7 @@ async def test_an_abort_before_the_first_token_can_be_asked_again() -> None:
                 await collected(chunks)
 
 
-async def test_an_error_inside_the_stream() -> None:
+async def test_error_event_raises() -> None:
     text = "The input (9 tokens) is longer than the model's context length (5 tokens)."
     server = StandIn(streams(event({"error": {"message": text}}), DONE))
     async with serving(server), engine_of(server) as engine:
@@ -261,7 +261,7 @@ async def test_an_error_inside_the_stream() -> None:
                 await collected(chunks)
 
 
-async def test_a_stream_without_an_end() -> None:
+async def test_unfinished_stream_is_unavailable() -> None:
     server = StandIn(streams(event(output([5], [[-0.1, 5, None]], 1)), DONE))
     async with serving(server), engine_of(server) as engine:
         with pytest.raises(EngineUnavailable):
@@ -270,7 +270,7 @@ async def test_a_stream_without_an_end() -> None:
 
 
 class Aborting(StandIn):
-    """Generates slowly, and takes aborts."""
+    """Generates slowly and accepts aborts."""
 
     def __init__(self) -> None:
         super().__init__(self.generate)
@@ -283,7 +283,7 @@ class Aborting(StandIn):
         return await streams(event(output([5], [[-0.1, 5, None]], 1)), 3600.0)(request)
 
 
-async def test_leaving_early_aborts_and_hangs_up() -> None:
+async def test_early_exit_aborts_and_closes_connection() -> None:
     server = Aborting()
     async with serving(server), engine_of(server) as engine:
         async with engine.generate(ask(request_id="r")) as chunks:
@@ -293,7 +293,7 @@ async def test_leaving_early_aborts_and_hangs_up() -> None:
         await asyncio.wait_for(server.hung_up.wait(), scaled(2))
 
 
-async def test_silence_aborts_too() -> None:
+async def test_silence_timeout_aborts() -> None:
     server = Aborting()
     async with serving(server), engine_of(server, silence_s=0.1) as engine:
         with pytest.raises(EngineTimeout):
@@ -302,13 +302,13 @@ async def test_silence_aborts_too() -> None:
         await asyncio.wait_for(server.aborted.get(), scaled(2))
 
 
-async def test_a_finished_generation_is_not_aborted() -> None:
+async def test_finished_generation_is_not_aborted() -> None:
     server = StandIn(streams(event(output([5], [[-0.1, 5, None]], 1, STOP)), DONE))
     async with serving(server), engine_of(server) as engine:
         async with engine.generate(ask()) as chunks:
             await anext(chunks)
         async with engine.generate(ask()):
-            pass  # never asked for anything
+            pass  # never read
     assert server.paths == ["/generate"]
 
 

@@ -1,4 +1,4 @@
-"""VLLM against a server with the wire shapes of vLLM 0.32 (`openai/completion`, `scale_out/token_in_token_out`)."""
+"""Tests for VLLM against a server with the wire formats of vLLM 0.32 (`openai/completion`, `scale_out/token_in_token_out`)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.asyncio
 def completion(
     ids: list[int] | None, logprobs: list[float | None] | None = None, finish: str | None = None, **choice: Any
 ) -> dict[str, Any]:
-    """One event of a `/v1/completions` stream, as vLLM writes it."""
+    """One event of vLLM's `/v1/completions` stream."""
     given = None
     if logprobs is not None:
         tokens = [f"t{token}" for token in ids or []]
@@ -69,7 +69,7 @@ async def whole_of(engine: VLLM, **fields: Any) -> Chunk:
         return await collected(chunks)
 
 
-async def test_the_request_on_the_wire() -> None:
+async def test_request_body_and_headers() -> None:
     server = StandIn(says(completion([7], [-0.5], "stop")))
     async with serving(server), engine_of(server, key="k", rank=3) as engine:
         request = ask(
@@ -100,7 +100,7 @@ async def test_the_request_on_the_wire() -> None:
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
         "cache_salt": "v7",
-        # neutral values are sent: what is missing would be taken from the model's generation_config
+        # neutral values are sent, or vLLM would use the model's generation_config
         "temperature": 1.0,
         "top_p": 1.0,
         "top_k": -1,
@@ -118,7 +118,7 @@ async def test_the_request_on_the_wire() -> None:
     assert headers["Content-Type"] == "application/json"
 
 
-async def test_sampling_that_is_not_neutral() -> None:
+async def test_sampling_parameters_are_sent() -> None:
     server = StandIn(says(completion([7], [-0.5], "stop")))
     sampling = Sampling(temperature=0.7, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.1, seed=0, min_tokens=2)
     async with serving(server), engine_of(server) as engine:
@@ -129,7 +129,7 @@ async def test_sampling_that_is_not_neutral() -> None:
     assert "X-data-parallel-rank" not in server.headers[0] and "X-Session-ID" not in server.headers[0]
 
 
-async def test_a_long_prompt_and_a_strided_one_arrive_exactly() -> None:
+async def test_long_and_strided_prompts_arrive_exactly() -> None:
     server = StandIn(says(completion([7], [-0.5], "stop")))
     long = np.random.default_rng(0).integers(0, 151_936, 73_000).astype(np.int32)
     async with serving(server), engine_of(server) as engine:
@@ -148,14 +148,14 @@ async def test_a_long_prompt_and_a_strided_one_arrive_exactly() -> None:
         (Constraint("tool", {"type": "object"}, "bash"), {"json": {"type": "object"}}),
     ],
 )
-async def test_constraints(constraint: Constraint, expected: dict[str, Any]) -> None:
+async def test_constraints_become_structured_outputs(constraint: Constraint, expected: dict[str, Any]) -> None:
     server = StandIn(says(completion([7], [-0.5], "stop")))
     async with serving(server), engine_of(server) as engine:
         await whole_of(engine, constraint=constraint, stream=False)
     assert server.asked["structured_outputs"] == expected
 
 
-async def test_a_schema_that_is_missing_is_refused_before_it_is_sent() -> None:
+async def test_missing_schema_is_rejected_before_sending() -> None:
     server = StandIn(says({}))
     async with serving(server), engine_of(server) as engine:
         with pytest.raises(EngineRejected, match="schema"):
@@ -164,7 +164,7 @@ async def test_a_schema_that_is_missing_is_refused_before_it_is_sent() -> None:
     assert server.bodies == []
 
 
-async def test_a_stream_is_passed_on_as_it_comes() -> None:
+async def test_stream_yields_one_chunk_per_read() -> None:
     answer = streams(
         event(completion([5], [-0.1])) + event(completion([6, 7], [-0.2, None])),
         0.05,
@@ -183,7 +183,7 @@ async def test_a_stream_is_passed_on_as_it_comes() -> None:
     assert server.asked["stream"] is True
 
 
-async def test_a_stream_cut_at_every_byte() -> None:
+async def test_stream_split_at_any_byte() -> None:
     wire = event(completion([5, 6], [-0.25, -0.5])) + event(completion([7], [-0.75], "length")) + DONE
     cut = 0
 
@@ -199,7 +199,7 @@ async def test_a_stream_cut_at_every_byte() -> None:
             assert (whole.ids, whole.logprobs, whole.finish) == ([5, 6, 7], [-0.25, -0.5, -0.75], "length")
 
 
-async def test_without_streaming_there_is_one_chunk() -> None:
+async def test_non_streaming_response_is_one_chunk() -> None:
     usage = {"prompt_tokens": 3, "total_tokens": 5, "completion_tokens": 2}
     body = completion([5, 6], [-0.1, -0.2], "length", prompt_token_ids=[1, 2, 3], prompt_logprobs=None)
     server = StandIn(says({**body, "usage": usage}))
@@ -209,7 +209,7 @@ async def test_without_streaming_there_is_one_chunk() -> None:
     assert (seen[0].ids, seen[0].logprobs, seen[0].finish, seen[0].prompt) == ([5, 6], [-0.1, -0.2], "length", None)
 
 
-async def test_the_prompt_is_echoed_only_when_asked_for() -> None:
+async def test_prompt_is_echoed_on_request() -> None:
     first = event(completion([5], [-0.1], prompt_token_ids=[1, 2, 3]))
     server = StandIn(streams(first, event(completion([6], [-0.1], "stop")), DONE))
     async with serving(server), engine_of(server) as engine:
@@ -218,7 +218,7 @@ async def test_the_prompt_is_echoed_only_when_asked_for() -> None:
                 assert (await collected(chunks)).prompt == expected
 
 
-async def test_an_abort_by_the_engine_is_an_end() -> None:
+async def test_engine_abort_finishes_call() -> None:
     server = StandIn(streams(event(completion([5], [-0.1])), event(completion([], [], "abort")), DONE))
     async with serving(server), engine_of(server) as engine, engine.generate(ask()) as chunks:
         whole = await collected(chunks)
@@ -233,15 +233,15 @@ async def test_an_abort_by_the_engine_is_an_end() -> None:
         ("generate", streams(event(generated([], [], "abort")), DONE)),
     ],
 )
-async def test_an_abort_before_the_first_token_can_be_asked_again(api: Any, answer: Any) -> None:
-    """As `/pause?mode=abort` does to calls that wait for their first token. The replica is up, and stays in its pool."""
+async def test_abort_before_first_token_is_busy(api: Any, answer: Any) -> None:
+    """`/pause?mode=abort` does this to calls without a first token. The replica stays in its pool."""
     server = StandIn(answer)
     async with serving(server), engine_of(server, api=api) as engine:
         with pytest.raises(EngineBusy, match="before its first token"):
             await whole_of(engine)
 
 
-async def test_missing_log_probabilities_stay_missing() -> None:
+async def test_missing_logprobs_stay_none() -> None:
     for given in (None, [None, None], [-9999.0, -9999.0]):
         server = StandIn(says(completion([5, 6], given, "stop")))  # type: ignore[arg-type]
         async with serving(server), engine_of(server) as engine, engine.generate(ask(stream=False)) as chunks:
@@ -257,7 +257,7 @@ async def test_missing_log_probabilities_stay_missing() -> None:
         (completion([5], [-0.1], "error"), "'error'"),
     ],
 )
-async def test_nonsense_is_refused_loudly(body: dict[str, Any], expected: str) -> None:
+async def test_inconsistent_response_raises(body: dict[str, Any], expected: str) -> None:
     for stream in (True, False):
         server = StandIn(streams(event(body), DONE) if stream else says(body))
         async with serving(server), engine_of(server) as engine:
@@ -266,7 +266,7 @@ async def test_nonsense_is_refused_loudly(body: dict[str, Any], expected: str) -
                     await collected(chunks)
 
 
-async def test_malformed_json() -> None:
+async def test_malformed_json_raises() -> None:
     for answer in (streams(b"data: {nonsense}\n\n", DONE), streams(b'data: {"choices": 1}\n\n', DONE)):
         server = StandIn(answer)
         async with serving(server), engine_of(server) as engine:
@@ -275,7 +275,7 @@ async def test_malformed_json() -> None:
                     await collected(chunks)
 
 
-async def test_a_stream_without_an_end() -> None:
+async def test_unfinished_stream_is_unavailable() -> None:
     for answer in (streams(event(completion([5], [-0.1])), DONE), streams(event(completion([5], [-0.1]))), streams()):
         server = StandIn(answer)
         async with serving(server), engine_of(server) as engine:
@@ -293,7 +293,7 @@ async def test_a_stream_without_an_end() -> None:
         (503, "Request failed; please retry", EngineUnavailable),
     ],
 )
-async def test_an_error_inside_the_stream(code: int, message: str, expected: type[TurngateError]) -> None:
+async def test_error_event_maps_to_exception(code: int, message: str, expected: type[TurngateError]) -> None:
     error = {"error": {"message": message, "type": "x", "param": None, "code": code}}
     server = StandIn(streams(event(error), DONE))
     async with serving(server), engine_of(server) as engine:
@@ -303,7 +303,7 @@ async def test_an_error_inside_the_stream(code: int, message: str, expected: typ
     assert type(raised.value) is expected
 
 
-async def test_busy_and_silent_and_gone() -> None:
+async def test_busy_silent_and_unreachable_engine() -> None:
     busy = StandIn(says({"error": {"message": "slow down"}}, 429))
     async with serving(busy), engine_of(busy) as engine:
         with pytest.raises(EngineBusy):
@@ -322,7 +322,7 @@ async def test_busy_and_silent_and_gone() -> None:
                 await collected(chunks)
 
 
-async def test_leaving_early_hangs_up_on_the_engine() -> None:
+async def test_early_exit_closes_connection() -> None:
     server = StandIn(streams(event(completion([5], [-0.1])), 3600.0))
     async with serving(server), engine_of(server) as engine:
         async with engine.generate(ask()) as chunks:
@@ -330,7 +330,7 @@ async def test_leaving_early_hangs_up_on_the_engine() -> None:
         await asyncio.wait_for(server.hung_up.wait(), scaled(2))
 
 
-async def test_the_generate_api() -> None:
+async def test_generate_api() -> None:
     server = StandIn(
         streams(
             event(generated([5], [-0.1], prompt_token_ids=[1, 2, 3])),
@@ -357,11 +357,11 @@ async def test_the_generate_api() -> None:
     assert (first["return_token_ids"], first["cache_salt"], first["model"]) == (True, "v1", "m")
     assert server.headers[0]["X-data-parallel-rank"] == "0"
     second = server.asked["sampling_params"]
-    assert (second["stop"], second["detokenize"]) == (["END"], True)  # stop strings are found in text
+    assert (second["stop"], second["detokenize"]) == (["END"], True)  # stop strings need detokenization
     assert second["structured_outputs"] == {"json_object": True}
 
 
-async def test_the_generate_api_refuses_log_probabilities_of_other_tokens() -> None:
+async def test_generate_api_rejects_mismatched_logprobs() -> None:
     body = generated([5], [-0.1], "stop")
     body["choices"][0]["token_ids"] = [6]
     server = StandIn(says(body))
@@ -386,18 +386,18 @@ async def test_health() -> None:
         server.documents["/health"] = 503
         [health] = await engine.health()
         assert not health.ok
-    [health] = await _health_of_nobody()
+    [health] = await _unreachable_health()
     assert not health.ok and "connection" in health.detail
 
 
-async def _health_of_nobody() -> Any:
-    nobody = StandIn()
-    nobody.url = f"http://127.0.0.1:{free_port()}"
-    async with engine_of(nobody) as engine:
+async def _unreachable_health() -> Any:
+    unreachable = StandIn()
+    unreachable.url = f"http://127.0.0.1:{free_port()}"
+    async with engine_of(unreachable) as engine:
         return await engine.health()
 
 
-async def test_a_url_with_v1_is_understood() -> None:
+async def test_url_with_v1_suffix() -> None:
     server = StandIn(says(completion([7], [-0.5], "stop")))
     async with serving(server):
         engine = VLLM(server.url + "/v1/", "m", key="sk-secret")

@@ -1,4 +1,4 @@
-"""What goes to engines when their weights are changed: the paths and bodies of vLLM 0.32 and of SGLang's public source."""
+"""Tests for weight updates: the requests sent to vLLM 0.32 and to SGLang."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODEL = PolicyWeights(version=3, path="/m/3")
 ADAPTER = PolicyWeights(version=3, lora_path="/a/3", name="policy-v3")
 
 
-def told(server: StandIn) -> list[tuple[str, Any]]:
+def sent_requests(server: StandIn) -> list[tuple[str, Any]]:
     return [(path, json.loads(body)) for path, body in zip(server.raw_paths, server.bodies, strict=True)]
 
 
@@ -34,7 +34,7 @@ async def started(engine: Any) -> Any:
         await engine.close()
 
 
-async def test_vllm() -> None:
+async def test_vllm_update_requests() -> None:
     server = StandIn(says({}), {"/v1/models": {"data": [{"id": "m"}]}})
     async with serving(server), started(VLLM(server.url, "m")) as engine:
         await engine.pause()
@@ -43,7 +43,7 @@ async def test_vllm() -> None:
         await engine.reload_initial_weights(frozen=False)
         await engine.load(ADAPTER, frozen=False)
         await engine.unload("policy-v3")
-    assert told(server) == [
+    assert sent_requests(server) == [
         ("/pause?mode=keep", {}),
         ("/update_weight_version", {"new_version": "turngate: loading 3"}),
         ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": "/m/3"}}),
@@ -69,7 +69,7 @@ async def test_vllm() -> None:
         ("default", PolicyWeights(version=4, lora_path="/a/4", name="policy-v4"), "adapter policy-v4 is not loaded"),
     ],
 )
-async def test_a_vllm_with_other_weights_than_those_in_force_counts_as_down(
+async def test_vllm_with_wrong_weights_is_unhealthy(
     mark: str, expected: PolicyWeights | None, wrong: str
 ) -> None:
     documents = {
@@ -83,7 +83,7 @@ async def test_a_vllm_with_other_weights_than_those_in_force_counts_as_down(
         assert seen.ok == (not wrong) and wrong in seen.detail
 
 
-async def test_sglang() -> None:
+async def test_sglang_update_requests() -> None:
     server = StandIn(says({"success": True, "message": "ok"}), {"/get_model_info": {"model_path": "/m/0"}})
     async with serving(server), started(SGLang(server.url)) as engine:
         with pytest.raises(EngineRejected, match="cannot restore its initial weights because their path is unknown"):
@@ -97,7 +97,7 @@ async def test_sglang() -> None:
         server.answer = says({"success": False, "message": "no such folder"})
         with pytest.raises(EngineRejected, match="/update_weights_from_disk failed: no such folder"):
             await engine.load(MODEL, frozen=False)
-    assert told(server)[:-1] == [
+    assert sent_requests(server)[:-1] == [
         ("/pause_generation", {"mode": "in_place"}),
         ("/update_weights_from_disk", {"model_path": "/m/3", "weight_version": "3", "flush_cache": False}),
         ("/continue_generation", {}),
@@ -107,7 +107,7 @@ async def test_sglang() -> None:
     ]
 
 
-async def test_the_name_of_a_version_is_asked_for() -> None:
+async def test_requests_name_the_adapter() -> None:
     choice = {"text": "x", "logprobs": {"token_logprobs": [-1.0], "tokens": ["token_id:5"]}, "finish_reason": "stop"}
     server = StandIn(says({"choices": [choice]}))
     async with serving(server), started(VLLM(server.url, "m")) as engine:
@@ -124,7 +124,7 @@ async def test_the_name_of_a_version_is_asked_for() -> None:
     assert [json.loads(body).get("lora_path") for body in server.bodies if b"input_ids" in body] == [None, "policy-v3"]
 
 
-def test_which_engines_can() -> None:
+def test_list_updatable_replicas() -> None:
     one, other = VLLM("http://127.0.0.1:1", "m"), SGLang("http://127.0.0.1:2")
     assert isinstance(one, UpdatableReplica) and isinstance(other, UpdatableReplica)
     assert list_updatable_replicas(Pool([one, other])) == [one, other] and list_updatable_replicas(one) == [one]

@@ -1,4 +1,4 @@
-"""The short way to an engine: whatever a server does with its connection, on both event loops."""
+"""Tests for the HTTP/1.1 connection pool, on both event loops."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class Server:
-    """Reads whole requests; `says` writes what comes of each."""
+    """Reads whole requests and calls `says` to answer each."""
 
     def __init__(self, says: Serve) -> None:
         self._says = says
@@ -69,18 +69,18 @@ def replies(*pieces: bytes, close: bool = False) -> Serve:
     return says
 
 
-def on(loop: str, story: Coroutine[Any, Any, None]) -> None:
+def run_on(loop: str, scenario: Coroutine[Any, Any, None]) -> None:
     factory = uvloop.new_event_loop if loop == "uvloop" else asyncio.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(asyncio.wait_for(story, scaled(20)))
+        runner.run(asyncio.wait_for(scenario, scaled(20)))
 
 
-both = pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+both_loops = pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 HELLO = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
-@both
+@both_loops
 @pytest.mark.parametrize(
     "pieces",
     [
@@ -91,8 +91,8 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
         (b"HTTP/1.1 100 Continue\r\n\r\n" + HELLO,),
     ],
 )
-def test_a_reply_however_it_comes_and_its_connection_serves_the_next(loop: str, pieces: tuple[bytes, ...]) -> None:
-    async def story() -> None:
+def test_connection_is_reused_after_complete_reply(loop: str, pieces: tuple[bytes, ...]) -> None:
+    async def scenario() -> None:
         async with connected(replies(*pieces)) as (server, connections):
             for n in range(3):
                 response = await connections.request("POST", "/p", b'{"n":%d}' % n, {"X-Session-ID": "s"})
@@ -103,12 +103,12 @@ def test_a_reply_however_it_comes_and_its_connection_serves_the_next(loop: str, 
             assert head.startswith(b"POST /base/p HTTP/1.1\r\nHost: 127.0.0.1:") and body == b'{"n":2}'
             assert b"\r\nAuthorization: Bearer k\r\n" in head and b"\r\nX-Session-ID: s\r\n" in head
 
-    on(loop, story())
+    run_on(loop, scenario())
 
 
-@both
-def test_a_reply_that_ends_with_its_connection(loop: str) -> None:
-    async def story() -> None:
+@both_loops
+def test_reply_delimited_by_connection_close(loop: str) -> None:
+    async def scenario() -> None:
         async with connected(replies(b"HTTP/1.1 200 OK\r\n\r\nhel", b"lo", close=True)) as (server, connections):
             for _ in range(2):
                 response = await connections.request("POST", "/", b"", {})
@@ -116,10 +116,10 @@ def test_a_reply_that_ends_with_its_connection(loop: str) -> None:
                 response.close()
             assert server.connections == 2
 
-    on(loop, story())
+    run_on(loop, scenario())
 
 
-@both
+@both_loops
 @pytest.mark.parametrize(
     ("pieces", "error", "words"),
     [
@@ -132,19 +132,19 @@ def test_a_reply_that_ends_with_its_connection(loop: str) -> None:
         ((b"HTTP/1.1 200 OK\r\nX: " + b"x" * 70_000,), MalformedReply, "."),
     ],
 )
-def test_a_reply_that_is_none(loop: str, pieces: tuple[bytes, ...], error: type[Exception], words: str) -> None:
-    async def story() -> None:
+def test_truncated_or_malformed_reply_raises(loop: str, pieces: tuple[bytes, ...], error: type[Exception], words: str) -> None:
+    async def scenario() -> None:
         async with connected(replies(*pieces, close=True)) as (_, connections):
             with pytest.raises(error, match=words):
                 response = await connections.request("POST", "/", b"", {})
                 await response.read()
 
-    on(loop, story())
+    run_on(loop, scenario())
 
 
-@both
-def test_whoever_leaves_early_hangs_up(loop: str) -> None:
-    async def story() -> None:
+@both_loops
+def test_closing_unfinished_reply_drops_connection(loop: str) -> None:
+    async def scenario() -> None:
         async with connected(replies(CHUNKED, b"2\r\nhe\r\n")) as (server, connections):
             response = await connections.request("POST", "/", b"", {})
             assert await response.readany() == b"he"
@@ -154,12 +154,12 @@ def test_whoever_leaves_early_hangs_up(loop: str) -> None:
             again.close()
             assert server.connections == 2
 
-    on(loop, story())
+    run_on(loop, scenario())
 
 
-@both
-def test_a_call_that_is_cancelled_hangs_up(loop: str) -> None:
-    async def story() -> None:
+@both_loops
+def test_cancelled_request_drops_connection(loop: str) -> None:
+    async def scenario() -> None:
         async with connected(replies()) as (server, connections):
             call = asyncio.create_task(connections.request("POST", "/", b"x", {}))
             while not server.requests:
@@ -169,11 +169,11 @@ def test_a_call_that_is_cancelled_hangs_up(loop: str) -> None:
                 await call
             await server.hung_up.wait()
 
-    on(loop, story())
+    run_on(loop, scenario())
 
 
-@both
-def test_silence_counts_from_byte_to_byte(loop: str) -> None:
+@both_loops
+def test_silence_timeout_restarts_with_each_byte(loop: str) -> None:
     async def slow(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(CHUNKED)
         for _n in range(10):
@@ -181,7 +181,7 @@ def test_silence_counts_from_byte_to_byte(loop: str) -> None:
             await asyncio.sleep(scaled(0.02))
         await asyncio.sleep(3600)
 
-    async def story() -> None:
+    async def scenario() -> None:
         async with connected(slow, silence_s=scaled(0.15)) as (_, connections):
             response = await connections.request("POST", "/", b"", {})
             got = b""
@@ -191,12 +191,12 @@ def test_silence_counts_from_byte_to_byte(loop: str) -> None:
             assert got == b"x" * 10
             response.close()
 
-    on(loop, story())
+    run_on(loop, scenario())
 
 
-@both
-def test_a_connection_that_was_idle_for_too_long_or_that_the_server_closed_is_not_used(loop: str) -> None:
-    async def story() -> None:
+@both_loops
+def test_expired_or_closed_connection_is_not_reused(loop: str) -> None:
+    async def scenario() -> None:
         async with connected(replies(HELLO), keep_s=0.05) as (server, connections):
             for _ in range(2):
                 response = await connections.request("POST", "/", b"", {})
@@ -213,11 +213,11 @@ def test_a_connection_that_was_idle_for_too_long_or_that_the_server_closed_is_no
                     await asyncio.sleep(0.01)
             assert server.connections == 2
 
-    on(loop, story())
+    run_on(loop, scenario())
 
 
-@both
-def test_what_nobody_fetches_makes_the_engine_wait(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@both_loops
+def test_unread_data_applies_backpressure(loop: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http1, "_PAUSE_AT", 100_000)
     total, piece = 20_000_000, b"x" * 500_000
     sent = 0
@@ -230,37 +230,37 @@ def test_what_nobody_fetches_makes_the_engine_wait(loop: str, monkeypatch: pytes
             await writer.drain()
             sent += len(piece)
 
-    async def story() -> None:
+    async def scenario() -> None:
         async with connected(floods, silence_s=scaled(0.2)) as (_, connections):
             response = await connections.request("POST", "/", b"", {})
-            await asyncio.sleep(scaled(0.3))  # and that is no silence of the engine's
+            await asyncio.sleep(scaled(0.3))  # a paused read is not engine silence
             assert sent < total
             assert len(await response.read()) == total
             response.close()
 
-    on(loop, story())
+    run_on(loop, scenario())
 
 
-@both
-def test_where_nobody_listens(loop: str) -> None:
-    async def story() -> None:
+@both_loops
+def test_unreachable_server_is_connect_failed(loop: str) -> None:
+    async def scenario() -> None:
         given: dict[str, Any] = {"connect_s": 1.0, "silence_s": None, "keep_s": 1.0, "headers": {}}
         for url in ("http://127.0.0.1:1", "http://nowhere.invalid"):
             with pytest.raises(ConnectFailed):
                 await ConnectionPool(url, **given).request("POST", "/", b"", {})
 
-    on(loop, story())
+    run_on(loop, scenario())
 
 
-def test_a_header_cannot_break_out() -> None:
+def test_header_with_line_break_is_rejected() -> None:
     given: dict[str, Any] = {"connect_s": 1.0, "silence_s": None, "keep_s": 1.0}
     with pytest.raises(ValueError, match="line break"):
         ConnectionPool("http://h", headers={"a": "b\r\nc: d"}, **given)
 
 
-@both
-def test_many_calls_at_once(loop: str) -> None:
-    async def story() -> None:
+@both_loops
+def test_concurrent_requests(loop: str) -> None:
+    async def scenario() -> None:
         async with connected(replies(CHUNKED, b"5\r\nhello\r\n0\r\n\r\n")) as (server, connections):
 
             async def one() -> bytes:
@@ -275,4 +275,4 @@ def test_many_calls_at_once(loop: str) -> None:
             assert server.connections == 20
             assert all(request.endswith(b"y" * 300_000) for request in server.requests)
 
-    on(loop, story())
+    run_on(loop, scenario())
