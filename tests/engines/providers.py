@@ -154,7 +154,7 @@ class ChatProvider(Provider):
         ]
         if self.tells:
             chunks[0]["prompt_token_ids"] = self.prompt_ids()
-            for n, chunk in enumerate(chunks[1:]):   # three ids per chunk, the rest in the last one
+            for n, chunk in enumerate(chunks[1:]):  # three ids per chunk, the rest in the last one
                 some = ids[n * 3 : (n + 1) * 3 if n < len(deltas) - 2 else None]
                 tokens = [{"token": "t", "logprob": -0.5, "bytes": None, "top_logprobs": []} for _ in some]
                 chunk["choices"][0] |= {"token_ids": some, "logprobs": {"content": tokens}}

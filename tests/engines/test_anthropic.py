@@ -259,7 +259,7 @@ async def test_parameters_unknown_to_model_are_dropped_and_reported() -> None:
         messages = [{"role": "user", "content": [{"type": "text", "text": t} for t in ("hi", "Later.")]}]
         assert server.asked == {"model": "m", "stream": True, "max_tokens": FEWER_TOKENS, "messages": messages}
         await heard(relay, call)
-        assert len(server.bodies) == 8   # remembered, so no retries
+        assert len(server.bodies) == 8  # remembered, so no retries
         await heard(relay, msgspec.structs.replace(call, model="other"))
         assert len(server.bodies) == 15  # remembered per model
         with pytest.raises(EngineRejected, match="deprecated"):  # pinned sampling is never dropped
@@ -429,7 +429,9 @@ def error(kind: str, message: str) -> Json:
         (529, "overloaded_error", "Overloaded", EngineBusy, "Overloaded"),
     ],
 )
-async def test_error_responses_map_to_exceptions(status: int, kind: str, message: str, raised: type[TurngateError], words: str) -> None:
+async def test_error_responses_map_to_exceptions(
+    status: int, kind: str, message: str, raised: type[TurngateError], words: str
+) -> None:
     for answer in (says(error(kind, message), status), stream(start(), error(kind, message))):
         with pytest.raises(raised, match=words) as caught:
             await answered(make, answer, meant(HI))

@@ -366,7 +366,9 @@ TOO_LONG = "The input token count (1200000) exceeds the maximum number of tokens
         (504, "DEADLINE_EXCEEDED", "too long", EngineTimeout, "too long"),
     ],
 )
-async def test_error_responses_map_to_exceptions(code: int, status: str, message: str, raised: type[TurngateError], words: str) -> None:
+async def test_error_responses_map_to_exceptions(
+    code: int, status: str, message: str, raised: type[TurngateError], words: str
+) -> None:
     body = {"error": {"code": code, "message": message, "status": status}}
     for answer in (says(body, code), says([body], code), stream(chunk({"text": "x"}), body)):
         with pytest.raises(raised, match=words) as caught:

@@ -132,7 +132,9 @@ def test_reply_delimited_by_connection_close(loop: str) -> None:
         ((b"HTTP/1.1 200 OK\r\nX: " + b"x" * 70_000,), MalformedReply, "."),
     ],
 )
-def test_truncated_or_malformed_reply_raises(loop: str, pieces: tuple[bytes, ...], error: type[Exception], words: str) -> None:
+def test_truncated_or_malformed_reply_raises(
+    loop: str, pieces: tuple[bytes, ...], error: type[Exception], words: str
+) -> None:
     async def scenario() -> None:
         async with connected(replies(*pieces, close=True)) as (_, connections):
             with pytest.raises(error, match=words):

@@ -29,7 +29,9 @@ from turngate.types import Constraint
 pytestmark = pytest.mark.needs("torch")
 
 
-def max_error(engine: LocalEngine, prompt: Sequence[int], ids: Sequence[int], logprobs: Sequence[float], **how: Any) -> float:
+def max_error(
+    engine: LocalEngine, prompt: Sequence[int], ids: Sequence[int], logprobs: Sequence[float], **how: Any
+) -> float:
     """Largest difference between recorded and recomputed log-probabilities."""
     return max(abs(a - b) for a, b in zip(scored(engine.model, prompt, ids, **how), logprobs, strict=True))
 
@@ -273,9 +275,7 @@ async def test_tokens_before_failure_are_delivered(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("error", "words"), [(MemoryError(), "out of memory"), (torch.OutOfMemoryError(), "GPU memory")]
 )
-async def test_repeated_failures_stop_engine(
-    error: Exception, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_repeated_failures_stop_engine(error: Exception, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with started() as engine:
 
         def failing(*_: Any) -> Any:

@@ -321,7 +321,7 @@ async def test_auto_capture_steps_down_and_remembers(
         assert events_of(await ask_chat(relay, body, sampling=Sampling())) == [Delta("content", "ok")]
         assert (relay.capture, len(server.bodies)) == (level, calls)
         await ask_chat(relay, body, sampling=Sampling())
-        assert len(server.bodies) == calls + 1   # remembered, so no retries
+        assert len(server.bodies) == calls + 1  # remembered, so no retries
         assert not set(server.asked) & set(unknown)
         assert server.asked["messages"] == BODY["messages"] and server.asked["metadata"] == BODY["metadata"]
         assert relay._client.in_flight == 0

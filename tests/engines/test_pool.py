@@ -140,7 +140,9 @@ async def test_lost_replica_is_avoided_and_returns() -> None:
         lost.turn = {}
         lost.ok = True
         await eventually(lambda: all(replica.up for replica in pool._replicas))
-        assert [await served_by(pool, session) for session in homes] == [1] * 6  # sessions stay where their prefixes are cached
+        assert [await served_by(pool, session) for session in homes] == [
+            1
+        ] * 6  # sessions stay where their prefixes are cached
         assert await served_by(pool, "new") == 0
 
 

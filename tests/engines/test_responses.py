@@ -393,7 +393,9 @@ async def test_unsupported_content_raises() -> None:
         (500, "server_error", "oops", EngineError),
     ],
 )
-async def test_error_responses_map_to_exceptions(status: int, code: str, message: str, raised: type[TurngateError]) -> None:
+async def test_error_responses_map_to_exceptions(
+    status: int, code: str, message: str, raised: type[TurngateError]
+) -> None:
     error = {"message": message, "type": "x", "code": code, "param": None}
     for answer in (
         says({"error": error}, status),

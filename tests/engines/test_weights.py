@@ -69,9 +69,7 @@ async def test_vllm_update_requests() -> None:
         ("default", PolicyWeights(version=4, lora_path="/a/4", name="policy-v4"), "adapter policy-v4 is not loaded"),
     ],
 )
-async def test_vllm_with_wrong_weights_is_unhealthy(
-    mark: str, expected: PolicyWeights | None, wrong: str
-) -> None:
+async def test_vllm_with_wrong_weights_is_unhealthy(mark: str, expected: PolicyWeights | None, wrong: str) -> None:
     documents = {
         "/health": {},
         "/v1/models": {"data": [{"id": "m"}, {"id": "policy-v3"}]},
