@@ -1,4 +1,4 @@
-"""Harbor task folders: what of them becomes a task, what is refused, and our own table."""
+"""Harbor task folders: what becomes a task, what is refused, and the `[turngate]` table."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from turngate.trace.host_tools import HostTool
 EXAMPLES = Path(__file__).parents[2] / "examples" / "tasks"
 
 
-def made(at: Path, files: dict[str, str]) -> Path:
+def write_task(folder: Path, files: dict[str, str]) -> Path:
     for name, text in {"instruction.md": "Do it.", **files}.items():
-        path = at / name
+        path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return at
+    return folder
 
 
 FULL = """
@@ -49,30 +49,30 @@ env = { HOW = "well" }
 """
 
 
-def test_every_part_of_a_harbor_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_part_of_harbor_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "sesame")
-    at = made(
+    folder = write_task(
         tmp_path / "fix-it",
         {"task.toml": FULL, "tests/test.sh": "true", "solution/solve.sh": "true", "environment/Dockerfile": "FROM x"},
     )
-    task = load_task(at)
-    assert (task.image, task.dockerfile, task.workdir) == ("debian:bookworm", at / "environment", "/srv/app")
+    task = load_task(folder)
+    assert (task.image, task.dockerfile, task.workdir) == ("debian:bookworm", folder / "environment", "/srv/app")
     assert (task.cpus, task.memory_mb, task.timeout_s, task.env) == (2, 2048, 90.0, {"LANG": "C"})
     assert task.grader == Script(
-        files=at / "tests", timeout_s=45.5, env={"MODE": "strict", "KEY": "sesame", "OTHER": "none"}
+        files=folder / "tests", timeout_s=45.5, env={"MODE": "strict", "KEY": "sesame", "OTHER": "none"}
     )
-    assert task.solution == Solution(files=at / "solution", env={"HOW": "well"})
+    assert task.solution == Solution(files=folder / "solution", env={"HOW": "well"})
     assert task.metadata == {"difficulty": "easy", "made": "2024-05-01"}
 
 
-def test_a_probe_is_taken_for_one(tmp_path: Path) -> None:
-    task = load_task(made(tmp_path, {"tests/test.sh": "true", "tests/run.sh": "true"}))
+def test_run_script_becomes_probe(tmp_path: Path) -> None:
+    task = load_task(write_task(tmp_path, {"tests/test.sh": "true", "tests/run.sh": "true"}))
     assert isinstance(task.grader, Script)
     assert task.grader.probe == ("bash", "/tests/run.sh") and task.grader.command == ("bash", "/tests/test.sh")
     assert task.grader.timeout_s == 600.0, "Harbor's default"
 
 
-def test_our_own_table(tmp_path: Path) -> None:
+def test_turngate_table(tmp_path: Path) -> None:
     text = """
     [turngate]
     setup_timeout_sec = 5
@@ -89,7 +89,7 @@ def test_our_own_table(tmp_path: Path) -> None:
     weight = 3
     function = "speed.py:grade"
     """
-    task = load_task(made(tmp_path, {"task.toml": text, "tests/style.sh": "true", "speed.py": ""}))
+    task = load_task(write_task(tmp_path, {"task.toml": text, "tests/style.sh": "true", "speed.py": ""}))
     assert (task.setup_timeout_s, task.workdir) == (5.0, "/work")
     schema = {"type": "object", "properties": {"text": {"type": "string"}}}
     assert task.tools == (HostTool(name="answer", description="Say the answer.", schema=schema),)
@@ -100,13 +100,15 @@ def test_our_own_table(tmp_path: Path) -> None:
     assert (style.weight, speed.weight) == (1.0, 3.0)
 
 
-def test_exit_codes_and_functions_may_decide(tmp_path: Path) -> None:
-    one = load_task(made(tmp_path / "a", {"task.toml": '[turngate]\ndecides = "exit code"', "tests/test.sh": "true"}))
-    assert isinstance(one.grader, Script) and one.grader.decides == "exit code"
-    two = load_task(
-        made(tmp_path / "b", {"task.toml": '[turngate]\ngrader = "my.module:grade"\n[verifier]\ntimeout_sec = 9'})
+def test_exit_code_and_function_graders(tmp_path: Path) -> None:
+    script_task = load_task(
+        write_task(tmp_path / "a", {"task.toml": '[turngate]\ndecides = "exit code"', "tests/test.sh": "true"})
     )
-    assert two.grader == Function(name="my.module:grade", timeout_s=9.0)
+    assert isinstance(script_task.grader, Script) and script_task.grader.decides == "exit code"
+    function_task = load_task(
+        write_task(tmp_path / "b", {"task.toml": '[turngate]\ngrader = "my.module:grade"\n[verifier]\ntimeout_sec = 9'})
+    )
+    assert function_task.grader == Function(name="my.module:grade", timeout_s=9.0)
 
 
 @pytest.mark.parametrize(
@@ -162,13 +164,13 @@ def test_exit_codes_and_functions_may_decide(tmp_path: Path) -> None:
         ({"solution/answer.txt": ""}, "has no solve.sh"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, files: dict[str, str], complaint: str) -> None:
+def test_invalid_folder_error_names_problem(tmp_path: Path, files: dict[str, str], complaint: str) -> None:
     with pytest.raises(TaskError, match=complaint):
-        load_task(made(tmp_path / "t", files))
+        load_task(write_task(tmp_path / "t", files))
 
 
-@pytest.mark.parametrize("name", sorted(place.name for place in EXAMPLES.iterdir()))
-def test_the_examples_are_whole(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.iterdir()))
+def test_examples_are_complete(name: str) -> None:
     task = load_task(EXAMPLES / name)
     assert task.grader is not None and task.solution is not None and task.files is not None
     assert task.timeout_s and task.metadata

@@ -1,4 +1,4 @@
-"""Tasks that prove themselves in real sandboxes: the examples in each kind, a SWE row with a real repository; and tasks that do not."""
+"""Prove tasks in real sandboxes: the examples on each backend, a SWE row with a real repository, and tasks that fail the proof."""
 
 from __future__ import annotations
 
@@ -30,46 +30,46 @@ IMAGE = {"docker": "turngate-base:bookworm"}
 
 @pytest.mark.real
 @pytest.mark.parametrize("name", backends())
-async def test_the_examples_prove_themselves(name: str, tmp_path: Path) -> None:
+async def test_examples_are_proven(name: str, tmp_path: Path) -> None:
     need(name)
-    ground = GradingEnvironment(
+    environment = GradingEnvironment(
         backend=MAKE[name](tmp_path / "sandboxes"), image=IMAGE.get(name, ""), log=tmp_path / "grade.log"
     )
     tasks = list(read_tasks(str(EXAMPLES)))
     assert len(tasks) >= 4
-    for two in zip(tasks[::2], tasks[1::2], strict=True):  # side by side, as many as there are cores
-        for proof in await asyncio.gather(*(prove_task(task, ground) for task in two)):
+    for pair in zip(tasks[::2], tasks[1::2], strict=True):  # two at a time
+        for proof in await asyncio.gather(*(prove_task(task, environment) for task in pair)):
             assert (proof.verdict, proof.message) == ("proven", "")
             assert proof.solved and proof.untouched and (proof.solved.reward, proof.untouched.reward) == (1.0, 0.0)
     assert (tmp_path / "grade-solved.log").stat().st_size and (tmp_path / "grade-untouched.log").exists()
-    assert not processes(str(tmp_path / "sandboxes")), "nothing is left running"
+    assert not processes(str(tmp_path / "sandboxes")), "processes are left running"
 
 
-def script(at: Path, test: str, solve: str) -> Task:
+def script_task(folder: Path, test: str, solve: str) -> Task:
     for name, text in {"tests/test.sh": test, "solution/solve.sh": solve}.items():
-        (at / name).parent.mkdir(parents=True, exist_ok=True)
-        (at / name).write_text(text)
-    grader = Script(files=at / "tests", decides="exit code", timeout_s=scaled(20))
-    return Task(id=at.name, instruction="Make `done`.", grader=grader, solution=Solution(files=at / "solution"))
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    grader = Script(files=folder / "tests", decides="exit code", timeout_s=scaled(20))
+    return Task(id=folder.name, instruction="Make `done`.", grader=grader, solution=Solution(files=folder / "solution"))
 
 
-async def test_what_does_not_hold_is_said(tmp_path: Path) -> None:
-    ground = GradingEnvironment(backend=LocalBackend(tmp_path / "sandboxes"))
-    there = "[ -e done ]"
-    good = script(tmp_path / "good", there, "touch done")
+async def test_failed_proof_gives_reason(tmp_path: Path) -> None:
+    environment = GradingEnvironment(backend=LocalBackend(tmp_path / "sandboxes"))
+    exists = "[ -e done ]"
+    good = script_task(tmp_path / "good", exists, "touch done")
     wrong = {
-        "the untouched task scores 1, not 0": script(tmp_path / "lax", "true", "touch done"),
-        "the reference solution scores 0, not 1": script(tmp_path / "hard", there, "touch elsewhere"),
-        "solve.sh failed (exit code 3): oh no": script(tmp_path / "fails", there, "echo oh no >&2; exit 3"),
-        "the untouched task: invalid task": script(tmp_path / "dies", "kill -9 $$", "touch done"),
+        "the untouched task scores 1, not 0": script_task(tmp_path / "lax", "true", "touch done"),
+        "the reference solution scores 0, not 1": script_task(tmp_path / "hard", exists, "touch elsewhere"),
+        "solve.sh failed (exit code 3): oh no": script_task(tmp_path / "fails", exists, "echo oh no >&2; exit 3"),
+        "the untouched task: invalid task": script_task(tmp_path / "dies", "kill -9 $$", "touch done"),
         "has no grader": msgspec.structs.replace(good, grader=None),
         "the reference patch does not apply": msgspec.structs.replace(good, solution=Solution(patch=PATCH)),
         "setup.sh failed with exit code 1": msgspec.structs.replace(good, setup="false"),
     }
     for message, task in wrong.items():
-        proof = await prove_task(task, ground)
+        proof = await prove_task(task, environment)
         assert proof.verdict == "not proven" and message in proof.message, (message, proof)
-    assert (await prove_task(good, ground)).verdict == "proven"
+    assert (await prove_task(good, environment)).verdict == "proven"
 
 
 PATCH = """\
@@ -95,19 +95,19 @@ diff --git a/tests/test_calc.py b/tests/test_calc.py
 """
 
 
-async def test_a_swe_row_with_a_real_repository(tmp_path: Path) -> None:
-    made = Repo(tmp_path / "repo")
-    made.git("init", "--quiet")
-    made.git("config", "user.name", "a")
-    made.git("config", "user.email", "a@b")
-    (made.at / "tests").mkdir()
-    (made.at / "calc.py").write_text("def add(a, b):\n    return a - b\n")
-    (made.at / "tests" / "test_calc.py").write_text(
+async def test_swe_row_with_real_repository(tmp_path: Path) -> None:
+    repo = Repo(tmp_path / "repo")
+    repo.git("init", "--quiet")
+    repo.git("config", "user.name", "a")
+    repo.git("config", "user.email", "a@b")
+    (repo.path / "tests").mkdir()
+    (repo.path / "calc.py").write_text("def add(a, b):\n    return a - b\n")
+    (repo.path / "tests" / "test_calc.py").write_text(
         "from calc import add\n\n\ndef test_zero():\n    assert add(0, 0) == 0\n"
     )
-    base = made.commit("base")
-    (made.at / "calc.py").write_text("def add(a, b):\n    return a + b\n")
-    made.commit("the fix")
+    base = repo.commit("base")
+    (repo.path / "calc.py").write_text("def add(a, b):\n    return a + b\n")
+    repo.commit("the fix")
     row = {
         "instance_id": "org__calc-1",
         "repo": "org/calc",
@@ -119,8 +119,8 @@ async def test_a_swe_row_with_a_real_repository(tmp_path: Path) -> None:
         "PASS_TO_PASS": ["tests/test_calc.py::test_zero"],
         "install_config": {"test_cmd": f"{sys.executable} -m pytest -rA -p no:cacheprovider", "log_parser": "pytest"},
     }
-    # No image here: the repository is laid down as the task's files, and a local sandbox has a working folder of its own.
-    task = msgspec.structs.replace(swe.build_task(row, "row 1"), files=made.at, image="", workdir="")
+    # Without an image, the repository is given as the task's files, and the local sandbox chooses the working folder.
+    task = msgspec.structs.replace(swe.build_task(row, "row 1"), files=repo.path, image="", workdir="")
     proof = await prove_task(task, GradingEnvironment(backend=LocalBackend(tmp_path / "sandboxes")))
     assert (proof.verdict, proof.message) == ("proven", "")
     assert proof.solved and proof.solved.resolved is True and proof.untouched and proof.untouched.resolved is False
@@ -130,9 +130,9 @@ async def test_a_swe_row_with_a_real_repository(tmp_path: Path) -> None:
     }
 
 
-def test_the_command_proves_and_says_so_by_its_exit_code(tmp_path: Path) -> None:
+def test_check_command_exit_code_reflects_proofs(tmp_path: Path) -> None:
     for name, test in {"good": "[ -e done ]", "lax": "true"}.items():
-        script(tmp_path / "all" / name, test, "touch done")
+        script_task(tmp_path / "all" / name, test, "touch done")
         (tmp_path / "all" / name / "instruction.md").write_text("Make `done`.")
         (tmp_path / "all" / name / "task.toml").write_text('[turngate]\ndecides = "exit code"\n')
     run = CliRunner().invoke
@@ -145,11 +145,11 @@ def test_the_command_proves_and_says_so_by_its_exit_code(tmp_path: Path) -> None
     assert done.exit_code == 0 and "All 1 passed: 1 proven." in done.output
 
 
-async def test_without_a_solution_the_grader_is_tried_all_the_same(tmp_path: Path) -> None:
-    ground = GradingEnvironment(backend=LocalBackend(tmp_path / "sandboxes"))
-    good = msgspec.structs.replace(script(tmp_path / "good", "[ -e done ]", "true"), solution=None)
-    lax = msgspec.structs.replace(script(tmp_path / "lax", "true", "true"), solution=None)
-    dies = msgspec.structs.replace(script(tmp_path / "dies", "kill -9 $$", "true"), solution=None)
-    proofs = [await prove_task(task, ground) for task in (good, lax, dies)]
+async def test_grader_is_tried_without_solution(tmp_path: Path) -> None:
+    environment = GradingEnvironment(backend=LocalBackend(tmp_path / "sandboxes"))
+    good = msgspec.structs.replace(script_task(tmp_path / "good", "[ -e done ]", "true"), solution=None)
+    lax = msgspec.structs.replace(script_task(tmp_path / "lax", "true", "true"), solution=None)
+    dies = msgspec.structs.replace(script_task(tmp_path / "dies", "kill -9 $$", "true"), solution=None)
+    proofs = [await prove_task(task, environment) for task in (good, lax, dies)]
     assert [proof.verdict for proof in proofs] == ["valid", "not proven", "not proven"]
     assert proofs[0].message.startswith("the untouched task scores 0; the task has no solution")

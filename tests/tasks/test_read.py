@@ -1,4 +1,4 @@
-"""Tasks from every kind of place; filters; and what is wrong, said with the row and the field."""
+"""Read tasks from every kind of source, filter them, and report errors with the row and the field."""
 
 from __future__ import annotations
 
@@ -27,46 +27,46 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def lines(path: Path, *rows: object) -> str:
+def write_lines(path: Path, *rows: object) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows)
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     return str(path)
 
 
-def own(name: str = "one", **more: Any) -> dict[str, Any]:
+def make_row(name: str = "one", **more: Any) -> dict[str, Any]:
     return {"id": name, "instruction": "Do it.", **more}
 
 
-def table(path: Path, rows: list[dict[str, Any]]) -> str:
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pyarrow.Table.from_pylist(rows), path)
     return str(path)
 
 
-def folder(at: Path) -> Path:
-    at.mkdir(parents=True)
-    (at / "instruction.md").write_text("Do it.")
-    return at
+def write_folder(path: Path) -> Path:
+    path.mkdir(parents=True)
+    (path / "instruction.md").write_text("Do it.")
+    return path
 
 
-def ids(where: object, **how: Any) -> list[str]:
-    return [task.id for task in read_tasks(str(where), **how)]
+def ids(source: object, **options: Any) -> list[str]:
+    return [task.id for task in read_tasks(str(source), **options)]
 
 
-# ── places ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── sources ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_folders_one_and_many(tmp_path: Path) -> None:
+def test_single_folder_and_folder_of_folders(tmp_path: Path) -> None:
     for name in ("b", "a", "c"):
-        folder(tmp_path / "all" / name)
+        write_folder(tmp_path / "all" / name)
     (tmp_path / "all" / "notes").mkdir()
     assert ids(tmp_path / "all") == ["a", "b", "c"]
     assert ids(tmp_path / "all" / "b") == ["b"]
 
 
-def test_a_row_of_our_own_with_everything(tmp_path: Path) -> None:
-    row = own(
+def test_native_row_with_every_field(tmp_path: Path) -> None:
+    row = make_row(
         files={"src/main.py": "print(1)\n", "run": "#!/bin/sh\ntrue\n"},
         setup="true",
         setup_timeout_s=9,
@@ -91,7 +91,7 @@ def test_a_row_of_our_own_with_everything(tmp_path: Path) -> None:
             ],
         },
     )
-    (task,) = read_tasks(lines(tmp_path / "t.jsonl", row))
+    (task,) = read_tasks(write_lines(tmp_path / "t.jsonl", row))
     assert task.files is not None and (task.files / "src/main.py").read_text() == "print(1)\n"
     assert (task.files / "run").stat().st_mode & 0o111
     assert (task.setup, task.setup_timeout_s, task.image, task.workdir) == ("true", 9, "debian", "/app")
@@ -106,25 +106,28 @@ def test_a_row_of_our_own_with_everything(tmp_path: Path) -> None:
     assert task.source == f"{tmp_path / 't.jsonl'}, row 1"
 
 
-def test_files_of_rows_lie_once_per_content_and_are_mended(tmp_path: Path, cache: Path) -> None:
-    where = lines(
-        tmp_path / "t.jsonl", own("a", files={"x": "1"}), own("b", files={"x": "1"}), own("c", files={"x": "2"})
+def test_row_files_are_stored_once_and_repaired(tmp_path: Path, cache: Path) -> None:
+    source = write_lines(
+        tmp_path / "t.jsonl",
+        make_row("a", files={"x": "1"}),
+        make_row("b", files={"x": "1"}),
+        make_row("c", files={"x": "2"}),
     )
-    a, b, c = read_tasks(where)
+    a, b, c = read_tasks(source)
     assert a.files == b.files != c.files and a.files is not None and a.files.parent == cache / "tasks"
     (a.files / "x").write_text("tampered with")
     (a.files / "more").write_text("tampered with")
-    again = next(read_tasks(where)).files
+    again = next(read_tasks(source)).files
     assert again is not None and (again / "x").read_text() == "1" and [p.name for p in again.iterdir()] == ["x"]
     assert not [path for path in (cache / "tasks").iterdir() if path.name.startswith(".")]
 
 
-def test_swe_rows_are_known_by_their_fields(tmp_path: Path) -> None:
-    mixed = lines(tmp_path / "t.jsonl", swe_row(), "", own())
-    one, two = read_tasks(mixed)
-    assert isinstance(one.grader, Swe) and one.source.endswith("t.jsonl, row 1")
-    assert two.id == "one" and two.source.endswith("row 3"), "rows are counted as lines"
-    (tmp_path / "t.json").write_text(json.dumps([swe_row(), own()]))
+def test_swe_rows_are_detected_by_fields(tmp_path: Path) -> None:
+    mixed = write_lines(tmp_path / "t.jsonl", swe_row(), "", make_row())
+    swe_task, native_task = read_tasks(mixed)
+    assert isinstance(swe_task.grader, Swe) and swe_task.source.endswith("t.jsonl, row 1")
+    assert native_task.id == "one" and native_task.source.endswith("row 3"), "rows are counted as lines"
+    (tmp_path / "t.json").write_text(json.dumps([swe_row(), make_row()]))
     assert ids(tmp_path / "t.json") == ["Org__repo-1", "one"]
 
 
@@ -133,32 +136,32 @@ def test_parquet(tmp_path: Path) -> None:
         swe_row(),
         swe_row(instance_id="Org__repo-2", install_config={"test_cmd": "pytest", "log_parser": "pytest"}),
     ]
-    where = table(tmp_path / "t.parquet", rows)
-    one, two = read_tasks(where)
-    assert isinstance(one.grader, Swe) and one.grader.fail_to_pass == ("tests/test_a.py::test_1",)
-    assert isinstance(two.grader, Swe) and (two.grader.install, two.source) == ("", f"{where}, row 2")
+    source = write_parquet(tmp_path / "t.parquet", rows)
+    first, second = read_tasks(source)
+    assert isinstance(first.grader, Swe) and first.grader.fail_to_pass == ("tests/test_a.py::test_1",)
+    assert isinstance(second.grader, Swe) and (second.grader.install, second.source) == ("", f"{source}, row 2")
     (tmp_path / "broken.parquet").write_text("PAR0")
     with pytest.raises(TaskError, match="not a valid parquet file"):
         ids(tmp_path / "broken.parquet")
     assert ids(tmp_path / "t.parquet", limit=1) == ["Org__repo-1"]
 
 
-def test_a_folder_of_row_files(tmp_path: Path) -> None:
-    table(tmp_path / "data" / "train-00000-of-00002.parquet", [own("a")])
-    table(tmp_path / "data" / "train-00001-of-00002.parquet", [own("b")])
+def test_folder_of_row_files(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "data" / "train-00000-of-00002.parquet", [make_row("a")])
+    write_parquet(tmp_path / "data" / "train-00001-of-00002.parquet", [make_row("b")])
     assert ids(tmp_path) == ["a", "b"]
 
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A data set in the Hugging Face cache, as a download leaves it; the hub itself is out of reach."""
+    """A data set in the Hugging Face cache, with the hub itself offline."""
     root = tmp_path / "hub"
     commit = "c" * 40
-    place = root / "datasets--org--rows" / "snapshots" / commit
-    table(place / "data" / "train-00000-of-00002.parquet", [own("a")])
-    table(place / "data" / "train-00001-of-00002-de6a857746501057.parquet", [own("b")])
-    table(place / "data" / "test-00000-of-00001.parquet", [own("c")])
-    lines(place / "lite" / "test.jsonl", own("d"))
+    snapshot = root / "datasets--org--rows" / "snapshots" / commit
+    write_parquet(snapshot / "data" / "train-00000-of-00002.parquet", [make_row("a")])
+    write_parquet(snapshot / "data" / "train-00001-of-00002-de6a857746501057.parquet", [make_row("b")])
+    write_parquet(snapshot / "data" / "test-00000-of-00001.parquet", [make_row("c")])
+    write_lines(snapshot / "lite" / "test.jsonl", make_row("d"))
     (root / "datasets--org--rows" / "refs").mkdir()
     (root / "datasets--org--rows" / "refs" / "main").write_text(commit)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(root))
@@ -166,7 +169,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def test_a_data_set_of_the_hub(hub: Path) -> None:
+def test_hub_data_set(hub: Path) -> None:
     assert ids("hf://org/rows@train") == ["a", "b"]
     assert ids("hf://org/rows@test") == ["c"]
     assert ids("hf://org/rows@lite/test") == ["d"]
@@ -183,7 +186,7 @@ def test_a_data_set_of_the_hub(hub: Path) -> None:
         ids("hf://rows")
 
 
-def test_functions(tmp_path: Path) -> None:
+def test_tasks_from_functions(tmp_path: Path) -> None:
     (tmp_path / "make.py").write_text(
         "from turngate.tasks import Task\n"
         "def tasks():\n"
@@ -197,9 +200,9 @@ def test_functions(tmp_path: Path) -> None:
         "async def later():\n"
         "    return []\n"
     )
-    where = f"{tmp_path / 'make.py'}:tasks"
-    first, second = read_tasks(where)
-    assert (first.id, second.source) == ("a", f"{where}, item 2")
+    source = f"{tmp_path / 'make.py'}:tasks"
+    first, second = read_tasks(source)
+    assert (first.id, second.source) == ("a", f"{source}, item 2")
     assert ids("tests.tasks.test_read:a_few") == ["x", "y"]
     for name, complaint in {
         "broken": "KeyError: 'c'",
@@ -216,28 +219,28 @@ def test_functions(tmp_path: Path) -> None:
 
 
 def a_few() -> list[Task | Mapping[str, Any]]:
-    return [own("x"), Task(id="y", instruction="Do it.")]
+    return [make_row("x"), Task(id="y", instruction="Do it.")]
 
 
 # ── filters, duplicates, errors ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_only_some_and_only_so_many(tmp_path: Path) -> None:
-    where = lines(tmp_path / "t.jsonl", *(own(name) for name in ("a-1", "b-1", "a-2", "a-3")))
-    assert ids(where, only=["a-*"]) == ["a-1", "a-2", "a-3"]
-    assert ids(where, only=["a-*"], limit=2) == ["a-1", "a-2"]
-    assert ids(where, only=["b-?", "a-3"]) == ["b-1", "a-3"]
-    wrong = lines(tmp_path / "wrong.jsonl", own("a-1"), own("b-1", files=3), "{")
-    assert ids(wrong, only=["a-*"]) == ["a-1"], "the others are nobody's concern"
+def test_only_and_limit_filters(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "t.jsonl", *(make_row(name) for name in ("a-1", "b-1", "a-2", "a-3")))
+    assert ids(source, only=["a-*"]) == ["a-1", "a-2", "a-3"]
+    assert ids(source, only=["a-*"], limit=2) == ["a-1", "a-2"]
+    assert ids(source, only=["b-?", "a-3"]) == ["b-1", "a-3"]
+    wrong = write_lines(tmp_path / "wrong.jsonl", make_row("a-1"), make_row("b-1", files=3), "{")
+    assert ids(wrong, only=["a-*"]) == ["a-1"], "rows that do not match are not validated"
     with pytest.raises(TaskError, match=r"no task in .* matches z\*"):
-        ids(where, only=["z*"])
+        ids(source, only=["z*"])
     with pytest.raises(TaskError, match="limit must be at least 1, not 0"):
-        ids(where, limit=0)
+        ids(source, limit=0)
 
 
-def test_an_id_twice_names_both_places(tmp_path: Path) -> None:
-    lines(tmp_path / "a.jsonl", own("same"))
-    lines(tmp_path / "b.jsonl", own("other"), own("same"))
+def test_duplicate_id_names_both_sources(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", make_row("same"))
+    write_lines(tmp_path / "b.jsonl", make_row("other"), make_row("same"))
     with pytest.raises(TaskError, match=r"the id same is used in .*a.jsonl, row 1 and in .*b.jsonl, row 2"):
         ids(tmp_path)
 
@@ -246,48 +249,46 @@ def test_an_id_twice_names_both_places(tmp_path: Path) -> None:
     ("row", "complaint"),
     [
         ({"instruction": "x"}, r"t.jsonl, row 2: id is missing"),
-        (own(instruction=3), r"t.jsonl, row 2 \(one\): instruction: Expected `str`, got `int`"),
-        (own(grade={}), r"\(one\): grade is not a known field; did you mean grader"),
-        (own(grader={"type": "scirpt"}), "grader"),
-        (own(grader={"type": "script", "timeout": 3}), "grader.timeout"),
-        (own(grader={"type": "script"}), "grader.files has no test.sh"),
-        (own(grader={"type": "function", "name": "grade"}), "grader.name"),
-        (own(grader={"type": "rubric", "parts": []}), "grader.parts"),
-        (own(files={"../x": "1"}), r"files contains '../x', which is not a plain relative path"),
-        (own(files={"/x": "1"}), "not a plain relative path"),
-        (own(files={"x": 1}), "files"),
-        (own(files={"a": "1", "a/b": "2"}), "files: .*cannot be written"),
-        (own(timeout_s=-1), "timeout_s"),
-        (own(workdir="app"), "workdir"),
-        (own(solution={}), "either patch or files"),
-        (own(solution={"files": {"x": ""}}), "no solve.sh"),
-        (own(instruction=" "), "is empty"),
+        (make_row(instruction=3), r"t.jsonl, row 2 \(one\): instruction: Expected `str`, got `int`"),
+        (make_row(grade={}), r"\(one\): grade is not a known field; did you mean grader"),
+        (make_row(grader={"type": "scirpt"}), "grader"),
+        (make_row(grader={"type": "script", "timeout": 3}), "grader.timeout"),
+        (make_row(grader={"type": "script"}), "grader.files has no test.sh"),
+        (make_row(grader={"type": "function", "name": "grade"}), "grader.name"),
+        (make_row(grader={"type": "rubric", "parts": []}), "grader.parts"),
+        (make_row(files={"../x": "1"}), r"files contains '../x', which is not a plain relative path"),
+        (make_row(files={"/x": "1"}), "not a plain relative path"),
+        (make_row(files={"x": 1}), "files"),
+        (make_row(files={"a": "1", "a/b": "2"}), "files: .*cannot be written"),
+        (make_row(timeout_s=-1), "timeout_s"),
+        (make_row(workdir="app"), "workdir"),
+        (make_row(solution={}), "either patch or files"),
+        (make_row(solution={"files": {"x": ""}}), "no solve.sh"),
+        (make_row(instruction=" "), "is empty"),
         ("{not json", "t.jsonl, row 2 is not valid JSON"),
         ('{"id": "\udcff"}', "t.jsonl, row 2 is not valid JSON"),
         ([1], "t.jsonl, row 2: a row must be a JSON object"),
         (swe_row(FAIL_TO_PASS="test_1"), r"t.jsonl, row 2 \(Org__repo-1\): FAIL_TO_PASS"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, row: object, complaint: str) -> None:
-    where = lines(tmp_path / "t.jsonl", own("first"), row, own("last"))
+def test_invalid_row_error_names_row_and_field(tmp_path: Path, row: object, complaint: str) -> None:
+    source = write_lines(tmp_path / "t.jsonl", make_row("first"), row, make_row("last"))
     with pytest.raises(TaskError, match=complaint):
-        ids(where)
-    assert [found.error is None for found in scan_tasks(where)] == [True, False, True], (
-        "the others are looked at all the same"
-    )
+        ids(source)
+    assert [found.error is None for found in scan_tasks(source)] == [True, False, True], "the other rows are still read"
 
 
-@pytest.mark.parametrize("where", ["nowhere", "nowhere.jsonl", "no/such/folder"])
-def test_a_place_that_is_not_there(where: str) -> None:
-    with pytest.raises(TaskError, match=f"{where} does not exist"):
-        ids(where)
+@pytest.mark.parametrize("source", ["nowhere", "nowhere.jsonl", "no/such/folder"])
+def test_missing_source_is_error(source: str) -> None:
+    with pytest.raises(TaskError, match=f"{source} does not exist"):
+        ids(source)
 
 
-def test_an_empty_place(tmp_path: Path) -> None:
+def test_empty_source_is_error(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"has no instruction.md, no folders with one"):
         ids(tmp_path)
     with pytest.raises(TaskError, match="has no tasks"):
-        ids(lines(tmp_path / "t.jsonl"))
+        ids(write_lines(tmp_path / "t.jsonl"))
 
 
 # ── the commands ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -295,10 +296,10 @@ def test_an_empty_place(tmp_path: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.needs("swebench")
-def test_the_commands_say_what_is_there_and_what_is_wrong(tmp_path: Path) -> None:
+def test_list_and_check_commands(tmp_path: Path) -> None:
     run = CliRunner(env={"COLUMNS": "200"}).invoke
-    good = lines(tmp_path / "good.jsonl", own("a"), swe_row())
-    bad = lines(tmp_path / "bad.jsonl", own("a"), own("b", files=7))
+    good = write_lines(tmp_path / "good.jsonl", make_row("a"), swe_row())
+    bad = write_lines(tmp_path / "bad.jsonl", make_row("a"), make_row("b", files=7))
     done = run(app, ["tasks", "list", good])
     assert done.exit_code == 0 and "Org__repo-1" in done.output and "1 to fix, 2 to keep" in done.output
     assert run(app, ["tasks", "list", bad]).exit_code == 1

@@ -1,4 +1,4 @@
-"""Rows of SWE data sets as tasks, and what is wrong with them; and real repositories whose future is hidden."""
+"""Tasks from rows of SWE data sets, errors for invalid rows, and real repositories with later commits hidden."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CONFIG = {"install": "pip install -e .", "test_cmd": "pytest -rA", "log_parser":
 
 
 def row(**changes: Any) -> dict[str, Any]:
-    whole = {
+    fields = {
         "instance_id": "Org__repo-1",
         "repo": "Org/repo",
         "base_commit": "a" * 40,
@@ -59,13 +59,13 @@ def row(**changes: Any) -> dict[str, Any]:
         "install_config": CONFIG,
         **changes,
     }
-    return {name: value for name, value in whole.items() if value is not ...}
+    return {name: value for name, value in fields.items() if value is not ...}
 
 
 def grader(fields: dict[str, Any]) -> Swe:
-    found = swe.build_task(fields, "rows.jsonl, row 1").grader
-    assert isinstance(found, Swe)
-    return found
+    result = swe.build_task(fields, "rows.jsonl, row 1").grader
+    assert isinstance(result, Swe)
+    return result
 
 
 def test_swe_rebench() -> None:
@@ -76,7 +76,7 @@ def test_swe_rebench() -> None:
     assert "It breaks." in task.instruction and "Org/repo" in task.instruction and "secret" not in task.instruction
     found = grader(row())
     assert found.pass_to_pass == ("tests/test_a.py::test_2", "tests/test_a.py::test_3[é]")
-    assert found.test_cmd == "pytest -rA tests/test_a.py", "data and deleted files are no tests"
+    assert found.test_cmd == "pytest -rA tests/test_a.py", "data and deleted files are not tests"
     assert found.parser == "rebench:parse_log_pytest"
     assert "\npip install -e .\n" in found.install
     assert "conda activate testbed" in found.before
@@ -91,12 +91,12 @@ def test_swe_rebench_v2() -> None:
     assert (task.image, task.workdir) == ("docker.io/swerebenchv2/org-repo:1", "/repo")
     found = task.grader
     assert isinstance(found, Swe)
-    assert found.test_cmd == "make build\ngo test ./...", "as it is"
+    assert found.test_cmd == "make build\ngo test ./...", "the command is unchanged"
     assert (found.parser, found.install, found.before) == ("rebench:parse_log_gotest", "", "")
     assert task.metadata["language"] == "go"
 
 
-def test_a_parser_of_ours_and_a_command_that_names_its_files() -> None:
+def test_native_parser_and_command_with_test_files() -> None:
     found = grader(row(install_config={"test_cmd": "pytest tests/test_a.py -rA", "log_parser": "pytest"}))
     assert (found.test_cmd, found.parser, found.install) == ("pytest tests/test_a.py -rA", "pytest", "")
 
@@ -111,11 +111,11 @@ def test_swe_gym() -> None:
 
 
 @pytest.mark.parametrize("install", ["exit 3", "false; true", "cd nowhere; nothing-like-this", "cat <<E\nx\nE"])
-def test_an_install_that_fails_is_told_and_ends_nothing(install: str) -> None:
+def test_failing_install_is_reported_and_does_not_stop(install: str) -> None:
     command = grader(row(install_config={**CONFIG, "install": install})).install
     for shell in ("sh", "bash"):
-        words, limit = [shell, "-c", f"{command}\necho after"], scaled(20)
-        done = subprocess.run(words, capture_output=True, text=True, timeout=limit)
+        arguments, limit = [shell, "-c", f"{command}\necho after"], scaled(20)
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=limit)
         assert done.returncode == 0 and done.stdout.splitlines()[-1] == "after"
         assert ("failed" in done.stdout) == (install in ("exit 3", "cd nowhere; nothing-like-this"))
 
@@ -141,7 +141,7 @@ git checkout aaaa tests/test_a.py
 """
 
 
-def test_swe_bench_with_its_script() -> None:
+def test_swe_bench_eval_script() -> None:
     fields = row(
         repo="astropy/astropy",
         instance_id="astropy__astropy-1",
@@ -195,145 +195,145 @@ def test_swe_bench_with_its_script() -> None:
         ({"install_config": ...}, "install_config is missing.*unknown how to test Org/repo.*"),
     ],
 )
-def test_what_is_wrong_is_named(changes: dict[str, Any], complaint: str) -> None:
+def test_invalid_row_error_names_field(changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(TaskError, match=complaint):
         swe.build_task(row(**changes), "rows.jsonl, row 7")
 
 
-# ── the future ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── hiding later commits ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Repo:
-    """A repository with a past, a base and a future. Commits differ by what is in the file `a`."""
+    """A repository with commits before, at and after the base. Commits differ in the content of the file `a`."""
 
-    def __init__(self, at: Path) -> None:
-        at.mkdir(parents=True, exist_ok=True)
-        self.at = at
-        self.env = {"PATH": os.environ["PATH"], "HOME": str(at.parent), "GIT_CONFIG_NOSYSTEM": "1"}
+    def __init__(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self.env = {"PATH": os.environ["PATH"], "HOME": str(path.parent), "GIT_CONFIG_NOSYSTEM": "1"}
 
     def git(self, *words: str, ok: bool = True) -> str:
-        given = {"cwd": self.at, "env": self.env, "encoding": "utf-8", "errors": "replace", "timeout": scaled(60)}
-        done = subprocess.run(["git", *words], capture_output=True, **given)
+        options = {"cwd": self.path, "env": self.env, "encoding": "utf-8", "errors": "replace", "timeout": scaled(60)}
+        done = subprocess.run(["git", *words], capture_output=True, **options)
         assert not ok or done.returncode == 0, done.stderr
         return done.stdout.strip() if ok else done.stdout + done.stderr
 
     def commit(self, text: str) -> str:
-        (self.at / "a").write_text(text)
+        (self.path / "a").write_text(text)
         self.git("add", "--all")
         self.git("commit", "--quiet", "--message", text)
         return self.git("rev-parse", "HEAD")
 
     def hide(self, base: str) -> subprocess.CompletedProcess[str]:
-        """As a sandbox does it with a task's setup."""
+        """Hide later commits as the setup of a task does in a sandbox."""
         command = ["sh", "-e", "-c", swe.HIDE_HISTORY.replace("@BASE@", base)]
-        return subprocess.run(command, cwd=self.at, env=self.env, capture_output=True, text=True, timeout=scaled(120))
+        return subprocess.run(command, cwd=self.path, env=self.env, capture_output=True, text=True, timeout=scaled(120))
 
 
-def repo(at: Path) -> tuple[Repo, str, str]:
-    made = Repo(at)
-    made.git("init", "--quiet", "--initial-branch", "devel")
-    made.git("config", "user.name", "a")
-    made.git("config", "user.email", "a@b")
-    made.commit("past")
-    made.git("tag", "v1")
-    made.git("tag", "--annotate", "v1.1", "--message", "old")
-    base = made.commit("base")
-    future = made.commit("the fix")
-    return made, base, future
+def make_repo(path: Path) -> tuple[Repo, str, str]:
+    repo = Repo(path)
+    repo.git("init", "--quiet", "--initial-branch", "devel")
+    repo.git("config", "user.name", "a")
+    repo.git("config", "user.email", "a@b")
+    repo.commit("past")
+    repo.git("tag", "v1")
+    repo.git("tag", "--annotate", "v1.1", "--message", "old")
+    base = repo.commit("base")
+    future = repo.commit("the fix")
+    return repo, base, future
 
 
-def nothing_later(made: Repo, base: str, *futures: str) -> None:
-    assert set(made.git("log", "--all", "--format=%s").splitlines()) <= {"past", "base", "The environment of the task"}
-    assert made.git("fsck", "--unreachable", "--no-reflogs", "--full") == ""
+def assert_future_is_hidden(repo: Repo, base: str, *futures: str) -> None:
+    assert set(repo.git("log", "--all", "--format=%s").splitlines()) <= {"past", "base", "The environment of the task"}
+    assert repo.git("fsck", "--unreachable", "--no-reflogs", "--full") == ""
     for future in futures:
-        assert "bad object" in made.git("show", future, ok=False)
-    assert made.git("remote") == "" and made.git("stash", "list") == "" and made.git("notes", "list", ok=False) == ""
-    assert set(made.git("reflog", "--all", "--format=%H").splitlines()) <= {base, made.git("rev-parse", "HEAD")}
-    assert "the fix" not in made.git("cat-file", "--batch-all-objects", "--batch")
-    assert not [name for name in os.listdir(made.at / ".git") if name.startswith("turngate")]
+        assert "bad object" in repo.git("show", future, ok=False)
+    assert repo.git("remote") == "" and repo.git("stash", "list") == "" and repo.git("notes", "list", ok=False) == ""
+    assert set(repo.git("reflog", "--all", "--format=%H").splitlines()) <= {base, repo.git("rev-parse", "HEAD")}
+    assert "the fix" not in repo.git("cat-file", "--batch-all-objects", "--batch")
+    assert not [name for name in os.listdir(repo.path / ".git") if name.startswith("turngate")]
 
 
-def test_a_repository_with_every_trace_of_the_future(tmp_path: Path) -> None:
-    made, base, future = repo(tmp_path / "r")
-    made.git("tag", "--annotate", "v2", "--message", "new")
-    made.git("branch", "next")
-    made.git("notes", "add", "--message", "the future")
-    made.git("update-ref", "refs/pull/7/head", future)
-    (made.at / "a").write_text("the fix, stashed")
-    made.git("stash", "--quiet")
-    lost = made.commit("the fix, lost")
-    made.git("reset", "--quiet", "--hard", base)
-    assert made.hide(base).returncode == 0
-    nothing_later(made, base, future, lost)
-    assert made.git("rev-parse", "HEAD") == base and made.git("symbolic-ref", "--short", "HEAD") == "devel"
-    assert made.git("status", "--porcelain") == ""
-    assert made.git("tag").split() == ["v1", "v1.1"], "versions are made of the tags of the past"
-    assert made.hide(base).returncode == 0, "and once more is fine"
+def test_every_trace_of_later_commits_is_removed(tmp_path: Path) -> None:
+    repo, base, future = make_repo(tmp_path / "r")
+    repo.git("tag", "--annotate", "v2", "--message", "new")
+    repo.git("branch", "next")
+    repo.git("notes", "add", "--message", "the future")
+    repo.git("update-ref", "refs/pull/7/head", future)
+    (repo.path / "a").write_text("the fix, stashed")
+    repo.git("stash", "--quiet")
+    lost = repo.commit("the fix, lost")
+    repo.git("reset", "--quiet", "--hard", base)
+    assert repo.hide(base).returncode == 0
+    assert_future_is_hidden(repo, base, future, lost)
+    assert repo.git("rev-parse", "HEAD") == base and repo.git("symbolic-ref", "--short", "HEAD") == "devel"
+    assert repo.git("status", "--porcelain") == ""
+    assert repo.git("tag").split() == ["v1", "v1.1"], "version numbers may depend on older tags"
+    assert repo.hide(base).returncode == 0, "hiding twice is fine"
 
 
-def test_a_clone_with_packed_refs_and_packed_objects(tmp_path: Path) -> None:
-    origin, base, future = repo(tmp_path / "origin")
+def test_clone_with_packed_refs_and_objects(tmp_path: Path) -> None:
+    origin, base, future = make_repo(tmp_path / "origin")
     origin.git("tag", "v2")
-    made = Repo(tmp_path / "clone")
-    made.git("clone", "--quiet", str(origin.at), ".")
-    made.git("remote", "add", "upstream", str(origin.at))
-    made.git("fetch", "--quiet", "upstream", "refs/heads/*:refs/all/*")
-    made.git("pack-refs", "--all")
-    made.git("gc", "--quiet")
-    (pack,) = (made.at / ".git/objects/pack").glob("*.pack")
+    repo = Repo(tmp_path / "clone")
+    repo.git("clone", "--quiet", str(origin.path), ".")
+    repo.git("remote", "add", "upstream", str(origin.path))
+    repo.git("fetch", "--quiet", "upstream", "refs/heads/*:refs/all/*")
+    repo.git("pack-refs", "--all")
+    repo.git("gc", "--quiet")
+    (pack,) = (repo.path / ".git/objects/pack").glob("*.pack")
     pack.with_suffix(".keep").touch()
-    made.git("commit-graph", "write", "--reachable")
-    assert made.hide(base).returncode == 0, "its tree was the future's"
-    nothing_later(made, base, future)
-    assert (made.at / "a").read_text() == "base" and made.git("status", "--porcelain") == ""
+    repo.git("commit-graph", "write", "--reachable")
+    assert repo.hide(base).returncode == 0, "the checked-out tree was from a later commit"
+    assert_future_is_hidden(repo, base, future)
+    assert (repo.path / "a").read_text() == "base" and repo.git("status", "--porcelain") == ""
 
 
-def test_objects_that_are_borrowed_from_another_repository(tmp_path: Path) -> None:
-    origin, base, future = repo(tmp_path / "origin")
-    made = Repo(tmp_path / "clone")
-    made.git("clone", "--quiet", "--shared", str(origin.at), ".")
-    assert made.hide(base).returncode == 0
-    nothing_later(made, base, future)
+def test_objects_shared_with_another_repository(tmp_path: Path) -> None:
+    origin, base, future = make_repo(tmp_path / "origin")
+    repo = Repo(tmp_path / "clone")
+    repo.git("clone", "--quiet", "--shared", str(origin.path), ".")
+    assert repo.hide(base).returncode == 0
+    assert_future_is_hidden(repo, base, future)
 
 
-def test_what_the_making_of_an_image_changed_stays(tmp_path: Path) -> None:
+def test_changes_from_image_build_are_kept(tmp_path: Path) -> None:
     for how in ("as a commit", "as it is"):
-        made, base, future = repo(tmp_path / how)
-        made.git("reset", "--quiet", "--hard", base)
-        (made.at / "a").write_text("pinned")
-        (made.at / "built.so").write_text("not in git")
+        repo, base, future = make_repo(tmp_path / how)
+        repo.git("reset", "--quiet", "--hard", base)
+        (repo.path / "a").write_text("pinned")
+        (repo.path / "built.so").write_text("not in git")
         if how == "as a commit":
-            made.git("commit", "--quiet", "--all", "--message", "SWE-bench")
-        copy = Repo(Path(shutil.copytree(made.at, tmp_path / f"{how}, once more")))
-        assert made.hide(base).returncode == copy.hide(base).returncode == 0
-        assert (made.at / "a").read_text() == "pinned" and (made.at / "built.so").exists()
-        assert made.git("status", "--porcelain", "--untracked-files=no") == ""
-        assert made.git("rev-parse", "HEAD^") == base
-        assert made.git("rev-parse", "HEAD") == copy.git("rev-parse", "HEAD"), "the same in every sandbox"
-        nothing_later(made, base, future)
+            repo.git("commit", "--quiet", "--all", "--message", "SWE-bench")
+        copy = Repo(Path(shutil.copytree(repo.path, tmp_path / f"{how}, once more")))
+        assert repo.hide(base).returncode == copy.hide(base).returncode == 0
+        assert (repo.path / "a").read_text() == "pinned" and (repo.path / "built.so").exists()
+        assert repo.git("status", "--porcelain", "--untracked-files=no") == ""
+        assert repo.git("rev-parse", "HEAD^") == base
+        assert repo.git("rev-parse", "HEAD") == copy.git("rev-parse", "HEAD"), "the commit differs between sandboxes"
+        assert_future_is_hidden(repo, base, future)
 
 
-def test_hooks_of_the_repository_do_not_run(tmp_path: Path) -> None:
-    made, base, _ = repo(tmp_path / "r")
+def test_repository_hooks_do_not_run(tmp_path: Path) -> None:
+    repo, base, _ = make_repo(tmp_path / "r")
     for name in ("post-checkout", "pre-commit", "reference-transaction"):
-        hook = made.at / ".git/hooks" / name
+        hook = repo.path / ".git/hooks" / name
         hook.write_text(f"#!/bin/sh\necho ran > {tmp_path}/ran\n")
         hook.chmod(0o755)
-    assert made.hide(base).returncode == 0
+    assert repo.hide(base).returncode == 0
     assert not (tmp_path / "ran").exists()
 
 
-def test_where_there_is_no_repository_or_no_such_commit(tmp_path: Path) -> None:
+def test_missing_repository_and_missing_commit(tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
     assert Repo(tmp_path / "plain").hide("a" * 40).returncode == 0
-    made, *_ = repo(tmp_path / "r")
-    done = made.hide("a" * 40)
+    repo, *_ = make_repo(tmp_path / "r")
+    done = repo.hide("a" * 40)
     assert done.returncode == 1 and f"has no commit {'a' * 40}" in done.stderr
 
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """One that others can get to, other than pytest's own."""
+    """A temporary folder that other users can read, unlike those of pytest."""
     require("root")
     with tempfile.TemporaryDirectory(prefix="turngate-test-") as name:
         Path(name).chmod(0o755)
@@ -341,22 +341,22 @@ def open_folder() -> Iterator[Path]:
 
 
 @pytest.mark.needs("root")
-def test_as_somebody_who_is_not_root_in_a_repository_of_roots(open_folder: Path) -> None:
-    made, base, future = repo(open_folder / "r")
-    subprocess.run(["chmod", "-R", "a+rwX", str(made.at)], check=True)
+def test_unprivileged_user_in_repository_owned_by_root(open_folder: Path) -> None:
+    repo, base, future = make_repo(open_folder / "r")
+    subprocess.run(["chmod", "-R", "a+rwX", str(repo.path)], check=True)
     home = open_folder / "home"
     home.mkdir()
     os.chown(home, 12345, 12345)
-    made.env["HOME"] = str(home)
+    repo.env["HOME"] = str(home)
     command = ["sh", "-e", "-c", swe.HIDE_HISTORY.replace("@BASE@", base)]
     done = subprocess.run(
-        command, cwd=made.at, env=made.env, user=12345, group=12345, extra_groups=[], capture_output=True, text=True
+        command, cwd=repo.path, env=repo.env, user=12345, group=12345, extra_groups=[], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     log = subprocess.run(
-        ["git", "log", "--all", "--format=%s"], cwd=made.at, env=made.env, user=12345, capture_output=True
+        ["git", "log", "--all", "--format=%s"], cwd=repo.path, env=repo.env, user=12345, capture_output=True
     )
-    assert log.stdout.split() == [b"base", b"past"], "the agent can use git there, too"
-    made.env["HOME"] = str(open_folder)
-    made.git("config", "--global", "--add", "safe.directory", "*")
-    nothing_later(made, base, future)
+    assert log.stdout.split() == [b"base", b"past"], "git must work for the agent"
+    repo.env["HOME"] = str(open_folder)
+    repo.git("config", "--global", "--add", "safe.directory", "*")
+    assert_future_is_hidden(repo, base, future)
