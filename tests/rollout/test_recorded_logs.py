@@ -10,7 +10,7 @@ import pytest
 from tests.kit import say
 from tests.rollout.kit import open_stage
 from tests.rollout.test_grading import make_task
-from tests.server.test_page import entered, told
+from tests.server.test_page import fetch, log_in
 
 pytestmark = pytest.mark.process
 
@@ -31,8 +31,8 @@ async def test_the_ends_of_logs_are_seen_and_no_secret_in_them(tmp_path: Path) -
     env = {"PROVIDER_API_KEY": "marked-secret-0001", "MODE": "ordinary-value-0002"}
     async with open_stage([say("Hello.")] * 3) as stage:
         outcome = await stage.run(task=make_task(tmp_path, PROGRAM, TEST), env=env)
-        client = await entered(stage.gateway)
-        header = await told(client, f"rollouts/{outcome.session}")
+        client = await log_in(stage.gateway)
+        header = await fetch(client, f"rollouts/{outcome.session}")
         assert header["rollout"]["class"] == "graded" and header["outcome"]["data"]["exit_code"] == 3
         logs = header["logs"]
         assert logs["stdout"].endswith("the end of stdout\n") and len(logs["stdout"]) <= 4000

@@ -1,4 +1,4 @@
-"""The gateway runs on uvloop, as `turngate serve` has it, and its files are kept in memory, since a disk may be slow."""
+"""Run the gateway on uvloop, as `turngate serve` does, and keep its files in memory, because disks may be slow."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def pytest_asyncio_loop_factories(
 
 
 @pytest.fixture
-def no_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send no signs of life: with each one, a follower of events would look again and find events it was not notified of."""
+def no_keep_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disable keep-alives: each one would make an event follower poll and find events it was not notified of."""
     monkeypatch.setattr(Events._wait, "__defaults__", (3600.0,))
     monkeypatch.setattr(event_streams, "_KEEP_ALIVE_S", 3600.0)
 

@@ -500,7 +500,7 @@ async def test_unknown_and_beta_fields_are_accepted() -> None:
         assert reply.context_management is not None and reply.context_management.applied_edits == []
 
 
-# ── stop reasons ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── stop reasons ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @every_way
@@ -671,7 +671,7 @@ async def test_invalid_request_names_its_field(case: str, way: str) -> None:
         assert error["error"]["message"].startswith(message)
 
 
-# ── disconnects and cancellation ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── disconnects and cancellation ────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_disconnect_during_stream_records_aborted_turn() -> None:
@@ -784,7 +784,7 @@ async def test_unknown_endpoints_return_anthropic_not_found() -> None:
             assert response.status_code == 404 and response.json()["error"]["type"] == "not_found_error"
 
 
-# ── token exactness ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── token exactness ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def rewrite_history(messages: list[Json], draw: random.Random) -> list[Json]:

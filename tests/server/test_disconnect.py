@@ -210,7 +210,7 @@ async def test_disconnect_at_fence_leaves_no_turn(stream: bool) -> None:
         assert (await g.ask(session.key, HI)).content == "Hello."
 
 
-# ── sessions ended by the host ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── sessions ended by the host ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @STREAMED
@@ -338,7 +338,7 @@ async def test_deleting_session_removes_all_its_data(busy: bool) -> None:
         assert again.key != session.key and await g.turns(session.id) == []
 
 
-# ── restarts and disconnects during writes ────────────────────────────────────────────────────────────────────────
+# ── restarts and disconnects during writes ──────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("durability", ["process", "disk"])

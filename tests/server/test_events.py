@@ -1,4 +1,4 @@
-"""The stream of events: in the store, in one order, followed from a cursor through restarts, per session and for all."""
+"""Test the event stream: stored, ordered, and followed from a cursor across restarts, per session and for all."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from turngate.store.sqlite import Store
 HELLO = lambda request, index: say("Hello.")  # noqa: E731
 
 
-async def told(g: Running, path: str = "/admin/events", **query: Any) -> list[Any]:
-    """What there is at present."""
+async def read_events(g: Running, path: str = "/admin/events", **query: Any) -> list[Any]:
+    """Read the events stored so far."""
     response = await g.admin.get(path, params={"wait": 0, **query})
     assert response.status_code == 200, response.text
     return [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: ")]
@@ -41,21 +41,21 @@ async def client(g: Running) -> AsyncIterator[GatewayClient]:
         yield connected
 
 
-# ── kept ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── storage and following ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_every_event_is_there_after_a_restart_and_the_count_goes_on(tmp_path: Path) -> None:
+async def test_events_survive_restart_and_numbering_continues(tmp_path: Path) -> None:
     async with gateway(HELLO, data=tmp_path) as g:
         session = await g.open(limits={"turns": 1})
         await g.ask(session.key, "Hi")
         await g.ask(session.key, "Hi")
-        await g.ask(session.key, "Hi")  # past the limit once more: told once
+        await g.ask(session.key, "Hi")  # past the limit again: reported once
         await g.pause()
         await g.resume(1)
         await g.seal(session.id)
         other = await g.open()
         await g.cancel(other.id)
-        before = await told(g)
+        before = await read_events(g)
         assert kinds(before) == ["opened", "turn", "limit", "fence", "fence", "sealed", "opened", "cancelled"]
         assert before[1]["data"] | {"node": 0, "prompt_tokens": 0} == {
             "node": 0,
@@ -65,20 +65,20 @@ async def test_every_event_is_there_after_a_restart_and_the_count_goes_on(tmp_pa
             "cause": None,
         }
     async with gateway(HELLO, data=tmp_path) as g:
-        assert await told(g) == before
+        assert await read_events(g) == before
         third = await g.open()
-        after = await told(g)
+        after = await read_events(g)
         assert after[:-1] == before and after[-1]["session"] == third.id and after[-1]["seq"] > before[-1]["seq"]
-        of_one = await told(g, f"/admin/sessions/{session.id}/events")
-        assert of_one == [e for e in before if e["session"] == session.id]
-        assert await told(g, after=before[3]["seq"]) == after[4:]
+        session_events = await read_events(g, f"/admin/sessions/{session.id}/events")
+        assert session_events == [e for e in before if e["session"] == session.id]
+        assert await read_events(g, after=before[3]["seq"]) == after[4:]
         assert [e.seq for e in g.app.events.page(after=before[3]["seq"])] == [e["seq"] for e in after[4:]]
 
 
-async def test_a_follower_loses_nothing_and_hears_nothing_twice_through_restarts(tmp_path: Path) -> None:
+async def test_follower_gets_each_event_once_across_restarts(tmp_path: Path) -> None:
     seen: list[Any] = []
-    made: list[str] = []
-    at: list[int] = []  # the port of the gateway that is there
+    opened_ids: list[str] = []
+    port: list[int] = []  # port of the running gateway
 
     async def follow(url: str, key: str) -> None:
         async with GatewayClient(url, key) as connected:
@@ -89,37 +89,37 @@ async def test_a_follower_loses_nothing_and_hears_nothing_twice_through_restarts
     for life in range(3):
         async with gateway(HELLO, data=tmp_path) as g:
             if following is None:
-                # The address stays, as it does for a gateway that is started again: what is in front of it changes.
-                server = await asyncio.start_server(lambda r, w: _pipe(r, w, at), "127.0.0.1", 0)
+                # A proxy keeps the address while the gateway behind it restarts.
+                server = await asyncio.start_server(lambda r, w: _pipe(r, w, port), "127.0.0.1", 0)
                 url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
                 following = asyncio.create_task(follow(url, g.app.admin_key))
-            at[:] = [int(g.root.rpartition(":")[2])]
+            port[:] = [int(g.root.rpartition(":")[2])]
             for n in range(5):
                 session = await g.open()
-                made.append(session.id)
+                opened_ids.append(session.id)
                 await g.ask(session.key, f"{life}.{n}")
             if life < 2:
                 await until(lambda: len(seen) > 11 * life + 3, 10)  # noqa: B023
-                made.append((await g.open()).id)  # perhaps nobody has read it when the gateway goes
+                opened_ids.append((await g.open()).id)  # may be unread when the gateway stops
             else:
-                await until(lambda: {e.session for e in seen} == set(made) and len(seen) == 32, 10)
+                await until(lambda: {e.session for e in seen} == set(opened_ids) and len(seen) == 32, 10)
             g.app.events.close()
-            at.clear()
+            port.clear()
     assert following is not None
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
     server.close()
     assert [e.seq for e in seen] == sorted({e.seq for e in seen})
-    assert [e.session for e in seen if e.kind == "opened"] == made
+    assert [e.session for e in seen if e.kind == "opened"] == opened_ids
     assert kinds(seen).count("turn") == 15
 
 
-async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, at: list[int]) -> None:
-    """One connection, handed on to whoever is there."""
+async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: list[int]) -> None:
+    """Forward one connection to the running gateway."""
     try:
-        if not at:
+        if not port:
             return
-        inner, outer = await asyncio.open_connection("127.0.0.1", at[0])
+        inner, outer = await asyncio.open_connection("127.0.0.1", port[0])
     except OSError:
         return
     else:
@@ -139,8 +139,8 @@ async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, at: 
         writer.close()
 
 
-async def test_a_turn_and_its_event_are_one(tmp_path: Path) -> None:
-    """Whatever cannot be written of the two, the other is not there either."""
+async def test_turn_and_event_are_stored_atomically(tmp_path: Path) -> None:
+    """If one of the two cannot be written, neither is stored."""
     async with gateway(HELLO, data=tmp_path) as g:
         session = await g.open()
         g.app.store._db.execute(
@@ -153,34 +153,34 @@ async def test_a_turn_and_its_event_are_one(tmp_path: Path) -> None:
         assert await g.turns(session.id) == []
         g.app.store._db.execute("DROP TRIGGER broken")
         await g.ask(session.key, "Hi")
-        assert kinds(await told(g)) == ["opened", "turn"] and len(await g.turns(session.id)) == 1
+        assert kinds(await read_events(g)) == ["opened", "turn"] and len(await g.turns(session.id)) == 1
 
 
-async def test_an_aborted_turn_is_in_the_stream_too() -> None:
+async def test_aborted_turn_has_an_event() -> None:
     async with gateway(engine=Gated([say("Hello there, all of you.")], tokens=2)) as g:
         session = await g.open()
-        asked = g.start(g.ask(session.key, "Hi", "async stream"))
+        call = g.start(g.ask(session.key, "Hi", "async stream"))
         await until(lambda: g.gated.waiting)
         await g.cancel(session.id)
-        await asyncio.gather(asked, return_exceptions=True)
-        assert [(e["kind"], e["data"].get("finish")) for e in await told(g)] == [
+        await asyncio.gather(call, return_exceptions=True)
+        assert [(e["kind"], e["data"].get("finish")) for e in await read_events(g)] == [
             ("opened", None),
             ("turn", "abort"),
             ("cancelled", None),
         ]
 
 
-async def test_turns_that_share_a_synced_transaction_have_their_events() -> None:
+async def test_turns_in_one_transaction_each_have_an_event() -> None:
     async with gateway(HELLO, durability="disk") as g:
         sessions = [await g.open() for _ in range(6)]
         await asyncio.gather(*(g.ask(s.key, "Hi") for s in sessions))
-        assert kinds(await told(g)).count("turn") == 6
+        assert kinds(await read_events(g)).count("turn") == 6
         for session in sessions:
-            assert kinds(await told(g, f"/admin/sessions/{session.id}/events")) == ["opened", "turn"]
+            assert kinds(await read_events(g, f"/admin/sessions/{session.id}/events")) == ["opened", "turn"]
 
 
-@pytest.mark.usefixtures("no_signs_of_life")
-async def test_many_events_are_read_in_pages_and_followers_leave_nothing_behind(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("no_keep_alive")
+async def test_follow_reads_pages_and_removes_followers(tmp_path: Path) -> None:
     store = Store(tmp_path)
     events = Events(store)
     count = 2 * PAGE + 7
@@ -200,14 +200,14 @@ async def test_many_events_are_read_in_pages_and_followers_leave_nothing_behind(
     store.close()
 
 
-async def test_a_cursor_from_another_data_folder_is_not_deaf() -> None:
+async def test_cursor_beyond_newest_event_starts_over() -> None:
     async with gateway() as g:
         await g.open()
-        assert kinds(await told(g, after=10**15)) == ["opened"]
+        assert kinds(await read_events(g, after=10**15)) == ["opened"]
 
 
-@pytest.mark.usefixtures("no_signs_of_life")
-async def test_a_follower_that_waits_is_told_to_end_when_the_gateway_does(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("no_keep_alive")
+async def test_waiting_follower_ends_when_gateway_closes(tmp_path: Path) -> None:
     store = Store(tmp_path)
     events = Events(store)
     following = events.follow()
@@ -218,45 +218,47 @@ async def test_a_follower_that_waits_is_told_to_end_when_the_gateway_does(tmp_pa
     store.close()
 
 
-# ── how long ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── removal ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_events_go_with_their_session_and_only_that_stays() -> None:
+async def test_deleting_session_leaves_only_deleted_event() -> None:
     async with gateway(HELLO) as g:
         gone, stays = await g.open(), await g.open()
         await g.ask(gone.key, "Hi")
         await g.ask(stays.key, "Hi")
         await g.admin.delete(f"/admin/sessions/{gone.id}")
-        left = [(e["session"], e["kind"]) for e in await told(g)]
+        left = [(e["session"], e["kind"]) for e in await read_events(g)]
         assert left == [(stays.id, "opened"), (stays.id, "turn"), (gone.id, "deleted")]
         assert (await g.admin.get(f"/admin/sessions/{gone.id}/events")).status_code == 404
 
 
-async def test_old_events_are_removed_where_that_was_set(tmp_path: Path) -> None:
+async def test_event_days_removes_old_events(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="event_days"):
         ServeConfig(event_days=-1).check()
     async with gateway(data=tmp_path) as g:
         session = await g.open()
-        [first] = await told(g)
+        [first] = await read_events(g)
     db = Store(tmp_path)
     db._db.execute("UPDATE events SET time=?", (time.time() - 3 * 86400,))
     db.close()
     async with gateway(data=tmp_path) as g:
-        assert len(await told(g)) == 1  # as ever, they stay
+        assert len(await read_events(g)) == 1  # by default, they stay
     async with gateway(data=tmp_path, event_days=2, idle_s=0.4) as g:
         newer = await g.open()
         await until(lambda: session.id not in {e.session for e in g.app.events.page() if e.kind == "opened"})
-        left = await told(g)
+        left = await read_events(g)
         assert left[0]["session"] == newer.id and left[0]["seq"] > first["seq"]
 
 
-# ── told by others ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── announced events ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_runner_s_stages_stand_in_the_stream_before_and_beside_the_turns() -> None:
+async def test_announced_stages_are_ordered_with_turns() -> None:
     async with gateway(HELLO) as g, client(g) as connected:
         first = await connected.announce("r-1", "stage", {"stage": "sandbox"})
-        assert kinds([e async for e in connected.events("r-1", wait=False)]) == ["stage"]  # it can be followed already
+        assert kinds([e async for e in connected.events("r-1", wait=False)]) == [
+            "stage"
+        ]  # it can be followed before the session opens
         opened = await connected.open({}, "r-1")
         await g.ask(opened.key, "Hi")
         assert await connected.announce("r-1", "graded", {"kind": "graded"}) > first
@@ -264,8 +266,8 @@ async def test_a_runner_s_stages_stand_in_the_stream_before_and_beside_the_turns
         events = [e async for e in connected.events("r-1", wait=False)]
         assert kinds(events) == ["stage", "opened", "turn", "graded"]
         assert events[0].data == {"stage": "sandbox"} and events[0].seq == first
-        every = [e async for e in connected.events(after=first, wait=False)]
-        assert kinds(every) == ["opened", "turn", "graded", "note"]
+        all_events = [e async for e in connected.events(after=first, wait=False)]
+        assert kinds(all_events) == ["opened", "turn", "graded", "note"]
         assert [e async for e in connected.events("never", wait=False)] == []
 
 
@@ -282,32 +284,32 @@ async def test_a_runner_s_stages_stand_in_the_stream_before_and_beside_the_turns
         ({"session": "s", "kind": "note", "seq": 1}, "seq"),
     ],
 )
-async def test_what_cannot_be_announced_is_refused_by_name(body: Any, param: str) -> None:
+async def test_invalid_announcement_names_its_field(body: Any, param: str) -> None:
     async with gateway() as g:
         response = await g.admin.post("/admin/events", json=body)
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
-        assert await told(g) == []
+        assert await read_events(g) == []
 
 
-async def test_nobody_without_the_admin_key_tells_or_hears_anything() -> None:
+async def test_events_need_admin_key() -> None:
     async with gateway() as g:
         session = await g.open()
         for key in ("", "wrong", session.key):
             http = g.http(key)
             for path in ("/admin/events", f"/admin/sessions/{session.id}/events"):
                 assert (await http.get(path)).status_code == 401
-            said = await http.post("/admin/events", json={"session": session.id, "kind": "note"})
-            assert said.status_code == 401
-        assert kinds(await told(g)) == ["opened"]
+            response = await http.post("/admin/events", json={"session": session.id, "kind": "note"})
+            assert response.status_code == 401
+        assert kinds(await read_events(g)) == ["opened"]
 
 
-async def test_a_failed_announcement_is_an_error_of_ours() -> None:
+async def test_failed_announcement_raises_client_error() -> None:
     async with gateway() as g, client(g) as connected:
         with pytest.raises(RequestRejected, match="kind"):
             await connected.announce("s", "turn", {})
         async with GatewayClient(g.root, "x" * 20) as stranger:
             with pytest.raises(Unauthorized):
                 await stranger.announce("s", "note", {})
-        async with GatewayClient("http://127.0.0.1:9", "x" * 20) as nowhere:
+        async with GatewayClient("http://127.0.0.1:9", "x" * 20) as unreachable:
             with pytest.raises(GatewayUnreachable):
-                await nowhere.announce("s", "note", {})
+                await unreachable.announce("s", "note", {})

@@ -1,4 +1,4 @@
-"""Several workers in this process, each with its own address, so that a test can choose which one it calls.
+"""Test several workers in this process, each with its own address, so that a test can choose which one it calls.
 
 They share a data folder and talk over private sockets, as real workers do. Tests that need real processes are in `tests/workers`.
 """
@@ -41,7 +41,7 @@ STREAMED = pytest.mark.parametrize("stream", [False, True], ids=["whole", "strea
 
 
 class Crew:
-    """Workers that can be asked one by one."""
+    """Workers that can be called individually."""
 
     def __init__(self, workers: list[Running]) -> None:
         self.workers = workers
@@ -53,7 +53,7 @@ class Crew:
         return len(self.workers)
 
     async def open_at(self, owner: int, **config: Any) -> OpenSession:
-        """A session of this worker."""
+        """Open a session owned by this worker."""
         return await self[owner].open(id=Shard(owner, len(self)).new_session_id(), **config)
 
 
@@ -61,7 +61,7 @@ class Crew:
 async def crew(
     engines: Sequence[Scripted] = (), *, data: Path | None = None, run: str = "run", **config: Any
 ) -> AsyncIterator[Crew]:
-    """A worker for each engine."""
+    """Run one worker per engine."""
     engines = engines or [Scripted([say("Hello."), say("Again."), say("More.")]) for _ in range(2)]
     async with AsyncExitStack() as stack:
         folder = data or Path(
@@ -75,7 +75,7 @@ async def crew(
             shard = Shard(number, len(engines))
             settings = ServeConfig(data=str(folder), workers=len(engines), **config).check()
             worker = await stack.enter_async_context(
-                _working(Gateway(settings, engine=engine, shard=shard), shard, run)
+                _run_worker(Gateway(settings, engine=engine, shard=shard), shard, run)
             )
             port = await stack.enter_async_context(kit._serve(worker.outside))  # type: ignore[arg-type]
             root = f"http://127.0.0.1:{port}"
@@ -84,8 +84,8 @@ async def crew(
 
 
 @asynccontextmanager
-async def _working(gateway: Gateway, shard: Shard, run: str) -> AsyncIterator[WorkerGateway]:
-    """A worker whose private socket is served."""
+async def _run_worker(gateway: Gateway, shard: Shard, run: str) -> AsyncIterator[WorkerGateway]:
+    """Run a worker and serve its private socket."""
     folder = Path(gateway.config.data)
     worker = WorkerGateway(gateway, shard, folder, run)
     await worker.start()
@@ -109,7 +109,7 @@ async def _working(gateway: Gateway, shard: Shard, run: str) -> AsyncIterator[Wo
         await worker.stop()
 
 
-# ── whose is it? ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── session ownership ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -122,11 +122,11 @@ async def _working(gateway: Gateway, shard: Shard, run: str) -> AsyncIterator[Wo
         b"GET /s/task%2D1/v1/models HTTP/1.1\r\n",
     ],
 )
-def test_a_path_tells_whose_session_it_is(head: bytes) -> None:
+def test_slot_from_path(head: bytes) -> None:
     assert slot_from_head(head + b"host: x\r\n\r\n") == slot_of("task-1")
 
 
-def test_a_secret_tells_it_wherever_a_dialect_puts_it() -> None:
+def test_slot_from_session_key() -> None:
     from turngate.common.sharding import new_secret
 
     secret = new_secret("task-1").encode()
@@ -146,16 +146,16 @@ def test_a_secret_tells_it_wherever_a_dialect_puts_it() -> None:
         b"GET / HTTP/1.1\r\n\r\n",
         b"POST /v1/chat/completions HTTP/1.1\r\nauthorization: Bearer tg-"
         + b"a" * 43
-        + b"\r\n\r\n",  # of an older version
+        + b"\r\n\r\n",  # from an older version
         b"POST /admin/sessions HTTP/1.1\r\n\r\n",
         b"GET /x/s/task-1 HTTP/1.1\r\n\r\n",
     ],
 )
-def test_a_head_that_tells_nothing(head: bytes) -> None:
+def test_no_slot_in_head(head: bytes) -> None:
     assert slot_from_head(head) is None
 
 
-async def test_sessions_are_spread_evenly_and_known_by_their_secrets() -> None:
+async def test_sessions_are_spread_evenly_across_workers() -> None:
     async with crew() as c:
         opened = [await c[0].open() for _ in range(8)] + [await c[1].open() for _ in range(8)]
         owners = [slot_of(session.id) % 2 for session in opened]
@@ -166,7 +166,7 @@ async def test_sessions_are_spread_evenly_and_known_by_their_secrets() -> None:
             assert session.id not in c[1 - slot_of(session.id) % 2].app.sessions._live
 
 
-async def test_an_id_that_is_taken_is_taken_wherever_one_asks() -> None:
+async def test_duplicate_id_conflicts_at_every_worker() -> None:
     async with crew() as c:
         for n in range(6):
             assert (await c[n % 2].open(id=f"task-{n}")).id == f"task-{n}"
@@ -182,20 +182,20 @@ async def test_an_id_that_is_taken_is_taken_wherever_one_asks() -> None:
         assert (await c[0].http().post("/admin/sessions", json={})).status_code == 401
 
 
-# ── calls that arrive elsewhere ─────────────────────────────────────────────────────────────────────────────────────
+# ── calls to other workers ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 @STREAMED
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_a_call_reaches_its_session_from_every_worker(dialect: str, stream: bool) -> None:
+async def test_call_reaches_its_session_from_every_worker(dialect: str, stream: bool) -> None:
     async with crew() as c:
         session = await c.open_at(1)
-        async with agent(dialect, c[0].root, session.key, stream=stream) as far:
-            assert (await far.ask("Hi")).text == "Hello."
-            assert (await far.ask("Go on")).text == "Again."
-        async with agent(dialect, c[1].root, session.key, stream=stream) as near:
-            near.history = far.history
-            assert (await near.ask("And now?")).text == "More."
+        async with agent(dialect, c[0].root, session.key, stream=stream) as remote:
+            assert (await remote.ask("Hi")).text == "Hello."
+            assert (await remote.ask("Go on")).text == "Again."
+        async with agent(dialect, c[1].root, session.key, stream=stream) as local:
+            local.history = remote.history
+            assert (await local.ask("And now?")).text == "More."
         assert len(c[1].engine.received) == 3 and not c[0].engine.received
         [row] = await c[0].samples(session.id)
         assert len(row["spans"]) == 3 and session.id not in c[0].app.sessions._live
@@ -204,8 +204,8 @@ async def test_a_call_reaches_its_session_from_every_worker(dialect: str, stream
 async def test_several_sessions_over_one_connection() -> None:
     async with crew() as c:
         sessions = [await c[0].open() for _ in range(6)]
-        one: Any = {"limits": httpx.Limits(max_connections=1), "timeout": scaled(20)}
-        async with httpx.AsyncClient(base_url=c[0].root, trust_env=False, verify=False, **one) as http:
+        options: Any = {"limits": httpx.Limits(max_connections=1), "timeout": scaled(20)}
+        async with httpx.AsyncClient(base_url=c[0].root, trust_env=False, verify=False, **options) as http:
             for text in ("Hello.", "Again."):
                 for session in sessions:
                     key = {"authorization": f"Bearer {session.key}"}
@@ -216,13 +216,13 @@ async def test_several_sessions_over_one_connection() -> None:
 
 
 @STREAMED
-async def test_a_caller_that_hangs_up_is_gone_for_the_owner_too(stream: bool) -> None:
+async def test_disconnect_reaches_owning_worker(stream: bool) -> None:
     sampled = 3 if stream else 0
     engines = [Gated([say("One two three four.")], tokens=sampled) for _ in range(2)]
     async with crew(engines) as c:
         session = await c.open_at(1)
-        asked = c[0].client(session.key).chat.completions.create(model="m", messages=HI, stream=stream)
-        call = c[0].start(asked)
+        request = c[0].client(session.key).chat.completions.create(model="m", messages=HI, stream=stream)
+        call = c[0].start(request)
         await until(lambda: engines[1].waiting)
         if stream:
             await (await call).close()
@@ -234,7 +234,7 @@ async def test_a_caller_that_hangs_up_is_gone_for_the_owner_too(stream: bool) ->
         assert (turn["role"], len(turn["ids"])) == ("aborted", sampled)
 
 
-async def test_tokens_come_as_they_are_sampled() -> None:
+async def test_forwarded_stream_is_not_buffered() -> None:
     engines = [Gated([say("One two three four.")], tokens=3) for _ in range(2)]
     async with crew(engines) as c:
         session = await c.open_at(1)
@@ -273,7 +273,7 @@ async def test_every_verb_works_from_every_worker() -> None:
         assert listed[0] == listed[1]
 
 
-async def test_what_is_refused_is_refused_in_the_caller_s_words() -> None:
+async def test_forwarded_errors_use_caller_dialect() -> None:
     async with crew(max_body_mb=0.01) as c:
         session = await c.open_at(1)
         http = c[0].http(session.key)
@@ -290,7 +290,7 @@ async def test_what_is_refused_is_refused_in_the_caller_s_words() -> None:
         assert missing.headers.get_list("date") == missing.headers.get_list("date")[:1]
 
 
-async def test_an_owner_that_does_not_come_back_is_told_as_something_to_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_owner_is_retryable_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwarding, "RESTART_WAIT_S", 0.2)
     async with crew() as c:
         session = await c.open_at(1)
@@ -306,21 +306,23 @@ async def test_an_owner_that_does_not_come_back_is_told_as_something_to_repeat(m
         assert (await c[0].ask(session.key, "Hi")).content == "Hello."
 
 
-async def test_who_calls_is_known_to_the_owner_and_cannot_be_made_up() -> None:
+async def test_client_address_is_forwarded_and_cannot_be_forged() -> None:
     async with crew(open_loopback=True) as c:
-        for n in range(4):  # half of them belong to the other worker
+        for n in range(4):  # the other worker owns half of them
             response = await c[0].http().post(f"/v1/rollouts/r-{n}/register", json={"model": "m"})
             assert response.status_code == 200
-        elsewhere = {"x-turngate-client": "203.0.113.9"}
+        forged = {"x-turngate-client": "203.0.113.9"}
         for n in range(4):
-            assert (await c[0].http().get(f"/v1/rollouts/r-{n}/trajectory", headers=elsewhere)).status_code == 200
+            assert (await c[0].http().get(f"/v1/rollouts/r-{n}/trajectory", headers=forged)).status_code == 200
     async with crew() as c:
         for n in range(4):
-            told = await c[0].http().post(f"/v1/rollouts/r-{n}/register", json={}, headers={"x-turngate-client": "::1"})
-            assert told.status_code == 401
+            response = (
+                await c[0].http().post(f"/v1/rollouts/r-{n}/register", json={}, headers={"x-turngate-client": "::1"})
+            )
+            assert response.status_code == 401
 
 
-async def test_the_workers_own_affairs_are_not_served_to_the_world() -> None:
+async def test_internal_paths_are_not_found() -> None:
     async with crew() as c:
         for worker in c.workers:
             for path in ("/worker/fence", "/worker/events"):
@@ -329,8 +331,8 @@ async def test_the_workers_own_affairs_are_not_served_to_the_world() -> None:
         assert not c[0].app.fence.paused
 
 
-async def test_secrets_without_a_slot_and_with_a_wrong_one(tmp_path: Path) -> None:
-    """Of an older version, or made up: the slot is a hint to the front, and nothing rests on it."""
+async def test_session_keys_without_or_with_wrong_slot_work(tmp_path: Path) -> None:
+    """Keys may come from an older version or carry a wrong slot: the slot is only a routing hint."""
     async with kit.gateway(data=tmp_path) as before:
         sessions = [await before.open() for _ in range(4)]
     keys = ["tg-" + "A" * 43, "tg-" + "ffff" + "B" * 43, "tg-" + "0000" + "C" * 43, "tg-" + "D" * 43]
@@ -345,24 +347,24 @@ async def test_secrets_without_a_slot_and_with_a_wrong_one(tmp_path: Path) -> No
             assert len(await c[0].turns(session.id)) == 2
 
 
-async def test_another_number_of_workers_goes_on_with_the_same_sessions(tmp_path: Path) -> None:
+async def test_sessions_continue_with_other_number_of_workers(tmp_path: Path) -> None:
     async with crew([Scripted([say("Hello.")]) for _ in range(3)], data=tmp_path) as c:
         sessions = [await c[0].open() for _ in range(6)]
         for n, session in enumerate(sessions):
             assert (await c[n % 3].ask(session.key, "Hi")).content == "Hello."
-    heard = [*HI, {"role": "assistant", "content": "Hello."}, user("Go on")]
+    history = [*HI, {"role": "assistant", "content": "Hello."}, user("Go on")]
     async with crew([Scripted([say("Again.")]) for _ in range(2)], data=tmp_path) as c:
         for session in sessions:
-            assert (await c[0].ask(session.key, heard)).content == "Again."
-    heard += [{"role": "assistant", "content": "Again."}, user("Go on")]
-    async with kit.gateway([say("More.")], data=tmp_path) as alone:
+            assert (await c[0].ask(session.key, history)).content == "Again."
+    history += [{"role": "assistant", "content": "Again."}, user("Go on")]
+    async with kit.gateway([say("More.")], data=tmp_path) as single:
         for session in sessions:
-            assert (await alone.ask(session.key, heard)).content == "More."
-            [row] = await alone.samples(session.id)
+            assert (await single.ask(session.key, history)).content == "More."
+            [row] = await single.samples(session.id)
             assert len(row["spans"]) == 3
 
 
-async def test_only_the_owner_lets_a_session_expire() -> None:
+async def test_only_owner_expires_idle_session() -> None:
     async with crew(idle_s=0.4) as c:
         sessions = [await c[0].open() for _ in range(4)]
         rows = "SELECT count(*) FROM sessions WHERE status='sealed' AND stop='idle'"
@@ -374,7 +376,7 @@ async def test_only_the_owner_lets_a_session_expire() -> None:
 # ── the fence ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_pause_anywhere_holds_calls_everywhere_and_resume_brings_the_version_to_all() -> None:
+async def test_pause_and_resume_apply_to_every_worker() -> None:
     async with crew() as c:
         sessions = [await c.open_at(0), await c.open_at(1)]
         assert await c[1].pause() == {"version": 0, "paused": True, "in_flight": 0}
@@ -390,8 +392,8 @@ async def test_a_pause_anywhere_holds_calls_everywhere_and_resume_brings_the_ver
             assert (turn["version_start"], turn["version_end"]) == (7, 7)
         for worker in c.workers:
             assert worker.app.fence.version == 7
-            back = await worker.admin.post("/admin/fence/resume", json={"version": 6})
-            assert back.status_code == 409
+            stale = await worker.admin.post("/admin/fence/resume", json={"version": 6})
+            assert stale.status_code == 409
             assert (await worker.http("wrong").get("/admin/fence")).status_code == 401
             assert (await worker.admin.post("/admin/fence/pause", json={"mode": "x"})).status_code == 400
         assert (await c[1].resume())["version"] == 7
@@ -419,30 +421,28 @@ async def test_drain_waits_for_calls_of_every_worker() -> None:
         assert await draining == {"version": 0, "paused": True, "in_flight": 0}
 
 
-async def test_a_worker_that_starts_in_the_middle_of_a_pause_is_paused(tmp_path: Path) -> None:
+async def test_restarted_workers_stay_paused(tmp_path: Path) -> None:
     async with crew(data=tmp_path) as c:
         await c[0].resume(3)
         await c[0].pause()
-    async with crew(data=tmp_path) as c:  # the same run: its workers were started again
+    async with crew(data=tmp_path) as c:  # the same run with restarted workers
         assert [(w.app.fence.version, w.app.fence.paused) for w in c.workers] == [(3, True), (3, True)]
         await c[1].resume(4)
     async with crew(data=tmp_path) as c:
         assert [(w.app.fence.version, w.app.fence.paused) for w in c.workers] == [(4, False), (4, False)]
         await c[0].pause()
-    async with crew(
-        data=tmp_path, run="another"
-    ) as c:  # also where all of it was started afresh: weights may be half sent
+    async with crew(data=tmp_path, run="another") as c:  # also in a new run: a weight update may be incomplete
         assert [(w.app.fence.version, w.app.fence.paused) for w in c.workers] == [(4, True), (4, True)]
 
 
-async def test_a_fence_that_does_not_reach_everyone_is_not_said_to_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_fence_fails_when_worker_is_unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwarding, "RESTART_WAIT_S", 0.1)
     async with crew() as c:
-        own = Path(c[0].app.config.data) / "1"
-        own.rename(own.with_name("gone"))
+        socket_folder = Path(c[0].app.config.data) / "1"
+        socket_folder.rename(socket_folder.with_name("gone"))
         assert (await c[0].admin.post("/admin/fence/pause")).status_code == 503
         assert (await c[0].admin.post("/admin/fence/resume", json={"version": 2})).status_code == 503
-        own.with_name("gone").rename(own)
+        socket_folder.with_name("gone").rename(socket_folder)
         assert (await c[0].admin.post("/admin/fence/resume", json={"version": 1})).status_code == 409
         assert await c[1].resume() == {"version": 2, "paused": False, "in_flight": 0}
         assert [w.app.fence.version for w in c.workers] == [2, 2]
@@ -454,7 +454,7 @@ async def test_a_fence_that_does_not_reach_everyone_is_not_said_to_stand(monkeyp
 async def read_events(
     worker: Running, count: int, path: str = "/admin/events", after: str = ""
 ) -> list[tuple[str, Any]]:
-    """So many events with their ids."""
+    """Read `count` events with their ids."""
     found: list[tuple[str, Any]] = []
     headers = {"last-event-id": after} if after else {}
     if not count:
@@ -473,22 +473,22 @@ async def read_events(
     raise AssertionError(f"the stream ended after {found}")
 
 
-async def test_the_events_of_all_workers_are_one_stream_whose_cursor_holds_at_each() -> None:
+async def test_workers_share_one_event_stream_and_cursor() -> None:
     async with crew() as c:
         sessions = [await c.open_at(n % 2) for n in range(4)]
         for session in sessions:
             await c[0].ask(session.key, "Hi")
         await c[1].pause()
-        told = [("opened", s.id) for s in sessions] + [("turn", s.id) for s in sessions] + [("fence", "")]
-        total = len(told)  # one fence, and not one of each worker
+        expected = [("opened", s.id) for s in sessions] + [("turn", s.id) for s in sessions] + [("fence", "")]
+        total = len(expected)  # one fence event, not one per worker
         for worker in c.workers:
-            every = await read_events(worker, total)
-            assert [(e["kind"], e["session"]) for _, e in every] == told
-            assert [int(cursor) for cursor, _ in every] == sorted({e["seq"] for _, e in every})
-            for n, (cursor, _) in enumerate(every):
+            received = await read_events(worker, total)
+            assert [(e["kind"], e["session"]) for _, e in received] == expected
+            assert [int(cursor) for cursor, _ in received] == sorted({e["seq"] for _, e in received})
+            for n, (cursor, _) in enumerate(received):
                 rest = await read_events(c[n % 2], total - n - 1, after=cursor)
-                assert [e["seq"] for _, e in every[: n + 1] + rest] == [e["seq"] for _, e in every]
-        cursor = every[-1][0]
+                assert [e["seq"] for _, e in received[: n + 1] + rest] == [e["seq"] for _, e in received]
+        cursor = received[-1][0]
         await c[0].resume(1)
         [(_, newest)] = await read_events(c[1], 1, path=f"/admin/events?after={cursor}")
         assert newest["kind"] == "fence" and newest["data"]["version"] == 1
@@ -497,8 +497,8 @@ async def test_the_events_of_all_workers_are_one_stream_whose_cursor_holds_at_ea
         assert (await c[0].http("wrong").get("/admin/events")).status_code == 401
 
 
-@pytest.mark.usefixtures("no_signs_of_life")
-async def test_what_happens_at_another_worker_is_told_as_it_happens() -> None:
+@pytest.mark.usefixtures("no_keep_alive")
+async def test_events_of_other_worker_arrive_live() -> None:
     async with crew() as c:
         before = await c.open_at(0)
         following = c[0].start(read_events(c[0], 4))
@@ -517,7 +517,7 @@ async def test_what_happens_at_another_worker_is_told_as_it_happens() -> None:
         ]
 
 
-async def test_a_tool_call_and_its_answer_find_each_other_wherever_they_arrive() -> None:
+async def test_tool_call_and_answer_at_different_workers() -> None:
     ask = {"name": "ask", "description": "Ask a person.", "schema": {"type": "object"}, "wait_s": MAX_WAIT_S}
     async with crew() as c:
         session = await c.open_at(1, tools=[ask])
@@ -541,19 +541,19 @@ async def test_a_tool_call_and_its_answer_find_each_other_wherever_they_arrive()
             assert refused.status_code == 401
 
 
-@pytest.mark.usefixtures("no_signs_of_life")
-async def test_a_stage_told_to_any_worker_wakes_who_follows_that_session() -> None:
+@pytest.mark.usefixtures("no_keep_alive")
+async def test_announcement_at_any_worker_wakes_followers() -> None:
     async with crew() as c:
         session = await c.open_at(1)
         following = c[0].start(read_events(c[0], 2, f"/admin/sessions/{session.id}/events"))
         await until(lambda: c[1].app.events._followers)
         for worker in c.workers[:1]:
-            told = await worker.admin.post("/admin/events", json={"session": session.id, "kind": "note"})
-            assert told.status_code == 201
+            response = await worker.admin.post("/admin/events", json={"session": session.id, "kind": "note"})
+            assert response.status_code == 201
         assert [e["kind"] for _, e in await asyncio.wait_for(following, scaled(5))] == ["opened", "note"]
 
 
-async def test_one_session_s_events_come_from_its_owner() -> None:
+async def test_session_events_come_from_owner() -> None:
     async with crew() as c:
         session = await c.open_at(1)
         await c[1].ask(session.key, "Hi")
@@ -562,7 +562,7 @@ async def test_one_session_s_events_come_from_its_owner() -> None:
         assert all(cursor.isdigit() for cursor, _ in found)
 
 
-def test_cursors_of_several_workers_from_before_events_were_stored() -> None:
+def test_old_multi_worker_cursors_are_read() -> None:
     def read(cursor: str) -> int:
         return read_cursor(Request({"type": "http", "headers": [], "query_string": f"after={cursor}".encode()}))
 
@@ -574,7 +574,7 @@ def test_cursors_of_several_workers_from_before_events_were_stored() -> None:
 # ── the store ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_workers_write_in_turns_and_never_find_the_database_busy() -> None:
+async def test_concurrent_writes_never_find_database_busy() -> None:
     async with crew([Scripted(lambda request, index: say("Hello.")) for _ in range(3)]) as c:
         sessions = [await c[n % 3].open() for n in range(12)]
         for _ in range(3):
@@ -583,7 +583,7 @@ async def test_workers_write_in_turns_and_never_find_the_database_busy() -> None
         assert [worker.app.store._checkpoints is not None for worker in c.workers] == [True, False, False]
 
 
-async def test_a_connection_that_says_nothing_useful_is_refused_and_no_more() -> None:
+async def test_non_http_connection_gets_bad_request() -> None:
     async with crew() as c:
         port = int(c[0].root.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port)) as wire:
@@ -594,12 +594,12 @@ async def test_a_connection_that_says_nothing_useful_is_refused_and_no_more() ->
         assert (await c[0].admin.get("/health")).status_code == 200
 
 
-# ── what is the workers' own ────────────────────────────────────────────────────────────────────────────────────────
+# ── internal endpoints ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("target", ["/worker/fence", "/worker/events", "/%77orker/fence", "/worker/fence/resume"])
-async def test_nobody_gets_at_the_workers_own_affairs(target: str) -> None:
-    """Neither with the secret of a session that another worker has, nor with the admin key, nor with a made-up number of the run."""
+async def test_no_key_opens_internal_paths(target: str) -> None:
+    """Session keys, the admin key and a forged run id give no access to internal endpoints."""
     async with crew() as c:
         session = await c.open_at(1)
         for key in (session.key, "k" * 40):
@@ -610,7 +610,7 @@ async def test_nobody_gets_at_the_workers_own_affairs(target: str) -> None:
         assert c[1].app.fence.version == 0
 
 
-async def test_who_may_not_is_told_before_the_body_is_read() -> None:
+async def test_unauthorized_call_is_refused_before_its_body() -> None:
     async with crew() as c:
         session = await c.open_at(1)
         sent = 0
@@ -622,7 +622,7 @@ async def test_who_may_not_is_told_before_the_body_is_read() -> None:
                 yield b"x" * 1_000_000
                 await asyncio.sleep(0.02)
 
-        with suppress(httpx.WriteError, httpx.ReadError):  # or it is hung up on in the middle
+        with suppress(httpx.WriteError, httpx.ReadError):  # the connection may be closed early
             reply = await c[0].http("nobody").post(f"/s/{session.id}/v1/chat/completions", content=body())
             assert reply.status_code == 401
         assert not c[1].app.sessions.find(session.id).trace.nodes

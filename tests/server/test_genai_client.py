@@ -1,4 +1,4 @@
-"""The official `google-genai` client against the gateway: it shall not be able to tell it from the provider."""
+"""Test the gateway with the official `google-genai` client."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ THOUGHTS = {"include_thoughts": True}
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
-class Said(NamedTuple):
-    """A reply as an agent reads it, streamed or not."""
+class Reply(NamedTuple):
+    """A reply, streamed or not."""
 
     text: str
     thoughts: str
     calls: list[types.FunctionCall]
     finish: types.FinishReason | None
     usage: types.GenerateContentResponseUsageMetadata | None
-    contents: list[types.Content]  # as it goes into a history: one per chunk
+    contents: list[types.Content]  # for the agent's history: one per chunk
 
 
-def said(chunks: Sequence[types.GenerateContentResponse]) -> Said:
+def join_chunks(chunks: Sequence[types.GenerateContentResponse]) -> Reply:
     contents = [c.candidates[0].content for c in chunks if c.candidates and c.candidates[0].content]
     parts = [part for content in contents for part in content.parts or ()]
     last = chunks[-1].candidates
-    return Said(
+    return Reply(
         "".join(p.text for p in parts if p.text and not p.thought),
         "".join(p.text for p in parts if p.text and p.thought),
         [p.function_call for p in parts if p.function_call],
@@ -74,7 +74,7 @@ def said(chunks: Sequence[types.GenerateContentResponse]) -> Said:
 
 @asynccontextmanager
 async def client(g: Running, key: str, path: str = "", **options: Any) -> AsyncIterator[genai.Client]:
-    """Without certificates, which take a tenth of a second to load, and without retries."""
+    """Open a client without retries and without certificates, which take 0.1 s to load."""
     async with aiohttp.ClientSession() as session:
         with httpx.Client(verify=False, trust_env=False, timeout=scaled(20)) as http:
             transport: Json = {"aiohttp_client": session, "httpx_client": http, "base_url": g.root + path}
@@ -82,18 +82,18 @@ async def client(g: Running, key: str, path: str = "", **options: Any) -> AsyncI
             yield genai.Client(api_key=key, http_options=types.HttpOptions(**{**transport, **options}))
 
 
-async def ask(g: Running, key: str, contents: Any, way: str = "async", **config: Any) -> Said:
+async def ask(g: Running, key: str, contents: Any, way: str = "async", **config: Any) -> Reply:
     async with client(g, key) as c:
         request: Json = {"model": "m", "contents": contents, "config": config or None}
         match way:
             case "async":
-                return said([await c.aio.models.generate_content(**request)])
+                return join_chunks([await c.aio.models.generate_content(**request)])
             case "async stream":
-                return said([chunk async for chunk in await c.aio.models.generate_content_stream(**request)])
+                return join_chunks([chunk async for chunk in await c.aio.models.generate_content_stream(**request)])
             case "sync":
-                return said([await asyncio.to_thread(lambda: c.models.generate_content(**request))])
+                return join_chunks([await asyncio.to_thread(lambda: c.models.generate_content(**request))])
             case _:
-                return said(await asyncio.to_thread(lambda: list(c.models.generate_content_stream(**request))))
+                return join_chunks(await asyncio.to_thread(lambda: list(c.models.generate_content_stream(**request))))
 
 
 def function(name: str = "read_file", **properties: Json) -> types.FunctionDeclaration:
@@ -109,9 +109,9 @@ def user(*parts: Any) -> types.Content:
     return types.UserContent(list(parts))
 
 
-def result(call: types.FunctionCall, response: Json, *, named: bool = True) -> types.Part:
+def result(call: types.FunctionCall, response: Json, *, with_ids: bool = True) -> types.Part:
     return types.Part(
-        function_response=types.FunctionResponse(id=call.id if named else None, name=call.name, response=response)
+        function_response=types.FunctionResponse(id=call.id if with_ids else None, name=call.name, response=response)
     )
 
 
@@ -120,7 +120,7 @@ def prompts(g: Running) -> list[str]:
 
 
 async def assert_one_row(g: Running, session: OpenSession, turns: int) -> None:
-    """Everything that was sampled is one line of work, and its ids are what the engine saw."""
+    """Check that all samples are one row with exactly the ids the engine received."""
     [row] = await g.samples(session.id)
     assert [span["trained"] for span in row["spans"]] == [True] * turns
     for request, span in zip(g.engine.received, row["spans"], strict=True):
@@ -132,19 +132,19 @@ async def assert_one_row(g: Running, session: OpenSession, turns: int) -> None:
 
 
 @every_way
-async def test_a_plain_answer(way: str) -> None:
+async def test_text_answer(way: str) -> None:
     async with gateway([say("Hello there, friend.")]) as g:
         session = await g.open()
-        heard = await ask(g, session.key, "Hi", way)
-        assert (heard.text, heard.thoughts, heard.calls, heard.finish) == ("Hello there, friend.", "", [], "STOP")
+        reply = await ask(g, session.key, "Hi", way)
+        assert (reply.text, reply.thoughts, reply.calls, reply.finish) == ("Hello there, friend.", "", [], "STOP")
         [turn] = await g.turns(session.id)
-        assert heard.usage is not None and heard.usage.prompt_token_count == len(g.engine.received[0].prompt)
-        assert heard.usage.candidates_token_count == len(turn["ids"])
-        assert heard.usage.total_token_count == len(g.engine.received[0].prompt) + len(turn["ids"])
+        assert reply.usage is not None and reply.usage.prompt_token_count == len(g.engine.received[0].prompt)
+        assert reply.usage.candidates_token_count == len(turn["ids"])
+        assert reply.usage.total_token_count == len(g.engine.received[0].prompt) + len(turn["ids"])
         assert prompts(g) == ["<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"]
 
 
-async def test_a_reply_has_the_shape_of_a_providers() -> None:
+async def test_reply_and_chunk_fields() -> None:
     async with gateway([say("One."), say("Two two.")]) as g, client(g, (await g.open()).key) as c:
         reply = await c.aio.models.generate_content(model="some-model", contents="Hi")
         assert reply.text == "One." and reply.model_version == "some-model" and reply.response_id
@@ -159,15 +159,15 @@ async def test_a_reply_has_the_shape_of_a_providers() -> None:
 
 @every_way
 @pytest.mark.parametrize("text", ["Größe 汉字 👩‍👩‍👧 é\n\n\tend", "", "data: {}\r\n\r\n"])
-async def test_text_arrives_as_it_was_sampled(way: str, text: str) -> None:
+async def test_text_arrives_exactly_as_sampled(way: str, text: str) -> None:
     async with gateway([say(text)]) as g:
         session = await g.open()
-        heard = await ask(g, session.key, "Hi", way)
-        assert (heard.text, heard.finish) == (text, "STOP")
+        reply = await ask(g, session.key, "Hi", way)
+        assert (reply.text, reply.finish) == (text, "STOP")
 
 
 @every_way
-async def test_a_length_cuts_and_a_stop_string_ends(way: str) -> None:
+async def test_token_limit_and_stop_string(way: str) -> None:
     async with gateway([say("One two three four."), say("One END two")]) as g:
         session = await g.open()
         cut = await ask(g, session.key, "Count", way, max_output_tokens=3)
@@ -175,18 +175,18 @@ async def test_a_length_cuts_and_a_stop_string_ends(way: str) -> None:
         ended = await ask(g, session.key, "Again", way, stop_sequences=["END"], temperature=0.5, top_k=40, seed=7)
         assert (ended.text.strip(), ended.finish) == ("One", "STOP")
         sampling = g.engine.received[1].sampling
-        assert (sampling.temperature, sampling.seed, sampling.top_k) == (0.5, 7, 0)  # a neutral session's
+        assert (sampling.temperature, sampling.seed, sampling.top_k) == (0.5, 7, 0)  # neutral sampling ignores top_k
 
 
 @every_way
-async def test_the_system_instruction_reaches_the_model(way: str) -> None:
+async def test_system_instruction_reaches_model(way: str) -> None:
     async with gateway([say("Yes.")]) as g:
         session = await g.open()
         await ask(g, session.key, ["<context>", "Do it"], way, system_instruction="Be good.")
         assert "system\nBe good.<|im_end|>" in prompts(g)[0] and "user\n<context>\nDo it<|im_end|>" in prompts(g)[0]
 
 
-async def test_without_events_a_stream_is_a_list_that_grows() -> None:
+async def test_stream_without_sse_is_json_array() -> None:
     async with gateway([say("Hello there.")] * 2) as g:
         session = await g.open()
         body = {"contents": [{"parts": [{"text": "Hi"}]}]}
@@ -205,9 +205,9 @@ async def test_without_events_a_stream_is_a_list_that_grows() -> None:
 
 
 @every_way
-@pytest.mark.parametrize("named", [True, False], ids=["ids", "no ids"])
-async def test_five_turns_with_tools_make_one_training_row(way: str, named: bool) -> None:
-    """The whole life of a small agent: parallel calls, results, thinking, an answer, another question."""
+@pytest.mark.parametrize("with_ids", [True, False], ids=["ids", "no ids"])
+async def test_five_turns_with_tools_make_one_training_row(way: str, with_ids: bool) -> None:
+    """Run a small agent with parallel calls, results, thinking, an answer and another question."""
     script = [
         say(
             "<think>\nI should look.\n</think>\n\nLet me see."
@@ -223,12 +223,12 @@ async def test_five_turns_with_tools_make_one_training_row(way: str, named: bool
         session = await g.open()
         history: list[types.Content] = [user("Copy a and b into c.")]
 
-        async def turn(*more: types.Content) -> Said:
+        async def turn(*more: types.Content) -> Reply:
             history.extend(more)
             config: Json = {"system_instruction": "Be careful.", "thinking_config": THOUGHTS}
-            heard = await ask(g, session.key, history, way, tools=tools(function(), write), **config)
-            history.extend(heard.contents)
-            return heard
+            reply = await ask(g, session.key, history, way, tools=tools(function(), write), **config)
+            history.extend(reply.contents)
+            return reply
 
         first = await turn()
         assert (first.thoughts, first.text, first.finish) == ("I should look.", "Let me see.", "STOP")
@@ -237,12 +237,12 @@ async def test_five_turns_with_tools_make_one_training_row(way: str, named: bool
             ("read_file", {"path": "b.py"}),
         ]
         assert len({c.id for c in first.calls}) == 2
-        second = await turn(user(*(result(c, {"output": f"text of {c.args}"}, named=named) for c in first.calls)))
+        second = await turn(user(*(result(c, {"output": f"text of {c.args}"}, with_ids=with_ids) for c in first.calls)))
         assert second.text == "" and second.calls[0].args == {"path": "c.py", "text": 'x = "1"\n'}
-        third = await turn(user(result(second.calls[0], {"error": "disk full"}, named=named)))
+        third = await turn(user(result(second.calls[0], {"error": "disk full"}, with_ids=with_ids)))
         assert (third.thoughts, third.text) == ("Done now.", "All done.")
         fourth = await turn(user("What does c say?"))
-        fifth = await turn(user(result(fourth.calls[0], {"result": {"x": 1}}, named=named)))
+        fifth = await turn(user(result(fourth.calls[0], {"result": {"x": 1}}, with_ids=with_ids)))
         assert fifth.text == "It says x."
         assert "<tool_response>\nError: disk full\n</tool_response>" in prompts(g)[2]
         assert '<tool_response>\n{"x": 1}\n</tool_response>' in prompts(g)[4]
@@ -260,8 +260,8 @@ def read_file(path: str) -> str:
 
 
 @every_way
-async def test_functions_that_the_client_calls_by_itself(way: str) -> None:
-    """Its own loop, in a chat: it answers calls without their ids, and keeps every chunk as a content of its own."""
+async def test_sdk_automatic_function_calling(way: str) -> None:
+    """The SDK's chat loop answers calls without ids and keeps every chunk as its own content."""
     script = [
         say(
             "<think>\nLook.\n</think>\n\nI see."
@@ -305,37 +305,37 @@ async def test_functions_that_the_client_calls_by_itself(way: str) -> None:
         await assert_one_row(g, session, 4)
 
 
-STRANGE = {
+MALFORMED_CALLS = {
     "a lone surrogate": r'{"name": "f", "arguments": {"a": "\ud800"}}',
-    "an escape that JSON does not have": r'{"name": "f", "arguments": "\q"}',
-    "a number that JSON does not have": '{"name": "f", "arguments": {"a": NaN}}',
-    "a number too large": '{"name": "f", "arguments": {"a": 1' + "0" * 400 + "}}",
+    "an invalid escape": r'{"name": "f", "arguments": "\q"}',
+    "NaN": '{"name": "f", "arguments": {"a": NaN}}',
+    "a huge number": '{"name": "f", "arguments": {"a": 1' + "0" * 400 + "}}",
     "a large number": '{"name": "f", "arguments": {"a": 123456789012345678901234567890}}',
     "white space": '{"name": "f", "arguments": {\n "a" : [1,\n2.0]\n}}',
     "arguments that are no object": '{"name": "f", "arguments": [1, "x", null]}',
     "arguments in a string": r'{"name": "f", "arguments": "{\"a\": 1}"}',
-    "a deep pit": '{"name": "f", "arguments": {"a": ' + "[" * 900 + "]" * 900 + "}}",
+    "nested 900 deep": '{"name": "f", "arguments": {"a": ' + "[" * 900 + "]" * 900 + "}}",
     "a list": "[1]",
     "nothing": "",
 }
 
 
-@pytest.mark.parametrize("case", STRANGE)
+@pytest.mark.parametrize("case", MALFORMED_CALLS)
 @pytest.mark.parametrize("way", ["async", "async stream"])
-async def test_whatever_the_model_writes_into_a_call_the_agent_gets_it_and_can_go_on(case: str, way: str) -> None:
-    text = f"<tool_call>\n{STRANGE[case]}\n</tool_call>"
+async def test_malformed_call_is_delivered_and_continues(case: str, way: str) -> None:
+    text = f"<tool_call>\n{MALFORMED_CALLS[case]}\n</tool_call>"
     async with gateway([say(text), say("Next.")]) as g:
         session = await g.open()
         offered = tools(function("f"))
-        heard = await ask(g, session.key, [user("Hi")], way, tools=offered, max_output_tokens=10_000)
-        assert heard.calls or heard.text
-        answers = [result(c, {"output": "x"}) for c in heard.calls] or [types.Part(text="Go on")]
-        await ask(g, session.key, [user("Hi"), *heard.contents, user(*answers)], way, tools=offered)
+        reply = await ask(g, session.key, [user("Hi")], way, tools=offered, max_output_tokens=10_000)
+        assert reply.calls or reply.text
+        answers = [result(c, {"output": "x"}) for c in reply.calls] or [types.Part(text="Go on")]
+        await ask(g, session.key, [user("Hi"), *reply.contents, user(*answers)], way, tools=offered)
         await assert_one_row(g, session, 2)
 
 
 @every_way
-async def test_tools_that_may_not_be_used_are_not_shown_to_the_model(way: str) -> None:
+async def test_mode_none_hides_tools_from_model(way: str) -> None:
     async with gateway([say("I cannot."), say(calls(("read_file", {"path": "a"})))]) as g:
         session = await g.open()
         for mode, shown in (("NONE", False), ("VALIDATED", True)):
@@ -346,7 +346,7 @@ async def test_tools_that_may_not_be_used_are_not_shown_to_the_model(way: str) -
 
 
 @every_way
-async def test_forced_calls_and_shapes_are_honoured_and_marked(way: str) -> None:
+async def test_constrained_output_works_and_is_marked_biased(way: str) -> None:
     class Number(pydantic.BaseModel):
         n: int
 
@@ -359,11 +359,11 @@ async def test_forced_calls_and_shapes_are_honoured_and_marked(way: str) -> None
         session = await g.open()
         config = {"function_calling_config": {"mode": "ANY", "allowed_function_names": ["read_file"]}}
         offered = tools(function(), function("other"))
-        heard = await ask(g, session.key, "Go", way, tools=offered, tool_config=config)
-        assert [(c.name, c.args) for c in heard.calls] == [("read_file", {"path": "a"})] and heard.text == ""
-        heard = await ask(g, session.key, "Go", way, response_mime_type="application/json")
-        assert json.loads(heard.text) == {"n": 1}
-        heard = await ask(g, session.key, "Go", way, response_mime_type="application/json", response_schema=Number)
+        reply = await ask(g, session.key, "Go", way, tools=offered, tool_config=config)
+        assert [(c.name, c.args) for c in reply.calls] == [("read_file", {"path": "a"})] and reply.text == ""
+        reply = await ask(g, session.key, "Go", way, response_mime_type="application/json")
+        assert json.loads(reply.text) == {"n": 1}
+        reply = await ask(g, session.key, "Go", way, response_mime_type="application/json", response_schema=Number)
         kinds = [r.constraint.kind for r in g.engine.received if r.constraint is not None]
         assert kinds == ["tools", "json_object", "json_schema"]
         shape = g.engine.received[-1].constraint
@@ -373,7 +373,7 @@ async def test_forced_calls_and_shapes_are_honoured_and_marked(way: str) -> None
         assert await g.samples(session.id) == []
 
 
-async def test_structured_outputs_are_parsed_by_the_client() -> None:
+async def test_sdk_parses_structured_output() -> None:
     class Number(pydantic.BaseModel):
         n: int
 
@@ -385,7 +385,7 @@ async def test_structured_outputs_are_parsed_by_the_client() -> None:
 
 # ── thinking ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-THINKS = [
+THINKING_SCRIPT = [
     say("<think>\nFirst thought.\n</think>\n\nA. " + calls(("read_file", {"path": "a"}))),
     say("<think>\nSecond thought.\n</think>\n\nB."),
     say("C."),
@@ -395,41 +395,39 @@ THINKS = [
 @every_way
 @pytest.mark.parametrize("shown", [True, False])
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "dropped"])
-async def test_thoughts_stay_in_the_context_whatever_the_agent_does_with_them(
-    way: str, shown: bool, kept: bool
-) -> None:
-    async with gateway(THINKS) as g:
+async def test_thoughts_stay_in_context_if_agent_drops_them(way: str, shown: bool, kept: bool) -> None:
+    async with gateway(THINKING_SCRIPT) as g:
         session = await g.open()
         history = [user("Go")]
         for more in (lambda h: user(result(h.calls[0], {"output": "x"})), lambda h: user("On"), None):
             config = {"tools": tools(), "thinking_config": {"include_thoughts": shown}}
-            heard = await ask(g, session.key, history, way, **config)
-            assert bool(heard.thoughts) == (shown and len(g.engine.received) < 3)
+            reply = await ask(g, session.key, history, way, **config)
+            assert bool(reply.thoughts) == (shown and len(g.engine.received) < 3)
             contents = [
                 types.Content(role="model", parts=[p for p in content.parts or () if kept or not p.thought])
-                for content in heard.contents
+                for content in reply.contents
             ]
             if more is not None:
                 history += [c for c in contents if c.parts]
-                history.append(more(heard))
+                history.append(more(reply))
         assert "First thought." in prompts(g)[1] and "Second thought." in prompts(g)[2]
         await assert_one_row(g, session, 3)
 
 
-async def test_a_signature_brings_a_thought_back_where_the_turn_is_not_known() -> None:
-    """The agent took its conversation to another session: only what it carries along can be read there."""
-    async with gateway([*THINKS, say("D.")]) as g:
-        one, other = await g.open(), await g.open()
-        heard = await ask(g, one.key, [user("Go")], "async stream", tools=tools())
-        assert heard.thoughts == "" and heard.contents[-2].parts
-        assert heard.contents[-2].parts[0].thought_signature == b"tg1.First thought."
-        history = [user("Go"), *heard.contents, user(result(heard.calls[0], {"output": "x"}))]
-        await ask(g, other.key, history, tools=tools())
+async def test_signature_restores_thought_in_another_session() -> None:
+    """The agent moves its conversation to another session, which knows only what the agent sends."""
+    async with gateway([*THINKING_SCRIPT, say("D.")]) as g:
+        first, second = await g.open(), await g.open()
+        reply = await ask(g, first.key, [user("Go")], "async stream", tools=tools())
+        assert reply.thoughts == "" and reply.contents[-2].parts
+        assert reply.contents[-2].parts[0].thought_signature == b"tg1.First thought."
+        history = [user("Go"), *reply.contents, user(result(reply.calls[0], {"output": "x"}))]
+        await ask(g, second.key, history, tools=tools())
         assert "First thought." in prompts(g)[1]
 
 
 @pytest.mark.needs("tokenizers")
-async def test_thinking_can_be_switched_off_where_the_template_knows_it() -> None:
+async def test_thinking_budget_zero_disables_thinking() -> None:
     folder = real_tokenizer("qwen3")
     async with gateway([say("Yes.", folder=folder)] * 2, tokenizer=str(folder)) as g:
         session = await g.open()
@@ -439,43 +437,43 @@ async def test_thinking_can_be_switched_off_where_the_template_knows_it() -> Non
             assert decode(g.engine.received[-1].prompt.tolist()).rstrip().endswith("</think>") == empty
 
 
-# ── signs of life ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── keep-alives ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("way", ["async stream", "sync stream"])
 @pytest.mark.parametrize("shown", [True, False])
-async def test_the_client_waits_patiently_and_notices_nothing(way: str, shown: bool) -> None:
-    """Before the first token and between tokens, also while it thinks and nobody is shown anything."""
+async def test_sdk_ignores_keep_alives(way: str, shown: bool) -> None:
+    """Keep-alives before the first token, between tokens and during hidden thinking do not disturb the SDK."""
     slow = say("<think>\nLong thought here.\n</think>\n\nDone.", delay_s=0.15, pace_s=0.03)
     async with gateway([slow, say("Next.")], alive_s=0.02) as g:
         session = await g.open()
-        heard = await ask(g, session.key, "Hi", way, thinking_config={"include_thoughts": shown})
-        assert heard.text == "Done." and heard.thoughts == ("Long thought here." if shown else "")
-        assert all(content.parts for content in heard.contents)
-        await ask(g, session.key, [user("Hi"), *heard.contents, user("More")], way)
+        reply = await ask(g, session.key, "Hi", way, thinking_config={"include_thoughts": shown})
+        assert reply.text == "Done." and reply.thoughts == ("Long thought here." if shown else "")
+        assert all(content.parts for content in reply.contents)
+        await ask(g, session.key, [user("Hi"), *reply.contents, user("More")], way)
         await assert_one_row(g, session, 2)
 
 
-async def test_signs_of_life_go_out_while_a_thought_is_not_shown() -> None:
+async def test_keep_alives_during_hidden_thinking() -> None:
     engine = Gated([say("<think>\n" + "word " * 12 + "\n</think>\n\nDone.")], tokens=8)
     async with gateway(engine=engine, alive_s=0.05) as g, asyncio.timeout(scaled(10)):
         session = await g.open()
         body = {"contents": [{"parts": [{"text": "Hi"}]}]}
         url = "/v1beta/models/m:streamGenerateContent?alt=sse"
-        text, signs = "", 0
+        text, keep_alives = "", 0
         async with g.http(session.key).stream("POST", url, json=body) as reply:
             async for piece in reply.aiter_text():
                 text += piece
-                signs += bool(piece) and not piece.strip()
-                if signs == 2:
+                keep_alives += bool(piece) and not piece.strip()
+                if keep_alives == 2:
                     engine.gate.set()
-        assert signs >= 2 and "word" not in text and "Done" in text
+        assert keep_alives >= 2 and "word" not in text and "Done" in text
 
 
 # ── counting and models ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_tokens_are_counted_as_the_engine_would_see_them() -> None:
+async def test_count_tokens_matches_engine_prompt() -> None:
     async with gateway([say("Hello.")]) as g:
         session = await g.open()
         async with client(g, session.key) as c:
@@ -493,7 +491,7 @@ async def test_tokens_are_counted_as_the_engine_would_see_them() -> None:
         assert reply.json()["totalTokens"] > (counted.total_tokens or 0)
 
 
-async def test_models_are_listed_and_found() -> None:
+async def test_list_and_get_models() -> None:
     async with gateway(model="policy-1") as g:
         session = await g.open()
         for options in ({}, {"api_version": "v1beta"}):
@@ -509,7 +507,7 @@ async def test_models_are_listed_and_found() -> None:
 
 
 @pytest.mark.parametrize("version", ["v1beta", "v1", "v1alpha"])
-async def test_every_version_and_a_session_named_by_its_path(version: str) -> None:
+async def test_every_api_version_and_session_path(version: str) -> None:
     async with gateway([say("Hello.")] * 2) as g:
         session = await g.open()
         for path in ("", f"/s/{session.id}"):
@@ -521,14 +519,14 @@ async def test_every_version_and_a_session_named_by_its_path(version: str) -> No
 # ── errors ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def failed(g: Running, key: str, way: str = "async", contents: Any = "Hi", **config: Any) -> errors.APIError:
+async def ask_failing(g: Running, key: str, way: str = "async", contents: Any = "Hi", **config: Any) -> errors.APIError:
     with pytest.raises(errors.APIError) as caught:
         await ask(g, key, contents, way, **config)
     return caught.value
 
 
 @every_way
-async def test_each_fault_of_the_engine_is_the_providers_own_error(way: str) -> None:
+async def test_engine_faults_map_to_google_errors(way: str) -> None:
     faults = [
         (ScriptedTurn((), busy=True), 429, "RESOURCE_EXHAUSTED"),
         (ScriptedTurn((), fail_before=True), 503, "UNAVAILABLE"),
@@ -537,27 +535,27 @@ async def test_each_fault_of_the_engine_is_the_providers_own_error(way: str) -> 
     async with gateway([turn for turn, _, _ in faults]) as g:
         session = await g.open()
         for _, code, status in faults:
-            error = await failed(g, session.key, way)
+            error = await ask_failing(g, session.key, way)
             assert (error.code, error.status) == (code, status)
             assert isinstance(error, errors.ServerError if code >= 500 else errors.ClientError)
         assert await g.turns(session.id) == []
 
 
 @every_way
-async def test_an_overflow_reads_as_googles(way: str) -> None:
+async def test_too_long_prompt_error_matches_google(way: str) -> None:
     async with gateway([say("x")], max_context=30) as g:
         session = await g.open()
-        error = await failed(g, session.key, way, "word " * 100)
+        error = await ask_failing(g, session.key, way, "word " * 100)
         size = int(str(error.message).split("(")[1].split(")")[0])
         assert error.message == f"The input token count ({size}) exceeds the maximum number of tokens allowed (30)."
         assert (error.code, error.status) == (400, "INVALID_ARGUMENT") and size > 100
 
 
 @every_way
-async def test_keys_that_open_nothing(way: str) -> None:
+async def test_wrong_and_missing_keys(way: str) -> None:
     async with gateway([say("x")]) as g:
         session = await g.open()
-        error = await failed(g, "wrong", way)
+        error = await ask_failing(g, "wrong", way)
         assert (error.code, error.status) == (400, "INVALID_ARGUMENT")
         assert str(error.message).startswith("API key not valid. Please pass a valid API key.")
         assert "API_KEY_INVALID" in json.dumps(error.details) and not g.engine.received
@@ -567,50 +565,50 @@ async def test_keys_that_open_nothing(way: str) -> None:
 
 
 @every_way
-async def test_a_session_that_is_over(way: str) -> None:
+async def test_ended_session_is_failed_precondition(way: str) -> None:
     async with gateway([say("x")]) as g:
         session = await g.open()
         await g.seal(session.id)
-        error = await failed(g, session.key, way)
+        error = await ask_failing(g, session.key, way)
         assert (error.code, error.status) == (400, "FAILED_PRECONDITION") and "sealed" in str(error.message)
 
 
 @every_way
-async def test_a_model_that_is_not_there(way: str) -> None:
+async def test_unknown_model_is_not_found(way: str) -> None:
     async with gateway([say("x")], model="policy-1") as g:
         session = await g.open()
-        error = await failed(g, session.key, way)
+        error = await ask_failing(g, session.key, way)
         assert (error.code, error.status) == (404, "NOT_FOUND") and "policy-1" in str(error.message)
 
 
 @every_way
-async def test_what_cannot_be_had_is_refused_by_name(way: str) -> None:
+async def test_unsupported_features_are_named(way: str) -> None:
     async with gateway([say("x")]) as g:
         session = await g.open()
         image = types.Part.from_bytes(data=b"x", mime_type="image/png")
-        error = await failed(g, session.key, way, [user("Look", image)])
+        error = await ask_failing(g, session.key, way, [user("Look", image)])
         assert (error.code, error.status) == (400, "INVALID_ARGUMENT")
         assert str(error.message).startswith("contents[0].parts[1].inlineData: ")
-        error = await failed(g, session.key, way, response_logprobs=True, logprobs=3)
+        error = await ask_failing(g, session.key, way, response_logprobs=True, logprobs=3)
         assert str(error.message).startswith("generationConfig.responseLogprobs ")
-        error = await failed(g, session.key, way, tools=[types.Tool(google_search=types.GoogleSearch())])
+        error = await ask_failing(g, session.key, way, tools=[types.Tool(google_search=types.GoogleSearch())])
         assert str(error.message).startswith("tools[0].googleSearch ")
-        error = await failed(g, session.key, way, candidate_count=2)
+        error = await ask_failing(g, session.key, way, candidate_count=2)
         assert "fieldViolations" in json.dumps(error.details)
         assert not g.engine.received and await g.turns(session.id) == []
 
 
 @pytest.mark.parametrize("way", ["async stream", "sync stream"])
-async def test_a_fault_in_the_middle_of_a_stream(way: str) -> None:
+async def test_engine_failure_during_stream(way: str) -> None:
     async with gateway([say("One two three four.", cut_after=3)]) as g:
         session = await g.open()
-        error = await failed(g, session.key, way)
+        error = await ask_failing(g, session.key, way)
         assert (error.code, error.status) == (503, "UNAVAILABLE") and isinstance(error, errors.ServerError)
         [turn] = await g.turns(session.id)
         assert (turn["role"], len(turn["ids"])) == ("aborted", 3)
 
 
-async def test_a_client_that_is_told_to_retry_does_so() -> None:
+async def test_sdk_retries_only_retryable_errors() -> None:
     async with gateway([ScriptedTurn((), busy=True), ScriptedTurn((), fail_before=True), say("At last.")]) as g:
         session = await g.open()
         retry = types.HttpRetryOptions(attempts=3, initial_delay=0.01, max_delay=0.02, jitter=0.01)
@@ -618,13 +616,13 @@ async def test_a_client_that_is_told_to_retry_does_so() -> None:
             reply = await c.aio.models.generate_content(model="m", contents="Hi")
             assert reply.text == "At last."
         await g.seal(session.id)
-        much_later = types.HttpRetryOptions(attempts=3, initial_delay=3600, max_delay=3600, jitter=0.01)
-        async with client(g, session.key, retry_options=much_later) as c:
-            with pytest.raises(errors.ClientError):  # at once: this is hopeless
+        slow_retry = types.HttpRetryOptions(attempts=3, initial_delay=3600, max_delay=3600, jitter=0.01)
+        async with client(g, session.key, retry_options=slow_retry) as c:
+            with pytest.raises(errors.ClientError):  # no retry
                 await asyncio.wait_for(c.aio.models.generate_content(model="m", contents="Hi"), scaled(5))
 
 
-async def test_paths_and_bodies_that_are_wrong() -> None:
+async def test_wrong_paths_and_bodies() -> None:
     async with gateway([say("x")], max_body_mb=0.01) as g:
         session = await g.open()
         http = g.http(session.key)
@@ -642,11 +640,11 @@ async def test_paths_and_bodies_that_are_wrong() -> None:
         assert reply.status_code == 200
 
 
-# ── endings ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── session end, disconnects and cancellation ───────────────────────────────────────────────────────────────────────
 
 
 @every_way
-async def test_the_end_of_a_session_reads_as_a_normal_last_answer(way: str) -> None:
+async def test_session_limit_reads_as_final_answer(way: str) -> None:
     async with gateway([say("One.")]) as g:
         session = await g.open(limits={"turns": 1})
         assert (await ask(g, session.key, "Hi", way)).text == "One."
@@ -655,7 +653,7 @@ async def test_the_end_of_a_session_reads_as_a_normal_last_answer(way: str) -> N
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_an_agent_that_hangs_up(stream: bool) -> None:
+async def test_disconnect_records_aborted_turn(stream: bool) -> None:
     engine = Gated([say("One two three four."), say("Five.")], tokens=3 if stream else 0)
     async with gateway(engine=engine) as g:
         session = await g.open()
@@ -674,7 +672,7 @@ async def test_an_agent_that_hangs_up(stream: bool) -> None:
 
 
 @pytest.mark.parametrize("way", ["async", "async stream", "sync stream"])
-async def test_a_session_that_is_cancelled_in_the_middle(way: str) -> None:
+async def test_cancelled_session_fails_running_call(way: str) -> None:
     engine = Gated([say("One two three four.")], tokens=2 if "stream" in way else 0)
     async with gateway(engine=engine) as g:
         session = await g.open()
@@ -687,7 +685,7 @@ async def test_a_session_that_is_cancelled_in_the_middle(way: str) -> None:
         assert [t["role"] for t in await g.turns(session.id)] == ["aborted"]
 
 
-# ── exactness ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── token exactness ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 FUNCTIONS = [
     {
@@ -706,75 +704,75 @@ FUNCTIONS = [
 ]
 
 
-def respell(contents: list[Json], how: random.Random) -> list[Json]:
-    """The same conversation in other bytes: what agents and SDKs do to their history without meaning anything by it."""
-    out: list[Json] = []
-    nameless = how.random() < 0.3  # ids are left out everywhere, or nowhere
+def rewrite_history(contents: list[Json], draw: random.Random) -> list[Json]:
+    """Return the same conversation in different bytes, as agents and SDKs rewrite their history."""
+    rewritten: list[Json] = []
+    without_ids = draw.random() < 0.3  # in all parts or in none
     for content in json.loads(json.dumps(contents)):
         parts = content["parts"]
         if content["role"] == "model":
-            thoughts, signed = how.random() < 0.5, how.random() < 0.5
+            thoughts, signed = draw.random() < 0.5, draw.random() < 0.5
             parts = [p for p in parts if thoughts or not p.get("thought")]
             for part in parts:
                 if not signed:
                     part.pop("thoughtSignature", None)
-                if "functionCall" in part and how.random() < 0.5:
+                if "functionCall" in part and draw.random() < 0.5:
                     args = part["functionCall"]["args"]
                     part["functionCall"]["args"] = dict(reversed(args.items()))
         for part in parts:
             for name in ("functionCall", "functionResponse"):
-                if nameless and name in part:
+                if without_ids and name in part:
                     part[name].pop("id")
-        if how.random() < 0.3:
+        if draw.random() < 0.3:
             parts = [{("thought_signature" if n == "thoughtSignature" else n): v for n, v in p.items()} for p in parts]
-        cut = how.randrange(len(parts) + 1) if how.random() < 0.5 else 0
+        cut = draw.randrange(len(parts) + 1) if draw.random() < 0.5 else 0
         pieces = [p for p in (parts[:cut], parts[cut:]) if p] or ([[]] if content["role"] == "model" else [])
-        out += [
-            {"role": content["role"], "parts": p} if how.random() < 0.5 else {"parts": p, "role": content["role"]}
+        rewritten += [
+            {"role": content["role"], "parts": p} if draw.random() < 0.5 else {"parts": p, "role": content["role"]}
             for p in pieces
         ]
-    return out
+    return rewritten
 
 
 class Agent:
-    """A small agent that speaks this dialect, in process."""
+    """A small in-process agent that speaks Gemini."""
 
     def __init__(self, world: World, renderer: Any, seed: int) -> None:
         self.world, self.renderer = world, renderer
         self.agent = world.agent()
-        self.how = random.Random(seed)
+        self.draw = random.Random(seed)
         self.contents: list[Json] = [{"role": "user", "parts": [{"text": "Begin."}]}]
 
     async def turn(self, kind: str, text: str) -> None:
-        how = self.how
-        self.world.queue.append(turn_of(self.renderer, kind, text, how))
-        contents = respell(self.contents, how) if how.random() < 0.6 else self.contents
+        draw = self.draw
+        self.world.queue.append(turn_of(self.renderer, kind, text, draw))
+        contents = rewrite_history(self.contents, draw) if draw.random() < 0.6 else self.contents
         body = {
             "contents": contents,
             "systemInstruction": {"parts": [{"text": "You work."}]},
             "tools": FUNCTIONS,
-            "generationConfig": {"thinkingConfig": {"includeThoughts": how.random() < 0.5}},
+            "generationConfig": {"thinkingConfig": {"includeThoughts": draw.random() < 0.5}},
         }
-        verb = how.choice(["generateContent", "streamGenerateContent"])
+        verb = draw.choice(["generateContent", "streamGenerateContent"])
         headers = [(b"x-goog-api-key", self.agent.key.encode())]
         path = f"/v1beta/models/m:{verb}"
-        raw = json.dumps(body, indent=how.choice([None, 1]), ensure_ascii=how.random() < 0.5).encode()
+        raw = json.dumps(body, indent=draw.choice([None, 1]), ensure_ascii=draw.random() < 0.5).encode()
         status, data = await asgi(self.world.gateway, "POST", path, raw, headers)
         assert status == 200, data
         chunks = json.loads(data) if verb.startswith("stream") else [json.loads(data)]
-        said_ = [c["candidates"][0]["content"] for c in chunks]
-        joined = [part for content in said_ for part in content["parts"]]
-        self.contents += said_ if how.random() < 0.5 else [{"role": "model", "parts": joined}]
-        self.follow([part["functionCall"] for part in joined if "functionCall" in part], text)
+        answers_ = [c["candidates"][0]["content"] for c in chunks]
+        joined = [part for content in answers_ for part in content["parts"]]
+        self.contents += answers_ if draw.random() < 0.5 else [{"role": "model", "parts": joined}]
+        self.answer_calls([part["functionCall"] for part in joined if "functionCall" in part], text)
 
-    def follow(self, made: list[Json], text: str) -> None:
-        """Run the tools, in whatever order they are ready, or ask on."""
+    def answer_calls(self, function_calls: list[Json], text: str) -> None:
+        """Answer the tool calls in random order, or send a new message."""
         answers: list[Json] = [
             {"functionResponse": {"id": c["id"], "name": c["name"], "response": {"output": f"{n}: {text}"}}}
-            for n, c in enumerate(made)
+            for n, c in enumerate(function_calls)
         ]
-        if len({c["name"] for c in made}) == len(made):
-            self.how.shuffle(answers)
+        if len({c["name"] for c in function_calls}) == len(function_calls):
+            self.draw.shuffle(answers)
         self.contents.append({"role": "user", "parts": answers or [{"text": text}]})
 
 
@@ -783,7 +781,7 @@ KINDS = ["text", "think", "call", "calls", "think+call", "malformed", "truncated
 
 @pytest.mark.parametrize("name", renderer_params(["builtin", "qwen3", "llama3_1", "deepseek_v3"]))
 @pytest.mark.parametrize("seed", range(6))
-async def test_a_long_conversation_is_one_row_however_it_is_spelled(
+async def test_long_conversation_with_rewritten_history_is_one_row(
     name: str,
     seed: int,
     renderers: Callable[[str], Any],  # noqa: F811
@@ -794,7 +792,7 @@ async def test_a_long_conversation_is_one_row_however_it_is_spelled(
             agent = Agent(world, renderer, seed)
             for n in range(20):
                 await agent.turn(
-                    agent.how.choice(KINDS), agent.how.choice(["ok", "Größe 👍🏽", "  x\n\n", f"step {n}"])
+                    agent.draw.choice(KINDS), agent.draw.choice(["ok", "Größe 👍🏽", "  x\n\n", f"step {n}"])
                 )
             session = agent.agent.session
             check(session, [request.prompt for request in world.engine.received])

@@ -1,4 +1,4 @@
-"""Who may do what, and what an agent never gets to see: it holds one secret that opens one session's model calls, and nothing else."""
+"""Test authorization: an agent's key opens the model calls of one session, and replies leak nothing else."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ MODEL = [
 ]
 
 
-async def test_without_the_right_key_there_is_no_way_in_anywhere() -> None:
+async def test_wrong_keys_are_unauthorized_everywhere() -> None:
     async with gateway([say("Hello.")]) as g:
         session = await g.open()
         wrong = ["", "wrong", session.id, session.key[:-1], session.key + "x", g.app.admin_key[:-1], "tg-", "Bearer"]
@@ -66,7 +66,7 @@ async def test_without_the_right_key_there_is_no_way_in_anywhere() -> None:
         assert (await g.show(session.id))["status"] == "open" and not g.engine.received
 
 
-async def test_only_bearer_tokens_count() -> None:
+async def test_only_bearer_tokens_are_accepted() -> None:
     async with gateway([say("Hello.")] * 2) as g:
         session = await g.open()
         bare = g.http()
@@ -79,16 +79,16 @@ async def test_only_bearer_tokens_count() -> None:
         ):
             assert (await bare.post("/v1/chat/completions", json=CALL, headers=headers)).status_code == 401
         assert (await bare.post(f"/v1/chat/completions?api_key={session.key}", json=CALL)).status_code == 401
-        for strange in (b"Bearer \xff\xfe", b"Bearer \xe2\x82\xac", b"Bearer"):
-            response = await bare.post("/v1/chat/completions", json=CALL, headers={b"authorization": strange})
+        for malformed in (b"Bearer \xff\xfe", b"Bearer \xe2\x82\xac", b"Bearer"):
+            response = await bare.post("/v1/chat/completions", json=CALL, headers={b"authorization": malformed})
             assert response.status_code == 401
-            assert (await bare.get("/admin/sessions", headers={b"authorization": strange})).status_code == 401
+            assert (await bare.get("/admin/sessions", headers={b"authorization": malformed})).status_code == 401
         for scheme in ("Bearer", "bearer"):
             headers = {"authorization": f"{scheme} {session.key}"}
             assert (await bare.post("/v1/chat/completions", json=CALL, headers=headers)).status_code == 200
 
 
-async def test_a_sessions_key_opens_none_of_the_admin_calls() -> None:
+async def test_session_key_opens_no_admin_endpoint() -> None:
     async with gateway() as g:
         session = await g.open()
         for method, path in ADMIN:
@@ -97,27 +97,27 @@ async def test_a_sessions_key_opens_none_of_the_admin_calls() -> None:
         assert (await g.show(session.id))["status"] == "open"
 
 
-async def test_a_sessions_key_opens_no_other_session() -> None:
+async def test_session_key_opens_no_other_session() -> None:
     async with gateway([say("Hello.")]) as g:
-        mine, other = await g.open(), await g.open()
+        own, other = await g.open(), await g.open()
         for path in ("/s/{id}/v1/chat/completions", "/s/{id}/chat/completions", "/v1/rollouts/{id}/chat/completions"):
-            response = await g.http(mine.key).post(path.format(id=other.id), json=CALL)
+            response = await g.http(own.key).post(path.format(id=other.id), json=CALL)
             assert response.status_code == 401
-            # The same words for a session that does not exist: nothing is told about who else is here.
-            nobody = await g.http(mine.key).post(path.format(id="nobody"), json=CALL)
-            assert (nobody.status_code, nobody.content) == (response.status_code, response.content)
+            # The reply for an unknown session is identical, so it does not reveal which sessions exist.
+            unknown = await g.http(own.key).post(path.format(id="nobody"), json=CALL)
+            assert (unknown.status_code, unknown.content) == (response.status_code, response.content)
         assert await g.turns(other.id) == []
-        assert (await g.http(mine.key).get(f"/s/{other.id}/v1/models")).status_code == 401
+        assert (await g.http(own.key).get(f"/s/{other.id}/v1/models")).status_code == 401
 
 
-async def test_the_admin_key_opens_a_session_by_its_path_but_is_nobodys_own() -> None:
+async def test_admin_key_opens_sessions_only_by_path() -> None:
     async with gateway([say("Hello.")]) as g:
         session = await g.open()
         assert (await g.admin.post(f"/s/{session.id}/v1/chat/completions", json=CALL)).status_code == 200
         assert (await g.admin.post("/v1/chat/completions", json=CALL)).status_code == 401
 
 
-async def test_strange_paths_lead_nowhere() -> None:
+async def test_malformed_paths_are_refused() -> None:
     async with gateway() as g:
         session = await g.open()
         for path in ("/s//v1/chat/completions", "/s/..%2fadmin/v1/chat/completions", f"/s/{session.id}/admin/sessions"):
@@ -127,75 +127,75 @@ async def test_strange_paths_lead_nowhere() -> None:
 # ── the admin key ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def started(data: Path) -> str:
-    """The admin key of a gateway that is started and stopped."""
+def start_gateway(data: Path) -> str:
+    """Start and stop a gateway and return its admin key."""
     app = Gateway(ServeConfig(data=str(data)), engine=Scripted([]))
     app.store.close()
     return app.admin_key
 
 
-def test_the_admin_key_is_made_once_and_only_its_owner_can_read_it(tmp_path: Path) -> None:
-    key = started(tmp_path / "data")
+def test_admin_key_file_is_created_once_and_private(tmp_path: Path) -> None:
+    key = start_gateway(tmp_path / "data")
     file = tmp_path / "data" / "admin-key"
     assert file.read_text().strip() == key and len(key) > 40
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert started(tmp_path / "data") == key
-    assert started(tmp_path / "other") != key
+    assert start_gateway(tmp_path / "data") == key
+    assert start_gateway(tmp_path / "other") != key
 
 
-def test_what_is_recorded_is_for_its_owner_only(tmp_path: Path) -> None:
-    started(tmp_path / "data")
+def test_data_folder_is_private(tmp_path: Path) -> None:
+    start_gateway(tmp_path / "data")
     assert stat.S_IMODE((tmp_path / "data").stat().st_mode) == 0o700
     assert stat.S_IMODE((tmp_path / "data" / "turngate.db").stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644])
-def test_a_key_file_that_others_can_read_is_refused(mode: int, tmp_path: Path) -> None:
-    started(tmp_path)
+def test_readable_key_file_is_refused(mode: int, tmp_path: Path) -> None:
+    start_gateway(tmp_path)
     (tmp_path / "admin-key").chmod(mode)
     with pytest.raises(ConfigError, match="chmod 600"):
-        started(tmp_path)
+        start_gateway(tmp_path)
     (tmp_path / "admin-key").chmod(0o600)
-    started(tmp_path)  # and the folder is not left locked by the attempt
+    start_gateway(tmp_path)  # the failed attempt left no lock behind
 
 
 @pytest.mark.parametrize("text", ["", "short", "\n\n"])
-def test_a_key_file_without_a_key_is_refused(text: str, tmp_path: Path) -> None:
-    started(tmp_path)
+def test_invalid_admin_key_file_is_refused(text: str, tmp_path: Path) -> None:
+    start_gateway(tmp_path)
     (tmp_path / "admin-key").write_text(text)
     with pytest.raises(ConfigError, match="does not contain a valid key"):
-        started(tmp_path)
+        start_gateway(tmp_path)
 
 
-def test_the_environments_key_wins_and_is_not_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_key_wins_and_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TURNGATE_ADMIN_KEY", "from-the-environment-1234")
-    assert started(tmp_path) == "from-the-environment-1234"
+    assert start_gateway(tmp_path) == "from-the-environment-1234"
     assert not (tmp_path / "admin-key").exists()
     monkeypatch.delenv("TURNGATE_ADMIN_KEY")
-    own = started(tmp_path)
+    own = start_gateway(tmp_path)
     monkeypatch.setenv("TURNGATE_ADMIN_KEY", "from-the-environment-1234")
-    assert started(tmp_path) == "from-the-environment-1234"
+    assert start_gateway(tmp_path) == "from-the-environment-1234"
     assert (tmp_path / "admin-key").read_text().strip() == own
 
 
-def test_a_short_key_in_the_environment_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_environment_key_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TURNGATE_ADMIN_KEY", "secret")
     with pytest.raises(ConfigError, match="16 characters"):
-        started(tmp_path)
+        start_gateway(tmp_path)
 
 
-def test_the_key_may_be_in_a_file_that_the_environment_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Docker, Kubernetes and systemd hand secrets over; whoever calls the gateway may have it so, too."""
+def test_environment_can_name_key_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Docker, Kubernetes and systemd pass secrets as files; clients can read the key the same way."""
     file = tmp_path / "secret"
     file.write_text("from-a-file-of-its-own\n")
-    file.chmod(0o444)  # so Docker mounts it
+    file.chmod(0o444)  # as Docker mounts it
     monkeypatch.setenv("TURNGATE_ADMIN_KEY_FILE", str(file))
-    assert started(tmp_path / "data") == read_admin_key() == "from-a-file-of-its-own"
+    assert start_gateway(tmp_path / "data") == read_admin_key() == "from-a-file-of-its-own"
     assert not (tmp_path / "data" / "admin-key").exists()
 
 
 @pytest.mark.parametrize(
-    ("content", "wrong"),
+    ("content", "message"),
     [
         (None, "TURNGATE_ADMIN_KEY_FILE: .* cannot be read"),
         (b"", "TURNGATE_ADMIN_KEY_FILE: .* does not contain a valid key"),
@@ -204,30 +204,30 @@ def test_the_key_may_be_in_a_file_that_the_environment_names(tmp_path: Path, mon
         (b"short", "16 characters"),
     ],
 )
-def test_a_key_file_without_a_key_is_refused_and_not_shown(
-    content: bytes | None, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_invalid_environment_key_file_is_refused(
+    content: bytes | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "secret"
     if content is not None:
         file.write_bytes(content)
     monkeypatch.setenv("TURNGATE_ADMIN_KEY_FILE", str(file))
-    with pytest.raises(ConfigError, match=wrong) as refused:
-        started(tmp_path / "data")
+    with pytest.raises(ConfigError, match=message) as refused:
+        start_gateway(tmp_path / "data")
     assert "another-key" not in str(refused.value)
 
 
-def test_a_key_and_a_key_file_at_once_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_and_key_file_together_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TURNGATE_ADMIN_KEY", "from-the-environment-1234")
     monkeypatch.setenv("TURNGATE_ADMIN_KEY_FILE", "/run/secrets/admin_key")
     with pytest.raises(ConfigError, match="TURNGATE_ADMIN_KEY and TURNGATE_ADMIN_KEY_FILE are both set"):
-        started(tmp_path)
+        start_gateway(tmp_path)
 
 
-# ── what agents see ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── leaks to agents ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Wire:
-    """Everything that came back to an agent, to the byte."""
+    """Record every response sent to an agent, byte for byte."""
 
     def __init__(self) -> None:
         self.responses: list[tuple[str, bytes]] = []
@@ -237,12 +237,12 @@ class Wire:
         self.responses.append((name, head + b"\n\n" + body))
 
     def find(self, *needles: str) -> list[str]:
-        """Where any of these is to be found."""
+        """List the responses that contain any of the needles."""
         return [f"{name}: {needle}" for name, data in self.responses for needle in needles if needle.encode() in data]
 
 
-async def rich_run(g: Running) -> tuple[Wire, OpenSession, OpenSession]:
-    """A session in which everything happens that can happen to an agent, and another one that it must not learn of."""
+async def run_every_case(g: Running) -> tuple[Wire, OpenSession, OpenSession]:
+    """Run a session through every kind of response, next to another session that it must not see."""
     wire = Wire()
     other = await g.open(id="other-session-0001", metadata={"task": "others-metadata"})
     session = await g.open(id="own-session-0002", metadata={"grade": "hidden-metadata"}, model="m")
@@ -281,7 +281,7 @@ async def rich_run(g: Running) -> tuple[Wire, OpenSession, OpenSession]:
     return wire, session, other
 
 
-def rich_script(request: Any, index: int) -> Any:
+def every_case_script(request: Any, index: int) -> Any:
     text = say("<think>\nHm.\n</think>\n\nLook." + calls(("read_file", {"path": "a"}))) if index == 0 else say("Fine.")
     faults: dict[str, Any] = {
         "busy": {"busy": True},
@@ -295,9 +295,9 @@ def rich_script(request: Any, index: int) -> Any:
     return say("Fine.", **faults[order[index - 4]]) if 4 <= index < 4 + len(order) else text
 
 
-async def test_no_token_log_probability_or_secret_is_in_anything_that_an_agent_gets() -> None:
-    async with gateway(rich_script) as g:
-        wire, session, other = await rich_run(g)
+async def test_replies_contain_no_token_ids_logprobs_or_secrets() -> None:
+    async with gateway(every_case_script) as g:
+        wire, session, other = await run_every_case(g)
         assert len(wire.responses) > 20
         assert wire.find(session.key, other.key, g.app.admin_key) == []
         assert wire.find("hidden-metadata", "others-metadata", "xylophone", other.id) == []
@@ -315,18 +315,18 @@ async def test_no_token_log_probability_or_secret_is_in_anything_that_an_agent_g
         assert wire.find("token_ids", "prompt_ids", "version_start", "turngate.db", str(g.app.config.data)) == []
 
 
-async def test_an_agent_does_not_learn_its_sessions_id() -> None:
-    """The id is the admin's name for it, and the secret is the agent's: a program in the sandbox has no use for the first."""
-    async with gateway(rich_script) as g:
-        wire, session, _ = await rich_run(g)
+async def test_replies_do_not_contain_session_id() -> None:
+    """The id is for the admin; programs in the sandbox need only the key."""
+    async with gateway(every_case_script) as g:
+        wire, session, _ = await run_every_case(g)
         mentioned = wire.find(session.id, "limited-session-0003", "conflict-session-0004")
         assert mentioned == []
 
 
-async def test_the_secret_is_nowhere_on_disk_or_in_the_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_keys_are_not_on_disk_or_in_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    async with gateway(rich_script, data=tmp_path, log_turns=True) as g:
-        _, session, other = await rich_run(g)
+    async with gateway(every_case_script, data=tmp_path, log_turns=True) as g:
+        _, session, other = await run_every_case(g)
         secrets = [session.key, other.key]
         live = b"".join(f.read_bytes() for f in tmp_path.iterdir() if f.name.startswith("turngate.db"))
         logged = "\n".join(
@@ -338,10 +338,10 @@ async def test_the_secret_is_nowhere_on_disk_or_in_the_logs(tmp_path: Path, capl
         assert secret.encode() not in live + files and secret not in logged
         assert secret.removeprefix("tg-").encode() not in live + files
     assert admin.encode() not in live + files and admin not in logged
-    assert session.id in logged and b"own-session-0002" in live + files  # it is the right haystack
+    assert session.id in logged and b"own-session-0002" in live + files  # the search covers the right files
 
 
-async def test_turn_logging_is_a_switch_and_logs_sizes_not_words(caplog: pytest.LogCaptureFixture) -> None:
+async def test_turn_logging_is_optional_and_logs_no_text(caplog: pytest.LogCaptureFixture) -> None:
     for switch in (False, True):
         caplog.clear()
         with caplog.at_level(logging.INFO, "turngate"):
@@ -352,7 +352,7 @@ async def test_turn_logging_is_a_switch_and_logs_sizes_not_words(caplog: pytest.
         assert (session.id in text) is switch and "private" not in text
 
 
-async def test_a_key_still_says_that_its_session_is_over_and_only_that() -> None:
+async def test_key_of_ended_session_gets_conflict() -> None:
     async with gateway(engine=Gated([say("Hello.")])) as g:
         session = await g.open()
         task = g.start(g.client(session.key).chat.completions.create(model="m", messages=HI))

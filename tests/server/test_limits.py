@@ -1,4 +1,4 @@
-"""Agents ignore their own limits, so the gateway keeps them: with a normal last answer, since an empty or failed one is retried."""
+"""Test session limits: at a limit the gateway sends a normal final answer, because agents retry empty or failed ones."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ HI = [user("Hi")]
 every_way = pytest.mark.parametrize("way", CLIENT_MODES)
 
 
-def is_last_word(heard: Reply) -> bool:
-    """A normal, final, non-empty message that tells the model's user why."""
+def is_final_answer(reply: Reply) -> bool:
+    """Check for a normal, non-empty final message that names the limit."""
     return (
-        heard.finish == "stop" and "limit" in heard.content and not heard.calls and heard.usage.completion_tokens == 0
+        reply.finish == "stop" and "limit" in reply.content and not reply.calls and reply.usage.completion_tokens == 0
     )
 
 
 @every_way
-async def test_turns(way: str) -> None:
+async def test_turn_limit(way: str) -> None:
     async with gateway([say("One."), say("Two.")]) as g:
         session = await g.open(limits={"turns": 2})
         assert [(await g.ask(session.key, HI, way)).content for _ in range(2)] == ["One.", "Two."]
-        for _ in range(2):  # however often it asks
-            assert is_last_word(await g.ask(session.key, HI, way))
+        for _ in range(2):  # repeated calls get the same answer
+            assert is_final_answer(await g.ask(session.key, HI, way))
         assert len(g.engine.received) == 2 and len(await g.turns(session.id)) == 2
         shown = await g.show(session.id)
         assert (shown["status"], shown["stop"], shown["turns"]) == ("open", "turns", 2)
@@ -37,75 +37,75 @@ async def test_turns(way: str) -> None:
 
 
 @every_way
-async def test_sampled_tokens(way: str) -> None:
-    """The turn in which they run out is cut there; the next one is the last word."""
+async def test_sampled_token_limit(way: str) -> None:
+    """The turn that reaches the limit is cut there; the next call gets the final answer."""
     async with gateway([say("One two three four five.")] * 2) as g:
         size = len(say("One two three four five.").ids)
         session = await g.open(limits={"sampled_tokens": size + 3})
         assert (await g.ask(session.key, HI, way)).finish == "stop"
         cut = await g.ask(session.key, HI, way)
         assert cut.finish == "length" and cut.usage.completion_tokens == 3
-        assert is_last_word(await g.ask(session.key, HI, way))
+        assert is_final_answer(await g.ask(session.key, HI, way))
         assert (await g.show(session.id))["sampled_tokens"] == size + 3
 
 
 @every_way
-async def test_context_tokens(way: str) -> None:
+async def test_context_token_limit(way: str) -> None:
     async with gateway([say("word " * 50)] * 2) as g:
         session = await g.open(limits={"context_tokens": 30})
         cut = await g.ask(session.key, HI, way)
         assert cut.finish == "length" and cut.usage.total_tokens == 30
         last = await g.ask(session.key, [*HI, cut.message(), user("More")], way)
-        assert is_last_word(last) and len(g.engine.received) == 1
+        assert is_final_answer(last) and len(g.engine.received) == 1
         # A shorter conversation still fits.
         assert (await g.ask(session.key, "Hello", way)).finish == "length"
 
 
 @every_way
-async def test_seconds(way: str) -> None:
+async def test_time_limit(way: str) -> None:
     async with gateway([say("One.")]) as g:
         session = await g.open(limits={"seconds": 0.05})
         await asyncio.sleep(0.06)
-        assert is_last_word(await g.ask(session.key, HI, way)) and not g.engine.received
+        assert is_final_answer(await g.ask(session.key, HI, way)) and not g.engine.received
 
 
-async def test_seconds_that_run_out_in_the_middle_of_an_answer() -> None:
-    """What was sampled stands, and the engine stops."""
+async def test_time_limit_during_answer_cuts_it() -> None:
+    """The sampled tokens are kept, and the engine is aborted."""
     engine = Gated([say("One two three four.")], tokens=3)
     async with gateway(engine=engine) as g:
-        seconds, began = scaled(0.2), time.monotonic()
+        seconds, started = scaled(0.2), time.monotonic()
         session = await g.open(limits={"seconds": seconds})
         async with asyncio.timeout(seconds + scaled(5)):
-            heard = await g.ask(session.key, HI, "async stream")
-        assert time.monotonic() - began > 0.9 * seconds
-        assert heard.finish == "length" and heard.content == tokenizer().decode(say("One two three four.").ids[:3])
+            reply = await g.ask(session.key, HI, "async stream")
+        assert time.monotonic() - started > 0.9 * seconds
+        assert reply.finish == "length" and reply.content == tokenizer().decode(say("One two three four.").ids[:3])
         assert engine.aborted == 1
         [turn] = await g.turns(session.id)
         assert (turn["role"], turn["finish"]) == ("main", "length") and len(await g.samples(session.id)) == 1
 
 
 @pytest.mark.parametrize("way", ["async", "async stream"])
-async def test_seconds_that_run_out_before_the_first_word(way: str) -> None:
-    """An empty answer would be asked for again: this one says what happened."""
+async def test_time_limit_before_first_token(way: str) -> None:
+    """The answer is not empty, because agents retry empty answers."""
     async with gateway(engine=Gated([say("Too late.")])) as g:
         session = await g.open(limits={"seconds": 0.2})
-        assert is_last_word(await g.ask(session.key, HI, way))
+        assert is_final_answer(await g.ask(session.key, HI, way))
 
 
 @pytest.mark.parametrize("way", ["async", "async stream"])
-async def test_seconds_that_run_out_at_the_fence(way: str) -> None:
-    """A long weight update does not stop a rollout's clock: its call comes back when its time is over, not when the update is."""
+async def test_time_limit_at_fence(way: str) -> None:
+    """A pause does not stop the clock: the call returns when the time is over."""
     async with gateway([say("Too late.")]) as g:
         session = await g.open(limits={"seconds": 0.2})
         await g.pause()
         task = g.start(g.ask(session.key, HI, way))
         try:
-            assert is_last_word(await asyncio.wait_for(asyncio.shield(task), scaled(5)))
+            assert is_final_answer(await asyncio.wait_for(asyncio.shield(task), scaled(5)))
         finally:
             await g.resume()
 
 
-async def test_a_session_that_answers_with_a_conflict_at_its_limit() -> None:
+async def test_at_limit_conflict_returns_conflict() -> None:
     async with gateway([say("One.")]) as g:
         session = await g.open(limits={"turns": 1}, at_limit="conflict")
         await g.ask(session.key, HI)
@@ -117,19 +117,19 @@ async def test_a_session_that_answers_with_a_conflict_at_its_limit() -> None:
 # ── under concurrency ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_turns_are_counted_while_they_are_under_way() -> None:
+async def test_calls_in_flight_count_as_turns() -> None:
     async with gateway(engine=Gated([say("Answer.")] * 3)) as g:
         session = await g.open(limits={"turns": 3})
         tasks = [g.start(g.ask(session.key, [user(f"Question {n}")])) for n in range(8)]
         await until(lambda: sum(t.done() for t in tasks) == 5)
         g.gated.gate.set()
         replies = await asyncio.gather(*tasks)
-        assert sum(r.content == "Answer." for r in replies) == 3 and sum(map(is_last_word, replies)) == 5
+        assert sum(r.content == "Answer." for r in replies) == 3 and sum(map(is_final_answer, replies)) == 5
         assert len(g.engine.received) == (await g.show(session.id))["turns"] == 3
 
 
-async def test_sampled_tokens_are_not_given_out_twice() -> None:
-    """Four calls at once may not sample four times what is left."""
+async def test_parallel_calls_do_not_exceed_sampled_token_limit() -> None:
+    """Four parallel calls may not each sample the remaining tokens."""
     async with gateway(engine=Gated([say("One two three four five six seven.")] * 4)) as g:
         session = await g.open(limits={"sampled_tokens": 10})
         tasks = [g.start(g.ask(session.key, [user(f"Question {n}")])) for n in range(4)]
@@ -139,19 +139,19 @@ async def test_sampled_tokens_are_not_given_out_twice() -> None:
         assert (await g.show(session.id))["sampled_tokens"] <= 10
 
 
-async def test_calls_at_once_share_what_is_left_and_none_is_turned_away_while_something_is() -> None:
-    """Sub-agents run side by side. A call does not use up the whole budget by merely being allowed to."""
+async def test_parallel_calls_share_remaining_tokens() -> None:
+    """A call of a parallel sub-agent does not reserve the whole remaining budget."""
     async with gateway(engine=Gated([say("One two three.")] * 3)) as g:
         session = await g.open(limits={"sampled_tokens": 100})
         tasks = [g.start(g.ask(session.key, [user(f"Question {n}")])) for n in range(3)]
         await until(lambda: g.gated.waiting + sum(t.done() for t in tasks) == 3)
         g.gated.gate.set()
-        assert [heard.content for heard in await asyncio.gather(*tasks)] == ["One two three."] * 3
+        assert [reply.content for reply in await asyncio.gather(*tasks)] == ["One two three."] * 3
         assert (await g.show(session.id))["sampled_tokens"] == 3 * len(say("One two three.").ids)
 
 
-async def test_a_call_whose_tokens_were_used_up_while_it_waited_gets_the_last_word() -> None:
-    """It was let in while some were left, and then stood at the fence."""
+async def test_call_whose_tokens_ran_out_at_fence_gets_final_answer() -> None:
+    """The call was admitted while tokens were left and then waited at the fence."""
     async with gateway(engine=Gated([say("One two three four five six seven.")] * 2, tokens=1)) as g:
         session = await g.open(limits={"sampled_tokens": 5})
         first = g.start(g.ask(session.key, HI, "async stream"))
@@ -162,10 +162,10 @@ async def test_a_call_whose_tokens_were_used_up_while_it_waited_gets_the_last_wo
         g.gated.gate.set()
         assert (await first).finish == "length"
         await g.resume()
-        assert is_last_word(await second)
+        assert is_final_answer(await second)
 
 
-async def test_calls_that_came_to_nothing_do_not_count_as_turns() -> None:
+async def test_failed_and_aborted_calls_do_not_count_as_turns() -> None:
     engine = Gated([say("", busy=True), say("Lost."), say("One.")])
     async with gateway(engine=engine) as g:
         session = await g.open(limits={"turns": 1})
@@ -179,19 +179,19 @@ async def test_calls_that_came_to_nothing_do_not_count_as_turns() -> None:
         await until(lambda: engine.aborted == 1)
         engine.gate.set()
         assert (await g.ask(session.key, HI)).content == "One."
-        assert is_last_word(await g.ask(session.key, HI))
+        assert is_final_answer(await g.ask(session.key, HI))
 
 
-async def test_one_sessions_limits_are_not_anothers() -> None:
+async def test_limits_apply_per_session() -> None:
     async with gateway([say("One.")] * 2) as g:
         tight, free = await g.open(limits={"turns": 1}), await g.open()
         for session in (tight, free):
             await g.ask(session.key, HI)
-        assert is_last_word(await g.ask(tight.key, HI))
+        assert is_final_answer(await g.ask(tight.key, HI))
         assert (await g.ask(free.key, HI)).content == "One."
 
 
-async def test_the_models_context_and_the_sessions_are_both_kept() -> None:
+async def test_model_and_session_context_limits_both_apply() -> None:
     async with gateway(engine=Scripted([say("word " * 50)] * 2, max_context=40)) as g:
         narrow, wide = await g.open(limits={"context_tokens": 30}), await g.open(limits={"context_tokens": 1000})
         assert (await g.ask(narrow.key, HI)).usage.total_tokens == 30

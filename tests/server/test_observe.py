@@ -1,6 +1,6 @@
-"""Observe mode from end to end: an agent on an official SDK, the gateway, and an endpoint that speaks the same dialect or another.
+"""Test observe mode end to end: an SDK agent, the gateway, and an endpoint of the same or another dialect.
 
-The endpoints are strict (`tests/engines/providers.py`): a call that was answered was one that the real provider would have taken.
+The endpoints (`tests/engines/providers.py`) are strict: they answer only calls that the real provider would accept.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ async def converse(a: Agent) -> list[object]:
 @every_endpoint
 @every_dialect
 @streamed_or_not
-async def test_a_conversation_with_tools_and_thinking(
+async def test_conversation_with_tools_and_thinking(
     dialect: str, endpoint: type[Provider], stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with scene(endpoint(*SCRIPT), dialect, monkeypatch, stream=stream) as s:
@@ -74,10 +74,10 @@ async def test_a_conversation_with_tools_and_thinking(
 
 
 async def assert_recorded(s: Scene) -> None:
-    """All of it is one line of work, in the words of the model, marked as what it is."""
+    """Check that the conversation is one main line with the model's text, captured as text."""
     turns = await s.gateway.turns(s.session.id)
-    assert [turn["message"].get("content", "") for turn in turns] == [said.text for said in SCRIPT]
-    assert [turn["message"]["reasoning"] for turn in turns] == [said.thought for said in SCRIPT]
+    assert [turn["message"].get("content", "") for turn in turns] == [scripted.text for scripted in SCRIPT]
+    assert [turn["message"]["reasoning"] for turn in turns] == [scripted.thought for scripted in SCRIPT]
     assert [turn["finish"] for turn in turns] == ["tool_calls", "tool_calls", "stop"]
     assert {(turn["role"], turn["cause"], turn["capture"], turn["engine"]) for turn in turns} == {
         ("main", None, "text", s.provider.name)
@@ -87,7 +87,7 @@ async def assert_recorded(s: Scene) -> None:
 
 
 def assert_private(s: Scene) -> None:
-    """The provider never sees the agent's key, and was asked three times, each time with everything in order."""
+    """Check that the provider got three valid calls and never the agent's key."""
     assert s.provider.refusals == [] and len(s.provider.seen) == 3
     for headers, body in zip(s.provider.headers, s.provider.bodies, strict=True):
         assert s.session.key not in str(dict(headers)) and s.session.key.encode() not in body
@@ -96,10 +96,10 @@ def assert_private(s: Scene) -> None:
 
 @every_dialect
 @streamed_or_not
-async def test_token_ids_of_a_vllm_make_one_row_whatever_the_agent_speaks(
+async def test_vllm_token_ids_make_one_row_in_every_dialect(
     dialect: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stand-in's template shows every word: a thought or an argument that was lost on the way would start a new row."""
+    """The stand-in's template renders everything, so a lost thought or argument would start a new row."""
     provider = ChatProvider(*SCRIPT, tells=True)
     async with scene(provider, dialect, monkeypatch, stream=stream, sampling={"temperature": 1.0}) as s:
         await converse(s.agent)

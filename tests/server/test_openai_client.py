@@ -1,4 +1,4 @@
-"""The official `openai` client against the gateway: it shall not be able to tell it from a provider."""
+"""Test the gateway with the official `openai` client."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ every_way = pytest.mark.parametrize("way", CLIENT_MODES)
 
 
 def prompts(g: Running) -> list[str]:
-    """The prompts that the engine got, as text."""
+    """Decode the prompts that the engine received."""
     return [tokenizer().decode(request.prompt.tolist()) for request in g.engine.received]
 
 
@@ -43,20 +43,20 @@ def prompts(g: Running) -> list[str]:
 
 
 @every_way
-async def test_a_plain_answer(way: str) -> None:
+async def test_text_answer(way: str) -> None:
     async with gateway([say("Hello there, friend.")]) as g:
         session = await g.open()
-        heard = await g.ask(session.key, "Hi", way)
-        assert (heard.content, heard.reasoning, heard.calls, heard.finish) == ("Hello there, friend.", "", [], "stop")
-        # The numbers are true: they are what the engine got and gave.
+        reply = await g.ask(session.key, "Hi", way)
+        assert (reply.content, reply.reasoning, reply.calls, reply.finish) == ("Hello there, friend.", "", [], "stop")
+        # Usage matches what the engine received and sampled.
         [turn] = await g.turns(session.id)
-        assert heard.usage.prompt_tokens == len(g.engine.received[0].prompt)
-        assert heard.usage.completion_tokens == len(turn["ids"])
-        assert heard.usage.total_tokens == heard.usage.prompt_tokens + heard.usage.completion_tokens
+        assert reply.usage.prompt_tokens == len(g.engine.received[0].prompt)
+        assert reply.usage.completion_tokens == len(turn["ids"])
+        assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
         assert prompts(g) == ["<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"]
 
 
-async def test_a_reply_has_the_shape_of_a_providers() -> None:
+async def test_reply_and_chunk_fields() -> None:
     async with gateway([say("One."), say("Two.")]) as g:
         session = await g.open()
         client = g.client(session.key)
@@ -71,10 +71,10 @@ async def test_a_reply_has_the_shape_of_a_providers() -> None:
         assert {(c.object, c.model) for c in chunks} == {("chat.completion.chunk", "some-model")}
         assert chunks[0].choices[0].delta.role == "assistant"
         assert [c.choices[0].finish_reason for c in chunks] == [None] * (len(chunks) - 1) + ["stop"]
-        assert all(c.usage is None for c in chunks)  # it was not asked for
+        assert all(c.usage is None for c in chunks)  # not requested
 
 
-async def test_usage_of_a_stream_comes_last_and_only_once() -> None:
+async def test_streamed_usage_is_only_in_last_chunk() -> None:
     async with gateway([say("Hello.")]) as g:
         session = await g.open()
         stream = await g.client(session.key).chat.completions.create(
@@ -86,7 +86,7 @@ async def test_usage_of_a_stream_comes_last_and_only_once() -> None:
         assert all(c.usage is None and c.choices for c in others)
 
 
-async def test_events_carry_server_sent_event_headers_and_end_with_done() -> None:
+async def test_stream_has_sse_headers_and_ends_with_done() -> None:
     async with gateway([say("Hello.")]) as g:
         session = await g.open()
         body = {"model": "m", "messages": [user("Hi")], "stream": True}
@@ -99,7 +99,7 @@ async def test_events_carry_server_sent_event_headers_and_end_with_done() -> Non
 
 
 @every_way
-async def test_characters_that_span_tokens_arrive_whole(way: str) -> None:
+async def test_multi_token_characters_arrive_intact(way: str) -> None:
     text = "Größe 汉字 👩‍👩‍👧 é\n\n\tend"
     async with gateway([say(text)]) as g:
         session = await g.open()
@@ -107,11 +107,11 @@ async def test_characters_that_span_tokens_arrive_whole(way: str) -> None:
 
 
 @every_way
-async def test_an_answer_of_nothing_is_an_empty_string(way: str) -> None:
+async def test_empty_answer_is_empty_string(way: str) -> None:
     async with gateway([say("")]) as g:
         session = await g.open()
-        heard = await g.ask(session.key, "Hi", way)
-        assert (heard.content, heard.finish) == ("", "stop")
+        reply = await g.ask(session.key, "Hi", way)
+        assert (reply.content, reply.finish) == ("", "stop")
 
 
 # ── tools ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -119,7 +119,7 @@ async def test_an_answer_of_nothing_is_an_empty_string(way: str) -> None:
 
 @every_way
 async def test_five_turns_with_tools_make_one_training_row(way: str) -> None:
-    """The whole life of a small agent: parallel calls, results, thinking, an answer, another question."""
+    """Run a small agent with parallel calls, results, thinking, an answer and another question."""
     script = [
         say(
             "<think>\nI should look.\n</think>\n\nLet me see."
@@ -137,9 +137,9 @@ async def test_five_turns_with_tools_make_one_training_row(way: str) -> None:
 
         async def turn(*more: Json) -> Reply:
             history.extend(more)
-            heard = await g.ask(session.key, history, way, tools=tools)
-            history.append(heard.message())
-            return heard
+            reply = await g.ask(session.key, history, way, tools=tools)
+            history.append(reply.message())
+            return reply
 
         first = await turn()
         assert (first.reasoning, first.content, first.finish) == ("I should look.", "Let me see.", "tool_calls")
@@ -160,7 +160,7 @@ async def test_five_turns_with_tools_make_one_training_row(way: str) -> None:
         [row] = await g.samples(session.id)
         assert [span["trained"] for span in row["spans"]] == [True] * 5
         for request, span in zip(g.engine.received, row["spans"], strict=True):
-            assert request.prompt.tolist() == row["ids"][: span["start"]]  # what was recorded is what the engine got
+            assert request.prompt.tolist() == row["ids"][: span["start"]]  # the row matches what the engine received
         sampled = [i for turn_ in script for i in turn_.ids]
         assert [i for i, trained in zip(row["ids"], row["mask"], strict=True) if trained] == sampled
         assert all((p is not None) == bool(m) for p, m in zip(row["logprobs"], row["mask"], strict=True))
@@ -168,81 +168,81 @@ async def test_five_turns_with_tools_make_one_training_row(way: str) -> None:
 
 
 @every_way
-async def test_a_call_that_is_not_json_is_delivered_as_text_and_not_dropped(way: str) -> None:
+async def test_invalid_json_call_is_delivered_as_text(way: str) -> None:
     broken = '<tool_call>\n{"name": "read_file", "arguments": {"path": \n</tool_call>'
     async with gateway([say("Well: " + broken)]) as g:
         session = await g.open()
-        heard = await g.ask(session.key, "Hi", way, tools=[tool()])
-        assert (heard.calls, heard.finish) == ([], "stop")
-        assert heard.content.startswith("Well:") and heard.content.endswith(broken)
+        reply = await g.ask(session.key, "Hi", way, tools=[tool()])
+        assert (reply.calls, reply.finish) == ([], "stop")
+        assert reply.content.startswith("Well:") and reply.content.endswith(broken)
 
 
-STRANGE = {
-    "a lone surrogate in arguments given as text": r'{"name": "f", "arguments": "{\"a\": \"\ud800\"}"}',
+MALFORMED_CALLS = {
+    "a lone surrogate in string arguments": r'{"name": "f", "arguments": "{\"a\": \"\ud800\"}"}',
     "a lone surrogate": r'{"name": "f", "arguments": {"a": "\ud800"}}',
     "a lone surrogate in the name": r'{"name": "\ud800", "arguments": {}}',
-    "an escape that JSON does not have": r'{"name": "f", "arguments": "\q"}',
-    "a number that JSON does not have": '{"name": "f", "arguments": {"a": NaN}}',
-    "a number too large": '{"name": "f", "arguments": {"a": 1' + "0" * 400 + "}}",
+    "an invalid escape": r'{"name": "f", "arguments": "\q"}',
+    "NaN": '{"name": "f", "arguments": {"a": NaN}}',
+    "a huge number": '{"name": "f", "arguments": {"a": 1' + "0" * 400 + "}}",
     "arguments that are no object": '{"name": "f", "arguments": [1, "x", null]}',
-    "a pit": '{"name": "f", "arguments": ' + "[" * 300 + "]" * 300 + "}",
-    "a deep pit": '{"name": "f", "arguments": ' + "[" * 900 + "]" * 900 + "}",
-    "a pit without a bottom": '{"name": "f", "arguments": ' + "[" * 3000 + "]" * 3000 + "}",
+    "nested 300 deep": '{"name": "f", "arguments": ' + "[" * 300 + "]" * 300 + "}",
+    "nested 900 deep": '{"name": "f", "arguments": ' + "[" * 900 + "]" * 900 + "}",
+    "nested 3000 deep": '{"name": "f", "arguments": ' + "[" * 3000 + "]" * 3000 + "}",
     "a list": "[1]",
     "nothing": "",
 }
 
 
-@pytest.mark.parametrize("case", STRANGE)
-async def test_whatever_the_model_writes_into_a_call_the_turn_is_delivered_and_recorded(case: str) -> None:
-    text = f"<tool_call>\n{STRANGE[case]}\n</tool_call>"
+@pytest.mark.parametrize("case", MALFORMED_CALLS)
+async def test_malformed_call_is_delivered_and_recorded(case: str) -> None:
+    text = f"<tool_call>\n{MALFORMED_CALLS[case]}\n</tool_call>"
     async with gateway([say(text), say("Next.")]) as g:
         session = await g.open()
-        heard = await g.ask(session.key, "Hi", "async stream", tools=[tool("f")], max_tokens=10_000)
-        assert heard.calls or heard.content
+        reply = await g.ask(session.key, "Hi", "async stream", tools=[tool("f")], max_tokens=10_000)
+        assert reply.calls or reply.content
         [turn] = await g.turns(session.id)
         assert turn["ids"] == list(say(text).ids) and turn["role"] == "main"
-        # And the agent can go on from it, whatever it made of the call.
-        answers = [result(c, "x") for c in heard.calls] or [user("Go on")]
-        await g.ask(session.key, [user("Hi"), heard.message(), *answers], tools=[tool("f")])
+        # The agent can continue from it.
+        answers = [result(c, "x") for c in reply.calls] or [user("Go on")]
+        await g.ask(session.key, [user("Hi"), reply.message(), *answers], tools=[tool("f")])
         assert len(await g.samples(session.id)) == 1
 
 
 @every_way
 @pytest.mark.parametrize("chunk", [0, 1, 7])
-async def test_one_call_at_a_time_if_the_agent_wants_it_so(way: str, chunk: int) -> None:
+async def test_parallel_tool_calls_can_be_disabled(way: str, chunk: int) -> None:
     two = calls(("read_file", {"path": "a"}), ("read_file", {"path": "b"}))
     async with gateway([say("Look:\n" + two, chunk=chunk), say("Thanks.")]) as g:
         session = await g.open()
         question = user("Read a and b")
-        heard = await g.ask(session.key, [question], way, tools=[tool()], parallel_tool_calls=False)
-        assert [json.loads(c.arguments) for c in heard.calls] == [{"path": "a"}]
-        assert heard.finish == "tool_calls"
-        # What the model said after the call is not part of the turn: nobody saw it, and nothing may be conditioned on it.
+        reply = await g.ask(session.key, [question], way, tools=[tool()], parallel_tool_calls=False)
+        assert [json.loads(c.arguments) for c in reply.calls] == [{"path": "a"}]
+        assert reply.finish == "tool_calls"
+        # Text after the first call is not part of the turn: the agent never saw it.
         [turn] = await g.turns(session.id)
         text = tokenizer().decode(turn["ids"])
         assert text.count("<tool_call>") == 1 and text.endswith("</tool_call>")
-        assert len(turn["logprobs"]) == len(turn["ids"]) == heard.usage.completion_tokens
-        history = [question, heard.message(), result(heard.calls[0], "A")]
+        assert len(turn["logprobs"]) == len(turn["ids"]) == reply.usage.completion_tokens
+        history = [question, reply.message(), result(reply.calls[0], "A")]
         await g.ask(session.key, history, way, tools=[tool()], parallel_tool_calls=False)
         assert len(await g.samples(session.id)) == 1
         assert prompts(g)[1].startswith(prompts(g)[0] + text + "<|im_end|>\n")
 
 
 @every_way
-async def test_tools_that_may_not_be_used_are_not_shown_to_the_model(way: str) -> None:
+async def test_tool_choice_none_hides_tools_from_model(way: str) -> None:
     async with gateway([say("I cannot read files.")]) as g:
         session = await g.open()
-        heard = await g.ask(session.key, "Read a", way, tools=[tool("read_file")], tool_choice="none")
-        assert heard.content == "I cannot read files."
+        reply = await g.ask(session.key, "Read a", way, tools=[tool("read_file")], tool_choice="none")
+        assert reply.content == "I cannot read files."
         assert "read_file" not in prompts(g)[0]
 
 
-async def test_tool_choice_auto_changes_nothing() -> None:
+async def test_tool_choice_auto_is_unconstrained() -> None:
     async with gateway([say(calls(("read_file", {"path": "a"})))]) as g:
         session = await g.open()
-        heard = await g.ask(session.key, "Read a", tools=[tool()], tool_choice="auto")
-        assert heard.finish == "tool_calls"
+        reply = await g.ask(session.key, "Read a", tools=[tool()], tool_choice="auto")
+        assert reply.finish == "tool_calls"
         assert g.engine.received[0].constraint is None
         assert (await g.turns(session.id))[0]["biases"] == []
 
@@ -262,57 +262,57 @@ FORCED: dict[str, tuple[dict[str, Json], str]] = {
 
 @every_way
 @pytest.mark.parametrize("kind", FORCED)
-async def test_forced_shapes_work_and_are_not_trained_unless_wanted(kind: str, way: str) -> None:
-    """A grammar changes what the policy would have sampled: the turn is recorded, marked and left out of training."""
+async def test_constrained_output_is_trained_only_by_policy(kind: str, way: str) -> None:
+    """A grammar biases sampling, so the turn is recorded, marked and left out of training."""
     request, text = FORCED[kind]
     async with gateway([say(text)] * 2) as g:
-        careful = await g.open()
-        bold = await g.open(policy={"biased": True})
-        for session in (careful, bold):
-            heard = await g.ask(session.key, "Go", way, **request)
+        default = await g.open()
+        biased = await g.open(policy={"biased": True})
+        for session in (default, biased):
+            reply = await g.ask(session.key, "Go", way, **request)
             if kind in ("tool", "tools"):
-                assert [(c.name, json.loads(c.arguments)) for c in heard.calls] == [("read_file", {"path": "a"})]
-                assert heard.finish == "tool_calls" and heard.content == ""
+                assert [(c.name, json.loads(c.arguments)) for c in reply.calls] == [("read_file", {"path": "a"})]
+                assert reply.finish == "tool_calls" and reply.content == ""
             else:
-                assert json.loads(heard.content) == {"n": 1} and heard.finish == "stop"
+                assert json.loads(reply.content) == {"n": 1} and reply.finish == "stop"
             [turn] = await g.turns(session.id)
             assert turn["biases"] == [f"constrained: {kind}"]
         for seen in g.engine.received:
             assert seen.constraint is not None and seen.constraint.kind == kind
-        assert await g.samples(careful.id) == []
-        [row] = await g.samples(careful.id, keep_empty=True)
+        assert await g.samples(default.id) == []
+        [row] = await g.samples(default.id, keep_empty=True)
         assert not any(row["mask"]) and f"constrained: {kind}" in row["spans"][0]["reason"]
-        [row] = await g.samples(bold.id)
-        assert sum(row["mask"]) == len((await g.turns(bold.id))[0]["ids"])
+        [row] = await g.samples(biased.id)
+        assert sum(row["mask"]) == len((await g.turns(biased.id))[0]["ids"])
 
 
-async def test_the_engine_gets_the_schema_of_what_is_forced() -> None:
+async def test_engine_gets_constraint_schema() -> None:
     async with gateway([say('{"path": "a"}'), say("[]"), say('{"n": 1}')]) as g:
         session = await g.open()
         for kind in ("tool", "tools", "json_schema"):
             await g.ask(session.key, "Go", **FORCED[kind][0])
-        one, several, shape = (r.constraint for r in g.engine.received)
+        single, several, json_schema = (r.constraint for r in g.engine.received)
         parameters = tool()["function"]["parameters"]
-        assert one is not None and one.tool == "read_file" and one.schema == parameters
+        assert single is not None and single.tool == "read_file" and single.schema == parameters
         assert several is not None and several.schema["type"] == "array" and several.schema["minItems"] == 1
         [item] = several.schema["items"]["anyOf"]
         assert item["properties"] == {"name": {"const": "read_file"}, "arguments": parameters}
-        assert shape is not None and shape.schema == SCHEMA
+        assert json_schema is not None and json_schema.schema == SCHEMA
 
 
 @pytest.mark.parametrize("way", ["async", "async stream"])
-async def test_required_and_not_parallel_means_one_call_for_agent_engine_and_trace(way: str) -> None:
-    """The model must not be left with two calls in its context when the agent saw, and answers, one."""
+async def test_required_tool_without_parallel_calls_is_one_call(way: str) -> None:
+    """The model's context must not have two calls when the agent saw and answers one."""
     two = [{"name": "read_file", "arguments": {"path": p}} for p in "ab"]
     async with gateway([say(json.dumps(two))]) as g:
         session = await g.open()
-        heard = await g.ask(session.key, "Go", way, tools=[tool()], tool_choice="required", parallel_tool_calls=False)
-        assert len(heard.calls) == 1
+        reply = await g.ask(session.key, "Go", way, tools=[tool()], tool_choice="required", parallel_tool_calls=False)
+        assert len(reply.calls) == 1
         constraint = g.engine.received[0].constraint
         assert constraint is not None and constraint.schema.get("maxItems") == 1
 
 
-async def test_structured_outputs_through_the_clients_own_helper() -> None:
+async def test_sdk_parse_helper_returns_structured_output() -> None:
     class Number(pydantic.BaseModel):
         n: int
 
@@ -324,7 +324,7 @@ async def test_structured_outputs_through_the_clients_own_helper() -> None:
         assert reply.choices[0].message.parsed == Number(n=7)
 
 
-async def test_the_clients_own_stream_helper_accumulates_text_and_calls() -> None:
+async def test_sdk_stream_helper_accumulates_text_and_calls() -> None:
     async with gateway([say("Look. " + calls(("read_file", {"path": "a"}), ("read_file", {"path": "b"})))]) as g:
         session = await g.open()
         kinds = set()
@@ -343,7 +343,7 @@ async def test_the_clients_own_stream_helper_accumulates_text_and_calls() -> Non
 
 
 @every_way
-async def test_reasoning_comes_in_both_spellings_and_goes_back_in_either(way: str) -> None:
+async def test_reasoning_has_both_field_names_and_accepts_either(way: str) -> None:
     script = [say("<think>\nHmm, two.\n</think>\n\nTwo."), say("Yes."), say("Really."), say("Still.")]
     async with gateway(script) as g:
         session = await g.open()
@@ -353,28 +353,28 @@ async def test_reasoning_comes_in_both_spellings_and_goes_back_in_either(way: st
         assert message.reasoning == message.reasoning_content == "Hmm, two." and message.content == "Two."
         for spelling in ("reasoning", "reasoning_content", None):
             answer = {"role": "assistant", "content": "Two."} | ({spelling: "Hmm, two."} if spelling else {})
-            heard = await g.ask(session.key, [user("1+1?"), answer, user(f"Sure? {spelling}")], way)
-            assert heard.reasoning == "" and heard.content
-        # Kept, renamed or dropped by the agent: the model always sees what it thought, as it thought it.
+            later = await g.ask(session.key, [user("1+1?"), answer, user(f"Sure? {spelling}")], way)
+            assert later.reasoning == "" and later.content
+        # The model always sees its own reasoning, even if the agent renamed or dropped it.
         for prompt in prompts(g)[1:]:
             assert "<think>\nHmm, two.\n</think>\n\nTwo.<|im_end|>" in prompt
         roots = [n for n in (await g.trace(session.id))["nodes"] if n["parent"] is None]
         assert len(roots) == 1
 
 
-async def test_streamed_reasoning_comes_before_the_answer_and_in_both_spellings() -> None:
+async def test_streamed_reasoning_precedes_answer_in_both_fields() -> None:
     async with gateway([say("<think>\nHmm, two.\n</think>\n\nTwo.")]) as g:
         session = await g.open()
         stream = await g.client(session.key).chat.completions.create(model="m", messages=[user("1+1?")], stream=True)
         deltas: list[Any] = [c.choices[0].delta async for c in stream]
         thought = [d for d in deltas if getattr(d, "reasoning", None)]
         assert "".join(d.reasoning for d in thought) == "".join(d.reasoning_content for d in thought) == "Hmm, two."
-        told = [d for d in deltas if d.content]
-        assert "".join(d.content for d in told) == "Two." and deltas.index(thought[-1]) < deltas.index(told[0])
+        answer = [d for d in deltas if d.content]
+        assert "".join(d.content for d in answer) == "Two." and deltas.index(thought[-1]) < deltas.index(answer[0])
 
 
 @every_way
-async def test_developer_messages_and_content_parts_reach_the_model_as_text(way: str) -> None:
+async def test_developer_messages_and_content_parts_become_text(way: str) -> None:
     async with gateway([say("Ok.")] * 2) as g:
         session = await g.open()
         parts = [{"type": "text", "text": "First."}, {"type": "text", "text": "Second."}]
@@ -383,25 +383,25 @@ async def test_developer_messages_and_content_parts_reach_the_model_as_text(way:
         [prompt] = prompts(g)
         assert prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
         assert "First.\nSecond." in prompt
-        # The same said with a string, or by the older role name, is the same conversation.
+        # A plain string and the older role name are the same conversation.
         same = [{"role": "system", "content": "Be brief."}, user("First.\nSecond.")]
         await g.ask(session.key, [*same, {"role": "assistant", "content": "Ok."}, user("More")], way)
         assert len(await g.samples(session.id)) == 1
 
 
-async def test_an_agent_that_spells_its_history_anew_stays_on_its_branch() -> None:
-    """Other white space in arguments, renamed call ids, null for empty content: the same conversation, so no fork."""
+async def test_rewritten_history_does_not_fork() -> None:
+    """Different white space in arguments, renamed call ids and null content do not fork the conversation."""
     script = [say(calls(("read_file", {"path": "a", "lines": 3}))), say("Done.")]
     async with gateway(script) as g:
         session = await g.open()
         await g.ask(session.key, "Read a", tools=[tool()])
-        spelled_anew = {"name": "read_file", "arguments": '{"lines":3.0,"path":"a"}'}
+        rewritten = {"name": "read_file", "arguments": '{"lines":3.0,"path":"a"}'}
         history = [
             {"role": "user", "content": [{"type": "text", "text": "Read a "}]},
             {
                 "role": "assistant",
                 "content": "",
-                "tool_calls": [{"id": "x1", "type": "function", "function": spelled_anew}],
+                "tool_calls": [{"id": "x1", "type": "function", "function": rewritten}],
             },
             {"role": "tool", "tool_call_id": "x1", "content": [{"type": "text", "text": "A"}]},
         ]
@@ -410,7 +410,7 @@ async def test_an_agent_that_spells_its_history_anew_stays_on_its_branch() -> No
         assert [span["trained"] for span in row["spans"]] == [True, True]
 
 
-async def test_fields_of_other_providers_and_versions_are_taken_without_fuss() -> None:
+async def test_unknown_and_provider_fields_are_accepted() -> None:
     async with gateway([say("Ok.")]) as g:
         session = await g.open()
         reply = await g.client(session.key).chat.completions.create(
@@ -432,41 +432,41 @@ async def test_fields_of_other_providers_and_versions_are_taken_without_fuss() -
         assert g.engine.received[0].sampling.seed == 7
 
 
-# ── how an answer ends ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── finish reasons ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @every_way
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
-async def test_an_answer_that_may_not_be_longer_ends_with_length(field: str, way: str) -> None:
+async def test_max_tokens_ends_answer_with_length(field: str, way: str) -> None:
     async with gateway([say("One two three four five six.")]) as g:
         session = await g.open()
-        heard = await g.ask(session.key, "Count", way, **{field: 3})
-        assert heard.finish == "length" and heard.usage.completion_tokens == 3
+        reply = await g.ask(session.key, "Count", way, **{field: 3})
+        assert reply.finish == "length" and reply.usage.completion_tokens == 3
         assert g.engine.received[0].max_tokens == 3
         [turn] = await g.turns(session.id)
-        assert turn["finish"] == "length" and tokenizer().decode(turn["ids"]) == heard.content
+        assert turn["finish"] == "length" and tokenizer().decode(turn["ids"]) == reply.content
 
 
-async def test_the_newer_name_of_the_length_wins() -> None:
+async def test_max_completion_tokens_wins_over_max_tokens() -> None:
     async with gateway([say("One two three four five six.")]) as g:
         session = await g.open()
-        heard = await g.ask(session.key, "Count", max_tokens=5, max_completion_tokens=2)
-        assert heard.usage.completion_tokens == 2
+        reply = await g.ask(session.key, "Count", max_tokens=5, max_completion_tokens=2)
+        assert reply.usage.completion_tokens == 2
 
 
 @every_way
-async def test_going_on_after_an_answer_that_was_cut_short_does_not_fork(way: str) -> None:
+async def test_continuing_after_truncated_answer_does_not_fork(way: str) -> None:
     async with gateway([say("One two three"), say("four.")]) as g:
         session = await g.open()
-        heard = await g.ask(session.key, "Count", way, max_tokens=2)
-        await g.ask(session.key, [user("Count"), heard.message(), user("Go on")], way)
+        reply = await g.ask(session.key, "Count", way, max_tokens=2)
+        await g.ask(session.key, [user("Count"), reply.message(), user("Go on")], way)
         assert len(await g.samples(session.id)) == 1
         assert prompts(g)[1] == (
-            f"{prompts(g)[0]}{heard.content}<|im_end|>\n<|im_start|>user\nGo on<|im_end|>\n<|im_start|>assistant\n"
+            f"{prompts(g)[0]}{reply.content}<|im_end|>\n<|im_start|>user\nGo on<|im_end|>\n<|im_start|>assistant\n"
         )
 
 
-# What the model says in pieces of its own, the stop strings, what the agent sees, and the piece in which the turn ends.
+# Pieces sampled by the model, stop strings, text shown to the agent, and the number of the piece that ends the turn.
 STOPS: dict[str, tuple[list[str], str | list[str], str, int]] = {
     "inside-one-token": (["Say ", "hello", " END", " more"], "END", "Say hello ", 3),
     "across-two-tokens": (["Say hello EN", "D more"], "END", "Say hello ", 2),
@@ -480,8 +480,8 @@ STOPS: dict[str, tuple[list[str], str | list[str], str, int]] = {
 
 
 @every_way
-async def test_a_stop_string_ends_the_answer_and_is_not_shown(way: str) -> None:
-    """Wherever it falls: inside a token, across tokens, across the chunks in which the engine sends them."""
+async def test_stop_string_ends_answer_and_is_hidden(way: str) -> None:
+    """The stop string may fall inside a token, across tokens or across engine chunks."""
 
     def script(request: Generate, index: int) -> ScriptedTurn:
         case, chunk = request.session.split(".")
@@ -491,28 +491,28 @@ async def test_a_stop_string_ends_the_answer_and_is_not_shown(way: str) -> None:
         for case, (pieces, stop, shown, ends_in) in STOPS.items():
             for chunk in (0, 1, 2, 3):
                 session = await g.open(id=f"{case}.{chunk}")
-                heard = await g.ask(session.key, "Go", way, stop=stop)
-                assert (heard.content, heard.finish) == (shown, "stop"), session.id
+                reply = await g.ask(session.key, "Go", way, stop=stop)
+                assert (reply.content, reply.finish) == (shown, "stop"), session.id
                 assert g.engine.received[-1].stop == ((stop,) if isinstance(stop, str) else tuple(stop))
                 [turn] = await g.turns(session.id)
-                # The tokens up to the one that completed the stop string were sampled. What came after it never was.
+                # The turn ends with the token that completes the stop string.
                 sampled = tokenizer().decode(turn["ids"])
                 assert "".join(pieces[: ends_in - 1]) in sampled and sampled in "".join(pieces[:ends_in]), session.id
-                assert len(turn["ids"]) == len(turn["logprobs"]) == heard.usage.completion_tokens
+                assert len(turn["ids"]) == len(turn["logprobs"]) == reply.usage.completion_tokens
 
 
 @every_way
-async def test_what_only_looks_like_the_beginning_of_a_stop_string_is_shown(way: str) -> None:
+async def test_partial_stop_string_is_shown(way: str) -> None:
     async with gateway([say_pieces(["Say E", "N", "T and EN"])]) as g:
         session = await g.open()
-        heard = await g.ask(session.key, "Go", way, stop=["END", "ENDE"])
-        assert heard.content == "Say ENT and EN"
+        reply = await g.ask(session.key, "Go", way, stop=["END", "ENDE"])
+        assert reply.content == "Say ENT and EN"
 
 
-# ── the other doors ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── other endpoints ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_models_are_listed_and_found() -> None:
+async def test_list_and_retrieve_models() -> None:
     async with gateway(model="policy-1") as g:
         session = await g.open()
         client = g.client(session.key)
@@ -523,7 +523,7 @@ async def test_models_are_listed_and_found() -> None:
             await client.models.retrieve("gpt-4o")
 
 
-async def test_a_gateway_without_a_model_name_lists_what_its_engine_serves() -> None:
+async def test_unnamed_gateway_lists_engine_models() -> None:
     async with gateway() as g:
         session = await g.open()
         assert [m.id async for m in g.client(session.key).models.list()] == ["scripted"]
@@ -532,7 +532,7 @@ async def test_a_gateway_without_a_model_name_lists_what_its_engine_serves() -> 
 
 
 @pytest.mark.parametrize("prefix", ["/s/{id}/v1", "/s/{id}", "/v1/rollouts/{id}"])
-async def test_a_session_named_by_its_path_works_like_one_found_by_its_key(prefix: str) -> None:
+async def test_session_by_path_serves_calls(prefix: str) -> None:
     async with gateway([say("Hello.")], model="policy-1") as g:
         session = await g.open()
         client = g.client(session.key, base_url=g.root + prefix.format(id=session.id))
@@ -541,7 +541,7 @@ async def test_a_session_named_by_its_path_works_like_one_found_by_its_key(prefi
 
 
 @pytest.mark.parametrize("prefix", ["/s/{id}/v1", "/v1/rollouts/{id}"])
-async def test_models_of_a_session_named_by_its_path(prefix: str) -> None:
+async def test_session_by_path_lists_models(prefix: str) -> None:
     async with gateway(model="policy-1") as g:
         session = await g.open()
         client = g.client(session.key, base_url=g.root + prefix.format(id=session.id))
@@ -549,19 +549,19 @@ async def test_models_of_a_session_named_by_its_path(prefix: str) -> None:
         assert (await client.models.retrieve("policy-1")).id == "policy-1"
 
 
-async def test_health_needs_no_key_and_says_whether_calls_can_be_served() -> None:
+async def test_health_needs_no_key() -> None:
     async with gateway() as g:
         response = await g.http().get("/health")
         assert (response.status_code, response.json()["status"]) == (200, "ok")
 
 
-class Ill(Scripted):
+class UnhealthyEngine(Scripted):
     async def health(self) -> list[Health]:
         return [Health(self.name, False, detail="http://10.0.0.7:8000 is on fire")]
 
 
-async def test_health_without_an_engine_is_a_failure_and_gives_nothing_away() -> None:
-    async with gateway(engine=Ill([])) as g:
+async def test_unhealthy_engine_fails_health_without_details() -> None:
+    async with gateway(engine=UnhealthyEngine([])) as g:
         response = await g.http().get("/health")
         assert response.status_code == 503 and "10.0.0.7" not in response.text
         assert response.json() == {"status": "engine unavailable", "engines": 0, "engines_total": 1}
@@ -570,16 +570,16 @@ async def test_health_without_an_engine_is_a_failure_and_gives_nothing_away() ->
 # ── real tokenizers ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_conversation_on_each_real_tokenizer_is_one_row(real_tokenizer: Path) -> None:
+async def test_conversation_on_real_tokenizer_is_one_row(real_tokenizer: Path) -> None:
     replies = ["It prints a line.", "Größe 汉字 👩‍👩‍👧", "  indented\n\n\tend", "Done."]
     async with gateway([say(text, folder=real_tokenizer) for text in replies], tokenizer=str(real_tokenizer)) as g:
         session = await g.open()
         history: list[Json] = [SYSTEM, user("What does main.py do?")]
         for text in replies:
             stream = await g.client(session.key).chat.completions.create(model="m", messages=history, stream=True)
-            heard = join_chunks([c async for c in stream])
-            assert heard.content == text
-            history += [heard.message(), user("And then? 👍🏽")]
+            reply = join_chunks([c async for c in stream])
+            assert reply.content == text
+            history += [reply.message(), user("And then? 👍🏽")]
         [row] = await g.samples(session.id)
         assert len(row["spans"]) == len(replies)
         for request, span in zip(g.engine.received, row["spans"], strict=True):

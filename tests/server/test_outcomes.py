@@ -1,4 +1,4 @@
-"""How a rollout ended, kept beside its trace: once, by whoever may, and never a reward that nobody gave."""
+"""Test rollout outcomes: recorded once per ended session, only with the admin key, and never with an invented reward."""
 
 from __future__ import annotations
 
@@ -27,61 +27,63 @@ GRADED = {
 }
 
 
-async def ended(g: Running) -> OpenSession:
+async def open_and_seal(g: Running) -> OpenSession:
     session = await g.open()
     await g.seal(session.id)
     return session
 
 
-async def put(g: Running, session: str, outcome: Any, query: str = "") -> Any:
+async def put_outcome(g: Running, session: str, outcome: Any, query: str = "") -> Any:
     return await g.admin.put(f"/admin/sessions/{session}/outcome{query}", json=outcome)
 
 
-def told(g: Running) -> list[Any]:
+def outcome_events(g: Running) -> list[Any]:
     return [event.data for event in g.app.events.page() if event.kind == "outcome"]
 
 
-async def test_an_outcome_is_shown_listed_told_and_kept(tmp_path: Path) -> None:
+async def test_outcome_is_shown_listed_announced_and_stored(tmp_path: Path) -> None:
     async with gateway([say("Hello.")], data=tmp_path) as g:
-        session, other = await ended(g), await ended(g)
+        session, other = await open_and_seal(g), await open_and_seal(g)
         assert (await g.show(session.id))["outcome"] is None
-        response = await put(g, session.id, GRADED)
+        response = await put_outcome(g, session.id, GRADED)
         assert response.status_code == 200 and response.json()["outcome"] == GRADED
-        assert told(g) == [{name: GRADED[name] for name in ("kind", "reward", "resolved", "task", "group", "attempt")}]
+        assert outcome_events(g) == [
+            {name: GRADED[name] for name in ("kind", "reward", "resolved", "task", "group", "attempt")}
+        ]
     async with gateway(data=tmp_path) as g:
         assert (await g.show(session.id))["outcome"] == GRADED
         listed = (await g.admin.get("/admin/sessions")).json()["sessions"]
         assert {s["id"]: s["outcome"] for s in listed} == {session.id: GRADED, other.id: None}
         await g.admin.delete(f"/admin/sessions/{session.id}")
-        assert g.rows("SELECT count(*) FROM outcomes") == [(0,)] and told(g) == []
+        assert g.rows("SELECT count(*) FROM outcomes") == [(0,)] and outcome_events(g) == []
 
 
-async def test_it_is_written_once() -> None:
+async def test_outcome_is_recorded_once() -> None:
     async with gateway() as g:
-        session = await ended(g)
-        assert (await put(g, session.id, GRADED)).status_code == 200
-        again = dict(reversed(GRADED.items()))  # the same in another order is the same
-        assert (await put(g, session.id, again)).status_code == 200
-        assert len(told(g)) == 1
+        session = await open_and_seal(g)
+        assert (await put_outcome(g, session.id, GRADED)).status_code == 200
+        again = dict(reversed(GRADED.items()))  # the order of keys does not matter
+        assert (await put_outcome(g, session.id, again)).status_code == 200
+        assert len(outcome_events(g)) == 1
         other = {**GRADED, "reward": 1.0}
-        refused = await put(g, session.id, other)
+        refused = await put_outcome(g, session.id, other)
         assert refused.status_code == 409 and "replace=1" in refused.json()["error"]["message"]
         assert (await g.show(session.id))["outcome"]["reward"] == 0.5
-        assert (await put(g, session.id, other, "?replace=1")).status_code == 200
-        assert (await put(g, session.id, other, "?replace=1")).status_code == 200
+        assert (await put_outcome(g, session.id, other, "?replace=1")).status_code == 200
+        assert (await put_outcome(g, session.id, other, "?replace=1")).status_code == 200
         assert (await g.show(session.id))["outcome"]["reward"] == 1.0
-        assert [data["reward"] for data in told(g)] == [0.5, 1.0]
+        assert [data["reward"] for data in outcome_events(g)] == [0.5, 1.0]
 
 
-async def test_not_before_the_session_has_ended() -> None:
+async def test_open_session_takes_no_outcome() -> None:
     async with gateway() as g:
         session = await g.open()
-        refused = await put(g, session.id, GRADED)
+        refused = await put_outcome(g, session.id, GRADED)
         assert refused.status_code == 409 and "seal" in refused.json()["error"]["message"]
         await g.cancel(session.id)
-        assert (await put(g, session.id, {"kind": "agent failed"})).status_code == 200
+        assert (await put_outcome(g, session.id, {"kind": "agent failed"})).status_code == 200
         assert (await g.show(session.id))["outcome"]["reward"] is None
-        assert (await put(g, "never", GRADED)).status_code == 404
+        assert (await put_outcome(g, "never", GRADED)).status_code == 404
 
 
 @pytest.mark.parametrize(
@@ -100,18 +102,18 @@ async def test_not_before_the_session_has_ended() -> None:
         ({"data": "x" * MAX_BYTES}, "data"),
     ],
 )
-async def test_what_cannot_be_true_is_refused_by_name(change: Any, param: str) -> None:
+async def test_invalid_outcome_names_its_field(change: Any, param: str) -> None:
     async with gateway() as g:
-        session = await ended(g)
-        response = await put(g, session.id, {**GRADED, **change})
+        session = await open_and_seal(g)
+        response = await put_outcome(g, session.id, {**GRADED, **change})
         assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
-        assert (await g.show(session.id))["outcome"] is None and told(g) == []
+        assert (await g.show(session.id))["outcome"] is None and outcome_events(g) == []
 
 
 @pytest.mark.parametrize("reward", ["1e999", "-1e999", "NaN", "Infinity"])
-async def test_only_finite_rewards(reward: str) -> None:
+async def test_non_finite_reward_is_refused(reward: str) -> None:
     async with gateway() as g:
-        session = await ended(g)
+        session = await open_and_seal(g)
         body = json.dumps(GRADED).replace("0.5", reward)
         response = await g.admin.put(f"/admin/sessions/{session.id}/outcome", content=body)
         assert response.status_code == 400
@@ -119,10 +121,10 @@ async def test_only_finite_rewards(reward: str) -> None:
             RecordedOutcome(kind="graded", reward=float(reward.replace("1e999", "inf"))).encode()
 
 
-async def test_no_secret_of_a_session_gets_at_it() -> None:
+async def test_session_key_cannot_access_outcome() -> None:
     async with gateway() as g:
-        session = await ended(g)
-        await put(g, session.id, GRADED)
+        session = await open_and_seal(g)
+        await put_outcome(g, session.id, GRADED)
         for key in ("", "wrong", session.key):
             http = g.http(key)
             assert (await http.put(f"/admin/sessions/{session.id}/outcome?replace=1", json=GRADED)).status_code == 401
@@ -131,7 +133,7 @@ async def test_no_secret_of_a_session_gets_at_it() -> None:
                 assert (await http.get(f"/s/{session.id}{path}")).status_code == 404
 
 
-async def test_by_python() -> None:
+async def test_python_client_records_outcome() -> None:
     async with gateway() as g, GatewayClient(g.root, g.app.admin_key) as client:
         session = await g.open()
         recorded = RecordedOutcome(kind="infrastructure fault", message="the disk was full", task="t", group="g")
@@ -164,11 +166,11 @@ async def test_by_python() -> None:
         (None, ""),
     ],
 )
-async def test_turngate_show_has_a_line_for_it(tmp_path: Path, outcome: Any, line: str) -> None:
+async def test_show_command_prints_outcome_line(tmp_path: Path, outcome: Any, line: str) -> None:
     async with gateway(data=tmp_path) as g:
-        session = await ended(g)
+        session = await open_and_seal(g)
         if outcome is not None:
-            assert (await put(g, session.id, outcome)).status_code == 200
+            assert (await put_outcome(g, session.id, outcome)).status_code == 200
         shown = CliRunner().invoke(app, ["show", session.id, "--data", str(tmp_path)])
         assert shown.exit_code == 0, shown.output
         lines = [text for text in shown.output.splitlines() if text.startswith("outcome")]

@@ -1,4 +1,4 @@
-"""The web page's API: who is let in, what is sent under which headers, lists of ten thousand rollouts, what happens as it happens."""
+"""Test the web page's API: login, headers, lists of ten thousand rollouts, and live events."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ API = (
 )
 
 
-async def entered(g: kit.Running) -> httpx.AsyncClient:
+async def log_in(g: kit.Running) -> httpx.AsyncClient:
     client = g.http()
     response = await client.post("/page/login", json={"key": g.app.admin_key}, headers=OWN)
     assert response.status_code == 200, response.text
     return client
 
 
-async def told(client: httpx.AsyncClient, path: str, **query: Any) -> Any:
+async def fetch(client: httpx.AsyncClient, path: str, **query: Any) -> Any:
     response = await client.get(f"/page/api/{path}", params=query)
     assert response.status_code == 200, f"{path}: {response.text}"
     return response.json()
 
 
 async def events(client: httpx.AsyncClient, path: str, **query: Any) -> AsyncIterator[tuple[str, Any]]:
-    """Kind and data, as they come."""
+    """Yield the kind and data of each event."""
     async with client.stream("GET", f"/page/api/{path}", params=query, timeout=scaled(10)) as response:
         assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
         kind = ""
@@ -67,10 +67,10 @@ async def events(client: httpx.AsyncClient, path: str, **query: Any) -> AsyncIte
                 yield kind, json.loads(line[6:])
 
 
-# ── who is let in ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── login ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_the_admin_key_gives_a_cookie_that_opens_the_page_and_nothing_else() -> None:
+async def test_login_cookie_opens_only_the_page() -> None:
     async with gateway() as g:
         client = g.http()
         for path in API:
@@ -86,23 +86,23 @@ async def test_the_admin_key_gives_a_cookie_that_opens_the_page_and_nothing_else
         assert all(part in cookie for part in ("HttpOnly", "SameSite=strict", "Path=/page", "Max-Age=43200"))
         assert "Secure" not in cookie and g.app.admin_key not in cookie
         assert response.json()["expires"] > time.time() + 3600
-        assert (await told(client, "me"))["expires"] == response.json()["expires"]
+        assert (await fetch(client, "me"))["expires"] == response.json()["expires"]
         for path in ("/admin/sessions", "/admin/fence", "/v1/models"):
             assert (await client.get(path)).status_code == 401, path
         token = client.cookies["turngate_page"]
         bearer = {"authorization": f"Bearer {token}"}
         assert (await g.http().get("/admin/sessions", headers=bearer)).status_code == 401
-        behind = {**OWN, "x-forwarded-proto": "https"}
-        secure = await client.post("/page/login", json={"key": g.app.admin_key}, headers=behind)
+        proxied = {**OWN, "x-forwarded-proto": "https"}
+        secure = await client.post("/page/login", json={"key": g.app.admin_key}, headers=proxied)
         assert "Secure" in secure.headers["set-cookie"]
 
 
-async def test_a_cookie_ends_is_signed_and_can_be_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cookie_is_signed_expires_and_can_be_revoked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with gateway(data=tmp_path) as g:
-        client = await entered(g)
-        kept = client.cookies["turngate_page"]
-        raw = bytearray(base64.urlsafe_b64decode(kept + "=" * (-len(kept) % 4)))
-        for place in (0, 12, len(raw) - 1):  # its end, its random part, its signature
+        client = await log_in(g)
+        cookie_value = client.cookies["turngate_page"]
+        raw = bytearray(base64.urlsafe_b64decode(cookie_value + "=" * (-len(cookie_value) % 4)))
+        for place in (0, 12, len(raw) - 1):  # its expiry, its random part, its signature
             forged = bytearray(raw)
             forged[place] ^= 1
             cookie = base64.urlsafe_b64encode(bytes(forged)).decode().rstrip("=")
@@ -111,30 +111,30 @@ async def test_a_cookie_ends_is_signed_and_can_be_given_back(tmp_path: Path, mon
         with monkeypatch.context() as clock:
             late = time.time() + login.COOKIE_LIFETIME_S + 1
             clock.setattr(login.time, "time", lambda: late)
-            assert g.app.page.login.expiry_of(kept) is None
-    async with gateway(data=tmp_path) as g:  # a restart is no reason to log in again
+            assert g.app.page.login.expiry_of(cookie_value) is None
+    async with gateway(data=tmp_path) as g:  # the cookie survives a restart
         client = g.http()
-        client.cookies.set("turngate_page", kept)
+        client.cookies.set("turngate_page", cookie_value)
         assert (await client.get("/page/api/me")).status_code == 200
         assert (await client.post("/page/logout", headers=OWN)).status_code == 200
         again = g.http()
-        again.cookies.set("turngate_page", kept)
+        again.cookies.set("turngate_page", cookie_value)
         assert (await again.get("/page/api/me")).status_code == 401
-        for other in _spellings(kept):
-            assert g.app.page.login.expiry_of(other) is None, "another spelling of the same bytes"
-        assert kept not in "".join(str(row) for row in g.app.store._reader.execute("SELECT * FROM settings"))
+        for other in _equivalent_encodings(cookie_value):
+            assert g.app.page.login.expiry_of(other) is None, "another encoding of the same bytes"
+        assert cookie_value not in "".join(str(row) for row in g.app.store._reader.execute("SELECT * FROM settings"))
 
 
-def _spellings(token: str) -> list[str]:
-    """What a decoder takes for the same."""
+def _equivalent_encodings(token: str) -> list[str]:
+    """Return other base64 strings that decode to the same bytes."""
     raw = base64.urlsafe_b64decode(token + "==")
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_"
-    alike = [token[:-1] + last for last in letters if base64.urlsafe_b64decode(token[:-1] + last + "==") == raw]
-    assert len(alike) == 16
-    return [*alike, token + "=", token + "==", token + "====", token[:5] + "!" + token[5:], token + "\n"]
+    equivalent = [token[:-1] + last for last in letters if base64.urlsafe_b64decode(token[:-1] + last + "==") == raw]
+    assert len(equivalent) == 16
+    return [*equivalent, token + "=", token + "==", token + "====", token[:5] + "!" + token[5:], token + "\n"]
 
 
-async def test_wrong_keys_are_slowed_down() -> None:
+async def test_wrong_keys_are_rate_limited() -> None:
     async with gateway() as g:
         client = g.http()
         codes = [(await client.post("/page/login", json={"key": "x" * 20}, headers=OWN)).status_code for _ in range(10)]
@@ -142,13 +142,13 @@ async def test_wrong_keys_are_slowed_down() -> None:
         late = await client.post("/page/login", json={"key": "y" * 20}, headers=OWN)
         assert late.status_code == 429 and 0 < int(late.headers["retry-after"]) <= 61
         right = await client.post("/page/login", json={"key": g.app.admin_key}, headers=OWN)
-        assert right.status_code == 200, "behind a proxy all have one address"
+        assert right.status_code == 200, "behind a proxy all clients share one address"
 
 
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
-        ({}, 403),  # a form of another site can send no header of ours
+        ({}, 403),  # a form on another site cannot send our header
         ({**OWN, "sec-fetch-site": "cross-site"}, 403),
         ({**OWN, "sec-fetch-site": "same-site"}, 403),
         ({**OWN, "origin": "https://evil.example"}, 403),
@@ -157,9 +157,9 @@ async def test_wrong_keys_are_slowed_down() -> None:
         (OWN, 200),
     ],
 )
-async def test_only_the_page_itself_changes_anything(headers: dict[str, str], status: int) -> None:
+async def test_cross_site_requests_are_forbidden(headers: dict[str, str], status: int) -> None:
     async with gateway() as g:
-        client = await entered(g)
+        client = await log_in(g)
         session = await g.open()
         response = await client.post(f"/page/api/rollouts/{session.id}/cancel", headers=headers)
         assert response.status_code == status
@@ -169,13 +169,13 @@ async def test_only_the_page_itself_changes_anything(headers: dict[str, str], st
         assert stranger.status_code == status
 
 
-# ── what is sent, and how ───────────────────────────────────────────────────────────────────────────────────────────
+# ── headers and content ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_everything_is_sent_behind_the_shield_and_no_data_as_html(tmp_path: Path) -> None:
+async def test_security_headers_are_sent_and_data_is_never_html(tmp_path: Path) -> None:
     page_kit.add_hostile_rollouts(tmp_path)
     async with page_kit.serve(tmp_path) as g:
-        client = await entered(g)
+        client = await log_in(g)
         paths = [f"/page/api/{path.replace('/r/', '/hostile/')}" for path in API if not path.endswith("events")]
         paths += [
             "/page/api/rollouts/hostile",
@@ -206,30 +206,30 @@ async def test_everything_is_sent_behind_the_shield_and_no_data_as_html(tmp_path
         ] == "nosniff"
 
 
-async def test_files_are_known_by_their_tag_and_browsers_are_led_to_them() -> None:
+async def test_files_have_etags_and_browsers_are_redirected() -> None:
     async with gateway() as g:
         client = g.http()
         first = await client.get("/page/")
         assert first.status_code == 200 and first.headers["content-type"] == "text/html; charset=utf-8"
         same = await client.get("/page/", headers={"if-none-match": first.headers["etag"]})
         assert (same.status_code, same.content) == (304, b"")
-        led = await client.get("/", headers={"accept": "text/html,application/xhtml+xml"})
-        assert (led.status_code, led.headers["location"]) == (307, "/page/")
+        redirect = await client.get("/", headers={"accept": "text/html,application/xhtml+xml"})
+        assert (redirect.status_code, redirect.headers["location"]) == (307, "/page/")
         for probe in (await client.get("/"), await client.head("/"), await client.get("/", headers={"accept": "*/*"})):
             assert probe.status_code == 200 and probe.headers["content-type"] == "application/json"
 
 
-async def test_hostile_names_stay_names(tmp_path: Path) -> None:
-    """They are data in JSON and in no header; whoever asks by one finds it."""
+async def test_hostile_names_are_escaped_and_searchable(tmp_path: Path) -> None:
+    """Names with markup stay data in JSON, never reach a header, and can be searched for."""
     page_kit.add_hostile_rollouts(tmp_path)
     async with page_kit.serve(tmp_path) as g:
-        client = await entered(g)
-        [group] = (await told(client, "groups"))["groups"]
+        client = await log_in(g)
+        [group] = (await fetch(client, "groups"))["groups"]
         assert group["group"] == f"evil.{page_kit.MARKUP}" and group["rollouts"] == 2
-        whole = await told(client, "group", name=group["group"])
-        assert [one["id"] for one in whole["rollouts"]] == ["hostile", "hostile-2"]
-        assert (await told(client, "rollouts", q="ONERROR", task=page_kit.MARKUP))["total"] == 2
-        header = await told(client, "rollouts/hostile")
+        whole = await fetch(client, "group", name=group["group"])
+        assert [row["id"] for row in whole["rollouts"]] == ["hostile", "hostile-2"]
+        assert (await fetch(client, "rollouts", q="ONERROR", task=page_kit.MARKUP))["total"] == 2
+        header = await fetch(client, "rollouts/hostile")
         assert header["logs"]["stderr"] == page_kit.MARKUP and header["error"]["message"] == page_kit.MARKUP
         saved = await client.get("/page/api/export", params={"group": group["group"], "format": "messages"})
         assert saved.headers["content-disposition"].startswith('attachment; filename="')
@@ -250,36 +250,36 @@ async def test_hostile_names_stay_names(tmp_path: Path) -> None:
         ("rollouts/r/export?format=pickle", "format"),
     ],
 )
-async def test_what_is_wrong_is_named(path: str, param: str) -> None:
+async def test_invalid_query_names_its_parameter(path: str, param: str) -> None:
     async with gateway() as g:
-        client = await entered(g)
+        client = await log_in(g)
         response = await client.get(f"/page/api/{path}")
         assert response.status_code == 400 and response.json()["error"]["param"] == param
         for missing in ("rollouts/none", "rollouts/none/tree", "group?name=none", "group?name=", "export?group=none"):
             assert (await client.get(f"/page/api/{missing}")).status_code == 404, missing
 
 
-# ── ten thousand ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── large lists ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_ten_thousand_rollouts(tmp_path: Path) -> None:
+async def test_lists_of_ten_thousand_rollouts(tmp_path: Path) -> None:
     page_kit.add_rollouts(tmp_path, 10_000)
     async with page_kit.serve(tmp_path) as g:
-        client = await entered(g)
-        sums = await told(client, "overview")
-        assert (sums["rollouts"], sums["groups"]) == (10_001, 1251)
-        assert sums["by_status"] == {"starting": 1, "running": 12, "finishing": 0, "done": 9220, "cancelled": 768}
-        assert sums["agents"] == ["claude-code", "codex", "pi"]
+        client = await log_in(g)
+        overview = await fetch(client, "overview")
+        assert (overview["rollouts"], overview["groups"]) == (10_001, 1251)
+        assert overview["by_status"] == {"starting": 1, "running": 12, "finishing": 0, "done": 9220, "cancelled": 768}
+        assert overview["agents"] == ["claude-code", "codex", "pi"]
         seen: list[str] = []
         for offset in range(0, 10_001, 500):
-            page = await told(client, "rollouts", offset=offset, limit=500)
+            page = await fetch(client, "rollouts", offset=offset, limit=500)
             assert page["total"] == 10_001
             seen += [row["id"] for row in page["rollouts"]]
         assert len(seen) == len(set(seen)) == 10_001 and seen[:2] == ["starting", "r09999"] and seen[-1] == "r00000"
-        rewards = [row["reward"] for row in (await told(client, "rollouts", sort="reward", limit=500))["rollouts"]]
+        rewards = [row["reward"] for row in (await fetch(client, "rollouts", sort="reward", limit=500))["rollouts"]]
         assert rewards == [0.0] * 500
-        last = await told(client, "rollouts", sort="-reward", offset=9990)
-        assert [row["reward"] for row in last["rollouts"]] == [None] * 11, "what is not known comes last, whichever way"
+        last = await fetch(client, "rollouts", sort="-reward", offset=9990)
+        assert [row["reward"] for row in last["rollouts"]] == [None] * 11, "unknown rewards come last in either order"
         for query, total in (
             ({"status": ["running", "starting"]}, 13),
             ({"class": "none"}, 781),
@@ -289,8 +289,8 @@ async def test_ten_thousand_rollouts(tmp_path: Path) -> None:
             ({"q": "no space left", "class": "infrastructure fault"}, 461),
             ({"model": "another"}, 0),
         ):
-            assert (await told(client, "rollouts", **query))["total"] == total, query
-        [row] = (await told(client, "rollouts", q="r00005"))["rollouts"]
+            assert (await fetch(client, "rollouts", **query))["total"] == total, query
+        [row] = (await fetch(client, "rollouts", q="r00005"))["rollouts"]
         assert (row["turns"], row["status"], row["class"], row["version_start"], row["stage"]) == (
             1,
             "done",
@@ -298,51 +298,49 @@ async def test_ten_thousand_rollouts(tmp_path: Path) -> None:
             0,
             "done",
         )
-        first, second = [(await told(client, "groups", sort="group", offset=n, limit=5))["groups"] for n in (0, 5)]
-        assert [one["task"] for one in first + second] == [f"task-{n:04}" for n in range(10)]
-        failures = {one["class"]: one for one in (await told(client, "failures"))["classes"]}
+        first, second = [(await fetch(client, "groups", sort="group", offset=n, limit=5))["groups"] for n in (0, 5)]
+        assert [row["task"] for row in first + second] == [f"task-{n:04}" for n in range(10)]
+        failures = {row["class"]: row for row in (await fetch(client, "failures"))["classes"]}
         assert failures["infrastructure fault"]["count"] == 461
         [message] = failures["infrastructure fault"]["messages"]
-        assert message["count"] == 461, "numbers in it do not make two messages of one"
-        header = await told(client, f"rollouts/{message['rollouts'][0]}")
+        assert message["count"] == 461, "messages that differ only in numbers are merged"
+        header = await fetch(client, f"rollouts/{message['rollouts'][0]}")
         assert "no space left" in header["logs"]["stderr"] and header["error"]["stage"] == "setup"
-        training = await told(client, "training", buckets=50)
-        assert sum(one["count"] for one in training["version"]) == sums["by_class"]["graded"]
-        assert [one["version"] for one in training["version"]] == list(range(20))
+        training = await fetch(client, "training", buckets=50)
+        assert sum(row["count"] for row in training["version"]) == overview["by_class"]["graded"]
+        assert [row["version"] for row in training["version"]] == list(range(20))
         assert training["staleness"] == [{"behind": 0, "rollouts": 9220}]
         assert len(training["throughput"]) <= 52 and len(training["versions"]) == 19
 
 
-async def test_what_was_removed_from_the_events_is_counted_in_the_traces(tmp_path: Path) -> None:
-    """`event_days` removes old events, and a folder of an older version has none from that time."""
+async def test_removed_events_are_counted_from_traces(tmp_path: Path) -> None:
+    """`event_days` removes old events, and data folders of older versions have none."""
     page_kit.add_rollouts(tmp_path, 40)
     page_kit.add_long_rollout(tmp_path, turns=12, tokens=600)
     async with page_kit.serve(tmp_path) as g:
-        whole = (await told(await entered(g), "rollouts", sort="opened"))["rollouts"]
+        whole = (await fetch(await log_in(g), "rollouts", sort="opened"))["rollouts"]
         assert {row["turns"] for row in whole} == {0, 1, 10}
     (tmp_path / "looked-at.db").rename(tmp_path / "turngate.db")
     with page_kit.open_builder(tmp_path) as builder:
         builder._db.execute("DELETE FROM events WHERE seq<=(SELECT max(seq) FROM events)")
     async with page_kit.serve(tmp_path, [say("One more.")]) as g:
-        client = await entered(g)
-        again = (await told(client, "rollouts", sort="opened"))["rollouts"]
+        client = await log_in(g)
+        again = (await fetch(client, "rollouts", sort="opened"))["rollouts"]
         counted = {row["id"]: (row["turns"], row["sampled_tokens"], row["class"], row["reward"]) for row in whole}
-        del counted["starting"]  # of which there were only events
+        del counted["starting"]  # known only from events
         assert {
             row["id"]: (row["turns"], row["sampled_tokens"], row["class"], row["reward"]) for row in again
         } == counted
         session = await g.open()
         await g.ask(session.key, "Hi")
-        [new] = (await told(client, "rollouts", q=session.id))["rollouts"]
+        [new] = (await fetch(client, "rollouts", q=session.id))["rollouts"]
         assert new["turns"] == 1
-        assert (await told(client, "training"))["staleness"] == [], (
-            "by how much it was behind then, nobody knows any more"
-        )
+        assert (await fetch(client, "training"))["staleness"] == [], "staleness is unknown without events"
 
 
-async def test_training_is_told_by_version_and_how_far_behind_it_was() -> None:
+async def test_training_view_by_version_and_staleness() -> None:
     async with gateway([say("Hello.")] * 8) as g:
-        client = await entered(g)
+        client = await log_in(g)
         await g.admin.put("/admin/feeds/main", json={"n": 2, "groups": "run."})
         opened = [await g.open(metadata={"group": "run.a", "task": "a"}) for _ in range(2)]
         other = await g.open(metadata={"group": "else", "task": "b"})
@@ -353,32 +351,32 @@ async def test_training_is_told_by_version_and_how_far_behind_it_was() -> None:
             await g.seal(session.id)
             group = "else" if session is other else "run.a"
             g.app.outcomes.record(session.id, RecordedOutcome(kind="graded", reward=reward, group=group, task="a"))
-        told_all = await told(client, "training")
-        assert told_all["version"] == [{"version": 0, "mean": 0.5, "count": 3}]
-        assert told_all["staleness"] == [{"behind": 3, "rollouts": 3}]
-        [delivery] = told_all["deliveries"]
-        facts = {name: delivery[name] for name in ("feed", "number", "group", "version", "oldest", "behind", "mean")}
-        wanted = {"feed": "main", "number": 1, "group": "run.a", "version": 3, "oldest": 0, "behind": 3, "mean": 0.5}
-        assert facts == wanted
-        assert [one["version"] for one in told_all["versions"]] == [3]
-        assert told_all["feeds"][0]["newest"] == 1 and told_all["feeds"][0]["waiting"] == 0
+        training = await fetch(client, "training")
+        assert training["version"] == [{"version": 0, "mean": 0.5, "count": 3}]
+        assert training["staleness"] == [{"behind": 3, "rollouts": 3}]
+        [delivery] = training["deliveries"]
+        actual = {name: delivery[name] for name in ("feed", "number", "group", "version", "oldest", "behind", "mean")}
+        expected = {"feed": "main", "number": 1, "group": "run.a", "version": 3, "oldest": 0, "behind": 3, "mean": 0.5}
+        assert actual == expected
+        assert [row["version"] for row in training["versions"]] == [3]
+        assert training["feeds"][0]["newest"] == 1 and training["feeds"][0]["waiting"] == 0
         assert (
-            sum(one["count"] for one in told_all["time"]) == 3 and sum(o["turns_s"] for o in told_all["throughput"]) > 0
+            sum(row["count"] for row in training["time"]) == 3 and sum(o["turns_s"] for o in training["throughput"]) > 0
         )
-        mine = await told(client, "training", group="run.")
-        assert mine["version"] == [{"version": 0, "mean": 0.5, "count": 2}]
-        assert (await told(client, "group", name="run.a"))["deliveries"][0]["number"] == 1
-        assert (await told(client, "overview"))["gateway"]["version"] == 3
+        filtered = await fetch(client, "training", group="run.")
+        assert filtered["version"] == [{"version": 0, "mean": 0.5, "count": 2}]
+        assert (await fetch(client, "group", name="run.a"))["deliveries"][0]["number"] == 1
+        assert (await fetch(client, "overview"))["gateway"]["version"] == 3
 
 
-# ── as it happens ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── live events ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.usefixtures("no_signs_of_life")
-async def test_what_changed_is_told_from_a_cursor() -> None:
+@pytest.mark.usefixtures("no_keep_alive")
+async def test_changes_are_streamed_from_cursor() -> None:
     async with gateway([say("Hello."), say("Again.")]) as g:
-        client = await entered(g)
-        before = await told(client, "rollouts")
+        client = await log_in(g)
+        before = await fetch(client, "rollouts")
         session = await g.open(metadata={"group": "g", "task": "t"})
         async with aclosing(events(client, "events", after=before["cursor"])) as following:
             kind, first = await anext(following)
@@ -393,22 +391,20 @@ async def test_what_changed_is_told_from_a_cursor() -> None:
                     if third["rollouts"][0]["reward"] == 0.5:
                         break
             assert third["rollouts"][0]["status"] == "done" and third["cursor"] > second["cursor"]
-        async with aclosing(
-            events(client, "events", after=second["cursor"])
-        ) as again:  # as a browser that lost the line
+        async with aclosing(events(client, "events", after=second["cursor"])) as again:  # as a browser that reconnects
             _, missed = await anext(again)
             assert missed["rollouts"][0]["reward"] == 0.5
         await g.admin.delete(f"/admin/sessions/{session.id}")
         async with aclosing(events(client, "events", after=missed["cursor"])) as again:
             assert (await anext(again))[1]["gone"] == [session.id]
-        assert (await told(client, "rollouts"))["total"] == 0
+        assert (await fetch(client, "rollouts"))["total"] == 0
 
 
-@pytest.mark.usefixtures("no_signs_of_life")
-async def test_one_rollout_is_followed_alone_and_a_late_follower_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("no_keep_alive")
+async def test_rollout_events_and_reload_for_late_follower(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_streams, "_MAX_BEHIND", 2)
     async with gateway([say("Hello.")] * 2) as g:
-        client = await entered(g)
+        client = await log_in(g)
         session, other = await g.open(), await g.open()
         async with aclosing(events(client, f"rollouts/{session.id}/events", after=0)) as following:
             await g.ask(other.key, "Hi")
@@ -418,10 +414,10 @@ async def test_one_rollout_is_followed_alone_and_a_late_follower_begins_anew(mon
             assert (await anext(late))[0] == "reload"
 
 
-async def test_a_follower_who_logs_out_is_told_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_logout_ends_idle_event_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_streams, "_KEEP_ALIVE_S", 0.05)
     async with gateway() as g:
-        client = await entered(g)
+        client = await log_in(g)
         following = events(client, "events")
         waiting = asyncio.create_task(anext(following, None))
         await kit.until(lambda: g.app.events._followers)
@@ -429,12 +425,12 @@ async def test_a_follower_who_logs_out_is_told_nothing_more(monkeypatch: pytest.
         assert await asyncio.wait_for(waiting, scaled(5)) is None
 
 
-@pytest.mark.usefixtures("no_signs_of_life")
+@pytest.mark.usefixtures("no_keep_alive")
 @pytest.mark.parametrize("path", ["events", "rollouts/{}/events"])
-async def test_nor_is_a_follower_of_whom_much_happens(path: str) -> None:
-    """What is told is asked for at every event, not only where nothing happens for a while."""
+async def test_logout_ends_busy_event_stream(path: str) -> None:
+    """The login is checked at every event, not only at keep-alives."""
     async with gateway() as g:
-        client = await entered(g)
+        client = await log_in(g)
         session = await g.open()
         async with aclosing(events(client, path.format(session.id), after=0)) as following:
             await anext(following)
@@ -444,17 +440,17 @@ async def test_nor_is_a_follower_of_whom_much_happens(path: str) -> None:
             assert await asyncio.wait_for(anext(following, None), scaled(5)) is None
 
 
-# ── what can be done ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── actions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_cancel_ends_what_is_being_sampled() -> None:
+async def test_cancel_aborts_running_call() -> None:
     script = kit.Gated([say("word " * 50)])
     async with gateway(engine=script) as g:
-        client = await entered(g)
+        client = await log_in(g)
         session = await g.open()
         asking = asyncio.create_task(g.ask(session.key, "Hi"))
         await kit.until(lambda: script.waiting)
-        assert (await told(client, f"rollouts/{session.id}"))["live"]["in_flight"] == 1
+        assert (await fetch(client, f"rollouts/{session.id}"))["live"]["in_flight"] == 1
         response = await client.post(f"/page/api/rollouts/{session.id}/cancel", headers=OWN)
         assert response.json()["rollout"]["status"] == "cancelled"
         with pytest.raises(Exception, match="cancelled"):
@@ -466,8 +462,8 @@ async def test_cancel_ends_what_is_being_sampled() -> None:
         assert retry.status_code == 409 and "does not belong to a batch" in retry.json()["error"]["message"]
 
 
-async def test_nothing_of_it_is_done_where_turns_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lists and traces are made in the page's own thread."""
+async def test_page_views_run_in_page_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists and traces are built in the page's own thread."""
     import threading
 
     from turngate.store.sqlite import Store
@@ -476,7 +472,7 @@ async def test_nothing_of_it_is_done_where_turns_are_served(tmp_path: Path, monk
 
     page_kit.add_long_rollout(tmp_path, turns=10, tokens=1000)
     async with page_kit.serve(tmp_path) as g:
-        client = await entered(g)
+        client = await log_in(g)
         seen: set[str] = set()
         for kind, name in (
             (Overview, "refresh"),
@@ -487,30 +483,30 @@ async def test_nothing_of_it_is_done_where_turns_are_served(tmp_path: Path, monk
         ):
             work = getattr(kind, name)
 
-            def noted(*what: Any, work: Any = work, **how: Any) -> Any:
+            def record_thread(*args: Any, work: Any = work, **kwargs: Any) -> Any:
                 seen.add(threading.current_thread().name)
-                return work(*what, **how)
+                return work(*args, **kwargs)
 
-            monkeypatch.setattr(kind, name, noted)
+            monkeypatch.setattr(kind, name, record_thread)
         for path in ("overview", "rollouts", "groups", "training", "failures", "rollouts/long", "rollouts/long/tree"):
-            await told(client, path)
+            await fetch(client, path)
         for path in ("rollouts/long/messages", "rollouts/long/tokens"):
-            await told(client, path)
-        await told(client, "group/evidence", name=f"{page_kit.BATCH}.long-task")
+            await fetch(client, path)
+        await fetch(client, "group/evidence", name=f"{page_kit.BATCH}.long-task")
         assert seen == {"turngate-page_0"}
 
 
-async def test_a_turn_is_seen_while_the_session_runs() -> None:
+async def test_messages_of_running_session() -> None:
     async with gateway([say("One."), say("Two.")]) as g:
-        client = await entered(g)
+        client = await log_in(g)
         session = await g.open()
         messages = [user("Hi")]
-        said = await g.ask(session.key, messages)
-        first = await told(client, f"rollouts/{session.id}/messages")
+        reply = await g.ask(session.key, messages)
+        first = await fetch(client, f"rollouts/{session.id}/messages")
         assert [m["content"] for node in first["nodes"] for m in node["messages"]] == ["Hi", "One."] and not first[
             "more"
         ]
-        await g.ask(session.key, [*messages, said.message(), user("Go on")])
-        second = await told(client, f"rollouts/{session.id}/messages", after=first["next"])
+        await g.ask(session.key, [*messages, reply.message(), user("Go on")])
+        second = await fetch(client, f"rollouts/{session.id}/messages", after=first["next"])
         assert [m["content"] for node in second["nodes"] for m in node["messages"]] == ["Go on", "Two."]
         assert [node["turn"] for node in second["nodes"]] == [None, 2] and second["nodes"][1]["role"] == "main"

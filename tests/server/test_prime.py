@@ -1,4 +1,4 @@
-"""prime-rl's rollout gateway API, field for field, as verifiers' mixin drives it; and what is mended in it."""
+"""Test prime-rl's rollout gateway API, as verifiers' mixin uses it, and where turngate improves on it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def trajectory(g: Running, rollout: str = "r1") -> Json:
 
 
 def agent(g: Running, rollout: OpenSession, **options: Any) -> openai.AsyncOpenAI:
-    """The agent in its sandbox: OPENAI_BASE_URL is the rollout's own."""
+    """Return the client of an agent whose OPENAI_BASE_URL is the rollout's."""
     return g.client(rollout.key, base_url=f"{g.root}/v1/rollouts/{rollout.id}", **options)
 
 
@@ -46,7 +46,7 @@ async def chat(g: Running, rollout: OpenSession, messages: Json = HI, **request:
 # ── register ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_register_with_nothing_but_the_model() -> None:
+async def test_register_with_model_only() -> None:
     async with gateway() as g:
         response = await post(g, "r1", "register", {"model": "m"})
         assert response.status_code == 200
@@ -56,21 +56,21 @@ async def test_register_with_nothing_but_the_model() -> None:
         assert secret and secret != "r1"
 
 
-async def test_register_with_everything() -> None:
+async def test_register_with_all_fields() -> None:
     async with gateway() as g:
-        wanted = {"model": "m", "sampling_params": {"temperature": 0.5}, "max_turns": 4, "max_seq_len": 4096}
-        body = (await post(g, "r1", "register", wanted)).json()
+        request = {"model": "m", "sampling_params": {"temperature": 0.5}, "max_turns": 4, "max_seq_len": 4096}
+        body = (await post(g, "r1", "register", request)).json()
         assert (body["max_turns"], body["max_seq_len"], body["status"]) == (4, 4096, "active")
 
 
-async def test_register_twice_is_a_conflict() -> None:
+async def test_second_registration_conflicts() -> None:
     async with gateway() as g:
         await register(g)
         assert (await post(g, "r1", "register", {"model": "m"})).status_code == 409
 
 
 @pytest.mark.parametrize(
-    ("body", "named"),
+    ("body", "field"),
     [
         ({}, "model"),
         ({"model": 5}, "model"),
@@ -81,31 +81,31 @@ async def test_register_twice_is_a_conflict() -> None:
         ([], "array"),
     ],
 )
-async def test_a_bad_body_is_unprocessable(body: Json, named: str) -> None:
+async def test_invalid_body_is_unprocessable(body: Json, field: str) -> None:
     async with gateway() as g:
         response = await post(g, "r1", "register", body)
-        assert response.status_code == 422 and named in response.text
+        assert response.status_code == 422 and field in response.text
 
 
-async def test_a_model_that_is_not_served_is_unprocessable() -> None:
+async def test_unserved_model_is_unprocessable() -> None:
     async with gateway(model="policy-1") as g:
         response = await post(g, "r1", "register", {"model": "other"})
         assert response.status_code == 422 and "policy-1" in response.text
 
 
 @pytest.mark.parametrize("wrong", ["-a", "a b", "é"])
-async def test_a_rollout_id_that_cannot_be_one_is_unprocessable(wrong: str) -> None:
+async def test_invalid_rollout_id_is_unprocessable(wrong: str) -> None:
     async with gateway() as g:
         assert (await post(g, wrong, "register", {"model": "m"})).status_code == 422
 
 
-async def test_a_body_that_is_no_json_is_unprocessable() -> None:
+async def test_non_json_body_is_unprocessable() -> None:
     async with gateway() as g:
         response = await g.admin.post("/v1/rollouts/r1/register", content=b"{")
         assert response.status_code == 422
 
 
-async def test_fields_that_we_do_not_know_are_left_alone() -> None:
+async def test_unknown_fields_are_ignored() -> None:
     async with gateway([say("Ok.")]) as g:
         sampling = {"temperature": 0.5, "top_k": -1, "max_tokens": 100, "extra_body": {"x": 1}, "n": 1, "seed": None}
         rollout = await register(g, sampling_params=sampling, dp_rank=3)
@@ -116,7 +116,7 @@ async def test_fields_that_we_do_not_know_are_left_alone() -> None:
 # ── model calls ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_the_rollouts_own_key_and_url_are_all_that_an_agent_needs() -> None:
+async def test_agent_needs_only_rollout_key_and_url() -> None:
     async with gateway([say("Hello."), say("Again.")]) as g:
         rollout = await register(g)
         assert (await chat(g, rollout)).choices[0].message.content == "Hello."
@@ -124,24 +124,24 @@ async def test_the_rollouts_own_key_and_url_are_all_that_an_agent_needs() -> Non
         assert "".join([c.choices[0].delta.content or "" async for c in stream]) == "Again."
 
 
-async def test_the_admin_key_opens_model_calls_too() -> None:
+async def test_admin_key_opens_model_calls() -> None:
     async with gateway([say("Hello.")]) as g:
         rollout = await register(g)
         reply = await chat(g, OpenSession(rollout.id, g.app.admin_key))
         assert reply.choices[0].message.content == "Hello."
 
 
-async def test_no_other_key_does() -> None:
+async def test_other_keys_are_unauthorized() -> None:
     async with gateway() as g:
         rollout, other = await register(g, "r1"), await register(g, "r2")
         for key in ("wrong", other.key, rollout.key + "x", rollout.id):
             with pytest.raises(openai.AuthenticationError):
                 await chat(g, OpenSession("r1", key))
-        with pytest.raises(openai.AuthenticationError):  # not even whether a rollout exists is told
+        with pytest.raises(openai.AuthenticationError):  # the reply does not reveal whether a rollout exists
             await chat(g, OpenSession("nobody", rollout.key))
 
 
-async def test_a_bad_body_an_unknown_rollout_and_one_that_is_over() -> None:
+async def test_invalid_body_unknown_rollout_and_ended_rollout() -> None:
     async with gateway([say("Hello.")] * 3) as g:
         rollout = await register(g)
         with pytest.raises(openai.BadRequestError):
@@ -154,7 +154,7 @@ async def test_a_bad_body_an_unknown_rollout_and_one_that_is_over() -> None:
         assert caught.value.response.headers["x-should-retry"] == "false"
 
 
-async def test_registered_sampling_wins_over_the_agents() -> None:
+async def test_registered_sampling_overrides_agent() -> None:
     async with gateway([say("Hello.")]) as g:
         rollout = await register(g, sampling_params={"temperature": 0.5, "top_p": 1.0, "seed": 1})
         await chat(g, rollout, temperature=2.0, top_p=0.1, seed=9)
@@ -162,8 +162,8 @@ async def test_registered_sampling_wins_over_the_agents() -> None:
         assert (sampling.temperature, sampling.top_p, sampling.seed) == (0.5, 1.0, 1)
 
 
-async def test_registered_length_of_an_answer_wins_too() -> None:
-    """`max_tokens` is among prime-rl's sampling parameters, and the trainer's word counts."""
+async def test_registered_max_tokens_overrides_agent() -> None:
+    """`max_tokens` is one of prime-rl's sampling parameters, and the trainer's value wins."""
     async with gateway([say("One two three four five six.")]) as g:
         rollout = await register(g, sampling_params={"max_tokens": 3})
         reply = await chat(g, rollout, max_tokens=1000)
@@ -174,7 +174,7 @@ async def test_registered_length_of_an_answer_wins_too() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_the_last_of_its_turns_completes_a_rollout(stream: bool) -> None:
+async def test_last_turn_completes_rollout(stream: bool) -> None:
     async with gateway([say("One."), say("Two.")]) as g:
         rollout = await register(g, max_turns=2)
         for status in ("active", "completed"):
@@ -187,20 +187,20 @@ async def test_the_last_of_its_turns_completes_a_rollout(stream: bool) -> None:
         assert (await trajectory(g))["num_turns"] == 2
 
 
-async def test_a_conversation_longer_than_max_seq_len_is_truncated() -> None:
+async def test_max_seq_len_truncates_conversation() -> None:
     async with gateway([say("word " * 60)]) as g:
         rollout = await register(g, max_seq_len=30)
         reply = await chat(g, rollout)
         assert reply.usage.total_tokens == 30 and reply.choices[0].finish_reason == "length"
-        told = await trajectory(g)
-        assert told["is_truncated"] and told["trajectory"][0]["is_truncated"]
-        assert told["trajectory"][0]["tokens"]["is_truncated"]
+        rollout_trajectory = await trajectory(g)
+        assert rollout_trajectory["is_truncated"] and rollout_trajectory["trajectory"][0]["is_truncated"]
+        assert rollout_trajectory["trajectory"][0]["tokens"]["is_truncated"]
         with pytest.raises(openai.BadRequestError) as caught:
             await chat(g, rollout, [user("word " * 60)])
         assert caught.value.code == "context_length_exceeded"
 
 
-async def test_a_prompt_that_never_fit_leaves_its_mark_also_when_the_rollout_is_over(tmp_path: Path) -> None:
+async def test_too_long_prompt_marks_rollout_truncated(tmp_path: Path) -> None:
     async with gateway(data=tmp_path) as g:
         rollout = await register(g, max_seq_len=30)
         with pytest.raises(openai.BadRequestError):
@@ -213,7 +213,7 @@ async def test_a_prompt_that_never_fit_leaves_its_mark_also_when_the_rollout_is_
 # ── trajectory ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_trajectory_has_every_field_and_every_token() -> None:
+async def test_trajectory_has_every_field_and_token() -> None:
     script = [say("<think>\nHm.\n</think>\n\n" + calls(("read_file", {"path": "a"}))), say("Done.")]
     async with gateway(script) as g:
         rollout = await register(g)
@@ -223,10 +223,16 @@ async def test_a_trajectory_has_every_field_and_every_token() -> None:
         [call] = message.tool_calls
         history = [system, *HI, message.model_dump(exclude_none=True), {**result(call, "A")}]
         await chat(g, rollout, history, tools=[tool()])
-        told = await trajectory(g)
-        steps = told.pop("trajectory")
-        prompt, completion = told.pop("prompt"), told.pop("completion")
-        assert told == {"rollout_id": "r1", "status": "active", "num_turns": 2, "model": "m", "is_truncated": False}
+        rollout_trajectory = await trajectory(g)
+        steps = rollout_trajectory.pop("trajectory")
+        prompt, completion = rollout_trajectory.pop("prompt"), rollout_trajectory.pop("completion")
+        assert rollout_trajectory == {
+            "rollout_id": "r1",
+            "status": "active",
+            "num_turns": 2,
+            "model": "m",
+            "is_truncated": False,
+        }
         assert prompt == [system, *HI]
         assert [m["role"] for m in completion] == ["assistant", "tool", "assistant"]
         assert completion[0]["tool_calls"][0]["function"]["name"] == "read_file"
@@ -248,27 +254,32 @@ async def test_a_trajectory_has_every_field_and_every_token() -> None:
             assert all(p < 0 for p in tokens["completion_logprobs"])
             assert (tokens["overlong_prompt"], tokens["is_truncated"], tokens["routed_experts"]) == (False, False, None)
         assert [m["role"] for m in steps[1]["prompt"]] == ["system", "user", "assistant", "tool"]
-        # The weak point of the original: here the second prompt goes on from the very tokens that were sampled.
+        # Unlike in the original, the second prompt continues from exactly the sampled tokens.
         seen = steps[0]["tokens"]
-        sofar = seen["prompt_ids"] + seen["completion_ids"]
-        assert steps[1]["tokens"]["prompt_ids"][: len(sofar)] == sofar
+        prefix = seen["prompt_ids"] + seen["completion_ids"]
+        assert steps[1]["tokens"]["prompt_ids"][: len(prefix)] == prefix
 
 
-async def test_a_rollout_without_turns_has_an_empty_trajectory() -> None:
+async def test_trajectory_without_turns_is_empty() -> None:
     async with gateway() as g:
         await register(g)
-        told = await trajectory(g)
-        assert (told["num_turns"], told["prompt"], told["completion"], told["trajectory"]) == (0, [], [], [])
+        rollout_trajectory = await trajectory(g)
+        assert (
+            rollout_trajectory["num_turns"],
+            rollout_trajectory["prompt"],
+            rollout_trajectory["completion"],
+            rollout_trajectory["trajectory"],
+        ) == (0, [], [], [])
 
 
-async def test_missing_log_probabilities_stay_missing() -> None:
+async def test_missing_logprobs_stay_missing() -> None:
     async with gateway([say("Hello.", null_logprobs=True)]) as g:
         await chat(g, await register(g))
         tokens = (await trajectory(g))["trajectory"][0]["tokens"]
         assert tokens["completion_logprobs"] == [None] * len(tokens["completion_ids"])
 
 
-async def test_steps_that_the_agent_never_got_are_not_in_the_trajectory() -> None:
+async def test_undelivered_steps_are_not_in_trajectory() -> None:
     engine = Gated([say("Lost."), say("One.")])
     async with gateway(engine=engine) as g:
         rollout = await register(g)
@@ -278,11 +289,14 @@ async def test_steps_that_the_agent_never_got_are_not_in_the_trajectory() -> Non
         await until(lambda: engine.aborted == 1)
         engine.gate.set()
         await chat(g, rollout)
-        told = await trajectory(g)
-        assert told["num_turns"] == 1 and told["trajectory"][0]["completion"][0]["content"] == "One."
+        rollout_trajectory = await trajectory(g)
+        assert (
+            rollout_trajectory["num_turns"] == 1
+            and rollout_trajectory["trajectory"][0]["completion"][0]["content"] == "One."
+        )
 
 
-async def test_nothing_of_the_tokens_is_in_the_agents_replies() -> None:
+async def test_agent_replies_contain_no_tokens() -> None:
     async with gateway([say("Hello there.")]) as g:
         rollout = await register(g)
         response = await agent(g, rollout).chat.completions.with_raw_response.create(model="m", messages=HI)
@@ -295,7 +309,7 @@ async def test_nothing_of_the_tokens_is_in_the_agents_replies() -> None:
 # ── cancel, unregister ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_cancel_aborts_what_is_being_generated() -> None:
+async def test_cancel_aborts_running_call() -> None:
     async with gateway(engine=Gated([say("Never.")])) as g:
         rollout = await register(g)
         task = g.start(chat(g, rollout))
@@ -309,7 +323,7 @@ async def test_cancel_aborts_what_is_being_generated() -> None:
         assert (await post(g, "r1", "cancel")).json()["status"] == "cancelled"
 
 
-async def test_unregister_may_be_called_twice_and_the_trajectory_stays() -> None:
+async def test_unregister_is_idempotent_and_keeps_trajectory() -> None:
     async with gateway([say("One.")]) as g:
         rollout = await register(g)
         await chat(g, rollout)
@@ -337,12 +351,12 @@ async def test_unknown_rollouts_are_not_found() -> None:
         assert (await g.admin.get("/v1/rollouts/nobody/trajectory")).status_code == 404
 
 
-# ── who may ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── authorization ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 VERBS = [("POST", "register"), ("GET", "trajectory"), ("POST", "cancel"), ("POST", "unregister")]
 
 
-async def test_everything_but_model_calls_takes_the_admin_key_only() -> None:
+async def test_control_endpoints_need_admin_key() -> None:
     async with gateway() as g:
         rollout = await register(g)
         for key in ("", "wrong", rollout.key):
@@ -353,56 +367,58 @@ async def test_everything_but_model_calls_takes_the_admin_key_only() -> None:
 
 
 @asynccontextmanager
-async def opened_up() -> AsyncIterator[Running]:
+async def open_gateway() -> AsyncIterator[Running]:
     async with gateway([say("Hello.")] * 2, open_loopback=True) as g:
         yield g
 
 
-async def test_the_switch_opens_it_to_loopback_clients_that_send_no_key() -> None:
-    async with opened_up() as g:
-        anyone = g.http()
-        body = (await anyone.post("/v1/rollouts/r1/register", json={"model": "m"})).json()
+async def test_open_loopback_allows_keyless_local_clients() -> None:
+    async with open_gateway() as g:
+        keyless = g.http()
+        body = (await keyless.post("/v1/rollouts/r1/register", json={"model": "m"})).json()
         assert body["status"] == "active"
         call = {"model": "m", "messages": HI}
-        reply = await anyone.post("/v1/rollouts/r1/chat/completions", json=call)
+        reply = await keyless.post("/v1/rollouts/r1/chat/completions", json=call)
         assert reply.json()["choices"][0]["message"]["content"] == "Hello."
-        assert (await anyone.get("/v1/rollouts/r1/trajectory")).json()["num_turns"] == 1
-        # A key that is sent must still be the right one, and nothing else is opened.
+        assert (await keyless.get("/v1/rollouts/r1/trajectory")).json()["num_turns"] == 1
+        # A key that is sent must still be valid, and no other endpoint is open.
         assert (await g.http("wrong").get("/v1/rollouts/r1/trajectory")).status_code == 401
         assert (await g.http("wrong").post("/v1/rollouts/r1/chat/completions", json=call)).status_code == 401
         for path in ("/admin/sessions", "/v1/models", "/admin/fence"):
-            assert (await anyone.get(path)).status_code == 401
-        assert (await anyone.post("/v1/chat/completions", json=call)).status_code == 401
-        assert (await anyone.post("/s/r1/v1/chat/completions", json=call)).status_code == 401
-        assert (await anyone.post("/v1/rollouts/r1/unregister")).json()["status"] == "completed"
+            assert (await keyless.get(path)).status_code == 401
+        assert (await keyless.post("/v1/chat/completions", json=call)).status_code == 401
+        assert (await keyless.post("/s/r1/v1/chat/completions", json=call)).status_code == 401
+        assert (await keyless.post("/v1/rollouts/r1/unregister")).json()["status"] == "completed"
 
 
-async def test_the_switch_does_not_trust_a_client_that_was_forwarded_from_elsewhere() -> None:
-    async with opened_up() as g:
+async def test_open_loopback_refuses_forwarded_clients() -> None:
+    async with open_gateway() as g:
         await register(g)
         response = await g.http().get("/v1/rollouts/r1/trajectory", headers={"x-forwarded-for": "203.0.113.9"})
         assert response.status_code == 401
 
 
-# ── as verifiers' mixin does it ─────────────────────────────────────────────────────────────────────────────────────
+# ── full cycle as in verifiers' mixin ───────────────────────────────────────────────────────────────────────────────
 
 
-async def test_many_rollouts_at_once_from_register_to_unregister() -> None:
+async def test_parallel_rollouts_from_register_to_unregister() -> None:
     script = [say(calls(("read_file", {"path": "a"}))), say("Done.")]
     async with gateway(script) as g:
 
-        async def one(n: int) -> Json:
+        async def run_rollout(n: int) -> Json:
             rollout = await register(g, f"group-{n}", max_turns=2, sampling_params={"temperature": 1.0})
             first = await chat(g, rollout, [user(f"Task {n}")], tools=[tool()])
             message = first.choices[0].message
             history = [user(f"Task {n}"), message.model_dump(exclude_none=True), result(message.tool_calls[0], str(n))]
             await chat(g, rollout, history, tools=[tool()])
-            told = await trajectory(g, rollout.id)
+            rollout_trajectory = await trajectory(g, rollout.id)
             await post(g, rollout.id, "unregister")
-            return told
+            return rollout_trajectory
 
-        for n, told in enumerate(await asyncio.gather(*(one(n) for n in range(8)))):
-            assert (told["status"], told["num_turns"]) == ("completed", 2)
-            assert told["prompt"] == [user(f"Task {n}")] and told["completion"][1]["content"] == str(n)
-            text = tokenizer().decode(told["trajectory"][1]["tokens"]["prompt_ids"])
+        for n, rollout_trajectory in enumerate(await asyncio.gather(*(run_rollout(n) for n in range(8)))):
+            assert (rollout_trajectory["status"], rollout_trajectory["num_turns"]) == ("completed", 2)
+            assert rollout_trajectory["prompt"] == [user(f"Task {n}")] and rollout_trajectory["completion"][1][
+                "content"
+            ] == str(n)
+            text = tokenizer().decode(rollout_trajectory["trajectory"][1]["tokens"]["prompt_ids"])
             assert f"Task {n}" in text and f"<tool_response>\n{n}\n</tool_response>" in text

@@ -406,7 +406,7 @@ async def followed(g: Running, path: str, **headers: str) -> AsyncGenerator[Json
                 seen = {}
 
 
-@pytest.mark.usefixtures("no_signs_of_life")
+@pytest.mark.usefixtures("no_keep_alive")
 async def test_events_tell_the_story_of_a_session_from_the_start_and_live() -> None:
     async with gateway([say("Hello.")]) as g:
         session = await g.open(limits={"turns": 1})
@@ -441,7 +441,7 @@ async def test_a_follower_that_comes_back_goes_on_where_it_was() -> None:
             await again.aclose()
 
 
-@pytest.mark.usefixtures("no_signs_of_life")
+@pytest.mark.usefixtures("no_keep_alive")
 async def test_the_fence_is_in_the_events_too() -> None:
     async with gateway() as g:
         events = followed(g, "/admin/events")
@@ -459,7 +459,7 @@ async def test_a_cursor_that_makes_no_sense_is_refused(after: str) -> None:
         assert (await g.admin.get("/admin/events", params={"after": after})).status_code == 400
 
 
-@pytest.mark.usefixtures("no_signs_of_life")
+@pytest.mark.usefixtures("no_keep_alive")
 async def test_a_slow_follower_misses_nothing(tmp_path: Path) -> None:
     """What happens while it is busy with one event comes after that one."""
     store = Store(tmp_path)

@@ -1,4 +1,4 @@
-"""Observe mode where it is not plain sailing: what an endpoint refuses, what a dialect cannot say, what breaks off in between."""
+"""Test edge cases of observe mode: endpoint errors, fields a dialect cannot express, and interrupted streams."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def status(error: Exception) -> int:
     return int(getattr(error, "status_code", 0) or getattr(error, "code", 0) or 0)
 
 
-# ── what is no text ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── images ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 IMAGES: dict[str, Json] = {
     "chat": {
@@ -59,7 +59,7 @@ IMAGES: dict[str, Json] = {
 
 @every_endpoint
 @every_dialect
-async def test_an_image_reaches_an_endpoint_of_its_own_dialect_and_is_refused_by_others(
+async def test_image_is_forwarded_only_within_its_dialect(
     dialect: str, endpoint: type[Provider], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with scene(endpoint(*SCRIPT), dialect, monkeypatch) as s:
@@ -74,11 +74,11 @@ async def test_an_image_reaches_an_endpoint_of_its_own_dialect_and_is_refused_by
         await s.agent.answer(RESULTS)
         assert PIXEL.encode() in s.provider.bodies[0] and PIXEL.encode() in s.provider.bodies[1]
         turns = await s.gateway.turns(s.session.id)
-        assert [turn["cause"] for turn in turns] == [None, None]  # one line of work
+        assert [turn["cause"] for turn in turns] == [None, None]  # no fork
 
 
 @every_dialect
-async def test_an_image_is_refused_where_the_gateway_renders(dialect: str) -> None:
+async def test_image_is_refused_in_exact_mode(dialect: str) -> None:
     async with gateway() as g:
         session = await g.open()
         async with agent(dialect, g.root, session.key) as a:
@@ -88,7 +88,7 @@ async def test_an_image_is_refused_where_the_gateway_renders(dialect: str) -> No
             assert status(caught.value) == 400
 
 
-# ── errors of the endpoint ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── errors of the endpoint ──────────────────────────────────────────────────────────────────────────────────────────
 
 OVERFLOWS = {
     "openai": "This model's maximum context length is 4096 tokens. However, your messages resulted in 5000 tokens.",
@@ -96,8 +96,8 @@ OVERFLOWS = {
     "gemini": "The input token count (5000) exceeds the maximum number of tokens allowed (4096).",
     "responses": "Your input exceeds the context window of this model. Please adjust your input and try again.",
 }
-# By what the agents of each dialect know that they have to make room.
-SIGNS = {
+# The phrases by which agents of each dialect recognise a context overflow.
+OVERFLOW_PATTERNS = {
     "chat": "maximum context length|context window|prompt is too long|token count",
     "responses": "context window",
     "messages": "prompt is too long",
@@ -105,7 +105,7 @@ SIGNS = {
 }
 
 
-class Failing(StandIn):
+class FailingEndpoint(StandIn):
     def __init__(self, kind: type[Provider], code: int, message: str) -> None:
         body: Json = {"error": {"message": message, "type": "x", "code": code}}
         if kind is AnthropicProvider:
@@ -116,8 +116,10 @@ class Failing(StandIn):
         self.name = kind.name
 
 
-async def failed(kind: type[Provider], dialect: str, code: int, message: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    async with scene(Failing(kind, code, message), dialect, monkeypatch) as s:  # type: ignore[arg-type]
+async def ask_failing(
+    kind: type[Provider], dialect: str, code: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    async with scene(FailingEndpoint(kind, code, message), dialect, monkeypatch) as s:  # type: ignore[arg-type]
         with pytest.raises((*ALL_ERRORS, AssertionError)) as caught:
             await s.agent.ask("Hi")
         assert KEY not in str(caught.value) and await s.gateway.turns(s.session.id) == []
@@ -126,39 +128,39 @@ async def failed(kind: type[Provider], dialect: str, code: int, message: str, mo
 
 @every_endpoint
 @every_dialect
-async def test_an_overflow_reads_as_one_in_each_dialect(
+async def test_context_overflow_is_recognisable_in_each_dialect(
     dialect: str, endpoint: type[Provider], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    error = await failed(endpoint, dialect, 400, OVERFLOWS[endpoint.name], monkeypatch)
-    assert re.search(SIGNS[dialect], str(error))
+    error = await ask_failing(endpoint, dialect, 400, OVERFLOWS[endpoint.name], monkeypatch)
+    assert re.search(OVERFLOW_PATTERNS[dialect], str(error))
     if dialect == "messages" and endpoint.name != "responses":
         assert "prompt is too long: 5000 tokens > 4096 maximum" in str(error)
 
 
 @every_endpoint
 @every_dialect
-async def test_the_providers_verdict_on_our_key_is_not_one_on_the_agents(
+async def test_provider_key_errors_are_server_errors(
     dialect: str, endpoint: type[Provider], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An agent that believes its key to be wrong gives up, or asks its user for another."""
-    for code, words in ((401, f"bad key {KEY}"), (403, "not allowed")):
-        assert status(await failed(endpoint, dialect, code, words, monkeypatch)) >= 500
+    """An agent that gets an authentication error gives up, so these read as server errors."""
+    for code, message in ((401, f"bad key {KEY}"), (403, "not allowed")):
+        assert status(await ask_failing(endpoint, dialect, code, message, monkeypatch)) >= 500
 
 
 @every_endpoint
 @every_dialect
-async def test_a_busy_provider_reads_as_busy(
+async def test_busy_provider_is_rate_limit(
     dialect: str, endpoint: type[Provider], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = 529 if endpoint is AnthropicProvider else 429
-    assert status(await failed(endpoint, dialect, code, "Overloaded", monkeypatch)) == 429
+    assert status(await ask_failing(endpoint, dialect, code, "Overloaded", monkeypatch)) == 429
 
 
-# ── what breaks off ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── interrupted streams ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @every_dialect
-async def test_an_agent_that_hangs_up_hangs_up_on_the_provider(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_disconnect_reaches_provider(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow(AnthropicProvider):
         def stream(self, said: Says, turn: int) -> Any:
             return [*super().stream(said, turn)[:8], 3600.0]
@@ -166,7 +168,7 @@ async def test_an_agent_that_hangs_up_hangs_up_on_the_provider(dialect: str, mon
     async with scene(Slow(*SCRIPT), dialect, monkeypatch) as s:
         task = asyncio.create_task(s.agent.ask("Look around."))
         await until(lambda: bool(s.provider.seen))
-        await asyncio.sleep(scaled(0.1))  # until the gateway has read what was sent
+        await asyncio.sleep(scaled(0.1))  # let the gateway read what was sent
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -177,7 +179,7 @@ async def test_an_agent_that_hangs_up_hangs_up_on_the_provider(dialect: str, mon
         assert turn["message"]["reasoning"] == SCRIPT[0].thought
 
 
-async def test_a_stream_that_fails_midway_is_recorded_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_provider_stream_error_is_recorded_and_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     class Failing(AnthropicProvider):
         def stream(self, said: Says, turn: int) -> list[bytes]:
             error = {"type": "error", "error": {"type": "overloaded_error", "message": "Overloaded"}}
@@ -191,10 +193,10 @@ async def test_a_stream_that_fails_midway_is_recorded_and_told(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("endpoint", [AnthropicProvider, GeminiProvider, ResponsesProvider], ids=lambda kind: kind.name)
-async def test_a_restarted_gateway_still_knows_what_the_provider_signed(
+async def test_provider_signatures_survive_restart(
     endpoint: type[Provider], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The agent speaks chat, which has no place for signatures: they are in the trace."""
+    """The chat dialect cannot carry signatures, so they are restored from the trace."""
     monkeypatch.setenv("PROVIDER_KEY", KEY)
     async with serving(endpoint(*SCRIPT)) as provider:
         settings: Json = {
@@ -211,18 +213,18 @@ async def test_a_restarted_gateway_still_knows_what_the_provider_signed(
                 history = a.history
         async with gateway(**settings) as g, agent("chat", g.root, session.key) as b:
             b.history, b.last = history, a.last
-            for message in b.history:  # as most agents have it
+            for message in b.history:  # as most agents do
                 message.pop("reasoning_content", None)
             assert (await b.answer(RESULTS)).text == SCRIPT[2].text
             assert provider.refusals == []
             assert [turn["role"] for turn in await g.turns(session.id)] == ["main"] * 3
 
 
-# ── what is passed on, and what is not ──────────────────────────────────────────────────────────────────────────────────
+# ── forwarded fields ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @every_endpoint
-async def test_betas_go_to_anthropic_alone(endpoint: type[Provider], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_betas_are_sent_only_to_anthropic(endpoint: type[Provider], monkeypatch: pytest.MonkeyPatch) -> None:
     async with scene(endpoint(*SCRIPT), "messages", monkeypatch) as s:
         await s.agent.ask("Hi")
         seen = s.provider.headers[0].get("anthropic-beta")
@@ -230,19 +232,19 @@ async def test_betas_go_to_anthropic_alone(endpoint: type[Provider], monkeypatch
 
 
 @every_endpoint
-async def test_the_sessions_model_and_limit_are_laid_over_the_agents(
+async def test_session_model_and_sampling_override_agent(
     endpoint: type[Provider], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for dialect in DIALECTS:
         config: Json = {"model": "m", "max_tokens": 77, "sampling": {"temperature": 0.5}}
         async with scene(endpoint(*SCRIPT), dialect, monkeypatch, **config) as s:
             await s.agent.ask("Hi")
-            asked = json.dumps(s.provider.asked)
-            assert "77" in asked and '"temperature": 0.5' in asked
+            request = json.dumps(s.provider.asked)
+            assert "77" in request and '"temperature": 0.5' in request
             assert s.provider.asked.get("model", "m") == "m" and "/m:" in s.provider.paths[0] + "/m:"
 
 
-async def test_what_is_lost_in_translation_is_in_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_fields_lost_in_translation_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     async with scene(AnthropicProvider(*SCRIPT), "chat", monkeypatch) as s:
         s.agent.extra = {"presence_penalty": 0.5, "chat_template_kwargs": {"a": 1}, "seed": 7}
         await s.agent.ask("Hi")
@@ -250,25 +252,25 @@ async def test_what_is_lost_in_translation_is_in_the_trace(monkeypatch: pytest.M
         assert turn["lost"] == ["presence_penalty", "seed", "chat_template_kwargs"]
 
 
-async def test_an_answer_that_a_filter_ended_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_filtered_answer_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     class Filtered(GeminiProvider):
         def finish(self, said: Says) -> str:
             return "SAFETY"
 
     async with scene(Filtered(Says("I would")), "messages", monkeypatch) as s:
-        heard = await s.agent.ask("Hi")
-        assert (heard.text, heard.finish) == ("I would", "stop")
+        reply = await s.agent.ask("Hi")
+        assert (reply.text, reply.finish) == ("I would", "stop")
         [turn] = await s.gateway.turns(s.session.id)
         assert turn["fault"] == "gemini withheld the answer (SAFETY)"
 
 
-async def test_hidden_thinking_makes_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Hiding(AnthropicProvider):
+async def test_redacted_thinking_round_trips(monkeypatch: pytest.MonkeyPatch) -> None:
+    class RedactedThinking(AnthropicProvider):
         def blocks(self, said: Says, turn: int) -> list[Json]:
             return [{"type": "redacted_thinking", "data": f"hidden {turn}"}, *super().blocks(said, turn)]
 
     for dialect in ("messages", "chat"):
-        async with scene(Hiding(*SCRIPT), dialect, monkeypatch) as s:
+        async with scene(RedactedThinking(*SCRIPT), dialect, monkeypatch) as s:
             await s.agent.ask("Look around.")
             await s.agent.answer(RESULTS)
             block = s.provider.asked["messages"][1]["content"][0]
@@ -277,10 +279,10 @@ async def test_hidden_thinking_makes_the_round(monkeypatch: pytest.MonkeyPatch) 
 
 @every_dialect
 @pytest.mark.parametrize("endpoint", [AnthropicProvider, ResponsesProvider], ids=lambda kind: kind.name)
-async def test_thoughts_that_were_signed_apart_go_back_apart(
+async def test_separately_signed_thoughts_stay_separate(
     dialect: str, endpoint: type[Provider], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Twice(endpoint):  # type: ignore[valid-type, misc]
+    class TwoThoughts(endpoint):  # type: ignore[valid-type, misc]
         def blocks(self, said: Says, turn: int) -> list[Json]:
             first = {"type": "thinking", "thinking": "Hm.", "signature": self.signature("Hm.")}
             return [first, *super().blocks(said, turn)]
@@ -289,7 +291,7 @@ async def test_thoughts_that_were_signed_apart_go_back_apart(
             first, *rest = super().items(said, turn)
             return [first, {**first, "id": f"rs_{turn}"}, *rest]
 
-    async with scene(Twice(*SCRIPT), dialect, monkeypatch) as s:
+    async with scene(TwoThoughts(*SCRIPT), dialect, monkeypatch) as s:
         await s.agent.ask("Look around.")
         await s.agent.answer(RESULTS)
         if endpoint is AnthropicProvider:
@@ -300,7 +302,7 @@ async def test_thoughts_that_were_signed_apart_go_back_apart(
             assert kinds[1:6] == ["reasoning", "reasoning", "message", "function_call", "function_call"]
 
 
-async def test_cut_answers_and_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_truncated_answers_and_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
     for endpoint in PROVIDERS:
         for dialect in DIALECTS:
             async with scene(endpoint(Says("It is", cut=True)), dialect, monkeypatch) as s:
@@ -323,7 +325,7 @@ async def test_cut_answers_and_stop_strings(monkeypatch: pytest.MonkeyPatch) -> 
         assert s.provider.asked["stop"] == ["END"]
 
 
-async def test_the_token_limit_of_a_session_holds_where_the_endpoint_tells_its_tokens(
+async def test_sampled_token_limit_with_reported_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limits = {"sampled_tokens": 10}
@@ -333,36 +335,36 @@ async def test_the_token_limit_of_a_session_holds_where_the_endpoint_tells_its_t
         assert len(s.provider.seen) == 1
 
 
-# ── counting ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── counting ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def counted(a: Agent) -> int:
+async def count_tokens(a: Agent) -> int:
     match a:
         case MessagesAgent():
             count = await a.client.messages.count_tokens(model="m", messages=[{"role": "user", "content": "Hi"}])
             return count.input_tokens
         case _:
-            told = await a.client.aio.models.count_tokens(model="m", contents="Hi")  # type: ignore[attr-defined]
-            return told.total_tokens or 0
+            total = await a.client.aio.models.count_tokens(model="m", contents="Hi")  # type: ignore[attr-defined]
+            return total.total_tokens or 0
 
 
 @every_endpoint
 @pytest.mark.parametrize("dialect", ["messages", "gemini"])
-async def test_tokens_are_counted_by_the_endpoint_if_it_can(
+async def test_endpoint_counts_tokens_if_supported(
     dialect: str, endpoint: type[Provider], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with scene(endpoint(*SCRIPT), dialect, monkeypatch) as s:
         if endpoint is ChatProvider:
             with pytest.raises(ALL_ERRORS, match="estimate") as caught:
-                await counted(s.agent)
+                await count_tokens(s.agent)
             assert status(caught.value) == 404
             return
-        assert await counted(s.agent) == len(json.dumps(s.provider.asked))
+        assert await count_tokens(s.agent) == len(json.dumps(s.provider.asked))
         assert s.provider.refusals == [] and await s.gateway.turns(s.session.id) == []
 
 
-async def test_a_provider_that_is_not_there() -> None:
-    """The agent is told to come back, and nothing is recorded."""
+async def test_unreachable_provider_is_retryable_error() -> None:
+    """The agent gets a retryable error, and nothing is recorded."""
     async with gateway(observe="anthropic", engine_url=["http://127.0.0.1:1"]) as g:
         session = await g.open(mode="observe")
         async with agent("messages", g.root, session.key) as a:
@@ -373,7 +375,7 @@ async def test_a_provider_that_is_not_there() -> None:
         assert await g.turns(session.id) == []
 
 
-def test_settings_that_cannot_hold_are_refused_at_the_start() -> None:
+def test_invalid_observe_settings_are_refused() -> None:
     url = "http://127.0.0.1:1"
     for kind, capture in (("anthropic", "logprobs"), ("gemini", "tokens"), ("responses", "tokens")):
         with pytest.raises(ConfigError, match=f"^capture must be auto.* for the engine {kind!r}, not {capture!r}"):
