@@ -1,11 +1,11 @@
-"""What the search for secrets is written with: secrets that are known again in any spelling, what was seen of a run, and who looked.
+"""Helpers for the search for secrets: planted secrets, evidence of a run, and a watcher of the process list.
 
     planted = Planted()
     key = planted.new("the provider's key")
     evidence.add("an answer", body)
-    assert planted.found(evidence) == []
+    assert planted.find(evidence) == []
 
-Every secret is random and new for each run, so that whatever finds one has found a leak, and nothing else on the machine can have it.
+Every secret is random and new for each run, so every match is a leak.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ Json = Any
 TURNGATE = (sys.executable, "-m", "turngate")
 PROCESSES = "the process list"
 PROVIDER_KEY = "PLANTED_PROVIDER_KEY"  # the variable that holds it
-_LARGEST = 64 * 2**20
+_MAX_BYTES = 64 * 2**20
 
 
-class Found(msgspec.Struct, frozen=True):
+class Leak(msgspec.Struct, frozen=True):
     where: str
-    secret: str  # its name
+    secret: str  # the name of the secret
     form: str
 
     def __repr__(self) -> str:
@@ -56,19 +56,19 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class Planted:
-    """The secrets of a run, by name, and the search for them."""
+    """The secrets of a run by name, and the search for them."""
 
     def __init__(self) -> None:
         self._named: dict[str, str] = {}
 
-    def new(self, name: str, spelled: str = "{}") -> str:
-        """One more, of signs that every encoding but the plain one writes differently. `spelled`: what stands around it."""
-        value = spelled.format(f"{secrets.token_hex(9)}+/{secrets.token_hex(9)}~=")
-        return self.known(name, value)
+    def new(self, name: str, template: str = "{}") -> str:
+        """Create a secret from characters that every encoding changes. `template` is the text around it."""
+        value = template.format(f"{secrets.token_hex(9)}+/{secrets.token_hex(9)}~=")
+        return self.add(name, value)
 
-    def known(self, name: str, value: str) -> str:
-        """One that somebody else made."""
-        assert len(value) >= 16, f"{name} is too short to be looked for"
+    def add(self, name: str, value: str) -> str:
+        """Add a secret that was created elsewhere."""
+        assert len(value) >= 16, f"{name} is too short to search for"
         self._named[name] = value
         return value
 
@@ -78,55 +78,55 @@ class Planted:
     def __iter__(self) -> Iterator[str]:
         return iter(self._named)
 
-    def found(self, evidence: Evidence, *, but: tuple[str, ...] = ()) -> list[Found]:
-        """Every secret that is in what was seen. `but`: names that may be there."""
+    def find(self, evidence: Evidence, *, allow: tuple[str, ...] = ()) -> list[Leak]:
+        """Return every secret in the evidence, except the names in `allow`."""
         by_text = {
             form: (name, kind)
             for name, value in self._named.items()
-            if name not in but
-            for kind, form in forms(value).items()
+            if name not in allow
+            for kind, form in encode_all(value).items()
         }
-        either = re.compile(b"|".join(re.escape(form) for form in by_text))
+        pattern = re.compile(b"|".join(re.escape(form) for form in by_text))
         return sorted(
-            {Found(where, *by_text[hit]) for where, data in evidence.items() for hit in either.findall(data)},
+            {Leak(where, *by_text[hit]) for where, data in evidence.items() for hit in pattern.findall(data)},
             key=repr,
         )
 
 
-# What a secret of a session looks like, and an admin key that was made: nobody who looks for these need know them.
-OURS = re.compile(rb"(?<![\w-])(?:tg-[0-9a-f]{4}|tga-)[\w-]{43}(?![\w-])")
+# The format of session secrets and of generated admin keys, to find those whose values are unknown.
+ISSUED_SECRET = re.compile(rb"(?<![\w-])(?:tg-[0-9a-f]{4}|tga-)[\w-]{43}(?![\w-])")
 
 
-def given_out(evidence: Evidence) -> list[str]:
-    """Where one is. The process list is left out: it is that of the machine, on which others may run gateways of theirs."""
-    return sorted({where for where, data in evidence.items() if where != PROCESSES and OURS.search(data)})
+def find_issued_secrets(evidence: Evidence) -> list[str]:
+    """Return the places with such a secret, without the process list: other gateways may run on this machine."""
+    return sorted({where for where, data in evidence.items() if where != PROCESSES and ISSUED_SECRET.search(data)})
 
 
-def forms(value: str) -> dict[str, bytes]:
-    """How a secret may be spelled. Base64 of a text that it is part of depends on where in it it stands: three ways."""
+def encode_all(value: str) -> dict[str, bytes]:
+    """Return the possible encodings of a secret. In base64 it depends on the offset of the secret, so there are three."""
     raw = value.encode()
-    spelled = {
+    encodings = {
         "itself": raw,
         "itself, in JSON": json.dumps(value)[1:-1].replace("/", "\\/").encode(),
         "hex": raw.hex().encode(),
         "HEX": raw.hex().upper().encode(),
         "URL-quoted": quote(value, safe="").encode(),
         "quoted like a form": quote_plus(value).encode(),
-        "its first half": raw[: len(raw) // 2],  # cut off somewhere
+        "its first half": raw[: len(raw) // 2],  # truncated
         "its second half": raw[len(raw) // 2 :],
     }
     for before in range(3):
         whole = base64.b64encode(b"\0" * before + raw)
-        start = -(-before * 8 // 6)  # signs that what stands before has a part in
+        start = -(-before * 8 // 6)  # characters that also encode preceding bytes
         end = (before + len(raw)) * 8 // 6
         inner = whole[start:end]
-        spelled[f"base64 at {before}"] = inner
-        spelled[f"URL-safe base64 at {before}"] = inner.translate(bytes.maketrans(b"+/", b"-_"))
-    return {kind: form for kind, form in spelled.items() if len(form) >= 12}
+        encodings[f"base64 at {before}"] = inner
+        encodings[f"URL-safe base64 at {before}"] = inner.translate(bytes.maketrans(b"+/", b"-_"))
+    return {kind: form for kind, form in encodings.items() if len(form) >= 12}
 
 
 class Evidence:
-    """What was seen of a run: bytes, by where they were."""
+    """Everything that was seen of a run: places and their bytes."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[str, bytes]] = []
@@ -136,22 +136,21 @@ class Evidence:
             data = data.encode("utf-8", "surrogatepass")
         self._seen.append((where, data if isinstance(data, bytes) else json.dumps(data, ensure_ascii=False).encode()))
 
-    def add_answer(self, reply: Any) -> None:
-        """Of HTTP, with its headers."""
+    def add_response(self, reply: Any) -> None:
+        """Add an HTTP response with its headers."""
         head = "\n".join(f"{name}: {value}" for name, value in reply.headers.items())
         self.add(
             f"the answer to {reply.request.method} {reply.request.url.path}", f"{head}\n\n".encode() + reply.content
         )
 
-    def add_folder(self, folder: Path, *, but: tuple[str, ...] = ()) -> None:
-        """Every file below it, with its name. What is packed is unpacked. `but`: files that must hold a secret, below the folder;
-        nobody else may read them."""
+    def add_folder(self, folder: Path, *, allow: tuple[str, ...] = ()) -> None:
+        """Add every file below a folder, decompressed, and its name. Files in `allow` may hold a secret but must be private."""
         for path in sorted(folder.rglob("*")):
             name = path.relative_to(folder).as_posix()
             self.add(f"the name of {path}", name)
             if path.is_symlink() or not path.is_file():
                 continue
-            if name in but:
+            if name in allow:
                 assert stat.S_IMODE(path.stat().st_mode) == 0o600, f"{path} can be read by others"
                 continue
             self.add(str(path), _read(path))
@@ -160,7 +159,7 @@ class Evidence:
         yield from list(self._seen)
 
     def text(self, where: str) -> str:
-        """Everything that was seen at places that begin like this."""
+        """Return the text of all places whose name starts with `where`."""
         return "\n".join(data.decode("utf-8", "replace") for place, data in self._seen if place.startswith(where))
 
     @property
@@ -169,7 +168,7 @@ class Evidence:
 
 
 def _read(path: Path) -> bytes:
-    data = path.read_bytes()[:_LARGEST]
+    data = path.read_bytes()[:_MAX_BYTES]
     if data.startswith(b"\x1f\x8b"):
         return gzip.decompress(data)
     if data.startswith(b"PAR1"):
@@ -178,7 +177,7 @@ def _read(path: Path) -> bytes:
 
 
 class Processes(threading.Thread):
-    """Looks at the command lines of all processes of the machine, again and again, until it is told to stop."""
+    """A thread that reads the command lines of all processes on the machine until it is stopped."""
 
     def __init__(self, every_s: float = 0.015) -> None:
         super().__init__(name="processes", daemon=True)
@@ -196,17 +195,17 @@ class Processes(threading.Thread):
             if name.isdigit():
                 try:
                     with open(f"/proc/{name}/cmdline", "rb", buffering=0) as file:
-                        self._seen.add(file.read(_LARGEST))
-                except OSError:  # it has ended
+                        self._seen.add(file.read(_MAX_BYTES))
+                except OSError:  # the process has ended
                     pass
         self.looks += 1
 
     def lines(self) -> list[bytes]:
-        """Every one that was seen so far."""
+        """Return all command lines seen so far."""
         return sorted(self._seen)
 
     @contextmanager
-    def watching(self) -> Iterator[Processes]:
+    def watch(self) -> Iterator[Processes]:
         self.start()
         try:
             yield self
@@ -215,43 +214,47 @@ class Processes(threading.Thread):
             self.join()
 
 
-class Asked(msgspec.Struct, frozen=True):
+class RecordedRequest(msgspec.Struct, frozen=True):
     path: str
     headers: dict[str, str]
     body: bytes
 
 
 class Provider:
-    """A stand-in for a hosted model that wants a key, and says too much when something goes wrong: errors repeat the request's
-    headers, in the body and in its own. What it does is what it is asked for: a message with FAIL-500 in it, say."""
+    """A stand-in for a hosted model that needs a key. Its errors repeat the request's headers in the body and in response headers.
+
+    A message that contains FAIL-500, say, makes it fail.
+    """
 
     def __init__(self) -> None:
         self.url = ""
-        self.asked: list[Asked] = []
+        self.requests: list[RecordedRequest] = []
 
     @property
     def keys(self) -> set[str]:
-        """That it was sent, wherever a provider looks for one."""
+        """All keys that it received, in any header that a provider reads."""
         names = ("authorization", "x-api-key", "x-goog-api-key")
-        return {value for asked in self.asked for name, value in asked.headers.items() if name in names}
+        return {value for request in self.requests for name, value in request.headers.items() if name in names}
 
     @contextmanager
-    def running(self) -> Iterator[Self]:
+    def serve(self) -> Iterator[Self]:
         provider = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                provider.note(self, b"")
+                provider.record(self, b"")
                 self._send(200, json.dumps({"data": [{"id": "gpt-x", "object": "model"}]}).encode())
 
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("content-length") or 0))
-                provider.note(self, body)
-                if fails := re.search(rb"FAIL-(\d+)", body):
-                    said = f"it went wrong; the request was {self.path} with {dict(self.headers)}"
-                    self._send(int(fails[1]), json.dumps({"error": {"message": said, "type": "server_error"}}).encode())
+                provider.record(self, body)
+                if failure := re.search(rb"FAIL-(\d+)", body):
+                    message = f"it went wrong; the request was {self.path} with {dict(self.headers)}"
+                    self._send(
+                        int(failure[1]), json.dumps({"error": {"message": message, "type": "server_error"}}).encode()
+                    )
                 elif b'"stream":true' in body.replace(b" ", b""):
                     self._stream(b"FAIL-STREAM" in body)
                 else:
@@ -292,15 +295,15 @@ class Provider:
             server.shutdown()
             server.server_close()
 
-    def note(self, request: BaseHTTPRequestHandler, body: bytes) -> None:
-        self.asked.append(Asked(request.path, {k.lower(): v for k, v in request.headers.items()}, body))
+    def record(self, request: BaseHTTPRequestHandler, body: bytes) -> None:
+        self.requests.append(RecordedRequest(request.path, {k.lower(): v for k, v in request.headers.items()}, body))
 
 
 class Receiver(Provider):
-    """Takes spans: whatever is sent to it is kept, unpacked."""
+    """A collector of spans."""
 
     def spans(self) -> bytes:
-        bodies = (asked.body for asked in self.asked if asked.path == "/v1/traces")
+        bodies = (request.body for request in self.requests if request.path == "/v1/traces")
         return b"\n".join(gzip.decompress(body) if body.startswith(b"\x1f\x8b") else body for body in bodies)
 
 
@@ -311,11 +314,10 @@ def _completion() -> Json:
     return {"id": "c", "object": "chat.completion", "created": 1, "model": "gpt-x", "choices": [choice], "usage": usage}
 
 
-# ── an agent that looks around ──────────────────────────────────────────────────────────────────────────────────────
+# ── an agent that searches its surroundings ─────────────────────────────────────────────────────────────────────────
 
-# After `tests.rollout.kit.PRELUDE`. It prints and writes down all that it can read and reach. Its key it prints backwards too, so that
-# whoever looks for it afterwards knows it. `WALLS` says whether it may look at all of the machine: in a sandbox that is no wall, it
-# would find everything, as is written there.
+# Runs after `tests.rollout.kit.PRELUDE`. It prints and writes down everything that it can read and reach. It also prints its key backwards,
+# so that the search can learn it. `WALLS` says whether to search the whole machine: a sandbox without isolation would expose everything.
 AGENT = r"""
 import pathlib, socket, subprocess
 said = []
@@ -355,19 +357,19 @@ print(whole)
 print("BACKWARDS", KEY[::-1], flush=True)
 print("the end, ", KEY, file=sys.stderr)
 """
-ASKS = 'print(ask("Hi"))'
+CALL_MODEL = 'print(ask("Hi"))'
 
 
-def looking(*, walls: bool, ports: tuple[int, ...] = (), then: str = "") -> str:
-    """The program of an agent that looks around, and then asks its model or does something else."""
-    return PRELUDE + f"WALLS, PORTS = {walls}, {ports}\n" + AGENT + (then or ASKS) + "\n"
+def search_program(*, isolated: bool, ports: tuple[int, ...] = (), then: str = "") -> str:
+    """Return the program of an agent that searches its surroundings, then calls its model or runs `then`."""
+    return PRELUDE + f"WALLS, PORTS = {isolated}, {ports}\n" + AGENT + (then or CALL_MODEL) + "\n"
 
 
 # ── a run with planted secrets ──────────────────────────────────────────────────────────────────────────────────────
 
 
-class House:
-    """Everything of a run: its folder, what was planted, what was seen, and programs of ours that run in its environment."""
+class Workspace:
+    """A run: its folder, planted secrets and evidence, and methods to run programs in its environment."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -382,7 +384,7 @@ class House:
             "E2B_API_KEY": new("E2B_API_KEY", "e2b_{}"),
             "DATABASE": new("a variable of the host", "postgres://me:{}@db/x"),
             PROVIDER_KEY: new("the provider's key", "sk-{}"),
-            # Nothing of the machine's own, and sandboxes below our folder, whose path is short: unix sockets lie there.
+            # None of the machine's own variables. Sandboxes are below our folder, whose path is short enough for unix sockets.
             "PATH": os.environ["PATH"],
             "HOME": str(folder / "home"),
             "TMPDIR": str(folder / "tmp"),
@@ -391,18 +393,18 @@ class House:
             "TERM": "dumb",
         }
 
-    def ran(self, *words: str | Path, program: Sequence[str] = TURNGATE, input: str = "", **env: str) -> str:
-        """A program of ours, to its end; what it printed is seen. Its exit code is its own business."""
+    def run(self, *words: str | Path, program: Sequence[str] = TURNGATE, input: str = "", **env: str) -> str:
+        """Run a program to its end, with any exit code, and add its output to the evidence."""
         command = [*program, *map(str, words)]
-        how = {"env": {**self.env, **env}, "cwd": self.folder, "timeout": scaled(120)}
-        done = subprocess.run(command, input=input, capture_output=True, text=True, **how)
-        self.evidence.add(f"stdout of {' '.join(map(str, words[:2]))}", done.stdout)
-        self.evidence.add(f"stderr of {' '.join(map(str, words[:2]))}", done.stderr)
-        return done.stdout + done.stderr
+        options = {"env": {**self.env, **env}, "cwd": self.folder, "timeout": scaled(120)}
+        process = subprocess.run(command, input=input, capture_output=True, text=True, **options)
+        self.evidence.add(f"stdout of {' '.join(map(str, words[:2]))}", process.stdout)
+        self.evidence.add(f"stderr of {' '.join(map(str, words[:2]))}", process.stderr)
+        return process.stdout + process.stderr
 
     @contextmanager
-    def serving(self, *words: str | Path, program: Sequence[str] = TURNGATE, **env: str) -> Iterator[str]:
-        """One that serves, until the block ends: its URL. What it printed is seen then."""
+    def serve(self, *words: str | Path, program: Sequence[str] = TURNGATE, **env: str) -> Iterator[str]:
+        """Run a server until the block ends, yield its URL, and then add its output to the evidence."""
         self._logs += 1
         log = self.folder / f"log-{self._logs}"
         command = [*program, *map(str, words)]
@@ -411,7 +413,7 @@ class House:
                 command, env={**self.env, **env}, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=self.folder
             )
         try:
-            yield _place(process, log)
+            yield _wait_for_url(process, log)
         finally:
             process.send_signal(signal.SIGTERM)
             try:
@@ -421,34 +423,34 @@ class House:
             self.evidence.add(f"the log of {' '.join(map(str, words[:1]))} {self._logs}", log.read_bytes())
 
     def learn_keys(self, folder: Path) -> int:
-        """Plant the secrets of the sessions whose agents printed theirs backwards; how many there were."""
+        """Plant the session secrets that agents printed backwards, and return their number."""
         found = {
             hit[::-1].decode()
             for path in folder.rglob("stdout")
             for hit in re.findall(rb"BACKWARDS (\S+)", path.read_bytes())
         }
         for number, key in enumerate(sorted(found)):
-            self.planted.known(f"session secret {folder.name} {number}", key)
+            self.planted.add(f"session secret {folder.name} {number}", key)
         return len(found)
 
     def session_secrets(self) -> tuple[str, ...]:
         return tuple(name for name in self.planted if name.startswith("session secret"))
 
 
-def _place(process: subprocess.Popen[bytes], log: Path) -> str:
-    """Where it listens, when it says so."""
+def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
+    """Wait for the URL in a server's log."""
     end = time.monotonic() + scaled(60)
     while process.poll() is None and time.monotonic() < end:
         if found := re.search(r"(http://127\.0\.0\.1:\d+)", log.read_text()):
             return found[1]
         time.sleep(0.02)
-    raise AssertionError(f"it does not serve: {log.read_text()[-3000:]}")
+    raise AssertionError(f"the server did not start: {log.read_text()[-3000:]}")
 
 
 @contextmanager
-def house() -> Iterator[House]:
+def open_workspace() -> Iterator[Workspace]:
     folder = Path(tempfile.mkdtemp(prefix="tg-"))
     try:
-        yield House(folder)
+        yield Workspace(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

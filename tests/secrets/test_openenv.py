@@ -1,18 +1,18 @@
-"""The OpenEnv environment with marked secrets: its server as a process of its own, in the environment that has the real `openenv`."""
+"""The OpenEnv server with planted secrets, as a process in a virtual environment that has the real `openenv`."""
 
 from __future__ import annotations
 
 import httpx
 import pytest
 
-from tests.secrets.kit import PROCESSES, PROVIDER_KEY, Processes, Provider, house, looking
+from tests.secrets.kit import PROCESSES, PROVIDER_KEY, Processes, Provider, open_workspace, search_program
 from tests.secrets.test_service import CONFIG, HOSTED
 from tests.speed import scaled
 from tools import parts
 
 pytestmark = [pytest.mark.needs("trl"), pytest.mark.full]
 
-PART = "trl"  # its environment has openenv
+PART = "trl"  # its virtual environment has openenv
 
 
 @pytest.fixture(scope="module")
@@ -20,46 +20,46 @@ def python() -> str:
     return str(parts.ensure(PART) / "bin" / "python")
 
 
-def test_no_secret_is_in_what_the_environment_tells(python: str) -> None:
-    with house() as home, Provider().running() as provider, Processes().watching() as processes:
-        hidden = home.planted.new("the hidden answer")
-        key = home.env["TURNGATE_OPENENV_KEY"] = home.planted.new("the OpenEnv key")
-        file = home.folder / "service.toml"
-        given = {"folder": home.folder, "name": "data", "sandbox": "local", "variable": PROVIDER_KEY}
-        file.write_text(CONFIG.format(**given, url=provider.url))
+def test_openenv_server_leaks_no_secret(python: str) -> None:
+    with open_workspace() as workspace, Provider().serve() as provider, Processes().watch() as processes:
+        hidden = workspace.planted.new("the hidden answer")
+        key = workspace.env["TURNGATE_OPENENV_KEY"] = workspace.planted.new("the OpenEnv key")
+        file = workspace.folder / "service.toml"
+        fields = {"folder": workspace.folder, "name": "data", "sandbox": "local", "variable": PROVIDER_KEY}
+        file.write_text(CONFIG.format(**fields, url=provider.url))
         words = ("--port", "0", "--service", file)
         with (
-            home.serving(*words, program=(python, "-m", "turngate.openenv")) as url,
+            workspace.serve(*words, program=(python, "-m", "turngate.openenv")) as url,
             httpx.Client(base_url=url, timeout=scaled(100), trust_env=False) as client,
         ):
             for authorization in ("", f"Bearer {key}x"):
                 reply = client.post("/reset", json={}, headers={"authorization": authorization})
                 assert reply.status_code == 401
-                home.evidence.add_answer(reply)
+                workspace.evidence.add_response(reply)
             client.headers["authorization"] = f"Bearer {key}"
             for path in ("/health", "/schema", "/metadata", "/state"):
-                home.evidence.add_answer(client.get(path))
-            home.evidence.add_answer(client.post("/reset", json={}))
-            ends = []
+                workspace.evidence.add_response(client.get(path))
+            workspace.evidence.add_response(client.post("/reset", json={}))
+            statuses = []
             for then in ("", 'print(ask("FAIL-500"))'):
                 arguments = {
                     "model_key": HOSTED,
-                    "instruction": looking(walls=False, then=then),
+                    "instruction": search_program(isolated=False, then=then),
                     "test_script": f"! grep -q '{hidden}' seen.txt",
                 }
                 step = client.post("/step", json={"action": {"tool_name": "run_rollout", "arguments": arguments}})
-                home.evidence.add_answer(step)
-                ends.append(step.json()["observation"]["result"]["status"])
+                workspace.evidence.add_response(step)
+                statuses.append(step.json()["observation"]["result"]["status"])
             arguments = {"model_key": "openai://other", "instruction": "x"}
-            home.evidence.add_answer(
+            workspace.evidence.add_response(
                 client.post("/step", json={"action": {"tool_name": "run_rollout", "arguments": arguments}})
             )
-        assert ends == ["finished", "error"] and provider.keys == {f"Bearer {home.env[PROVIDER_KEY]}"}
-        assert home.learn_keys(home.folder) == 2
-        home.evidence.add(PROCESSES, b"\n".join(processes.lines()))
-        made = [path.relative_to(home.folder).as_posix() for path in home.folder.rglob("admin-key")]
-        home.planted.known("the admin key that was made", (home.folder / made[0]).read_text().strip())
-        home.evidence.add_folder(home.folder, but=tuple(made))
-        found = home.planted.found(home.evidence)
-        assert [one for one in found if not one.where.endswith("/work/own-key.txt")] == []
-        assert {one.secret for one in found} <= set(home.session_secrets())
+        assert statuses == ["finished", "error"] and provider.keys == {f"Bearer {workspace.env[PROVIDER_KEY]}"}
+        assert workspace.learn_keys(workspace.folder) == 2
+        workspace.evidence.add(PROCESSES, b"\n".join(processes.lines()))
+        admin_keys = [path.relative_to(workspace.folder).as_posix() for path in workspace.folder.rglob("admin-key")]
+        workspace.planted.add("the admin key that was made", (workspace.folder / admin_keys[0]).read_text().strip())
+        workspace.evidence.add_folder(workspace.folder, allow=tuple(admin_keys))
+        found = workspace.planted.find(workspace.evidence)
+        assert [leak for leak in found if not leak.where.endswith("/work/own-key.txt")] == []
+        assert {leak.secret for leak in found} <= set(workspace.session_secrets())

@@ -1,4 +1,4 @@
-"""What is taken out of lines and of what agents left, and what is let be."""
+"""What is redacted from log lines and from the output of agents, and what is kept."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from turngate.telemetry.logs import REDACTED, redact, redact_known
 
 
 @pytest.mark.parametrize(
-    ("line", "left"),
+    ("line", "expected"),
     [
         ("at http://me:pass+/word@host:1/v1", f"at http://{REDACTED}@host:1/v1"),
         ("at https://token@host/v1 now", f"at https://{REDACTED}@host/v1 now"),
@@ -19,11 +19,11 @@ from turngate.telemetry.logs import REDACTED, redact, redact_known
         ('{"url":"http://h:1","mail":"a@b"}', '{"url":"http://h:1","mail":"a@b"}'),
     ],
 )
-def test_users_and_passwords_of_urls(line: str, left: str) -> None:
-    assert redact(line) == left
+def test_url_credentials_are_redacted(line: str, expected: str) -> None:
+    assert redact(line) == expected
 
 
-def test_what_an_agent_left_loses_secrets_and_nothing_else() -> None:
+def test_only_issued_secrets_are_redacted_in_agent_output() -> None:
     secret = new_secret("5f0c")
     assert redact_known(f'key = "{secret}"') == f'key = "{REDACTED}"'
     work = 'send "Authorization: Bearer authentication" to http://me:pw@host, x-api-key: example-value'

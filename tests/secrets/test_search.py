@@ -1,4 +1,4 @@
-"""The search itself: whatever is planted in the open is found, in every spelling and at every kind of place that the full runs look at."""
+"""The search finds planted secrets in every encoding and in every kind of place that the full runs search."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pyarrow  # type: ignore[import-untyped]
 import pytest
 from pyarrow import parquet
 
-from tests.secrets.kit import PROCESSES, PROVIDER_KEY, Evidence, Planted, Processes, Provider, house
+from tests.secrets.kit import PROCESSES, PROVIDER_KEY, Evidence, Planted, Processes, Provider, open_workspace
 from tests.speed import scaled
 
 SPELLINGS: dict[str, Callable[[str], str]] = {
@@ -36,17 +36,17 @@ SPELLINGS: dict[str, Callable[[str], str]] = {
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_a_leak_is_found_in_every_spelling(spelling: str) -> None:
+def test_leak_is_found_in_every_encoding(spelling: str) -> None:
     planted, evidence = Planted(), Evidence()
     key, other = planted.new("a key", "sk-{}"), planted.new("another")
     evidence.add("a place", f"before {SPELLINGS[spelling](key)} after")
     evidence.add("a clean place", "nothing of interest here")
-    found = planted.found(evidence)
-    assert {(one.where, one.secret) for one in found} == {("a place", "a key")}
-    assert planted.found(evidence, but=("a key",)) == [] and other not in repr(found) and key not in repr(found)
+    found = planted.find(evidence)
+    assert {(leak.where, leak.secret) for leak in found} == {("a place", "a key")}
+    assert planted.find(evidence, allow=("a key",)) == [] and other not in repr(found) and key not in repr(found)
 
 
-def test_a_leak_is_found_in_every_kind_of_file(tmp_path: Path) -> None:
+def test_leak_is_found_in_every_file_format(tmp_path: Path) -> None:
     planted, evidence = Planted(), Evidence()
     key = planted.new("a key")
     (tmp_path / "log").write_text(f"x\n{key}\n")
@@ -61,24 +61,24 @@ def test_a_leak_is_found_in_every_kind_of_file(tmp_path: Path) -> None:
         evidence.add_folder(tmp_path)
     db.close()
     kinds = ("log", "packed.gz", "rows.parquet", "named-", "a.db")
-    assert [kind for kind in kinds if not any(kind in one.where for one in planted.found(evidence))] == []
+    assert [kind for kind in kinds if not any(kind in leak.where for leak in planted.find(evidence))] == []
 
 
-def test_a_file_that_may_hold_a_secret_may_be_read_by_its_owner_only(tmp_path: Path) -> None:
+def test_file_with_secret_must_be_private(tmp_path: Path) -> None:
     planted, evidence = Planted(), Evidence()
     (tmp_path / "admin-key").write_text(planted.new("a key"))
     (tmp_path / "admin-key").chmod(0o640)
     with pytest.raises(AssertionError, match="can be read by others"):
-        evidence.add_folder(tmp_path, but=("admin-key",))
+        evidence.add_folder(tmp_path, allow=("admin-key",))
     (tmp_path / "admin-key").chmod(0o600)
-    evidence.add_folder(tmp_path, but=("admin-key",))
-    assert planted.found(evidence) == []
+    evidence.add_folder(tmp_path, allow=("admin-key",))
+    assert planted.find(evidence) == []
 
 
 @pytest.mark.process
-def test_a_leak_into_the_process_list_is_found() -> None:
+def test_leak_in_process_list_is_found() -> None:
     planted, evidence = Planted(), Evidence()
-    with Processes().watching() as processes:
+    with Processes().watch() as processes:
         sleeping = [sys.executable, "-c", "import time; time.sleep(3600)", "--key", planted.new("a key")]
         with subprocess.Popen(sleeping) as child:
             looks = processes.looks
@@ -86,19 +86,19 @@ def test_a_leak_into_the_process_list_is_found() -> None:
                 time.sleep(0.01)
             child.kill()
     evidence.add(PROCESSES, b"\n".join(processes.lines()))
-    assert {one.secret for one in planted.found(evidence)} == {"a key"}
+    assert {leak.secret for leak in planted.find(evidence)} == {"a key"}
 
 
 @pytest.mark.process
-def test_a_leak_in_an_answer_and_in_what_a_program_prints_is_found() -> None:
-    """The stand-in of a provider does repeat what it was sent, and a program that prints its environment is heard."""
-    with house() as home, Provider().running() as provider:
-        key = home.env[PROVIDER_KEY]
+def test_leak_in_response_and_program_output_is_found() -> None:
+    """The provider's stand-in repeats its request, and a program that prints its environment is recorded."""
+    with open_workspace() as workspace, Provider().serve() as provider:
+        key = workspace.env[PROVIDER_KEY]
         with httpx.Client(trust_env=False, timeout=scaled(5)) as client:
             reply = client.post(f"{provider.url}/v1/x", headers={"authorization": f"Bearer {key}"}, content=b"FAIL-500")
-        home.evidence.add_answer(reply)
-        home.ran("-c", "import os; print(os.environ)", program=(sys.executable,))
-        found = {(one.where, one.secret) for one in home.planted.found(home.evidence)}
+        workspace.evidence.add_response(reply)
+        workspace.run("-c", "import os; print(os.environ)", program=(sys.executable,))
+        found = {(leak.where, leak.secret) for leak in workspace.planted.find(workspace.evidence)}
     assert ("the answer to POST /v1/x", "the provider's key") in found and provider.keys == {f"Bearer {key}"}
     printed = {secret for where, secret in found if where.startswith("stdout of")}
     assert printed == {"HF_TOKEN", "E2B_API_KEY", "a variable of the host", "the provider's key"}

@@ -1,5 +1,7 @@
-"""A full run of the service with marked secrets everywhere: `turngate mcp` over both transports and the Python API, with rollouts that end
-in every way there is, and a search for the secrets in all that can be seen of it."""
+"""A full run of the service with planted secrets, and a search for them in everything the run produced.
+
+It uses `turngate mcp` over both transports and the Python API, with rollouts that end in every possible way.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,13 @@ from tests.secrets.kit import (
     PROCESSES,
     PROVIDER_KEY,
     TURNGATE,
-    House,
     Processes,
     Provider,
     Receiver,
-    given_out,
-    house,
-    looking,
+    Workspace,
+    find_issued_secrets,
+    open_workspace,
+    search_program,
 )
 from tests.speed import scaled
 
@@ -56,7 +58,7 @@ key_env = "{variable}"
 [endpoints."openai://other"]
 key_env = "NOT_SET"
 """
-# What is given comes by its standard input: its words are in the process list.
+# Its input comes over stdin, because arguments are in the process list.
 API = """
 import json, sys
 import turngate as tg
@@ -74,157 +76,164 @@ except TurngateError as error:
 
 
 class Run:
-    def __init__(self, home: House, provider: Provider, receiver: Receiver) -> None:
-        self.home = home
+    def __init__(self, workspace: Workspace, provider: Provider, receiver: Receiver) -> None:
+        self.workspace = workspace
         self.provider = provider
         self.receiver = receiver
         self.processes = Processes()
         self.results: dict[str, Json] = {}
 
     def config(self, name: str, sandbox: str) -> Path:
-        file = self.home.folder / f"{name}.toml"
+        file = self.workspace.folder / f"{name}.toml"
         file.write_text(
             CONFIG.format(
-                folder=self.home.folder, name=name, sandbox=sandbox, url=self.provider.url, variable=PROVIDER_KEY
+                folder=self.workspace.folder, name=name, sandbox=sandbox, url=self.provider.url, variable=PROVIDER_KEY
             )
         )
         return file
 
     @property
     def test(self) -> str:
-        """That is passed where the agent has not seen the answer."""
-        # The shell's own comparison: an argument of grep would be in the process list.
-        return f"case $(cat seen.txt) in *'{self.home.planted['the hidden answer']}'*) exit 1 ;; esac"
+        """A test that passes if the agent has not seen the answer."""
+        # Compared by the shell itself: an argument of grep would be in the process list.
+        return f"case $(cat seen.txt) in *'{self.workspace.planted['the hidden answer']}'*) exit 1 ;; esac"
 
     def over_http(self) -> None:
-        """Every way to end, behind walls."""
-        key = self.home.env["TURNGATE_MCP_KEY"]
+        """Run rollouts with every kind of end, isolated."""
+        key = self.workspace.env["TURNGATE_MCP_KEY"]
         words = ("mcp", "--config", self.config("http", "bubblewrap"), "--http", "127.0.0.1:0", "--log-format", "json")
-        with self.home.serving(*words) as url:
+        with self.workspace.serve(*words) as url:
             asyncio.run(self._http(f"{url}/mcp", key))
 
     async def _http(self, url: str, key: str) -> None:
         with httpx.Client(trust_env=False, timeout=scaled(5)) as client:
             for authorization in ("", f"Bearer {key}x"):
-                self.home.evidence.add_answer(client.post(url, json={}, headers={"authorization": authorization}))
+                self.workspace.evidence.add_response(
+                    client.post(url, json={}, headers={"authorization": authorization})
+                )
         headers = {"Authorization": f"Bearer {key}"}
         async with (
             httpx2.AsyncClient(headers=headers, timeout=scaled(60), trust_env=False) as http,
             Client(streamable_http_client(url, http_client=http)) as client,
         ):
-            await self._driven(client, walls=True)
+            await self._run_rollouts(client, isolated=True)
 
     def over_stdio(self) -> None:
-        """Without walls, and with lines of text."""
-        log = self.home.folder / "stdio-log"
-        # A shell, so that what it says beside the protocol is kept.
+        """Run rollouts without isolation, with text logs."""
+        log = self.workspace.folder / "stdio-log"
+        # Run by a shell, to keep its stderr.
         words = ["-c", f'exec "$@" 2>> {log}', "sh", *TURNGATE, "mcp", "--config", str(self.config("stdio", "local"))]
-        asyncio.run(self._stdio(StdioServerParameters(command="/bin/sh", args=words, env=self.home.env)))
+        asyncio.run(self._stdio(StdioServerParameters(command="/bin/sh", args=words, env=self.workspace.env)))
 
     async def _stdio(self, server: StdioServerParameters) -> None:
         async with Client(server) as client:
-            await self._driven(client, walls=False)
+            await self._run_rollouts(client, isolated=False)
 
-    async def _driven(self, client: Client, *, walls: bool) -> None:
-        see = self.home.evidence.add
+    async def _run_rollouts(self, client: Client, *, isolated: bool) -> None:
+        record = self.workspace.evidence.add
 
-        async def tell(tool: str, /, **arguments: Json) -> Json:
+        async def call(tool: str, /, **arguments: Json) -> Json:
             answer = await called(client, tool, **arguments)
-            see(f"the answer of {tool}", answer)
+            record(f"the answer of {tool}", answer)
             return answer
 
-        orders: dict[str, dict[str, Json]] = {
+        rollouts: dict[str, dict[str, Json]] = {
             "finished": {"test_script": self.test},
             "the provider fails": {"then": 'print(ask("FAIL-500"))'},
         }
-        if walls:
-            orders |= {
+        if isolated:
+            rollouts |= {
                 "the agent fails": {"then": 'ask("Hi"); sys.exit(3)'},
                 "setup fails": {"setup_shell": "env; cat /proc/self/environ; exit 7"},
                 "grading fails": {"test_script": f"{self.test}; env; exit 9"},
                 "timed out": {"then": 'ask("Hi"); time.sleep(3600)', "agent_timeout_s": scaled(4)},
                 "aborted": {"then": 'ask("Hi"); time.sleep(3600)'},
             }
-        see("the tools", (await client.list_tools()).model_dump_json())
-        await tell("list_endpoints")
-        begun: dict[str, str] = {}
-        for name, order in orders.items():
-            program = looking(walls=walls, then=order.pop("then", ""))
+        record("the tools", (await client.list_tools()).model_dump_json())
+        await call("list_endpoints")
+        started: dict[str, str] = {}
+        for name, fields in rollouts.items():
+            program = search_program(isolated=isolated, then=fields.pop("then", ""))
             limit = {"agent_timeout_s": scaled(50)}
-            asked = {"model_key": HOSTED, "instruction": program, "task_id": "marked", **limit, **order}
-            begun[name] = (await tell("start_rollout", **asked))["rollout_id"]
+            arguments = {"model_key": HOSTED, "instruction": program, "task_id": "marked", **limit, **fields}
+            started[name] = (await call("start_rollout", **arguments))["rollout_id"]
         for wrong in (
             {"model_key": KEYLESS},
-            {"model_key": HOSTED, "endpoint_url": f"http://me:{self.home.planted['a password in a URL']}@127.0.0.1:1"},
+            {
+                "model_key": HOSTED,
+                "endpoint_url": f"http://me:{self.workspace.planted['a password in a URL']}@127.0.0.1:1",
+            },
             {"model_key": HOSTED, "mode": "direct"},
             {"model_key": "nobody://x"},
         ):
-            see("a refusal", await refused(client, "start_rollout", **{"instruction": "x", **wrong}))
-        if "aborted" in begun:
-            await self._until_a_turn(tell, begun["aborted"])
-            await tell("abort_rollout", rollout_id=begun["aborted"], reason="enough")
-        for name, rollout in begun.items():
-            self.results[f"{name}, {'http' if walls else 'stdio'}"] = await tell("finalize_rollout", rollout_id=rollout)
-            await self._events(tell, rollout)
-            await tell("get_messages", rollout_id=rollout)
-            await tell("get_state", rollout_id=rollout)
-        await tell("list_rollouts")
+            record("a refusal", await refused(client, "start_rollout", **{"instruction": "x", **wrong}))
+        if "aborted" in started:
+            await self._wait_for_turn(call, started["aborted"])
+            await call("abort_rollout", rollout_id=started["aborted"], reason="enough")
+        for name, rollout in started.items():
+            self.results[f"{name}, {'http' if isolated else 'stdio'}"] = await call(
+                "finalize_rollout", rollout_id=rollout
+            )
+            await self._read_events(call, rollout)
+            await call("get_messages", rollout_id=rollout)
+            await call("get_state", rollout_id=rollout)
+        await call("list_rollouts")
 
-    async def _until_a_turn(self, tell: Any, rollout: str) -> None:
+    async def _wait_for_turn(self, call: Any, rollout: str) -> None:
         kinds: list[str] = []
         cursor = 0
         while "turn" not in kinds:
-            page = await tell("subscribe_events", rollout_id=rollout, after=cursor, wait_s=20)
+            page = await call("subscribe_events", rollout_id=rollout, after=cursor, wait_s=20)
             kinds += [event["kind"] for event in page["events"]]
             cursor = page["cursor"]
             assert not page["over"], kinds
 
-    async def _events(self, tell: Any, rollout: str) -> None:
+    async def _read_events(self, call: Any, rollout: str) -> None:
         cursor, over = 0, False
         while not over:
-            page = await tell("subscribe_events", rollout_id=rollout, after=cursor, wait_s=20)
+            page = await call("subscribe_events", rollout_id=rollout, after=cursor, wait_s=20)
             cursor, over = page["cursor"], page["over"]
 
     def from_python(self) -> None:
-        """With results as text and as a notebook shows them."""
+        """Print results as text and as HTML for a notebook."""
         given = {
             "model": f"{HOSTED}@{self.provider.url}",
-            "where": {"key_env": PROVIDER_KEY, "data": str(self.home.folder / "api")},
-            "programs": [looking(walls=False), looking(walls=False, then='print(ask("FAIL-500"))')],
+            "where": {"key_env": PROVIDER_KEY, "data": str(self.workspace.folder / "api")},
+            "programs": [search_program(isolated=False), search_program(isolated=False, then='print(ask("FAIL-500"))')],
             "test": self.test,
-            "bad": f"http://me:{self.home.planted['a password in a URL']}@127.0.0.1:1",
+            "bad": f"http://me:{self.workspace.planted['a password in a URL']}@127.0.0.1:1",
         }
         program = (sys.executable, "-c", API)
-        self.results["api"] = self.home.ran(program=program, input=json.dumps(given), TURNGATE_ADMIN_KEY="x" * 20)
+        self.results["api"] = self.workspace.run(program=program, input=json.dumps(given), TURNGATE_ADMIN_KEY="x" * 20)
 
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
     need("bubblewrap")
-    with house() as home, Provider().running() as provider, Receiver().running() as receiver:
-        made, new = Run(home, provider, receiver), home.planted.new
+    with open_workspace() as workspace, Provider().serve() as provider, Receiver().serve() as receiver:
+        full_run, new = Run(workspace, provider, receiver), workspace.planted.new
         new("the hidden answer")
         new("a password in a URL")
-        home.env["TURNGATE_MCP_KEY"] = new("the MCP key")
-        home.env["OTEL_EXPORTER_OTLP_ENDPOINT"] = receiver.url
-        with made.processes.watching(), ThreadPoolExecutor(3) as pool:
-            for done in [pool.submit(work) for work in (made.over_http, made.over_stdio, made.from_python)]:
+        workspace.env["TURNGATE_MCP_KEY"] = new("the MCP key")
+        workspace.env["OTEL_EXPORTER_OTLP_ENDPOINT"] = receiver.url
+        with full_run.processes.watch(), ThreadPoolExecutor(3) as pool:
+            for done in [pool.submit(work) for work in (full_run.over_http, full_run.over_stdio, full_run.from_python)]:
                 done.result()
-        home.learn_keys(home.folder)
-        home.evidence.add(PROCESSES, b"\n".join(made.processes.lines()))
-        home.evidence.add("the spans", receiver.spans())
-        keys = [path.relative_to(home.folder).as_posix() for path in home.folder.rglob("admin-key")]
-        assert keys  # of the gateways that it started for itself
+        workspace.learn_keys(workspace.folder)
+        workspace.evidence.add(PROCESSES, b"\n".join(full_run.processes.lines()))
+        workspace.evidence.add("the spans", receiver.spans())
+        keys = [path.relative_to(workspace.folder).as_posix() for path in workspace.folder.rglob("admin-key")]
+        assert keys  # of the gateways that the service started
         for number, path in enumerate(keys):
-            home.planted.known(f"admin key {number} that was made", (home.folder / path).read_text().strip())
-        home.evidence.add_folder(home.folder, but=tuple(keys))
-        yield made
+            workspace.planted.add(f"admin key {number} that was made", (workspace.folder / path).read_text().strip())
+        workspace.evidence.add_folder(workspace.folder, allow=tuple(keys))
+        yield full_run
 
 
-def test_it_was_a_full_run(run: Run) -> None:
-    """Nothing is proven by a run in which nothing happened."""
-    ends = {name: result["status"] for name, result in run.results.items() if name != "api"}
-    assert ends == {
+def test_run_is_complete(run: Run) -> None:
+    """Check that the run did what the search for secrets relies on."""
+    statuses = {name: result["status"] for name, result in run.results.items() if name != "api"}
+    assert statuses == {
         "finished, http": "finished",
         "the agent fails, http": "failed",
         "the provider fails, http": "error",
@@ -239,31 +248,35 @@ def test_it_was_a_full_run(run: Run) -> None:
     assert results["finished, http"]["reward"] == results["finished, stdio"]["reward"] == 1.0
     assert results["setup fails, http"]["error"]["stage"] == "setup"
     assert results["grading fails, http"]["error"]["stage"] == "grade"
-    assert "it went wrong" in results["the provider fails, http"]["error"]["message"]  # in the provider's own words
+    assert (
+        "it went wrong" in results["the provider fails, http"]["error"]["message"]
+    )  # the provider's own error message
     assert "my key" in results["finished, http"]["workdir_files"]["seen.txt"]
     assert "[secret]" in results["finished, http"]["workdir_files"]["own-key.txt"]
     assert "the end, " in results["finished, http"]["log_tails"]["stderr"]
     assert "REFUSED" in results["api"] and "<" in results["api"] and "it went wrong" in results["api"]
-    assert run.provider.keys == {f"Bearer {run.home.env[PROVIDER_KEY]}"}
-    assert len(run.home.session_secrets()) == 9  # those that were not aborted or never began
+    assert run.provider.keys == {f"Bearer {run.workspace.env[PROVIDER_KEY]}"}
+    assert len(run.workspace.session_secrets()) == 9  # of all rollouts but those that were aborted or never started
     assert b"invoke_agent shell" in run.receiver.spans()
     assert any(b"bwrap" in line for line in run.processes.lines())
 
 
 @pytest.mark.real
 @pytest.mark.promise(7)
-def test_no_secret_is_anywhere(run: Run) -> None:
-    """Session secrets are in files that agents themselves wrote them into, and in no other."""
-    may = re.compile(r"/work/own-key\.txt$")
-    found = run.home.planted.found(run.home.evidence)
-    assert [one for one in found if not (one.secret.startswith("session secret") and may.search(one.where))] == []
-    assert [where for where in given_out(run.home.evidence) if not may.search(where)] == []
+def test_no_secret_leaks(run: Run) -> None:
+    """Session secrets are only in files that agents wrote them to."""
+    allowed_place = re.compile(r"/work/own-key\.txt$")
+    found = run.workspace.planted.find(run.workspace.evidence)
+    assert [
+        leak for leak in found if not (leak.secret.startswith("session secret") and allowed_place.search(leak.where))
+    ] == []
+    assert [where for where in find_issued_secrets(run.workspace.evidence) if not allowed_place.search(where)] == []
 
 
-def test_agents_saw_their_own_secret_and_nothing_else(run: Run) -> None:
-    seen = list(run.home.folder.rglob("seen.txt"))
+def test_agents_see_only_their_own_secret(run: Run) -> None:
+    seen = list(run.workspace.folder.rglob("seen.txt"))
     assert len(seen) >= 8
     for path in seen:
         text = path.read_text()
         assert "TURNGATE_API_KEY" in text
-        assert [name for name in run.home.planted if run.home.planted[name] in text] == [], path
+        assert [name for name in run.workspace.planted if run.workspace.planted[name] in text] == [], path

@@ -1,4 +1,4 @@
-"""A password in a URL is refused wherever a URL is given, and the refusal does not repeat it."""
+"""A password in a URL is refused everywhere, and the error does not repeat it."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ KEY = {"TURNGATE_ADMIN_KEY": "one of the tests, long enough"}
 
 @pytest.mark.parametrize("shape", ["https://me:{}@127.0.0.1:9/v1", "http://{}@127.0.0.1:9"])
 @pytest.mark.parametrize("what", WORDS)
-def test_on_the_command_line(what: str, shape: str, tmp_path: Path) -> None:
+def test_url_password_is_refused_on_command_line(what: str, shape: str, tmp_path: Path) -> None:
     planted, evidence = Planted(), Evidence()
-    url = shape.format(planted.new("a password"))  # with a slash in it
+    url = shape.format(planted.new("a password"))  # contains a slash
     words = [url if word == "{url}" else word for word in WORDS[what]]
-    where = () if "--gateway" in words else ("--data", tmp_path)
-    said = refused(*words, *where, env=KEY)
-    evidence.add("the refusal", said)
-    assert said.startswith(what.split()[0]) and "password" in said and planted.found(evidence) == []
+    data = () if "--gateway" in words else ("--data", tmp_path)
+    message = refused(*words, *data, env=KEY)
+    evidence.add("the refusal", message)
+    assert message.startswith(what.split()[0]) and "password" in message and planted.find(evidence) == []
 
 
-def test_in_settings_of_the_service_and_in_python(tmp_path: Path) -> None:
+def test_url_password_is_refused_in_config_and_python(tmp_path: Path) -> None:
     planted, evidence = Planted(), Evidence()
     url = f"http://me:{planted.new('a password')}@127.0.0.1:9"
     file = tmp_path / "service.toml"
@@ -50,4 +50,4 @@ def test_in_settings_of_the_service_and_in_python(tmp_path: Path) -> None:
         with pytest.raises(TurngateError) as error:
             attempt()
         evidence.add("the refusal", f"{error.value} {error.value.message} {error.value!r} {error.value.param}")
-    assert planted.found(evidence) == []
+    assert planted.find(evidence) == []
