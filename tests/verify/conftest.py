@@ -1,4 +1,4 @@
-"""Shares the loaded renderers, and looks at what gateways leave."""
+"""Load renderers once, and verify what gateways record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from turngate.verify import ScriptedScorer, Verdict
 
 @pytest.fixture
 def verified(monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
-    """Verdicts on what the gateways of this test have recorded, once they have stopped: all of it is fine, replayed too."""
+    """Verdicts on all sessions of this test's gateways, filled when they stop. All must pass, including replay."""
     found: list[Verdict] = []
     stop = Gateway.stop
 

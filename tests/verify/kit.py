@@ -1,4 +1,4 @@
-"""What the tests of verify are written with: recorded folders of every kind, a verdict on one, and hands that tamper with them."""
+"""Helpers for the tests of verify: verify a session, and tamper with one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def verdict(
     replay: bool = True,
     **means: Any,
 ) -> Verdict:
-    """The verdict on a session of a folder, with everything that a test has at hand."""
+    """Verify a session of a data folder."""
     with SessionReader(data) as folder, open_row_source(data) as real:
         given = VerifyOptions(
             rows=rows or real,
@@ -37,8 +37,8 @@ def verdict(
         return verify(folder, folder.resolve_id(session), given)
 
 
-def all_fine(data: Path, *, renderer: Renderer | None = None, replay: bool = True) -> list[Verdict]:
-    """Every session of a folder is as it should be, and all of it was looked at."""
+def verify_all(data: Path, *, renderer: Renderer | None = None, replay: bool = True) -> list[Verdict]:
+    """Verify every session of a folder; all must pass."""
     with SessionReader(data) as folder:
         sessions = folder.session_ids()
     found = [verdict(data, session, renderer=renderer, replay=replay) for session in sessions]
@@ -48,12 +48,12 @@ def all_fine(data: Path, *, renderer: Renderer | None = None, replay: bool = Tru
 
 
 def wrong(found: Verdict) -> set[str]:
-    """The names of the checks that do not hold."""
+    """The names of the failed checks."""
     return {finding.check for finding in found.wrong}
 
 
 class Tampering:
-    """A stored session in hostile hands. What is changed through `node` has its checksum mended; `sql` mends nothing."""
+    """Changes a stored session. `node` updates the checksum, `sql` does not."""
 
     def __init__(self, db: sqlite3.Connection, session: str) -> None:
         self._db = db
@@ -63,8 +63,8 @@ class Tampering:
     def sql(self, statement: str, *values: object) -> None:
         assert self._db.execute(statement, values).rowcount != 0, statement
 
-    def told(self, kind: str) -> list[bytes]:
-        """What its events of a kind say, as JSON."""
+    def event_data(self, kind: str) -> list[bytes]:
+        """The data of its events of a kind, as JSON."""
         query = "SELECT data FROM events WHERE session=? AND kind=? ORDER BY seq"
         return [data for (data,) in self._db.execute(query, (self.name, kind))]
 
@@ -81,20 +81,20 @@ class Tampering:
     def of_kind(self, kind: str) -> list[int]:
         return [row.id for row in self.rows() if row.kind == kind]
 
-    def node(self, node: int, *, mend: bool = True, **changes: Any) -> None:
+    def node(self, node: int, *, update_checksum: bool = True, **changes: Any) -> None:
         """Change columns of a node."""
         was = self.row(node)
         now = msgspec.structs.replace(was, **changes)
-        if mend:
+        if update_checksum:
             now = msgspec.structs.replace(now, checksum=now.compute_checksum(self.key))
         self.sql("DELETE FROM nodes WHERE session=? AND id=?", self.key, node)
         self._insert(now)
 
     def facts(self, node: int, **changes: Any) -> None:
-        """Change what is known of a node, with its checksum."""
+        """Change the facts of a node and its checksum."""
         row = self.row(node)
         kind = ContextFacts if row.kind == "context" else TurnFacts
-        # As a list, so that fields that verify does not read stay as they are.
+        # As a list, to keep the fields that verify does not read.
         values = msgspec.msgpack.decode(row.info)
         names = [field.name for field in msgspec.structs.fields(kind)]
         defaults = msgspec.to_builtins(msgspec.msgpack.decode(row.info, type=kind))

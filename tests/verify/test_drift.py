@@ -1,4 +1,4 @@
-"""Why a line was left, from which token on, and what that cost: told as the stories that lead there."""
+"""Fork reports: why an agent left a line, at which token, and what it cost."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from tests.exact.test_property import follow
 from tests.exact.test_rows import SYSTEM, say, talk, user
 from tests.kit import calls
 from tests.render.test_template import CHATML, folder_with
-from tests.verify.kit import all_fine
+from tests.verify.kit import verify_all
 from turngate.engines.scripted import ScriptedTurn
 from turngate.render import Renderer, load_renderer
 from turngate.verify import ForkReport
 
 
-async def forks(folder: Path, renderer: Renderer, story: Any, **config: Any) -> list[ForkReport]:
-    """The forks of one session that a story makes."""
+async def forks(folder: Path, renderer: Renderer, run: Any, **config: Any) -> list[ForkReport]:
+    """Record one session and return its forks."""
     async with World.of(folder, renderer) as world:
         agent = world.agent(**config)
         agent.messages = [SYSTEM, user("Fix the bug.")]
-        await story(agent, world)
-    [found] = all_fine(folder, renderer=renderer)
+        await run(agent, world)
+    [found] = verify_all(folder, renderer=renderer)
     return list(found.forks)
 
 
 @pytest.mark.needs("tokenizers")
-async def test_thinking_that_the_template_drops(renderers: Any, tmp_path: Path) -> None:
-    async def story(agent: Agent, world: World) -> None:
+async def test_template_drops_thinking(renderers: Any, tmp_path: Path) -> None:
+    async def run(agent: Agent, world: World) -> None:
         agent.tools = None
         await talk(agent, "<think>\nthought\n</think>\n\nanswer", "another")
 
-    [fork] = await forks(tmp_path, renderers("qwen3"), story, thinking="drop")
+    [fork] = await forks(tmp_path, renderers("qwen3"), run, thinking="drop")
     assert (fork.recorded, fork.cause, fork.detail) == ("template", "thinking dropped", "of turn 2, by the template")
     assert fork.before.endswith("<|im_start|>assistant\n")
     assert (fork.was, fork.now[:6]) == ("<think>\nthought\n</think>\n\n", "answer")
-    assert fork.sent > 0 and fork.shared == fork.token, "both rows are trained, and begin alike"
+    assert fork.sent > 0 and fork.shared == fork.token, "both rows are trained and share a prefix"
 
 
-async def test_json_that_the_template_spells_anew(renderers: Any, tmp_path: Path) -> None:
-    async def story(agent: Agent, world: World) -> None:
+async def test_template_rewrites_json(renderers: Any, tmp_path: Path) -> None:
+    async def run(agent: Agent, world: World) -> None:
         text = '<tool_call>\n{"name":"read","arguments":{"path":"a"}}\n</tool_call>'
         follow(agent, await agent.call(say(world, text)), "content")
         await talk(agent, "done")
 
-    # As a template that cannot be extended has it: all of the past is rendered anew, calls in the template's own spelling.
-    [fork] = await forks(tmp_path, renderers("builtin"), story, thinking="drop")
+    # As with a template that cannot be extended: the past is rendered again, with calls in the template's own JSON.
+    [fork] = await forks(tmp_path, renderers("builtin"), run, thinking="drop")
     assert (fork.recorded, fork.cause, fork.detail) == ("template", "JSON spelling", "of turn 2, by the template")
     assert (fork.was, fork.now) == ('"read","arguments":', ' "read", "arguments":')
 
@@ -62,22 +62,22 @@ async def test_json_that_the_template_spells_anew(renderers: Any, tmp_path: Path
         ("<think>\nthought\n</think>\n\nans|wer", "template", "writes turn 2 with different ids than were sampled"),
     ],
 )
-async def test_thinking_that_the_template_kept_is_not_what_it_changed(
+async def test_kept_thinking_is_not_reported_as_cause(
     sampled: str, cause: str, detail: str, renderers: Any, tmp_path: Path
 ) -> None:
     renderer = renderers("qwen3")
     ids = [i for piece in sampled.split("|") for i in renderer.tokenizer.encode(piece)]
 
-    async def story(agent: Agent, world: World) -> None:
+    async def run(agent: Agent, world: World) -> None:
         call = renderer.tokenizer.encode("\n" + calls(("read", {"path": "a"})))
         follow(agent, await agent.call(ScriptedTurn([*ids, *call, renderer.stop_ids[0]])), "content")
         await talk(agent, "done")
 
-    [fork] = await forks(tmp_path, renderer, story, thinking="drop")
+    [fork] = await forks(tmp_path, renderer, run, thinking="drop")
     assert (fork.recorded, fork.cause, fork.detail) == ("template", cause, detail)
 
 
-async def test_past_turns_that_the_template_writes_otherwise(tmp_path: Path) -> None:
+async def test_template_rewrites_past_turns(tmp_path: Path) -> None:
     folder = tmp_path / "tokenizer"
     folder.mkdir()
     renderer, certificate = load_renderer(
@@ -85,22 +85,22 @@ async def test_past_turns_that_the_template_writes_otherwise(tmp_path: Path) -> 
     )
     assert not certificate.passed
 
-    async def story(agent: Agent, world: World) -> None:
+    async def run(agent: Agent, world: World) -> None:
         await talk(agent, "a", "b")
 
-    [fork] = await forks(tmp_path / "data", renderer, story)
+    [fork] = await forks(tmp_path / "data", renderer, run)
     assert (fork.recorded, fork.cause) == ("template", "template")
 
 
-async def test_words_that_an_agent_changed(renderers: Any, tmp_path: Path) -> None:
-    async def story(agent: Agent, world: World) -> None:
+async def test_agent_edits_a_message(renderers: Any, tmp_path: Path) -> None:
+    async def run(agent: Agent, world: World) -> None:
         await talk(agent, "The first  answer.", "b")
         agent.messages[2] = {"role": "assistant", "content": "The first answer."}
         await talk(agent, "c")
         agent.messages[2] = {"role": "assistant", "content": "Another answer."}
         await talk(agent, "d")
 
-    found = await forks(tmp_path, renderers("builtin"), story)
+    found = await forks(tmp_path, renderers("builtin"), run)
     assert [(fork.recorded, fork.cause, fork.detail) for fork in found] == [
         ("edited", "whitespace", "message 3, assistant"),
         ("edited", "edited", "message 3, assistant"),
@@ -108,13 +108,13 @@ async def test_words_that_an_agent_changed(renderers: Any, tmp_path: Path) -> No
     assert "The first" in found[0].before + found[0].was
 
 
-async def test_arguments_that_an_agent_cut_away(renderers: Any, tmp_path: Path) -> None:
-    async def story(agent: Agent, world: World) -> None:
+async def test_agent_clears_call_arguments(renderers: Any, tmp_path: Path) -> None:
+    async def run(agent: Agent, world: World) -> None:
         follow(agent, await agent.call(say(world, calls(("write", {"path": "a" * 5000})))), "done")
         agent.messages[2]["tool_calls"][0]["function"]["arguments"] = json.dumps({"path": "(cleared)"})
         await talk(agent, "ok")
 
-    [fork] = await forks(tmp_path, renderers("builtin"), story)
+    [fork] = await forks(tmp_path, renderers("builtin"), run)
     assert (fork.cause, fork.detail) == ("edited", "message 3, assistant")
     assert "aaaa" in fork.was and "(cleared" in fork.now
 
@@ -122,8 +122,8 @@ async def test_arguments_that_an_agent_cut_away(renderers: Any, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("change", "cause"), [("tools", "tools changed"), ("system", "system prompt changed"), ("sum", "compaction")]
 )
-async def test_a_new_beginning(change: str, cause: str, renderers: Any, tmp_path: Path) -> None:
-    async def story(agent: Agent, world: World) -> None:
+async def test_restarted_conversation(change: str, cause: str, renderers: Any, tmp_path: Path) -> None:
+    async def run(agent: Agent, world: World) -> None:
         await talk(agent, "a", "b")
         match change:
             case "tools":
@@ -134,55 +134,53 @@ async def test_a_new_beginning(change: str, cause: str, renderers: Any, tmp_path
                 agent.messages = [SYSTEM, user("So far: nothing.")]
         await talk(agent, "c")
 
-    [fork] = await forks(tmp_path, renderers("builtin"), story)
+    [fork] = await forks(tmp_path, renderers("builtin"), run)
     assert fork.cause == cause
     assert fork.was != fork.now
     assert fork.left is not None and fork.sent > 0
 
 
-async def test_a_retry_costs_what_was_sampled_for_nothing(renderers: Any, tmp_path: Path) -> None:
-    async def story(agent: Agent, world: World) -> None:
+async def test_retry_wastes_first_attempt(renderers: Any, tmp_path: Path) -> None:
+    async def run(agent: Agent, world: World) -> None:
         await agent.call(say(world, "lost on the way"))
         follow(agent, await agent.call(say(world, "used"), retried=True), "go on")
         await talk(agent, "end")
 
-    [fork] = await forks(tmp_path, renderers("builtin"), story)
+    [fork] = await forks(tmp_path, renderers("builtin"), run)
     assert (fork.cause, fork.sent, fork.shared) == ("retry", 0, 0)
     assert fork.wasted == 5 and fork.was.startswith("lost")
 
 
-async def test_going_back_costs_the_shared_beginning_again(renderers: Any, tmp_path: Path) -> None:
-    async def story(agent: Agent, world: World) -> None:
+async def test_branch_counts_shared_prefix(renderers: Any, tmp_path: Path) -> None:
+    async def run(agent: Agent, world: World) -> None:
         await talk(agent, "a", "b")
         agent.messages = [*agent.messages[:3], user("another way")]
         await talk(agent, "c")
 
-    [fork] = await forks(tmp_path, renderers("builtin"), story)
+    [fork] = await forks(tmp_path, renderers("builtin"), run)
     assert fork.cause == "branch" and fork.shared == fork.token > 0
     assert fork.now == "another way<|im_end|>\n<|im_start|>assistant\n"[: len(fork.now)]
 
 
-async def test_a_helper_has_left_nothing_but_its_own_price(renderers: Any, tmp_path: Path) -> None:
-    async def story(agent: Agent, world: World) -> None:
+async def test_subagent_fork(renderers: Any, tmp_path: Path) -> None:
+    async def run(agent: Agent, world: World) -> None:
         await talk(agent, "a")
         agent.messages = [{"role": "system", "content": "You explore."}, user("Find the file.")]
         await talk(agent, "x")
 
-    [fork] = await forks(tmp_path, renderers("builtin"), story)
+    [fork] = await forks(tmp_path, renderers("builtin"), run)
     assert (fork.recorded, fork.cause) == ("subagent", "sub-agent")
 
 
 @pytest.mark.needs("tokenizers")
-async def test_an_unbroken_line_has_no_fork_and_says_where_the_template_would_differ(
-    renderers: Any, tmp_path: Path
-) -> None:
+async def test_continued_line_reports_template_difference_without_fork(renderers: Any, tmp_path: Path) -> None:
     renderer = renderers("qwen3")
     async with World.of(tmp_path, renderer) as world:
         agent = world.agent()
         agent.tools = None
         agent.messages = [user("hi")]
         await talk(agent, "<think>\nthought\n</think>\n\nanswer", "next", "last")
-    [found] = all_fine(tmp_path, renderer=renderer)
+    [found] = verify_all(tmp_path, renderer=renderer)
     assert not found.forks
     [difference] = found.differences
     assert difference.why == "thinking that the template drops was kept" and difference.node == 2

@@ -1,4 +1,4 @@
-"""Who checks must not share the faults of whom it checks."""
+"""Verify must not share code, and thus bugs, with the code that records."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 @pytest.mark.process
-def test_verify_is_loaded_without_the_code_that_records() -> None:
+def test_verify_does_not_import_recording_code() -> None:
     program = "import sys, turngate.verify; print(*(m for m in sys.modules if m.startswith('turngate.')))"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     recording = ("trace", "store", "gateway", "views", "server")

@@ -1,4 +1,4 @@
-"""`turngate verify`: what it prints, what it gives to machines, whom it asks, and who runs it unasked."""
+"""`turngate verify`: its report, its JSON, its engines, and spot checks in the background."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.exact.agent import World
 from tests.exact.test_rows import SYSTEM, talk, user
 from tests.speed import scaled
 from tests.verify.kit import tampering, wrong
-from tests.verify.stories import rich
+from tests.verify.sessions import record_sessions
 from turngate.cli import verify as command
 from turngate.cli.options import VerifyCommandOptions
 from turngate.cli.verify import verify_sessions
@@ -48,26 +48,26 @@ Recorded = tuple[Path, str, str]
 @pytest.fixture
 def recorded(tmp_path: Path) -> Recorded:
     data = tmp_path / "data"
-    return data, *asyncio.run(rich(data, kit.renderer()))
+    return data, *asyncio.run(record_sessions(data, kit.renderer()))
 
 
 @pytest.fixture(scope="module")
 def recorded_once(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
-    """To be copied."""
+    """Recorded sessions to copy."""
     data = tmp_path_factory.mktemp("recorded")
-    return data, *asyncio.run(rich(data, kit.renderer()))
+    return data, *asyncio.run(record_sessions(data, kit.renderer()))
 
 
-def ask(data: Path, **options: Any) -> bool:
+def run_verify(data: Path, **options: Any) -> bool:
     return verify_sessions(VerifyCommandOptions(data=str(data), **options))
 
 
 # ── the command ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_person_reads_the_verdict_the_checks_and_the_forks(recorded: Recorded, capsys: Any) -> None:
+def test_report_shows_verdict_checks_and_forks(recorded: Recorded, capsys: Any) -> None:
     data, session, _ = recorded
-    assert ask(data, session=session[:12], engine="scripted", tolerance=0.0)
+    assert run_verify(data, session=session[:12], engine="scripted", tolerance=0.0)
     text = capsys.readouterr().out
     assert f"✓ exact  {session}" in text
     for words in (
@@ -81,27 +81,27 @@ def test_a_person_reads_the_verdict_the_checks_and_the_forks(recorded: Recorded,
         assert cause in text.replace("\n", " ") or cause.split()[0] in text
     assert "– transcript was not checked: no agent is recorded" in text
     start = text.index("  Forks")
-    assert all(len(line) <= 80 for line in text[start : text.index("Total: ")].splitlines()), "it fits a terminal"
+    assert all(len(line) <= 80 for line in text[start : text.index("Total: ")].splitlines()), "wider than a terminal"
     fork = text[text.index("  node 5  retry") :].splitlines()
     assert fork[1].strip() == "left node 4 at token 325 · sent 0 · shared 0 · wasted 5"
     assert fork[2].strip().startswith("was …") and "▸lost on the way" in fork[2]
     assert fork[3].strip().startswith("now …") and "▸<tool_call>" in fork[3]
 
 
-def test_what_is_wrong_is_named_with_its_place(recorded: Recorded, capsys: Any) -> None:
+def test_failed_check_names_node(recorded: Recorded, capsys: Any) -> None:
     data, session, _ = recorded
     with tampering(data, session) as t:
         t.sql("UPDATE nodes SET ids=zeroblob(8) WHERE session=? AND id=2", t.key)
-    assert not ask(data, session=session)
+    assert not run_verify(data, session=session)
     text = capsys.readouterr().out
     assert "✗ wrong" in text and "✗ checksum" in text and "(node 2)" in text
-    assert not ask(data, every=True), "one of them is"
+    assert not run_verify(data, every=True), "one session is wrong"
     assert "2 sessions, 1 wrong" in capsys.readouterr().out
 
 
-def test_a_machine_reads_the_same(recorded: Recorded, capsys: Any) -> None:
+def test_json_report(recorded: Recorded, capsys: Any) -> None:
     data, session, other = recorded
-    assert ask(data, every=True, engine="scripted", tolerance=0.0, as_json=True)
+    assert run_verify(data, every=True, engine="scripted", tolerance=0.0, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] and [one["session"] for one in found["sessions"]] == [other, session]
     first = found["sessions"][1]
@@ -111,16 +111,16 @@ def test_a_machine_reads_the_same(recorded: Recorded, capsys: Any) -> None:
     assert [fork["cause"] for fork in first["forks"]].count("retry") == 2
 
 
-def test_a_folder_that_a_gateway_serves_can_be_looked_at(tmp_path: Path, capsys: Any) -> None:
-    async def served() -> bool:
+def test_verify_while_gateway_serves(tmp_path: Path, capsys: Any) -> None:
+    async def verify_twice() -> bool:
         async with kit.gateway([kit.say("Hello."), kit.say("Again.")], data=tmp_path) as g:
             session = await g.open()
             await g.ask(session.key, "Hi")
-            first = await asyncio.to_thread(ask, tmp_path)
+            first = await asyncio.to_thread(run_verify, tmp_path)
             await g.ask(session.key, "Hi there")
-            return first and await asyncio.to_thread(ask, tmp_path)
+            return first and await asyncio.to_thread(run_verify, tmp_path)
 
-    assert asyncio.run(served())
+    assert asyncio.run(verify_twice())
     assert "open, 2 turns" in capsys.readouterr().out
 
 
@@ -150,44 +150,44 @@ def test_a_folder_that_a_gateway_serves_can_be_looked_at(tmp_path: Path, capsys:
         ({"rollouts": "/nope"}, "rollouts folder not found: /nope"),
     ],
 )
-def test_what_cannot_be_done_is_said(recorded: Recorded, options: Any, words: str) -> None:
+def test_invalid_options_are_rejected(recorded: Recorded, options: Any, words: str) -> None:
     with pytest.raises((ConfigError, NotFound), match=words):
-        ask(recorded[0], **options)
+        run_verify(recorded[0], **options)
 
 
-def test_a_folder_without_a_store_is_said(tmp_path: Path) -> None:
+def test_missing_or_broken_store_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist; pass the --data folder"):
-        ask(tmp_path)
+        run_verify(tmp_path)
     (tmp_path / "turngate.db").write_bytes(b"no database at all, but long enough to be taken for one" * 100)
     with pytest.raises(ConfigError, match="cannot be read"):
-        ask(tmp_path)
+        run_verify(tmp_path)
 
 
-def test_a_copy_without_its_log_is_hinted_at(tmp_path: Path) -> None:
+def test_missing_wal_file_is_hinted(tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / "turngate.db")) as db:
         db.execute("PRAGMA journal_mode=WAL")
     with pytest.raises(ConfigError, match=r"no such table: sessions\); .* turngate.db-wal"):
-        ask(tmp_path)
+        run_verify(tmp_path)
 
 
-# ── what was asked for, and could not be done ───────────────────────────────────────────────────────────────────────
+# ── checks that could not run ───────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("every", [True, False])
-def test_an_engine_that_scores_nothing_is_said(every: bool, recorded: Recorded, capsys: Any) -> None:
+def test_scoring_nothing_is_an_error(every: bool, recorded: Recorded, capsys: Any) -> None:
     options = {"every": every, "engine": "scripted", "policy_version": 7}
     with pytest.raises(ConfigError, match=r"^nothing was scored: no turn has policy version 7$"):
-        ask(recorded[0], **options)
+        run_verify(recorded[0], **options)
     text = capsys.readouterr().out
     assert "✓ sound (replay not checked)" in text and "exact" not in text
     assert not every or "– 2 sessions with replay not checked: no turn has policy version 7" in text
     with pytest.raises(ConfigError):
-        ask(recorded[0], as_json=True, **options)
+        run_verify(recorded[0], as_json=True, **options)
     found = json.loads(capsys.readouterr().out)
     assert not found["ok"] and found["undone"] == ["nothing was scored: no turn has policy version 7"]
 
 
-def test_a_tokenizer_that_fits_no_session_is_said(recorded: Recorded, tmp_path: Path, capsys: Any) -> None:
+def test_wrong_tokenizer_is_an_error(recorded: Recorded, tmp_path: Path, capsys: Any) -> None:
     other = tmp_path / "other"
     shutil.copytree(kit.renderer().tokenizer.folder, other)
     known = json.loads((other / "tokenizer.json").read_text())
@@ -196,44 +196,42 @@ def test_a_tokenizer_that_fits_no_session_is_said(recorded: Recorded, tmp_path: 
     with pytest.raises(
         ConfigError, match=r"^nothing was rendered: the tokenizer at .* is not the one it was recorded with"
     ):
-        ask(recorded[0], every=True, tokenizer=str(other))
+        run_verify(recorded[0], every=True, tokenizer=str(other))
     assert "✓ sound (render not checked)" in capsys.readouterr().out
 
 
-def test_what_is_wrong_comes_before_what_was_not_done(recorded: Recorded, capsys: Any) -> None:
+def test_failed_check_takes_precedence_over_unscored(recorded: Recorded, capsys: Any) -> None:
     data, session, _ = recorded
     with tampering(data, session) as t:
         t.sql("UPDATE nodes SET checksum=1 WHERE session=? AND id=2", t.key)
-    assert not ask(data, every=True, engine="scripted", policy_version=7)
+    assert not run_verify(data, every=True, engine="scripted", policy_version=7)
     assert "nothing was scored: no turn has policy version 7" in capsys.readouterr().out
 
 
-def test_what_an_engine_said_of_all_sessions_is_summed_up(recorded: Recorded, capsys: Any) -> None:
-    assert ask(recorded[0], every=True, engine="scripted", tolerance=0.0)
+def test_replay_is_summarized_over_sessions(recorded: Recorded, capsys: Any) -> None:
+    assert run_verify(recorded[0], every=True, engine="scripted", tolerance=0.0)
     text = capsys.readouterr().out
     assert text.count("✓ exact") == 2 and "2 sessions, none wrong" in text
     assert "156 tokens of 18 turns rescored by scripted: largest difference 0, 0 beyond 0" in text
     assert "1 row, 6 tokens to train" in text
 
 
-def test_an_engine_that_goes_away_does_not_hide_what_is_wrong(
-    recorded: Recorded, monkeypatch: Any, capsys: Any
-) -> None:
+def test_lost_engine_does_not_hide_failures(recorded: Recorded, monkeypatch: Any, capsys: Any) -> None:
     data, session, other = recorded
     with tampering(data, other) as t:
         t.sql("UPDATE sessions SET status='zzz\x1b[2J' WHERE key=?", t.key)
     real = verify
 
-    def gone(folder: SessionReader, session_id: str, means: VerifyOptions) -> Verdict:
+    def verify_or_fail(folder: SessionReader, session_id: str, means: VerifyOptions) -> Verdict:
         if session_id == session:
             raise EngineUnavailable("nobody listens")
         return real(folder, session_id, means)
 
-    monkeypatch.setattr(command, "verify", gone)
-    assert not ask(data, every=True, engine="scripted")
+    monkeypatch.setattr(command, "verify", verify_or_fail)
+    assert not run_verify(data, every=True, engine="scripted")
     text = capsys.readouterr().out
     assert "✗ status" in text and "zzz␛[2J, 2 turns" in text and text.endswith("nobody listens\n")
-    assert not ask(data, every=True, engine="scripted", as_json=True)
+    assert not run_verify(data, every=True, engine="scripted", as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert not found["ok"] and found["undone"] == ["nobody listens"] and len(found["sessions"]) == 1
 
@@ -252,7 +250,7 @@ _CELLS += [("sessions", "id", "cast(x'ff' as text)"), ("nodes", "id", "'abc'")]
 
 
 @pytest.mark.parametrize(("table", "column", "value"), _CELLS)
-def test_a_damaged_cell_is_one_failed_verdict(
+def test_damaged_cell_fails_one_session(
     table: str, column: str, value: str, recorded_once: Recorded, tmp_path: Path, capsys: Any
 ) -> None:
     folder, session, other = recorded_once
@@ -262,7 +260,7 @@ def test_a_damaged_cell_is_one_failed_verdict(
     with tampering(data, session) as t:
         where = "session=? AND id=4" if table == "nodes" else "key=?"
         t.sql(f"UPDATE {table} SET {column}={value.format(column)} WHERE {where}", t.key)
-    assert not ask(data, every=True, engine="scripted", as_json=True)
+    assert not run_verify(data, every=True, engine="scripted", as_json=True)
     fine, damaged = json.loads(capsys.readouterr().out)["sessions"]
     assert fine["session"] == other and fine["ok"]
     found = [finding for finding in damaged["findings"] if not finding["ok"]]
@@ -271,21 +269,21 @@ def test_a_damaged_cell_is_one_failed_verdict(
     )
     if table == "nodes" and column != "id":
         assert 4 in {finding["node"] for finding in found}
-    assert not ask(data, every=True)
+    assert not run_verify(data, every=True)
     assert "2 sessions, 1 wrong" in capsys.readouterr().out
 
 
-def test_what_verify_falls_over_does_not_hide_the_others(recorded: Recorded, monkeypatch: Any, capsys: Any) -> None:
+def test_crash_in_one_session_does_not_hide_others(recorded: Recorded, monkeypatch: Any, capsys: Any) -> None:
     data, session, _ = recorded
     real = verify
 
-    def falls(folder: SessionReader, session_id: str, means: VerifyOptions) -> Verdict:
+    def crash(folder: SessionReader, session_id: str, means: VerifyOptions) -> Verdict:
         if session_id == session:
             raise RuntimeError("a fault of ours")
         return real(folder, session_id, means)
 
-    monkeypatch.setattr(command, "verify", falls)
-    assert not ask(data, every=True)
+    monkeypatch.setattr(command, "verify", crash)
+    assert not run_verify(data, every=True)
     text = capsys.readouterr().out
     assert "readable  verification crashed: RuntimeError: a fault of ours" in text
     assert "2 sessions, 1 wrong" in text
@@ -294,34 +292,34 @@ def test_what_verify_falls_over_does_not_hide_the_others(recorded: Recorded, mon
 # ── an engine ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _Scoring(BaseHTTPRequestHandler):
-    """vLLM's `/v1/completions`, as far as prompt log-probabilities go, with a model whose scores follow from its ids."""
+class ScoringHandler(BaseHTTPRequestHandler):
+    """vLLM's `/v1/completions`, for prompt log-probabilities, with scores derived from the ids."""
 
-    off = 0.0
-    seen: list[Any] = []
-    fails = 0
+    offset = 0.0
+    requests: list[Any] = []
+    failing = 0
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.seen.append((self.path, self.headers.get("authorization"), body))
+        self.requests.append((self.path, self.headers.get("authorization"), body))
         ids = body["prompt"]
         scored: list[Any] = [None]
         for n in range(1, len(ids)):
             [score] = derive_logprobs(np.array(ids[:n], np.int32), [ids[n]])
-            scored.append({str(ids[n]): {"logprob": score + self.off, "rank": 1}})
-        said = json.dumps({"choices": [{"prompt_logprobs": scored}]}).encode()
-        self.send_response(500 if self.fails else 200)
-        self.send_header("content-length", str(len(said)))
+            scored.append({str(ids[n]): {"logprob": score + self.offset, "rank": 1}})
+        payload = json.dumps({"choices": [{"prompt_logprobs": scored}]}).encode()
+        self.send_response(500 if self.failing else 200)
+        self.send_header("content-length", str(len(payload)))
         self.end_headers()
-        self.wfile.write(b"x" * len(said) if self.fails else said)
+        self.wfile.write(b"x" * len(payload) if self.failing else payload)
 
     def log_message(self, *_: Any) -> None: ...
 
 
 @pytest.fixture
-def engine() -> Iterator[type[_Scoring]]:
-    class Scoring(_Scoring):
-        seen: list[Any] = []
+def engine() -> Iterator[type[ScoringHandler]]:
+    class Scoring(ScoringHandler):
+        requests: list[Any] = []
 
     server = HTTPServer(("127.0.0.1", 0), Scoring)
     Scoring.url = f"http://127.0.0.1:{server.server_port}/v1"  # type: ignore[attr-defined]
@@ -335,18 +333,18 @@ def engine() -> Iterator[type[_Scoring]]:
 
 def test_vllm_scores_each_branch_once(recorded: Recorded, engine: Any, capsys: Any) -> None:
     data, session, _ = recorded
-    assert ask(data, session=session, engine="vllm", engine_url=engine.url, model="m", as_json=True)
+    assert run_verify(data, session=session, engine="vllm", engine_url=engine.url, model="m", as_json=True)
     [found] = json.loads(capsys.readouterr().out)["sessions"]
     # The constrained turn was not sampled from the model's own distribution; a plain score says nothing about it.
     assert found["replay"]["turns"] == 15 and found["replay"]["outliers"] == 0
-    path, _, body = engine.seen[0]
+    path, _, body = engine.requests[0]
     assert path == "/v1/completions" and body["prompt_logprobs"] == 0 and body["model"] == "m"
-    assert len(engine.seen) < 15, "turns of one branch are scored together"
+    assert len(engine.requests) < 15, "turns of one branch are scored together"
 
 
-def test_an_engine_that_thinks_otherwise_is_told_token_by_token(recorded: Recorded, engine: Any) -> None:
+def test_differing_engine_reports_each_token(recorded: Recorded, engine: Any) -> None:
     data, _, short = recorded
-    engine.off = -0.05
+    engine.offset = -0.05
     with SessionReader(data) as folder, open_row_source(data) as rows:
         means = VerifyOptions(rows=rows, scorer=VLLMScorer(engine.url, "m"), tolerance=0.02)
         found = verify(folder, short, means)
@@ -359,19 +357,19 @@ def test_an_engine_that_thinks_otherwise_is_told_token_by_token(recorded: Record
         assert other.ok and [missing.part for missing in other.unchecked] == ["replay"]
 
 
-def test_an_engine_that_cannot_be_asked_is_no_verdict(recorded: Recorded, engine: Any) -> None:
-    engine.fails = 1
+def test_unavailable_engine_is_an_error(recorded: Recorded, engine: Any) -> None:
+    engine.failing = 1
     with pytest.raises(EngineError, match="answered 500"):
-        ask(recorded[0], engine="vllm", engine_url=engine.url, model="m")
+        run_verify(recorded[0], engine="vllm", engine_url=engine.url, model="m")
     with pytest.raises(EngineUnavailable):
-        ask(recorded[0], engine="vllm", engine_url="http://127.0.0.1:9", model="m")
+        run_verify(recorded[0], engine="vllm", engine_url="http://127.0.0.1:9", model="m")
 
 
-# ── the agent's own log ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── transcripts ─────────────────────────────────────────────────────────────────────────────────────────────
 
 SCRIBE = """
 name = "scribe"
-title = "A program that prints what it was told"
+title = "A program that logs its replies"
 dialect = "chat"
 command = ["scribe"]
 
@@ -381,9 +379,9 @@ turn = "{text: text}"
 """
 
 
-@pytest.mark.parametrize("wrote", [["one", "two"], ["one", "2"], ["one"], ["one", "two", "three"]])
-async def test_the_transcript_is_a_witness(
-    wrote: list[str], tmp_path: Path, monkeypatch: Any, capsys: Any, renderers: Any
+@pytest.mark.parametrize("logged", [["one", "two"], ["one", "2"], ["one"], ["one", "two", "three"]])
+async def test_transcript_is_compared(
+    logged: list[str], tmp_path: Path, monkeypatch: Any, capsys: Any, renderers: Any
 ) -> None:
     (tmp_path / "scribe.toml").write_text(SCRIBE)
     monkeypatch.setenv("TURNGATE_AGENTS", str(tmp_path / "scribe.toml"))
@@ -392,17 +390,17 @@ async def test_the_transcript_is_a_witness(
         agent = world.agent(metadata={"agent": "scribe"})
         agent.messages = [SYSTEM, user("work")]
         await talk(agent, "one", "two")
-    left = data / "rollouts" / agent.session_id
-    left.mkdir(parents=True)
-    (left / "stdout").write_text("".join(json.dumps({"text": text}) + "\n" for text in wrote))
-    assert ask(data, as_json=True) == (wrote == ["one", "two"])
+    folder_of_logs = data / "rollouts" / agent.session_id
+    folder_of_logs.mkdir(parents=True)
+    (folder_of_logs / "stdout").write_text("".join(json.dumps({"text": text}) + "\n" for text in logged))
+    assert run_verify(data, as_json=True) == (logged == ["one", "two"])
     [found] = json.loads(capsys.readouterr().out)["sessions"]
     assert {f["check"] for f in found["findings"] if not f["ok"]} == (
-        set() if wrote == ["one", "two"] else {"transcript"}
+        set() if logged == ["one", "two"] else {"transcript"}
     )
 
 
-async def test_logs_are_found_below_a_folder_and_missed_in_one_line(
+async def test_agent_logs_are_found_below_rollouts_folder(
     tmp_path: Path, monkeypatch: Any, capsys: Any, renderers: Any
 ) -> None:
     (tmp_path / "scribe.toml").write_text(SCRIBE)
@@ -414,33 +412,33 @@ async def test_logs_are_found_below_a_folder_and_missed_in_one_line(
             agent.messages = [SYSTEM, user("work")]
             await talk(agent, "one")
             sessions.append(agent.session_id)
-    assert ask(data, every=True)
+    assert run_verify(data, every=True)
     missed = (
         f"with transcript not checked: no logs of the agent were found below {data}; pass their folder with --rollouts"
     )
     assert f"– 4 sessions {missed}\n" in capsys.readouterr().out
-    # What `train` leaves, and a batch in the data folder.
+    # Folders that `train` writes, and a batch in the data folder.
     places = ["rollouts/rollouts", "before/rollouts", "after-8/rollouts", "data/batches/4f1c/rollouts"]
     for place, session in zip(places, sessions, strict=True):
-        left = out / place / session
-        left.mkdir(parents=True)
-        (left / "stdout").write_text('{"text": "one"}\n')
-    assert ask(data, every=True)
+        folder_of_logs = out / place / session
+        folder_of_logs.mkdir(parents=True)
+        (folder_of_logs / "stdout").write_text('{"text": "one"}\n')
+    assert run_verify(data, every=True)
     assert f"– 3 sessions {missed}" in capsys.readouterr().out
-    assert ask(data, every=True, rollouts=str(out), as_json=True)
+    assert run_verify(data, every=True, rollouts=str(out), as_json=True)
     found = json.loads(capsys.readouterr().out)["sessions"]
-    seen = [one["session"] for one in found if any(f["check"] == "transcript" for f in one["findings"])]
-    assert sorted(seen) == sorted(sessions[:3])
+    checked = [one["session"] for one in found if any(f["check"] == "transcript" for f in one["findings"])]
+    assert sorted(checked) == sorted(sessions[:3])
     (out / places[2] / sessions[2] / "stdout").write_text('{"text": "two"}\n')
-    assert not ask(data, every=True, rollouts=str(out))
+    assert not run_verify(data, every=True, rollouts=str(out))
 
 
-def test_reasons_that_name_their_session_are_one_reason(recorded: Recorded, capsys: Any) -> None:
+def test_equal_reasons_are_grouped(recorded: Recorded, capsys: Any) -> None:
     data, *sessions = recorded
     for session in sessions:
         with tampering(data, session) as t:
             t.sql("UPDATE nodes SET checksum=1 WHERE session=? AND id=2", t.key)
-    assert not ask(data, every=True)
+    assert not run_verify(data, every=True)
     [line] = [line for line in capsys.readouterr().out.splitlines() if "with rows not checked" in line]
     assert "2 sessions" in line and "other reason" not in line and not any(session in line for session in sessions)
 
@@ -458,64 +456,64 @@ def test_reasons_that_name_their_session_are_one_reason(recorded: Recorded, caps
         ("x" + "y" * 50, "z", f"sent ▸x{'y' * 29}… · template ▸z"),
     ],
 )
-def test_a_difference_is_cut_around_where_it_begins(sent: str, template: str, line: str, capsys: Any) -> None:
+def test_difference_is_truncated_around_its_start(sent: str, template: str, line: str, capsys: Any) -> None:
     found = TemplateDifference(branch=4, node=2, token=31, why="thinking kept", sent=sent, template=template)
     shown = Verdict(session="s", ok=True, status="sealed", counts=Counts(), findings=(), differences=(found,))
     command.print_verdict(shown, console())
     assert capsys.readouterr().out.endswith(f"thinking kept  {line}\n")
 
 
-def test_without_a_transcript_it_says_so(recorded: Recorded, capsys: Any) -> None:
-    assert ask(recorded[0])
+def test_missing_transcript_is_reported(recorded: Recorded, capsys: Any) -> None:
+    assert run_verify(recorded[0])
     assert "transcript was not checked: no agent is recorded" in capsys.readouterr().out
 
 
-# ── unasked ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── in the background ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_every_second_session_that_ends_is_looked_at_in_the_background(recorded: Recorded, caplog: Any) -> None:
+def test_spot_checker_verifies_every_second_session(recorded: Recorded, caplog: Any) -> None:
     data, session, other = recorded
     with tampering(data, session) as t:
         t.sql("UPDATE nodes SET checksum=1 WHERE session=? AND id=2", t.key)
     found: list[Verdict] = []
     done = threading.Event()
 
-    def look(session_id: str) -> Verdict:
+    def verify_one(session_id: str) -> Verdict:
         with SessionReader(data) as folder, open_row_source(data) as rows:
             return verify(folder, session_id, VerifyOptions(rows=rows, renderers=Renderers()))
 
-    def told(verdict: Verdict) -> None:
+    def record_verdict(verdict: Verdict) -> None:
         found.append(verdict)
         if len(found) == 2:
             done.set()
 
-    checker = SpotChecker(2, look, told)
+    checker = SpotChecker(2, verify_one, record_verdict)
     checker.start()
     for ended in ("nobody", other, "nobody", "nobody", "nobody", session):
         checker.submit(ended)
-    assert done.wait(scaled(120))  # it yields to everybody else
+    assert done.wait(scaled(120))  # it runs at low priority
     checker.stop()
     assert [(verdict.session, verdict.ok) for verdict in found] == [(other, True), (session, False)]
     assert checker.verified == 2 and checker.dropped == 0
     assert summarize_verdict(found[1])["wrong"] == [
         {"check": "checksum", "what": "its bytes do not match its checksum", "node": 2}
     ]
-    said = [record.getMessage() for record in caplog.records]
-    assert any("nobody" in line and "could not be verified" in line for line in said)
-    assert any(session in line and "checksum" in line for line in said)
+    messages = [record.getMessage() for record in caplog.records]
+    assert any("nobody" in line and "could not be verified" in line for line in messages)
+    assert any(session in line and "checksum" in line for line in messages)
 
 
-def test_a_check_that_falls_over_ends_neither_the_checks_nor_the_gateway(caplog: Any) -> None:
-    tried = threading.Semaphore(0)
+def test_spot_checker_survives_crash(caplog: Any) -> None:
+    attempts = threading.Semaphore(0)
 
-    def falls(session_id: str) -> Verdict:
-        tried.release()
+    def crash(session_id: str) -> Verdict:
+        attempts.release()
         raise RuntimeError("a fault of ours")
 
-    checker = SpotChecker(1, falls, lambda verdict: None)
+    checker = SpotChecker(1, crash, lambda verdict: None)
     checker.start()
     checker.submit("one")
     checker.submit("two")
-    assert tried.acquire(timeout=scaled(10)) and tried.acquire(timeout=scaled(10))
+    assert attempts.acquire(timeout=scaled(10)) and attempts.acquire(timeout=scaled(10))
     checker.stop()
     assert checker.verified == 0

@@ -1,4 +1,4 @@
-"""What the gateway records is found to be exact, whatever model, dialect or agent it is recorded from."""
+"""Verify passes for what the gateway records, for every model, dialect and agent."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.exact.agent import World
 from tests.exact.test_property import follow, play, turn_of
 from tests.exact.test_rows import SYSTEM, say, talk, user
 from tests.golden import recording
-from tests.golden.replay import play as replayed
+from tests.golden.replay import play as replay
 from tests.kit import calls
 from tests.renderer_fixtures import renderer_params
-from tests.verify.kit import all_fine, verdict
+from tests.verify.kit import verdict, verify_all
 from turngate.engines.scripted import ScriptedTurn
 from turngate.store.outcomes import RecordedOutcome
 from turngate.types import Limits
@@ -55,7 +55,7 @@ def test_random_conversations(name: str, renderers: Any, verified: list[Verdict]
 
 
 @pytest.mark.parametrize("name", renderer_params(["qwen3", "deepseek_v3", "builtin"]))
-async def test_a_long_rollout_is_one_row_without_a_fork(name: str, renderers: Any, tmp_path: Path) -> None:
+async def test_long_rollout_is_one_row(name: str, renderers: Any, tmp_path: Path) -> None:
     renderer, draw = renderers(name), random.Random(4)
     async with World.of(tmp_path, renderer) as world:
         agent = world.agent()
@@ -63,14 +63,14 @@ async def test_a_long_rollout_is_one_row_without_a_fork(name: str, renderers: An
         for n in range(24):
             kind = ("think+call", "calls", "think", "random")[n % 4]
             follow(agent, await agent.call(turn_of(renderer, kind, f"step {n}", draw)), f"output {n}")
-    [found] = all_fine(tmp_path, renderer=renderer)
+    [found] = verify_all(tmp_path, renderer=renderer)
     assert (found.counts.turns, found.counts.rows, found.forks) == (24, 1, ())
     assert found.counts.trained_tokens == found.counts.sampled_tokens
 
 
 @pytest.mark.parametrize("dialect", sdk_agents.DIALECTS)
 @pytest.mark.parametrize("stream", [True, False])
-async def test_every_dialect(dialect: str, stream: bool, verified: list[Verdict]) -> None:
+async def test_each_dialect(dialect: str, stream: bool, verified: list[Verdict]) -> None:
     both = calls(("list_files", {"path": "."}), ("read_file", {"path": "a.py"}))
     script = [
         kit.say(f"<think>\nI look.\n</think>\n\nLet me see.\n{both}"),
@@ -92,14 +92,14 @@ async def test_every_dialect(dialect: str, stream: bool, verified: list[Verdict]
 
 
 @pytest.mark.parametrize("name", recording.NAMES)
-async def test_real_agents_as_they_were_recorded(name: str, verified: list[Verdict]) -> None:
-    await replayed(recording.read(name))
+async def test_golden_recordings(name: str, verified: list[Verdict]) -> None:
+    await replay(recording.read(name))
     [found] = verified
     assert found.counts.rows == (2 if name in ("claude-code-subagent", "opencode-subagent") else 1)
     assert {fork.cause for fork in found.forks} <= {"sub-agent", "side call"}
 
 
-async def test_stop_strings_single_calls_and_forced_ones(verified: list[Verdict]) -> None:
+async def test_stop_strings_and_tool_choice(verified: list[Verdict]) -> None:
     two = calls(("read_file", {"path": "a"}), ("read_file", {"path": "b"}))
     script = [kit.say("one STOP two"), kit.say(f"First.\n{two}"), kit.say('{"path": "c"}'), kit.say('{"a": 1}')]
     async with kit.gateway(script) as g:
@@ -125,11 +125,11 @@ async def test_limits_aborts_and_restarts(tmp_path: Path, renderers: Any) -> Non
         again = type(agent)(world, session, key)
         again.messages = agent.messages
         await talk(again, "four five six seven eight nine ten eleven twelve")
-    [found] = all_fine(tmp_path)
+    [found] = verify_all(tmp_path)
     assert found.counts.turns == 3
 
 
-async def test_outcomes_as_they_are_recorded(verified: list[Verdict]) -> None:
+async def test_recorded_outcomes(verified: list[Verdict]) -> None:
     deep: Any = "x"
     for _ in range(150):
         deep = [deep]
@@ -148,14 +148,14 @@ async def test_outcomes_as_they_are_recorded(verified: list[Verdict]) -> None:
             session = await g.open()
             await g.ask(session.key, "Hi")
             await (g.seal(session.id) if n else g.cancel(session.id))
-            told = await g.admin.put(f"/admin/sessions/{session.id}/outcome", content=msgspec.json.encode(outcome))
-            assert told.status_code == 200, told.text
+            response = await g.admin.put(f"/admin/sessions/{session.id}/outcome", content=msgspec.json.encode(outcome))
+            assert response.status_code == 200, response.text
     assert len(verified) == len(ended)
-    looked = [f.where for found in verified for f in found.findings if f.check == "outcome"]
-    assert looked and "0 checked" not in looked
+    checked = [f.where for found in verified for f in found.findings if f.check == "outcome"]
+    assert checked and "0 checked" not in checked
 
 
-async def test_observed_sessions_are_looked_at_as_far_as_they_go(tmp_path: Path) -> None:
+async def test_observed_session_without_rendering(tmp_path: Path) -> None:
     from tests.exact.agent import asgi
     from tests.exact.test_attacks import _Endpoint
     from turngate.config import ServeConfig
@@ -177,19 +177,19 @@ async def test_observed_sessions_are_looked_at_as_far_as_they_go(tmp_path: Path)
     assert {missing.part for missing in found.unchecked} == {"render"}
 
 
-async def test_a_session_may_go_on_while_it_is_looked_at(tmp_path: Path, renderers: Any) -> None:
+async def test_session_can_continue_during_verification(tmp_path: Path, renderers: Any) -> None:
     async with World.of(tmp_path, renderers("builtin")) as world:
         agent = world.agent()
         agent.messages = [SYSTEM, user("work")]
         for n in range(5):
-            looking = asyncio.create_task(asyncio.to_thread(verdict, tmp_path, agent.session_id)) if n else None
+            pending = asyncio.create_task(asyncio.to_thread(verdict, tmp_path, agent.session_id)) if n else None
             await talk(agent, f"step {n}")
-            if looking is not None:
-                found = await looking
+            if pending is not None:
+                found = await pending
                 assert found.ok and found.status == "open", found.wrong
 
 
-def test_a_tokenizer_that_is_gone_is_told_and_the_rest_is_looked_at(tmp_path: Path, renderers: Any) -> None:
+def test_missing_tokenizer_skips_render_checks(tmp_path: Path, renderers: Any) -> None:
     import shutil
     import sqlite3
 
@@ -215,7 +215,7 @@ def test_a_tokenizer_that_is_gone_is_told_and_the_rest_is_looked_at(tmp_path: Pa
     assert not verdict(tmp_path / "data").unchecked
 
 
-async def test_an_id_used_again_an_outcome_replaced_and_newer_weights_agree_with_the_events(tmp_path: Path) -> None:
+async def test_reused_id_replaced_outcome_and_new_weights_match_events(tmp_path: Path) -> None:
     graded = {"kind": "graded", "reward": 0.1, "resolved": False, "task": "t", "group": "g", "data": {"own": 1}}
     async with kit.gateway([kit.say(word) for word in ("One.", "Two.", "Three.")], data=tmp_path) as g:
         for again in (False, True):

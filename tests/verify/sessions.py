@@ -1,4 +1,4 @@
-"""Traces with everything in them, for tests that look at or tamper with them."""
+"""Recorded sessions with every kind of turn and branch."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ SIGNALS = Signals(
 HELPER = [*TOOLS, {"type": "function", "function": {"name": "complete", "description": "Ends.", "parameters": {}}}]
 
 
-async def rich(folder: Path, renderer: Any) -> tuple[str, str]:
-    """Two sessions. The first has thinking, calls, a retry, a cut and an aborted turn, an edit, a branch, a sub-agent, a summary,
-    other tools, another system prompt and compaction; the second is a short one that was opened after the first had ended."""
+async def record_sessions(folder: Path, renderer: Any) -> tuple[str, str]:
+    """Record two sessions and return their ids.
+
+    The first has thinking, calls, a retry, a cut and an aborted turn, an edit, a branch, a sub-agent, a summary, other tools, another
+    system prompt and compaction. The second is short and opens after the first has ended.
+    """
     async with World.of(folder, renderer) as world:
         first = world.agent(signals=SIGNALS)
-        await work(first, world)
+        await record_branches(first, world)
         await world.gateway.sessions.seal(first.session_id)
-        await asyncio.sleep(0.12)  # so that clocks tell the sessions apart
+        await asyncio.sleep(0.12)  # so that the times of the sessions differ
         second = world.agent()
         second.messages = [SYSTEM, user("Say something.")]
         await talk(second, "something", "more")
@@ -38,7 +41,7 @@ async def rich(folder: Path, renderer: Any) -> tuple[str, str]:
         return first.session_id, second.session_id
 
 
-async def work(agent: Agent, world: World) -> None:
+async def record_branches(agent: Agent, world: World) -> None:
     agent.messages = [SYSTEM, user("Fix the bug.")]
     both = calls(("read", {"path": "a.py"}), ("read", {"path": "b.py"}))
     follow(agent, await agent.call(say(world, f"<think>\nWhere is it?\n</think>\n\nI look.\n{both}")), "text")
