@@ -5,6 +5,7 @@
 # make soak       run the stress tests (random kills and injected faults) at full size
 # make check      check format, lint, types, layering, names and generated docs
 # make docs       build the documentation site
+# make dist       build the wheel and the sdist, and try each in an empty environment (two minutes)
 # make bench      measure the overhead of the gateway
 # make gauntlet   put Turngate and its peers through the Gauntlet (40 minutes; FAST=1: three minutes, writes nothing)
 
@@ -20,7 +21,7 @@ TORCH := torch==2.13.0+cpu
 GGUF := gguf==0.19.0 accelerate==1.15.0  # read the demo's model, a GGUF file on PyPI
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: help setup demo test test-real test-all check format docs bench soak gauntlet clean
+.PHONY: help setup demo test test-real test-all check format docs dist bench soak gauntlet clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -68,6 +69,10 @@ docs: $(READY)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 	@echo "docs: $(CURDIR)/.venv/site/index.html"
 
+# Needs the package index, for the dependencies of the empty environments.
+dist: $(READY)
+	@$(BIN)/python tools/dist.py
+
 bench: $(READY)
 	@$(BIN)/python tools/parts.py tokenizers
 	@$(BIN)/python bench/overhead.py
@@ -81,4 +86,4 @@ gauntlet: $(READY)
 	@$(BIN)/python -m gauntlet $(if $(FAST),--dialect chat --load 4x10 --repeats 1,--results docs/gauntlet-results.md --readme README.md)
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

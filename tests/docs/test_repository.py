@@ -1,0 +1,106 @@
+"""The files that GitHub and contributors use: workflows, issue forms, hooks, the changelog and the list of decisions."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import msgspec
+import pytest
+import yaml
+
+from turngate import __version__
+
+ROOT = Path(__file__).parents[2]
+GITHUB = ROOT / ".github"
+WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("0*.md"))
+SCHEMAS = {
+    "github-workflows": WORKFLOWS,
+    "github-issue-forms": [GITHUB / "ISSUE_TEMPLATE" / "bug.yml", GITHUB / "ISSUE_TEMPLATE" / "feature.yml"],
+    "github-issue-config": [GITHUB / "ISSUE_TEMPLATE" / "config.yml"],
+}
+STATUS = re.compile(r"^Status: (accepted|superseded by \[\d{4}\]\(\S+\))\. Date: (\d{4}-\d\d-\d\d)\.$", re.M)
+
+
+def load(path: Path) -> Any:
+    return yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # YAML 1.1 reads the key `on` as true
+
+
+def targets() -> set[str]:
+    """Return the targets of the Makefile."""
+    (line,) = re.findall(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    return set(line.split())
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [(schema, path) for schema, paths in SCHEMAS.items() for path in paths],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_github_accepts_the_file(schema: str, path: Path) -> None:
+    text = files("check_jsonschema").joinpath("builtin_schemas", "vendor", f"{schema}.json").read_bytes()
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if True in content:
+        content["on"] = content.pop(True)
+    jsonschema.Draft7Validator(msgspec.json.decode(text)).validate(content)
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_a_workflow_may_only_read_and_runs_make_with_a_time_limit(path: Path) -> None:
+    workflow = load(path)
+    assert workflow["permissions"] == {"contents": "read"}
+    for job in workflow["jobs"].values():
+        assert int(job["timeout-minutes"]) > 0
+        assert all(re.fullmatch(r"[\w.-]+/[\w.-]+@v\d+", step["uses"]) for step in job["steps"] if "uses" in step)
+        called = {
+            target for step in job["steps"] for target in re.findall(r"\bmake (?!-)([\w-]+)", step.get("run", ""))
+        }
+        assert called and called <= targets()
+
+
+def test_the_tested_versions_of_python_are_the_declared_ones() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
+    assert load(GITHUB / "workflows" / "test.yml")["jobs"]["test"]["strategy"]["matrix"]["python"] == declared
+    assert project["requires-python"] == f">={declared[0]}"
+
+
+def test_the_hooks_use_the_tools_of_this_repository() -> None:
+    hooks = [hook for repo in load(ROOT / ".pre-commit-config.yaml")["repos"] for hook in repo["hooks"]]
+    checks = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for hook in hooks:
+        program, *arguments = hook["entry"].split()
+        assert program.startswith(".venv/bin/")
+        assert f"$(BIN)/{program.rpartition('/')[2]} {arguments[0]}" in checks, f"make check does not run {hook['id']}"
+
+
+def test_make_help_lists_every_target() -> None:
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^# make ([\w-]+)", text, re.M))
+    assert listed <= targets()
+    assert targets() - listed == {"help", "setup", "format", "clean"}
+
+
+def test_the_changelog_has_the_current_version_below_unreleased() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^## (.+)$", text, re.M)
+    assert headings[0] == "[Unreleased]"
+    assert re.fullmatch(rf"\[{re.escape(__version__)}\] - \d{{4}}-\d\d-\d\d", headings[1])
+    groups = set(re.findall(r"^### (.+)$", text, re.M))
+    assert groups <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+
+
+@pytest.mark.parametrize("path", DECISIONS, ids=lambda path: path.stem)
+def test_a_decision_has_a_status_and_a_date_and_is_listed(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    number, title = re.match(r"# (\d{4}): (.+)\n", text).groups()  # type: ignore[union-attr]
+    assert path.name.startswith(f"{number}-")
+    ((status, date),) = STATUS.findall(text)
+    index = (path.parent / "README.md").read_text(encoding="utf-8")
+    assert f"| [{number}]({path.name}) | {title} | {status} | {date} |" in index
+    assert f"decisions/{path.name}" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
