@@ -1,4 +1,4 @@
-"""Rollouts without agents: sessions that a test talks in, seals and records."""
+"""Shared helpers for feed tests: rollouts without agents."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from turngate.store.outcomes import OutcomeClass, RecordedOutcome
 
 
 def poll_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make one poll last as long as the trainer waits, so that a reader that is not woken cannot find out by asking again."""
+    """Remove the poll limit, so that a reader that is not woken fails the test."""
     monkeypatch.setattr(turngate.gateway.feeds, "MAX_WAIT_S", 3600)
     monkeypatch.setattr(turngate.client.feed, "MAX_WAIT_S", 3600)
     monkeypatch.setattr(turngate.client.feed, "_WAIT_S", 3600)
 
 
 async def reader_waits(g: Running) -> None:
-    """A reader waits at this gateway for what is to come."""
+    """Wait until a reader is waiting at this gateway."""
     await until(lambda: g.app.events._followers)
 
 
 class Trained(NamedTuple):
-    """A gateway, and a trainer's client of it."""
+    """A gateway with a trainer's client."""
 
     g: Running
     client: GatewayClient
 
     async def opened(self, group: str = "g", turns: int = 1, **config: Any) -> OpenSession:
-        """An open session that has had so many turns, one after the other."""
+        """Open a session and run `turns` turns in it."""
         config.setdefault("metadata", {"group": group})
         session = await self.g.open(**config)
         await self.talk(session, turns)
         return session
 
     async def talk(self, session: OpenSession, turns: int = 1, messages: Json = None) -> Json:
-        """So many turns more; the conversation, which may be gone on with."""
+        """Run more turns and return the conversation."""
         messages = [user("Hi")] if messages is None else messages
         for turn in range(turns):
             said = await self.g.ask(session.key, messages)
@@ -50,7 +50,7 @@ class Trained(NamedTuple):
         return messages
 
     async def branched(self, session: OpenSession, branches: int) -> None:
-        """A turn, and so many that each go on from it: that many rows."""
+        """Run one turn and `branches` turns that each continue it, one row per branch."""
         said = await self.g.ask(session.key, "Hi")
         for branch in range(branches):
             await self.g.ask(session.key, [user("Hi"), said.message(), user(f"Way {branch}")])
@@ -61,7 +61,7 @@ class Trained(NamedTuple):
         await self.client.record(session, RecordedOutcome(kind=kind, reward=reward, group=group, task="t", **more))
 
     async def rollout(self, reward: float | None, group: str = "g", *, turns: int = 1, **more: Any) -> str:
-        """From the start to its outcome; the session's id."""
+        """Record a complete rollout and return its session id."""
         session = await self.opened(group, turns)
         await self.g.seal(session.id)
         await self.record(session.id, reward, group, **more)

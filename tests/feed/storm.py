@@ -1,10 +1,10 @@
-"""Kills gateway, trainer and runner over and over while groups are recorded and trained, and proves that each group is trained once.
+"""Kill the gateway, trainer and runner repeatedly during training, and check that each group is trained once.
 
 Three programs, each killed with SIGKILL at random moments and started again: a real `turngate serve`; a runner (`python -m
-tests.feed.storm runner …`) that records rollouts in groups, some with faults of the infrastructure, some closed early; and a trainer
-(`… trainer …`) that reads the feed, keeps what it trained together with its number in one durable line, as a checkpoint does,
-and commits. In the end the trainer's lines are 1, 2, 3 …, with every group and every session in exactly one of them, and the feed
-read again from its beginning says the same.
+tests.feed.storm runner …`) that records rollouts in groups, some with infrastructure faults, some closed early; and a trainer
+(`… trainer …`) that reads the feed, writes each delivery with its number as one durable line, as a checkpoint does, and commits.
+At the end the trainer's lines are 1, 2, 3 …, every group and session is in exactly one of them, and reading the feed again from the
+start gives the same lines.
 
 By hand: `python -m tests.feed.storm storm --kills 100`.
 """
@@ -43,12 +43,12 @@ CONFIG = FeedConfig(n=N, groups="storm.")
 
 
 def size(group: int) -> int:
-    """How many rollouts a group has: every fifth has one too few, and is closed."""
+    """Number of rollouts in a group; every fifth has one too few and is closed."""
     return N - 1 if group % 5 == 0 else N
 
 
 class Runner:
-    """What it does follows from the numbers of group and rollout, so one that was killed does again what it had begun."""
+    """Deterministic by group and rollout number, so that a restarted runner repeats its work."""
 
     def __init__(self, url: str, folder: Path) -> None:
         self.url, self.folder = url, folder
@@ -58,18 +58,18 @@ class Runner:
             await asyncio.gather(*(self.lane(lane) for lane in range(LANES)))
 
     async def lane(self, lane: int) -> None:
-        """One group after the other, until it is told to end; what one that was killed had begun is ended first."""
+        """Run groups until the `over` file exists, starting with the group that was interrupted."""
         done = self.folder / f"lane-{lane}"
         group = int(done.read_text()) if done.exists() and done.read_text() else lane
         while True:
             for rollout in range(size(group)):
                 await self.rollout(group, rollout)
             if size(group) < N:
-                await self.surely(lambda name=f"storm.{group}": self.client.close_group(name))
+                await self.retry(lambda name=f"storm.{group}": self.client.close_group(name))
             group += LANES
             writing = done.with_suffix(".writing")
             writing.write_text(str(group))
-            writing.replace(done)  # whole, whenever it is killed
+            writing.replace(done)  # atomic
             if (self.folder / "over").exists():
                 return
 
@@ -84,27 +84,27 @@ class Runner:
         )
 
     async def attempt(self, session: str, recorded: RecordedOutcome) -> None:
-        await self.surely(lambda: self.opened(session))
-        await self.surely(lambda: self.talked(session))
-        await self.surely(lambda: self.client.seal(session))
-        await self.surely(lambda: self.client.record(session, recorded))
+        await self.retry(lambda: self.open_session(session))
+        await self.retry(lambda: self.send_message(session))
+        await self.retry(lambda: self.client.seal(session))
+        await self.retry(lambda: self.client.record(session, recorded))
 
-    async def opened(self, session: str) -> None:
+    async def open_session(self, session: str) -> None:
         try:
             await self.client.open({"metadata": {"group": "storm"}}, session)
         except RequestRejected as refused:
-            if refused.answered != 409:  # it was opened before we were killed
+            if refused.answered != 409:  # opened before the kill
                 raise
 
-    async def talked(self, session: str) -> None:
+    async def send_message(self, session: str) -> None:
         body = {"model": "m", "messages": [{"role": "user", "content": session}]}
         headers = {"authorization": f"Bearer {ADMIN}"}
         reply = await self.http.post(f"{self.url}/s/{session}/v1/chat/completions", json=body, headers=headers)
         if reply.status_code == 503:
             raise GatewayUnreachable(reply.text)
-        assert reply.status_code in (200, 409), reply.text  # 409: it was sealed before we were killed
+        assert reply.status_code in (200, 409), reply.text  # 409: sealed before the kill
 
-    async def surely(self, ask: Any) -> None:
+    async def retry(self, ask: Any) -> None:
         while True:
             try:
                 await ask()
@@ -120,8 +120,8 @@ class Runner:
 # ── the trainer ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def line(delivery: Delivery) -> dict[str, Any]:
-    """What a delivery said, down to the bytes of its rows."""
+def summarize(delivery: Delivery) -> dict[str, Any]:
+    """Summarize a delivery, with a digest of its rows."""
     digest = hashlib.sha256()
     for row in delivery.rows():
         for array in (row.ids, row.mask, row.logprobs):
@@ -136,8 +136,8 @@ def line(delivery: Delivery) -> dict[str, Any]:
     }
 
 
-def trained(path: Path) -> list[dict[str, Any]]:
-    """The lines that have an end; what comes after was cut off with its writer, and never was."""
+def read_trained(path: Path) -> list[dict[str, Any]]:
+    """The complete lines; a partial last line is ignored."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(one) for one in text[: text.rfind("\n") + 1].splitlines()]
 
@@ -147,12 +147,12 @@ async def train(url: str, folder: Path) -> None:
     if path.exists():
         whole = path.read_bytes()
         os.truncate(path, whole.rfind(b"\n") + 1)
-    lines = trained(path)
+    lines = read_trained(path)
     last = lines[-1]["number"] if lines else None
     async with GatewayClient(url, ADMIN) as client, await Feed.open(client, "storm", CONFIG, after=last) as feed:
         with path.open("a") as log:
             async for delivery in feed:
-                log.write(json.dumps(line(delivery)) + "\n")
+                log.write(json.dumps(summarize(delivery)) + "\n")
                 log.flush()
                 os.fsync(log.fileno())
                 await feed.commit(delivery.number)
@@ -170,16 +170,16 @@ class Program:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        env = {**os.environ, SLOWNESS: str(slowness())}  # measured once, not at each start
+        env = {**os.environ, SLOWNESS: str(slowness())}  # measured once, not at every start
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self.command, stdout=log, stderr=log, env=env, cwd=Path(__file__).parents[2]
             )
 
     def kill(self) -> None:
-        """Whatever it is doing. One that has ended by itself, and not because it was told to, is a failure."""
+        """Kill the process; fail if it had already crashed."""
         assert self.process is not None
-        assert self.process.poll() in (None, 0), f"it ended by itself:\n{self.log.read_text()[-3000:]}"
+        assert self.process.poll() in (None, 0), f"the process crashed:\n{self.log.read_text()[-3000:]}"
         self.end()
 
     def end(self) -> None:
@@ -189,13 +189,13 @@ class Program:
 
 
 async def storm(kills: int, *, seed: int = 0, workers: int = 1) -> str:
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         server = Server(folder, "process", workers)
         runner, trainer = (Program(what, server.url, folder) for what in ("runner", "trainer"))
         killed: Counter[str] = Counter()
-        order = draw.sample(["gateway", "trainer", "runner"] * 3, 9)
+        order = rng.sample(["gateway", "trainer", "runner"] * 3, 9)
         async with GatewayClient(server.url, ADMIN) as client:
             server.start()
             try:
@@ -203,35 +203,35 @@ async def storm(kills: int, *, seed: int = 0, workers: int = 1) -> str:
                 await client.open_feed("storm", CONFIG)
                 runner.start()
                 trainer.start()
-                await _some(folder / "trained", 1)
+                await _wait_for_lines(folder / "trained", 1)
                 for n in range(kills):
-                    await asyncio.sleep(draw.uniform(0.05, 0.6))
+                    await asyncio.sleep(rng.uniform(0.05, 0.6))
                     what = order[n % len(order)]
                     killed[what] += 1
                     if what != "gateway":
                         program = runner if what == "runner" else trainer
                         program.kill()
                         program.start()
-                    elif workers > 1 and draw.random() < 0.7:
-                        server.kill_worker(draw)
+                    elif workers > 1 and rng.random() < 0.7:
+                        server.kill_worker(rng)
                     else:
                         server.kill()
                         server.start()
                         await _ready(server)
-                await _some(folder / "trained", len(trained(folder / "trained")) + 3)
+                await _wait_for_lines(folder / "trained", len(read_trained(folder / "trained")) + 3)
                 (folder / "over").touch()
-                await _ended(runner)
-                groups = sorted(set().union(*(range(lane, upto(folder, lane), LANES) for lane in range(LANES))))
+                await _wait_for_exit(runner)
+                groups = sorted(set().union(*(range(lane, next_group(folder, lane), LANES) for lane in range(LANES))))
                 view = await client.show_feed("storm")
                 assert view.waiting == () and view.newest == len(groups), (view, len(groups))
-                await _some(folder / "trained", view.newest)
+                await _wait_for_lines(folder / "trained", view.newest)
                 trainer.kill()
-                lines = trained(folder / "trained")
+                lines = read_trained(folder / "trained")
                 check(lines, groups)
                 async with await Feed.open(client, "storm", CONFIG, after=0) as feed:
-                    again = [line(one) for _ in lines if (one := await feed.next(scaled(10))) is not None]
-                assert again == lines, "the same number says something else than before"
-                # The trainer may have been killed before the last of its commits.
+                    again = [summarize(one) for _ in lines if (one := await feed.next(scaled(10))) is not None]
+                assert again == lines, "a delivery changed between two reads"
+                # The trainer may have been killed before its last commit.
                 committed = (await client.show_feed("storm")).committed
                 assert len(lines) - 1 <= committed <= len(lines)
                 return f"{dict(killed)} killed, {len(lines)} groups delivered, none lost, none twice"
@@ -242,12 +242,12 @@ async def storm(kills: int, *, seed: int = 0, workers: int = 1) -> str:
 
 
 async def _ready(server: Server) -> None:
-    """Over a new connection: on an old one the workers of a front that was killed may still answer for a moment."""
+    """Use a new connection: on an old one, workers of a killed front may still answer for a moment."""
     async with httpx.AsyncClient(timeout=scaled(30)) as http:
         await server.ready(http)
 
 
-def upto(folder: Path, lane: int) -> int:
+def next_group(folder: Path, lane: int) -> int:
     return int((folder / f"lane-{lane}").read_text())
 
 
@@ -260,15 +260,15 @@ def check(lines: list[dict[str, Any]], groups: list[int]) -> None:
         assert one["rows"] >= size(group)
 
 
-async def _some(path: Path, count: int, limit_s: float = 60) -> None:
+async def _wait_for_lines(path: Path, count: int, limit_s: float = 60) -> None:
     limit = scaled(limit_s)
     end = time.monotonic() + limit
-    while len(trained(path)) < count:
-        assert time.monotonic() < end, f"{len(trained(path))} of {count} groups were trained in {limit:.0f} s"
+    while len(read_trained(path)) < count:
+        assert time.monotonic() < end, f"{len(read_trained(path))} of {count} groups were trained in {limit:.0f} s"
         await asyncio.sleep(0.05)
 
 
-async def _ended(program: Program, limit_s: float = 60) -> None:
+async def _wait_for_exit(program: Program, limit_s: float = 60) -> None:
     end = time.monotonic() + scaled(limit_s)
     assert program.process is not None
     while program.process.poll() is None:

@@ -1,4 +1,4 @@
-"""The blocking twin: a plain thread reads, commits, is interrupted and goes on; nothing of it is left behind."""
+"""Tests for the blocking feed: reading from a thread, interrupts and errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def blocking(t: Trained) -> BlockingFeed:
     return BlockingFeed(t.g.root, t.g.app.admin_key, "f", PLAIN)
 
 
-async def test_a_thread_iterates_and_commits() -> None:
+async def test_thread_iterates_and_commits() -> None:
     def train(t: Trained) -> list[int]:
         seen = []
         with blocking(t) as feed:
@@ -48,7 +48,7 @@ async def test_a_thread_iterates_and_commits() -> None:
 
 
 def test_ctrl_c_loses_no_delivery() -> None:
-    """Interrupted while it waits, it is asked again, and gets what it would have got. The main thread reads, since signals come there."""
+    """A read that is interrupted and repeated gets the same delivery. Signals arrive in the main thread, so that one reads."""
     ready, over = threading.Event(), threading.Event()
     serving: list[tuple[Trained, asyncio.AbstractEventLoop]] = []
 
@@ -63,14 +63,14 @@ def test_ctrl_c_loses_no_delivery() -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         assert ready.wait(scaled(60))
-        _interrupted(*serving[0])
+        _read_with_interrupt(*serving[0])
     finally:
         signal.signal(signal.SIGINT, before)
         over.set()
         thread.join()
 
 
-def _interrupted(t: Trained, loop: asyncio.AbstractEventLoop) -> None:
+def _read_with_interrupt(t: Trained, loop: asyncio.AbstractEventLoop) -> None:
     def rollout(reward: float) -> None:
         asyncio.run_coroutine_threadsafe(t.rollout(reward), loop).result(scaled(60))
 
@@ -78,7 +78,7 @@ def _interrupted(t: Trained, loop: asyncio.AbstractEventLoop) -> None:
     assert main is not None
 
     def interrupt() -> None:
-        while not t.g.app.events._followers:  # until the question is at the gateway
+        while not t.g.app.events._followers:  # until the request is at the gateway
             time.sleep(0.01)
         time.sleep(0.1)
         signal.pthread_kill(main, signal.SIGINT)
@@ -87,20 +87,20 @@ def _interrupted(t: Trained, loop: asyncio.AbstractEventLoop) -> None:
         threading.Thread(target=interrupt, daemon=True).start()
         with pytest.raises(KeyboardInterrupt):
             feed.next(scaled(20))
-        asked = feed._pending
-        assert asked is not None and not asked.done()  # interrupted while it waited, not at the end of that
+        pending = feed._pending
+        assert pending is not None and not pending.done()  # interrupted while waiting
         rollout(1.0)
-        concurrent.futures.wait([asked], scaled(20))  # it arrives while no reader waits for it
+        concurrent.futures.wait([pending], scaled(20))  # the delivery arrives while no reader waits
         rollout(2.0)
         assert [found.number for found in (feed.next(scaled(5)), feed.next(scaled(5))) if found is not None] == [1, 2]
 
 
-async def test_what_goes_wrong_is_raised_in_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_errors_are_raised_in_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     def taken_over(t: Trained) -> None:
         with blocking(t) as older, blocking(t):
             with pytest.raises(TakenOver):
                 older.next(scaled(5))
-            with pytest.raises(TakenOver):  # and again, rather than hanging on what failed
+            with pytest.raises(TakenOver):  # repeated, instead of hanging
                 older.next(scaled(5))
 
     async with training() as t:
@@ -114,7 +114,7 @@ async def test_what_goes_wrong_is_raised_in_the_caller(monkeypatch: pytest.Monke
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("turngate-feed")]
 
 
-async def test_a_gateway_that_is_waited_for_is_told_and_a_wrong_name_is_nobodys_fault(
+async def test_retries_are_logged_and_invalid_name_is_bad_request(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "_RESTART_S", scaled(0.1))

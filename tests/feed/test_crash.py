@@ -1,4 +1,4 @@
-"""The gateway, trainer and runner are killed at random moments, and every group is still trained exactly once."""
+"""Test that every group is trained exactly once while gateway, trainer and runner are killed at random."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.soak, pytest.m
 
 @pytest.mark.real
 @pytest.mark.parametrize(("workers", "kills"), [(1, 90), (2, 80)])
-async def test_each_group_is_trained_once_whatever_is_killed(workers: int, kills: int, storm_scale: float) -> None:
+async def test_kills_train_each_group_once(workers: int, kills: int, storm_scale: float) -> None:
     print(await storm(round(kills * storm_scale), seed=workers, workers=workers))

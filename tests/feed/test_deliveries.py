@@ -1,4 +1,4 @@
-"""What a trainer is handed: rows that equal the trace, advantages over rollouts, and every rollout that is not trained with its reason."""
+"""Tests for deliveries: rows, advantages and excluded rollouts."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from turngate.trace.advantage import EPSILON
 from turngate.trace.sample import RowSpan
 
 
-async def delivered(t: Trained, config: FeedConfig, name: str = "f") -> Delivery:
-    """The first delivery of a feed over all that was recorded."""
+async def first_delivery(t: Trained, config: FeedConfig, name: str = "f") -> Delivery:
+    """Open a feed and return its first delivery."""
     async with await Feed.open(t.client, name, config) as feed:
         found = await feed.next(scaled(5))
         assert found is not None
         return found
 
 
-async def test_rows_are_those_of_the_trace() -> None:
+async def test_rows_equal_trace() -> None:
     async with training() as t:
         session = await t.g.open()
         await t.branched(session, 2)
         await t.g.seal(session.id)
         await t.record(session.id, 1.0, data={"status": "finished", "mine": [1, None, "é"]}, resolved=True, attempt=3)
-        found = await delivered(t, FeedConfig(n=1, advantage="none", from_start=True))
+        found = await first_delivery(t, FeedConfig(n=1, advantage="none", from_start=True))
         assert (found.number, found.group, found.task, found.version) == (1, "g", "t", 0)
-        [rolled] = found.rollouts
-        assert (rolled.session, rolled.task, rolled.attempt, rolled.kind) == (session.id, "t", 3, "graded")
-        assert (rolled.reward, rolled.resolved, rolled.advantage, rolled.excluded) == (1.0, True, 1.0, "")
-        assert rolled.data == {"status": "finished", "mine": [1, None, "é"]} and not rolled.truncated
+        [rollout] = found.rollouts
+        assert (rollout.session, rollout.task, rollout.attempt, rollout.kind) == (session.id, "t", 3, "graded")
+        assert (rollout.reward, rollout.resolved, rollout.advantage, rollout.excluded) == (1.0, True, 1.0, "")
+        assert rollout.data == {"status": "finished", "mine": [1, None, "é"]} and not rollout.truncated
         shown = await t.g.show(session.id)
-        assert (rolled.turns, rolled.sampled_tokens) == (shown["turns"], shown["sampled_tokens"])
+        assert (rollout.turns, rollout.sampled_tokens) == (shown["turns"], shown["sampled_tokens"])
         expected = await t.g.samples(session.id)
         assert len(found.rows()) == len(expected) == 2
         for row, sample in zip(found.rows(), expected, strict=True):
@@ -49,31 +49,31 @@ async def test_rows_are_those_of_the_trace() -> None:
             assert (row.branch, row.advantage) == (sample["branch"], 1.0)
 
 
-async def test_a_rollout_of_many_rows_weighs_as_one() -> None:
-    """Rewards 1, 0, 0 of rollouts with 1, 3 and 1 rows. Over rows the mean would be 1/5; over rollouts it is 1/3."""
+async def test_multi_row_rollout_counts_once() -> None:
+    """Rewards 1, 0, 0 of rollouts with 1, 3 and 1 rows: the mean over rollouts is 1/3, not 1/5."""
     async with training() as t:
         for reward, branches in ((1.0, 0), (0.0, 3), (0.0, 0)):
             session = await t.g.open()
             await (t.branched(session, branches) if branches else t.talk(session))
             await t.g.seal(session.id)
             await t.record(session.id, reward)
-        found = await delivered(t, FeedConfig(n=3, from_start=True))
-        # mean 1/3; squares 4/9, 1/9, 1/9 make 6/9 of three: the standard deviation is the root of 2/9
+        found = await first_delivery(t, FeedConfig(n=3, from_start=True))
+        # mean 1/3; squared deviations 4/9, 1/9, 1/9: the standard deviation is sqrt(2/9)
         deviation = np.sqrt(2 / 9) + EPSILON
         assert [r.advantage for r in found.rollouts] == pytest.approx([2 / 3 / deviation, *[-1 / 3 / deviation] * 2])
         assert [[row.weight for row in r.rows] for r in found.rollouts] == [[1.0], [1 / 3] * 3, [1.0]]
         assert {row.advantage for row in found.rollouts[1].rows} == {found.rollouts[1].advantage}
         sampled = [row.mask.sum() for row in found.rollouts[1].rows]
-        assert sum(sampled) == found.rollouts[1].sampled_tokens  # each sampled token once
+        assert sum(sampled) == found.rollouts[1].sampled_tokens  # each sampled token counts once
 
-        other = await delivered(t, FeedConfig(n=3, advantage="leave_one_out", from_start=True), "loo")
+        other = await first_delivery(t, FeedConfig(n=3, advantage="leave_one_out", from_start=True), "loo")
         assert [r.advantage for r in other.rollouts] == pytest.approx([1.0, -0.5, -0.5])
-        plain = await delivered(t, FeedConfig(n=3, advantage="none", from_start=True), "plain")
+        plain = await first_delivery(t, FeedConfig(n=3, advantage="none", from_start=True), "plain")
         assert [r.advantage for r in plain.rollouts] == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("advantage", ["normalised", "leave_one_out", "none"])
-async def test_what_is_excluded_is_told_and_has_no_say(advantage: Any) -> None:
+async def test_excluded_rollouts_have_reason_and_no_weight(advantage: Any) -> None:
     async with training() as t:
         graded = [await t.rollout(4.0), await t.rollout(1.0), await t.rollout(1.0)]
         failed = await t.rollout(None, kind="agent failed", message="it left nothing")
@@ -84,18 +84,16 @@ async def test_what_is_excluded_is_told_and_has_no_say(advantage: Any) -> None:
         absurd = await t.rollout(-1e300)
         deleted = await t.rollout(100.0)
         await t.g.admin.delete(f"/admin/sessions/{deleted}")
-        found = await delivered(t, FeedConfig(n=7, advantage=advantage, from_start=True))
-        assert (
-            found.number == 1 and len(found.rollouts) == 7
-        )  # one that was deleted before the feed began was never in it
+        found = await first_delivery(t, FeedConfig(n=7, advantage=advantage, from_start=True))
+        assert found.number == 1 and len(found.rollouts) == 7  # a session deleted before the feed started is not in it
         by_id = {r.session: r for r in found.rollouts}
         root = np.sqrt(2) + EPSILON
-        wanted = {
+        expected = {
             "normalised": [2 / root, -1 / root, -1 / root],
             "leave_one_out": [3.0, -1.5, -1.5],
             "none": [4.0, 1.0, 1.0],
         }
-        assert [by_id[s].advantage for s in graded] == pytest.approx(wanted[advantage])
+        assert [by_id[s].advantage for s in graded] == pytest.approx(expected[advantage])
         assert by_id[failed].excluded == "no reward: agent failed (it left nothing)"
         assert by_id[invalid].excluded == "no reward: invalid task"
         assert by_id[silent.id].excluded == "it has no trainable turns"
@@ -105,17 +103,17 @@ async def test_what_is_excluded_is_told_and_has_no_say(advantage: Any) -> None:
         assert len(found.rows()) == 3
 
 
-async def test_a_session_that_is_deleted_later_is_told_as_such() -> None:
+async def test_deleted_session_is_excluded() -> None:
     async with training() as t:
         async with await Feed.open(t.client, "f", FeedConfig(n=3)) as feed:
             first, second = await t.rollout(1.0), await t.rollout(0.0)
-            assert (await t.g.admin.delete(f"/admin/sessions/{first}")).is_success  # while its group waits
+            assert (await t.g.admin.delete(f"/admin/sessions/{first}")).is_success  # while its group is incomplete
             third = await t.rollout(0.5)
             found = await feed.next(scaled(5))
             assert found is not None and [r.session for r in found.rollouts] == [first, second, third]
             assert found.rollouts[0].excluded == "its session was deleted" and found.rollouts[0].reward == 1.0
             assert [r.advantage for r in found.rollouts[1:]] == pytest.approx([-1.0, 1.0], rel=1e-4)
-        again = await t.g.open(id=first)  # a new one of the same name is another one
+        again = await t.g.open(id=first)  # a new session with the same id is unrelated
         await t.talk(again)
         await t.g.seal(first)
         async with await Feed.open(t.client, "f", FeedConfig(n=3)) as feed:
@@ -123,31 +121,31 @@ async def test_a_session_that_is_deleted_later_is_told_as_such() -> None:
             assert found is not None and found.rollouts[0].excluded == "its session was deleted"
 
 
-async def test_a_damaged_trace_is_left_out_and_does_not_stop_the_feed() -> None:
+async def test_damaged_trace_is_excluded() -> None:
     async with training() as t:
         bad, good = await t.rollout(1.0), await t.rollout(0.0)
         with t.g.app.store._writing() as db:
             db.execute("UPDATE nodes SET ids=zeroblob(8) WHERE session=1 AND kind='sampled'")
-        found = await delivered(t, FeedConfig(n=2, advantage="none", from_start=True))
+        found = await first_delivery(t, FeedConfig(n=2, advantage="none", from_start=True))
         assert [r.session for r in found.rollouts] == [bad, good]
         assert "damaged" in found.rollouts[0].excluded and found.rollouts[1].advantage == 0.0
 
 
-async def test_groups_of_one() -> None:
+async def test_advantages_in_group_of_one() -> None:
     async with training() as t:
         await t.rollout(0.7)
-        normalised = await delivered(t, FeedConfig(n=1, from_start=True), "a")
+        normalised = await first_delivery(t, FeedConfig(n=1, from_start=True), "a")
         assert normalised.rollouts[0].advantage == 0.0 and len(normalised.rows()) == 1
-        alone = await delivered(t, FeedConfig(n=1, advantage="leave_one_out", from_start=True), "b")
+        alone = await first_delivery(t, FeedConfig(n=1, advantage="leave_one_out", from_start=True), "b")
         assert alone.rollouts[0].advantage is None and "no other rollout" in alone.rollouts[0].excluded
         assert alone.rows() == []
-        plain = await delivered(t, FeedConfig(n=1, advantage="none", from_start=True), "c")
+        plain = await first_delivery(t, FeedConfig(n=1, advantage="none", from_start=True), "c")
         assert plain.rollouts[0].advantage == 0.7
 
 
 @pytest.mark.parametrize("how", ["limit", "length", "status", "time"])
-async def test_rollouts_that_were_cut_short(how: str) -> None:
-    """Rewards 1 and 0, and one of 1 that was cut."""
+async def test_truncated_rollouts_follow_policy(how: str) -> None:
+    """Rewards 1 and 0, and a truncated rollout with reward 1."""
     async with training() as t:
         await t.rollout(1.0)
         await t.rollout(0.0)
@@ -163,25 +161,25 @@ async def test_rollouts_that_were_cut_short(how: str) -> None:
         name = "on_timeout" if how == "time" else "on_truncated"
         other = "on_truncated" if how == "time" else "on_timeout"
 
-        trained = await delivered(t, FeedConfig(n=3, from_start=True, **{other: "exclude"}), "train")
+        trained = await first_delivery(t, FeedConfig(n=3, from_start=True, **{other: "exclude"}), "train")
         assert [r.advantage for r in trained.rollouts] == pytest.approx(list(normal))
         assert [r.truncated for r in trained.rollouts] == [False, False, True]
         assert trained.rollouts[2].timed_out == (how == "time")
 
-        masked = await delivered(t, FeedConfig(n=3, from_start=True, **{name: "mask"}), "mask")
+        masked = await first_delivery(t, FeedConfig(n=3, from_start=True, **{name: "mask"}), "mask")
         assert [r.advantage for r in masked.rollouts[:2]] == pytest.approx(list(normal[:2]))
         assert masked.rollouts[2].advantage is None and "masked" in masked.rollouts[2].excluded
         assert len(masked.rows()) == 2
 
-        excluded = await delivered(t, FeedConfig(n=3, from_start=True, **{name: "exclude"}), "exclude")
+        excluded = await first_delivery(t, FeedConfig(n=3, from_start=True, **{name: "exclude"}), "exclude")
         assert [r.advantage for r in excluded.rollouts[:2]] == pytest.approx(of_two)
         assert (
             excluded.rollouts[2].advantage is None and "excluded by the feed's policy" in excluded.rollouts[2].excluded
         )
 
 
-async def test_a_cut_title_does_not_make_a_rollout_cut() -> None:
-    """Only what is trained counts: agents ask for titles of few tokens."""
+async def test_truncated_title_does_not_truncate_rollout() -> None:
+    """Only trained turns count; agents request short titles."""
     async with training() as t:
         session = await t.g.open(policy={"roles": ["main"]})
         tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -190,12 +188,12 @@ async def test_a_cut_title_does_not_make_a_rollout_cut() -> None:
         await t.g.seal(session.id)
         await t.record(session.id, 1.0)
         assert {turn["finish"] for turn in await t.g.turns(session.id)} == {"length", "stop"}
-        found = await delivered(t, FeedConfig(n=1, advantage="none", on_truncated="exclude", from_start=True))
+        found = await first_delivery(t, FeedConfig(n=1, advantage="none", on_truncated="exclude", from_start=True))
         assert not found.rollouts[0].truncated and len(found.rows()) == 1
 
 
 def wire(**change: Any) -> WireDelivery:
-    """A row of four tokens, the last two of them sampled."""
+    """Make a delivery with one row of four tokens, the last two sampled."""
     row: dict[str, Any] = {
         "branch": 2,
         "ids": np.arange(4, dtype="<i4").tobytes(),
@@ -204,9 +202,9 @@ def wire(**change: Any) -> WireDelivery:
         "spans": (RowSpan(2, 2, 4, "main", True, "", 0, 0),),
         "weight": 1.0,
     }
-    rolled: dict[str, Any] = {"advantage": 1.0}
+    rollout: dict[str, Any] = {"advantage": 1.0}
     for name, value in change.items():
-        (rolled if name in rolled else row)[name] = value
+        (rollout if name in rollout else row)[name] = value
     made = WireRollout(
         session="s",
         task="t",
@@ -221,7 +219,7 @@ def wire(**change: Any) -> WireDelivery:
         sampled_tokens=2,
         data=b"null",
         rows=(WireRow(**row),),
-        **rolled,
+        **rollout,
     )
     return WireDelivery(number=1, group="g", task="t", version=0, rollouts=(made,))
 
@@ -238,7 +236,7 @@ def wire(**change: Any) -> WireDelivery:
         ({"advantage": None}, "no advantage"),
     ],
 )
-def test_a_damaged_row_never_reaches_a_trainer(change: Any, why: str) -> None:
+def test_damaged_row_is_rejected(change: Any, why: str) -> None:
     assert _decode_delivery(wire()).rows()[0].logprobs.tolist()[2:] == [-1.0, -2.0]
     with pytest.raises(DamagedDelivery, match=why):
         _decode_delivery(wire(**change))

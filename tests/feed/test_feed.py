@@ -1,4 +1,4 @@
-"""A feed as a log: which groups are complete when, numbers that never change, one reader, commits, long polls, restarts."""
+"""Tests for feeds: group completion, numbering, single reader, commits, long polling and restarts."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from turngate.trace.session import SessionConfig
 PLAIN = FeedConfig(n=2, advantage="none")
 
 
-async def everything(t: Trained, name: str = "f", after: int = 0) -> list[Delivery]:
-    """What a feed holds past a number."""
+async def all_deliveries(t: Trained, name: str = "f", after: int = 0) -> list[Delivery]:
+    """All deliveries of a feed after a number."""
     view = await t.client.show_feed(name)
     async with await Feed.open(t.client, name, view.config, after=after) as feed:
         found = [await feed.next(scaled(5)) for _ in range(view.newest - after)]
     return [delivery for delivery in found if delivery is not None]
 
 
-def told(deliveries: list[Delivery]) -> list[tuple[int, str, list[float | None]]]:
+def summarize(deliveries: list[Delivery]) -> list[tuple[int, str, list[float | None]]]:
     return [(d.number, d.group, [r.reward for r in d.rollouts]) for d in deliveries]
 
 
 # ── groups and numbers ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_groups_are_numbered_as_they_are_completed() -> None:
+async def test_groups_are_numbered_in_completion_order() -> None:
     async with training() as t:
         await t.client.open_feed("f", PLAIN)
         await t.rollout(1.0, "a")
@@ -52,9 +52,9 @@ async def test_groups_are_numbered_as_they_are_completed() -> None:
         assert view.newest == 0 and [(w.group, w.rollouts) for w in view.waiting] == [("a", 1), ("b", 1)]
         await t.rollout(3.0, "b")
         await t.rollout(4.0, "a")
-        await t.rollout(5.0, "a")  # the group goes on: the next two of it are another delivery
+        await t.rollout(5.0, "a")  # the next two rollouts of the group form another delivery
         await t.rollout(6.0, "a")
-        assert told(await everything(t)) == [(1, "b", [2.0, 3.0]), (2, "a", [1.0, 4.0]), (3, "a", [5.0, 6.0])]
+        assert summarize(await all_deliveries(t)) == [(1, "b", [2.0, 3.0]), (2, "a", [1.0, 4.0]), (3, "a", [5.0, 6.0])]
         events = [event.data for event in t.g.app.events.page() if event.kind == "delivery"]
         assert events == [
             {"feed": "f", "number": number, "group": group, "rollouts": 2}
@@ -62,17 +62,17 @@ async def test_groups_are_numbered_as_they_are_completed() -> None:
         ]
 
 
-async def test_faults_of_the_infrastructure_never_count() -> None:
+async def test_infrastructure_faults_do_not_count() -> None:
     async with training() as t:
         await t.client.open_feed("f", PLAIN)
         await t.rollout(1.0)
         await t.rollout(None, kind="infrastructure fault")
         assert (await t.client.show_feed("f")).newest == 0
-        await t.rollout(None, kind="invalid task")  # this is how it ended, and counts
-        assert told(await everything(t)) == [(1, "g", [1.0, None])]
+        await t.rollout(None, kind="invalid task")  # a final outcome, so it counts
+        assert summarize(await all_deliveries(t)) == [(1, "g", [1.0, None])]
 
 
-async def test_a_group_that_is_closed_is_complete() -> None:
+async def test_closed_group_is_delivered() -> None:
     async with training() as t:
         await t.client.open_feed("f", FeedConfig(n=8, advantage="none"))
         await t.rollout(1.0, "batch/task.1")
@@ -80,60 +80,60 @@ async def test_a_group_that_is_closed_is_complete() -> None:
         await t.client.close_group("batch/task.1")
         await t.client.close_group("batch/task.1")
         await t.client.close_group("of nobody")
-        assert told(await everything(t)) == [(1, "batch/task.1", [1.0])]
+        assert summarize(await all_deliveries(t)) == [(1, "batch/task.1", [1.0])]
         response = await t.g.admin.post("/admin/groups/batch%2Ftask.2/close")
         assert response.json() == {"group": "batch/task.2", "deliveries": {"f": 2}}
-        assert told(await everything(t, after=1)) == [(2, "batch/task.2", [2.0])]
+        assert summarize(await all_deliveries(t, after=1)) == [(2, "batch/task.2", [2.0])]
 
 
-async def test_a_rollout_of_no_group_is_one_of_its_own() -> None:
+async def test_rollout_without_group_is_delivered_alone() -> None:
     async with training() as t:
         await t.client.open_feed("f", FeedConfig(n=8, advantage="none"))
         await t.rollout(1.0, "")
         await t.rollout(2.0, "")
-        assert told(await everything(t)) == [(1, "", [1.0]), (2, "", [2.0])]
+        assert summarize(await all_deliveries(t)) == [(1, "", [1.0]), (2, "", [2.0])]
 
 
-async def test_each_feed_takes_its_own_groups() -> None:
+async def test_feed_filters_groups_by_prefix() -> None:
     async with training() as t:
         for name, groups in (("all", ""), ("train", "train."), ("test", "test.")):
             await t.client.open_feed(name, FeedConfig(n=1, advantage="none", groups=groups))
         for reward, group in enumerate(("train.a", "test.a", "train.b")):
             await t.rollout(float(reward), group)
-        assert [d.group for d in await everything(t, "all")] == ["train.a", "test.a", "train.b"]
-        assert [(d.number, d.group) for d in await everything(t, "train")] == [(1, "train.a"), (2, "train.b")]
-        assert [d.group for d in await everything(t, "test")] == ["test.a"]
+        assert [d.group for d in await all_deliveries(t, "all")] == ["train.a", "test.a", "train.b"]
+        assert [(d.number, d.group) for d in await all_deliveries(t, "train")] == [(1, "train.a"), (2, "train.b")]
+        assert [d.group for d in await all_deliveries(t, "test")] == ["test.a"]
         assert [feed.name for feed in await t.client.feeds()] == ["all", "train", "test"]
 
 
-async def test_where_a_feed_begins() -> None:
+async def test_feed_starts_now_or_from_start() -> None:
     async with training() as t:
         await t.rollout(1.0, "old")
         await t.rollout(2.0, "half")
         await t.client.open_feed("now", FeedConfig(n=1, advantage="none"))
         await t.client.open_feed("all", FeedConfig(n=2, advantage="none", from_start=True))
         await t.rollout(3.0, "half")
-        assert [d.group for d in await everything(t, "now")] == ["half"]
-        assert told(await everything(t, "all")) == [(1, "half", [2.0, 3.0])]
+        assert [d.group for d in await all_deliveries(t, "now")] == ["half"]
+        assert summarize(await all_deliveries(t, "all")) == [(1, "half", [2.0, 3.0])]
         assert [w.group for w in (await t.client.show_feed("all")).waiting] == ["old"]
 
 
-async def test_what_has_a_number_stays_as_it_is() -> None:
+async def test_numbered_delivery_never_changes() -> None:
     async with training() as t:
         await t.client.open_feed("f", PLAIN)
         first = await t.rollout(1.0)
         replaced = {"kind": "graded", "reward": 7.0, "group": "g", "task": "t"}
         path = f"/admin/sessions/{first}/outcome?replace=1"
-        assert (await t.g.admin.put(path, json=replaced)).is_success  # while it waits: the newer one is the true one
+        assert (await t.g.admin.put(path, json=replaced)).is_success  # before delivery, the newer outcome wins
         await t.rollout(2.0)
-        assert told(await everything(t)) == [(1, "g", [7.0, 2.0])]
+        assert summarize(await all_deliveries(t)) == [(1, "g", [7.0, 2.0])]
         assert (await t.g.admin.put(path, json={**replaced, "reward": 9.0})).is_success
-        assert told(await everything(t)) == [(1, "g", [7.0, 2.0])]
+        assert summarize(await all_deliveries(t)) == [(1, "g", [7.0, 2.0])]
         assert (await t.g.show(first))["outcome"]["reward"] == 9.0
         assert (await t.client.show_feed("f")).newest == 1
 
 
-async def test_an_outcome_that_becomes_a_fault_or_moves_while_it_waits() -> None:
+async def test_replaced_outcome_updates_waiting_group() -> None:
     async with training() as t:
         await t.client.open_feed("f", PLAIN)
         first, second = await t.rollout(1.0), await t.rollout(None, kind="infrastructure fault")
@@ -145,10 +145,12 @@ async def test_an_outcome_that_becomes_a_fault_or_moves_while_it_waits() -> None
         for session in (second, first):
             regraded = {"kind": "graded", "reward": 1, "group": "other", "task": "t"}
             assert (await t.g.admin.put(replace.format(session), json=regraded)).is_success
-        assert [(d.group, [r.session for r in d.rollouts]) for d in await everything(t)] == [("other", [second, first])]
+        assert [(d.group, [r.session for r in d.rollouts]) for d in await all_deliveries(t)] == [
+            ("other", [second, first])
+        ]
 
 
-async def test_recorded_twice_is_in_it_once() -> None:
+async def test_repeated_record_is_delivered_once() -> None:
     async with training() as t:
         await t.client.open_feed("f", FeedConfig(n=1, advantage="none"))
         session = await t.rollout(1.0)
@@ -159,7 +161,7 @@ async def test_recorded_twice_is_in_it_once() -> None:
 # ── reading and committing ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_reader_waits_and_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiting_reader_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
     poll_without_end(monkeypatch)
     async with training() as t, await Feed.open(t.client, "f", FeedConfig(n=1, advantage="none")) as feed:
         assert await feed.next(0) is None
@@ -173,7 +175,7 @@ async def test_a_reader_waits_and_is_woken(monkeypatch: pytest.MonkeyPatch) -> N
         assert found is not None and found.number == 1
 
 
-async def test_iterating_and_cancelling_a_wait_loses_nothing() -> None:
+async def test_cancelled_wait_loses_no_delivery() -> None:
     async with training() as t, await Feed.open(t.client, "f", FeedConfig(n=1, advantage="none")) as feed:
         waiting = asyncio.create_task(feed.next(scaled(10)))
         await reader_waits(t.g)
@@ -190,7 +192,7 @@ async def test_iterating_and_cancelling_a_wait_loses_nothing() -> None:
         assert seen == [1, 2, 3] and feed.committed == 3
 
 
-async def test_a_trainer_goes_on_where_it_committed_or_where_its_checkpoint_says() -> None:
+async def test_reader_resumes_from_commit_or_checkpoint() -> None:
     async with training() as t:
         config = FeedConfig(n=1, advantage="none")
         async with await Feed.open(t.client, "f", config) as feed:
@@ -202,12 +204,12 @@ async def test_a_trainer_goes_on_where_it_committed_or_where_its_checkpoint_says
         async with await Feed.open(t.client, "f", config) as feed:
             assert feed.committed == 2 and [(await _number(feed)) for _ in range(2)] == [3, 4]
             await feed.commit(3)
-            await feed.commit(1)  # an older one, and the same again, change nothing
+            await feed.commit(1)  # older and repeated commits change nothing
             await feed.commit(3)
             assert feed.committed == 3
         async with await Feed.open(t.client, "f", config, after=1) as feed:
             assert [(await _number(feed)) for _ in range(3)] == [2, 3, 4]
-        assert told(await everything(t, after=3)) == [(4, "g", [3.0])]
+        assert summarize(await all_deliveries(t, after=3)) == [(4, "g", [3.0])]
 
 
 async def _number(feed: Feed) -> int | None:
@@ -215,7 +217,7 @@ async def _number(feed: Feed) -> int | None:
     return None if found is None else found.number
 
 
-async def test_only_what_was_handed_out_can_be_committed() -> None:
+async def test_commit_of_unread_delivery_is_rejected() -> None:
     async with training() as t, await Feed.open(t.client, "f", FeedConfig(n=1)) as feed:
         for _ in range(2):
             await t.rollout(1.0)
@@ -231,7 +233,7 @@ async def test_only_what_was_handed_out_can_be_committed() -> None:
         assert (view.newest, view.handed, view.committed) == (2, 1, 1)
 
 
-async def test_there_is_one_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_new_reader_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
     poll_without_end(monkeypatch)
     async with training() as t:
         config = FeedConfig(n=1, advantage="none")
@@ -242,7 +244,7 @@ async def test_there_is_one_reader(monkeypatch: pytest.MonkeyPatch) -> None:
             await reader_waits(t.g)
             async with await Feed.open(t.client, "f", config) as newer:
                 with pytest.raises(TakenOver, match="another reader has taken over feed 'f'"):
-                    await asyncio.wait_for(waiting, scaled(5))  # told at once
+                    await asyncio.wait_for(waiting, scaled(5))  # fails without waiting
                 with pytest.raises(TakenOver):
                     await older.next(1)
                 with pytest.raises(TakenOver):
@@ -251,7 +253,7 @@ async def test_there_is_one_reader(monkeypatch: pytest.MonkeyPatch) -> None:
                 await newer.commit(1)
 
 
-async def test_a_feed_that_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_deleting_feed_ends_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     poll_without_end(monkeypatch)
     async with training() as t:
         async with await Feed.open(t.client, "f", PLAIN) as feed:
@@ -266,14 +268,14 @@ async def test_a_feed_that_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
         assert refused.value.answered == 404
 
 
-async def test_a_number_of_another_data_folder_is_noticed() -> None:
+async def test_number_beyond_newest_is_rejected() -> None:
     async with training() as t, await Feed.open(t.client, "f", PLAIN, after=7) as feed:
         with pytest.raises(RequestRejected, match="after is 7, but the newest delivery of feed 'f' is 0; check"):
             await feed.next(1)
 
 
-async def test_a_checkpoint_of_a_feed_that_was_deleted_is_of_no_use_to_its_successor(tmp_path: Path) -> None:
-    """It counts from 1 again: its numbers stand for other rollouts."""
+async def test_mark_of_deleted_feed_is_rejected(tmp_path: Path) -> None:
+    """The recreated feed restarts at 1, so its numbers mean other rollouts."""
     config = FeedConfig(n=1, advantage="none")
     async with training(tmp_path) as t:
         async with await Feed.open(t.client, "f", config) as feed:
@@ -285,7 +287,7 @@ async def test_a_checkpoint_of_a_feed_that_was_deleted_is_of_no_use_to_its_succe
         await t.client.delete_feed("f")
         with pytest.raises(OtherFeed, match=r"it was deleted; start from the beginning$"):
             await Feed.open(t.client, "f", config, after=1, mark=mark)
-        assert await t.client.feeds() == []  # none was made in its place
+        assert await t.client.feeds() == []  # no feed was created
         async with await Feed.open(t.client, "f", config) as feed:
             assert feed.mark != mark
             await t.rollout(2.0)
@@ -293,7 +295,7 @@ async def test_a_checkpoint_of_a_feed_that_was_deleted_is_of_no_use_to_its_succe
         with pytest.raises(OtherFeed, match="it was deleted and recreated"):
             await Feed.open(t.client, "f", config, after=1, mark=mark)
     async with training(tmp_path) as t, await Feed.open(t.client, "f", config, after=1, mark=feed.mark) as again:
-        assert again.mark == feed.mark  # whoever is started again meanwhile
+        assert again.mark == feed.mark  # survives a gateway restart
     async with training() as t:
         async with await Feed.open(t.client, "f", config) as elsewhere:
             assert elsewhere.mark != feed.mark
@@ -301,7 +303,7 @@ async def test_a_checkpoint_of_a_feed_that_was_deleted_is_of_no_use_to_its_succe
             await Feed.open(t.client, "f", config, after=1, mark=feed.mark)
 
 
-async def test_restarts_of_the_gateway_are_waited_out(tmp_path: Path) -> None:
+async def test_feed_waits_for_gateway_restart(tmp_path: Path) -> None:
     config = FeedConfig(n=2, advantage="none")
     async with training(tmp_path) as t:
         key, port = t.g.app.admin_key, int(t.g.root.rpartition(":")[2])
@@ -312,7 +314,7 @@ async def test_restarts_of_the_gateway_are_waited_out(tmp_path: Path) -> None:
         await asyncio.sleep(0.3)
         assert not opening.done()
         async with training(tmp_path) as t:
-            # Nobody can choose the port of a test's gateway, so the client is told the new one, as if it were the old.
+            # The test gateway cannot keep its port, so the client gets the new URL.
             client.url = t.g.root
             feed = await asyncio.wait_for(opening, scaled(10))
             await t.rollout(2.0)
@@ -332,7 +334,7 @@ async def test_restarts_of_the_gateway_are_waited_out(tmp_path: Path) -> None:
             assert (await t.client.show_feed("f")).committed == 1
 
 
-async def test_a_gateway_that_stops_does_not_wait_for_its_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stopping_gateway_releases_readers(monkeypatch: pytest.MonkeyPatch) -> None:
     poll_without_end(monkeypatch)
     async with training() as t, await Feed.open(t.client, "f", PLAIN) as feed:
         waiting = asyncio.create_task(feed._fetch(3600))
@@ -341,7 +343,7 @@ async def test_a_gateway_that_stops_does_not_wait_for_its_readers(monkeypatch: p
         await asyncio.wait_for(waiting, scaled(5))
 
 
-async def test_many_deliveries_in_one_answer_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_page_limits_count_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     async with training() as t:
         config = FeedConfig(n=1, advantage="none")
         await t.client.open_feed("f", config)
@@ -352,29 +354,27 @@ async def test_many_deliveries_in_one_answer_within_bounds(monkeypatch: pytest.M
         assert (len(page.deliveries), page.newest, page.committed, page.version) == (4, 5, 0, 0)
         page = await t.client.fetch_deliveries("f", reader, after=3, limit=1000)
         assert len(page.deliveries) == 2
-        monkeypatch.setattr(
-            "turngate.gateway.feeds.PAGE_BYTES", 1
-        )  # one that is larger than an answer should be still passes
+        monkeypatch.setattr("turngate.gateway.feeds.PAGE_BYTES", 1)  # an oversized delivery is still sent
         assert len((await t.client.fetch_deliveries("f", reader, limit=4)).deliveries) == 1
         async with await Feed.open(t.client, "f", config, limit=8) as feed:
             assert [await _number(feed) for _ in range(5)] == [1, 2, 3, 4, 5]
 
 
-async def test_the_loop_goes_on_while_rows_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are made in a thread, so that no turn waits for a trainer's group."""
-    made, threads = turngate.gateway.feeds.build_delivery, set[int]()
+async def test_building_rows_does_not_block_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are built in a thread, so that turns do not wait for them."""
+    build, threads = turngate.gateway.feeds.build_delivery, set[int]()
 
-    def noted(*what: Any, **how: Any) -> Any:
+    def record_thread(*what: Any, **how: Any) -> Any:
         threads.add(threading.get_ident())
-        return made(*what, **how)
+        return build(*what, **how)
 
-    monkeypatch.setattr(turngate.gateway.feeds, "build_delivery", noted)
+    monkeypatch.setattr(turngate.gateway.feeds, "build_delivery", record_thread)
     long = say("word " * 4000)
     async with gateway(lambda request, index: long) as g, GatewayClient(g.root, g.app.admin_key) as client:
         t = Trained(g, client)
         for _ in range(2):
             await t.rollout(1.0, turns=2)
-        late = 0.0  # CPU time of this thread, so that other load does not count
+        late = 0.0  # CPU time of this thread, unaffected by other load
 
         async def ticking() -> None:
             nonlocal late
@@ -394,14 +394,14 @@ async def test_the_loop_goes_on_while_rows_are_made(monkeypatch: pytest.MonkeyPa
         assert late < scaled(0.1)  # 10 ms on a quiet machine
 
 
-async def test_turns_do_not_wait_for_groups_that_trainers_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many readers of groups that take long: the threads in which turns are rendered and written stay free."""
-    made, began, going = turngate.gateway.deliveries._build_rollout, threading.Event(), threading.Event()
+async def test_slow_deliveries_do_not_block_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow deliveries do not use up the threads that render and write turns."""
+    build, began, released = turngate.gateway.deliveries._build_rollout, threading.Event(), threading.Event()
 
     def slow(*what: Any) -> Any:
         began.set()
-        going.wait(scaled(60))
-        return made(*what)
+        released.wait(scaled(60))
+        return build(*what)
 
     monkeypatch.setattr(turngate.gateway.deliveries, "_build_rollout", slow)
     config = FeedConfig(n=1, advantage="none")
@@ -416,11 +416,11 @@ async def test_turns_do_not_wait_for_groups_that_trainers_read(monkeypatch: pyte
             async with asyncio.timeout(scaled(5)):
                 await t.opened()
         finally:
-            going.set()
+            released.set()
         assert all(await asyncio.gather(*reading))
 
 
-async def test_the_loop_goes_on_while_a_feed_is_filled_and_numbers_are_in_order() -> None:
+async def test_filling_feed_does_not_block_loop_and_keeps_order() -> None:
     async with training() as t:
         outcome = RecordedOutcome(kind="graded", reward=1.0, task="t")
         assert t.g.app.renderer is not None
@@ -431,34 +431,34 @@ async def test_the_loop_goes_on_while_a_feed_is_filled_and_numbers_are_in_order(
             t.g.app.store.outcomes.put(key, written, new_event(f"s{number}", "outcome", {}), replace=False)
         opening = asyncio.create_task(Feed.open(t.client, "f", FeedConfig(n=4, from_start=True)))
         await until(lambda: t.g.rows("SELECT count(*) FROM rolled") > [(200,)])
-        assert t.g.rows("SELECT count(*) FROM rolled") < [(3000,)]  # seen by this loop, which is the gateway's
-        last = await t.rollout(1.0, "g0")  # comes last, though it is recorded in the middle of it
+        assert t.g.rows("SELECT count(*) FROM rolled") < [(3000,)]  # the loop runs while the feed is filled
+        last = await t.rollout(1.0, "g0")  # recorded during the fill, but placed last
         async with await opening as feed:
             view = await t.client.show_feed("f")
             assert (view.newest, view.waiting[0].rollouts) == (750, 1)
             assert t.g.rows("SELECT id FROM rolled ORDER BY place DESC LIMIT 1") == [(last,)]
-            told = t.g.rows("SELECT DISTINCT number, team FROM rolled WHERE number IS NOT NULL ORDER BY number")
-            assert told == [(number + 1, f"g{number}") for number in range(750)]
+            numbers = t.g.rows("SELECT DISTINCT number, team FROM rolled WHERE number IS NOT NULL ORDER BY number")
+            assert numbers == [(number + 1, f"g{number}") for number in range(750)]
             assert await feed.next(scaled(5))
 
 
-async def test_a_feed_whose_filling_was_broken_off_is_filled_by_whoever_reads_it(tmp_path: Path) -> None:
+async def test_interrupted_fill_is_completed_on_read(tmp_path: Path) -> None:
     async with training(tmp_path) as t:
         for number in range(3):
             await t.rollout(1.0, f"g{number}")
         config = FeedConfig(n=1, advantage="none", from_start=True)
         t.g.app.store.feeds.open("f", msgspec.json.encode(config), 1, "", from_start=True)
-    async with training(tmp_path) as t:  # it was killed before the first step
+    async with training(tmp_path) as t:  # as if killed before the first fill step
         await t.rollout(1.0, "g3")
         reader = await t.client.take_over_feed("f")
         page = await t.client.fetch_deliveries("f", reader, after=0, wait=0, limit=10)
         assert page.newest == 4 and len(page.deliveries) == 4
 
 
-# ── what is refused ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── rejections ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_bad_input_is_refused_by_name() -> None:
+async def test_invalid_feed_config_is_rejected() -> None:
     async with training() as t:
         for name, body, param in (
             ("f", {}, "n"),
@@ -476,7 +476,7 @@ async def test_bad_input_is_refused_by_name() -> None:
         assert (await t.g.admin.get("/admin/feeds")).json() == {"feeds": []}
 
 
-async def test_another_choice_is_another_feed() -> None:
+async def test_reopening_with_other_config_conflicts() -> None:
     async with training() as t:
         await t.client.open_feed("f", PLAIN)
         await t.client.open_feed("f", PLAIN)
@@ -485,7 +485,7 @@ async def test_another_choice_is_another_feed() -> None:
         assert no.value.answered == 409
 
 
-async def test_bad_questions() -> None:
+async def test_invalid_delivery_queries_are_rejected() -> None:
     async with training() as t:
         await t.client.open_feed("f", PLAIN)
         reader = await t.client.take_over_feed("f")
@@ -504,7 +504,7 @@ async def test_bad_questions() -> None:
             assert (response.status_code, response.json()["error"]["param"]) == (status, param), response.text
 
 
-async def test_commits_are_checked_too() -> None:
+async def test_invalid_commits_are_rejected() -> None:
     async with training() as t:
         await t.client.open_feed("f", PLAIN)
         reader = await t.client.take_over_feed("f")
@@ -519,7 +519,7 @@ async def test_commits_are_checked_too() -> None:
             assert (response.status_code, response.json()["error"]["param"]) == (status, param), response.text
 
 
-async def test_nobody_else_gets_at_it() -> None:
+async def test_feeds_require_admin_key() -> None:
     async with training() as t:
         await t.client.open_feed("f", PLAIN)
         session = await t.g.open()
@@ -541,8 +541,8 @@ async def test_nobody_else_gets_at_it() -> None:
         assert reader not in (await t.g.admin.get("/admin/feeds/f")).text and view["read"] is False
 
 
-async def test_the_answer_is_msgpack_with_raw_arrays() -> None:
-    """As a trainer in another language reads it."""
+async def test_deliveries_are_msgpack_with_raw_arrays() -> None:
+    """The wire format for trainers in other languages."""
     async with training() as t:
         await t.client.open_feed("f", FeedConfig(n=1, advantage="none"))
         await t.rollout(1.0)
@@ -558,11 +558,11 @@ async def test_the_answer_is_msgpack_with_raw_arrays() -> None:
         assert len(row["logprobs"]) == 4 * (span["end"] - span["start"]) and span["end"] == tokens
 
 
-async def test_a_folder_of_the_version_before_gets_its_feeds(tmp_path: Path) -> None:
+async def test_feed_on_migrated_database(tmp_path: Path) -> None:
     shutil.copy(Path(__file__).parents[1] / "store/samples/schema-3.db", tmp_path / "turngate.db")
     async with training(tmp_path) as t:
         await t.client.open_feed("f", FeedConfig(n=2, advantage="none", from_start=True))
-        [found] = await everything(t)
+        [found] = await all_deliveries(t)
         assert [(r.session, r.reward, len(r.rows)) for r in found.rollouts] == [
             ("ended-0", 0.0, 1),
             ("ended-1", 1.0, 1),

@@ -1,4 +1,4 @@
-"""Feeds with several workers: one numbering for all, a reader at any of them, stale sessions wherever they are."""
+"""Tests for feeds with several workers: shared numbering, readers and stale sessions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ N = 4
 
 
 async def rollout(workers: Crew, owner: int, group: str) -> None:
-    """At the worker that is asked for it, through its own way in."""
+    """Record a rollout at one worker, through its own port."""
     g = workers[owner]
     session = await workers.open_at(owner)
     await g.ask(session.key, "Hi")
@@ -28,14 +28,14 @@ async def rollout(workers: Crew, owner: int, group: str) -> None:
         await client.record(session.id, RecordedOutcome(kind="graded", reward=float(owner), group=group, task="t"))
 
 
-async def test_groups_that_several_workers_complete_at_once_are_numbered_once() -> None:
+async def test_groups_completed_by_several_workers_are_numbered_once() -> None:
     async with crew() as workers:
         g = workers[1]
         async with (
             GatewayClient(g.root, g.app.admin_key) as client,
             await Feed.open(client, "f", FeedConfig(n=N, advantage="none")) as feed,
         ):
-            # At worker 1, which is not woken by what worker 0 writes.
+            # The reader waits at worker 1, while worker 0 also writes.
             waiting = asyncio.create_task(feed.next(scaled(20)))
             work = [rollout(workers, n % 2, f"g{n // N}") for n in range(3 * N)]
             await asyncio.gather(*work)
@@ -47,7 +47,7 @@ async def test_groups_that_several_workers_complete_at_once_are_numbered_once() 
             assert await feed.next(0) is None
 
 
-async def test_a_reader_is_told_of_what_another_worker_completes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reader_is_woken_by_another_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     poll_without_end(monkeypatch)
     async with crew() as workers:
         g = workers[1]
@@ -62,7 +62,7 @@ async def test_a_reader_is_told_of_what_another_worker_completes(monkeypatch: py
             assert found is not None and found.rollouts[0].reward == 0.0
 
 
-async def test_stale_sessions_of_every_worker_are_cancelled() -> None:
+async def test_stale_sessions_are_cancelled_on_every_worker() -> None:
     async with crew() as workers:
         g = workers[0]
         async with GatewayClient(g.root, g.app.admin_key) as client:

@@ -1,4 +1,4 @@
-"""`make demo FAST=1`, as somebody runs it who has just cloned this: a real agent, a real model, a real sandbox, GRPO."""
+"""Test for the fast demo: a real agent, model and sandbox, trained with GRPO."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_fast_demo_trains_a_real_agent(tmp_path: Path, storm_scale: float) -> None:
-    """With one update; with its own three in `make soak`."""
+def test_fast_demo_trains_real_agent(tmp_path: Path, storm_scale: float) -> None:
+    """Runs one update here and all three in `make soak`."""
     count = max(1, round(3 * storm_scale))
     out = tmp_path / "demo"
     command = [
@@ -43,11 +43,9 @@ def test_the_fast_demo_trains_a_real_agent(tmp_path: Path, storm_scale: float) -
     for step in steps:
         measured = step["measured"]
         assert measured["compared"] == measured["rows"] == 8 and not measured["refused"]
-        assert measured["difference"] < 1e-3  # the trainer computes what the engine sampled with
-    assert count == 1 or any(step["measured"]["signal"] for step in steps), (
-        "no errand was done by some and failed by others"
-    )
+        assert measured["difference"] < 1e-3  # trainer and engine log-probabilities agree
+    assert count == 1 or any(step["measured"]["signal"] for step in steps), "no group had both successes and failures"
     assert (out / "reward.svg").read_text().startswith("<svg")
     assert [one.name for one in (out / "checkpoints").iterdir()] == [f"step-{count:05}"]
-    for told in ("held-out tasks, before", "held-out tasks, after", "passed, held-out tasks", "before", "Plot:"):
-        assert told in done.stdout
+    for expected in ("held-out tasks, before", "held-out tasks, after", "passed, held-out tasks", "before", "Plot:"):
+        assert expected in done.stdout

@@ -1,4 +1,4 @@
-"""What we write for SFT and DPO, read by TRL itself: it takes the conversations for such, and makes the labels that we say."""
+"""Test that TRL reads the SFT and DPO exports and produces the expected labels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.kit import real_tokenizer
 from tests.speed import scaled
-from tests.trainers.test_export import Recording, _recorded
+from tests.trainers.test_export import Recording, record_rollouts
 from tools import parts
 
 pytestmark = [pytest.mark.needs("trl", "tokenizers"), pytest.mark.full]
@@ -48,25 +48,25 @@ def python() -> str:
     return str(parts.ensure(PART) / "bin" / "python")
 
 
-async def test_trl_reads_what_is_exported(python: str, tmp_path: Path) -> None:
-    made = Recording(tmp_path / "data", tmp_path / "out", {})
-    made.out.mkdir()
-    await _recorded(made)
+async def test_trl_reads_exports(python: str, tmp_path: Path) -> None:
+    recording = Recording(tmp_path / "data", tmp_path / "out", {})
+    recording.out.mkdir()
+    await record_rollouts(recording)
     for name, format, form in (
         ("messages", "sft", "messages"),
         ("completions", "sft", "completions"),
         ("tokens", "sft", "tokens"),
         ("dpo", "dpo", "messages"),
     ):
-        made.export(format, form=form)
-        (made.out / "out.jsonl").rename(made.out / f"{name}.jsonl")
-    words = [python, "-c", READER, str(made.out), str(real_tokenizer("qwen3"))]
+        recording.export(format, form=form)
+        (recording.out / "out.jsonl").rename(recording.out / f"{name}.jsonl")
+    command = [python, "-c", READER, str(recording.out), str(real_tokenizer("qwen3"))]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=scaled(120), env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120), env=env)
     assert done.returncode == 0, done.stderr[-3000:]
-    told = json.loads(done.stdout)
-    whole = next(one["text"] for one in told["messages"] if "It says hello." in one["text"])
+    read = json.loads(done.stdout)
+    whole = next(one["text"] for one in read["messages"] if "It says hello." in one["text"])
     assert '{"name": "read_file", "arguments": {"path": "a"}}' in whole and "<tool_response>\nhello" in whole
-    assert any(one["completion"].endswith("It says hello.<|im_end|>\n") for one in told["completions"])
-    assert any("I do not know." in one["rejected"] and "read_file" in one["chosen"] for one in told["dpo"])
-    assert len(told["labels"]) == 6 and all(told["labels"]) and all(told["rest"])
+    assert any(one["completion"].endswith("It says hello.<|im_end|>\n") for one in read["completions"])
+    assert any("I do not know." in one["rejected"] and "read_file" in one["chosen"] for one in read["dpo"])
+    assert len(read["labels"]) == 6 and all(read["labels"]) and all(read["rest"])

@@ -1,5 +1,4 @@
-"""The reference trainer: its loss against numbers worked out by hand, its rows against the weights that sampled them, and what a kill
-leaves of it."""
+"""Tests for the reference GRPO trainer: loss, log-probability checks, training loop, checkpoints and crashes."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.engines.local_kit import model, torch  # skips where there is no torch
+from tests.engines.local_kit import model, torch  # skips if torch is missing
 from tests.kit import Running, gateway, tokenizer, until
 from turngate.client.feed import Feed, Row, RowSpan
 from turngate.client.gateway import GatewayClient
@@ -57,7 +56,7 @@ N = 4
 # Row 1: weight 1/2 (one of two rows of its rollout), advantage -2, one token whose ratio is 0.5 (clipped to 0.8).
 
 
-def by_hand() -> tuple[LossTerms, torch.Tensor]:
+def example_terms() -> tuple[LossTerms, torch.Tensor]:
     then = torch.tensor([-1.0, -2.0, -0.5])
     now = (then + torch.tensor([math.log(1.5), 0.0, math.log(0.5)])).requires_grad_()
     terms = LossTerms(
@@ -70,8 +69,8 @@ def by_hand() -> tuple[LossTerms, torch.Tensor]:
     return terms, torch.tensor([2, 1])
 
 
-def test_each_token_weighs_the_same() -> None:
-    terms, tokens = by_hand()
+def test_token_normalisation_weighs_tokens_equally() -> None:
+    terms, tokens = example_terms()
     by = compute_divisor([1.0, 0.5], [2, 1], "token")
     assert by == 2.5  # 1 + 1 + 1/2
     value = compute_loss(terms, tokens, by=by, low=0.2, high=0.28, normalise="token")
@@ -79,16 +78,16 @@ def test_each_token_weighs_the_same() -> None:
     assert value.item() == pytest.approx(-(1.28 + 1.0 - 0.8) / 2.5)
 
 
-def test_each_rollout_weighs_the_same() -> None:
-    terms, tokens = by_hand()
+def test_sequence_normalisation_weighs_rollouts_equally() -> None:
+    terms, tokens = example_terms()
     by = compute_divisor([1.0, 0.5], [2, 1], "sequence")
     assert by == 1.5
     value = compute_loss(terms, tokens, by=by, low=0.2, high=0.28, normalise="sequence")
     assert value.item() == pytest.approx(-((1.28 + 1.0) / 2 - 0.8) / 1.5)
 
 
-def test_only_tokens_within_the_clip_pull() -> None:
-    terms, tokens = by_hand()
+def test_clipped_tokens_have_no_gradient() -> None:
+    terms, tokens = example_terms()
     compute_loss(terms, tokens, by=2.5, low=0.2, high=0.28, normalise="token").backward()
     assert terms.now.grad is not None
     # d(ratio · A)/d(now) = ratio · A: only the middle token is not clipped.
@@ -96,14 +95,14 @@ def test_only_tokens_within_the_clip_pull() -> None:
     assert float(compute_clipped_share(terms, low=0.2, high=0.28)) == pytest.approx(2 / 3)
 
 
-def test_divergence_is_that_of_the_sampling_policy() -> None:
+def test_divergence_from_sampling_policy() -> None:
     found = compute_divergence(torch.tensor([math.log(0.5)]), torch.tensor([math.log(0.25)]))
     assert found.tolist() == pytest.approx([2 - 1 - math.log(2)])
 
 
 @pytest.mark.parametrize("recorded", [-100.0, -math.inf])
 @pytest.mark.parametrize("advantage", [-1.0, 1.0])
-def test_no_recorded_logprob_makes_the_loss_or_its_gradients_infinite(recorded: float, advantage: float) -> None:
+def test_extreme_recorded_logprob_keeps_loss_finite(recorded: float, advantage: float) -> None:
     now = torch.tensor([-1.0], requires_grad=True)
     terms = LossTerms(
         now=now,
@@ -123,15 +122,15 @@ def test_no_recorded_logprob_makes_the_loss_or_its_gradients_infinite(recorded: 
 # ── rows and weights ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Lived(NamedTuple):
-    """A gateway in front of a model of random weights."""
+class TrainingGateway(NamedTuple):
+    """A gateway in front of a random model."""
 
     g: Running
     client: GatewayClient
     engine: LocalEngine
 
     async def rollout(self, group: str, number: int, reward: Callable[[list[int]], float]) -> None:
-        """Of the same group and number it samples the same, as long as the weights are the same."""
+        """Record one rollout; its seed depends only on group and number."""
         seed = zlib.crc32(f"{group} {number}".encode())
         session = await self.g.open(metadata={"group": group}, sampling={"seed": seed})
         await self.g.ask(session.key, "Hi", max_tokens=8)
@@ -146,37 +145,39 @@ class Lived(NamedTuple):
 
 
 @asynccontextmanager
-async def lived(data: Path | None = None, engine: LocalEngine | None = None) -> AsyncIterator[Lived]:
+async def training_gateway(
+    data: Path | None = None, engine: LocalEngine | None = None
+) -> AsyncIterator[TrainingGateway]:
     engine = engine or LocalEngine(_model(), slots=8, flush_s=0.0)
     async with gateway(engine=engine, data=data) as g, GatewayClient(g.root, g.app.admin_key) as client:
-        yield Lived(g, client, engine)
+        yield TrainingGateway(g, client, engine)
 
 
 def _model() -> Model:
-    """One that has favourites: it can be taught others in a few steps."""
+    """A model with a peaked distribution that can be changed in a few steps."""
     made = model(vocabulary=VOCABULARY)
     with torch.no_grad():
         made.embedding.weight.mul_(2)
     return made
 
 
-def even(ids: list[int]) -> float:
-    """What the models here are rewarded for."""
+def share_of_even(ids: list[int]) -> float:
+    """Reward: the share of even ids."""
     return sum(i % 2 == 0 for i in ids) / len(ids)
 
 
 @asynccontextmanager
-async def sampled() -> AsyncIterator[tuple[Lived, list[Row]]]:
-    """Rows of one group, and the weights that sampled them."""
-    async with lived() as here, await Feed.open(here.client, "f", FeedConfig(n=N)) as feed:
-        await here.group("g", even)
+async def sampled_group() -> AsyncIterator[tuple[TrainingGateway, list[Row]]]:
+    """Sample one group and yield its rows."""
+    async with training_gateway() as here, await Feed.open(here.client, "f", FeedConfig(n=N)) as feed:
+        await here.group("g", share_of_even)
         delivery = await feed.next(10)
         assert delivery is not None
         yield here, delivery.rows()
 
 
-async def test_recomputed_logprobs_are_those_that_were_recorded() -> None:
-    async with sampled() as (here, rows):
+async def test_recomputed_logprobs_match_recorded() -> None:
+    async with sampled_group() as (here, rows):
         measured = Learner(here.engine.model, GrpoSettings()).gradients(rows, version=0)
     assert measured.compared == len(rows) == N and measured.refused == ()
     assert measured.difference is not None and measured.difference < 1e-5
@@ -185,54 +186,54 @@ async def test_recomputed_logprobs_are_those_that_were_recorded() -> None:
 
 
 @pytest.mark.parametrize("field", ["ids", "logprobs"])
-async def test_a_corrupted_row_is_refused_and_pulls_at_nothing(field: str) -> None:
-    async with sampled() as (here, rows):
-        place = int(np.flatnonzero(rows[1].mask)[2])
-        spoilt = getattr(rows[1], field).copy()
-        spoilt[place] += 1 if field == "ids" else 0.5
-        bad = [rows[0], msgspec.structs.replace(rows[1], **{field: spoilt}), *rows[2:]]
+async def test_corrupted_row_is_rejected_without_gradient(field: str) -> None:
+    async with sampled_group() as (here, rows):
+        position = int(np.flatnonzero(rows[1].mask)[2])
+        corrupted = getattr(rows[1], field).copy()
+        corrupted[position] += 1 if field == "ids" else 0.5
+        bad = [rows[0], msgspec.structs.replace(rows[1], **{field: corrupted}), *rows[2:]]
         learner = Learner(here.engine.model, GrpoSettings())
         measured = learner.gradients(bad, version=0)
         found = _gradient(learner)
-        # As if that row had no advantage: its tokens stay in what the loss is divided by.
+        # The same as an advantage of 0: the row's tokens still count in the divisor.
         learner.gradients([rows[0], msgspec.structs.replace(rows[1], advantage=0.0), *rows[2:]], version=0)
     [why] = measured.refused
     assert f"branch {rows[1].branch}" in why and measured.compared == N
     assert torch.allclose(found, _gradient(learner), atol=1e-6)
 
 
-async def test_another_temperature_is_told_as_such() -> None:
-    async with sampled() as (here, rows):
+async def test_wrong_temperature_raises_logprob_mismatch() -> None:
+    async with sampled_group() as (here, rows):
         with pytest.raises(LogprobMismatch, match="temperature"):
             Learner(here.engine.model, GrpoSettings(temperature=0.5)).gradients(rows, version=0)
 
 
 async def test_rows_of_older_weights_are_not_compared() -> None:
-    async with sampled() as (here, rows):
+    async with sampled_group() as (here, rows):
         measured = Learner(here.engine.model, GrpoSettings(temperature=0.5)).gradients(rows, version=1)
     assert measured.compared == 0 and measured.difference is None and measured.divergence > 0
 
 
 @pytest.mark.parametrize("recorded", [-math.inf, math.inf, math.nan, -200.0, -60.0])
-async def test_a_corrupted_row_of_older_weights_is_refused_and_pulls_at_nothing(recorded: float) -> None:
-    async with sampled() as (here, rows):
-        place = int(np.flatnonzero(rows[1].mask)[2])
-        spoilt = rows[1].logprobs.copy()
-        spoilt[place] = recorded
-        bad = msgspec.structs.replace(rows[1], logprobs=spoilt, advantage=-1.0)
+async def test_corrupted_older_row_is_rejected_without_gradient(recorded: float) -> None:
+    async with sampled_group() as (here, rows):
+        position = int(np.flatnonzero(rows[1].mask)[2])
+        corrupted = rows[1].logprobs.copy()
+        corrupted[position] = recorded
+        bad = msgspec.structs.replace(rows[1], logprobs=corrupted, advantage=-1.0)
         learner = Learner(here.engine.model, GrpoSettings())
         measured = learner.gradients([rows[0], bad, *rows[2:]], version=1)
         found = _gradient(learner)
         learner.gradients([rows[0], msgspec.structs.replace(rows[1], advantage=0.0), *rows[2:]], version=1)
     [why] = measured.refused
-    assert f"branch {bad.branch}: token {place} differs by " in why and "more than later updates can explain" in why
+    assert f"branch {bad.branch}: token {position} differs by " in why and "more than later updates can explain" in why
     assert measured.compared == 0 and measured.signal
     assert math.isfinite(measured.loss) and math.isfinite(measured.divergence)
     assert torch.allclose(found, _gradient(learner), atol=1e-6)
 
 
-async def test_corrupted_rows_of_older_weights_do_not_blame_those_that_are_compared() -> None:
-    async with sampled() as (here, rows):
+async def test_corrupted_older_rows_do_not_affect_comparison() -> None:
+    async with sampled_group() as (here, rows):
         bad = []
         for row in rows[:2]:
             spans = tuple(msgspec.structs.replace(span, version_start=-1, version_end=-1) for span in row.spans)
@@ -242,8 +243,8 @@ async def test_corrupted_rows_of_older_weights_do_not_blame_those_that_are_compa
     assert measured.largest is not None and measured.largest < 1e-3
 
 
-async def test_how_many_rows_are_computed_at_once_changes_nothing() -> None:
-    async with sampled() as (here, rows):
+async def test_batch_size_does_not_change_gradients() -> None:
+    async with sampled_group() as (here, rows):
         one, all_of_them = (Learner(here.engine.model, GrpoSettings(batch_tokens=tokens)) for tokens in (1, 100_000))
         one.gradients(rows, version=0)
         apart = _gradient(one)
@@ -251,27 +252,37 @@ async def test_how_many_rows_are_computed_at_once_changes_nothing() -> None:
     assert torch.allclose(apart, _gradient(all_of_them), atol=1e-5) and float(apart.norm()) > 0
 
 
-def test_what_rows_begin_with_is_computed_once() -> None:
+def test_shared_prefix_is_packed_once() -> None:
     rows = [_row(10, ids=[1, 2, 3, 4, 5, 6, 7, 8, 9, 9]), _row(9, ids=[1, 2, 3, 9, 5, 6, 7, 8, 8])]
     pack = pack_rows(rows)
     assert pack.ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 5, 6, 7, 8, 8]
     assert pack.positions.tolist() == [*range(10), *range(3, 9)]
     assert pack.at.tolist() == [7, 8, 13, 14]
-    assert np.flatnonzero(pack.sees[15]).tolist() == [0, 1, 2, 10, 11, 12, 13, 14, 15]  # the beginning, and its own
+    assert np.flatnonzero(pack.sees[15]).tolist() == [
+        0,
+        1,
+        2,
+        10,
+        11,
+        12,
+        13,
+        14,
+        15,
+    ]  # the shared prefix and its own tokens
 
 
-def test_batches_are_full() -> None:
+def test_split_batches_fills_batches() -> None:
     rows = [_row(size) for size in (40, 50, 60, 400, 30)]
-    # All begin with the same ids: 37 of the first, and so on.
+    # All rows share a prefix, which is packed once.
     assert [[row.ids.size for row in batch] for batch in split_batches(rows, 80)] == [[40, 50, 60], [400], [30]]
 
 
-def test_a_row_of_two_versions_is_of_none() -> None:
+def test_row_of_two_versions_matches_neither() -> None:
     assert is_of_version(_row(8, (3, 3)), 3)
     assert not is_of_version(_row(8, (3, 4)), 4) and not is_of_version(_row(8, (3, 4)), 3)
 
 
-def test_settings_that_make_no_sense_are_refused() -> None:
+def test_invalid_settings_are_config_errors() -> None:
     with pytest.raises(ConfigError, match="learning_rate"):
         GrpoSettings(learning_rate=0.0)
 
@@ -279,24 +290,24 @@ def test_settings_that_make_no_sense_are_refused() -> None:
 # ── the loop ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_model_learns_what_is_rewarded() -> None:
-    async with lived() as here:
-        steps = await _trained(here, 10, settings=GrpoSettings(groups=2, learning_rate=2e-2))
+async def test_model_learns_rewarded_behaviour() -> None:
+    async with training_gateway() as here:
+        steps = await _train(here, 10, settings=GrpoSettings(groups=2, learning_rate=2e-2))
     first, last = ([step.reward or 0.0 for step in part] for part in (steps[:3], steps[-3:]))
     assert sum(last) / 3 > sum(first) / 3 + 0.2, [step.reward for step in steps]
-    learnt = [step.measured.signal for step in steps]  # once all are rewarded alike there is nothing left to learn
-    assert [step.version for step in steps] == list(itertools.accumulate(learnt)) and {
+    had_signal = [step.measured.signal for step in steps]  # no signal once all rewards are equal
+    assert [step.version for step in steps] == list(itertools.accumulate(had_signal)) and {
         step.stale for step in steps
     } == {0}
     assert all(step.measured.difference is not None and step.measured.difference < 1e-3 for step in steps)
     assert not any(step.measured.refused for step in steps)
 
 
-async def test_a_call_under_way_during_an_update_is_recorded_as_of_both_versions(
+async def test_call_spanning_update_records_both_versions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else it would be compared with weights that have not sampled all of it."""
-    async with lived() as here:
+    """Otherwise it would be compared with weights that did not sample all of it."""
+    async with training_gateway() as here:
         session = await here.g.open(sampling={"min_tokens": 150})
         calls, paused = [], here.client.pause
 
@@ -306,7 +317,7 @@ async def test_a_call_under_way_during_an_update_is_recorded_as_of_both_versions
             return await paused(mode)
 
         monkeypatch.setattr(here.client, "pause", pause)
-        [step] = await _trained(here, 1)
+        [step] = await _train(here, 1)
         [call] = calls
         await call
         [turn] = await here.g.turns(session.id)
@@ -314,35 +325,35 @@ async def test_a_call_under_way_during_an_update_is_recorded_as_of_both_versions
         assert (turn["version_start"], turn["version_end"]) == (0, 1)
 
 
-async def test_a_group_without_a_signal_changes_nothing() -> None:
-    async with lived() as here:
+async def test_group_without_signal_changes_no_weights() -> None:
+    async with training_gateway() as here:
         before = [parameter.detach().clone() for parameter in here.engine.model.parameters()]
-        [step] = await _trained(here, 1, settings=GrpoSettings(groups=1), reward=lambda ids: 1.0)
+        [step] = await _train(here, 1, settings=GrpoSettings(groups=1), reward=lambda ids: 1.0)
         assert not step.measured.signal and step.version == 0 and step.reward == step.passed == 1.0
         assert all(torch.equal(a, b) for a, b in zip(before, here.engine.model.parameters(), strict=True))
 
 
-async def test_gradients_that_are_not_finite_are_not_followed(tmp_path: Path) -> None:
-    """The weights, their version and the feed stay as they were, and nobody is held."""
-    async with lived(tmp_path / "data") as here:
-        await _trained(here, 1, folder=tmp_path / "checkpoints")
+async def test_non_finite_gradient_fails_step_and_keeps_state(tmp_path: Path) -> None:
+    """Weights, version and feed are unchanged, and the gateway is not paused."""
+    async with training_gateway(tmp_path / "data") as here:
+        await _train(here, 1, folder=tmp_path / "checkpoints")
         before = [parameter.detach().clone() for parameter in here.engine.model.parameters()]
-        spoilt = here.engine.model.embedding.weight.register_hook(lambda gradient: gradient * math.nan)
+        corrupted = here.engine.model.embedding.weight.register_hook(lambda gradient: gradient * math.nan)
         with pytest.raises(NonFiniteGradient, match=r"step 2 failed: .* nan; .* step 1, and deliveries 2 to 2 "):
-            await _trained(here, 2, folder=tmp_path / "checkpoints")
-        spoilt.remove()
+            await _train(here, 2, folder=tmp_path / "checkpoints")
+        corrupted.remove()
         assert all(torch.equal(a, b) for a, b in zip(before, here.engine.model.parameters(), strict=True))
         fence = await here.client.fence()
         assert fence.version == 1 and not fence.paused
         assert (await here.client.show_feed("f")).committed == 1
         found = checkpoint.find_newest(tmp_path / "checkpoints")
         assert found is not None and (found.state.step, found.state.number) == (1, 1)
-        steps = await _trained(here, 2, folder=tmp_path / "checkpoints")  # the same delivery
+        steps = await _train(here, 2, folder=tmp_path / "checkpoints")  # retries the same delivery
     assert [(step.first, step.last, step.version) for step in steps] == [(1, 1, 1), (2, 2, 2)]
 
 
-async def test_a_step_without_finite_gradients_changes_no_weights() -> None:
-    async with sampled() as (here, rows):
+async def test_non_finite_gradient_changes_no_weights() -> None:
+    async with sampled_group() as (here, rows):
         learner = Learner(here.engine.model, GrpoSettings())
         before = [parameter.detach().clone() for parameter in here.engine.model.parameters()]
         learner.gradients(rows, version=0)
@@ -354,30 +365,30 @@ async def test_a_step_without_finite_gradients_changes_no_weights() -> None:
         assert all(torch.equal(a, b) for a, b in zip(before, here.engine.model.parameters(), strict=True))
 
 
-async def test_training_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
-    """With the weights, the optimizer's memory, the number and the version that belong together."""
-    async with lived(tmp_path / "data") as here:
-        steps = await _trained(here, 3, folder=tmp_path / "checkpoints")
+async def test_training_resumes_from_checkpoint(tmp_path: Path) -> None:
+    """Weights, optimizer state, delivery number and version are restored together."""
+    async with training_gateway(tmp_path / "data") as here:
+        steps = await _train(here, 3, folder=tmp_path / "checkpoints")
         weights = [parameter.detach().clone() for parameter in here.engine.model.parameters()]
     found = checkpoint.find_newest(tmp_path / "checkpoints")
     assert found is not None and (found.state.step, found.state.number, found.state.version) == (3, 3, 3)
     assert [one.name for one in (tmp_path / "checkpoints").iterdir()] == ["step-00003"]
-    async with lived(tmp_path / "data") as here:
+    async with training_gateway(tmp_path / "data") as here:
         trainer = _trainer(here, tmp_path / "checkpoints")
         await trainer.restore()
         assert all(torch.equal(a, b) for a, b in zip(weights, here.engine.model.parameters(), strict=True))
         assert len(trainer.learner.optimizer.state) == len(weights)
         assert trainer.steps == steps
-        more = await _trained(here, 5, folder=tmp_path / "checkpoints")
+        more = await _train(here, 5, folder=tmp_path / "checkpoints")
     assert [(step.first, step.last) for step in more] == [(n, n) for n in range(1, 6)]
 
 
-async def test_whoever_goes_on_may_choose_other_settings(tmp_path: Path) -> None:
+async def test_resume_with_other_optimizer_settings(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     chosen = GrpoSettings(groups=1, learning_rate=1e-3, betas=(0.8, 0.9), weight_decay=0.1)
-    async with lived(tmp_path / "data") as here:
-        await _trained(here, 2, folder=folder, settings=GrpoSettings(groups=1, learning_rate=1e-5))
-    async with lived(tmp_path / "data") as here:
+    async with training_gateway(tmp_path / "data") as here:
+        await _train(here, 2, folder=folder, settings=GrpoSettings(groups=1, learning_rate=1e-5))
+    async with training_gateway(tmp_path / "data") as here:
         trainer = _trainer(here, folder, chosen)
         await trainer.restore()
         [group] = trainer.learner.optimizer.param_groups
@@ -385,16 +396,16 @@ async def test_whoever_goes_on_may_choose_other_settings(tmp_path: Path) -> None
         assert trainer.earlier_rate == 1e-5
         memory = trainer.learner.optimizer.state[group["params"][0]]
         assert float(memory["step"]) == 2 and float(memory["exp_avg_sq"].abs().sum()) > 0
-        await _trained(here, 3, folder=folder, settings=chosen)
+        await _train(here, 3, folder=folder, settings=chosen)
     found = checkpoint.find_newest(folder)
     assert found is not None
     assert found.restore(model(vocabulary=VOCABULARY), Learner(_model(), GrpoSettings()).optimizer) == 1e-3
 
 
 @pytest.mark.parametrize("change", [{"hidden": 16}, {"layers": 1}, {"layers": 3}])
-async def test_a_checkpoint_of_another_model_is_told_as_such(tmp_path: Path, change: dict[str, int]) -> None:
-    async with lived() as here:
-        await _trained(here, 1, folder=tmp_path)
+async def test_checkpoint_of_other_model_is_rejected(tmp_path: Path, change: dict[str, int]) -> None:
+    async with training_gateway() as here:
+        await _train(here, 1, folder=tmp_path)
     found = checkpoint.find_newest(tmp_path)
     other = model(vocabulary=VOCABULARY, **change)
     before = [parameter.detach().clone() for parameter in other.parameters()]
@@ -407,7 +418,7 @@ async def test_a_checkpoint_of_another_model_is_told_as_such(tmp_path: Path, cha
 
 
 @pytest.mark.parametrize("moment", ["before the checkpoint", "after the checkpoint"])
-async def test_a_kill_around_the_checkpoint_trains_nothing_twice(
+async def test_crash_around_checkpoint_trains_nothing_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     written = checkpoint.write_checkpoint
@@ -417,26 +428,26 @@ async def test_a_kill_around_the_checkpoint_trains_nothing_twice(
             written(*given)  # type: ignore[arg-type]
         raise RuntimeError("killed")
 
-    async with lived(tmp_path / "data") as here:
-        await _trained(here, 1, folder=tmp_path / "checkpoints")
+    async with training_gateway(tmp_path / "data") as here:
+        await _train(here, 1, folder=tmp_path / "checkpoints")
         monkeypatch.setattr(checkpoint, "write_checkpoint", killed)
         with pytest.raises(RuntimeError, match="killed"):
-            await _trained(here, 2, folder=tmp_path / "checkpoints")
+            await _train(here, 2, folder=tmp_path / "checkpoints")
         monkeypatch.setattr(checkpoint, "write_checkpoint", written)
         assert (await here.client.fence()).version == 2
-    async with lived(tmp_path / "data") as here:
-        steps = await _trained(here, 4, folder=tmp_path / "checkpoints")
+    async with training_gateway(tmp_path / "data") as here:
+        steps = await _train(here, 4, folder=tmp_path / "checkpoints")
         view = await here.client.show_feed("f")
     assert [(step.first, step.last) for step in steps] == [(n, n) for n in range(1, 5)]
-    # The weights of version 2 are lost if they were in no checkpoint, and no others take that name.
+    # Version 2 is lost if it was not in a checkpoint, and its number is not reused.
     again = 2 if moment == "after the checkpoint" else 4
     assert [step.version for step in steps] == [1, again, again + 1, again + 2]
     assert view.committed == 4
 
 
-async def test_checkpoints_may_be_rare(tmp_path: Path) -> None:
-    async with lived(tmp_path / "data") as here:
-        await _trained(here, 5, folder=tmp_path / "checkpoints", every=2)
+async def test_checkpoint_every_second_step(tmp_path: Path) -> None:
+    async with training_gateway(tmp_path / "data") as here:
+        await _train(here, 5, folder=tmp_path / "checkpoints", every=2)
         assert (await here.client.show_feed("f")).committed == 5
     found = checkpoint.find_newest(tmp_path / "checkpoints")
     assert found is not None and found.state.step == 5
@@ -445,20 +456,22 @@ async def test_checkpoints_may_be_rare(tmp_path: Path) -> None:
 # ── helpers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _trainer(here: Lived, folder: Path | None, settings: GrpoSettings | None = None, every: int = 1) -> Trainer:
+def _trainer(
+    here: TrainingGateway, folder: Path | None, settings: GrpoSettings | None = None, every: int = 1
+) -> Trainer:
     return Trainer(here.engine, here.client, settings or GrpoSettings(groups=1), folder=folder, every=every)
 
 
-async def _trained(
-    here: Lived,
+async def _train(
+    here: TrainingGateway,
     steps: int,
     *,
     settings: GrpoSettings | None = None,
-    reward: Callable[[list[int]], float] = even,
+    reward: Callable[[list[int]], float] = share_of_even,
     folder: Path | None = None,
     every: int = 1,
 ) -> list[Step]:
-    """Groups are made one update at a time, so that all is sampled with the newest weights."""
+    """Train up to `steps`, producing groups for one update at a time with the newest weights."""
     trainer = _trainer(here, folder, settings, every)
     await trainer.restore()
     async with await Feed.open(here.client, "f", FeedConfig(n=N), after=trainer.state.number) as feed:

@@ -1,4 +1,4 @@
-"""A trainer is killed over and over, with its gateway and its rollouts, and each delivery is in its weights once."""
+"""Test that a trainer killed repeatedly, with its gateway and rollouts, trains each delivery once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.engines import local_kit  # noqa: F401  # skips where there is no torch
+from tests.engines import local_kit  # noqa: F401  # skips if torch is missing
 from tests.speed import scaled
 from turngate.trainers.local import checkpoint
 from turngate.trainers.local.grpo import Step
@@ -24,35 +24,33 @@ KILLS, STEPS, EVERY = 5, 9, 2
 LONGEST_S = 120.0
 
 
-def test_killed_at_any_moment_nothing_is_lost_and_nothing_trained_twice(tmp_path: Path) -> None:
-    chosen = random.Random(6)
+def test_kills_lose_nothing_and_train_nothing_twice(tmp_path: Path) -> None:
+    rng = random.Random(6)
     for _ in range(KILLS):
-        _run(tmp_path, kill_after=chosen.uniform(0.0, 0.15))
-    said = _run(tmp_path)
+        _run(tmp_path, kill_after=rng.uniform(0.0, 0.15))
+    output = _run(tmp_path)
     found = checkpoint.find_newest(tmp_path / "checkpoints")
     assert found is not None and [one.name for one in (tmp_path / "checkpoints").glob("step-*")] == [
         f"step-{STEPS:05d}"
     ]
     steps = [msgspec.convert(one, Step) for one in found.state.history]
-    # What is in the weights: every delivery, in order, once. Two make a step.
+    # The weights contain every delivery once and in order, two per step.
     assert [(step.first, step.last) for step in steps] == [(2 * n + 1, 2 * n + 2) for n in range(STEPS)]
-    assert f"committed {2 * STEPS}" in said
+    assert f"committed {2 * STEPS}" in output
     versions = [step.version for step in steps]
-    assert versions == sorted(set(versions)) and versions[-1] > STEPS, (
-        "lost weights give their version's number to no others"
-    )
+    assert versions == sorted(set(versions)) and versions[-1] > STEPS, "version numbers of lost weights were reused"
 
 
 def _run(folder: Path, kill_after: float | None = None) -> str:
-    """To its end, or so many seconds beyond its first step."""
+    """Run to completion, or kill it `kill_after` seconds after its first step."""
     command = [sys.executable, "-m", "tests.trainers.grpo_run", str(folder), str(STEPS), str(EVERY)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as process:
         assert process.stdout is not None
         try:
             if kill_after is None:
-                said, _ = process.communicate(timeout=scaled(LONGEST_S))
+                output, _ = process.communicate(timeout=scaled(LONGEST_S))
                 assert process.returncode == 0
-                return said
+                return output
             first = process.stdout.readline()
             assert re.match(r"step \d+", first) or "committed" in first, first
             time.sleep(kill_after)

@@ -1,4 +1,4 @@
-"""The parts of examples/train/h200 that need no GPU: its tasks, its chat template, and the process that agents are forked from."""
+"""Tests for the parts of examples/train/h200 that need no GPU: tasks, chat template and the agent fork server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tasks() -> ModuleType:
     return module
 
 
-def test_the_experts_moves_solve_every_kind_and_doing_nothing_solves_none(tasks: ModuleType, tmp_path: Path) -> None:
+def test_expert_moves_solve_every_task_kind(tasks: ModuleType, tmp_path: Path) -> None:
     kinds = set()
     for row in tasks.expert(14):
         folder = tmp_path / row["id"]
@@ -51,20 +51,20 @@ def test_the_experts_moves_solve_every_kind_and_doing_nothing_solves_none(tasks:
     assert kinds == set(tasks.KINDS)
 
 
-def test_what_is_there_but_wrong_earns_a_little(tasks: ModuleType, tmp_path: Path) -> None:
+def test_wrong_answer_earns_partial_reward(tasks: ModuleType, tmp_path: Path) -> None:
     row = next(row for row in tasks.training() if row["metadata"]["kind"] == "last")
     for name, text in {**row["files"], **dict.fromkeys(row["metadata"]["after"], "wrong")}.items():
         (tmp_path / name).write_text(text)
     assert tasks.grade(SimpleNamespace(folder=tmp_path, task=SimpleNamespace(metadata=row["metadata"]))) == tasks.PARTLY
 
 
-def test_held_out_tasks_share_no_word_with_training(tasks: ModuleType) -> None:
+def test_held_out_tasks_share_no_words_with_training(tasks: ModuleType) -> None:
     assert not set(tasks.TRAINING) & set(tasks.HELD_OUT)
     assert next(tasks.training()) == next(tasks.training())
     assert next(tasks.training())["files"] != next(tasks.expert())["files"]
 
 
-def test_the_chat_template_is_certified(tmp_path: Path) -> None:
+def test_chat_template_is_certified(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(BUILTIN_TOKENIZER / name, tmp_path / name)
     shutil.copyfile(FOLDER / "chat_template.jinja", tmp_path / "chat_template.jinja")
@@ -89,7 +89,7 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[str]:
+def socket_path(tmp_path: Path) -> Iterator[str]:
     (tmp_path / "own_agent.py").write_text(AGENT)
     (tmp_path / "own_other.py").write_text("")
     command = [sys.executable, str(FOLDER / "warm.py"), "serve", str(tmp_path / "socket"), str(tmp_path), "own_agent"]
@@ -101,21 +101,21 @@ def place(tmp_path: Path) -> Iterator[str]:
             server.kill()
 
 
-def _run(place: str, *arguments: str, **options: object) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-I", "-S", str(FOLDER / "warm.py"), "run", place, *arguments]
+def _run(socket_path: str, *arguments: str, **options: object) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-I", "-S", str(FOLDER / "warm.py"), "run", socket_path, *arguments]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, **pipes, **options)  # type: ignore[call-overload,no-any-return]
 
 
-def test_a_forked_agent_has_its_callers_arguments_environment_folder_and_files(place: str, tmp_path: Path) -> None:
-    for known in (False, True):  # what the first run imports is there for the second
-        with _run(place, "go", "7", env={"MINE": "yes"}, cwd=tmp_path) as caller:
+def test_forked_agent_inherits_caller_context(socket_path: str, tmp_path: Path) -> None:
+    for known in (False, True):  # modules imported by the first run stay loaded
+        with _run(socket_path, "go", "7", env={"MINE": "yes"}, cwd=tmp_path) as caller:
             out, err = caller.communicate(b"said", timeout=scaled(20))
         assert (caller.returncode, out.decode(), err) == (7, f"['go', '7'] yes {tmp_path} said {known}\n", b"")
 
 
-def test_a_caller_that_is_killed_takes_its_agent_with_it(place: str) -> None:
-    with _run(place, "wait", "0") as caller:
+def test_killed_caller_ends_its_agent(socket_path: str) -> None:
+    with _run(socket_path, "wait", "0") as caller:
         assert caller.stdout is not None
         pid = int(caller.stdout.readline())
         caller.send_signal(signal.SIGKILL)
@@ -123,6 +123,6 @@ def test_a_caller_that_is_killed_takes_its_agent_with_it(place: str) -> None:
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < end, "the agent outlived its caller"
         time.sleep(0.02)
-    with _run(place, "go", "0", env={"MINE": ""}) as caller:  # and nobody else is hurt
+    with _run(socket_path, "go", "0", env={"MINE": ""}) as caller:  # other agents still work
         caller.communicate(b"", timeout=scaled(20))
     assert caller.returncode == 0

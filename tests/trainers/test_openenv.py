@@ -1,6 +1,6 @@
-"""OpenEnv: its session API as its clients use it, and training traces that hold what they promise.
+"""Tests for the OpenEnv session API and training traces.
 
-That `openenv` itself takes them is in `test_openenv_real.py`.
+`test_openenv_real.py` checks them with the `openenv` package.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from turngate.errors import Conflict
 from turngate.views.training_trace import training_trace
 
 
-async def opened(g: Running, **wanted: Json) -> Json:
+async def open_session(g: Running, **wanted: Json) -> Json:
     response = await g.admin.post("/sessions", json=wanted)
     assert response.status_code == 200, response.text
     return response.json()
@@ -27,14 +27,14 @@ async def ask(g: Running, key: str, messages: Json, **request: Any) -> Any:
     return read_reply(await g.client(key).chat.completions.create(model="m", messages=messages, **request))
 
 
-async def told(g: Running, name: str, what: str = "rollout", **query: Any) -> Json:
+async def get_view(g: Running, name: str, what: str = "rollout", **query: Any) -> Json:
     response = await g.admin.get(f"/sessions/{name}/{what}", params=query)
     assert response.status_code == 200, response.text
     return response.json()
 
 
-async def worked(g: Running, key: str) -> None:
-    """Two turns with a tool, as an agent does them."""
+async def run_tool_turns(g: Running, key: str) -> None:
+    """Run two turns with a tool call."""
     history: list[Json] = [user("Fix it")]
     tools = [tool()]
     first = await ask(g, key, history, tools=tools)
@@ -48,14 +48,14 @@ WORK = [say(calls(("read_file", {"path": "a"}))), say("Done.")]
 # ── sessions ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_the_session_id_is_all_that_a_client_needs() -> None:
+async def test_session_lifecycle_by_session_id() -> None:
     async with gateway(WORK) as g:
-        session = await opened(g, purpose="train", metadata={"task": "t"}, sampling={"temperature": 0.7})
+        session = await open_session(g, purpose="train", metadata={"task": "t"}, sampling={"temperature": 0.7})
         assert session["capture_level"] == "tokens" and session["rollout_type"] == "train"
-        await worked(g, session["session_id"])
+        await run_tool_turns(g, session["session_id"])
         status = (await g.admin.get(f"/sessions/{session['session_id']}")).json()
         assert (status["n_turns"], status["n_roots"], status["n_forks"], status["n_discarded"]) == (2, 1, 0, 0)
-        document = await told(g, session["session_id"])
+        document = await get_view(g, session["session_id"])
         assert document["trainable"] and document["metadata"] == {"task": "t"}
         [listed] = (await g.admin.get("/sessions")).json()["sessions"]
         assert listed["session_id"] == session["id"] and listed["turns"] == 2 and listed["task"] == "t"
@@ -65,20 +65,20 @@ async def test_the_session_id_is_all_that_a_client_needs() -> None:
         assert (await g.admin.get(f"/sessions/{session['session_id']}")).status_code == 404
 
 
-async def test_an_id_opens_nothing() -> None:
+async def test_public_id_is_not_a_key() -> None:
     async with gateway(WORK) as g:
-        session = await opened(g, session_id="rollout-1")
+        session = await open_session(g, session_id="rollout-1")
         assert session["id"] == "rollout-1" and session["session_id"] != "rollout-1"
         with pytest.raises(openai.AuthenticationError):
             await ask(g, "rollout-1", [user("Hi")])
         await ask(g, session["session_id"], [user("Hi")])
-        assert (await told(g, "rollout-1"))["stats"]["n_turns"] == 1
+        assert (await get_view(g, "rollout-1"))["stats"]["n_turns"] == 1
         assert (await g.admin.post("/sessions", json={"session_id": "rollout-1"})).status_code == 409
 
 
-async def test_a_sessions_secret_does_not_open_the_trainers_side() -> None:
+async def test_session_secret_has_no_admin_access() -> None:
     async with gateway(WORK) as g:
-        session = await opened(g)
+        session = await open_session(g)
         agent = g.http(session["session_id"])
         for method, path in (
             ("GET", "/sessions"),
@@ -108,37 +108,37 @@ async def test_a_sessions_secret_does_not_open_the_trainers_side() -> None:
         ({"session_id": "a b"}, "id"),
     ],
 )
-async def test_what_cannot_be_is_refused_by_name(wanted: Json, named: str) -> None:
+async def test_invalid_session_request_is_rejected(wanted: Json, named: str) -> None:
     async with gateway() as g:
         response = await g.admin.post("/sessions", json=wanted)
         assert response.status_code == 400 and named in response.json()["error"]["message"]
 
 
-async def test_neutral_sampling_as_openenv_spells_it() -> None:
+async def test_openenv_neutral_sampling_is_unbiased() -> None:
     async with gateway(WORK) as g:
         sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-        session = await opened(g, sampling=sampling, auth_header="Authorization")
+        session = await open_session(g, sampling=sampling, auth_header="Authorization")
         await ask(g, session["session_id"], [user("Hi")])
         assert not g.engine.received[0].sampling.biases()
 
 
-async def test_the_budget_of_calls_ends_with_a_message() -> None:
+async def test_call_budget_ends_with_message() -> None:
     async with gateway([say("One."), say("Two.")]) as g:
-        session = await opened(g, max_model_calls=1)
+        session = await open_session(g, max_model_calls=1)
         await ask(g, session["session_id"], [user("Hi")])
         last = await ask(
             g, session["session_id"], [user("Hi"), {"role": "assistant", "content": "One."}, user("Go on")]
         )
         assert "limit" in last.content
-        document = await told(g, session["session_id"])
+        document = await get_view(g, session["session_id"])
         assert document["stats"]["n_turns"] == 1 and document["budget_stop_count"] == 1
 
 
-async def test_an_evaluation_has_a_trace_and_nothing_to_train() -> None:
+async def test_eval_session_has_no_trained_tokens() -> None:
     async with gateway(WORK) as g:
-        session = await opened(g, purpose="eval", eval_sampling={"temperature": 0.3, "top_p": 0.9})
-        await worked(g, session["session_id"])
-        document = await told(g, session["session_id"], include_messages=True)
+        session = await open_session(g, purpose="eval", eval_sampling={"temperature": 0.3, "top_p": 0.9})
+        await run_tool_turns(g, session["session_id"])
+        document = await get_view(g, session["session_id"], include_messages=True)
         assert document["rollout_type"] == "eval" and not document["trainable"] and document["sequences"]
         assert not any(m for row in document["sequences"] for m in row["loss_mask"])
         assert document["turns"][0]["request_messages"] == [user("Fix it")]
@@ -147,7 +147,7 @@ async def test_an_evaluation_has_a_trace_and_nothing_to_train() -> None:
         assert g.engine.received[0].sampling.top_p == 0.9
 
 
-async def test_an_observed_endpoint_is_for_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_observed_endpoint_allows_only_eval(monkeypatch: pytest.MonkeyPatch) -> None:
     async with gateway([say("Hello.")]) as endpoint:
         inner = await endpoint.open()
         monkeypatch.setenv("KEY_OF_THE_ENDPOINT", inner.key)
@@ -155,21 +155,21 @@ async def test_an_observed_endpoint_is_for_evaluation(monkeypatch: pytest.Monkey
         async with gateway(observe="openai", **relayed) as g:
             refused = await g.admin.post("/sessions", json={"purpose": "train"})
             assert refused.status_code == 400 and "exact" in refused.text
-            session = await opened(g)
+            session = await open_session(g)
             assert (session["capture_level"], session["rollout_type"]) == ("text", "eval")
             await ask(g, session["session_id"], [user("Hi")])
-            document = await told(g, session["session_id"], include_messages=True)
+            document = await get_view(g, session["session_id"], include_messages=True)
             assert document["turns"][0]["response_message"]["content"] == "Hello." and not document["trainable"]
             assert (await g.admin.get(f"/sessions/{session['id']}/trace_entries")).status_code == 409
 
 
-# ── what is trained ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── training traces ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_turns_and_rows_say_the_same() -> None:
+async def test_training_trace_equals_rows() -> None:
     async with gateway(WORK) as g:
-        session = await opened(g)
-        await worked(g, session["session_id"])
+        session = await open_session(g)
+        await run_tool_turns(g, session["session_id"])
         [row] = await g.samples(session["id"])
         trace = training_trace(await g.trace(session["id"]))
         turns = trace["turns"]
@@ -183,15 +183,15 @@ async def test_turns_and_rows_say_the_same() -> None:
             "message": {"role": "assistant", "content": "Done."},
             "finish_reason": "stop",
         }
-        [sequence] = (await told(g, session["id"]))["sequences"]
+        [sequence] = (await get_view(g, session["id"]))["sequences"]
         assert sequence["input_ids"] == row["ids"] and sequence["loss_mask"] == [int(m) for m in row["mask"]]
-        entries = (await told(g, session["id"], "trace_entries"))["entries"]
+        entries = (await get_view(g, session["id"], "trace_entries"))["entries"]
         assert [e["metadata"].pop("node_id") for e in entries] == [t.pop("node_id") for t in turns] and entries == turns
 
 
-async def test_a_token_that_two_branches_share_is_trained_once() -> None:
+async def test_shared_token_is_trained_once() -> None:
     async with gateway([say("A."), say("B."), say("C.")]) as g:
-        session = await opened(g)
+        session = await open_session(g)
         key = session["session_id"]
         first = await ask(g, key, [user("Hi")])
         for more in ("this", "that"):
@@ -199,14 +199,14 @@ async def test_a_token_that_two_branches_share_is_trained_once() -> None:
         view = await g.trace(session["id"])
         trained = [t for t in training_trace(view)["turns"] if any(t["loss_mask"])]
         assert len({t["node_id"] for t in trained}) == len(trained)
-        document = await told(g, session["id"], include_discarded=True)
+        document = await get_view(g, session["id"], include_discarded=True)
         assert document["stats"]["n_leaves"] == 2 and document["stats"]["n_forks"] == 1
-        tokens = [(n, t) for row in document["sequences"] for n, t in _trained(row, view)]
+        tokens = [(n, t) for row in document["sequences"] for n, t in _trained_tokens(row, view)]
         assert len(tokens) == len(set(tokens)) == document["stats"]["n_trainable_tokens"]
 
 
-def _trained(sequence: Json, view: Json) -> list[tuple[str, int]]:
-    """Each trained token of a sequence: its node, and its place there."""
+def _trained_tokens(sequence: Json, view: Json) -> list[tuple[str, int]]:
+    """Each trained token of a sequence as (node, offset)."""
     sizes = {str(node["id"]): len(node["ids"]) for node in view["nodes"]}
     mask, end = sequence["loss_mask"], len(sequence["loss_mask"])
     found: list[tuple[str, int]] = []
@@ -219,50 +219,50 @@ def _trained(sequence: Json, view: Json) -> list[tuple[str, int]]:
     return found
 
 
-async def test_no_log_probability_is_made_up() -> None:
+async def test_turn_without_logprobs_is_not_trained() -> None:
     ids = say("Hello.").ids
     async with gateway([ScriptedTurn(ids, null_logprobs=True), say("Bye.")]) as g:
-        session = await opened(g)
+        session = await open_session(g)
         first = await ask(g, session["session_id"], [user("Hi")])
         await ask(g, session["session_id"], [user("Hi"), first.message(), user("Bye")])
         without, scored = training_trace(await g.trace(session["id"]))["turns"]
         assert without["completion_token_ids"] == without["per_token_logps"] == []
         assert without["metadata"]["sampled_token_ids"] == list(ids) and "log-prob" in without["metadata"]["untrained"]
         assert not any(without["loss_mask"]) and len(without["loss_mask"]) == len(without["prompt_token_ids"])
-        # It is context of what came after it, all the same.
+        # It is still context for the next turn.
         assert scored["prompt_token_ids"][: len(without["prompt_token_ids"]) + len(ids)][-len(ids) :] == list(ids)
         assert scored["loss_mask"][-1] == 1
-        [sequence] = (await told(g, session["id"]))["sequences"]
+        [sequence] = (await get_view(g, session["id"]))["sequences"]
         assert sum(sequence["loss_mask"]) == len(scored["completion_token_ids"])
 
 
-async def test_forced_calls_are_answered_and_not_trained() -> None:
+async def test_forced_calls_are_not_trained() -> None:
     async with gateway(lambda request, index: say('[{"name": "read_file", "parameters": {"path": "a"}}]')) as g:
-        session = await opened(g, purpose="train")
+        session = await open_session(g, purpose="train")
         await ask(g, session["session_id"], [user("Hi")], tools=[tool()], tool_choice="required")
         [turn] = training_trace(await g.trace(session["id"]))["turns"]
         assert "biased" in turn["metadata"]["untrained"] and not any(turn["loss_mask"])
         assert len(turn["per_token_logps"]) == len(turn["completion_token_ids"]) > 0
 
 
-async def test_what_was_aborted_is_kept_and_not_trained() -> None:
+async def test_aborted_turn_is_kept_but_not_trained() -> None:
     async with gateway(engine=Gated([say("A long answer that nobody waits for.")], tokens=3)) as g:
-        session = await opened(g)
+        session = await open_session(g)
         stream = await g.client(session["session_id"]).chat.completions.create(
             model="m", messages=[user("Hi")], stream=True
         )
         await anext(aiter(stream))
         await until(lambda: g.gated.waiting)
-        await stream.close()  # the agent hangs up
+        await stream.close()  # the agent disconnects
         await until(lambda: list(g.app.sessions.find(session["id"]).trace.turns()))
         turns = training_trace(await g.trace(session["id"]))["turns"]
         [turn] = turns
         assert turn["metadata"]["role"] == "aborted" and turn["metadata"]["untrained"] and not any(turn["loss_mask"])
-        document = await told(g, session["id"])
+        document = await get_view(g, session["id"])
         assert document["sequences"] == [] and document["turns"][0]["discarded"]
 
 
-def test_a_trace_without_ids_is_refused() -> None:
+def test_trace_without_ids_is_rejected() -> None:
     view = {
         "session": "s",
         "status": "sealed",
@@ -283,8 +283,8 @@ def test_a_trace_without_ids_is_refused() -> None:
         training_trace(view)
 
 
-def test_a_secret_leads_to_the_worker_of_its_session() -> None:
-    """Several workers: a path that has a session's secret goes where one goes that has its id."""
+def test_secret_routes_to_session_worker() -> None:
+    """Paths with a session's secret and with its id route to the same worker."""
     secret = new_secret("rollout-1")
     heads = [f"GET /sessions/{name}/rollout HTTP/1.1\r\n\r\n".encode() for name in (secret, "rollout-1")]
     assert slot_from_head(heads[0]) == slot_from_head(heads[1]) == slot_of(secret) == slot_of("rollout-1")

@@ -1,4 +1,4 @@
-"""What we tell, judged by the `openenv` package itself: its strict models, its validators, and its own checks of a rollout."""
+"""Tests that the `openenv` package accepts the traces: strict models, validators and rollout checks."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ json.dump(told, sys.stdout)
 
 @pytest.fixture(scope="module")
 def python() -> str:
-    """That has openenv."""
+    """The Python interpreter of the environment with openenv."""
     return str(parts.ensure(PART) / "bin" / "python")
 
 
-async def judged(python: str, g: Running, session: str) -> Json:
+async def validate(python: str, g: Running, session: str) -> Json:
     given = {
         "trace": training_trace(await g.trace(session)),
         "entries": (await g.admin.get(f"/sessions/{session}/trace_entries")).json()["entries"],
@@ -72,8 +72,8 @@ async def judged(python: str, g: Running, session: str) -> Json:
 
 
 @pytest.mark.real
-async def test_openenv_takes_our_traces(python: str) -> None:
-    """An agent that works, retries, asks beside its work, is forced once and is cut short; and an engine that forgets to score."""
+async def test_openenv_accepts_traces(python: str) -> None:
+    """A session with a side request, a retry, missing log-probabilities, a truncated turn and a forced call."""
     script = [
         say("A title"),
         say(calls(("read_file", {"path": "a"}))),
@@ -99,14 +99,14 @@ async def test_openenv_takes_our_traces(python: str) -> None:
         history += [again.message(), user("More")]
         await ask(history, tools=tools)
         await ask([user("Now")], tools=tools, tool_choice="required")
-        told = await judged(python, g, opened["id"])
+        told = await validate(python, g, opened["id"])
         rows = await g.samples(opened["id"])
         assert told["turns"] == 6 and told["trained"] == sum(sum(row["mask"]) for row in rows) > 0
         assert told["findings"] == told["turn_findings"] == [] and told["strict"]
 
 
-async def test_a_real_client_of_openai_works_with_the_session_id_as_its_key(python: str) -> None:
-    """As OpenEnv's own agents are pointed: a base URL, and the session id as the API key."""
+async def test_openai_client_uses_session_id_as_key(python: str) -> None:
+    """OpenEnv configures agents with a base URL and the session id as the API key."""
     async with gateway([say("Hello.")]) as g:
         opened = (await g.admin.post("/sessions", json={})).json()
 
@@ -116,4 +116,4 @@ async def test_a_real_client_of_openai_works_with_the_session_id_as_its_key(pyth
                 return reply.choices[0].message.content or ""
 
         assert await asyncio.to_thread(agent) == "Hello."
-        assert (await judged(python, g, opened["id"]))["turns"] == 1
+        assert (await validate(python, g, opened["id"]))["turns"] == 1

@@ -1,5 +1,4 @@
-"""The real `verifiers` package, in an environment of its own: its loader, its runner and its command evaluate our environment, with a real
-agent; and its own classes run beside our mixin (`inside_verifiers/`)."""
+"""Tests with the real `verifiers` package in its own environment: the tests of `inside_verifiers/`, and `vf-eval` with a real agent."""
 
 from __future__ import annotations
 
@@ -29,18 +28,18 @@ FIX = [
 
 @pytest.fixture(scope="module")
 def programs() -> Path:
-    """Where the programs of verifiers' environment are."""
+    """The `bin` folder of the environment with verifiers."""
     return parts.ensure(PART) / "bin"
 
 
-def test_its_own_classes_beside_ours(programs: Path) -> None:
-    """The tests of `inside_verifiers/`, run there."""
+def test_inside_verifiers_tests_pass(programs: Path) -> None:
+    """Run the tests of `inside_verifiers/` in its environment."""
     env = environment(EXAMPLES)
     assert run_tests(str(programs / "python"), "tests/trainers/inside_verifiers", "", env=env) > 25
 
 
-async def evaluated(programs: Path, g: Running, folder: Path, task: str, *more: str) -> list[dict[str, object]]:
-    """The traces that `vf-eval` wrote."""
+async def evaluate(programs: Path, g: Running, folder: Path, task: str, *more: str) -> list[dict[str, object]]:
+    """Run `vf-eval` and return the traces it wrote."""
     command = [
         str(programs / "vf-eval"),
         "turngate-env",
@@ -59,10 +58,10 @@ async def evaluated(programs: Path, g: Running, folder: Path, task: str, *more: 
 
 
 @pytest.mark.real
-async def test_its_command_evaluates_a_real_agent(programs: Path, tmp_path: Path) -> None:
+async def test_vf_eval_runs_real_agent(programs: Path, tmp_path: Path) -> None:
     async with gateway(FIX) as g:
         rollouts = ("-r", "2", "--env.agent.harness.sandbox", "local", "--sampling.temperature", "0.9")
-        traces = await evaluated(programs, g, tmp_path, "fix-add", *rollouts)
+        traces = await evaluate(programs, g, tmp_path, "fix-add", *rollouts)
         assert len(traces) == 2
         for trace in _traces(traces):
             assert (
@@ -75,14 +74,14 @@ async def test_its_command_evaluates_a_real_agent(programs: Path, tmp_path: Path
             assert [token for node in nodes for token in node["token_ids"]] == row["ids"]
             assert [mask for node in nodes for mask in node["mask"]] == [bool(m) for m in row["mask"]]
             recorded = [lp for lp in row["logprobs"] if lp is not None]
-            told = [lp for node in nodes for lp in node["logprobs"]]
-            assert told == pytest.approx(
+            written = [lp for node in nodes for lp in node["logprobs"]]
+            assert written == pytest.approx(
                 recorded, abs=1e-4
-            )  # its files are rounded to four places; what a trainer gets is not
+            )  # its files round to four decimals; the wire format does not
             assert sum(node["sampled"] for node in nodes) == 3
         assert {request.sampling.temperature for request in g.engine.received} == {0.9}
 
 
 def _traces(written: list[dict[str, object]]) -> list[dict[str, object]]:
-    """verifiers writes episodes, or traces alone where an episode has one."""
+    """Flatten episodes; verifiers writes single-trace episodes as plain traces."""
     return [trace for line in written for trace in line.get("traces", [line])]  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""These run where `trl` is installed: `tests/trainers/test_trl.py` starts them there. Elsewhere they are not collected."""
+"""These tests need `trl`: `tests/trainers/test_trl.py` runs them in its environment. Elsewhere they are not collected."""
 
 from __future__ import annotations
 

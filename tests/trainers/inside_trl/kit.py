@@ -1,4 +1,4 @@
-"""Words for the tests in here: rollouts made by hand, and a worker that is asked from a thread, since the gateway is in the test's loop."""
+"""Shared helpers: rollouts without agents, and a worker called from a thread, since the gateway runs in the test's loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 async def apart(work: Callable[..., T], *given: Any) -> T:
-    """TRL calls from its own thread, and waits there."""
+    """Call from another thread, as TRL does."""
     return await asyncio.to_thread(work, *given)
 
 
@@ -38,7 +38,7 @@ async def rolled(
     way: str = "async",
     **config: Json,
 ) -> str:
-    """One rollout of a group, by an agent that says a few things in each of its conversations."""
+    """Record one rollout of a group, with a few turns in each conversation."""
     session = await g.open(metadata={"group": group}, **config)
     for conversation in range(conversations):
         history = [user(f"Question {conversation}")]
@@ -56,7 +56,7 @@ async def rolled(
 async def following(
     g: Running, *, n: int = 2, version: int = 1, checkpoint: Path | None = None, start: bool = True, **given: Any
 ) -> AsyncIterator[TurngateWorker]:
-    """A worker that follows the feed `f`, as TRL would begin with it. Nothing of it may be left at the end."""
+    """Run a worker on the feed `f` as TRL does, and check that its thread ends."""
     choices = FeedConfig(n=n, **given.pop("choices", {}))
     config = WorkerConfig(gateway=g.root, feed="f", choices=choices, **given)
     worker = TurngateWorker(config, admin_key=g.app.admin_key, checkpoint=checkpoint)
@@ -84,7 +84,7 @@ async def none_left(worker: TurngateWorker, seconds: float = 0.5) -> bool:
 
 
 def told(worker: TurngateWorker) -> dict[str, list[Any]]:
-    """All that the worker measured, by name."""
+    """Collect the worker's metrics by name."""
     found: dict[str, list[Any]] = {}
     while not worker.metrics_queue.empty():
         for name, value in worker.metrics_queue.get_nowait().items():
@@ -93,7 +93,7 @@ def told(worker: TurngateWorker) -> dict[str, list[Any]]:
 
 
 def same(sample: RolloutSample, row: Json) -> bool:
-    """Whether TRL's row is the gateway's, number for number."""
+    """Whether TRL's row equals the gateway's exactly."""
     mask = np.asarray(row["mask"], bool)
     logprobs = np.asarray([0.0 if value is None else value for value in row["logprobs"]], np.float32)
     return (

@@ -1,4 +1,4 @@
-"""OpenEnv sessions of ours under TRL's own `HarnessRolloutWorker`, in the process that it starts for them, with a real agent."""
+"""Tests for OpenEnv sessions under TRL's `HarnessRolloutWorker`, in its own process, with a real agent."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def key(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def config(url: str, folder: Path, **given: Any) -> SessionsConfig:
-    told = {"agent": "mini-swe-agent", "sandbox": "local", "tasks": str(TASK), "model": "m", "folder": str(folder)}
-    return SessionsConfig(gateway=url, **{**told, **given})
+    settings = {"agent": "mini-swe-agent", "sandbox": "local", "tasks": str(TASK), "model": "m", "folder": str(folder)}
+    return SessionsConfig(gateway=url, **{**settings, **given})
 
 
-def drained(worker: HarnessRolloutWorker, count: int) -> list[RolloutSample]:
-    """As TRL's trainer takes rows."""
+def drain_rows(worker: HarnessRolloutWorker, count: int) -> list[RolloutSample]:
+    """Take rows as TRL's trainer does."""
     found: list[RolloutSample] = []
     end = time.monotonic() + scaled(150)
     while len(found) < count and time.monotonic() < end:
@@ -61,20 +61,20 @@ def drained(worker: HarnessRolloutWorker, count: int) -> list[RolloutSample]:
 
 
 @pytest.mark.real
-async def test_trls_own_worker_trains_on_our_traces(key: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    PartialState()  # TRL's log wants it, and its trainer would have made it
-    monkeypatch.setattr(async_rollout_worker, "is_vllm_available", lambda *_, **__: True)  # nothing of it is used here
+async def test_trl_worker_trains_on_gateway_traces(key: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    PartialState()  # needed by TRL's logging; its trainer usually creates it
+    monkeypatch.setattr(async_rollout_worker, "is_vllm_available", lambda *_, **__: True)  # vLLM is not used here
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(BUILTIN_TOKENIZER / "tokenizer.json"), eos_token="<|im_end|>"
     )
     tokenizer.pad_token = "<|endoftext|>"
-    tokenizer.response_template = {"defaults": {"role": "assistant"}}  # it parses nothing: the gateway did
+    tokenizer.response_template = {"defaults": {"role": "assistant"}}  # unused: the gateway parses replies
     async with gateway(MEND) as g:
         key(g.app.admin_key)
-        told = config(g.root, tmp_path)
+        settings = config(g.root, tmp_path)
         worker = HarnessRolloutWorker(
-            harness_session_factory=functools.partial(TurngateSessions, told),
-            dataset=Dataset.from_list(prompts(told)),
+            harness_session_factory=functools.partial(TurngateSessions, settings),
+            dataset=Dataset.from_list(prompts(settings)),
             reward_funcs=[],
             processing_class=tokenizer,
             eos_token_ids=[tokenizer.eos_token_id],
@@ -85,7 +85,7 @@ async def test_trls_own_worker_trains_on_our_traces(key: Any, tmp_path: Path, mo
         worker.update_model_version(1)
         try:
             await apart(worker.start)
-            samples = await apart(drained, worker, 2)
+            samples = await apart(drain_rows, worker, 2)
         finally:
             await apart(worker.stop)
         assert [sample.metrics["rewards/harness_reward"] for sample in samples] == [1.0, 1.0]
@@ -96,7 +96,7 @@ async def test_trls_own_worker_trains_on_our_traces(key: Any, tmp_path: Path, mo
         assert (await g._ask("GET", "/admin/sessions?status=open"))["sessions"] == []
 
 
-async def test_a_session_by_hand_and_what_is_left_of_it(key: Any, tmp_path: Path) -> None:
+async def test_session_lifecycle(key: Any, tmp_path: Path) -> None:
     async with gateway(MEND) as g:
         key(g.app.admin_key)
         factory = TurngateSessions(config(g.root, tmp_path), sampling={"temperature": 0.7, "top_k": -1, "top_p": 1.0})
@@ -119,7 +119,7 @@ async def test_a_session_by_hand_and_what_is_left_of_it(key: Any, tmp_path: Path
             factory.create("Something else")
 
 
-async def test_closing_ends_what_runs_and_a_gateway_that_is_gone_is_told(
+async def test_close_ends_session_and_missing_gateway_raises(
     key: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with gateway(MEND) as g:
@@ -133,11 +133,11 @@ async def test_closing_ends_what_runs_and_a_gateway_that_is_gone_is_told(
         assert (await g._ask("GET", "/admin/sessions?status=open"))["sessions"] == []
         assert session.verify([]).env_reward is None
     monkeypatch.setattr(retry, "RESTART_S", 0.5)
-    with pytest.raises(GatewayUnreachable):  # nobody listens there any more
+    with pytest.raises(GatewayUnreachable):  # the gateway has stopped
         await apart(TurngateSessions(config(g.root, tmp_path)).create, row["prompt"])
 
 
-async def test_a_rollout_that_failed_by_nobodys_doing_is_no_rollout_for_trl(key: Any, tmp_path: Path) -> None:
+async def test_infrastructure_fault_raises_and_has_no_trace(key: Any, tmp_path: Path) -> None:
     async with gateway(MEND) as g:
         key(g.app.admin_key)
         factory = TurngateSessions(config(g.root, tmp_path))

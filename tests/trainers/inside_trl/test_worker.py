@@ -1,4 +1,4 @@
-"""`TurngateWorker` over a real gateway, asked as TRL's trainer asks it."""
+"""Tests for `TurngateWorker` with a real gateway, called as TRL's trainer calls it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TALK = [say(f"Answer {n}.") for n in range(40)]
 
 
 @pytest.mark.real
-async def test_rows_are_those_of_the_trace() -> None:
+async def test_rows_equal_trace() -> None:
     async with gateway(TALK) as g, following(g) as worker:
         good, bad = await rolled(g, "a", 1.0, turns=3), await rolled(g, "a", 0.0, turns=2)
         rows = [row for session in (good, bad) for row in await g.samples(session)]
@@ -47,8 +47,8 @@ async def test_rows_are_those_of_the_trace() -> None:
 
 
 @pytest.mark.real
-async def test_a_rollout_of_many_rows_counts_once() -> None:
-    """Under TRL's mean over tokens, by tokens or by rollouts."""
+async def test_multi_row_rollout_counts_once() -> None:
+    """With TRL's token mean, weighted by tokens or by rollouts."""
     async with gateway(TALK) as g:
         many, one = await rolled(g, "a", 1.0, conversations=3), await rolled(g, "a", 0.0)
         async with following(g, choices={"from_start": True}) as worker:
@@ -58,13 +58,13 @@ async def test_a_rollout_of_many_rows_counts_once() -> None:
             await client.delete_feed("f")
         async with following(g, choices={"from_start": True}, weigh="rollouts") as worker:
             samples = await taken(worker, 4)
-            pulls = [sample.advantage * sample.completion_mask.sum() for sample in samples]
-            assert sum(pulls[:3]) == pytest.approx(-pulls[3])
+            contributions = [sample.advantage * sample.completion_mask.sum() for sample in samples]
+            assert sum(contributions[:3]) == pytest.approx(-contributions[3])
         assert len(await g.samples(many)) == 3
         assert len(await g.samples(one)) == 1
 
 
-async def test_versions_are_the_gateways_less_what_came_before_this_trainer() -> None:
+async def test_versions_are_relative_to_trainer_start() -> None:
     async with gateway(TALK) as g:
         await g.resume(40)
         async with following(g, n=1, choices={"advantage": "none"}) as worker:
@@ -75,7 +75,7 @@ async def test_versions_are_the_gateways_less_what_came_before_this_trainer() ->
             assert [sample.model_version for sample in await taken(worker, 2)] == [1, 2]
 
 
-async def test_a_call_in_flight_tells_both_versions() -> None:
+async def test_call_spanning_update_has_both_versions() -> None:
     engine = Gated([say("A long answer, of several tokens.")] * 2, tokens=2)
     async with gateway(engine=engine) as g, following(g, n=1, choices={"advantage": "none"}) as worker:
         rollout = asyncio.create_task(rolled(g, "a", 1.0, turns=1, way="async stream"))
@@ -87,7 +87,7 @@ async def test_a_call_in_flight_tells_both_versions() -> None:
         assert (await taken(worker, 1))[0].model_version == 1
 
 
-async def test_a_row_that_became_stale_in_the_queue_is_dropped_and_counted() -> None:
+async def test_row_stale_in_queue_is_dropped_and_counted() -> None:
     async with gateway(TALK) as g, following(g, n=1, choices={"advantage": "none", "max_staleness": 2}) as worker:
         await rolled(g, "a", 1.0)
         await until(lambda: worker.rollout_buffer.qsize() == 1)
@@ -98,16 +98,14 @@ async def test_a_row_that_became_stale_in_the_queue_is_dropped_and_counted() -> 
         assert sample.model_version == 4
         assert told(worker)["sample/dropped_stale_total"] == [1.0]
         worker.rollout_buffer.mark_trained(1)
-        assert worker.state().delivery == 2  # of both nothing is left to train
+        assert worker.state().delivery == 2  # both deliveries are done
 
 
 @pytest.mark.parametrize(
     ("policy", "advantages"),
     [("train", [0.7071, -1.4142, 0.7071]), ("mask", [-1.4142, 0.7071]), ("exclude", [-1.0, 1.0])],
 )
-async def test_a_rollout_that_filled_its_context_is_the_policys_and_never_a_crash(
-    policy: str, advantages: list[float]
-) -> None:
+async def test_truncated_rollout_follows_policy(policy: str, advantages: list[float]) -> None:
     async with gateway(TALK) as g, following(g, n=3, choices={"on_truncated": policy}) as worker:
         await rolled(g, "a", 1.0, turns=4, limits={"context_tokens": 40})
         await rolled(g, "a", 0.0)
@@ -119,7 +117,7 @@ async def test_a_rollout_that_filled_its_context_is_the_policys_and_never_a_cras
         assert told(worker)["completions/clipped_ratio"] == [(1.0, 3.0)]
 
 
-async def test_rows_that_are_too_long_for_the_trainer_are_left_out_and_counted() -> None:
+async def test_too_long_rows_are_dropped_and_counted() -> None:
     async with gateway(TALK) as g, following(g, longest_row=60) as worker:
         await rolled(g, "a", 1.0, turns=8)
         short = await rolled(g, "a", 0.0, turns=1)
@@ -129,7 +127,7 @@ async def test_rows_that_are_too_long_for_the_trainer_are_left_out_and_counted()
         assert told(worker)["rollout/too_long_rows_total"] == [1.0]
 
 
-async def test_rollouts_without_a_reward_are_in_no_row_and_no_baseline() -> None:
+async def test_unrewarded_rollouts_are_excluded() -> None:
     async with gateway(TALK) as g, following(g, n=3) as worker:
         for reward in (1.0, None, 0.0):
             await rolled(g, "a", reward)
@@ -137,14 +135,14 @@ async def test_rollouts_without_a_reward_are_in_no_row_and_no_baseline() -> None
         assert told(worker)["rollout/excluded_total"] == [1.0]
 
 
-async def test_a_checkpoint_says_which_rows_are_trained_and_no_other_is_trained_twice(tmp_path: Path) -> None:
+async def test_resume_skips_trained_rows(tmp_path: Path) -> None:
     async with gateway(TALK) as g:
         async with following(g) as worker:
             for group in ("a", "b"):
                 await rolled(g, group, 1.0)
                 await rolled(g, group, 0.0)
             given = await taken(worker, 4)
-            worker.rollout_buffer.mark_trained(3)  # the fourth was read ahead
+            worker.rollout_buffer.mark_trained(3)  # the fourth was only prefetched
             (tmp_path / STATE).write_bytes(msgspec.json.encode(worker.state()))
             (tmp_path / LAST).write_text("{}")
             assert worker.state().delivery == 1
@@ -157,14 +155,14 @@ async def test_a_checkpoint_says_which_rows_are_trained_and_no_other_is_trained_
             assert [sample.group_id for sample in again] == [2, 3, 3]
             worker.rollout_buffer.mark_trained(1)
             assert worker.state().delivery == 2
-        async with following(g) as worker:  # without the checkpoint: past what was committed
+        async with following(g) as worker:  # without the checkpoint: after the committed delivery
             assert [sample.group_id for sample in await taken(worker, 4)] == [2, 2, 3, 3]
         with pytest.raises(ConfigError, match="was trained on feed 'f', not on 'other'"):
             config = WorkerConfig(gateway=g.root, feed="other", choices=FeedConfig(n=2))
             TurngateWorker(config, admin_key="k", checkpoint=tmp_path)
 
 
-def test_a_checkpoint_that_does_not_say_what_it_was_trained_on_is_not_gone_on_from(tmp_path: Path) -> None:
+def test_incomplete_checkpoint_is_rejected(tmp_path: Path) -> None:
     config = WorkerConfig(gateway="http://x", feed="f", choices=FeedConfig(n=2))
     with pytest.raises(ConfigError, match=r"has no turngate\.json.* leave out `checkpoint`"):
         TurngateWorker(config, admin_key="k", checkpoint=tmp_path)
@@ -175,7 +173,7 @@ def test_a_checkpoint_that_does_not_say_what_it_was_trained_on_is_not_gone_on_fr
     TurngateWorker(config, admin_key="k", checkpoint=tmp_path)
 
 
-async def test_a_checkpoint_is_of_one_feed_and_not_of_another_that_has_its_name_since(tmp_path: Path) -> None:
+async def test_checkpoint_of_recreated_feed_is_rejected(tmp_path: Path) -> None:
     async with gateway(TALK) as g:
         async with following(g) as worker:
             for reward in (0.0, 1.0):
@@ -188,14 +186,14 @@ async def test_a_checkpoint_is_of_one_feed_and_not_of_another_that_has_its_name_
             await client.delete_feed("f")
             await Feed.open(client, "f", FeedConfig(n=2))
         for reward in (0.0, 1.0):
-            await rolled(g, "b", reward)  # its number is 1 too, and it is in no weights
+            await rolled(g, "b", reward)  # also number 1, but never trained
         async with following(g, checkpoint=tmp_path, start=False) as worker:
             await apart(worker.update_model_version, 1)
             with pytest.raises(OtherFeed, match="it was deleted and recreated"):
                 await apart(worker.start)
 
 
-async def test_a_worker_that_was_stopped_says_so_and_hands_nothing_out_again() -> None:
+async def test_stopped_worker_cannot_be_reused() -> None:
     async with gateway(TALK) as g, following(g) as worker:
         for group in ("a", "b"):
             await rolled(g, group, 1.0)
@@ -205,7 +203,7 @@ async def test_a_worker_that_was_stopped_says_so_and_hands_nothing_out_again() -
         await until(lambda: worker.rollout_buffer.qsize() == 2)
         await apart(worker.stop)
         assert worker.state().delivery == 1
-        assert await none_left(worker, 0.1)  # a second `train()` of the same trainer would go on with them, unseen
+        assert await none_left(worker, 0.1)  # or a second `train()` would silently use them
         with pytest.raises(RuntimeError, match="not running: it was stopped, and a worker serves only one run"):
             worker.check_health(scaled(5))
         with pytest.raises(ConfigError, match="create a new worker and trainer, and pass `checkpoint` to resume"):
@@ -215,7 +213,7 @@ async def test_a_worker_that_was_stopped_says_so_and_hands_nothing_out_again() -
         await apart(worker.stop)
 
 
-async def test_what_is_wrong_is_told_by_start_or_by_its_health() -> None:
+async def test_errors_surface_in_start_or_check_health() -> None:
     async with gateway(TALK) as g:
         async with following(g) as worker:
             async with GatewayClient(g.root, g.app.admin_key) as client:
@@ -234,10 +232,10 @@ async def test_what_is_wrong_is_told_by_start_or_by_its_health() -> None:
             TurngateWorker(worker.config)
 
 
-# ── with a runner of its own ────────────────────────────────────────────────────────────────────────────────────────
+# ── with a rollout plan ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def planned(stage: Stage, program: str, *, grader: str = "", **given: object) -> BatchPlan:
+def make_plan(stage: Stage, program: str, *, grader: str = "", **given: object) -> BatchPlan:
     task = Task(id="t", instruction=PRELUDE + program, grader=Function(name=grader) if grader else None)
     plan = {
         "tasks": (task,),
@@ -253,15 +251,15 @@ def planned(stage: Stage, program: str, *, grader: str = "", **given: object) ->
     return BatchPlan(**{**plan, **given})
 
 
-async def test_it_runs_the_rollouts_at_the_trainers_pace_and_says_when_there_are_no_more(tmp_path: Path) -> None:
+async def test_plan_follows_trainer_pace_and_reports_exhaustion(tmp_path: Path) -> None:
     grader = tmp_path / "grader.py"
     grader.write_text("import random\ndef grade(subject):\n    return random.random()\n")
     async with open_stage() as stage:
-        plan = planned(stage, 'ask("Hi")', grader=f"{grader}:grade", rounds=3)
+        plan = make_plan(stage, 'ask("Hi")', grader=f"{grader}:grade", rounds=3)
         async with following(stage.gateway, plan=plan, ahead=1) as worker:
             await until(lambda: worker.rollout_buffer.qsize() == 2, 30)
             await asyncio.sleep(1.0)
-            assert len(await stage.client.sessions()) == 2  # the next group waits for the trainer
+            assert len(await stage.client.sessions()) == 2  # the next group waits until the trainer takes a row
             [session, _] = await stage.client.sessions()
             assert (await stage.client.show(session)).config.sampling == {"temperature": 1.0}
             samples = await taken(worker, 6)
@@ -272,11 +270,11 @@ async def test_it_runs_the_rollouts_at_the_trainers_pace_and_says_when_there_are
                 worker.check_health(scaled(5))
 
 
-async def test_its_feed_takes_the_groups_of_its_plan_and_no_others(tmp_path: Path) -> None:
+async def test_feed_accepts_only_groups_of_plan(tmp_path: Path) -> None:
     grader = tmp_path / "grader.py"
     grader.write_text("import random\ndef grade(subject):\n    return random.random()\n")
     async with open_stage() as stage:
-        plan = planned(stage, 'ask("Hi")', grader=f"{grader}:grade")
+        plan = make_plan(stage, 'ask("Hi")', grader=f"{grader}:grade")
         async with following(stage.gateway, plan=plan) as worker:
             others = [await rolled(stage.gateway, "other", reward) for reward in (0.0, 1.0)]
             samples = await taken(worker, 2)
@@ -289,9 +287,9 @@ async def test_its_feed_takes_the_groups_of_its_plan_and_no_others(tmp_path: Pat
             assert (worker.config.plan, worker.config.choices.groups) == (named, "train")
 
 
-async def test_stop_ends_agents_and_leaves_neither_sandbox_nor_session() -> None:
+async def test_stop_ends_agents_sandboxes_and_sessions() -> None:
     async with open_stage() as stage:
-        plan = planned(stage, 'ask("Hi"); time.sleep(600)', rounds=10)
+        plan = make_plan(stage, 'ask("Hi"); time.sleep(600)', rounds=10)
         async with following(stage.gateway, plan=plan) as worker:
             async with asyncio.timeout(scaled(20)):
                 while len(await stage.open_sessions()) < 2:
@@ -301,16 +299,16 @@ async def test_stop_ends_agents_and_leaves_neither_sandbox_nor_session() -> None
         assert stage.alive() == []
 
 
-async def test_a_plan_that_nothing_comes_of_is_given_up(tmp_path: Path) -> None:
+async def test_plan_without_rewards_is_abandoned(tmp_path: Path) -> None:
     async with open_stage() as stage:
-        plan = planned(stage, 'ask("Hi")', grader=f"{tmp_path}/none.py:grade", rounds=100_000)
+        plan = make_plan(stage, 'ask("Hi")', grader=f"{tmp_path}/none.py:grade", rounds=100_000)
         async with following(stage.gateway, plan=plan) as worker:
             await until(lambda: worker._work is not None and worker._work.done(), 60)
             with pytest.raises(RuntimeError, match=r"the last \d+ rollouts have no reward"):
                 worker.check_health(scaled(5))
 
 
-def test_the_plan_and_the_feed_and_the_trainer_have_to_agree(tmp_path: Path) -> None:
+def test_conflicting_plan_and_feed_are_rejected(tmp_path: Path) -> None:
     task = Task(id="t", instruction="x")
     plan = BatchPlan(
         tasks=(task,),
@@ -335,8 +333,8 @@ def test_the_plan_and_the_feed_and_the_trainer_have_to_agree(tmp_path: Path) -> 
         WorkerConfig(gateway="http://x", feed="f", choices=FeedConfig(n=4), plan=warm)
 
 
-def test_an_empty_queue_says_so() -> None:
+def test_empty_queue_times_out() -> None:
     worker = TurngateWorker(WorkerConfig(gateway="http://x", feed="f", choices=FeedConfig(n=1)), admin_key="k")
     with pytest.raises(queue.Empty):
         worker.rollout_buffer.get(timeout=0.01)
-    worker.stop()  # what was never started
+    worker.stop()  # stopping an unstarted worker is a no-op

@@ -1,4 +1,4 @@
-"""The environment: verifiers loads it, runs our rollouts by it, and says of each what we say."""
+"""Tests for the verifiers environment: loading, rollouts, rewards and errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def broken(work):
 """
 
 
-def configured(
+def make_config(
     g: Running,
     tmp_path: Path,
     program: str,
@@ -52,8 +52,8 @@ def configured(
     agent: Any = None,
     **harness: Any,
 ) -> vf.EnvConfig:
-    """Our environment, as verifiers reads its configuration. The agent is a small program, in a sandbox of ours."""
-    os.environ["TURNGATE_ADMIN_KEY"] = g.app.admin_key  # taken away again with the test, by the fixture of all tests
+    """Build the environment's config with a small program as the agent."""
+    os.environ["TURNGATE_ADMIN_KEY"] = g.app.admin_key  # removed by the shared fixture
     file = tmp_path / "tasks.py"
     name = f"{file}:{grader}" if grader else ""
     file.write_text(TASKS.format(program=PRELUDE + program, grader=name, setup=setup))
@@ -65,8 +65,8 @@ def configured(
 
 
 async def episode(g: Running, tmp_path: Path, program: str, **how: Any) -> vf.Trace:
-    """One, by verifiers' own loader and runner."""
-    env = vf.load_environment(configured(g, tmp_path, program, **how))
+    """Run one episode with verifiers' loader and runner."""
+    env = vf.load_environment(make_config(g, tmp_path, program, **how))
     [task] = env.taskset
     context = vf.ModelContext(model="m", client=vf.EvalClientConfig(), sampling=vf.Sampling(temperature=0.5))
     async with env.serving():
@@ -77,11 +77,11 @@ async def episode(g: Running, tmp_path: Path, program: str, **how: Any) -> vf.Tr
     return trace
 
 
-async def test_over_the_wire_that_prime_rl_reads(tmp_path: Path) -> None:
-    """verifiers' environment server and its client: the task goes there as data, turns come back as deltas, at full precision."""
+async def test_episode_through_environment_server(tmp_path: Path) -> None:
+    """Through verifiers' environment server and client, turns come back at full precision."""
     async with gateway([say("Hello."), say("Bye.")]) as g:
         program = 'a = ask("Hi"); open("answer", "w").write(a); ask("Hi", a, "More")'
-        config = configured(g, tmp_path, program)
+        config = make_config(g, tmp_path, program)
         [task] = vf.load_taskset(config.taskset)
         server = EnvServer(config, "tcp://127.0.0.1:*")
         serving = asyncio.create_task(server.run())
@@ -100,7 +100,7 @@ async def test_over_the_wire_that_prime_rl_reads(tmp_path: Path) -> None:
         assert branch.sampled_mask == [bool(m) for m in row["mask"]]
 
 
-async def test_rows_reward_and_sampling_are_ours(tmp_path: Path) -> None:
+async def test_rows_reward_and_sampling_match_gateway(tmp_path: Path) -> None:
     async with gateway([say("Hello."), say("Bye.")]) as g:
         program = 'a = ask("Hi"); open("answer", "w").write(a); ask("Hi", a, "More")'
         trace = await episode(g, tmp_path, program)
@@ -111,12 +111,12 @@ async def test_rows_reward_and_sampling_are_ours(tmp_path: Path) -> None:
         assert branch.logprobs == [lp or 0.0 for lp in row["logprobs"]] and trace.num_turns == 2
         assert g.engine.received[0].sampling.temperature == 0.5
         assert (await g.show(session))["outcome"]["reward"] == 0.75
-        # As a trainer gets it from another process.
+        # Round trip through the wire format, as in a separate trainer process.
         again = vf.WireTrace.model_validate(trace.model_dump())
         assert again.branches[0].token_ids == row["ids"] and again.task.data.model_extra["task"] == "one"
 
 
-async def test_a_zero_is_a_reward(tmp_path: Path) -> None:
+async def test_zero_reward_is_recorded(tmp_path: Path) -> None:
     async with gateway([say("No.")]) as g:
         trace = await episode(g, tmp_path, 'open("answer", "w").write(ask("Hi"))')
         assert trace.ok and trace.rewards["grade"].score == 0.0
@@ -125,7 +125,7 @@ async def test_a_zero_is_a_reward(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "how", "error"),
     [
-        ([say("Hello.")], {"grader": "broken"}, "TaskError"),  # an invalid task: its grader fails
+        ([say("Hello.")], {"grader": "broken"}, "TaskError"),  # invalid task: the grader fails
         ([say("Hello.")], {"setup": "exit 3"}, "TaskError"),
         ([ScriptedTurn(fail_before=True)] * 9, {}, "ProviderError"),
         pytest.param(
@@ -137,7 +137,7 @@ async def test_a_zero_is_a_reward(tmp_path: Path) -> None:
         ([say("Hello.")], {"options": {"command": "exec python3 -", "other": "x"}}, "HarnessError"),
     ],
 )
-async def test_nobody_is_scored_for_what_was_not_the_agents_fault(
+async def test_faults_outside_agent_have_no_reward(
     tmp_path: Path, script: list[ScriptedTurn], how: Any, error: str
 ) -> None:
     async with gateway(script) as g:
@@ -146,12 +146,12 @@ async def test_nobody_is_scored_for_what_was_not_the_agents_fault(
         assert trace.rewards == {"grade": None}
 
 
-async def test_limits_time_and_failure_in_verifiers_words(tmp_path: Path) -> None:
+async def test_limits_timeouts_and_failures_map_to_verifiers(tmp_path: Path) -> None:
     async with gateway([say("Hello.")] * 9) as g:
         program = 'a = ask("Hi"); open("answer", "w").write(a); ask("Hi", a, "More")'
         limited = await episode(g, tmp_path, program, agent={"max_turns": 1})
         assert limited.ok and limited.is_truncated and limited.stop_condition == "max_turns" and limited.reward == 0.75
-        # A task is what its row says, wherever it is read again: the program is its prompt.
+        # The program is the task's prompt, so each episode below is a different task.
         late = await episode(
             g, tmp_path, 'open("answer", "w").write(ask("Hi")); time.sleep(3600)', timeout_s=scaled(1.5)
         )
@@ -162,13 +162,13 @@ async def test_limits_time_and_failure_in_verifiers_words(tmp_path: Path) -> Non
         assert not excluded.ok and excluded.rewards == {"grade": None} and excluded.num_turns == 1
 
 
-async def test_a_task_without_a_grader_has_no_reward(tmp_path: Path) -> None:
+async def test_ungraded_task_has_no_reward(tmp_path: Path) -> None:
     async with gateway([say("Hello.")]) as g:
         trace = await episode(g, tmp_path, 'ask("Hi")', grader="")
         assert trace.ok and trace.rewards == {"grade": None} and trace.num_turns == 1
 
 
-async def test_verifiers_own_deadline_keeps_what_was_recorded(tmp_path: Path) -> None:
+async def test_verifiers_timeout_keeps_recorded_turns(tmp_path: Path) -> None:
     async with gateway([say("Hello."), ScriptedTurn(hang=True)]) as g:
         program = 'a = ask("Hi"); ask("Hi", a, "More")'
         trace = await episode(g, tmp_path, program, agent={"timeout": {"rollout": scaled(2)}})
@@ -176,7 +176,7 @@ async def test_verifiers_own_deadline_keeps_what_was_recorded(tmp_path: Path) ->
         assert (await g.show(trace.id))["status"] == "cancelled"
 
 
-async def test_a_gateway_that_is_not_there_is_told_before_anything_runs(tmp_path: Path) -> None:
+async def test_missing_gateway_fails_before_run(tmp_path: Path) -> None:
     async with gateway() as g:
         with pytest.raises((vf.InterceptionError, ExceptionGroup), match="gateway"):
             await asyncio.wait_for(episode(g, tmp_path, "pass", gateway="http://127.0.0.1:9"), scaled(60))

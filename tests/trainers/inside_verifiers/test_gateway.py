@@ -1,4 +1,4 @@
-"""The mixin: verifiers' own machinery runs a real program in its own runtime, against a real gateway over HTTP."""
+"""Tests for the gateway mixin: verifiers runs a program in its own runtime against a real gateway."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ TWO = 'first = ask("Hi"); print(ask("Hi", first, "More"))'
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the mixin asked of the gateway, in order, and what answered."""
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the mixin's requests to the gateway, in order."""
     order: list[str] = []
     answer = RolloutApi._send
 
-    async def noted(self: RolloutApi, method: str, url: str, body: Any, gone: bool) -> bytes:
+    async def record(self: RolloutApi, method: str, url: str, body: Any, gone: bool) -> bytes:
         order.append(url.rpartition("/")[2])
         return await answer(self, method, url, body, gone)
 
-    monkeypatch.setattr(RolloutApi, "_send", noted)
+    monkeypatch.setattr(RolloutApi, "_send", record)
     return order
 
 
 def agent(g: Running, program: str, *, timeout: float | None = None, **config: Any) -> vf.Agent:
-    os.environ["TURNGATE_ADMIN_KEY"] = g.app.admin_key  # taken away again with the test, by the fixture of all tests
+    os.environ["TURNGATE_ADMIN_KEY"] = g.app.admin_key  # removed by the shared fixture
     harness = {"id": "gateway-program", "gateway": g.root, "program": program, **config.pop("harness", {})}
     return vf.make_agent(
         vf.AgentConfig.model_validate(
@@ -59,29 +59,29 @@ def task() -> vf.Task:
     return vf.Task(vf.TaskData(idx=0, prompt="Do it"))
 
 
-async def rolled(g: Running, program: str, **config: Any) -> vf.Trace:
+async def run_rollout(g: Running, program: str, **config: Any) -> vf.Trace:
     async with agent(g, program, **config) as one:
         return await one.run(task())
 
 
 @asynccontextmanager
-async def begun(
+async def start_rollout(
     g: Running, program: str, **config: Any
 ) -> AsyncIterator[tuple[asyncio.Task[vf.Trace], list[vf.Trace]]]:
-    """A rollout that is under way, and its trace."""
-    minted: list[vf.Trace] = []
+    """Start a rollout and yield its task and trace."""
+    traces: list[vf.Trace] = []
     async with agent(g, program, **config) as one:
-        running = asyncio.create_task(one.run(task(), on_trace=minted.append))
+        running = asyncio.create_task(one.run(task(), on_trace=traces.append))
         try:
-            yield running, minted
+            yield running, traces
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_the_trace_is_what_the_gateway_recorded(asked: list[str]) -> None:
+async def test_trace_equals_gateway_recording(requests: list[str]) -> None:
     async with gateway([say("Hello."), say("Bye.")]) as g:
-        trace = await rolled(g, TWO)
+        trace = await run_rollout(g, TWO)
         assert trace.ok and trace.stop_condition == "agent_completed" and trace.info["printed"] == "Bye.\n"
         [row], [branch] = await g.samples(trace.id), trace.branches
         assert branch.token_ids == row["ids"] and branch.sampled_mask == [bool(m) for m in row["mask"]]
@@ -90,11 +90,11 @@ async def test_the_trace_is_what_the_gateway_recorded(asked: list[str]) -> None:
         assert trace.num_turns == 2 and trace.usage.completion_tokens == sum(row["mask"])
         assert trace.info["url"] == f"{g.root}/v1/rollouts/{trace.id}/v1"
         assert (await g.show(trace.id))["status"] == "sealed" and trace.info["after"] == [4]
-        assert asked == ["register", "unregister", "trajectory"]
+        assert requests == ["register", "unregister", "trajectory"]
 
 
-async def test_harnesses_of_every_dialect_find_their_way() -> None:
-    """Those of Codex and Claude Code put other paths behind the same address, or behind what is left of it without /v1."""
+async def test_all_dialect_paths_are_routed() -> None:
+    """Codex and Claude Code append other paths to the base URL, with or without `/v1`."""
     program = """
 def post(url, body):
     headers = {"content-type": "application/json", "authorization": "Bearer " + os.environ["SECRET"]}
@@ -107,69 +107,69 @@ post(url.removesuffix("/v1") + "/v1/messages", {"model": "m", "max_tokens": 50, 
 print(post(url + "/models", None)["data"][0]["id"])
 """
     async with gateway([say("One."), say("Two.")]) as g:
-        trace = await rolled(g, program)
+        trace = await run_rollout(g, program)
         assert trace.ok and trace.info["printed"] == "m\n"
         assert sorted(m.content for m in trace.assistant_messages) == ["One.", "Two."]
         rows = sorted(row["ids"] for row in await g.samples(trace.id))
         assert sorted(branch.token_ids for branch in trace.branches) == rows
 
 
-async def test_sampling_and_limits_of_the_run_are_the_gateways_to_keep() -> None:
+async def test_gateway_enforces_sampling_and_limits() -> None:
     async with gateway([say("One."), say("Two.")]) as g:
-        trace = await rolled(g, TWO, sampling={"temperature": 0.5, "max_tokens": 77}, max_turns=1)
+        trace = await run_rollout(g, TWO, sampling={"temperature": 0.5, "max_tokens": 77}, max_turns=1)
         [turn] = g.engine.received
         assert turn.sampling.temperature == 0.5 and turn.max_tokens == 77
-        assert trace.num_turns == 1 and not trace.ok  # the program's second call was refused, and it failed
+        assert trace.num_turns == 1 and not trace.ok  # the second call was rejected, so the program failed
 
 
-async def test_the_trajectory_is_asked_for_when_the_agent_is_stopped(asked: list[str], tmp_path: Path) -> None:
-    """A program that has used up its time, in the middle of its second turn: it is dead, and nothing is sampled for it any more."""
+async def test_timeout_kills_agent_and_keeps_trajectory(requests: list[str], tmp_path: Path) -> None:
+    """A program that times out in its second turn is killed, and its call is aborted."""
     async with gateway([say("Hello."), ScriptedTurn(hang=True)]) as g:
         told = tmp_path / "pid"
         program = f'open({str(told)!r}, "w").write(str(os.getpid())); first = ask("Hi"); ask("Hi", first, "More")'
-        trace = await rolled(g, program, timeout=scaled(1.5))
+        trace = await run_rollout(g, program, timeout=scaled(1.5))
         assert trace.is_timeout and trace.stop_condition == "agent_timeout"
-        assert asked == ["register", "cancel", "unregister", "trajectory"]
+        assert requests == ["register", "cancel", "unregister", "trajectory"]
         with pytest.raises(ProcessLookupError):
             os.kill(int(told.read_text()), 0)
         shown = await g.show(trace.id)
         assert shown["status"] == "cancelled" and shown["in_flight"] == 0
-        assert trace.num_turns == 1 and trace.branches[0].token_ids  # what there was is kept
+        assert trace.num_turns == 1 and trace.branches[0].token_ids  # the completed turn is kept
         assert trace.info["after"] == [2]
 
 
-async def test_cancelling_tells_the_gateway_first(asked: list[str]) -> None:
+async def test_cancel_reaches_gateway_first(requests: list[str]) -> None:
     async with gateway(engine=Gated([say("Never.")], tokens=0)) as g:
-        async with begun(g, 'ask("Hi")') as (running, minted):
+        async with start_rollout(g, 'ask("Hi")') as (running, traces):
             await until(lambda: g.gated.waiting)
             running.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await running
-        assert asked[:2] == ["register", "cancel"]
+        assert requests[:2] == ["register", "cancel"]
         await until(lambda: not g.gated.waiting)
-        assert (await g.show(minted[0].id))["status"] == "cancelled" and minted[0].info["after"] == [0]
+        assert (await g.show(traces[0].id))["status"] == "cancelled" and traces[0].info["after"] == [0]
 
 
 @pytest.mark.parametrize(("harness", "error"), [({}, "HarnessError"), ({"breaks": True}, "SandboxError")])
-async def test_what_was_recorded_is_kept_however_it_failed(harness: dict[str, Any], error: str) -> None:
+async def test_failed_rollout_keeps_recorded_turns(harness: dict[str, Any], error: str) -> None:
     async with gateway([say("Hello.")]) as g:
-        trace = await rolled(g, 'ask("Hi"); sys.exit(3)', harness=harness)
+        trace = await run_rollout(g, 'ask("Hi"); sys.exit(3)', harness=harness)
         assert not trace.ok and trace.last_error.type == error
         [row], [branch] = await g.samples(trace.id), trace.branches
         assert branch.token_ids == row["ids"] and trace.info["after"] == [2]
         assert (await g.show(trace.id))["status"] == "sealed"
 
 
-async def test_a_hook_that_fails_hides_no_error() -> None:
+async def test_failing_hook_does_not_hide_error() -> None:
     async with gateway([say("Hello.")] * 2) as g:
-        trace = await rolled(g, 'ask("Hi")', harness={"breaks": True, "hook_breaks": True})
+        trace = await run_rollout(g, 'ask("Hi")', harness={"breaks": True, "hook_breaks": True})
         assert trace.last_error.type == "SandboxError" and trace.num_turns == 1
-        trace = await rolled(g, 'ask("Hi")', harness={"hook_breaks": True})
+        trace = await run_rollout(g, 'ask("Hi")', harness={"hook_breaks": True})
         assert "the hook is broken" in trace.last_error.message and trace.num_turns == 1
 
 
 @pytest.mark.parametrize("without", ["trajectory", "num_turns", "status", "model"])
-async def test_a_reply_that_lacks_something_changes_nothing(without: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_incomplete_trajectory_leaves_trace_unchanged(without: str, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = RolloutApi._send
 
     async def cut(self: RolloutApi, method: str, url: str, body: Any, gone: bool) -> bytes:
@@ -178,14 +178,14 @@ async def test_a_reply_that_lacks_something_changes_nothing(without: str, monkey
 
     async with gateway([say("Hello.")]) as g:
         monkeypatch.setattr(RolloutApi, "_send", cut)
-        trace = await rolled(g, 'ask("Hi")')
+        trace = await run_rollout(g, 'ask("Hi")')
         assert not trace.ok and trace.stop_condition == "interception_error" and without in trace.last_error.message
         assert trace.nodes == [] and trace.task.data.prompt == "Do it" and trace.info["after"] == [0]
 
 
-async def test_a_trace_that_is_there_is_not_written_over() -> None:
+async def test_existing_trace_is_not_overwritten() -> None:
     async with gateway([say("Hello.")]) as g:
-        trace = await rolled(g, 'ask("Hi")')
+        trace = await run_rollout(g, 'ask("Hi")')
         before = trace.model_dump_json()
         async with RolloutApi(g.root, g.app.admin_key) as rollouts:
             turns = turns_from_trajectory(await rollouts.trajectory(trace.id))
@@ -194,32 +194,32 @@ async def test_a_trace_that_is_there_is_not_written_over() -> None:
         assert trace.model_dump_json() == before
 
 
-async def test_log_probabilities_that_are_missing_are_never_filled_in() -> None:
+async def test_missing_logprobs_are_not_filled_in() -> None:
     async with gateway([say("Hello.", null_logprobs=True), say("Bye.")]) as g:
-        trace = await rolled(g, TWO)
+        trace = await run_rollout(g, TWO)
         [branch], [row] = trace.branches, await g.samples(trace.id)
         assert branch.sampled_mask == [bool(m) for m in row["mask"]] and branch.token_ids == row["ids"]
         assert len([lp for node in trace.nodes for lp in node.logprobs]) == sum(branch.sampled_mask)
 
 
-async def test_a_turn_that_two_branches_share_is_trained_in_one() -> None:
+async def test_shared_turn_is_trained_in_one_branch() -> None:
     async with gateway([say("Hello."), say("This."), say("That, and more.")]) as g:
-        trace = await rolled(g, 'first = ask("Hi"); ask("Hi", first, "This?"); ask("Hi", first, "That?")')
+        trace = await run_rollout(g, 'first = ask("Hi"); ask("Hi", first, "This?"); ask("Hi", first, "That?")')
         rows = sorted((r["ids"], [bool(m) for m in r["mask"]]) for r in await g.samples(trace.id))
         assert sorted((b.token_ids, b.sampled_mask) for b in trace.branches) == rows and len(rows) == 2
         assert trace.num_turns == 3
 
 
-def test_what_is_configured_is_declared() -> None:
+def test_config_defaults_and_validation() -> None:
     assert GatewayConfig().poll_interval > 0 and GatewayConfig().silence_s > 0
     with pytest.raises(ValidationError, match="poll_interval"):
         GatewayConfig(poll_interval=0)
 
 
-async def test_a_gateway_that_is_not_named_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_gateway_setting_is_error(monkeypatch: pytest.MonkeyPatch) -> None:
     async with gateway() as g:
         monkeypatch.delenv(mixin.GATEWAY, raising=False)
-        trace = await rolled(g, 'ask("Hi")', harness={"gateway": ""})
+        trace = await run_rollout(g, 'ask("Hi")', harness={"gateway": ""})
         assert trace.last_error.type == "InterceptionError" and mixin.GATEWAY in trace.last_error.message
         one = agent(g, 'ask("Hi")')
         monkeypatch.delenv("TURNGATE_ADMIN_KEY")
@@ -228,26 +228,26 @@ async def test_a_gateway_that_is_not_named_is_told(monkeypatch: pytest.MonkeyPat
         assert "TURNGATE_ADMIN_KEY" in trace.last_error.message and not trace.ok
 
 
-async def test_a_way_that_is_gone_fails_the_rollout_as_nobodys_fault(asked: list[str]) -> None:
-    """A tunnel that dies under a running program: the address stays what it was, and nothing is waited for in vain."""
+async def test_broken_tunnel_is_tunnel_error(requests: list[str]) -> None:
+    """A tunnel that breaks during a run ends the rollout with a tunnel error."""
     async with gateway([say("Hello.")]) as g:
         port = int(g.root.rpartition(":")[2])
 
-        async def passed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             inside_reader, inside = await asyncio.open_connection("127.0.0.1", port)
             await asyncio.gather(_pump(reader, inside), _pump(inside_reader, writer), return_exceptions=True)
 
-        tunnel = await asyncio.start_server(passed, "127.0.0.1", 0)
+        tunnel = await asyncio.start_server(forward, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{tunnel.sockets[0].getsockname()[1]}"
         harness = {"public_url": url, "poll_interval": 0.1, "silence_s": scaled(0.25)}
-        async with begun(g, 'ask("Hi"); time.sleep(3600)', harness=harness) as (running, minted):
+        async with start_rollout(g, 'ask("Hi"); time.sleep(3600)', harness=harness) as (running, traces):
             await until(lambda: g.engine.received, 20)
-            await until(lambda: list(g.app.sessions.find(minted[0].id).trace.turns()))
+            await until(lambda: list(g.app.sessions.find(traces[0].id).trace.turns()))
             tunnel.close()
             trace = await asyncio.wait_for(running, scaled(20))
         assert trace.stop_condition == "tunnel_error" and not trace.ok and url in trace.last_error.message
         assert trace.info["url"].startswith(url) and trace.num_turns == 1
-        assert asked == ["register", "unregister", "trajectory"] and trace.rewards == {}
+        assert requests == ["register", "unregister", "trajectory"] and trace.rewards == {}
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -259,7 +259,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         writer.close()
 
 
-async def test_unregistering_twice_is_fine() -> None:
+async def test_unregister_is_idempotent() -> None:
     async with gateway() as g, RolloutApi(g.root, g.app.admin_key) as rollouts:
         await rollouts.register("r1", {"model": "m"})
         for _ in range(2):
@@ -271,7 +271,7 @@ async def test_unregistering_twice_is_fine() -> None:
             await rollouts.register("r1", {"model": "m"})
 
 
-async def test_switched_off_the_harness_is_what_it_was(asked: list[str]) -> None:
+async def test_disabled_mixin_does_nothing(requests: list[str]) -> None:
     async with gateway() as g:
-        trace = await rolled(g, "pass", harness={"gateway_enabled": False, "gateway": ""})
-        assert trace.ok and "/v1/rollouts/" not in trace.info["url"] and asked == [] and "after" not in trace.info
+        trace = await run_rollout(g, "pass", harness={"gateway_enabled": False, "gateway": ""})
+        assert trace.ok and "/v1/rollouts/" not in trace.info["url"] and requests == [] and "after" not in trace.info

@@ -1,4 +1,4 @@
-"""A harness of verifiers' whose agent is a small Python program in verifiers' own runtime, with the mixin before it."""
+"""A verifiers harness with the gateway mixin; its agent is a small Python program in verifiers' runtime."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def ask(*texts):
 
 class ProgramConfig(GatewayConfig):
     program: str = ""
-    breaks: bool = False  # the harness itself fails when the program has ended
+    breaks: bool = False  # the harness fails after the program has ended
     hook_breaks: bool = False
 
 

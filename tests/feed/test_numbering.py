@@ -1,4 +1,4 @@
-"""Whatever is recorded, replaced, closed and deleted in whatever order: each rollout is in a feed once, and what has a number keeps it."""
+"""Property tests for feed numbering: each rollout is delivered once, and numbered deliveries never change."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Seen = dict[str, dict[int, list[tuple[int, str, str]]]]
 
 
 def numbered(store: Store) -> Seen:
-    """By feed and number, the rollouts with their outcomes."""
+    """Rollouts with their outcomes, by feed and number."""
     found: Seen = {}
     for feed in store.feeds.listing():
         found[feed.name] = {
@@ -42,7 +42,7 @@ def numbered(store: Store) -> Seen:
 
 
 class Model:
-    """What ought to be there: a list of those who wait, and of those who have a number."""
+    """Reference model of a feed: waiting rollouts and numbered deliveries."""
 
     def __init__(self, n: int, prefix: str) -> None:
         self.n, self.prefix = n, prefix
@@ -67,8 +67,8 @@ class Model:
                 del self.waiting[session]
 
 
-class Late(Model):
-    """One that is filled row by row with what is there, and then with what came meanwhile."""
+class LateModel(Model):
+    """A feed opened late: filled with existing outcomes, then with those recorded during the fill."""
 
     def __init__(self, n: int, prefix: str, there: dict[int, tuple[str, str]]) -> None:
         super().__init__(n, prefix)
@@ -109,10 +109,10 @@ class Late(Model):
 
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.one_of(outcomes, outcomes, outcomes, closes, deletes, opens, fills, fills), max_size=50))
-def test_a_feed_is_what_a_simple_list_would_be(steps: list[tuple[Any, ...]]) -> None:
+def test_feed_matches_reference_model(steps: list[tuple[Any, ...]]) -> None:
     models = {name: Model(*choices) for name, choices in FEEDS.items() if name != "late"}
-    late: Late | None = None
-    recorded: dict[int, tuple[str, str]] = {}  # what stands beside the traces, in the order of the first recording
+    late: LateModel | None = None
+    recorded: dict[int, tuple[str, str]] = {}  # current outcomes, in recording order
     with tempfile.TemporaryDirectory(dir=MEMORY_FOLDER) as folder:
         store = Store(Path(folder))
         try:
@@ -143,16 +143,16 @@ def test_a_feed_is_what_a_simple_list_would_be(steps: list[tuple[Any, ...]]) -> 
                         if late is not None:
                             late.rows = [row for row in late.rows if row != session]
                     case ("late",) if late is None:
-                        models["late"] = late = Late(*FEEDS["late"], dict(recorded))
+                        models["late"] = late = LateModel(*FEEDS["late"], dict(recorded))
                         store.feeds.open("late", b"{}", *FEEDS["late"], from_start=True)
                     case ("fill",) if late is not None:
                         _fill(store, late)
                 after = numbered(store)
                 for name, deliveries in before.items():
-                    assert {n: after[name][n] for n in deliveries} == deliveries  # nothing that has a number changes
+                    assert {n: after[name][n] for n in deliveries} == deliveries  # numbered deliveries never change
             while late is not None and late.filling:
                 _fill(store, late)
-            assert numbered(store) == {name: models[name].done for name in after_order(store)}
+            assert numbered(store) == {name: models[name].done for name in feed_names(store)}
             for feed in store.feeds.listing():
                 waiting = {w.group: w.rollouts for w in store.feeds.waiting(feed.key, 100)}
                 groups = [group for group, _ in models[feed.name].waiting.values()]
@@ -161,15 +161,15 @@ def test_a_feed_is_what_a_simple_list_would_be(steps: list[tuple[Any, ...]]) -> 
             store.close()
 
 
-def _fill(store: Store, late: Late) -> None:
+def _fill(store: Store, late: LateModel) -> None:
     feed = store.feeds.find("late")
     assert feed is not None and store.feeds.is_filling(feed.key) == late.filling
     store.feeds.fill(feed.key, 1)
     late.fill()
 
 
-@pytest.mark.parametrize("most", [1, 2, 100])
-def test_what_is_recorded_while_a_feed_is_filled_comes_after_what_was_there_whatever_the_clock_says(most: int) -> None:
+@pytest.mark.parametrize("batch_size", [1, 2, 100])
+def test_outcomes_recorded_during_fill_come_last(batch_size: int) -> None:
     with tempfile.TemporaryDirectory(dir=MEMORY_FOLDER) as folder:
         store = Store(Path(folder))
 
@@ -184,13 +184,13 @@ def test_what_is_recorded_while_a_feed_is_filled_comes_after_what_was_there_what
                 record(session, "a", 100.0 + session)
             feed = store.feeds.open("f", b"{}", 2, "", from_start=True).key
             store.feeds.fill(feed, 1)
-            record(4, "a", 5.0)  # the clock was put back
-            record(2, "b", 6.0)  # was not entered yet
-            record(1, "b", 7.0)  # was, and has a number before this has its turn
+            record(4, "a", 5.0)  # the clock was set back
+            record(2, "b", 6.0)  # not filled yet
+            record(1, "b", 7.0)  # already filled; numbered before this one applies
             assert store.feeds.close_group("b") == []
             record(5, "b", 300.0)
-            while store.feeds.fill(feed, most):
-                record(6, "c", 8.0)  # the same again is nothing new
+            while store.feeds.fill(feed, batch_size):
+                record(6, "c", 8.0)  # recording the same outcome changes nothing
             assert not store.feeds.is_filling(feed)
             record(7, "b", 9.0)
             assert numbered(store)["f"] == {
@@ -203,5 +203,5 @@ def test_what_is_recorded_while_a_feed_is_filled_comes_after_what_was_there_what
             store.close()
 
 
-def after_order(store: Store) -> list[str]:
+def feed_names(store: Store) -> list[str]:
     return [feed.name for feed in store.feeds.listing()]
