@@ -1,4 +1,4 @@
-"""Explain validation errors in settings and requests: name the field and its valid values."""
+"""Explain errors in settings and in requests to the admin API and the service: name the field and its valid values."""
 
 from __future__ import annotations
 

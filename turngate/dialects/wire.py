@@ -1,4 +1,4 @@
-"""Decoding and validation of wire JSON, shared by all dialects."""
+"""Decoding and validation of model calls, shared by all dialects, and the text of their errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training rows of a trace: one per branch. Each sampled token is trainable in at most one row."""
+"""Training rows of a trace, one per branch, and the reason why a turn is not trained. Each sampled token is trained at most once."""
 
 from __future__ import annotations
 

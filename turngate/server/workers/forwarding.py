@@ -1,4 +1,4 @@
-"""Forward requests to the worker that owns the session.
+"""Forward a request that reached the wrong worker to the one that owns the session.
 
 The front assigns most connections to the right worker, based on their first request. The exceptions are connections that serve several
 sessions, secrets without a slot, and requests that open sessions. These requests are forwarded unchanged over the owner's private Unix

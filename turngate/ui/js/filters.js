@@ -1,4 +1,4 @@
-/** Filters of a list: a search field, menus, and chips with counts. */
+/** Controls of a list's filters: a search field, menus, and chips with counts. */
 
 import { el, fill } from "./dom.js";
 import { count } from "./format.js";
