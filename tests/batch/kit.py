@@ -1,8 +1,8 @@
-"""What the tests of batches are written with: a small agent, tasks that go well or wrong in a known way, and a runner to be killed.
+"""Helpers for the batch tests: a small agent, tasks that succeed or fail in a known way, and a runner process to kill.
 
     python -m tests.batch.kit URL OUT ROOT SCALE      runs `storm(…)` against a gateway; its key comes from TURNGATE_ADMIN_KEY
 
-The agent asks the model once and writes down a guess; half of them are right. What a task is called says what befalls its rollouts.
+The agent calls the model once and writes a guess, which is right half the time. A task's name decides what happens to its rollouts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from turngate.sandboxes.local import LocalBackend
 from turngate.sandboxes.supervised import SupervisedSandbox
 from turngate.tasks.task import Script, Task
 
-# With a bare socket: importing an HTTP client takes three times as long as all the rest of it.
+# Uses a bare socket: importing an HTTP client would take three times as long as everything else.
 AGENT = """
 import json, os, socket, sys, time
 text = sys.stdin.read()
@@ -53,49 +53,49 @@ open("guess", "w").write("right" if os.urandom(1)[0] % 2 else "wrong")
 DECIDE = 'read -r guess < guess; [ "$guess" = right ]; echo $((1 - $?)) > "$TURNGATE_LOGS/verifier/reward.txt"'
 CRASH = "kill -9 $$"
 
-# What befalls the rollouts of a task, by the first word of its name, and the class that they end in.
+# The class that the rollouts of a task end in, by the first word of the task's name.
 ENDS = {
     "well": "graded",
-    "sandbox": "infrastructure fault",  # none can be made for it
-    "engine": "infrastructure fault",  # drops the connection
-    "hang": "agent failed",  # runs out of time, and is excluded for that
-    "grader": "invalid task",  # crashes, whatever the work
+    "sandbox": "infrastructure fault",  # no sandbox can be created
+    "engine": "infrastructure fault",  # the engine drops the connection
+    "hang": "agent failed",  # the agent times out, which the policy excludes
+    "grader": "invalid task",  # the grader always crashes
     "setup": "invalid task",
 }
 
 
 def task(name: str) -> Task:
-    what = name.partition("-")[0]
+    kind = name.partition("-")[0]
     return Task(
         id=name,
         instruction=f"Guess. This is {name}.",
-        setup="exit 3" if what == "setup" else "",
-        timeout_s=scaled(0.75 if what == "hang" else 120.0),
-        grader=Script(command=("sh", "-c", CRASH if what == "grader" else DECIDE)),
+        setup="exit 3" if kind == "setup" else "",
+        timeout_s=scaled(0.75 if kind == "hang" else 120.0),
+        grader=Script(command=("sh", "-c", CRASH if kind == "grader" else DECIDE)),
     )
 
 
-class Unsteady(LocalBackend):
-    """Local sandboxes, some of which cannot be made: never for one kind of task, and now and then for any."""
+class FlakyBackend(LocalBackend):
+    """Local sandboxes that fail to start: always for `sandbox` tasks, and every `every`-th time for others."""
 
     def __init__(self, root: Path, every: int = 0) -> None:
         super().__init__(root)
         self._every = every
-        self._made = 0
+        self._count = 0
 
     async def create(self, spec: SandboxSpec) -> SupervisedSandbox:
-        self._made += 1
-        if spec.labels["task"].startswith("sandbox") or (self._every and self._made % self._every == 0):
+        self._count += 1
+        if spec.labels["task"].startswith("sandbox") or (self._every and self._count % self._every == 0):
             raise SandboxError("no sandbox today")
         return await super().create(spec)
 
 
 def plan(folder: Path, root: Path, names: Sequence[str], **fields: Any) -> BatchPlan:
-    given = {
+    defaults = {
         "tasks": tuple(map(task, names)),
         "agent": find_agent("shell").spec,
         "installed": Installation(),
-        "backend": Unsteady(root),
+        "backend": FlakyBackend(root),
         "model": "m",
         "folder": folder,
         "n": 4,
@@ -108,7 +108,7 @@ def plan(folder: Path, root: Path, names: Sequence[str], **fields: Any) -> Batch
     }
     root.mkdir(mode=0o700, exist_ok=True)
     (root / "agent.py").write_text(AGENT)
-    return BatchPlan(**given)
+    return BatchPlan(**defaults)
 
 
 FAULTS = {"sandbox": 3, "engine": 3, "hang": 3, "grader": 2, "setup": 2}  # tasks of each kind in a storm at full size
@@ -132,7 +132,7 @@ def storm(folder: Path, root: Path, scale: float) -> BatchPlan:
         folder,
         root,
         storm_tasks(scale),
-        backend=Unsteady(root, every=50),
+        backend=FlakyBackend(root, every=50),
         bounds=Bounds(running=running_at_once(scale), starting=8, grading=8),
         seed=7,
         min_free_bytes=8_000_000,

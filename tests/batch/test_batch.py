@@ -1,4 +1,4 @@
-"""A batch as a trainer or a person meets it: what comes of its rollouts, what stops it, and that the same plan goes on with the rest."""
+"""Batches: the classes of their rollouts, what stops them, and resuming the same plan."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from turngate.sandboxes.local import LocalBackend
 pytestmark = [pytest.mark.process, pytest.mark.full]
 
 
-class Stage:
+class Harness:
     def __init__(self, gateway: kit.Running, client: GatewayClient, connector: GatewayConnector, root: Path) -> None:
         self.gateway, self.client, self.connector, self.root = gateway, client, connector, root
         self.out = root / "out"
@@ -50,15 +50,15 @@ class Stage:
     def batch(self, wanted: BatchPlan, **how: Any) -> Batch:
         return Batch(wanted, self.client, self.connector, **how)
 
-    def left(self) -> list[str]:
+    def leftovers(self) -> list[str]:
         return [path.name for path in (self.root / "s").iterdir() if path.name != "agent.py"] + sandbox_processes(
             self.root
         )
 
 
 @asynccontextmanager
-async def open_stage() -> AsyncIterator[Stage]:
-    """Nothing of any sandbox, and no open session, is there when it is struck."""
+async def open_harness() -> AsyncIterator[Harness]:
+    """Open a harness, and check at the end that no sandbox and no open session is left."""
     root = Path(tempfile.mkdtemp(prefix="tg-"))
     try:
         async with (
@@ -66,25 +66,25 @@ async def open_stage() -> AsyncIterator[Stage]:
             GatewayClient(gateway.root, gateway.app.admin_key) as client,
             GatewayConnector(gateway.root) as connector,
         ):
-            stage = Stage(gateway, client, connector, root)
-            yield stage
+            harness = Harness(gateway, client, connector, root)
+            yield harness
             opened = [s["id"] for s in (await every_session(gateway)).values() if s["status"] == "open"]
-            assert (stage.left(), opened) == ([], [])
+            assert (harness.leftovers(), opened) == ([], [])
     finally:
         shutil.rmtree(root)
 
 
 @pytest.mark.real
-async def test_each_rollout_is_in_the_class_of_what_befell_it() -> None:
-    """Faults of others are tried again, each time with a session of its own; an invalid task is not."""
-    async with open_stage() as stage:
+async def test_rollouts_are_classified_by_their_fault() -> None:
+    """Infrastructure faults are retried, each time with a new session. An invalid task is not."""
+    async with open_harness() as harness:
         seen: list[int] = []
 
         def watch(tally: BatchProgress) -> None:
             seen.append(tally.done)
 
-        wanted = stage.plan("well-0", "sandbox-0", "engine-0", "setup-0", retries=1)
-        result = await run_batch(wanted, stage.client, stage.connector, watch)
+        wanted = harness.plan("well-0", "sandbox-0", "engine-0", "setup-0", retries=1)
+        result = await run_batch(wanted, harness.client, harness.connector, watch)
         kinds = {task.task: dict(task.kinds) for task in result.summary.tasks}
         assert kinds == {
             "well-0": {"graded": 2},
@@ -92,119 +92,121 @@ async def test_each_rollout_is_in_the_class_of_what_befell_it() -> None:
             "engine-0": {"infrastructure fault": 2},
             "setup-0": {"invalid task": 2},
         }
-        attempts = Counter((one.task, one.attempt) for one in result.finished)
+        attempts = Counter((finished.task, finished.attempt) for finished in result.finished)
         assert attempts == {("well-0", 1): 2, ("sandbox-0", 2): 2, ("engine-0", 2): 2, ("setup-0", 1): 2}
-        sessions = Counter(s["config"]["metadata"]["task"] for s in (await every_session(stage.gateway)).values())
+        sessions = Counter(s["config"]["metadata"]["task"] for s in (await every_session(harness.gateway)).values())
         assert sessions == {"well-0": 2, "engine-0": 4}
         assert result.complete and result.stopped == "" and seen == sorted(seen) and seen[-1] == 8
         assert [g.task for g in result.summary.shrunken] == ["sandbox-0", "engine-0", "setup-0"]
-        one = next(one for one in result.finished if one.task == "engine-0")
-        assert (one.boundary, one.stage, one.reward) == ("engine", "agent", None)
-        outcome = json.loads((stage.out / "rollouts" / one.session / "outcome.json").read_bytes())
-        assert (outcome["rollout"], outcome["attempt"]) == (one.rollout, 2)
-        again = await run_batch(wanted, stage.client, stage.connector)
-        assert again.finished == result.finished, "a batch that is done is not done again"
+        finished = next(finished for finished in result.finished if finished.task == "engine-0")
+        assert (finished.boundary, finished.stage, finished.reward) == ("engine", "agent", None)
+        outcome = json.loads((harness.out / "rollouts" / finished.session / "outcome.json").read_bytes())
+        assert (outcome["rollout"], outcome["attempt"]) == (finished.rollout, 2)
+        again = await run_batch(wanted, harness.client, harness.connector)
+        assert again.finished == result.finished, "a complete batch ran again"
 
 
-async def test_rollouts_come_as_they_are_finished_and_closing_stops() -> None:
-    async with open_stage() as stage:
-        wanted = stage.plan("well-0", "hang-0", n=2, bounds=Bounds(running=3))
-        async with aclosing(rollouts(wanted, stage.client, stage.connector)) as finished:
+async def test_rollouts_stream_as_they_finish_until_closed() -> None:
+    async with open_harness() as harness:
+        wanted = harness.plan("well-0", "hang-0", n=2, bounds=Bounds(running=3))
+        async with aclosing(rollouts(wanted, harness.client, harness.connector)) as finished:
             first = await anext(finished)
             assert first.kind == "graded"
-        known = read_ledger(stage.out)
+        known = read_ledger(harness.out)
         assert first.rollout in known.finished and known.open == {} and len(known.finished) < 4
-        told = [one async for one in rollouts(wanted, stage.client, stage.connector)]
-        assert told[0] == first, "those of an earlier run come first"
-        assert {one.rollout for one in told} == set(read_ledger(stage.out).finished) and len(told) == 4
+        streamed = [rollout async for rollout in rollouts(wanted, harness.client, harness.connector)]
+        assert streamed[0] == first, "rollouts of an earlier run must come first"
+        assert {rollout.rollout for rollout in streamed} == set(read_ledger(harness.out).finished) and len(
+            streamed
+        ) == 4
 
 
-async def test_being_cancelled_ends_what_runs_and_the_same_plan_goes_on() -> None:
-    async with open_stage() as stage:
-        wanted = stage.plan("hang-0", "well-0", n=2, bounds=Bounds(running=2, warm=1))
-        batch = stage.batch(wanted)
+async def test_cancelled_batch_cleans_up_and_resumes() -> None:
+    async with open_harness() as harness:
+        wanted = harness.plan("hang-0", "well-0", n=2, bounds=Bounds(running=2, warm=1))
+        batch = harness.batch(wanted)
         running = asyncio.create_task(batch.run())
         await kit.until(lambda: batch.progress.states["run"] == 2 and batch.progress.sampled_tokens > 0, 60)
         with pytest.raises(ConfigError, match="another batch is running in"):
-            await run_batch(wanted, stage.client, stage.connector)
+            await run_batch(wanted, harness.client, harness.connector)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        assert stage.left() == [] and not batch.result.complete
-        known = read_ledger(stage.out)
+        assert harness.leftovers() == [] and not batch.result.complete
+        known = read_ledger(harness.out)
         assert known.open == {} and known.faults == {}, "a cancelled attempt is not a fault"
-        result = await run_batch(wanted, stage.client, stage.connector)
+        result = await run_batch(wanted, harness.client, harness.connector)
         assert result.complete
         assert result.summary.overall.kinds == {"graded": 2, "agent failed": 2}
 
 
-async def test_an_attempt_that_the_gateway_has_the_outcome_of_is_not_run_again() -> None:
-    """The runner was killed between the record at the gateway and the line in its ledger."""
-    async with open_stage() as stage:
-        wanted = stage.plan("well-0", n=3)
-        first = await run_batch(wanted, stage.client, stage.connector)
-        lines = (stage.out / LEDGER_NAME).read_bytes().splitlines(keepends=True)
+async def test_outcome_known_to_gateway_is_adopted() -> None:
+    """The runner was killed after recording at the gateway and before writing its ledger."""
+    async with open_harness() as harness:
+        wanted = harness.plan("well-0", n=3)
+        first = await run_batch(wanted, harness.client, harness.connector)
+        lines = (harness.out / LEDGER_NAME).read_bytes().splitlines(keepends=True)
         cut = next(n for n, line in enumerate(lines) if b'"finished"' in line)
         lost = msgspec.json.decode(lines[cut], type=FinishedRollout)
-        (stage.out / LEDGER_NAME).write_bytes(b"".join(lines[:cut] + lines[cut + 1 :]))
-        again = await run_batch(wanted, stage.client, stage.connector)
-        [adopted] = [one for one in again.finished if one.rollout == lost.rollout]
+        (harness.out / LEDGER_NAME).write_bytes(b"".join(lines[:cut] + lines[cut + 1 :]))
+        again = await run_batch(wanted, harness.client, harness.connector)
+        [adopted] = [rollout for rollout in again.finished if rollout.rollout == lost.rollout]
         assert (adopted.session, adopted.reward, adopted.kind) == (lost.session, lost.reward, lost.kind)
-        assert len(await every_session(stage.gateway)) == 3 and again.complete == first.complete is True
+        assert len(await every_session(harness.gateway)) == 3 and again.complete == first.complete is True
 
 
-async def test_sessions_of_a_killed_runner_are_ended() -> None:
-    """One was opened, and one was about to be."""
-    async with open_stage() as stage:
-        wanted = stage.plan("well-0", n=2)
-        batch = (await run_batch(wanted, stage.client, stage.connector)).batch
-        head = (stage.out / LEDGER_NAME).read_bytes().splitlines(keepends=True)[0]
-        (stage.out / LEDGER_NAME).write_bytes(head)
-        opened = await stage.client.open({"model": "m"})
-        ledger = Ledger.open(stage.out)
+async def test_sessions_of_killed_runner_are_cancelled() -> None:
+    """One session was open, and one had not been opened yet."""
+    async with open_harness() as harness:
+        wanted = harness.plan("well-0", n=2)
+        batch = (await run_batch(wanted, harness.client, harness.connector)).batch
+        head = (harness.out / LEDGER_NAME).read_bytes().splitlines(keepends=True)[0]
+        (harness.out / LEDGER_NAME).write_bytes(head)
+        opened = await harness.client.open({"model": "m"})
+        ledger = Ledger.open(harness.out)
         for index, session in enumerate((opened.id, "never-opened")):
             await ledger.add(
                 AttemptStarted(rollout=f"{batch}.well-0.{index}", attempt=1, session=session, at=timestamp())
             )
         await ledger.close()
-        again = await run_batch(wanted, stage.client, stage.connector)
-        assert [(one.attempt, one.kind) for one in again.finished] == [(2, "graded")] * 2
-        assert (await stage.client.show(opened.id)).status == "cancelled"
+        again = await run_batch(wanted, harness.client, harness.connector)
+        assert [(rollout.attempt, rollout.kind) for rollout in again.finished] == [(2, "graded")] * 2
+        assert (await harness.client.show(opened.id)).status == "cancelled"
 
 
-async def test_a_task_that_is_known_to_be_invalid_is_not_tried_any_more() -> None:
-    async with open_stage() as stage:
-        wanted = stage.plan("setup-0", n=8, bounds=Bounds(running=1, warm=0, grading=1))
-        batch = stage.batch(wanted)
+async def test_remaining_rollouts_of_invalid_task_are_skipped() -> None:
+    async with open_harness() as harness:
+        wanted = harness.plan("setup-0", n=8, bounds=Bounds(running=1, warm=0, grading=1))
+        batch = harness.batch(wanted)
         result = await batch.run()
         assert result.summary.overall.kinds == {"invalid task": 8}
-        tried = Counter(one.attempt for one in result.finished)
-        assert 3 <= tried[1] <= 4 and tried[0] == 8 - tried[1], "two are looked after at once"
+        tried = Counter(rollout.attempt for rollout in result.finished)
+        assert 3 <= tried[1] <= 4 and tried[0] == 8 - tried[1], "two rollouts are in progress at a time"
         assert any(
             "task setup-0 is invalid; its remaining rollouts are skipped: setup: setup.sh" in note
             for note in batch.progress.notes
         )
 
 
-async def test_another_plan_on_the_same_folder_is_refused_with_what_differs() -> None:
-    async with open_stage() as stage:
-        await run_batch(stage.plan("well-0", n=1), stage.client, stage.connector)
-        before = (stage.out / LEDGER_NAME).read_bytes()
+async def test_different_plan_in_same_folder_is_refused() -> None:
+    async with open_harness() as harness:
+        await run_batch(harness.plan("well-0", n=1), harness.client, harness.connector)
+        before = (harness.out / LEDGER_NAME).read_bytes()
         for other, line in (
-            (stage.plan("well-0", n=2), "n: was 1, is now 2"),
-            (stage.plan("well-1", n=1), "tasks: well-0 was removed; tasks: well-1 was added"),
-            (stage.plan("well-0", n=1, model="other"), "model: was m, is now other"),
+            (harness.plan("well-0", n=2), "n: was 1, is now 2"),
+            (harness.plan("well-1", n=1), "tasks: well-0 was removed; tasks: well-1 was added"),
+            (harness.plan("well-0", n=1, model="other"), "model: was m, is now other"),
         ):
             with pytest.raises(ConfigError, match=line):
-                await run_batch(other, stage.client, stage.connector)
-        assert (stage.out / LEDGER_NAME).read_bytes() == before
+                await run_batch(other, harness.client, harness.connector)
+        assert (harness.out / LEDGER_NAME).read_bytes() == before
 
 
 # ── what stops a batch ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Gone(LocalBackend):
-    """Sandboxes could be made at first, and then no more."""
+class ExhaustedBackend(LocalBackend):
+    """Sandboxes can be created `after` times, then no more."""
 
     def __init__(self, root: Path, after: int) -> None:
         super().__init__(root)
@@ -220,34 +222,34 @@ class Gone(LocalBackend):
         return await super().create(spec)
 
 
-async def test_a_sandbox_that_cannot_be_made_any_more_stops_the_batch() -> None:
-    async with open_stage() as stage:
-        wanted = stage.plan("well-0", n=5, bounds=Bounds(running=1, warm=0))
-        broken = msgspec.structs.replace(wanted, backend=Gone(stage.root / "s", after=4))
-        result = await run_batch(broken, stage.client, stage.connector)
+async def test_unavailable_sandboxes_stop_batch() -> None:
+    async with open_harness() as harness:
+        wanted = harness.plan("well-0", n=5, bounds=Bounds(running=1, warm=0))
+        broken = msgspec.structs.replace(wanted, backend=ExhaustedBackend(harness.root / "s", after=4))
+        result = await run_batch(broken, harness.client, harness.connector)
         assert result.stopped == "sandboxes cannot be created: the daemon is gone; start it"
-        assert not result.complete and read_ledger(stage.out).faults == {}
-        assert all(one.kind == "graded" for one in result.finished), "nothing was burnt"
+        assert not result.complete and read_ledger(harness.out).faults == {}
+        assert all(rollout.kind == "graded" for rollout in result.finished), "rollouts were used up"
         with pytest.raises(SandboxUnavailable):
-            await run_batch(broken, stage.client, stage.connector)
-        assert (await run_batch(wanted, stage.client, stage.connector)).summary.overall.kinds == {"graded": 5}
+            await run_batch(broken, harness.client, harness.connector)
+        assert (await run_batch(wanted, harness.client, harness.connector)).summary.overall.kinds == {"graded": 5}
 
 
-async def test_a_gateway_that_is_gone_stops_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unreachable_gateway_stops_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("turngate.rollout.health.RESTART_S", scaled(0.5))
-    async with open_stage() as stage:
-        wanted = stage.plan("well-0", n=2, bounds=Bounds(running=1, warm=0))
-        async with GatewayClient("http://127.0.0.1:9", "x") as nobody:
+    async with open_harness() as harness:
+        wanted = harness.plan("well-0", n=2, bounds=Bounds(running=1, warm=0))
+        async with GatewayClient("http://127.0.0.1:9", "x") as unreachable:
             with pytest.raises(BatchStopped, match="cannot be reached"):
-                _ = [one async for one in rollouts(wanted, nobody, stage.connector)]
-        assert read_ledger(stage.out).finished == {}
-        assert (await run_batch(wanted, stage.client, stage.connector)).complete
+                _ = [rollout async for rollout in rollouts(wanted, unreachable, harness.connector)]
+        assert read_ledger(harness.out).finished == {}
+        assert (await run_batch(wanted, harness.client, harness.connector)).complete
 
 
-async def test_where_everything_fails_not_everything_is_burnt() -> None:
-    async with open_stage() as stage:
-        wanted = stage.plan(*(f"sandbox-{n}" for n in range(40)), n=4, retries=0, bounds=Bounds(running=4))
-        result = await run_batch(wanted, stage.client, stage.connector)
+async def test_batch_stops_early_if_every_attempt_fails() -> None:
+    async with open_harness() as harness:
+        wanted = harness.plan(*(f"sandbox-{n}" for n in range(40)), n=4, retries=0, bounds=Bounds(running=4))
+        result = await run_batch(wanted, harness.client, harness.connector)
         assert "attempts were all infrastructure faults" in result.stopped
         assert result.summary.overall.finished < 40
 
@@ -256,7 +258,7 @@ async def test_where_everything_fails_not_everything_is_burnt() -> None:
 
 
 @pytest.fixture
-def home(monkeypatch: pytest.MonkeyPatch) -> Any:
+def folder(monkeypatch: pytest.MonkeyPatch) -> Any:
     folder = Path(tempfile.mkdtemp(prefix="tg-"))
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", None)
@@ -268,21 +270,21 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Any:
         (tests.parent / "instruction.md").write_text(f"Guess. This is {name}.")
         (tests / "test.sh").write_text(DECIDE)
     yield folder
-    left = [path.name for path in folder.glob("turngate-*/*")]
+    leftovers = [path.name for path in folder.glob("turngate-*/*")]
     shutil.rmtree(folder)
-    assert left == []
+    assert leftovers == []
 
 
-def command(home: Path, *more: str) -> list[str]:
-    agent = f"exec {shlex.quote(sys.executable)} -I -S {home / 'agent.py'}"
-    words = ["batch", "--agent", "shell", "--set", f"command={agent}", "--tasks", str(home / "tasks")]
-    return [*words, "--data", str(home / "data"), *more]
+def command(folder: Path, *more: str) -> list[str]:
+    agent = f"exec {shlex.quote(sys.executable)} -I -S {folder / 'agent.py'}"
+    words = ["batch", "--agent", "shell", "--set", f"command={agent}", "--tasks", str(folder / "tasks")]
+    return [*words, "--data", str(folder / "data"), *more]
 
 
-def test_the_command_tells_what_came_of_it_and_where_it_is(home: Path) -> None:
-    told = ran(*command(home, "--n", "3", "--concurrency", "3", "--out", str(home / "out")))
-    assert told.exit_code == 0, told.stderr
-    for wanted in (
+def test_command_prints_summary_and_resumes(folder: Path) -> None:
+    result = ran(*command(folder, "--n", "3", "--concurrency", "3", "--out", str(folder / "out")))
+    assert result.exit_code == 0, result.stderr
+    for text in (
         "6 rollouts (2 tasks × 3)",
         "pass@1",
         "pass@3",
@@ -291,15 +293,15 @@ def test_the_command_tells_what_came_of_it_and_where_it_is(home: Path) -> None:
         "mean seconds per stage",
         "plot.svg",
     ):
-        assert wanted in told.stdout
-    summary = json.loads((home / "out" / "summary.json").read_text())
+        assert text in result.stdout
+    summary = json.loads((folder / "out" / "summary.json").read_text())
     assert summary["overall"]["graded"] == 6 and summary["overall"]["kinds"] == {"graded": 6}
-    assert (home / "out" / "plot.svg").read_text().startswith("<svg")
-    again = ran(*command(home, "--n", "3", "--out", str(home / "out"), "--json", "--resume"))
+    assert (folder / "out" / "plot.svg").read_text().startswith("<svg")
+    again = ran(*command(folder, "--n", "3", "--out", str(folder / "out"), "--json", "--resume"))
     assert again.exit_code == 0
     assert json.loads(again.stdout) == summary
     assert "6 of 6 rollouts are already finished" in again.stderr
-    other = ran(*command(home, "--n", "2", "--out", str(home / "out")))
+    other = ran(*command(folder, "--n", "2", "--out", str(folder / "out")))
     assert other.exit_code == 2 and "contains a different batch (n: was 3, is now 2)" in other.stderr
 
 
@@ -319,14 +321,14 @@ def test_the_command_tells_what_came_of_it_and_where_it_is(home: Path) -> None:
         (["--resume"], "resume failed: "),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(more: list[str], line: str, home: Path) -> None:
-    assert refused(*command(home, *more)).startswith(line)
+def test_invalid_option_error_names_option(more: list[str], line: str, folder: Path) -> None:
+    assert refused(*command(folder, *more)).startswith(line)
 
 
-def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(home: Path) -> None:
-    (home / "tasks" / "one" / "instruction.md").write_text("Guess, and hang.")
-    (home / "tasks" / "one" / "task.toml").write_text(f"[agent]\ntimeout_sec = {scaled(0.75)}\n")
-    words = [sys.executable, "-m", "turngate", *command(home, "--n", "2", "--concurrency", "2", "--warm", "0")]
+def test_ctrl_c_stops_cleanly_and_command_resumes(folder: Path) -> None:
+    (folder / "tasks" / "one" / "instruction.md").write_text("Guess, and hang.")
+    (folder / "tasks" / "one" / "task.toml").write_text(f"[agent]\ntimeout_sec = {scaled(0.75)}\n")
+    words = [sys.executable, "-m", "turngate", *command(folder, "--n", "2", "--concurrency", "2", "--warm", "0")]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ}, text=True)
     assert process.stdout is not None
     line = process.stdout.readline()
@@ -336,11 +338,11 @@ def test_ctrl_c_stops_cleanly_and_the_same_command_goes_on(home: Path) -> None:
         assert time.monotonic() < end and process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=scaled(60))
-    assert process.returncode == 130, said
-    assert "Run the same command to resume the batch" in said
+    output, _ = process.communicate(timeout=scaled(60))
+    assert process.returncode == 130, output
+    assert "Run the same command to resume the batch" in output
     known = read_ledger(ledger.parent)
     assert known.open == {} and known.finished == {}
-    told = ran(*command(home, "--n", "2", "--concurrency", "4"))
-    assert told.exit_code == 0, told.stderr
+    result = ran(*command(folder, "--n", "2", "--concurrency", "4"))
+    assert result.exit_code == 0, result.stderr
     assert len(read_ledger(ledger.parent).finished) == 4

@@ -1,4 +1,4 @@
-"""The ledger of a batch: its lines are on the disk however its writer ends, and only one writer has it."""
+"""The ledger of a batch: written lines survive a crash, and only one process can write at a time."""
 
 from __future__ import annotations
 
@@ -40,55 +40,55 @@ def make_finished(index: int, **fields: object) -> FinishedRollout:
     return FinishedRollout(rollout=f"b.t.{index}", task="t", index=index, kind="graded", at=3.0, **fields)  # type: ignore[arg-type]
 
 
-async def wrote(folder: Path, *entries: LedgerEntry) -> None:
+async def write_entries(folder: Path, *entries: LedgerEntry) -> None:
     ledger = Ledger.open(folder)
     for entry in entries:
         await ledger.add(entry)
     await ledger.close()
 
 
-async def test_what_was_added_is_known_again(tmp_path: Path) -> None:
+async def test_entries_are_read_back(tmp_path: Path) -> None:
     lost = AttemptEnded(rollout="b.t.1", attempt=1, session="s1-1", why="fault", message="no", at=2.5)
-    await wrote(
+    await write_entries(
         tmp_path, HEAD, make_started(0), make_started(1), make_finished(0, reward=0.0), lost, make_started(1, 2)
     )
-    known = read_ledger(tmp_path)
-    assert known.head == HEAD
-    assert list(known.finished) == ["b.t.0"] and known.finished["b.t.0"].reward == 0.0
-    assert known.open == {"b.t.1": make_started(1, 2)}
-    assert (known.attempts, known.faults) == ({"b.t.0": 1, "b.t.1": 2}, {"b.t.1": 1})
+    state = read_ledger(tmp_path)
+    assert state.head == HEAD
+    assert list(state.finished) == ["b.t.0"] and state.finished["b.t.0"].reward == 0.0
+    assert state.open == {"b.t.1": make_started(1, 2)}
+    assert (state.attempts, state.faults) == ({"b.t.0": 1, "b.t.1": 2}, {"b.t.1": 1})
 
 
-async def test_what_was_stale_uses_up_no_retries(tmp_path: Path) -> None:
+async def test_stale_attempt_is_not_counted_as_fault(tmp_path: Path) -> None:
     stale = AttemptEnded(rollout="b.t.1", attempt=1, session="s1-1", why="stale", at=2.5)
-    await wrote(tmp_path, HEAD, make_started(1), stale, make_finished(0, round=2))
-    known = read_ledger(tmp_path)
-    assert (known.faults, known.stale, known.open, known.finished["b.t.0"].round) == ({}, {"b.t.1": 1}, {}, 2)
+    await write_entries(tmp_path, HEAD, make_started(1), stale, make_finished(0, round=2))
+    state = read_ledger(tmp_path)
+    assert (state.faults, state.stale, state.open, state.finished["b.t.0"].round) == ({}, {"b.t.1": 1}, {}, 2)
 
 
-async def test_a_reward_that_is_not_known_is_not_zero(tmp_path: Path) -> None:
-    await wrote(tmp_path, HEAD, make_finished(0), make_finished(1, reward=0.0))
+async def test_unknown_reward_is_not_zero(tmp_path: Path) -> None:
+    await write_entries(tmp_path, HEAD, make_finished(0), make_finished(1, reward=0.0))
     found = read_ledger(tmp_path).finished
     assert found["b.t.0"].reward is None and found["b.t.0"].passed is None
     assert found["b.t.1"].reward == 0.0 and found["b.t.1"].passed is False
 
 
-async def test_a_ledger_that_was_cut_at_any_byte_has_all_lines_before(tmp_path: Path) -> None:
-    """As a kill leaves it. What is added afterwards stands on a line of its own."""
-    await wrote(tmp_path, HEAD, make_started(0), make_finished(0, message="ü\n"), make_started(1))
+async def test_ledger_cut_at_any_byte_keeps_earlier_lines(tmp_path: Path) -> None:
+    """A kill can cut the last line. Later entries start on a new line."""
+    await write_entries(tmp_path, HEAD, make_started(0), make_finished(0, message="ü\n"), make_started(1))
     data = (tmp_path / LEDGER_NAME).read_bytes()
     ends = [n + 1 for n, byte in enumerate(data) if byte == ord("\n")]
     for cut in range(ends[0], len(data) + 1):
         (tmp_path / LEDGER_NAME).write_bytes(data[:cut])
         whole = sum(end <= cut for end in ends)
-        await wrote(tmp_path, make_started(7))
-        known = read_ledger(tmp_path)
-        assert ("b.t.0" in known.finished, "b.t.1" in known.open) == (whole >= 3, whole >= 4)
-        assert known.open["b.t.7"] == make_started(7)
+        await write_entries(tmp_path, make_started(7))
+        state = read_ledger(tmp_path)
+        assert ("b.t.0" in state.finished, "b.t.1" in state.open) == (whole >= 3, whole >= 4)
+        assert state.open["b.t.7"] == make_started(7)
 
 
-async def test_a_ledger_that_was_cut_in_its_first_line_is_a_new_one(tmp_path: Path) -> None:
-    await wrote(tmp_path, HEAD)
+async def test_ledger_cut_in_first_line_is_new(tmp_path: Path) -> None:
+    await write_entries(tmp_path, HEAD)
     data = (tmp_path / LEDGER_NAME).read_bytes()
     for cut in (0, 1, len(data) - 1):
         (tmp_path / LEDGER_NAME).write_bytes(data[:cut])
@@ -98,29 +98,29 @@ async def test_a_ledger_that_was_cut_in_its_first_line_is_a_new_one(tmp_path: Pa
 
 
 @pytest.mark.parametrize("line", [b"{}\n", b"nonsense\n", b'{"type":"begun"}\n', b'{"type":"other"}\n'])
-async def test_a_line_that_nobody_of_us_wrote_is_told_by_its_number(line: bytes, tmp_path: Path) -> None:
-    await wrote(tmp_path, HEAD, make_started(0))
+async def test_invalid_line_error_names_line_number(line: bytes, tmp_path: Path) -> None:
+    await write_entries(tmp_path, HEAD, make_started(0))
     with open(tmp_path / LEDGER_NAME, "ab") as file:
         file.write(line)
     with pytest.raises(LedgerError, match="line 3 is not a valid ledger entry"):
         Ledger.open(tmp_path)
 
 
-async def test_lines_without_a_first_are_not_a_batch(tmp_path: Path) -> None:
-    await wrote(tmp_path, make_started(0))
+async def test_ledger_without_header_is_error(tmp_path: Path) -> None:
+    await write_entries(tmp_path, make_started(0))
     with pytest.raises(LedgerError, match="has no header line that identifies the batch"):
         read_ledger(tmp_path)
 
 
-async def test_two_runners_do_not_have_one_folder(tmp_path: Path) -> None:
+async def test_second_runner_in_same_folder_is_refused(tmp_path: Path) -> None:
     ledger = Ledger.open(tmp_path)
     with pytest.raises(ConfigError, match="another batch is running in"):
         Ledger.open(tmp_path)
     await ledger.close()
-    await wrote(tmp_path, HEAD)  # and now it is free
+    await write_entries(tmp_path, HEAD)  # the folder is free again
 
 
-async def test_many_at_once_are_all_there_and_whole(tmp_path: Path) -> None:
+async def test_concurrent_entries_are_all_written(tmp_path: Path) -> None:
     ledger = Ledger.open(tmp_path)
     await ledger.add(HEAD)
     await asyncio.gather(*(ledger.add(make_started(n)) for n in range(500)))
@@ -129,7 +129,7 @@ async def test_many_at_once_are_all_there_and_whole(tmp_path: Path) -> None:
     assert read_ledger(tmp_path).open == ledger.state.open
 
 
-async def test_whoever_is_cancelled_while_he_waits_has_written_all_the_same(tmp_path: Path) -> None:
+async def test_cancelled_add_is_still_written(tmp_path: Path) -> None:
     ledger = Ledger.open(tmp_path)
     await ledger.add(HEAD)
     adding = asyncio.create_task(ledger.add(make_started(0)))
@@ -142,8 +142,8 @@ async def test_whoever_is_cancelled_while_he_waits_has_written_all_the_same(tmp_
 
 
 @pytest.mark.process
-def test_a_writer_that_is_killed_has_lost_nothing_that_it_was_told_is_there(tmp_path: Path) -> None:
-    """`kill -9` at an arbitrary moment: what was acknowledged is in the file, and the folder is free."""
+def test_killed_writer_loses_no_acknowledged_entry(tmp_path: Path) -> None:
+    """After `kill -9` at any moment, every acknowledged entry is in the file and the folder is free."""
     program = textwrap.dedent("""
         import asyncio, itertools, sys
         from pathlib import Path
@@ -158,14 +158,14 @@ def test_a_writer_that_is_killed_has_lost_nothing_that_it_was_told_is_there(tmp_
     """)
     child = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE)
     assert child.stdout is not None
-    told = [int(child.stdout.readline()) for _ in range(50)]
+    acknowledged = [int(child.stdout.readline()) for _ in range(50)]
     child.send_signal(signal.SIGKILL)
-    told += map(int, child.stdout.read().splitlines())
+    acknowledged += map(int, child.stdout.read().splitlines())
     child.wait()
     child.stdout.close()
     ledger = Ledger.open(tmp_path)
     os.close(ledger._fd)
-    assert set(ledger.state.open) >= {f"b.t.{n}" for n in told}
+    assert set(ledger.state.open) >= {f"b.t.{n}" for n in acknowledged}
 
 
 # ── a full disk ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -194,8 +194,8 @@ def fill(disk: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.needs("root")
-async def test_a_full_disk_loses_nothing(small_disk: Path) -> None:
-    """The reserve takes what is still to be said; when that is gone too, the line is refused and half of it is not there."""
+async def test_full_disk_loses_no_entry(small_disk: Path) -> None:
+    """Entries go to the reserve on a full disk. When that is used up too, an entry is refused and no part of it is written."""
     ledger = Ledger.open(small_disk / "out")
     await ledger.add(HEAD)
     fill(small_disk)
@@ -206,17 +206,17 @@ async def test_a_full_disk_loses_nothing(small_disk: Path) -> None:
             written += 1
     assert ledger.full and not (small_disk / "out" / RESERVE_NAME).exists()
     assert written > 20
-    with pytest.raises(LedgerError):  # and so is every other, even where it would fit
+    with pytest.raises(LedgerError):  # later entries are refused even if they would fit
         await ledger.add(make_started(0))
     await ledger.close()
     (small_disk / "filler").unlink()
-    await wrote(small_disk / "out", make_finished(written))
+    await write_entries(small_disk / "out", make_finished(written))
     assert list(read_ledger(small_disk / "out").finished) == [f"b.t.{n}" for n in range(written + 1)]
 
 
 @pytest.mark.process
 @pytest.mark.needs("root")
-async def test_a_disk_that_is_full_from_the_start_is_refused(small_disk: Path) -> None:
+async def test_full_disk_is_refused_at_start(small_disk: Path) -> None:
     (small_disk / "out").mkdir()
     fill(small_disk)
     with pytest.raises(ConfigError, match=r"not enough disk space in .* \(No space left on device\)"):
@@ -224,8 +224,8 @@ async def test_a_disk_that_is_full_from_the_start_is_refused(small_disk: Path) -
 
 
 @pytest.mark.parametrize("limit", [1000, 5000])
-async def test_a_write_that_comes_only_half_way_is_taken_back(limit: int, tmp_path: Path) -> None:
-    """A limit on the size of files cuts a line in the middle, as a disk does."""
+async def test_partial_write_is_rolled_back(limit: int, tmp_path: Path) -> None:
+    """A file size limit cuts a line in the middle, as a full disk does."""
     ledger = Ledger.open(tmp_path)
     await ledger.add(HEAD)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -105,7 +105,7 @@ def root() -> Any:
 
 
 @pytest.mark.real
-async def test_rollouts_through_a_storm(disk: Path, root: Path, storm_scale: float) -> None:
+async def test_batch_survives_faults_kill_and_full_disk(disk: Path, root: Path, storm_scale: float) -> None:
     out, names = disk / "out", storm_tasks(storm_scale)
     count = 4 * len(names)
     async with kit.gateway(engine, model="m") as gateway:
@@ -149,30 +149,30 @@ def assert_classes(known: LedgerState, names: list[str]) -> None:
     assert known.head is not None
     wanted = {f"{known.head.batch}.{name}.{index}" for name in names for index in range(4)}
     assert set(known.finished) == wanted
-    for one in known.finished.values():
-        assert one.kind == ENDS[one.task.partition("-")[0]], one
-        assert (one.reward in (0.0, 1.0)) == (one.kind == "graded"), one
-        assert (one.reward is None) == (one.kind != "graded"), one
-    counts = Counter(one.kind for one in known.finished.values())
+    for rollout in known.finished.values():
+        assert rollout.kind == ENDS[rollout.task.partition("-")[0]], rollout
+        assert (rollout.reward in (0.0, 1.0)) == (rollout.kind == "graded"), rollout
+        assert (rollout.reward is None) == (rollout.kind != "graded"), rollout
+    counts = Counter(rollout.kind for rollout in known.finished.values())
     assert counts == Counter(ENDS[name.partition("-")[0]] for name in names for _ in range(4))
-    skipped = [one for one in known.finished.values() if not one.attempt]
-    assert {one.kind for one in skipped} <= {"invalid task"}
-    assert {one.reward for one in known.finished.values() if one.kind == "graded"} == {0.0, 1.0}
+    skipped = [rollout for rollout in known.finished.values() if not rollout.attempt]
+    assert {rollout.kind for rollout in skipped} <= {"invalid task"}
+    assert {rollout.reward for rollout in known.finished.values() if rollout.kind == "graded"} == {0.0, 1.0}
 
 
 def assert_sessions(known: LedgerState, sessions: dict[str, Any]) -> None:
     """No session is open, each belongs to one attempt, and only that of a rollout's last attempt has the reward."""
     assert [session["id"] for session in sessions.values() if session["status"] == "open"] == []
-    finished = {one.session: one for one in known.finished.values() if one.session}
+    finished = {rollout.session: rollout for rollout in known.finished.values() if rollout.session}
     for session in sessions.values():
         outcome = session["outcome"]
-        one = finished.get(session["id"])
-        if one is not None and one.kind == "graded":
-            assert (outcome["reward"], outcome["kind"]) == (one.reward, one.kind)
+        rollout = finished.get(session["id"])
+        if rollout is not None and rollout.kind == "graded":
+            assert (outcome["reward"], outcome["kind"]) == (rollout.reward, rollout.kind)
         else:
             assert outcome is None or outcome["reward"] is None
     metadata = [session["config"]["metadata"] for session in sessions.values()]
-    attempts = Counter((one["rollout"], one["attempt"]) for one in metadata)
+    attempts = Counter((rollout["rollout"], rollout["attempt"]) for rollout in metadata)
     assert set(attempts.values()) == {1}, "an agent ran twice in one attempt"
 
 

@@ -1,4 +1,4 @@
-"""The numbers of a batch, against counting by hand; and the pictures of them."""
+"""The summary of a batch, compared with counting by hand, and its plots."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from turngate.rollout.summary import build_histogram, pass_at_k, summarize
 
 
 def rollout(task: str, index: int, reward: float | None = None, **fields: Any) -> FinishedRollout:
-    known = {"kind": "graded" if reward is not None else "infrastructure fault", "attempt": 1, "at": 1.0, **fields}
-    return FinishedRollout(rollout=f"b.{task}.{index}", task=task, index=index, reward=reward, **known)
+    defaults = {"kind": "graded" if reward is not None else "infrastructure fault", "attempt": 1, "at": 1.0, **fields}
+    return FinishedRollout(rollout=f"b.{task}.{index}", task=task, index=index, reward=reward, **defaults)
 
 
 @pytest.mark.parametrize("graded", range(1, 8))
-def test_pass_at_k_is_the_share_of_all_choices_of_k_with_a_pass_in_it(graded: int) -> None:
+def test_pass_at_k_matches_enumeration(graded: int) -> None:
     for passed in range(graded + 1):
         results = [True] * passed + [False] * (graded - passed)
         for k in range(1, graded + 1):
@@ -29,13 +29,13 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_with_a_pass_in_it(graded: in
 
 
 @pytest.mark.parametrize(("graded", "passed", "k"), [(3, 1, 4), (0, 0, 1), (3, 4, 1), (3, 1, 0)])
-def test_pass_at_k_of_more_than_was_tried_is_not_made_up(graded: int, passed: int, k: int) -> None:
+def test_pass_at_k_is_undefined_beyond_attempts(graded: int, passed: int, k: int) -> None:
     with pytest.raises(ValueError, match="is undefined for"):
         pass_at_k(graded, passed, k)
 
 
 def test_only_known_rewards_count() -> None:
-    """Three of four are known; the fourth is in no mean, is not 0, and makes the group a shrunken one."""
+    """Three of four rewards are known. The fourth is in no mean, does not count as 0, and makes the group shrunken."""
     found = [
         rollout("a", 0, 1.0),
         rollout("a", 1, 0.0),
@@ -54,7 +54,7 @@ def test_only_known_rewards_count() -> None:
     assert summary.messages == {"infrastructure fault": [("boom", 1)]}
 
 
-def test_resolved_wins_over_the_reward_in_what_a_pass_is() -> None:
+def test_resolved_takes_precedence_over_reward() -> None:
     found = [
         rollout("a", 0, 0.9, resolved=True),
         rollout("a", 1, 1.0, resolved=False),
@@ -64,7 +64,7 @@ def test_resolved_wins_over_the_reward_in_what_a_pass_is() -> None:
     assert summarize("b", ["a"], 4, found).overall.passed == 2
 
 
-def test_groups_whose_rewards_are_all_the_same_have_no_signal() -> None:
+def test_groups_with_equal_rewards_have_no_signal() -> None:
     found = [
         *(rollout("zeros", n, 0.0) for n in range(2)),
         *(rollout("ones", n, 1.0) for n in range(2)),
@@ -86,8 +86,8 @@ def test_groups_whose_rewards_are_all_the_same_have_no_signal() -> None:
     assert (later.finished, later.wanted, later.mean_reward, later.pass_at) == (0, 2, None, ())
 
 
-def test_a_group_is_of_one_round() -> None:
-    """The same task, better in the second round: neither group has a signal, though their rewards differ."""
+def test_groups_are_separate_per_round() -> None:
+    """A task scores higher in the second round: neither group has a signal, although their rewards differ."""
     found = [rollout("a", i, float(r), round=r) for r in range(2) for i in range(2)] + [
         rollout("b", 0, 1.0),
         rollout("b", 1),
@@ -102,17 +102,17 @@ def test_a_group_is_of_one_round() -> None:
     ]
     assert summary.rounds[1].pass_at[1].estimate == 1.0 and summary.rounds[1].pass_at[1].tasks == 1
     assert summary.tasks[0].rewards == (0.0, 0.0, 1.0, 1.0, None, None) and summary.overall.wanted == 12
-    assert [p.k for p in summary.tasks[0].pass_at] == [1, 2], "never of more than a group has"
+    assert [p.k for p in summary.tasks[0].pass_at] == [1, 2], "k must not exceed the group size"
 
 
-def test_every_finished_rollout_is_in_one_class() -> None:
+def test_every_finished_rollout_has_one_class() -> None:
     kinds = ["graded", "agent failed", "invalid task", "infrastructure fault", "not graded", "cancelled", "stale"]
     summary = summarize("b", ["a"], 7, [rollout("a", n, kind=kind) for n, kind in enumerate(kinds)])
     assert dict(summary.overall.kinds) == dict.fromkeys(kinds, 1)
     assert summary.overall.mean_reward is None and summary.overall.pass_at == ()
 
 
-def test_times_are_means_over_those_that_came_so_far() -> None:
+def test_stage_times_are_means_over_rollouts_that_reached_them() -> None:
     found = [
         rollout(
             "a", 0, 1.0, seconds={"sandbox": 1.0, "setup": 1.0, "agent": 4.0, "grade": 2.0}, turns=3, sampled_tokens=9
@@ -125,7 +125,7 @@ def test_times_are_means_over_those_that_came_so_far() -> None:
     assert (overall.mean_turns, overall.mean_tokens) == (3, 9)
 
 
-def test_the_histogram_has_every_reward_once() -> None:
+def test_histogram_counts_every_reward_once() -> None:
     rewards = [0.0, 0.05, 0.1, 0.999, 1.0, -0.5, 2.0]
     bins = build_histogram(rewards)
     assert sum(b.count for b in bins) == len(rewards)
@@ -134,26 +134,26 @@ def test_the_histogram_has_every_reward_once() -> None:
     assert build_histogram([]) == ()
 
 
-def test_the_picture_is_well_formed_whatever_a_task_is_called() -> None:
+def test_plot_escapes_task_names() -> None:
     found = [
         rollout("a<b>&\"'", n, float(n % 2), seconds={"agent": 1.0}, turns=n, sampled_tokens=n * 100) for n in range(8)
     ]
     summary = summarize("<batch>", ["a<b>&\"'"], 8, found)
     root = ET.fromstring(render_svg(summary, found))
-    said = " ".join(text.text or "" for text in root.iter("{http://www.w3.org/2000/svg}text"))
+    svg_text = " ".join(text.text or "" for text in root.iter("{http://www.w3.org/2000/svg}text"))
     for wanted in ("<batch>", "mean reward 0.500", "pass@k", "k = 8", "100.0%", "turns per rollout", "agent", "1.00 s"):
-        assert wanted in said
+        assert wanted in svg_text
     assert len(list(root.iter("{http://www.w3.org/2000/svg}circle"))) == 8
 
 
-def test_a_batch_of_nothing_has_a_picture_too() -> None:
+def test_empty_batch_has_plot() -> None:
     summary = summarize("b", ["a"], 2, [])
     assert "no rewards" in render_svg(summary, [])
     ET.fromstring(render_svg(summary, []))
     assert render_lines(build_panels(summary, [])[0]) == ["rewards: no data"]
 
 
-def test_bars_are_as_long_as_what_they_show() -> None:
+def test_bar_lengths_match_counts() -> None:
     found = [rollout("a", n, 1.0 if n else 0.0) for n in range(5)]
     rewards = render_lines(build_panels(summarize("b", ["a"], 5, found), found)[0], width=8)
     assert rewards[1].endswith("██ 1") and rewards[-1].endswith("████████ 4")
