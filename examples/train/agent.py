@@ -1,8 +1,8 @@
-"""mini-SWE-agent as the catalog has it, configured for a model that is no chat model: all of it is in the agent's own YAML settings.
+"""mini-SWE-agent from the catalog, configured with its own YAML settings for a model that cannot chat.
 
-A model of 135 million parameters cannot call JSON tools, but it can go on writing what looks like a shell session. So the agent's
-text-based mode is used, the system prompt is a few lines of a session, the task is the next comment in it, and the action is the line
-that the model writes. The chat template (`TEMPLATE`) adds nothing but the prompt sign: the model reads a plain text.
+A model with 135 million parameters cannot call JSON tools, but it can continue a shell session. So this uses the agent's text-based mode:
+the system prompt is a few lines of a session, the task is the next comment in it, and the action is the line that the model writes. The
+chat template (`TEMPLATE`) adds nothing but the prompt sign, so the model reads plain text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 from turngate.agents.spec import AgentFile, AgentSpec, find_agent
 
-SHOWN = (
+EXAMPLES = (
     ("write the word moon into sky.txt", "echo moon > sky.txt"),
     ("make a folder called attic", "mkdir attic"),
     ("rename a.txt to b.txt", "mv a.txt b.txt"),
@@ -27,11 +27,11 @@ TEMPLATE = (
     "{% if add_generation_prompt %}${% endif %}"
 )
 MAX_TOKENS = 16
-NEWLINE = "Ċ"  # as the vocabulary spells it
+NEWLINE = "Ċ"  # the newline token in the vocabulary
 _SETTINGS = """
 agent:
   system_template: |
-{shown}
+{examples}
   instance_template: "# {{{{task}}}}"
   step_limit: 1
 model:
@@ -42,27 +42,27 @@ model:
 """
 
 
-def agent() -> AgentSpec:
-    """The catalog's description, with one more settings file behind its own."""
+def build_agent() -> AgentSpec:
+    """Build the catalog's description, with an additional settings file."""
     spec = find_agent("mini-swe-agent").spec
-    shown = "".join(f"    # {what}\n    $ {command}\n" for what, command in SHOWN).rstrip("\n")
-    settings = AgentFile(path=".mini/errands.yaml", content=_SETTINGS.format(shown=shown, max_tokens=MAX_TOKENS))
-    words = ["mini_textbased.yaml" if word == "mini.yaml" else word for word in spec.command]
+    examples = "".join(f"    # {task}\n    $ {command}\n" for task, command in EXAMPLES).rstrip("\n")
+    settings = AgentFile(path=".mini/errands.yaml", content=_SETTINGS.format(examples=examples, max_tokens=MAX_TOKENS))
+    command = ["mini_textbased.yaml" if word == "mini.yaml" else word for word in spec.command]
     return msgspec.structs.replace(
         spec,
         title=f"{spec.title} (text-based, one step)",
-        command=(*words, "--config", "{home}/.mini/errands.yaml"),
+        command=(*command, "--config", "{home}/.mini/errands.yaml"),
         files=(*spec.files, settings),
     )
 
 
-def tokenizer(model_folder: Path, into: Path) -> Path:
-    """The model's own tokenizer, with the template above; a turn ends with its line."""
-    into.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(model_folder / "tokenizer.json", into / "tokenizer.json")
+def build_tokenizer(model_folder: Path, folder: Path) -> Path:
+    """Copy the model's tokenizer into `folder`, with `TEMPLATE` as its chat template and the newline as an end-of-turn token."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(model_folder / "tokenizer.json", folder / "tokenizer.json")
     config = json.loads((model_folder / "tokenizer_config.json").read_text())
-    (into / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
-    vocabulary = json.loads((into / "tokenizer.json").read_text())["model"]["vocab"]
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     ends = [vocabulary[NEWLINE], vocabulary[config["eos_token"]]]
-    (into / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    return into
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    return folder

@@ -1,10 +1,10 @@
-"""The demo's tasks: errands in a folder, each of which one shell command can do. Any number of them, from a few kinds and a list of words.
+"""The demo's tasks: errands in a folder, each of which takes one shell command. They are generated from a few kinds and a list of words.
 
     turngate tasks list examples/train/errands.py:training
     turngate tasks check examples/train/errands.py:held_out
 
-Held-out errands are of the same kinds, about other words. Who decides is `grade`: a function on the host that looks at the folder the agent
-left, which it shares with nobody.
+Held-out errands are of the same kinds, but use other words. The grader, `grade`, is a function on the host that inspects a copy of the
+folder that the agent worked in.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ PER_KIND = 8
 
 
 def training() -> Iterator[dict[str, Any]]:
-    return errands(TRAINING, PER_KIND, seed=1)
+    return generate_errands(TRAINING, PER_KIND, seed=1)
 
 
 def held_out() -> Iterator[dict[str, Any]]:
-    return errands(HELD_OUT, 4, seed=2)
+    return generate_errands(HELD_OUT, 4, seed=2)
 
 
-def errands(words: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """So many of each kind, the kinds in turn."""
-    chosen = random.Random(seed)
+def generate_errands(words: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Generate `count` errands of each kind, one of each kind per round."""
+    rng = random.Random(seed)
     for number in range(count):
-        for kind in chosen.sample(KINDS, len(KINDS)):
-            yield errand(f"{kind}-{number}", kind, *chosen.sample(words.split(), 3))
+        for kind in rng.sample(KINDS, len(KINDS)):
+            yield build_errand(f"{kind}-{number}", kind, *rng.sample(words.split(), 3))
 
 
-def errand(name: str, kind: str, a: str, b: str, c: str) -> dict[str, Any]:
-    """`before` and `after`: what is in the folder; a name that ends in / is a folder."""
+def build_errand(name: str, kind: str, a: str, b: str, c: str) -> dict[str, Any]:
+    """Build a task row. `before` and `after` are the contents of the folder; a name that ends in / is a folder."""
     text = f"{c}\n"
     instruction, before, after, solution = {
         "write": (f"write the word {a} into {b}.txt", {}, {f"{b}.txt": a}, f"echo {a} > {b}.txt"),
@@ -66,7 +66,7 @@ def errand(name: str, kind: str, a: str, b: str, c: str) -> dict[str, Any]:
         "id": name,
         "instruction": instruction,
         "files": before,
-        "timeout_s": 600.0,  # on a slow machine an agent takes a minute to start
+        "timeout_s": 600.0,  # an agent may take a minute to start on a slow machine
         "grader": {"type": "function", "name": f"{__file__}:grade"},
         "solution": {"files": {"solve.sh": solution}},
         "metadata": {"kind": kind, "before": sorted(before), "after": after},
@@ -74,19 +74,19 @@ def errand(name: str, kind: str, a: str, b: str, c: str) -> dict[str, Any]:
 
 
 def grade(subject: Subject) -> float:
-    """1: the folder is exactly as asked. One half: what was asked for is there (or gone), but something else is not as it should be."""
+    """Return 1 if the folder is exactly as requested, and 0.5 if the right files were created or deleted but something else is wrong."""
     before, after = set(subject.task.metadata["before"]), dict(subject.task.metadata["after"])
-    found = {}
+    files = {}
     for path in subject.folder.rglob("*"):
         name = path.relative_to(subject.folder).as_posix()
-        found[f"{name}/" if path.is_dir() else name] = "" if path.is_dir() else _text(path)
-    if found == after:
+        files[f"{name}/" if path.is_dir() else name] = "" if path.is_dir() else _read_text(path)
+    if files == after:
         return 1.0
-    made, gone = set(after) - before, before - set(after)
-    if made:
-        return 0.5 if made <= set(found) else 0.0
-    return 0.5 if not gone & set(found) else 0.0
+    created, deleted = set(after) - before, before - set(after)
+    if created:
+        return 0.5 if created <= set(files) else 0.0
+    return 0.5 if not deleted & set(files) else 0.0
 
 
-def _text(path: Any) -> str:
+def _read_text(path: Any) -> str:
     return path.read_bytes()[:10_000].decode(errors="replace").strip() if path.is_file() else "?"

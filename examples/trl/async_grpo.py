@@ -1,20 +1,20 @@
-"""Asynchronous GRPO on SWE tasks with TRL and vLLM: groups of n rollouts of a real agent, through Turngate.
+"""Train with asynchronous GRPO on SWE tasks, using TRL and vLLM, on groups of n rollouts of a real agent.
 
-    # 1. vLLM, which TRL sends new weights to (two GPUs: one here, one for the trainer)
+    # 1. vLLM, to which TRL sends new weights (on the second of two GPUs)
     CUDA_VISIBLE_DEVICES=1 VLLM_SERVER_DEV_MODE=1 vllm serve Qwen/Qwen3-8B --port 8000 --dtype bfloat16 \\
         --logprobs-mode processed_logprobs --max-model-len 65536 --weight-transfer-config '{"backend":"nccl"}'
     # 2. the gateway between agents and vLLM
     export TURNGATE_ADMIN_KEY=…
     turngate serve --engine vllm --engine-url http://127.0.0.1:8000 --model Qwen/Qwen3-8B --tokenizer Qwen/Qwen3-8B
-    # 3. this
+    # 3. the trainer (on the first GPU)
     CUDA_VISIBLE_DEVICES=0 python examples/trl/async_grpo.py --model Qwen/Qwen3-8B --tasks swe-rows.jsonl --sandbox docker \\
         --agent mini-swe-agent --n 8 --steps 200 --output run1
-    # and after whatever ended it:
+    # to resume it from a checkpoint
     … --resume run1/checkpoint-120
 
-    python examples/trl/async_grpo.py --dry-run        # all of it on a CPU in a minute, with a tiny model and a grader that rolls dice
+    python examples/trl/async_grpo.py --dry-run        # everything on a CPU in a minute, with a tiny model and a random grader
 
-docs/trl.md explains the choices, and LoRA and several GPUs.
+docs/trl.md explains the settings, LoRA and training on several GPUs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from turngate.trainers.trl.trainer import CheckpointedTrainer  # noqa: E402
 from turngate.trainers.trl.weights import fence_weight_sync  # noqa: E402
 from turngate.trainers.trl.worker import TurngateWorker, WorkerConfig  # noqa: E402
 
-DRY: dict[str, Any] = {  # what a dry run has in place of what is not given
+DRY_RUN_DEFAULTS: dict[str, Any] = {
     "served": "policy",
     "tasks": str(HERE.parent / "tasks" / "fix-add"),
     "sandbox": "local",
@@ -64,7 +64,7 @@ DRY: dict[str, Any] = {  # what a dry run has in place of what is not given
     "concurrency": 2,
     "save_steps": 2,
 }
-REAL: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = {
     "sandbox": "bubblewrap",
     "n": 8,
     "steps": 200,
@@ -78,140 +78,140 @@ REAL: dict[str, Any] = {
 }
 
 
-def plan(given: argparse.Namespace, wanted: tuple[Task, ...], folder: Path) -> BatchPlan:
-    """What is run: every task n times a round, for as many rounds as the trainer wants."""
-    agent = find_agent(given.agent).spec
+def build_plan(options: argparse.Namespace, selected: tuple[Task, ...], folder: Path) -> BatchPlan:
+    """Plan n rollouts of every task per round, with more rounds than the trainer will need."""
+    agent = find_agent(options.agent).spec
     return BatchPlan(
-        tasks=wanted,
+        tasks=selected,
         agent=agent,
         installed=ensure_installed(agent, lambda line: print(line, file=sys.stderr)),
-        backend=get_backend(given.sandbox),
-        model=given.served or given.model,
+        backend=get_backend(options.sandbox),
+        model=options.served or options.model,
         folder=folder,
-        n=given.n,
+        n=options.n,
         rounds=100_000,
-        bounds=Bounds(running=given.concurrency),
+        bounds=Bounds(running=options.concurrency),
         session={
-            "limits": {"turns": given.turns, "context_tokens": given.context},
-            "max_tokens": given.tokens,  # of one turn
+            "limits": {"turns": options.turns, "context_tokens": options.context},
+            "max_tokens": options.tokens,  # per turn
         },
     )
 
 
-def worker(given: argparse.Namespace, ran: BatchPlan, url: str, key: str) -> TurngateWorker:
-    choices = FeedConfig(
-        n=given.n,
+def build_worker(options: argparse.Namespace, plan: BatchPlan, url: str, key: str) -> TurngateWorker:
+    feed_config = FeedConfig(
+        n=options.n,
         advantage="normalised",
-        max_staleness=given.staleness,
-        on_truncated=given.on_truncated,  # a rollout that filled its context: train it, mask it, or leave it out
+        max_staleness=options.staleness,
+        on_truncated=options.on_truncated,  # whether to train, mask or exclude a rollout that filled its context
     )
     config = WorkerConfig(
         gateway=url,
-        feed=given.feed,
-        choices=choices,
-        plan=ran,
-        longest_row=given.context,
-        adapter="trl-policy" if given.lora else "",  # as TRL calls them
+        feed=options.feed,
+        choices=feed_config,
+        plan=plan,
+        longest_row=options.context,
+        adapter="trl-policy" if options.lora else "",  # the name that TRL gives its adapters
     )
-    return TurngateWorker(config, admin_key=key, checkpoint=given.resume)
+    return TurngateWorker(config, admin_key=key, checkpoint=options.resume)
 
 
-def settings(given: argparse.Namespace) -> AsyncGRPOConfig:
+def build_trainer_config(options: argparse.Namespace) -> AsyncGRPOConfig:
     on_cpu: dict[str, Any] = {"use_cpu": True, "bf16": False, "token_budget": 0, "gradient_checkpointing": False}
     return AsyncGRPOConfig(
-        output_dir=str(given.output),
-        max_steps=given.steps,
-        per_device_train_batch_size=given.rows,
-        learning_rate=given.learning_rate,
-        num_generations=given.n,
-        max_staleness=given.staleness,
-        temperature=1.0,  # as the worker's, which pins it in every session
-        save_steps=given.save_steps,
+        output_dir=str(options.output),
+        max_steps=options.steps,
+        per_device_train_batch_size=options.rows,
+        learning_rate=options.learning_rate,
+        num_generations=options.n,
+        max_staleness=options.staleness,
+        temperature=1.0,  # must match the worker's, which sets it for every session
+        save_steps=options.save_steps,
         report_to=[],
-        vllm_server_base_url=given.vllm,
-        **(on_cpu if given.dry_run else {"dtype": "bfloat16"}),
+        vllm_server_base_url=options.vllm,
+        **(on_cpu if options.dry_run else {"dtype": "bfloat16"}),
     )
 
 
 def train(
-    given: argparse.Namespace, wanted: tuple[Task, ...], url: str, key: str, transfer: object
+    options: argparse.Namespace, selected: tuple[Task, ...], url: str, key: str, transfer: object
 ) -> CheckpointedTrainer:
-    rollouts = worker(given, plan(given, wanted, given.output / "rollouts"), url, key)
-    asked = [{"prompt": [{"role": "user", "content": task.instruction}]} for task in wanted]
+    worker = build_worker(options, build_plan(options, selected, options.output / "rollouts"), url, key)
+    prompts = [{"prompt": [{"role": "user", "content": task.instruction}]} for task in selected]
     trainer = CheckpointedTrainer(
-        given.model,
-        args=settings(given),
-        train_dataset=Dataset.from_list(asked),  # TRL counts its epochs by it; the rows come from the worker
-        rollout_worker=rollouts,
-        weight_transfer=transfer,  # None: TRL's own, over NCCL into vLLM
-        peft_config=LoraConfig(r=given.lora, target_modules="all-linear") if given.lora else None,
+        options.model,
+        args=build_trainer_config(options),
+        train_dataset=Dataset.from_list(prompts),  # TRL only counts epochs with it; the rows come from the worker
+        rollout_worker=worker,
+        weight_transfer=transfer,  # None: TRL sends weights to vLLM over NCCL
+        peft_config=LoraConfig(r=options.lora, target_modules="all-linear") if options.lora else None,
     )
     fence_weight_sync(trainer, url, admin_key=key)
-    trainer.train(resume_from_checkpoint=given.resume and str(given.resume))
+    trainer.train(resume_from_checkpoint=options.resume and str(options.resume))
     return trainer
 
 
-def flags() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Asynchronous GRPO on SWE tasks, through Turngate.")
-    parser.add_argument("--dry-run", action="store_true", help="on this machine's CPU, with a tiny model")
-    parser.add_argument("--model", help="a model folder, or a name on the hub; TRL loads it")
-    parser.add_argument("--served", default="", help="what the gateway calls it, if something else")
-    parser.add_argument("--tasks", help="a folder of tasks, or a file of SWE rows")
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train with asynchronous GRPO on SWE tasks, through Turngate.")
+    parser.add_argument("--dry-run", action="store_true", help="train a tiny model on this machine's CPU")
+    parser.add_argument("--model", help="model folder or name on the Hugging Face Hub; loaded by TRL")
+    parser.add_argument("--served", default="", help="the gateway's name for the model (default: --model)")
+    parser.add_argument("--tasks", help="folder of tasks, or file of SWE rows")
     parser.add_argument("--gateway", default="http://127.0.0.1:8700")
-    parser.add_argument("--vllm", default="http://127.0.0.1:8000", help="where TRL sends new weights")
+    parser.add_argument("--vllm", default="http://127.0.0.1:8000", help="URL of vLLM, to which TRL sends new weights")
     parser.add_argument("--feed", default="trl")
     parser.add_argument("--agent", default="mini-swe-agent")
     parser.add_argument("--sandbox")
-    parser.add_argument("--n", type=int, help="rollouts of a group")
-    parser.add_argument("--concurrency", type=int, help="rollouts at once")
-    parser.add_argument("--turns", type=int, help="at most, of a rollout")
-    parser.add_argument("--tokens", type=int, help="at most, of a turn")
-    parser.add_argument("--context", type=int, help="tokens, at most: prompt and answers together")
+    parser.add_argument("--n", type=int, help="rollouts per group")
+    parser.add_argument("--concurrency", type=int, help="rollouts at the same time")
+    parser.add_argument("--turns", type=int, help="maximum turns per rollout")
+    parser.add_argument("--tokens", type=int, help="maximum tokens per turn")
+    parser.add_argument("--context", type=int, help="maximum tokens of a conversation: prompt and answers")
     parser.add_argument("--on-truncated", default="train", choices=("train", "mask", "exclude"))
-    parser.add_argument("--staleness", type=int, default=4, help="policy versions that a rollout may be behind")
+    parser.add_argument("--staleness", type=int, default=4, help="maximum age of a rollout in policy versions")
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--rows", type=int, help="of a step, on each GPU")
+    parser.add_argument("--rows", type=int, help="rows per step and GPU")
     parser.add_argument("--learning-rate", type=float)
-    parser.add_argument("--lora", type=int, help="the rank of an adapter to train, instead of all weights")
+    parser.add_argument("--lora", type=int, help="train an adapter of this rank instead of all weights")
     parser.add_argument("--save-steps", type=int)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--resume", type=Path, help="a checkpoint's folder")
-    given = parser.parse_args()
-    for name, value in (DRY if given.dry_run else REAL).items():
-        if not getattr(given, name):
-            setattr(given, name, value)
-    missing = [name for name in ("model", "tasks", "output") if not getattr(given, name)]
-    if missing and not given.dry_run:
-        parser.error(f"give --{missing[0]}, or --dry-run")
-    return given
+    parser.add_argument("--resume", type=Path, help="checkpoint folder to resume from")
+    options = parser.parse_args()
+    for name, value in (DRY_RUN_DEFAULTS if options.dry_run else DEFAULTS).items():
+        if not getattr(options, name):
+            setattr(options, name, value)
+    missing = [name for name in ("model", "tasks", "output") if not getattr(options, name)]
+    if missing and not options.dry_run:
+        parser.error(f"pass --{missing[0]}, or --dry-run")
+    return options
 
 
-def dry_run(given: argparse.Namespace) -> None:
-    """Everything at once, on a CPU; prints what came of it as JSON."""
+def dry_run(options: argparse.Namespace) -> None:
+    """Train a tiny model on a CPU, and print the metrics of each step as JSON."""
     import cpu
 
     cpu.patch_trl()
     with ExitStack() as stack:
-        if given.output is None:
-            given.output = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="turngate-trl-")))
-        given.model = given.model or str(cpu.make_model(given.output / "model"))
-        chance = Function(name=f"{HERE / 'chance.py'}:grade")
-        wanted = tuple(msgspec.structs.replace(task, grader=chance) for task in tasks.read_tasks(given.tasks))
-        stage = stack.enter_context(cpu.stage(Path(given.model), given.served))
-        trainer = train(given, wanted, stage.url, stage.key, stage.transfer)
+        if options.output is None:
+            options.output = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="turngate-trl-")))
+        options.model = options.model or str(cpu.make_model(options.output / "model"))
+        grader = Function(name=f"{HERE / 'random_grader.py'}:grade")
+        selected = tuple(msgspec.structs.replace(task, grader=grader) for task in tasks.read_tasks(options.tasks))
+        local = stack.enter_context(cpu.run_gateway(Path(options.model), options.served))
+        trainer = train(options, selected, local.url, local.key, local.policy)
         steps = [line for line in trainer.state.log_history if "loss" in line]
-        told = ("step", "loss", "grad_norm", "kl", "ratio", "reward", "rollout/reward_mean", "sample/staleness_max")
+        metrics = ("step", "loss", "grad_norm", "kl", "ratio", "reward", "rollout/reward_mean", "sample/staleness_max")
         for line in steps:
-            print(json.dumps({name: line[name] for name in told if name in line}))
+            print(json.dumps({name: line[name] for name in metrics if name in line}))
 
 
 def main() -> None:
-    given = flags()
-    if given.dry_run:
-        dry_run(given)
+    options = parse_options()
+    if options.dry_run:
+        dry_run(options)
         return
-    wanted = tuple(tasks.read_tasks(given.tasks))
-    train(given, wanted, given.gateway, os.environ.get("TURNGATE_ADMIN_KEY", ""), None)
+    selected = tuple(tasks.read_tasks(options.tasks))
+    train(options, selected, options.gateway, os.environ.get("TURNGATE_ADMIN_KEY", ""), None)
 
 
 if __name__ == "__main__":

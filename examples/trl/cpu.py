@@ -1,11 +1,11 @@
-"""What lets the examples run on a CPU, without vLLM and without flash attention: for trying things out, and for the tests.
+"""Run the TRL examples on a CPU, without vLLM and flash attention, to try them out and to test them.
 
-    patch_trl()                         TRL's trainer asks for a GPU in two places
-    make_model(folder)                  a tiny Qwen3 with random weights: it has learned nothing, and samples quickly
-    with stage(model, name) as stage:   a gateway in this process, whose engine is a transformers model in this process
-        stage.url, stage.key, stage.transfer
+    patch_trl()                              replace the two parts of TRL's trainer that need a GPU
+    make_model(folder)                       make a tiny Qwen3 with random weights, which samples quickly
+    with run_gateway(model, name) as local:  run a gateway with a transformers model as its engine, in this process
+        local.url, local.key, local.policy
 
-Only the engine and the attention are stand-ins. Agent, sandbox, gateway, trace, feed, TRL's trainer and its optimizer are the real ones.
+Only the engine and the attention are replaced. Agent, sandbox, gateway, trace, feed, and TRL's trainer and optimizer are the real ones.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import json
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,15 +24,14 @@ from types import SimpleNamespace
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from turngate.common.loop_thread import LoopThread
 from turngate.config import ServeConfig
 from turngate.engines.gate import Gate, GateCall
 from turngate.errors import Gone
 from turngate.render import BUILTIN_TOKENIZER
-from turngate.server.run import run_embedded
+from turngate.server.run import run_embedded, run_in_thread
 
 CONTEXT = 8192
-AT_ONCE = 2  # calls that are answered beside each other
+CONCURRENT_CALLS = 2
 
 
 # ── TRL ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -46,24 +45,27 @@ def patch_trl() -> None:
 
 
 def varlen_attention(query, key, value, cu_q, cu_k, max_q, max_k, *, softmax_scale=None, causal=True, **others):
-    """Attention over segments of different lengths, each of which sees its own keys: in plain torch, one after the other."""
+    """Compute attention over segments of different lengths in plain torch, one segment after another."""
     repeat = query.shape[1] // key.shape[1]
-    found = torch.empty_like(query)
+    result = torch.empty_like(query)
     for n in range(len(cu_q) - 1):
         q = query[cu_q[n] : cu_q[n + 1]].transpose(0, 1)
         k, v = (part[cu_k[n] : cu_k[n + 1]].repeat_interleave(repeat, 1).transpose(0, 1) for part in (key, value))
-        # The queries are the last of the keys.
+        # The queries belong to the last positions of the keys.
         mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=softmax_scale)
-        found[cu_q[n] : cu_q[n + 1]] = out.transpose(0, 1)
-    return found
+        result[cu_q[n] : cu_q[n + 1]] = out.transpose(0, 1)
+    return result
 
 
 # ── the model ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def make_model(folder: Path) -> Path:
-    """With Turngate's builtin tokenizer, whose vocabulary is small. What it samples would hardly ever tokenise the same again."""
+    """Make a tiny model with random weights and Turngate's built-in tokenizer, which has a small vocabulary.
+
+    The text it samples rarely encodes to the same tokens again, so inexact token handling would be noticed.
+    """
     torch.manual_seed(0)
     tokenizer = json.loads((BUILTIN_TOKENIZER / "tokenizer.json").read_text())
     ids = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
@@ -87,8 +89,10 @@ def make_model(folder: Path) -> Path:
     model.save_pretrained(folder)
     for file in BUILTIN_TOKENIZER.iterdir():
         shutil.copyfile(file, folder / file.name)
-    told = json.loads((BUILTIN_TOKENIZER / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(told | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+    config_json = json.loads((BUILTIN_TOKENIZER / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config_json | {"tokenizer_class": "PreTrainedTokenizerFast"})
+    )
     return folder
 
 
@@ -96,49 +100,49 @@ def make_model(folder: Path) -> Path:
 
 
 class Policy:
-    """Answers the gate's calls with a model of its own, and is given the trainer's weights when they change."""
+    """Answers the gate's calls with its own copy of the model, and receives the trainer's weights when they change."""
 
     def __init__(self, folder: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-        self._using = threading.Lock()
+        self._in_use = threading.Lock()
 
     async def serve(self, gate: Gate) -> None:
-        places = asyncio.Semaphore(AT_ONCE)
+        slots = asyncio.Semaphore(CONCURRENT_CALLS)
 
-        async def answered(call: GateCall) -> None:
-            async with places, call:
-                answer = await asyncio.to_thread(self._sample, call)
-                with suppress(Gone):  # the agent hung up
-                    await call.answer(*answer)
+        async def answer(call: GateCall) -> None:
+            async with slots, call:
+                sampled = await asyncio.to_thread(self._sample, call)
+                with suppress(Gone):  # the agent closed the connection
+                    await call.answer(*sampled)
 
         async with asyncio.TaskGroup() as tasks:
             async for call in gate:
-                tasks.create_task(answered(call))
+                tasks.create_task(answer(call))
 
     @torch.no_grad()
     def _sample(self, call: GateCall) -> tuple[list[int], list[float], str]:
-        ids, scores, past = [], [], None
-        given = torch.tensor(call.prompt, dtype=torch.long)[None]
+        ids, logprobs, past = [], [], None
+        new_ids = torch.tensor(call.prompt, dtype=torch.long)[None]
         while len(ids) < call.max_tokens:
-            with self._using:
-                out = self.model(given, past_key_values=past, use_cache=True, logits_to_keep=1)
+            with self._in_use:
+                out = self.model(new_ids, past_key_values=past, use_cache=True, logits_to_keep=1)
             past = out.past_key_values
-            logs = torch.log_softmax(out.logits[0, -1] / call.sampling.temperature, -1)
-            drawn = torch.multinomial(logs.exp(), 1)
-            ids.append(int(drawn))
-            scores.append(float(logs[drawn]))
+            log_distribution = torch.log_softmax(out.logits[0, -1] / call.sampling.temperature, -1)
+            token = torch.multinomial(log_distribution.exp(), 1)
+            ids.append(int(token))
+            logprobs.append(float(log_distribution[token]))
             if ids[-1] in call.stop_ids:
-                return ids, scores, "stop"
-            given = drawn[None]
-        return ids, scores, "length"
+                return ids, logprobs, "stop"
+            new_ids = token[None]
+        return ids, logprobs, "length"
 
-    # TRL's weight transfer
+    # The interface of TRL's weight transfer
 
     def init_weight_transfer(self) -> None:
         pass
 
     def pause(self) -> None:
-        self._using.acquire()
+        self._in_use.acquire()
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         own = self.model.state_dict()
@@ -146,34 +150,40 @@ class Policy:
             own[name].copy_(tensor)
 
     def resume(self) -> None:
-        self._using.release()
+        self._in_use.release()
 
     def destroy(self) -> None:
-        if self._using.locked():
-            self._using.release()
+        if self._in_use.locked():
+            self._in_use.release()
 
 
 @dataclass(frozen=True)
-class Stage:
+class LocalGateway:
+    """A gateway in this process, and the policy behind it."""
+
     url: str
     key: str
     data: Path
-    transfer: Policy
+    policy: Policy
 
 
 @contextmanager
-def stage(model: Path, name: str) -> Iterator[Stage]:
-    """A gateway for as long as the block runs."""
-    thread = LoopThread("gateway")
-    with tempfile.TemporaryDirectory(prefix="turngate-trl-") as data:
-        policy, gate = Policy(model), Gate(model=name, max_context=CONTEXT)
-        config = ServeConfig(data=data, port=0, model=name, tokenizer=str(model), engine="gate").check()
-        running = run_embedded(config, engine=gate)
-        thread.start()
+def run_gateway(model: Path, name: str) -> Iterator[LocalGateway]:
+    """Run a gateway for the duration of the block, in a thread of its own."""
+    with (
+        tempfile.TemporaryDirectory(prefix="turngate-trl-") as data,
+        run_in_thread(_serve(model, name, Path(data))) as gateway,
+    ):
+        yield gateway
+
+
+@asynccontextmanager
+async def _serve(model: Path, name: str, data: Path) -> AsyncIterator[LocalGateway]:
+    policy, gate = Policy(model), Gate(model=name, max_context=CONTEXT)
+    config = ServeConfig(data=str(data), port=0, model=name, tokenizer=str(model), engine="gate").check()
+    async with run_embedded(config, engine=gate) as address:
+        serving = asyncio.create_task(policy.serve(gate))
         try:
-            address = thread.run(running.__aenter__())
-            thread.spawn(policy.serve(gate))
-            yield Stage(address.url, address.admin_key, Path(data), policy)
+            yield LocalGateway(address.url, address.admin_key, data, policy)
         finally:
-            thread.run(running.__aexit__(None, None, None))
-            thread.stop()
+            serving.cancel()

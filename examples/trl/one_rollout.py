@@ -1,10 +1,10 @@
-"""One SWE rollout by hand: pi works on a task through a gateway, the host grades it, and the rows are printed as TRL would get them.
+"""Run one SWE rollout by hand: an agent works on a task, the host grades it, and the rows are printed as TRL receives them.
 
     python examples/trl/one_rollout.py --task swe-rows.jsonl --only django__django-11099 --sandbox docker \\
-        --gateway http://127.0.0.1:8700 --model Qwen/Qwen3-8B          # TURNGATE_ADMIN_KEY is the gateway's
+        --gateway http://127.0.0.1:8700 --model Qwen/Qwen3-8B          # with TURNGATE_ADMIN_KEY set
     python examples/trl/one_rollout.py --dry-run                       # a tiny model with random weights, on this CPU
 
-This is what `TurngateWorker` does for n rollouts of every task, over and over, without the feed in between.
+`TurngateWorker` does the same for n rollouts of every task, repeatedly.
 """
 
 from __future__ import annotations
@@ -38,35 +38,37 @@ from turngate.trainers.trl.rows import build_items  # noqa: E402
 FEED = "one-rollout"
 
 
-async def rolled_out(given: argparse.Namespace, gateway: GatewayClient, folder: Path) -> tuple[Outcome, Delivery]:
-    """A group of one, whose advantage is its reward."""
-    [task] = tasks.read_tasks(given.task, only=[given.only] if given.only else (), limit=1)
-    agent = find_agent(given.agent).spec
-    order = RolloutSpec(
+async def run_rollout(options: argparse.Namespace, gateway: GatewayClient, folder: Path) -> tuple[Outcome, Delivery]:
+    """Run a rollout as a group of one, whose advantage is its reward, and return its outcome and its delivery."""
+    [task] = tasks.read_tasks(options.task, only=[options.only] if options.only else (), limit=1)
+    agent = find_agent(options.agent).spec
+    spec = RolloutSpec(
         task=task,
         agent=agent,
         installed=ensure_installed(agent, lambda line: print(line, file=sys.stderr)),
-        backend=get_backend(given.sandbox),
-        model=given.model,
-        timeout_s=given.timeout,
-        session={"limits": {"turns": given.turns}, **({"max_tokens": given.tokens} if given.tokens else {})},
+        backend=get_backend(options.sandbox),
+        model=options.model,
+        timeout_s=options.timeout,
+        session={"limits": {"turns": options.turns}, **({"max_tokens": options.tokens} if options.tokens else {})},
         folder=folder,
         group=f"{FEED}.{os.getpid()}",
     )
-    choices = FeedConfig(n=1, advantage="none", groups=f"{FEED}.")
-    async with await Feed.open(gateway, FEED, choices) as feed, GatewayConnector(gateway.url) as connector:
-        outcome = await Rollout(order, gateway, connector, lambda at: print(f"  {at.stage}", file=sys.stderr)).run()
+    feed_config = FeedConfig(n=1, advantage="none", groups=f"{FEED}.")
+    async with await Feed.open(gateway, FEED, feed_config) as feed, GatewayConnector(gateway.url) as connector:
+        outcome = await Rollout(
+            spec, gateway, connector, lambda progress: print(f"  {progress.stage}", file=sys.stderr)
+        ).run()
         if outcome.reward is None:
             raise SystemExit(f"{outcome.kind or outcome.status}: {outcome.fault or outcome.grade}")
         delivery = await feed.next(30)
-        assert delivery is not None, "a rollout with a reward is a whole group of one"
+        assert delivery is not None, "a rollout with a reward completes its group"
         await feed.commit(delivery.number)
         return outcome, delivery
 
 
-def shown(outcome: Outcome, delivery: Delivery) -> None:
+def print_rows(outcome: Outcome, delivery: Delivery) -> None:
     print(f"{outcome.agent} on {outcome.task}: {outcome.status}, {outcome.turns} turns, reward {outcome.reward:g}")
-    print(f"look at it: turngate show {outcome.session}")
+    print(f"to see it: turngate show {outcome.session}")
     for item in build_items(delivery, base=0).items:
         row = item.sample
         mask = row.completion_mask.astype(bool)
@@ -74,41 +76,43 @@ def shown(outcome: Outcome, delivery: Delivery) -> None:
             f"row of {len(row.input_ids)} tokens, {mask.sum()} trained, mean log-probability {row.old_log_probs[mask].mean():.3f}, "
             f"advantage {row.advantage:g}, policy version {row.model_version}"
         )
-    for rolled in delivery.rollouts:
-        for span in (span for row in rolled.rows for span in row.spans):
+    for rollout in delivery.rollouts:
+        for span in (span for row in rollout.rows for span in row.spans):
             print(f"  turn {span.node}: tokens {span.start} to {span.end}, {span.role}, {span.reason or 'trained'}")
 
 
-async def main(given: argparse.Namespace, url: str, key: str) -> None:
+async def main(options: argparse.Namespace, url: str, key: str) -> None:
     with tempfile.TemporaryDirectory(prefix="turngate-one-") as folder:
         async with GatewayClient(url, key) as gateway:
-            shown(*await rolled_out(given, gateway, Path(folder)))
+            print_rows(*await run_rollout(options, gateway, Path(folder)))
 
 
-def flags() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="One rollout by hand.")
-    parser.add_argument("--dry-run", action="store_true", help="a gateway and a tiny model in this process")
-    parser.add_argument("--task", default=str(HERE.parent / "tasks" / "fix-add"), help="a task's folder, or SWE rows")
-    parser.add_argument("--only", default="", help="the id of the row")
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Run one rollout by hand.")
+    parser.add_argument("--dry-run", action="store_true", help="run a gateway and a tiny model in this process")
+    parser.add_argument(
+        "--task", default=str(HERE.parent / "tasks" / "fix-add"), help="task folder, or a file of SWE rows"
+    )
+    parser.add_argument("--only", default="", help="id of the row to run")
     parser.add_argument("--agent", default="pi")
     parser.add_argument("--sandbox", default="bubblewrap")
     parser.add_argument("--gateway", default="http://127.0.0.1:8700")
-    parser.add_argument("--model", default="policy", help="as the gateway calls it")
-    parser.add_argument("--turns", type=int, default=40)
-    parser.add_argument("--tokens", type=int, help="at most, of a turn")
+    parser.add_argument("--model", default="policy", help="the gateway's name for the model")
+    parser.add_argument("--turns", type=int, default=40, help="maximum turns")
+    parser.add_argument("--tokens", type=int, help="maximum tokens per turn")
     parser.add_argument("--timeout", type=float, default=1800.0)
     return parser.parse_args()
 
 
 if __name__ == "__main__":
-    given = flags()
+    options = parse_options()
     with ExitStack() as stack:
-        if given.dry_run:
+        if options.dry_run:
             import cpu
 
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="turngate-model-")))
-            stage = stack.enter_context(cpu.stage(cpu.make_model(folder), given.model))
-            given.tokens = given.tokens or 32
-            asyncio.run(main(given, stage.url, stage.key))
+            local = stack.enter_context(cpu.run_gateway(cpu.make_model(folder), options.model))
+            options.tokens = options.tokens or 32
+            asyncio.run(main(options, local.url, local.key))
         else:
-            asyncio.run(main(given, given.gateway, read_admin_key()))
+            asyncio.run(main(options, options.gateway, read_admin_key()))

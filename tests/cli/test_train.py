@@ -17,11 +17,12 @@ from tests.batch.kit import AGENT
 from tests.cli.kit import ran, refused
 from tests.engines import local_kit  # skips where there is no torch
 from turngate.cli import app
-from turngate.cli.train import TrainingResult, print_result, write_files
 from turngate.engines.local.weights import save
 from turngate.render import BUILTIN_TOKENIZER
 from turngate.trainers.local import report
+from turngate.trainers.local.display import print_result
 from turngate.trainers.local.grpo import Step, UpdateMetrics
+from turngate.trainers.local.run import TrainingResult, write_files
 from turngate.trainers.local.training import StepTime
 
 TASKS = f"{Path(__file__).parents[2] / 'examples' / 'train' / 'errands.py'}:training"

@@ -55,7 +55,7 @@ def test_wrong_answer_earns_partial_reward(tasks: ModuleType, tmp_path: Path) ->
     row = next(row for row in tasks.training() if row["metadata"]["kind"] == "last")
     for name, text in {**row["files"], **dict.fromkeys(row["metadata"]["after"], "wrong")}.items():
         (tmp_path / name).write_text(text)
-    assert tasks.grade(SimpleNamespace(folder=tmp_path, task=SimpleNamespace(metadata=row["metadata"]))) == tasks.PARTLY
+    assert tasks.grade(SimpleNamespace(folder=tmp_path, task=SimpleNamespace(metadata=row["metadata"]))) == tasks.PARTIAL_REWARD
 
 
 def test_held_out_tasks_share_no_words_with_training(tasks: ModuleType) -> None:
@@ -72,7 +72,7 @@ def test_chat_template_is_certified(tmp_path: Path) -> None:
     assert certificate.passed, certificate
 
 
-# ── warm.py ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── fork_server.py ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 AGENT = """
@@ -92,17 +92,17 @@ if __name__ == "__main__":
 def socket_path(tmp_path: Path) -> Iterator[str]:
     (tmp_path / "own_agent.py").write_text(AGENT)
     (tmp_path / "own_other.py").write_text("")
-    command = [sys.executable, str(FOLDER / "warm.py"), "serve", str(tmp_path / "socket"), str(tmp_path), "own_agent"]
+    command = [sys.executable, str(FOLDER / "fork_server.py"), "serve", str(tmp_path / "socket"), str(tmp_path), "own_agent"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
         try:
-            assert server.stdout is not None and server.stdout.readline() == b"warm\n"
+            assert server.stdout is not None and server.stdout.readline() == b"ready\n"
             yield str(tmp_path / "socket")
         finally:
             server.kill()
 
 
 def _run(socket_path: str, *arguments: str, **options: object) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-I", "-S", str(FOLDER / "warm.py"), "run", socket_path, *arguments]
+    command = [sys.executable, "-I", "-S", str(FOLDER / "fork_server.py"), "run", socket_path, *arguments]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, **pipes, **options)  # type: ignore[call-overload,no-any-return]
 

@@ -8,14 +8,16 @@ import logging
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import uvicorn
 import uvloop
 from starlette.requests import Request
 
+from turngate.common.loop_thread import LoopThread
 from turngate.config import ServeConfig
 from turngate.engines.base import Engine
 from turngate.errors import ConfigError, Stopping
@@ -28,6 +30,7 @@ from turngate.server.routing import dialect_of
 from turngate.telemetry.spans import is_enabled, start_tracing, stop_tracing
 
 log = logging.getLogger("turngate")
+T = TypeVar("T")
 
 
 def run(config: ServeConfig) -> None:
@@ -94,6 +97,24 @@ async def run_embedded(
     finally:
         server.should_exit = True
         await serving
+
+
+@contextmanager
+def run_in_thread(manager: AbstractAsyncContextManager[T], name: str = "gateway") -> Iterator[T]:
+    """Keep an async context manager, such as `run_embedded(config)`, open in the event loop of a new thread.
+
+    For programs without an event loop of their own, and for gateways that must not wait for one.
+    """
+    thread = LoopThread(name)
+    thread.start()
+    try:
+        value = thread.run(manager.__aenter__())
+        try:
+            yield value
+        finally:
+            thread.run(manager.__aexit__(None, None, None))
+    finally:
+        thread.stop()
 
 
 def uvicorn_config(app: App) -> uvicorn.Config:

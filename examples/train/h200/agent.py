@@ -1,7 +1,7 @@
-"""mini-swe-agent as its tool-calling configuration has it (`mini.yaml`), with prompts that a small model has room for.
+"""mini-swe-agent in its tool-calling configuration (`mini.yaml`), with prompts that are short enough for a small model.
 
-All that differs from the catalog's description is here: which Python it is installed for, its settings (prompts, how an observation is
-shown, how many steps it takes, the agent class that asks no questions), and how its process is begun (`warm.py`).
+It differs from the catalog's description in the Python version it is installed for, in its settings (prompts, format of observations,
+number of steps, the agent class that asks no questions), and in how its process is started (`fork_server.py`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from turngate.agents import install
-from turngate.agents.install import Installation
+from turngate.agents.install import Installation, ensure_installed
 from turngate.agents.spec import AgentFile, AgentSpec, find_agent
 
 HERE = Path(__file__).parent
@@ -49,13 +48,13 @@ model:
 """
 
 
-def described(python: str, warm: str = "") -> AgentSpec:
-    """`warm`: the socket at which `warm.py` waits; empty: it is started as the catalog has it."""
+def build_agent(python: str, socket: str = "") -> AgentSpec:
+    """Build the description of an agent that `fork_server.py` starts. With an empty `socket`, it is started as the catalog says."""
     preset = find_agent("mini-swe-agent").spec
     command = preset.command
-    if warm:
-        at = command.index(MODULE)
-        command = ("{python}", "-I", "-S", str(HERE / "warm.py"), "run", warm, *command[at + 1 :])
+    if socket:
+        index = command.index(MODULE)
+        command = ("{python}", "-I", "-S", str(HERE / "fork_server.py"), "run", socket, *command[index + 1 :])
     return msgspec.structs.replace(
         preset,
         name="mini-swe-agent-tools",
@@ -67,26 +66,34 @@ def described(python: str, warm: str = "") -> AgentSpec:
 
 
 @contextmanager
-def warmed(spec: AgentSpec, installed: Installation, place: Path) -> Iterator[None]:
-    """A process that has imported the agent's packages, for as long as the block runs."""
+def run_fork_server(spec: AgentSpec, installed: Installation, socket: Path) -> Iterator[None]:
+    """Run a process that has imported the agent's packages, for the duration of the block."""
     with tempfile.TemporaryDirectory() as home:
         env = {name: text.replace("{home}", home) for name, text in spec.env.items()}
-        command = [installed.python, str(HERE / "warm.py"), "serve", str(place), installed.folder, MODULE, *IMPORTS]
+        command = [
+            installed.python,
+            str(HERE / "fork_server.py"),
+            "serve",
+            str(socket),
+            installed.folder,
+            MODULE,
+            *IMPORTS,
+        ]
         with subprocess.Popen(
-            command, env={**_path(), **env}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+            command, env={**_base_env(), **env}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
         ) as server:
             try:
                 assert server.stdout is not None
-                if server.stdout.readline() != b"warm\n":
-                    raise SystemExit("warm.py did not start")
+                if server.stdout.readline() != b"ready\n":
+                    raise SystemExit("fork_server.py did not start")
                 yield
             finally:
                 server.kill()
 
 
-def _path() -> dict[str, str]:
+def _base_env() -> dict[str, str]:
     return {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
 
 
 if __name__ == "__main__":
-    print(install.ensure_installed(described(sys.argv[1])))
+    print(ensure_installed(build_agent(sys.argv[1])))

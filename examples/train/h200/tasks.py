@@ -1,10 +1,11 @@
-"""Tasks in a folder of small text files, in which the agent has to look before it can act: what is graded depends on what it finds.
+"""Tasks in a folder of small text files. The agent must look at the files before it can act, because the right action depends on them.
 
-    training()   as many as a run may want, never the same twice
-    held_out()   of the same kinds, with words that no training task has
+    training()   tasks to train on, all different
+    expert()     tasks for the expert, whose traces are used for the warm start
+    held_out()   tasks of the same kinds, with words that no training task has
 
-Read as `tasks.py:training` (see docs/tasks.md). The grader is a function on the host that looks at the folder as the agent left it. The
-moves of the expert are in a task's metadata, which no agent sees; {seen} in them is the last word that the command before has printed.
+Load them as `tasks.py:training` (see docs/tasks.md). The grader is a function on the host that inspects the folder after the rollout. The
+expert's commands are in a task's metadata, which agents cannot see; {seen} in them is the last word that the previous command printed.
 """
 
 from __future__ import annotations
@@ -70,33 +71,32 @@ HELD_OUT = [
     "cherry",
     "donkey",
 ]
-SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"  # what mini-swe-agent takes for the end
-PARTLY = 0.2  # for what is there, but not as it should be
+SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"  # ends a run of mini-swe-agent
+PARTIAL_REWARD = 0.2  # the right files exist, but something else is wrong
 
 Files = dict[str, str]
 
 
 def training(count: int = 2000, seed: int = 1) -> Iterator[dict[str, Any]]:
-    return _made("train", count, seed, TRAINING)
+    return _generate("train", count, seed, TRAINING)
 
 
 def expert(count: int = 300, seed: int = 2) -> Iterator[dict[str, Any]]:
-    """What the warm start is made of."""
-    return _made("expert", count, seed, TRAINING)
+    return _generate("expert", count, seed, TRAINING)
 
 
 def held_out(count: int = 64, seed: int = 3) -> Iterator[dict[str, Any]]:
-    return _made("held", count, seed, HELD_OUT)
+    return _generate("held", count, seed, HELD_OUT)
 
 
-def _made(name: str, count: int, seed: int, words: list[str]) -> Iterator[dict[str, Any]]:
-    draw, kinds = random.Random(seed), list(KINDS)
+def _generate(name: str, count: int, seed: int, words: list[str]) -> Iterator[dict[str, Any]]:
+    rng, kinds = random.Random(seed), list(KINDS)
     for number in range(count):
         kind = kinds[number % len(kinds)]
-        asked, before, after, moves = KINDS[kind](*draw.sample(words, 6))
+        instruction, before, after, moves = KINDS[kind](*rng.sample(words, 6))
         yield {
             "id": f"{name}-{number:04d}-{kind}",
-            "instruction": asked,
+            "instruction": instruction,
             "files": {path: text + "\n" for path, text in before.items()},
             "grader": {"type": "function", "name": "tasks.py:grade", "timeout_s": 60},
             "timeout_s": 120,
@@ -104,7 +104,7 @@ def _made(name: str, count: int, seed: int, words: list[str]) -> Iterator[dict[s
         }
 
 
-# ── kinds: what is asked, the files before and after (a folder ends with a slash), and how an expert does it ────────
+# ── Kinds of tasks: the instruction, the files before and after (a folder ends with a slash), and the expert's commands ──
 
 
 def _rename(a: str, b: str, c: str, *_: str) -> tuple[str, Files, Files, list[str]]:
@@ -117,13 +117,13 @@ def _rename(a: str, b: str, c: str, *_: str) -> tuple[str, Files, Files, list[st
 
 
 def _copy(a: str, b: str, c: str, *_: str) -> tuple[str, Files, Files, list[str]]:
-    asked = f"There is one file here. Make a copy of it called {b}.txt"
-    return asked, {f"{a}.txt": c}, {f"{a}.txt": c, f"{b}.txt": c}, ["ls", f"cp {{seen}} {b}.txt"]
+    instruction = f"There is one file here. Make a copy of it called {b}.txt"
+    return instruction, {f"{a}.txt": c}, {f"{a}.txt": c, f"{b}.txt": c}, ["ls", f"cp {{seen}} {b}.txt"]
 
 
 def _folder(a: str, b: str, *_: str) -> tuple[str, Files, Files, list[str]]:
-    asked = f"Make a folder. Its name is the word in {a}.txt"
-    return asked, {f"{a}.txt": b}, {f"{a}.txt": b, f"{b}/": ""}, [f"cat {a}.txt", "mkdir {seen}"]
+    instruction = f"Make a folder. Its name is the word in {a}.txt"
+    return instruction, {f"{a}.txt": b}, {f"{a}.txt": b, f"{b}/": ""}, [f"cat {a}.txt", "mkdir {seen}"]
 
 
 def _delete(a: str, b: str, c: str, d: str, *_: str) -> tuple[str, Files, Files, list[str]]:
@@ -134,14 +134,14 @@ def _delete(a: str, b: str, c: str, d: str, *_: str) -> tuple[str, Files, Files,
 
 def _last(a: str, b: str, c: str, d: str, e: str, *_: str) -> tuple[str, Files, Files, list[str]]:
     before = {f"{a}.txt": f"{c}\n{d}\n{e}"}
-    asked = f"Write the last word of {a}.txt into {b}.txt"
-    return asked, before, {**before, f"{b}.txt": e}, [f"cat {a}.txt", f"echo {{seen}} > {b}.txt"]
+    instruction = f"Write the last word of {a}.txt into {b}.txt"
+    return instruction, before, {**before, f"{b}.txt": e}, [f"cat {a}.txt", f"echo {{seen}} > {b}.txt"]
 
 
 def _append(a: str, b: str, c: str, d: str, *_: str) -> tuple[str, Files, Files, list[str]]:
     before = {f"{a}.txt": c, f"{b}.txt": d}
-    asked = f"Append the word in {a}.txt to {b}.txt"
-    return asked, before, {f"{a}.txt": c, f"{b}.txt": f"{d}\n{c}"}, [f"cat {a}.txt", f"echo {{seen}} >> {b}.txt"]
+    instruction = f"Append the word in {a}.txt to {b}.txt"
+    return instruction, before, {f"{a}.txt": c, f"{b}.txt": f"{d}\n{c}"}, [f"cat {a}.txt", f"echo {{seen}} >> {b}.txt"]
 
 
 def _find(a: str, b: str, c: str, d: str, e: str, f: str) -> tuple[str, Files, Files, list[str]]:
@@ -165,14 +165,14 @@ KINDS = {
 
 
 def grade(subject: Any) -> float:
-    """1 where the folder is as it should be; a little where the right names have come and gone, but something else is wrong."""
+    """Return 1 if the folder is as requested, and PARTIAL_REWARD if only the names of the created and deleted files are right."""
     before, after = (dict(subject.task.metadata[name]) for name in ("before", "after"))
-    found = {}
+    files = {}
     for path in sorted(subject.folder.rglob("*")):
         name = str(path.relative_to(subject.folder))
-        found[name + "/" if path.is_dir() else name] = "" if path.is_dir() else path.read_text(errors="replace").strip()
-    if found == after:
+        files[name + "/" if path.is_dir() else name] = "" if path.is_dir() else path.read_text(errors="replace").strip()
+    if files == after:
         return 1.0
-    new, gone = after.keys() - before.keys(), before.keys() - after.keys()
-    done = bool(new or gone) and new <= found.keys() and not gone & found.keys()
-    return PARTLY if done else 0.0
+    created, deleted = after.keys() - before.keys(), before.keys() - after.keys()
+    done = bool(created or deleted) and created <= files.keys() and not deleted & files.keys()
+    return PARTIAL_REWARD if done else 0.0

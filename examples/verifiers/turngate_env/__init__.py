@@ -1,7 +1,7 @@
 """An environment for verifiers (`vf-eval turngate-env …`) and prime-rl: Turngate's tasks, agents, sandboxes and grades.
 
-verifiers finds an environment by the name of an installed module and looks through its `__all__`: one taskset, one harness, one env.
-Change a class here to make an environment of your own, say with the tasks and the agent filled in.
+verifiers finds an environment by the name of an installed module, and expects one taskset, one harness and one env in its `__all__`.
+Subclass them here to build your own environment, for example with preset tasks and a preset agent.
 """
 
 from turngate.trainers.verifiers import TurngateEnv, TurngateHarness, TurngateTaskset

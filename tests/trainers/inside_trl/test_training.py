@@ -38,7 +38,7 @@ TASK = Path(__file__).parents[3] / "examples" / "tasks" / "fix-add"
 def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
     """Command-line flags of the example."""
     monkeypatch.setattr(sys, "argv", ["async_grpo.py", "--dry-run", "--output", str(tmp_path)])
-    given = async_grpo.flags()
+    given = async_grpo.parse_options()
     given.staleness = 20  # resuming creates a new weight version, which makes earlier samples older
     given.model = str(cpu.make_model(tmp_path / "model"))
     return given
@@ -61,17 +61,17 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RolloutSample]]:
 
 
 def make_tasks() -> tuple[Task, ...]:
-    chance = Function(name=f"{Path(async_grpo.HERE) / 'chance.py'}:grade")
+    chance = Function(name=f"{Path(async_grpo.HERE) / 'random_grader.py'}:grade")
     return tuple(msgspec.structs.replace(task, grader=chance) for task in tasks.read_tasks(str(TASK)))
 
 
-async def recorded_rows(stage: cpu.Stage) -> list[Any]:
+async def recorded_rows(stage: cpu.LocalGateway) -> list[Any]:
     async with GatewayClient(stage.url, stage.key) as gateway:
         rows = [row for session in await gateway.sessions() for row in await gateway.samples(session)]
         return [msgspec.to_builtins(row) for row in rows]
 
 
-async def open_sessions(stage: cpu.Stage) -> list[str]:
+async def open_sessions(stage: cpu.LocalGateway) -> list[str]:
     async with GatewayClient(stage.url, stage.key) as gateway:
         return [one for one in await gateway.sessions() if (await gateway.show(one)).status == "open"]
 
@@ -82,8 +82,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_training_resumes_after_crash(given: argparse.Namespace, seen: list[RolloutSample]) -> None:
     output: Path = given.output
-    with cpu.stage(Path(given.model), given.served) as stage:
-        trainer = async_grpo.train(given, make_tasks(), stage.url, stage.key, stage.transfer)
+    with cpu.run_gateway(Path(given.model), given.served) as stage:
+        trainer = async_grpo.train(given, make_tasks(), stage.url, stage.key, stage.policy)
         steps = [line for line in trainer.state.log_history if "loss" in line]
         assert len(steps) == 5
         # On the sampling weights, the trainer recomputes the recorded log-probabilities.
@@ -92,7 +92,7 @@ def test_training_resumes_after_crash(given: argparse.Namespace, seen: list[Roll
         before, after = weights(output / "model"), weights(output / "checkpoint-5")
         assert all(not torch.equal(before[name], after[name]) for name in before)
         # The engine serves the trained weights.
-        served = stage.transfer.model.state_dict()
+        served = stage.policy.model.state_dict()
         assert all(torch.equal(served[name], tensor) for name, tensor in after.items())
         rows = asyncio.run(recorded_rows(stage))
         assert len(seen) >= 10 and all(any(same(sample, row) for row in rows) for sample in seen)
@@ -105,7 +105,7 @@ def test_training_resumes_after_crash(given: argparse.Namespace, seen: list[Roll
         first = list(seen)
         seen.clear()
         given.resume, given.steps = output / "checkpoint-4", 6
-        trainer = async_grpo.train(given, make_tasks(), stage.url, stage.key, stage.transfer)
+        trainer = async_grpo.train(given, make_tasks(), stage.url, stage.key, stage.policy)
         assert trainer.state.global_step == 6
         assert [sample.input_ids.tolist() for sample in seen[:2]] == [s.input_ids.tolist() for s in first[8:10]]
         assert all(not torch.equal(after[name], tensor) for name, tensor in weights(output / "checkpoint-6").items())

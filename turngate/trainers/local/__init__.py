@@ -4,7 +4,9 @@
     grpo        one update: check the recorded log-probabilities, compute gradients, update the weights behind the fence
     checkpoint  weights, optimizer state, and the number of the last trained delivery
     training    the whole loop: gateway, engine, agents and trainer in one process
+    run         a whole run: evaluate, train, evaluate again, write the result
     report      the reward curve, as an image and for a terminal
+    display     progress and result on a terminal
 
 Imports torch.
 """

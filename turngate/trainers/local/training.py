@@ -142,24 +142,24 @@ async def open_environment(config: ServeConfig, engine: TimedEngine) -> AsyncIte
 
 
 async def evaluate(
-    place: TrainingEnvironment, plan: BatchPlan, watch: Callable[[BatchProgress], None] = lambda progress: None
+    environment: TrainingEnvironment, plan: BatchPlan, watch: Callable[[BatchProgress], None] = lambda progress: None
 ) -> BatchResult:
     """Run rollouts that are not trained on. Their plan must have a different name than the training, so that the feed ignores them."""
-    result = await run_batch(plan, place.gateway, place.connector, watch)
+    result = await run_batch(plan, environment.gateway, environment.connector, watch)
     if result.stopped:
         raise TurngateError(f"the evaluation stopped: {result.stopped}")
     return result
 
 
 async def train(
-    place: TrainingEnvironment,
+    environment: TrainingEnvironment,
     goal: TrainingGoal,
     folder: Path,
     source: str | Path,
     callbacks: TrainingCallbacks = TrainingCallbacks(),
 ) -> list[Step]:
     """Train up to the last step and return all steps. The feed is kept, so a later call can add steps."""
-    clock = _StepClock(place.engine)
+    clock = _StepClock(environment.engine)
     throttle: TrainerThrottle | None = None
 
     def on_step(step: Step) -> None:
@@ -168,8 +168,8 @@ async def train(
         callbacks.step(step, clock.lap(step))
 
     trainer = Trainer(
-        place.engine,
-        place.gateway,
+        environment.engine,
+        environment.gateway,
         goal.settings,
         folder=folder / "checkpoints",
         source=source,
@@ -185,9 +185,10 @@ async def train(
         callbacks.note(
             f"the learning rate is {rate:g} from step {trainer.state.step + 1} on; the checkpoint used {trainer.earlier_rate:g}"
         )
-    async with await _open_feed(place.gateway, goal.feed_config(), trainer.state) as feed:
+    async with await _open_feed(environment.gateway, goal.feed_config(), trainer.state) as feed:
         running = asyncio.create_task(
-            run_batch(goal.plan(), place.gateway, place.connector, callbacks.rollouts, throttle=throttle), name="agents"
+            run_batch(goal.plan(), environment.gateway, environment.connector, callbacks.rollouts, throttle=throttle),
+            name="agents",
         )
         training = asyncio.create_task(trainer.run(feed, goal.steps), name="trainer")
         try:
@@ -196,7 +197,7 @@ async def train(
                 result = running.result()
                 if result.stopped:
                     raise TurngateError(f"the agents' batch stopped: {result.stopped}")
-                await _wait_for_groups(place.gateway, trainer, training, goal)
+                await _wait_for_groups(environment.gateway, trainer, training, goal)
             await training
         finally:
             for task in (running, training):

@@ -1,0 +1,160 @@
+"""Start a Python agent quickly, by forking a process that has already imported its packages. The agent itself is unmodified.
+
+    python3 fork_server.py serve SOCKET FOLDER MODULE IMPORT …   import the modules from FOLDER, then wait for callers
+    python3 -I -S fork_server.py run SOCKET ARGUMENT …           run `python3 -m MODULE ARGUMENT …` in a fork of that process
+
+Starting mini-swe-agent takes three seconds of CPU time, nearly all of it for the import of litellm. That is more than the rest of a rollout
+of three short turns. Modules that the first run imports are also imported for all later runs. Modules imported before the fork must not
+depend on the rollout. The new process has the caller's arguments, environment, working folder and standard files. If the caller is killed,
+its agent is killed too. Uses only the standard library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import traceback
+
+MAX_REQUEST_BYTES = 1 << 20
+
+
+def serve(path: str, folder: str, module: str, imports: list[str]) -> None:
+    sys.path.insert(0, folder)
+    for name in (module, *imports):
+        importlib.import_module(name)
+    del sys.modules[module]  # so that it can be run as `python3 -m` would
+    gc.collect()
+    gc.freeze()  # these objects are shared by all forks
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(256)
+    wake_reader, wake_writer = os.pipe()
+    os.set_blocking(wake_writer, False)
+    os.set_blocking(wake_reader, False)
+    signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    print("ready", flush=True)
+    callers: dict[int, socket.socket] = {}  # by process id
+    notes, pen = os.pipe()  # the first run writes the names of the modules it imported
+    os.set_blocking(notes, False)
+    first = 0
+    while True:
+        ready, _, _ = select.select([listener, wake_reader, *callers.values()], [], [])
+        for source in ready:
+            if source is listener:
+                caller, _ = listener.accept()
+                try:
+                    inherited = (listener, wake_reader, wake_writer, *callers.values())
+                    pid = fork_agent(caller, module, inherited, 0 if first else pen)
+                except (OSError, ValueError):  # the caller was killed before it had sent everything
+                    caller.close()
+                    continue
+                callers[pid] = caller
+                first = first or pid
+            elif source is wake_reader:
+                os.read(wake_reader, 4096)
+            else:  # callers send nothing more, so this one has closed its connection
+                for pid in [pid for pid, caller in callers.items() if caller is source]:
+                    kill(pid)
+        report_exits(callers)
+        if first > 0 and first not in callers:
+            first = -1 if import_noted(notes) else 0
+
+
+def import_noted(notes: int) -> bool:
+    """Import the modules that the first run imported, except those that fail. Return False if that run was killed."""
+    try:
+        names = os.read(notes, MAX_REQUEST_BYTES).decode().split()
+    except BlockingIOError:
+        return False
+    for name in names:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    return True
+
+
+def fork_agent(caller: socket.socket, module: str, inherited: tuple[int | socket.socket, ...], pen: int) -> int:
+    """Fork a process that runs the module as the caller asks, and return its process id."""
+    size = int.from_bytes(caller.recv(4, socket.MSG_WAITALL), "little")
+    first, fds, _, _ = socket.recv_fds(caller, 1, 3)
+    request = json.loads(first + caller.recv(size - 1, socket.MSG_WAITALL))
+    before = set(sys.modules)
+    if pid := os.fork():
+        for fd in fds:
+            os.close(fd)
+        return pid
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        for fd, number in zip(fds, (0, 1, 2), strict=True):
+            os.dup2(fd, number)
+            os.close(fd)
+        for other in (caller, *inherited):
+            os.close(other) if isinstance(other, int) else other.close()
+        os.environ.clear()
+        os.environ.update(request["env"])
+        os.chdir(request["cwd"])
+        sys.argv = ["", *request["arguments"]]
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        if pen:
+            names = [name for name in sys.modules if name not in before and not name.startswith("__")]
+            os.write(pen, "\n".join(["", *names]).encode()[: select.PIPE_BUF * 15])
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code & 0xFF)
+
+
+def report_exits(callers: dict[int, socket.socket]) -> None:
+    """Send the exit codes of ended agents to their callers."""
+    while callers:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if not pid:
+            return
+        kill(pid)  # processes that the agent left running
+        with callers.pop(pid) as caller, contextlib.suppress(OSError):  # the caller is gone
+            caller.send(bytes([os.waitstatus_to_exitcode(status) & 0xFF]))
+
+
+def kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def run(path: str, arguments: list[str]) -> int:
+    """Ask the server to run the agent with our arguments, environment, working folder and standard files. Return its exit code."""
+    request = json.dumps({"arguments": arguments, "env": dict(os.environ), "cwd": os.getcwd()}).encode()
+    if len(request) > MAX_REQUEST_BYTES:
+        raise SystemExit("fork_server.py: the arguments and the environment are too large")
+    server = socket.socket(socket.AF_UNIX)
+    server.connect(path)
+    server.sendall(len(request).to_bytes(4, "little"))
+    socket.send_fds(server, [request[:1]], [0, 1, 2])
+    server.sendall(request[1:])
+    answer = server.recv(1)
+    return answer[0] if answer else 1
+
+
+if __name__ == "__main__":
+    _, verb, path, *rest = sys.argv
+    if verb == "serve":
+        serve(path, rest[0], rest[1], rest[2:])
+    else:
+        raise SystemExit(run(path, rest))
