@@ -50,5 +50,11 @@ def test_fast_demo_trains_real_agent(tmp_path: Path, storm_scale: float) -> None
     for expected in ("held-out tasks, before", "held-out tasks, after", "passed, held-out tasks", "before", "Plot:"):
         assert expected in done.stdout
     first = done.stdout[: done.stdout.index("held-out tasks, before")]
-    for text in ("watch    http://127.0.0.1:", "admin-key", "outcome graded · reward", "mean log-probability", "minute"):
+    for text in (
+        "watch    http://127.0.0.1:",
+        "admin-key",
+        "outcome graded · reward",
+        "mean log-probability",
+        "minute",
+    ):
         assert text in first, first

@@ -55,7 +55,10 @@ def test_wrong_answer_earns_partial_reward(tasks: ModuleType, tmp_path: Path) ->
     row = next(row for row in tasks.training() if row["metadata"]["kind"] == "last")
     for name, text in {**row["files"], **dict.fromkeys(row["metadata"]["after"], "wrong")}.items():
         (tmp_path / name).write_text(text)
-    assert tasks.grade(SimpleNamespace(folder=tmp_path, task=SimpleNamespace(metadata=row["metadata"]))) == tasks.PARTIAL_REWARD
+    assert (
+        tasks.grade(SimpleNamespace(folder=tmp_path, task=SimpleNamespace(metadata=row["metadata"])))
+        == tasks.PARTIAL_REWARD
+    )
 
 
 def test_held_out_tasks_share_no_words_with_training(tasks: ModuleType) -> None:
@@ -92,7 +95,14 @@ if __name__ == "__main__":
 def socket_path(tmp_path: Path) -> Iterator[str]:
     (tmp_path / "own_agent.py").write_text(AGENT)
     (tmp_path / "own_other.py").write_text("")
-    command = [sys.executable, str(FOLDER / "fork_server.py"), "serve", str(tmp_path / "socket"), str(tmp_path), "own_agent"]
+    command = [
+        sys.executable,
+        str(FOLDER / "fork_server.py"),
+        "serve",
+        str(tmp_path / "socket"),
+        str(tmp_path),
+        "own_agent",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
         try:
             assert server.stdout is not None and server.stdout.readline() == b"ready\n"
