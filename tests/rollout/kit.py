@@ -1,10 +1,10 @@
-"""What the tests of rollouts are written with: a gateway, a place for sandboxes, and agents that are small programs.
+"""Helpers for the rollout tests: a gateway, a folder for sandboxes, and agents that are small programs.
 
-    async with staged([say("Hello.")]) as stage:
-        outcome = await stage.run('print(ask("Hi"))')
+    async with open_harness([say("Hello.")]) as harness:
+        outcome = await harness.run('print(ask("Hi"))')
         assert outcome.collected.stdout == "Hello.\n"
 
-The agent is the catalogue's `shell`, whose command here is a Python; its program is the prompt, with `PRELUDE` before it.
+The agent is the catalogue's `shell`, which runs Python here. Its program is the prompt, with `PRELUDE` before it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from turngate.sandboxes import folders
 from turngate.sandboxes.base import Backend
 from turngate.tasks.task import Task
 
-# What a small agent needs: `ask` for one call of the model, `http` for anything else. Standard library only. A call that hangs is ended
-# by the rollout's own limit.
+# The functions of a small agent, with the standard library only: `ask` calls the model, `http` sends any request. The rollout's own limit
+# ends a call that hangs.
 PRELUDE = """\
 import json, os, sys, time, urllib.request, urllib.error
 URL, KEY = os.environ["TURNGATE_BASE_URL"], os.environ["TURNGATE_API_KEY"]
@@ -57,8 +57,8 @@ def ask(*texts):
 """
 
 
-class Stage:
-    """Where rollouts are run: `gateway`, `folder` for what agents leave, `root` for the folders of sandboxes."""
+class Harness:
+    """Runs rollouts against `gateway`, collects their results in `folder`, and keeps sandboxes below `root`."""
 
     def __init__(
         self, gateway: kit.Running, client: GatewayClient, connector: GatewayConnector, root: Path, folder: Path
@@ -83,7 +83,7 @@ class Stage:
         timeout_s: float | None = None,
         **fields: Any,
     ) -> Rollout:
-        """Prepare a rollout. `program` is Python; or give a `task` and the shell `command` that does it."""
+        """Prepare a rollout of a Python `program`, or of a `task` with a shell `command`."""
         self.stages = seen = []
 
         def record_stage(progress: RolloutProgress) -> None:
@@ -115,7 +115,7 @@ class Stage:
         ]
 
     def alive(self) -> list[str]:
-        """List what is left of sandboxes below `root`: folders, and processes with a sandbox's mark."""
+        """List folders and processes of sandboxes below `root` that still exist."""
         found = [path.name for path in self.root.iterdir()]
         for process in Path("/proc").iterdir():
             if process.name.isdigit():
@@ -131,10 +131,10 @@ class Stage:
 
 
 @asynccontextmanager
-async def open_stage(script: Script | Sequence[ScriptedTurn] = (), **config: Any) -> AsyncIterator[Stage]:
-    """A stage whose engine says what is given, or that it is done. Nothing of any sandbox may be left when it is struck."""
+async def open_harness(script: Script | Sequence[ScriptedTurn] = (), **config: Any) -> AsyncIterator[Harness]:
+    """Open a harness whose engine replies from `script`, or with "Done.". Check at the end that no sandbox is left."""
     async with AsyncExitStack() as stack:
-        # Short, because a unix socket's path must be.
+        # Short, because the path of a unix socket must be short.
         root = Path(tempfile.mkdtemp(prefix="tg-"))
         stack.callback(shutil.rmtree, root, ignore_errors=True)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="turngate-left-")))
@@ -143,11 +143,11 @@ async def open_stage(script: Script | Sequence[ScriptedTurn] = (), **config: Any
         )
         client = await stack.enter_async_context(GatewayClient(running.root, running.app.admin_key))
         connector = await stack.enter_async_context(GatewayConnector(running.root))
-        stage = Stage(running, client, connector, root, folder)
-        yield stage
-        assert stage.alive() == []
+        harness = Harness(running, client, connector, root, folder)
+        yield harness
+        assert harness.alive() == []
 
 
-def own_agent(toml: str) -> AgentSpec:
-    """An agent of the user's own, from the text of its file."""
+def parse_agent(toml: str) -> AgentSpec:
+    """Parse a user-defined agent."""
     return parse_spec(toml, "own.toml")

@@ -1,4 +1,4 @@
-"""What a client of the admin API makes of answers that are no answers: those of a proxy, of a gateway that stops, of somebody else."""
+"""The admin API's client behind a proxy, which replies itself while the gateway is down."""
 
 from __future__ import annotations
 
@@ -18,67 +18,71 @@ from turngate.errors import ConfigError
 pytestmark = pytest.mark.process
 
 
-class Front:
-    """A proxy. `instead`: statuses with which it answers by itself, before it asks the gateway again."""
+class Proxy:
+    """A proxy. It replies itself with the statuses in `own_statuses` before it forwards requests again."""
 
     def __init__(self, gateway: str = "") -> None:
-        self.instead: list[int] = []
+        self.own_statuses: list[int] = []
         self.url = ""
         self._gateway = gateway
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
-        if self.instead:
-            return web.Response(status=self.instead.pop(0), text="<html>Bad gateway</html>", content_type="text/html")
+        if self.own_statuses:
+            return web.Response(
+                status=self.own_statuses.pop(0), text="<html>Bad gateway</html>", content_type="text/html"
+            )
         async with ClientSession(auto_decompress=False) as http:
             headers = {name: value for name, value in request.headers.items() if name.lower() != "host"}
             url = self._gateway + request.raw_path
-            async with http.request(request.method, url, headers=headers, data=await request.read()) as told:
-                kept = {name: told.headers[name] for name in ("x-turngate", "content-type") if name in told.headers}
-                return web.Response(status=told.status, body=await told.read(), headers=kept)
+            async with http.request(request.method, url, headers=headers, data=await request.read()) as response:
+                response_headers = {
+                    name: response.headers[name] for name in ("x-turngate", "content-type") if name in response.headers
+                }
+                return web.Response(status=response.status, body=await response.read(), headers=response_headers)
 
 
 @asynccontextmanager
-async def open_front(gateway: str = "") -> AsyncIterator[Front]:
-    front = Front(gateway)
-    runner = web.ServerRunner(web.Server(front))
+async def open_proxy(gateway: str = "") -> AsyncIterator[Proxy]:
+    proxy = Proxy(gateway)
+    runner = web.ServerRunner(web.Server(proxy))
     await runner.setup()
     try:
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         host, port = runner.addresses[0][:2]
-        front.url = f"http://{host}:{port}"
-        yield front
+        proxy.url = f"http://{host}:{port}"
+        yield proxy
     finally:
         await runner.cleanup()
 
 
-async def test_a_proxy_without_its_gateway_is_not_taken_for_a_wrong_address() -> None:
-    async with open_front() as front, GatewayClient(front.url, "x") as client:
+async def test_proxy_error_is_unreachable_but_other_reply_is_config_error() -> None:
+    async with open_proxy() as proxy, GatewayClient(proxy.url, "x") as client:
         for status in (502, 503, 504):
-            front.instead = [status]
+            proxy.own_statuses = [status]
             unreachable = (
                 f"returned status {status}, but the reply is not from a turngate gateway: .* the address is wrong"
             )
             with pytest.raises(GatewayUnreachable, match=unreachable):
                 await client.check()
         for status in (200, 404, 500):
-            front.instead = [status]
+            proxy.own_statuses = [status]
             with pytest.raises(ConfigError, match="is not a turngate gateway"):
                 await client.check()
 
 
-async def test_a_trainer_goes_on_when_the_gateway_is_back_behind_its_proxy() -> None:
+async def test_feed_retries_until_gateway_is_back_behind_proxy() -> None:
     async with (
         training() as running,
-        open_front(running.g.root) as front,
-        GatewayClient(front.url, running.g.app.admin_key) as client,
+        open_proxy(running.g.root) as proxy,
+        GatewayClient(proxy.url, running.g.app.admin_key) as client,
     ):
-        front.instead = [502]
+        proxy.own_statuses = [502]
         feed = await Feed.open(client, "train", FeedConfig(n=1))
         await running.rollout(1.0)
-        front.instead = [502, 504, 503]
+        proxy.own_statuses = [502, 504, 503]
         delivery = await feed.next(scaled(20))
         assert delivery is not None and delivery.number == 1
-        front.instead = [503]
+        proxy.own_statuses = [503]
         await feed.commit(1)
         assert feed.committed == 1

@@ -1,4 +1,4 @@
-"""What is kept of logs with an outcome, for those who look at what went wrong: their ends, and no secret in them."""
+"""The page shows the ends of a rollout's logs, without secrets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit import say
-from tests.rollout.kit import open_stage
+from tests.rollout.kit import open_harness
 from tests.rollout.test_grading import make_task
 from tests.server.test_page import fetch, log_in
 
@@ -27,19 +27,19 @@ mkdir -p "$TURNGATE_LOGS/verifier"; echo 0 > "$TURNGATE_LOGS/verifier/reward.txt
 """
 
 
-async def test_the_ends_of_logs_are_seen_and_no_secret_in_them(tmp_path: Path) -> None:
+async def test_log_tails_are_shown_without_secrets(tmp_path: Path) -> None:
     env = {"PROVIDER_API_KEY": "marked-secret-0001", "MODE": "ordinary-value-0002"}
-    async with open_stage([say("Hello.")] * 3) as stage:
-        outcome = await stage.run(task=make_task(tmp_path, PROGRAM, TEST), env=env)
-        client = await log_in(stage.gateway)
+    async with open_harness([say("Hello.")] * 3) as harness:
+        outcome = await harness.run(task=make_task(tmp_path, PROGRAM, TEST), env=env)
+        client = await log_in(harness.gateway)
         header = await fetch(client, f"rollouts/{outcome.session}")
         assert header["rollout"]["class"] == "graded" and header["outcome"]["data"]["exit_code"] == 3
         logs = header["logs"]
         assert logs["stdout"].endswith("the end of stdout\n") and len(logs["stdout"]) <= 4000
         assert "the verifier says 41" in logs["verifier"] and "ordinary-value-0002" in logs["stderr"]
-        events = (await stage.gateway.admin.get("/admin/events", params={"wait": "0"})).text
-        shown = (await stage.gateway.admin.get(f"/admin/sessions/{outcome.session}")).text
+        events = (await harness.gateway.admin.get("/admin/events", params={"wait": "0"})).text
+        shown = (await harness.gateway.admin.get(f"/admin/sessions/{outcome.session}")).text
         for text in (*logs.values(), events, shown):
             assert "marked-secret-0001" not in text and "abcdefgh12345678" not in text
-            assert not re.search(r"tga?-[\w-]{20,}", text) and stage.gateway.app.admin_key not in text
+            assert not re.search(r"tga?-[\w-]{20,}", text) and harness.gateway.app.admin_key not in text
         assert header["stages"][0]["stage"] == "sandbox" and all(one["seconds"] is not None for one in header["stages"])

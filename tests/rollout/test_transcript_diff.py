@@ -1,4 +1,4 @@
-"""What an agent wrote down against what was recorded, where it is not obvious what belongs to what."""
+"""Compare an agent's transcript with the recorded trace in ambiguous cases."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from turngate.types import DeliveredTurn, Message, ToolCall
 
 pytestmark = pytest.mark.process
 
-PLACE = Path("home/.claude/projects/-work")
+TRANSCRIPTS = Path("home/.claude/projects/-work")
 
 
-def says(text: str, *commands: str) -> dict[str, Any]:
-    """An assistant's message as Claude Code writes it down."""
+def assistant_message(text: str, *commands: str) -> dict[str, Any]:
+    """Make an assistant's message as in Claude Code's transcript."""
     calls = [{"type": "tool_use", "name": "Bash", "input": {"command": c, "timeout": 5}} for c in commands]
     return {"type": "assistant", "message": {"id": f"msg_{text}", "content": [{"type": "text", "text": text}, *calls]}}
 
 
 def make_trace(*turns: tuple[str, str, str, tuple[str, ...]], stop: str = "") -> tuple[list[DeliveredTurn], str]:
-    """Delivered turns (role, thread, text, commands), and why the session stopped."""
+    """Make delivered turns from (role, thread, text, commands), and the reason why the session stopped."""
     delivered = []
     for role, thread, text, commands in turns:
         calls = tuple(ToolCall(f"c{n}", "Bash", json.dumps({"command": c})) for n, c in enumerate(commands))
@@ -34,12 +34,12 @@ def make_trace(*turns: tuple[str, str, str, tuple[str, ...]], stop: str = "") ->
 
 
 @pytest.fixture
-def compared(tmp_path: Path) -> Any:
-    def compare(trace: Any, main: list[Any], *helpers: list[Any]) -> list[str]:
-        files = {"s.jsonl": main, **{f"s/subagents/agent-{n}.jsonl": turns for n, turns in enumerate(helpers)}}
+def compare(tmp_path: Path) -> Any:
+    def compare(trace: Any, main: list[Any], *subagents: list[Any]) -> list[str]:
+        transcripts = {"s.jsonl": main, **{f"s/subagents/agent-{n}.jsonl": turns for n, turns in enumerate(subagents)}}
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        for name, records in files.items():
-            file = folder / PLACE / name
+        for name, records in transcripts.items():
+            file = folder / TRANSCRIPTS / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text("\n".join(map(json.dumps, records)))
         transcript = find_agent("claude-code").spec.transcript
@@ -49,7 +49,7 @@ def compared(tmp_path: Path) -> Any:
     return compare
 
 
-def test_helpers_are_told_apart_by_what_they_did(compared: Any) -> None:
+def test_subagents_are_matched_by_their_turns(compare: Any) -> None:
     trace = make_trace(
         ("main", "a", "Go.", ()),
         ("subagent", "b", "I look.", ("wc -l",)),
@@ -57,15 +57,15 @@ def test_helpers_are_told_apart_by_what_they_did(compared: Any) -> None:
         ("subagent", "b", "Three.", ()),
         ("subagent", "c", "Three.", ()),
     )
-    one, other = (
-        [says("I look.", "wc -l"), says("Three.")],
-        [says("I look.", "wc -w"), says("Three.")],
+    first, second = (
+        [assistant_message("I look.", "wc -l"), assistant_message("Three.")],
+        [assistant_message("I look.", "wc -w"), assistant_message("Three.")],
     )
-    assert compared(trace, [says("Go.")], other, one) == []
-    assert compared(trace, [says("Go.")], other) != [], "a helper that was not written down is missed"
+    assert compare(trace, [assistant_message("Go.")], second, first) == []
+    assert compare(trace, [assistant_message("Go.")], second) != [], "a subagent without a transcript must be reported"
 
 
-def test_the_words_at_a_limit_were_never_sampled(compared: Any) -> None:
-    main = [says("Go."), says(limit_message("turns"))]
-    assert compared(make_trace(("main", "a", "Go.", ()), stop="turns"), main) == []
-    assert compared(make_trace(("main", "a", "Go.", ())), main) != []
+def test_limit_message_is_not_a_difference(compare: Any) -> None:
+    main = [assistant_message("Go."), assistant_message(limit_message("turns"))]
+    assert compare(make_trace(("main", "a", "Go.", ()), stop="turns"), main) == []
+    assert compare(make_trace(("main", "a", "Go.", ())), main) != []

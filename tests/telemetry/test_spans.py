@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from tests.cli.kit import ROOT
 from tests.kit import gateway, say
-from tests.rollout.kit import open_stage
+from tests.rollout.kit import open_harness
 from turngate.errors import ConfigError
 from turngate.telemetry import spans
 
@@ -91,7 +91,7 @@ async def test_what_fails_says_of_what_kind_and_no_more(tmp_path: Path, told: In
 
 @pytest.mark.process
 async def test_a_rollout_its_stages_and_its_turns_are_one_trace(tmp_path: Path, told: InMemorySpanExporter) -> None:
-    async with open_stage([say("Hello.")]) as stage:
+    async with open_harness([say("Hello.")]) as stage:
         outcome = await stage.run('print(ask("Hi"))')
     found = by_name(told)
     rollout, run, turn = found["rollout"], found["invoke_agent shell"], found["chat m"]

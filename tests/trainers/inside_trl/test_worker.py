@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.kit import Gated, gateway, say, until
-from tests.rollout.kit import PRELUDE, Stage, open_stage
+from tests.rollout.kit import PRELUDE, Harness, open_harness
 from tests.sandboxes.kit import MAKE
 from tests.speed import scaled
 from tests.trainers.inside_trl.kit import apart, following, none_left, rolled, same, taken, told
@@ -235,7 +235,7 @@ async def test_errors_surface_in_start_or_check_health() -> None:
 # ── with a rollout plan ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def make_plan(stage: Stage, program: str, *, grader: str = "", **given: object) -> BatchPlan:
+def make_plan(stage: Harness, program: str, *, grader: str = "", **given: object) -> BatchPlan:
     task = Task(id="t", instruction=PRELUDE + program, grader=Function(name=grader) if grader else None)
     plan = {
         "tasks": (task,),
@@ -254,7 +254,7 @@ def make_plan(stage: Stage, program: str, *, grader: str = "", **given: object) 
 async def test_plan_follows_trainer_pace_and_reports_exhaustion(tmp_path: Path) -> None:
     grader = tmp_path / "grader.py"
     grader.write_text("import random\ndef grade(subject):\n    return random.random()\n")
-    async with open_stage() as stage:
+    async with open_harness() as stage:
         plan = make_plan(stage, 'ask("Hi")', grader=f"{grader}:grade", rounds=3)
         async with following(stage.gateway, plan=plan, ahead=1) as worker:
             await until(lambda: worker.rollout_buffer.qsize() == 2, 30)
@@ -273,7 +273,7 @@ async def test_plan_follows_trainer_pace_and_reports_exhaustion(tmp_path: Path) 
 async def test_feed_accepts_only_groups_of_plan(tmp_path: Path) -> None:
     grader = tmp_path / "grader.py"
     grader.write_text("import random\ndef grade(subject):\n    return random.random()\n")
-    async with open_stage() as stage:
+    async with open_harness() as stage:
         plan = make_plan(stage, 'ask("Hi")', grader=f"{grader}:grade")
         async with following(stage.gateway, plan=plan) as worker:
             others = [await rolled(stage.gateway, "other", reward) for reward in (0.0, 1.0)]
@@ -288,7 +288,7 @@ async def test_feed_accepts_only_groups_of_plan(tmp_path: Path) -> None:
 
 
 async def test_stop_ends_agents_sandboxes_and_sessions() -> None:
-    async with open_stage() as stage:
+    async with open_harness() as stage:
         plan = make_plan(stage, 'ask("Hi"); time.sleep(600)', rounds=10)
         async with following(stage.gateway, plan=plan) as worker:
             async with asyncio.timeout(scaled(20)):
@@ -300,7 +300,7 @@ async def test_stop_ends_agents_sandboxes_and_sessions() -> None:
 
 
 async def test_plan_without_rewards_is_abandoned(tmp_path: Path) -> None:
-    async with open_stage() as stage:
+    async with open_harness() as stage:
         plan = make_plan(stage, 'ask("Hi")', grader=f"{tmp_path}/none.py:grade", rounds=100_000)
         async with following(stage.gateway, plan=plan) as worker:
             await until(lambda: worker._work is not None and worker._work.done(), 60)
