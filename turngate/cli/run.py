@@ -19,6 +19,7 @@ from turngate import tasks
 from turngate.cli.gateway import GatewayChoice, RemoteAccess, choose_gateway, connect_gateway, load_gateway_config
 from turngate.cli.options import RunOptions
 from turngate.cli.prepare import (
+    add_command,
     build_end_policy,
     build_session_settings,
     parse_network,
@@ -30,14 +31,16 @@ from turngate.cli.signals import INTERRUPTED, absorb_cancellation, cancel_on_sig
 from turngate.common.terminal import LiveDisplay, sanitize, sanitize_line, say
 from turngate.common.terminal import console as new_console
 from turngate.config import ServeConfig
-from turngate.engines.scripted import SYNTHETIC_NOTE
 from turngate.errors import ConfigError
 from turngate.rollout.connection import GatewayConnector
 from turngate.rollout.outcome import Outcome, RolloutProgress
+from turngate.rollout.reference import play_reference
 from turngate.rollout.rollout import Rollout
 from turngate.rollout.spec import RolloutSpec
 from turngate.sandboxes import get_backend
 from turngate.sandboxes.base import Resources
+from turngate.tasks.reference import solution_folders
+from turngate.tasks.task import Task
 
 EXIT_CODES: Mapping[str, int] = {
     "finished": 0,
@@ -53,22 +56,25 @@ _STDERR_LINES = 5  # lines shown of a failed agent's output
 
 def run_rollout(options: RunOptions) -> int:
     """Run the rollout described by the flags, and return the exit code."""
-    if bool(options.task) == bool(options.prompt):
-        raise ConfigError("pass exactly one of --task PATH and --prompt TEXT", param="task")
     network = parse_network(options.network)
     config = load_gateway_config(options)
-    task = tasks.load_task(Path(options.task)) if options.task else tasks.task_from_prompt(options.prompt)
+    agent_options = add_command(options.agent, options.option, options.command)
+    task = _load_task(options)
+    console = new_console(stderr=options.as_json)
+    if task.source == str(tasks.BUNDLED_TASK):
+        say(console, f"Running the bundled task {task.id}. Pass --task PATH or --prompt TEXT for your own.", "dim")
     agent = prepare_agent(
         options.agent,
-        options=options.option,
+        options=agent_options,
         context_tokens=options.context_tokens,
         instruction=task.instruction,
     )
+    backend = get_backend(options.sandbox)
     order = RolloutSpec(
         task=task,
         agent=agent.spec,
         installed=agent.installed,
-        backend=get_backend(options.sandbox),
+        backend=backend,
         model=config.model,
         timeout_s=require_positive("timeout", options.timeout) or task.timeout_s or 1800.0,
         image=options.image,
@@ -84,13 +90,31 @@ def run_rollout(options: RunOptions) -> int:
         folder=require_writable(options.out) if options.out else Path(config.data) / "rollouts",
     )
     access = RemoteAccess(options.public_url, options.tunnel)
-    return _run_and_print(order, config, choose_gateway(options), access, as_json=options.as_json)
+    return _run_and_print(order, config, choose_gateway(options), access, console, as_json=options.as_json)
+
+
+def _load_task(options: RunOptions) -> Task:
+    """Load the task that the flags name. Without one, a command has an empty instruction, and other agents get the bundled task."""
+    if options.task is not None and options.prompt is not None:
+        raise ConfigError("pass either --task PATH or --prompt TEXT, not both", param="task")
+    if options.task is not None:
+        return tasks.load_task(Path(options.task))
+    if options.prompt is not None:
+        return tasks.task_from_prompt(options.prompt)
+    if options.command:
+        return Task(id="command", instruction="", source="the command after --")
+    return tasks.load_task(tasks.BUNDLED_TASK)
 
 
 def _run_and_print(
-    order: RolloutSpec, config: ServeConfig, gateway: GatewayChoice, access: RemoteAccess, *, as_json: bool
+    order: RolloutSpec,
+    config: ServeConfig,
+    gateway: GatewayChoice,
+    access: RemoteAccess,
+    console: Console,
+    *,
+    as_json: bool,
 ) -> int:
-    console = new_console(stderr=as_json)
     with reserve_stdout(as_json):
         outcome = asyncio.run(cancel_on_signal(_run(order, config, gateway, access, console), console))
     if outcome is None:
@@ -101,13 +125,15 @@ def _run_and_print(
     if as_json:
         print(msgspec.json.encode(outcome).decode())
     else:
-        print_outcome(
-            outcome,
-            f"--gateway {gateway.url}" if gateway.url else f"--data {shlex.quote(config.data)}",
-            order.folder,
-            console,
-        )
+        print_outcome(outcome, _show_flags(config, gateway), order.folder, console)
     return exit_code(outcome)
+
+
+def _show_flags(config: ServeConfig, gateway: GatewayChoice) -> str:
+    """Return the flags with which `turngate show` finds the session."""
+    if gateway.url:
+        return f" --gateway {gateway.url}"
+    return "" if config.data == ServeConfig().data else f" --data {shlex.quote(config.data)}"
 
 
 def exit_code(outcome: Outcome) -> int:
@@ -137,21 +163,24 @@ async def _run(
     try:
         await order.backend.check()
         await order.backend.sweep()
+        replay = play_reference(order.task, order.agent, order.backend, config)
         async with (
-            connect_gateway(config, gateway, console) as (client, own),
+            connect_gateway(config, gateway, console, replay.build_engine) as (client, own),
             GatewayConnector(client.url, access.public_url, access.tunnel) as connector,
         ):
             if not order.model:
                 order = msgspec.structs.replace(order, model=next(iter(await client.models()), "turngate"))
+            if own and replay.commands:
+                order = msgspec.structs.replace(order, folders=solution_folders(order.backend))
             with RolloutDisplay(console) as display:
-                rollout = Rollout(order, client, connector, display.update)
+                rollout = Rollout(order, client, connector, display.update, on_sandbox_ready=replay.set_workdir)
                 try:
                     outcome = await rollout.run()
                 except asyncio.CancelledError:
                     absorb_cancellation()
                     outcome = rollout.outcome
             if own and config.engine == "scripted" and outcome.turns:
-                outcome.notes = (*outcome.notes, SYNTHETIC_NOTE)
+                outcome.notes = (*outcome.notes, replay.note)
     except asyncio.CancelledError:
         absorb_cancellation()
     return outcome
@@ -193,8 +222,8 @@ class RolloutDisplay(LiveDisplay):
         return line
 
 
-def print_outcome(outcome: Outcome, where: str, folder: Path, console: Console) -> None:
-    """Print the outcome, where the trace is stored, and the command that shows it."""
+def print_outcome(outcome: Outcome, show_flags: str, folder: Path, console: Console) -> None:
+    """Print the outcome, where the trace is stored, and the commands that show it. `show_flags` are flags for `turngate show`."""
     code = "" if outcome.exit_code is None else f" (exit code {outcome.exit_code})"
     style = {"finished": "green", "error": "red"}.get(outcome.status, "yellow")
     name = f"{outcome.agent} {outcome.version}".strip()
@@ -220,7 +249,9 @@ def print_outcome(outcome: Outcome, where: str, folder: Path, console: Console) 
         suffix = "" if outcome.status == "finished" else ", kept"
         counted = f"{turns} ({roles})" if roles else turns
         _print_line(console, "trace", f"{counted}, {outcome.sampled_tokens:,} sampled tokens, {rows}{suffix}")
-        _print_line(console, "inspect", f"turngate show {outcome.session} {where}")
+        _print_line(console, "inspect", f"turngate show {outcome.session}{show_flags}")
+        if outcome.sampled_tokens:
+            _print_line(console, "", f"turngate show {outcome.session}{show_flags} --tokens")
         _print_line(console, "files", str(folder / outcome.session))
     if outcome.not_enforced:
         not_isolated = ", ".join(outcome.not_enforced)

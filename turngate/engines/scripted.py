@@ -25,6 +25,7 @@ from turngate.types import Ids, PromptIds
 SYNTHETIC_NOTE = (
     "the scripted engine generated these turns: nothing was sampled, and the log-probabilities are synthetic"
 )
+DEFAULT_CONTEXT = 131_072  # tokens, for a gateway whose settings name no context length
 _STEPS = 2**18  # multiples of 2^-18 are exact in float32, so stored values equal those sent
 _REMEMBERED = 10_000  # maximum number of sessions or prompts to count
 

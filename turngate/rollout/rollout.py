@@ -183,6 +183,7 @@ class Rollout:
             reachable=self._connector.hosts,
             mounts=tuple(Mount(source, target) for source, target in self._mounts),
             env={**base.env, **spec.env},
+            folders=(*base.folders, *spec.folders),
             # Twice the timeout, because a warm sandbox may have to wait until another agent is done.
             life_s=2 * spec.timeout_s + spec.task.setup_timeout_s + sum(LIMITS_S.values()),
             labels={**base.labels, "agent": spec.agent.name},

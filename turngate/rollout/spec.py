@@ -39,6 +39,7 @@ class RolloutSpec(msgspec.Struct, frozen=True, kw_only=True):
     image: str = ""
     network: Network = "none"
     resources: Resources = Resources()
+    folders: tuple[str, ...] = ()  # more writable folders in a sandbox that has its own root
     env: Mapping[str, str] = {}
     session: Mapping[str, Json] = {}  # more session settings: limits, sampling, policy …
     model_limits: ModelLimits = ModelLimits()  # the model's limits, for the agent's configuration

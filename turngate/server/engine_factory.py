@@ -15,7 +15,7 @@ from turngate.engines.observe.gemini import GeminiRelay
 from turngate.engines.observe.openai import OpenAIRelay
 from turngate.engines.observe.responses import ResponsesRelay
 from turngate.engines.pool import Pool
-from turngate.engines.scripted import Script, Scripted, ScriptedTurn
+from turngate.engines.scripted import DEFAULT_CONTEXT, Script, Scripted, ScriptedTurn
 from turngate.engines.sglang import SGLang
 from turngate.engines.vllm import VLLM
 from turngate.errors import ConfigError
@@ -76,7 +76,7 @@ def build_engine(config: ServeConfig, renderer: Renderer | None) -> tuple[Engine
             return Scripted(
                 _load_script(config.script, renderer),
                 model=config.model or "scripted",
-                max_context=config.max_context or 131_072,
+                max_context=config.max_context or DEFAULT_CONTEXT,
             ), None
 
 

@@ -20,17 +20,12 @@ from turngate.tasks import staging
 from turngate.tasks.grading.grade import grade
 from turngate.tasks.grading.types import Grade, GradingEnvironment, Work
 from turngate.tasks.grading.work import collect_work, needs_git
+from turngate.tasks.reference import APPLY_PATCH, SOLUTION, SOLVE_ENV, solution_folders
 from turngate.tasks.task import Solution, Task
 
 Verdict = Literal["proven", "valid", "not proven", "infrastructure fault"]
-SOLUTION = "/solution"  # same path as in Harbor
 SOLVE_S = 1800.0  # seconds; used if the task sets no time limit for agents
 _TAIL = 600  # characters of a failed solution's output to report
-# The patch is read from standard input. Outside a repository, `git apply` works on the plain folder.
-_APPLY_PATCH = """
-if command -v git >/dev/null 2>&1; then exec git apply --whitespace=nowarn -; fi
-exec patch -p1 --batch --forward
-"""
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,14 +117,13 @@ async def _solve(task: Task, solution: Solution, environment: GradingEnvironment
     spec = staging.build_sandbox_spec(
         task, environment.backend, image=environment.image, resources=environment.resources
     )
-    has_own_root = environment.backend.relocates  # otherwise / is the host's root
-    if has_own_root:
-        spec = msgspec.structs.replace(spec, folders=(*spec.folders, SOLUTION))
+    folders = solution_folders(environment.backend)
+    spec = msgspec.structs.replace(spec, folders=(*spec.folders, *folders))
     sandbox = await environment.backend.create(spec)
     try:
         await staging.upload_files(sandbox, task)
         await staging.run_setup(sandbox, task)
-        folder_inside = SOLUTION if has_own_root else f"{sandbox.home}{SOLUTION}"
+        folder_inside = SOLUTION if folders else f"{sandbox.home}{SOLUTION}"
         await _apply(sandbox, solution, folder_inside, task.timeout_s or SOLVE_S)
         return await collect_work(sandbox, folder, git=needs_git(task))
     finally:
@@ -139,11 +133,11 @@ async def _solve(task: Task, solution: Solution, environment: GradingEnvironment
 async def _apply(sandbox: Sandbox, solution: Solution, where: str, limit_s: float) -> None:
     """Apply a solution. If it has files, copy them to the folder `where` first."""
     if solution.files is None:
-        done = await sandbox.exec(["sh", "-c", _APPLY_PATCH], stdin=solution.patch.encode(), timeout_s=limit_s)
+        done = await sandbox.exec(["sh", "-c", APPLY_PATCH], stdin=solution.patch.encode(), timeout_s=limit_s)
         _check_success(done, "the reference patch does not apply")
         return
     await sandbox.upload(solution.files, where)
-    env = {"DEBIAN_FRONTEND": "noninteractive", **solution.env, "TURNGATE_SOLUTION": where}
+    env = {**SOLVE_ENV, **solution.env, "TURNGATE_SOLUTION": where}
     done = await sandbox.exec(["bash", f"{where}/solve.sh"], env=env, timeout_s=limit_s)
     _check_success(done, "solution/solve.sh failed")
 

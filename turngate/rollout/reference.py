@@ -1,0 +1,97 @@
+"""Let the scripted engine solve a task: it replays the reference solution through the agent's own shell tool.
+
+The agent runs as with any model. Only the model's replies are known in advance, so a first rollout needs no model and still earns its
+reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from turngate.agents.spec import AgentSpec, CheckCall, CheckStep
+from turngate.config import ServeConfig
+from turngate.engines.base import Engine
+from turngate.engines.scripted import DEFAULT_CONTEXT, SYNTHETIC_NOTE, Scripted
+from turngate.errors import TaskError
+from turngate.render import Renderer
+from turngate.rollout.playbook import Playbook, Scene, fill_steps
+from turngate.sandboxes.base import Backend
+from turngate.tasks.reference import reference_commands
+from turngate.tasks.task import Task
+
+REPLAY_NOTE = (
+    "a scripted model replayed the task's reference solution, so the reward is not a model's, and the log-probabilities are "
+    "synthetic; for a real model, pass --engine, --engine-url, --model and --tokenizer"
+)
+_WORDS = 60  # characters of the instruction that identify its prompts
+
+
+class ReferenceReplay:
+    """The scripted model's side of one rollout. Without commands, it leaves the replies to the usual scripted engine."""
+
+    def __init__(self, instruction: str, agent: AgentSpec, commands: Sequence[str] = (), *, reason: str = "") -> None:
+        """Prepare a replay. `reason` says why there are no commands; it is empty if the user did not expect any."""
+        self._instruction = instruction
+        self._agent = agent
+        self.commands = commands
+        self._reason = reason
+        self._scenes: list[Scene] = []
+
+    @property
+    def note(self) -> str:
+        """What the scripted engine's replies mean for the outcome."""
+        if self.commands:
+            return REPLAY_NOTE
+        if not self._reason:
+            return SYNTHETIC_NOTE
+        return (
+            f"{SYNTHETIC_NOTE}; no reference solution was replayed, because {self._reason}; for a real model, pass --engine "
+            "and --engine-url, or choose the replies with --script FILE"
+        )
+
+    def build_engine(self, config: ServeConfig, renderer: Renderer) -> Engine | None:
+        """Build the engine that gives the replies, or return None if there is nothing to replay."""
+        if not self.commands:
+            return None
+        return Scripted(
+            Playbook(renderer, self._scenes),
+            model=config.model or "scripted",
+            max_context=config.max_context or DEFAULT_CONTEXT,
+        )
+
+    def set_workdir(self, workdir: str) -> None:
+        """Write the replies for a sandbox with this working folder."""
+        if not self.commands or self._agent.shell_call is None:
+            return
+        shell = self._agent.shell_call
+        call = CheckCall(tool=shell.tool, arguments=shell.arguments)
+        steps = [
+            fill_steps([CheckStep(say=say, calls=(call,))], {"command": command, "workdir": workdir})[0]
+            for say, command in zip_longest(["I apply the reference solution."], self.commands, fillvalue="")
+        ]
+        end = self._agent.check[-1].calls if self._agent.check else ()
+        steps += fill_steps([CheckStep(say="Done.", calls=end)], {"workdir": workdir})
+        longest = max(self._instruction.strip().splitlines(), key=len).strip()
+        self._scenes[:] = [Scene(longest[:_WORDS], tuple(steps))]
+
+
+def play_reference(task: Task, agent: AgentSpec, backend: Backend, config: ServeConfig) -> ReferenceReplay:
+    """Plan the replay of a task's reference solution, for a gateway with this configuration."""
+
+    def without_replay(reason: str) -> ReferenceReplay:
+        return ReferenceReplay(task.instruction, agent, reason=reason)
+
+    if config.engine != "scripted" or config.script or task.grader is None:
+        return without_replay("")
+    if config.tokenizer:
+        return without_replay("the replies are written for the built-in tokenizer (remove --tokenizer)")
+    if agent.shell_call is None:
+        return without_replay(f"the description of the agent {agent.name} has no [shell_call]")
+    if task.solution is None:
+        return without_replay("the task has no solution/solve.sh")
+    try:
+        commands = reference_commands(task.solution, backend)
+    except TaskError as error:
+        return without_replay(error.message)
+    return ReferenceReplay(task.instruction, agent, commands)

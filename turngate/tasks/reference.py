@@ -1,0 +1,108 @@
+"""Turn a task's reference solution into shell commands, for a scripted model that solves the task in place of a real one.
+
+Each command is short enough to be one tool call of an agent. The first ones write the solution's files, the last one applies them.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from turngate.errors import TaskError
+from turngate.sandboxes.base import Backend
+from turngate.tasks.task import Solution
+
+SOLUTION = "/solution"  # same path as in Harbor
+# The patch is read from standard input. Outside a repository, `git apply` works on the plain folder.
+APPLY_PATCH = """
+if command -v git >/dev/null 2>&1; then exec git apply --whitespace=nowarn -; fi
+exec patch -p1 --batch --forward
+"""
+SOLVE_ENV = {"DEBIAN_FRONTEND": "noninteractive"}  # for solve.sh
+MAX_BYTES = 128 * 1024  # a larger solution would need too many tool calls
+_COMMAND_CHARS = 6000  # per command; an agent limits the tokens of a reply
+_PIECE_BYTES = 4000  # of a file per command; base64 makes them a third longer
+_DELIMITER = "END_OF_FILE"
+_MODEL_SYNTAX = re.compile(r"<\||</?(tool_call|think)>")  # a tokenizer would read these as special tokens
+
+
+def solution_folders(backend: Backend) -> tuple[str, ...]:
+    """Return the folders that the commands need at the root of a sandbox. A sandbox without its own root has none."""
+    return (SOLUTION,) if backend.relocates else ()
+
+
+def reference_commands(solution: Solution, backend: Backend) -> tuple[str, ...]:
+    """Return the commands that apply a solution in a sandbox. Raise `TaskError` if it cannot be written as commands."""
+    if solution.env:
+        raise TaskError("its solution needs environment variables, which a trace must not contain", param="solution")
+    folder = SOLUTION if backend.relocates else '"$HOME"' + SOLUTION
+    files = dict(_read_files(solution))
+    if (size := sum(map(len, files.values()))) > MAX_BYTES:
+        raise TaskError(f"its solution has {size} bytes, but at most {MAX_BYTES} can be replayed", param="solution")
+    parents = {f"{folder}/{shlex.quote(str(parent))}" for name in files if (parent := Path(name).parent) != Path()}
+    fragments = [f"mkdir -p {' '.join([folder, *sorted(parents)])}"]
+    for name, data in files.items():
+        fragments += _write_file(f"{folder}/{shlex.quote(name)}", data)
+    if programs := [f"{folder}/{shlex.quote(name)}" for name in files if _is_program(solution, name)]:
+        fragments.append(f"chmod +x {' '.join(programs)}")
+    fragments.append(_apply(solution, folder))
+    return tuple(_join(fragments))
+
+
+def _read_files(solution: Solution) -> Iterator[tuple[str, bytes]]:
+    if solution.files is None:
+        yield "solution.patch", solution.patch.encode()
+        return
+    for path in sorted(solution.files.rglob("*")):
+        if path.is_file():
+            try:
+                yield str(path.relative_to(solution.files)), path.read_bytes()
+            except OSError as error:
+                raise TaskError(f"{path} cannot be read ({error.strerror})", param="solution") from None
+
+
+def _is_program(solution: Solution, name: str) -> bool:
+    return solution.files is not None and name != "solve.sh" and os.access(solution.files / name, os.X_OK)
+
+
+def _write_file(target: str, data: bytes) -> Iterator[str]:
+    """Yield shell commands that write a file in pieces: text as it is, everything else in base64."""
+    text = _decode(data)
+    if text is not None and len(data) <= _PIECE_BYTES:
+        yield f"cat > {target} <<'{_DELIMITER}'\n{text}{_DELIMITER}"
+        return
+    for start in range(0, max(len(data), 1), _PIECE_BYTES):
+        piece = base64.b64encode(data[start : start + _PIECE_BYTES]).decode()
+        yield f"printf %s '{piece}' | base64 -d {'>>' if start else '>'} {target}"
+
+
+def _decode(data: bytes) -> str | None:
+    """Return a file's text if a shell's here-document can hold it exactly, or else None."""
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        return None
+    exact = text.endswith("\n") and "\0" not in text and "\r" not in text and _DELIMITER not in text
+    return text if exact and not _MODEL_SYNTAX.search(text) else None
+
+
+def _apply(solution: Solution, folder: str) -> str:
+    if solution.files is None:
+        return f"sh -c {shlex.quote(APPLY_PATCH.strip())} < {folder}/solution.patch"
+    env = " ".join(f"{name}={shlex.quote(value)}" for name, value in SOLVE_ENV.items())
+    return f"{env} TURNGATE_SOLUTION={folder} bash {folder}/solve.sh"
+
+
+def _join(fragments: list[str]) -> Iterator[str]:
+    """Join fragments to commands, each as long as one tool call may be."""
+    command = ""
+    for fragment in fragments:
+        if command and len(command) + len(fragment) > _COMMAND_CHARS:
+            yield command
+            command = ""
+        command += ("\n" if command else "") + fragment
+    yield command
