@@ -27,7 +27,7 @@ import msgspec
 import pytest
 
 from tests.kit import say
-from tests.rollout.kit import Stage, open_stage
+from tests.rollout.kit import Harness, open_harness
 from tests.sandboxes import kit
 from tests.speed import scaled
 from turngate.client.gateway import GatewayClient
@@ -99,11 +99,11 @@ class Named(GatewayClient):
 
 async def _attempted(backend: str) -> Attempt:
     """One rollout of the agent that wants out, beside another session and another sandbox."""
-    async with open_stage(lambda request, n: say("Nothing to see here.")) as stage, AsyncExitStack() as stack:
-        gateway = stage.gateway
+    async with open_harness(lambda request, n: say("Nothing to see here.")) as harness, AsyncExitStack() as stack:
+        gateway = harness.gateway
         other = await gateway.open(id=OTHER)
         await gateway.ask(other.key, WORDS)
-        neighbour = await kit.MAKE[backend](stage.root).create(
+        neighbour = await kit.MAKE[backend](harness.root).create(
             SandboxSpec(env={"NEIGHBOUR": "the neighbour's variable"})
         )
         stack.push_async_callback(neighbour.stop)
@@ -120,14 +120,14 @@ async def _attempted(backend: str) -> Attempt:
         abstract.listen()
         client = await stack.enter_async_context(Named(gateway.root, gateway.app.admin_key))
         assert neighbour.shared is not None
-        guesses = _guesses(stage, other.key, bystander.pid, neighbour.shared[0].parent, outside, door, backend)
+        guesses = _guesses(harness, other.key, bystander.pid, neighbour.shared[0].parent, outside, door, backend)
         argv: list[str] = []
         watching = asyncio.create_task(_watch_argv(client, gateway.app.admin_key, argv))
         files = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (files / "escape.py").write_bytes(PROGRAM.read_bytes())
         said = base64.b64encode(json.dumps(guesses).encode()).decode()
         task = Task(id="escape", instruction="Get out.", files=files)
-        outcome = await stage.run(
+        outcome = await harness.run(
             task=task, backend=backend, client=client, command=f"exec python3 escape.py {said}", timeout_s=scaled(240)
         )
         watching.cancel()
@@ -135,7 +135,7 @@ async def _attempted(backend: str) -> Attempt:
         door.settimeout(0)
         return Attempt(
             backend=backend,
-            told=json.loads((stage.folder / outcome.session / "stdout").read_bytes()),
+            told=json.loads((harness.folder / outcome.session / "stdout").read_bytes()),
             outcome=outcome,
             trace=await gateway.trace(outcome.session),
             other={**await gateway.show(OTHER), "turns": await gateway.turns(OTHER)},
@@ -149,13 +149,13 @@ async def _attempted(backend: str) -> Attempt:
 
 
 def _guesses(
-    stage: Stage, other_key: str, bystander: int, neighbour: Path, outside: Path, door: socket.socket, backend: str
+    harness: Harness, other_key: str, bystander: int, neighbour: Path, outside: Path, door: socket.socket, backend: str
 ) -> dict[str, Any]:
-    data = stage.gateway.database.parent
+    data = harness.gateway.database.parent
     ours = f"/proc/{os.getpid()}"
-    port = int(stage.gateway.root.rpartition(":")[2])
+    port = int(harness.gateway.root.rpartition(":")[2])
     secret = {
-        "the admin key": stage.gateway.app.admin_key,
+        "the admin key": harness.gateway.app.admin_key,
         "another session's key": other_key,
         "another session's words": WORDS,
         "the neighbour's variable": "the neighbour's variable",
@@ -171,7 +171,7 @@ def _guesses(
         "other_digest": hashlib.sha256(other_key.encode()).hexdigest(),
         "port": port,
         "files": [
-            *(str(data), f"{data}/admin-key", f"{data}/turngate.db", str(stage.folder), str(stage.root)),
+            *(str(data), f"{data}/admin-key", f"{data}/turngate.db", str(harness.folder), str(harness.root)),
             *(str(neighbour), f"{neighbour}/home/private", f"{neighbour}/shared/gateway.sock", str(outside)),
             *(str(REPOSITORY), str(Path(__file__)), str(Path.home()), f"{Path.home()}/.ssh", "/root", "/work"),
             *("/var/run/docker.sock", "/run/docker.sock", "/run/containerd/containerd.sock", "/var/lib/docker"),
@@ -383,11 +383,11 @@ def test_the_same_attempts_succeed_where_there_is_no_wall() -> None:
 
 async def test_what_the_local_sandbox_does_not_close() -> None:
     """So the documentation says: for trusted agents and tests. An agent there is its user, and can do what that user can."""
-    async with open_stage() as stage:
-        data = stage.gateway.database.parent
+    async with open_harness() as harness:
+        data = harness.gateway.database.parent
         program = f"""
 admin = open({str(data / "admin-key")!r}).read().strip()
-gateway = {stage.gateway.root!r}
+gateway = {harness.gateway.root!r}
 print(json.dumps({{
     "reads the admin key": admin.startswith("tga-"),
     "reaches the gateway itself": http("GET", "/health", url=gateway)[0],
@@ -399,7 +399,7 @@ print(json.dumps({{
     "has its own home": os.path.expanduser("~") != {str(Path.home())!r},
 }}))
 """
-        outcome = await stage.run(program)
+        outcome = await harness.run(program)
         assert json.loads(outcome.collected.stdout) == {
             "reads the admin key": True,
             "reaches the gateway itself": 200,
@@ -438,7 +438,7 @@ while True:
 @pytest.mark.parametrize("backend", BACKENDS)
 async def test_killing_the_relay_does_not_end_the_rollout(backend: str) -> None:
     kit.need(backend)
-    async with open_stage([say("Hello."), say("Still here.")]) as stage:
+    async with open_harness([say("Hello."), say("Still here.")]) as harness:
         program = (
             KILL_RELAY
             if backend != "local"
@@ -447,14 +447,14 @@ async def test_killing_the_relay_does_not_end_the_rollout(backend: str) -> None:
                 'import glob, signal\n_ours = os.environ["HOME"].encode() + b"/.turngate/relay.py"',
             )
         )
-        outcome = await stage.run(program, backend=backend)
+        outcome = await harness.run(program, backend=backend)
         assert (outcome.status, outcome.collected.stdout) == ("finished", "Hello.\nStill here. 1\n")
         assert (outcome.turns, outcome.rows) == (2, 1)
 
 
 async def test_a_relay_of_the_agents_own_reaches_no_further(closed: str) -> None:
     """It may put another program in the relay's place, and name another target: both are inside, where it could do that anyway."""
-    async with open_stage([say("Hello.")] * 3) as stage:
+    async with open_harness([say("Hello.")] * 3) as harness:
         program = """
 import glob, signal
 home = os.environ["HOME"] + "/.turngate/"
@@ -467,16 +467,16 @@ for name in glob.glob("/proc/[0-9]*/cmdline"):
 while not os.path.exists("/tmp/mine"): time.sleep(0.1)
 print([line.split()[1] for line in open("/tmp/mine") if line.startswith(("Uid", "CapEff"))])
 """
-        outcome = await stage.run(program, backend=closed)
+        outcome = await harness.run(program, backend=closed)
         assert outcome.status == "finished", outcome.collected.stderr
         assert outcome.collected.stdout == "['1000', '0000000000000000']\n"  # as whom the agent runs, too
 
 
 async def test_two_agents_at_once_cannot_use_each_others_door(closed: str) -> None:
     """Each has a door of its own in a folder of its own, and a key of its own."""
-    async with open_stage(lambda request, n: say("Hello.")) as stage:
+    async with open_harness(lambda request, n: say("Hello.")) as harness:
         program = 'print(ask("Hi"), os.listdir("/run/turngate"), sorted(os.listdir("/run")))\ntime.sleep(1)'
-        first, second = (stage.rollout(program, backend=closed, folder=stage.folder / str(n)) for n in range(2))
+        first, second = (harness.rollout(program, backend=closed, folder=harness.folder / str(n)) for n in range(2))
         outcomes = await asyncio.gather(first.run(), second.run())
         for outcome in outcomes:
             assert outcome.status == "finished"
@@ -500,10 +500,10 @@ out = os.environ["HOME"] + "/.turngate/stderr"
 os.unlink(out); os.symlink({str(secret)!r}, out)
 print("\\x1b]0;owned\\x07 done")
 """
-    async with open_stage() as stage:
-        outcome = await stage.run(program, backend=closed)
+    async with open_harness() as harness:
+        outcome = await harness.run(program, backend=closed)
         assert outcome.status == "finished", outcome
-        kept = stage.folder / outcome.session
+        kept = harness.folder / outcome.session
         assert sorted(os.fsencode(path.name) for path in (kept / "work").iterdir()) == sorted(
             [b"fine", b"inner", b"\xff\x1b[2J\n.txt"]
         )
