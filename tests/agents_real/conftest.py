@@ -1,4 +1,4 @@
-"""Fixtures: a real agent by name, a sandbox by name, and `run`, which lets one work in the other. Nothing of it may be left."""
+"""Fixtures that run real agents in sandboxes and check that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from tests.agents_real import kit
-from tests.agents_real.kit import Check, Staged
+from tests.agents_real.kit import Check, Prepare
 from tests.needs import needs
 from tests.sandboxes.kit import MAKE, need
 from tests.speed import scaled
@@ -26,21 +26,21 @@ from turngate.sandboxes.docker import OWNER_LABEL
 
 @pytest.fixture
 def root(request: pytest.FixtureRequest) -> Iterator[Path]:
-    """Where the sandboxes' folders lie. Short, because a unix socket's path must be. At the end nothing of them is left."""
+    """The parent folder of the sandboxes, with a short path for unix sockets; fails if anything is left behind."""
     before = kit.children()
     folder = Path(tempfile.mkdtemp(prefix="tg-"))
     yield folder
-    deadline = time.monotonic() + scaled(5)  # the kernel may take a moment to bury what has been killed
+    deadline = time.monotonic() + scaled(5)  # killed processes may take a moment to disappear
     docker = "docker" in needs(request.node)
     while (left := _list_leftovers(folder, before, docker)) and time.monotonic() < deadline:
         time.sleep(0.1)
     shutil.rmtree(folder)
-    assert not left, "the rollout left things behind"
+    assert not left, "the rollout left something behind"
 
 
 @pytest.fixture
 def backend(root: Path) -> Callable[[str], Backend]:
-    """A sandbox backend by name."""
+    """Make a sandbox backend by name."""
 
     def make(name: str) -> Backend:
         need(name)
@@ -50,25 +50,25 @@ def backend(root: Path) -> Callable[[str], Backend]:
 
 
 @pytest.fixture
-def stage(backend: Callable[[str], Backend], tmp_path: Path) -> Staged:
-    """An agent and a sandbox, both by name, ready for a rollout on the scripted engine."""
+def prepare(backend: Callable[[str], Backend], tmp_path: Path) -> Prepare:
+    """Prepare a rollout of an agent in a sandbox, both by name, on the scripted engine."""
 
-    def stage(
-        agent: str, sandbox: str = "local", staging: CheckOptions = CheckOptions()
+    def prepare(
+        agent: str, sandbox: str = "local", options: CheckOptions = CheckOptions()
     ) -> AbstractAsyncContextManager[AgentCheck]:
         spec, installed = kit.agent(agent)
-        patient = msgspec.structs.replace(staging, timeout_s=scaled(staging.timeout_s))
-        return prepare_check(spec, installed, backend(sandbox), tmp_path, patient)
+        scaled_options = msgspec.structs.replace(options, timeout_s=scaled(options.timeout_s))
+        return prepare_check(spec, installed, backend(sandbox), tmp_path, scaled_options)
 
-    return stage
+    return prepare
 
 
 @pytest.fixture
-def run(stage: Staged) -> Check:
-    """The same, run to its end: what `turngate agents check` does."""
+def run(prepare: Prepare) -> Check:
+    """Run an agent to completion, as `turngate agents check` does."""
 
-    async def run(agent: str, sandbox: str = "local", staging: CheckOptions = CheckOptions()) -> CheckReport:
-        async with stage(agent, sandbox, staging) as ready:
+    async def run(agent: str, sandbox: str = "local", options: CheckOptions = CheckOptions()) -> CheckReport:
+        async with prepare(agent, sandbox, options) as ready:
             return await ready.run()
 
     return run
@@ -82,7 +82,7 @@ def _list_leftovers(folder: Path, before: Container[int], docker: bool) -> list[
 
 
 def _containers() -> list[str]:
-    """Of this process, running or not."""
+    """The containers of this process, running or not."""
     own = f"label={OWNER_LABEL}={owner.current_owner()}"
     command = ["docker", "ps", "--all", "--filter", own, "--format", "{{.Names}}"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()

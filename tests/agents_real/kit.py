@@ -1,5 +1,4 @@
-"""What the tests with real agents are written with: the agents of this machine, words for what the model does with their tools,
-and ways to look at what was recorded and at what is still alive."""
+"""Shared helpers for tests with real agents: installed agents, scripted model steps, recorded traces and live processes."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from turngate.client.protocol import TraceTurn
 from turngate.rollout.agent_check import AgentCheck, CheckReport
 
 Check = Callable[..., Awaitable[CheckReport]]
-Staged = Callable[..., AbstractAsyncContextManager[AgentCheck]]
+Prepare = Callable[..., AbstractAsyncContextManager[AgentCheck]]
 
 
 def agent(name: str) -> tuple[AgentSpec, Installation]:
@@ -37,7 +36,7 @@ def agents(*names: str) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.needs(f"agent:{name}")) for name in names]
 
 
-# ---- what the model does ----
+# ---- scripted model steps ----
 
 
 def says(text: str, *calls: CheckCall, think: str = "") -> CheckStep:
@@ -49,7 +48,7 @@ def call(tool: str, **arguments: Any) -> CheckCall:
 
 
 def shell(name: str, command: str) -> CheckCall:
-    """A command, run with the tool that the agent has for it."""
+    """Make a call of the agent's own shell tool."""
     match name:
         case "codex":
             return call("exec_command", cmd=command)
@@ -65,18 +64,18 @@ def shell(name: str, command: str) -> CheckCall:
             return call("bash", command=command)
 
 
-# ---- what was recorded ----
+# ---- recorded traces ----
 
 
 class Branch(NamedTuple):
-    """A part of the conversation that was begun for one reason, and the roles of its turns."""
+    """A branch of the conversation: why it was started, and the roles of its turns."""
 
     cause: str | None
     roles: tuple[str, ...]
 
 
 def branches(report: CheckReport) -> list[Branch]:
-    """The trace, taken apart where it forks, in the order in which that happened."""
+    """Split the trace at its forks, in order."""
     assert report.trace is not None
     nodes = {node.id: node for node in report.trace.nodes}
     found: dict[int, Branch] = {}
@@ -96,54 +95,54 @@ def turns(report: CheckReport, role: str) -> list[TraceTurn]:
 
 
 def rows(report: CheckReport, role: str) -> int:
-    """How many rows train turns of a role."""
+    """Count the rows that train turns of a role."""
     return sum(any(span.role == role and span.trained for span in row.spans) for row in report.samples)
 
 
 def trained_once(report: CheckReport) -> bool:
-    """Every turn of the agent and its helpers is trained in one row, and nothing else in any."""
+    """Whether each turn of the agent and its sub-agents is trained in exactly one row, and nothing else is."""
     counted = Counter(span.node for row in report.samples for span in row.spans if span.trained)
     return counted == Counter(node.id for role in ("main", "subagent") for node in turns(report, role))
 
 
 def findings(report: CheckReport) -> str:
-    """What was found, for a test that fails."""
+    """Format the report for a failure message."""
     outcome = report.outcome
     lines = [f"{'yes' if f.ok else 'NO '} {f.name}: {f.detail}" for f in report.results]
     lines += [f"branch {branch}" for branch in branches(report)]
     lines += [f"note: {note}" for note in outcome.notes]
-    lines += [f"said: {(outcome.collected.stderr or outcome.collected.stdout)[-500:]}"]
+    lines += [f"output: {(outcome.collected.stderr or outcome.collected.stdout)[-500:]}"]
     return "\n".join(["", f"{outcome.status}, exit code {outcome.exit_code}", *lines])
 
 
-# ---- what is alive ----
+# ---- processes ----
 
 
-async def until(holds: Callable[[], object], within_s: float = 60.0) -> None:
+async def until(condition: Callable[[], object], within_s: float = 60.0) -> None:
     limit = scaled(within_s)
     deadline = time.monotonic() + limit
-    while not holds():
-        assert time.monotonic() < deadline, f"that did not come to hold within {limit:.0f} s"
+    while not condition():
+        assert time.monotonic() < deadline, f"the condition did not hold within {limit:.0f} s"
         await asyncio.sleep(0.05)
 
 
 def children() -> dict[int, str]:
-    """The processes that this one has started, with their command lines."""
+    """Child processes of this one, with their command lines."""
     pids: list[int] = []
     for task in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
             pids += map(int, (task / "children").read_text().split())
     return {pid: _read(pid, "cmdline") for pid in pids}
 
 
 def processes_of(folder: Path) -> dict[int, str]:
-    """The live processes of this machine that have the folder in their command line or environment, and their command lines."""
+    """Live processes with the folder in their command line or environment, with their command lines."""
     found = {}
-    for place in Path("/proc").iterdir():
-        if place.name.isdigit() and int(place.name) != os.getpid():
-            command, env = _read(int(place.name), "cmdline"), _read(int(place.name), "environ")
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            command, env = _read(int(entry.name), "cmdline"), _read(int(entry.name), "environ")
             if str(folder) in command or str(folder) in env:
-                found[int(place.name)] = command
+                found[int(entry.name)] = command
     return found
 
 

@@ -1,4 +1,4 @@
-"""Each real agent does a task of at least four tool calls through the gateway, and every turn is captured."""
+"""Tests that every turn of each real agent is captured, in a task with at least four tool calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REAL = {
 SIDE_CALLS = {"opencode": 1}  # to write a title
 
 
-def runs() -> list[Any]:
+def agents_in_sandboxes() -> list[Any]:
     """Return every agent in every sandbox that it supports, with the marks of both. `make test` runs one of them."""
     pairs = [(agent, "local") for agent in AGENTS]
     pairs += [(agent, sandbox) for sandbox in ("bubblewrap", "docker") for agent in ISOLATED]
@@ -38,8 +38,8 @@ def runs() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("agent", "sandbox"), runs())
-async def test_a_real_agent_is_captured_whole(run: Check, agent: str, sandbox: str) -> None:
+@pytest.mark.parametrize(("agent", "sandbox"), agents_in_sandboxes())
+async def test_real_agent_is_fully_captured(run: Check, agent: str, sandbox: str) -> None:
     report = await run(agent, sandbox)
     assert report.passed, findings(report)
     sides = SIDE_CALLS.get(agent, 0)

@@ -1,5 +1,5 @@
-"""Real agents, observed: each against an endpoint of its own dialect, and one that speaks another. The endpoints are as strict as
-the real ones (`tests/engines/providers.py`); the agent must not notice, and every one of its calls must be one line of work."""
+"""Tests for observing real agents in front of native and foreign endpoints, which are as strict as the real ones
+(`tests/engines/providers.py`). Every agent must work unchanged, with all calls in one conversation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.full
 
 
 class VLLM(ChatProvider):
-    """A chat endpoint that tells its token ids, in a template that shows every word."""
+    """A chat endpoint that returns token ids of a template that renders the whole conversation."""
 
     def __init__(self, *turns: Says) -> None:
         super().__init__(*turns, tells=True)
@@ -52,18 +52,18 @@ PAIRS: list[tuple[str, type[Provider]]] = [
 
 
 def script(spec: AgentSpec, workdir: Path) -> list[Says]:
-    """What `turngate agents check` has the model say, too: read, edit, look, write, and a last word."""
+    """The model's script from `turngate agents check`: read, edit, look, write and finish."""
 
-    def filled(arguments: dict[str, Any]) -> Any:
+    def fill(arguments: dict[str, Any]) -> Any:
         return {k: v.replace("{workdir}", str(workdir)) if isinstance(v, str) else v for k, v in arguments.items()}
 
     return [
-        Says(step.say, step.think, [(call.tool, filled(call.arguments)) for call in step.calls]) for step in spec.check
+        Says(step.say, step.think, [(call.tool, fill(call.arguments)) for call in step.calls]) for step in spec.check
     ]
 
 
 async def run(name: str, g: Running, key: str, home: Path) -> None:
-    """The agent as it is, in a folder of its own."""
+    """Run the agent without a sandbox, in its own folder."""
     spec, installed = kit.agent(name)
     workdir = home / "work"
     launch = plan_launch(
@@ -98,16 +98,16 @@ async def run(name: str, g: Running, key: str, home: Path) -> None:
     [pytest.param(*pair, marks=pytest.mark.needs(f"agent:{pair[0]}")) for pair in PAIRS],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
-async def test_an_agent_is_observed_whole(name: str, endpoint: type[Provider], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_agent_is_fully_observed(name: str, endpoint: type[Provider], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROVIDER_KEY", KEY)
     spec, _ = kit.agent(name)
     with tempfile.TemporaryDirectory(prefix="tg-") as folder:
         home = Path(folder)
         (home / "work").mkdir()
         (home / "work" / "notes.txt").write_text("alpha\ncolour\nomega\n")
-        said = script(spec, home / "work")
+        steps = script(spec, home / "work")
         async with (
-            serving(endpoint(*said)) as provider,
+            serving(endpoint(*steps)) as provider,
             gateway(observe=endpoint.name, engine_url=[provider.url], engine_key_env="PROVIDER_KEY") as g,
         ):
             signals = msgspec.to_builtins(resolve_signals(spec.signals, "m"))
@@ -115,8 +115,8 @@ async def test_an_agent_is_observed_whole(name: str, endpoint: type[Provider], m
             await run(name, g, session.key, home)
             assert (home / "work" / "done.txt").exists() and provider.refusals == []
             turns = await g.turns(session.id)
-            assert [turn["message"].get("content", "") for turn in turns] == [one.text for one in said]
+            assert [turn["message"].get("content", "") for turn in turns] == [one.text for one in steps]
             assert {(turn["role"], turn["cause"], turn["fault"]) for turn in turns} == {("main", None, "")}
             rows = await g.samples(session.id)
             spans = [[span["trained"] for span in row["spans"]] for row in rows]
-            assert spans == ([[True] * len(said)] if endpoint is VLLM else [])
+            assert spans == ([[True] * len(steps)] if endpoint is VLLM else [])

@@ -1,4 +1,4 @@
-"""Two real agents on real vLLM: a model of 135 million parameters, so they get nowhere, but every token is captured as vLLM saw it."""
+"""Tests with real agents on real vLLM: a 135M model solves nothing, but every token is captured exactly."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from turngate.tasks.task import Task
 from turngate.types import Json
 
 pytestmark = [pytest.mark.needs("vllm", "smollm2"), pytest.mark.full]
-TURNS = {"pi": 3, "mini-swe-agent": 2}  # that their sessions may have; both would go on
-TEMPERATURE = 0.2  # as warm as it can be for a model of this size to end its answers
-ASKED = "What is the capital of France?"
+TURNS = {"pi": 3, "mini-swe-agent": 2}  # session limits; both agents would continue
+TEMPERATURE = 0.2  # higher values keep this small model from ending its answers
+QUESTION = "What is the capital of France?"
 
 
 @pytest.fixture
@@ -38,14 +38,14 @@ def smollm2(vllm: Servers) -> Model:
     return vllm.get("smollm2")
 
 
-def talkative(spec: AgentSpec) -> AgentSpec:
-    """Pi takes several messages as arguments. The model calls no tools, but knows its capitals: so there is a conversation."""
-    asked = (ASKED, "And of Italy?", "And of Spain? Größe 👍🏽", "And of Japan?")
-    return msgspec.structs.replace(spec, command=(*spec.command, *asked), stdin="")
+def with_messages(spec: AgentSpec) -> AgentSpec:
+    """Give Pi several messages as arguments, since the model calls no tools."""
+    questions = (QUESTION, "And of Italy?", "And of Spain? Größe 👍🏽", "And of Japan?")
+    return msgspec.structs.replace(spec, command=(*spec.command, *questions), stdin="")
 
 
 async def rollout(model: Model, agent: str, backend: Backend, folder: Path) -> tuple[Outcome, Json, list[Json]]:
-    """One rollout, with a gateway that has vLLM repeat every prompt and fails the call if it saw another."""
+    """Run one rollout; the gateway has vLLM echo every prompt and fails the call on a mismatch."""
     spec, installed = kit.agent(agent)
     config = ServeConfig(
         data=str(folder / "data"),
@@ -56,9 +56,9 @@ async def rollout(model: Model, agent: str, backend: Backend, folder: Path) -> t
         tokenizer=str(model.folder),
         echo_prompt=True,
     )
-    order = RolloutSpec(
-        task=Task(id="vllm", instruction=ASKED),
-        agent=talkative(spec) if agent == "pi" else spec,
+    rollout_spec = RolloutSpec(
+        task=Task(id="vllm", instruction=QUESTION),
+        agent=with_messages(spec) if agent == "pi" else spec,
         installed=installed,
         backend=backend,
         model=model.name,
@@ -71,12 +71,12 @@ async def rollout(model: Model, agent: str, backend: Backend, folder: Path) -> t
         address = await stack.enter_async_context(run_embedded(config))
         gateway = await stack.enter_async_context(GatewayClient(address.url, address.admin_key))
         connector = await stack.enter_async_context(GatewayConnector(address.url))
-        outcome = await Rollout(order, gateway, connector).run()
+        outcome = await Rollout(rollout_spec, gateway, connector).run()
         return outcome, await gateway.trace(outcome.session), await gateway.samples(outcome.session, everything=True)
 
 
 @pytest.mark.parametrize("agent", kit.agents(*TURNS))
-async def test_every_token_is_captured_as_vllm_saw_it(
+async def test_captured_tokens_match_vllm(
     smollm2: Model, agent: str, backend: Callable[[str], Backend], tmp_path: Path
 ) -> None:
     outcome, trace, samples = await rollout(smollm2, agent, backend("local"), tmp_path)
@@ -86,7 +86,7 @@ async def test_every_token_is_captured_as_vllm_saw_it(
     assert not outcome.collected.differences and not outcome.notes
     nodes = {node.id: node for node in trace.nodes}
     *before, _ = (node for node in nodes.values() if isinstance(node, TraceTurn))
-    # Pi leaves an answer that was cut off out of its history, mini-swe-agent one without a tool call: what follows is another row.
+    # Pi drops truncated answers and mini-swe-agent those without a tool call, which starts a new row.
     dropped = [turn for turn in before if agent == "mini-swe-agent" or turn.finish == "length"]
     assert len(samples) == 1 + len(dropped) and sum(len(row.spans) for row in samples) == count
     for row in samples:
@@ -98,7 +98,7 @@ async def test_every_token_is_captured_as_vllm_saw_it(
         assert all((p is not None and p <= 0) == bool(m) for p, m in zip(row.logprobs, row.mask, strict=True))
         for at in [n for n, sampled in enumerate(row.mask) if sampled][:: len(samples) * 3]:
             again = score_token(smollm2, row.ids[:at], row.ids[at])
-            assert abs(again - row.logprobs[at]) < 2e-3, "vLLM gives the recorded log-probability again"
+            assert abs(again - row.logprobs[at]) < 2e-3, "vLLM scores the token differently"
     assert sum(sum(row.mask) for row in samples) == outcome.sampled_tokens > count
 
 
@@ -113,7 +113,7 @@ def prompt(nodes: dict[int, TraceNode], turn: TraceTurn) -> list[int]:
 
 
 def score_token(model: Model, ids: list[int], token: int) -> float:
-    """The log-probability that vLLM itself gives a token after these ids, asked anew."""
+    """Ask vLLM for the log-probability of a token after these ids."""
     body = {"model": model.name, "prompt": ids, "max_tokens": 1, "temperature": TEMPERATURE, "logprobs": 20}
     reply = httpx.post(
         f"{model.url}/v1/completions", json={**body, "return_tokens_as_token_ids": True}, timeout=scaled(60)

@@ -1,4 +1,4 @@
-"""The mock engine, with an agent that talks straight to it. What a gateway would be judged by must be right without one."""
+"""Tests for the mock engine with an agent that calls it directly, without a gateway."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLAIN = [s for s in SCENARIOS if not s.faults and s.name not in ("slow-engine", 
 
 
 class Letters:
-    """A model of one token per character: no download, and text is ids."""
+    """A model with one token per character, so no download is needed."""
 
     stop = 0x10FFFF
 
@@ -75,7 +75,7 @@ async def log_of(http: aiohttp.ClientSession, engine: str, rollout: str) -> list
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
 @pytest.mark.parametrize("scenario", PLAIN, ids=lambda scenario: scenario.name)
-async def test_an_agent_without_a_gateway_lives_through_every_scenario(
+async def test_agent_completes_every_scenario(
     http: aiohttp.ClientSession, engine: str, scenario: Scenario, dialect: str, stream: bool
 ) -> None:
     await learn(http, engine, script(scenario, "aa"))
@@ -90,16 +90,14 @@ async def test_an_agent_without_a_gateway_lives_through_every_scenario(
 
 @pytest.mark.parametrize("name", ["engine-429", "engine-500", "engine-503", "engine-drop", "cut-stream", "overflow"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_agent_is_told_of_faults_and_asks_again(
-    http: aiohttp.ClientSession, engine: str, name: str, stream: bool
-) -> None:
+async def test_agent_sees_faults_and_retries(http: aiohttp.ClientSession, engine: str, name: str, stream: bool) -> None:
     scenario = BY_NAME[name]
     await learn(http, engine, script(scenario, "ab"))
     played = await Agent(http, VOICES["chat"], scenario, "ab", engine, "none", stream=stream).play()
     assert (played.trouble, played.errors_right, len(played.taken)) == ("", 1, scenario.turns)
 
 
-async def test_an_agent_that_hangs_up_has_not_taken_the_answer(http: aiohttp.ClientSession, engine: str) -> None:
+async def test_disconnected_agent_has_not_taken_answer(http: aiohttp.ClientSession, engine: str) -> None:
     scenario = BY_NAME["lost-reply"]
     await learn(http, engine, script(scenario, "ac"))
     played = await Agent(http, VOICES["chat"], scenario, "ac", engine, "none", stream=True).play()
@@ -113,9 +111,7 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-async def test_every_way_to_ask_with_ids_gives_ids_whose_log_probabilities_prove_the_prompt(
-    http: aiohttp.ClientSession, engine: str
-) -> None:
+async def test_token_apis_return_ids_and_proof_logprobs(http: aiohttp.ClientSession, engine: str) -> None:
     await learn(http, engine, {"ad.0": [{"text": "Yes."}]})
     prompt = Letters().encode("What? [cue ad.0]")
     sampled = [*Letters().encode("Yes."), Letters.stop]
@@ -136,7 +132,7 @@ async def test_every_way_to_ask_with_ids_gives_ids_whose_log_probabilities_prove
         assert all(merged([(prompt, ids, values)])[0].mask[len(prompt) :])
 
 
-async def test_a_streamed_chat_reply_says_what_a_whole_one_says(http: aiohttp.ClientSession, engine: str) -> None:
+async def test_streamed_chat_reply_equals_whole_reply(http: aiohttp.ClientSession, engine: str) -> None:
     text = spell("Hm…", "Look:", (ToolCall("bash", {"command": "ls 🎉"}), ToolCall("bash", {"command": "pwd"})))
     await learn(http, engine, {"ae.0": [{"text": text}]})
     voice = VOICES["chat"]
@@ -155,7 +151,7 @@ async def test_a_streamed_chat_reply_says_what_a_whole_one_says(http: aiohttp.Cl
     assert [(c.name, c.arguments) for c in whole.calls] == [(c.name, c.arguments) for c in streamed.calls]
 
 
-async def test_what_the_agent_said_and_the_prompt_lacks_is_logged(http: aiohttp.ClientSession, engine: str) -> None:
+async def test_text_missing_from_prompt_is_logged(http: aiohttp.ClientSession, engine: str) -> None:
     await learn(http, engine, {"af.0": [{"text": "Yes.", "sees": ["plan mode", "What?"]}]})
     body = {"prompt": Letters().encode("What? [cue af.0]"), "max_tokens": 9}
     async with http.post(f"{engine}/v1/completions", json=body) as response:
@@ -163,13 +159,13 @@ async def test_what_the_agent_said_and_the_prompt_lacks_is_logged(http: aiohttp.
     assert (await log_of(http, engine, "af"))[0]["unseen"] == ["plan mode"]
 
 
-def test_a_call_that_is_no_json_is_heard_as_text() -> None:
+def test_malformed_tool_call_is_text() -> None:
     text = 'Look.\n<tool_call>\n{"name": "bash", "argu\n</tool_call>'
     assert hear(text, tools=True).content == text
     assert not hear(text, tools=True).calls
 
 
-def test_what_is_heard_of_an_answer_under_way_is_never_taken_back() -> None:
+def test_partial_parses_only_grow() -> None:
     text = spell("Well, well.", "Look here:\n", (ToolCall("bash", {"command": "ls <tool"}),))
     heard = [hear(text[:n], tools=True, over=False) for n in range(len(text))] + [hear(text, tools=True)]
     for one, next_one in pairwise(heard):
@@ -179,7 +175,7 @@ def test_what_is_heard_of_an_answer_under_way_is_never_taken_back() -> None:
 
 
 @pytest.mark.parametrize("dialect", VOICES)
-def test_every_voice_sends_back_all_that_was_said(dialect: str) -> None:
+def test_voices_send_full_history(dialect: str) -> None:
     call = Called("call_1", "bash", '{"command": "ls"}')
     opaque = {"reasoning": {"type": "reasoning", "summary": [{"text": "Hm."}]}} if dialect == "responses" else {}
     answer = Said("assistant", "Look:", "Hm.", [call], opaque=opaque)
@@ -193,8 +189,8 @@ def test_every_voice_sends_back_all_that_was_said(dialect: str) -> None:
     assert "secret" in str(request.headers)
 
 
-def test_scenarios_say_nothing_twice_within_a_rollout() -> None:
-    """Else one answer could stand for another in a record."""
+def test_scenario_answers_are_unique() -> None:
+    """Otherwise one answer could be mistaken for another in a record."""
     for scenario in SCENARIOS:
         spelled = [each.spelled() for call in scenario.calls() for each in call.attempts if hasattr(each, "spelled")]
         assert len(spelled) == len(set(spelled)), scenario.name

@@ -1,4 +1,4 @@
-"""A gateway that is known by its address and asked by commands. The mock engine stands in for one: it speaks chat."""
+"""Tests for external gateways, given by URL and commands. The mock engine stands in for one: it speaks chat."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gauntlet.scenario import Cause
 from gauntlet.scenarios import BY_NAME
 from gauntlet.tokens import Model
 from gauntlet.trial import Mock, engine
-from tests.gauntlet import outside
+from tests.gauntlet import external_commands
 from tests.gauntlet.test_engine_and_agent import Letters
 from turngate.trace import tree
 
@@ -47,37 +47,37 @@ async def mock(http: aiohttp.ClientSession) -> AsyncIterator[Mock]:
     await server.close()
 
 
-def prints(told: object) -> str:
-    return shlex.join(["echo", told if isinstance(told, str) else json.dumps(told)])
+def print_command(output: object) -> str:
+    return shlex.join(["echo", output if isinstance(output, str) else json.dumps(output)])
 
 
-async def through(mock: Mock, http: aiohttp.ClientSession, **commands: str) -> Result:
+async def run_external(mock: Mock, http: aiohttp.ClientSession, **commands: str) -> Result:
     gateway = External(Address(mock.url, **commands), ("chat",))
     return await put_through(gateway, http, mock, [BY_NAME["append-only"]], ["chat"])
 
 
-async def recorded(http: aiohttp.ClientSession, told: object) -> str:
-    """Why this is no record."""
+async def record_error(http: aiohttp.ClientSession, output: object) -> str:
+    """The error message for invalid output of the record command."""
     with pytest.raises(CommandFailed) as failed:
-        await External(Address("", record=prints(told)), ("chat",)).record(http, Session("aa", "", ""))
+        await External(Address("", record=print_command(output)), ("chat",)).record(http, Session("aa", "", ""))
     return str(failed.value)
 
 
-# ── what the commands print ─────────────────────────────────────────────────────────────────────────────────────────
+# ── command output ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_everything_at_the_top_is_optional(http: aiohttp.ClientSession) -> None:
-    gateway = External(Address("http://here/", "ours", prints({}), prints({})), ("chat",))
+async def test_top_level_fields_are_optional(http: aiohttp.ClientSession) -> None:
+    gateway = External(Address("http://here/", "ours", print_command({}), print_command({})), ("chat",))
     session = await gateway.open(http, "aa")
     assert session == Session("aa", "http://here", "ours")
     record = await gateway.record(http, session)
     assert (record.turns, record.rows, record.forks, gateway.names_causes) == ([], [], {}, False)
 
 
-async def test_a_record_may_have_more_than_is_read(http: aiohttp.ClientSession) -> None:
+async def test_unknown_record_fields_are_ignored(http: aiohttp.ClientSession) -> None:
     fork = {"ids": [2], "cause": None}
-    told = {"turns": [[2]], "rows": [{**ROW, "mask": [False, True], "reward": 1}], "forks": [fork], "more": 1}
-    gateway = External(Address("", record=prints(told)), ("chat",))
+    output = {"turns": [[2]], "rows": [{**ROW, "mask": [False, True], "reward": 1}], "forks": [fork], "more": 1}
+    gateway = External(Address("", record=print_command(output)), ("chat",))
     record = await gateway.record(http, Session("aa", "", ""))
     assert [turn.ids for turn in record.turns] == [(2,)]
     assert record.rows is not None
@@ -87,7 +87,7 @@ async def test_a_record_may_have_more_than_is_read(http: aiohttp.ClientSession) 
 
 
 @pytest.mark.parametrize(
-    ("told", "why"),
+    ("output", "why"),
     [
         ([], "Expected `object`, got `array`"),
         ("hello", "printed 'hello', which is not JSON"),
@@ -99,18 +99,16 @@ async def test_a_record_may_have_more_than_is_read(http: aiohttp.ClientSession) 
         ({"forks": [{"ids": [1]}]}, "missing required field `cause` - at `$.forks[0]`"),
     ],
 )
-async def test_output_that_cannot_be_read_names_the_option_and_the_place(
-    http: aiohttp.ClientSession, told: object, why: str
+async def test_invalid_output_error_names_option_and_path(
+    http: aiohttp.ClientSession, output: object, why: str
 ) -> None:
-    said = await recorded(http, told)
-    assert said.startswith("--record ")
-    assert "echo" in said
-    assert why in said
+    error = await record_error(http, output)
+    assert error.startswith("--record ")
+    assert "echo" in error
+    assert why in error
 
 
-async def test_the_last_words_of_a_command_are_the_reason(
-    http: aiohttp.ClientSession, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_last_stderr_line_is_the_reason(http: aiohttp.ClientSession, capsys: pytest.CaptureFixture[str]) -> None:
     command = "sh -c 'echo looking >&2; echo no session {rollout} >&2; exit 3'"
     with pytest.raises(CommandFailed, match=r"^--open .*: ended with 3: no session aa$"):
         await External(Address("", open=command), ("chat",)).open(http, "aa")
@@ -120,41 +118,39 @@ async def test_the_last_words_of_a_command_are_the_reason(
 # ── a run ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_record_that_fails_counts_against_its_rollout_alone(
-    http: aiohttp.ClientSession, mock: Mock, tmp_path: Path
-) -> None:
-    once = shlex.join(["sh", "-c", f"mkdir {tmp_path}/taken && echo '{{}}'"])  # the other rollout finds it there
-    result = await through(mock, http, record=once)
+async def test_failed_record_affects_only_its_rollout(http: aiohttp.ClientSession, mock: Mock, tmp_path: Path) -> None:
+    once = shlex.join(["sh", "-c", f"mkdir {tmp_path}/taken && echo '{{}}'"])  # fails for the other rollout
+    result = await run_external(mock, http, record=once)
     assert (result.trouble, result.misused) == ("", False)
     assert sorted(rollout.failed for rollout in result.rollouts) == [False, True]
     assert result.score.finished == 2
-    assert all(rollout.score.wanted for rollout in result.rollouts)  # what it did not keep is missed
-    (told,) = report.trouble([result])
-    assert told.startswith("external, append-only, chat, ")
-    assert "--record" in told
-    assert "ended with 1" in told
+    assert all(rollout.score.wanted for rollout in result.rollouts)  # missing records count against the score
+    (output,) = report.trouble([result])
+    assert output.startswith("external, append-only, chat, ")
+    assert "--record" in output
+    assert "ended with 1" in output
     assert "1 failed" in report.by_scenario([result])
 
 
 @pytest.mark.parametrize(
     ("commands", "why"),
     [
-        ({"open": prints("hello")}, "--open 'echo hello': printed 'hello', which is not JSON"),
+        ({"open": print_command("hello")}, "--open 'echo hello': printed 'hello', which is not JSON"),
         ({"record": "false"}, "--record 'false': ended with 1: it said nothing"),
-        ({"record": prints([])}, "Expected `object`"),
+        ({"record": print_command([])}, "Expected `object`"),
     ],
 )
-async def test_one_that_fails_every_time_did_not_run(
+async def test_command_failing_every_time_did_not_run(
     http: aiohttp.ClientSession, mock: Mock, commands: dict[str, str], why: str
 ) -> None:
-    result = await through(mock, http, **commands)
+    result = await run_external(mock, http, **commands)
     assert result.misused
-    (told,) = report.trouble([result])
-    assert told.startswith("external: did not run: --")
-    assert why in told
+    (output,) = report.trouble([result])
+    assert output.startswith("external: did not run: --")
+    assert why in output
 
 
-def test_commands_that_never_worked_are_a_wrong_use(
+def test_unusable_commands_exit_with_usage_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     async def run(args: object) -> list[Result]:
@@ -168,9 +164,7 @@ def test_commands_that_never_worked_are_a_wrong_use(
     assert capsys.readouterr().err == "gauntlet: external: did not run: --record 'echo []': no\n"
 
 
-async def test_a_port_that_is_taken_is_told_in_one_line(
-    http: aiohttp.ClientSession, capfd: pytest.CaptureFixture[str]
-) -> None:
+async def test_port_in_use_is_one_line_error(http: aiohttp.ClientSession, capfd: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -184,11 +178,11 @@ async def test_a_port_that_is_taken_is_told_in_one_line(
 # ── the example and the page ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_example_knows_every_cause() -> None:
-    assert set(outside.CAUSES) == set(get_args(tree.Cause))
-    assert set(outside.CAUSES.values()) <= set(get_args(Cause))
+def test_example_maps_every_cause() -> None:
+    assert set(external_commands.CAUSES) == set(get_args(tree.Cause))
+    assert set(external_commands.CAUSES.values()) <= set(get_args(Cause))
 
 
-def test_the_page_lists_the_words_for_causes() -> None:
+def test_docs_list_every_cause() -> None:
     page = (Path(__file__).parents[2] / "docs" / "gauntlet.md").read_text(encoding="utf-8")
     assert [cause for cause in get_args(Cause) if f"`{cause}`" not in page] == []

@@ -1,4 +1,4 @@
-"""The score is only worth something if every way to be wrong costs marks."""
+"""Tests for the proof and the score: every kind of error must lower the score."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def whole_row() -> Row:
     return merged([call(PROMPT, FIRST), call(PROMPT + FIRST + BRIDGE, SECOND)])[0]
 
 
-def scored(*rows: Row, log: list[dict[str, Any]] = LOG, scenario: Scenario = TWO_TURNS, **taken: int):  # type: ignore[no-untyped-def]
+def score_rows(*rows: Row, log: list[dict[str, Any]] = LOG, scenario: Scenario = TWO_TURNS, **taken: int):  # type: ignore[no-untyped-def]
     record = Record([turn for row in rows for turn in runs(row)], list(rows))
     answers = {int(name[1:]): attempt for name, attempt in taken.items()} or dict.fromkeys(
         range(len(scenario.calls())), 0
@@ -55,73 +55,73 @@ def scored(*rows: Row, log: list[dict[str, Any]] = LOG, scenario: Scenario = TWO
     return judge(scenario, log, record, taken=answers, told=0)
 
 
-def test_a_perfect_row_has_full_marks() -> None:
-    score = scored(whole_row())
+def test_perfect_row_has_full_score() -> None:
+    score = score_rows(whole_row())
     assert (score.captured, score.turns) == (2, 2)
     assert score.exact == score.trained == score.learned == score.wanted == 5
     assert (score.rows, score.best_rows, score.twice, score.side, score.lost) == (1, 1, 0, 0, 0)
 
 
-@pytest.mark.parametrize("place", range(len(PROMPT + FIRST + BRIDGE)))
-def test_one_wrong_id_in_the_context_makes_everything_after_it_inexact(place: int) -> None:
+@pytest.mark.parametrize("position", range(len(PROMPT + FIRST + BRIDGE)))
+def test_wrong_context_id_makes_later_tokens_inexact(position: int) -> None:
     row = whole_row()
     ids = list(row.ids)
-    ids[place] += 1
-    score = scored(dataclasses.replace(row, ids=ids))
-    after = sum(row.mask[place:])
+    ids[position] += 1
+    score = score_rows(dataclasses.replace(row, ids=ids))
+    after = sum(row.mask[position:])
     assert score.exact == score.trained - after
 
 
-def test_a_log_probability_of_zero_is_no_log_probability() -> None:
+def test_zero_logprobs_are_not_exact() -> None:
     row = whole_row()
-    score = scored(dataclasses.replace(row, logprobs=[0.0] * len(row.ids)))
+    score = score_rows(dataclasses.replace(row, logprobs=[0.0] * len(row.ids)))
     assert score.exact == 0
 
 
-def test_a_context_token_that_is_trained_is_caught() -> None:
+def test_trained_context_token_is_not_exact() -> None:
     row = whole_row()
     mask = list(row.mask)
     mask[5] = 1
-    assert scored(dataclasses.replace(row, mask=mask)).exact == 5 < 6
+    assert score_rows(dataclasses.replace(row, mask=mask)).exact == 5 < 6
 
 
-def test_a_turn_that_was_tokenised_again_is_not_captured() -> None:
+def test_retokenised_turn_is_not_captured() -> None:
     row = whole_row()
     ids = [*row.ids[:-1], 99]
-    assert scored(dataclasses.replace(row, ids=ids)).captured == 1
+    assert score_rows(dataclasses.replace(row, ids=ids)).captured == 1
 
 
-def test_a_turn_in_two_rows_is_trained_twice() -> None:
-    score = scored(*merged([call(PROMPT, FIRST)]), whole_row())
+def test_turn_in_two_rows_counts_as_trained_twice() -> None:
+    score = score_rows(*merged([call(PROMPT, FIRST)]), whole_row())
     assert (score.rows, score.twice) == (2, len(FIRST))
     assert score.learned == score.wanted
 
 
-def test_a_side_call_that_is_trained_is_counted() -> None:
+def test_trained_side_call_is_counted() -> None:
     log = [generation(0, PROMPT, FIRST)]
-    assert scored(*merged([call(PROMPT, FIRST)]), log=log, scenario=TITLE).side == 1
+    assert score_rows(*merged([call(PROMPT, FIRST)]), log=log, scenario=TITLE).side == 1
 
 
-def test_an_answer_that_the_agent_never_took_is_lost_even_with_the_same_prompt() -> None:
+def test_trained_answer_the_agent_never_took_is_lost() -> None:
     log = [generation(0, PROMPT, [10, 99], state="aborted"), generation(0, PROMPT, FIRST, attempt=1), LOG[1]]
-    kept = scored(whole_row(), log=log, _0=1, _1=0)
+    kept = score_rows(whole_row(), log=log, _0=1, _1=0)
     assert (kept.lost, kept.learned) == (0, 5)
-    trained = scored(whole_row(), *merged([call(PROMPT, [10, 99])]), log=log, _0=1, _1=0)
+    trained = score_rows(whole_row(), *merged([call(PROMPT, [10, 99])]), log=log, _0=1, _1=0)
     assert (trained.lost, trained.learned) == (1, 5)
 
 
-def test_calls_are_joined_in_whatever_order_they_come_and_never_where_the_prompt_differs() -> None:
+def test_merging_ignores_order_but_not_prompt_differences() -> None:
     first, second = call(PROMPT, FIRST), call(PROMPT + FIRST + BRIDGE, SECOND)
     assert merged([second, first]) == merged([first, second])
     assert len(merged([first, call([1, 2, 4, *FIRST, *BRIDGE], SECOND)])) == 2
 
 
-def test_a_call_without_log_probabilities_is_context() -> None:
+def test_call_without_logprobs_is_context() -> None:
     row = merged([(PROMPT, FIRST, None)])[0]
     assert not any(row.mask)
 
 
-def test_turns_that_are_kept_as_text_are_only_counted() -> None:
+def test_text_only_turns_count_as_captured() -> None:
     record = Record([Turn(text="one"), Turn(text="two"), Turn(text="three")])
     assert judge(TWO_TURNS, LOG, record, taken={0: 0, 1: 0}, told=0).captured == 2
 
@@ -141,14 +141,14 @@ def causes(forks: dict[tuple[int, ...], str]) -> tuple[int, int]:
     return score.forks_right, score.forks
 
 
-def test_a_fork_needs_its_cause() -> None:
+def test_required_fork_needs_correct_cause() -> None:
     assert causes({tuple(SECOND): "compaction"}) == (1, 1)
     assert causes({tuple(SECOND): "edited"}) == (0, 1)
     assert causes({tuple(SECOND): ""}) == (0, 1)
     assert causes({}) == (0, 1)
 
 
-def test_a_fork_that_need_not_be_may_have_no_wrong_cause() -> None:
+def test_optional_fork_must_not_have_wrong_cause() -> None:
     named = {tuple(SECOND): "compaction"}
     assert causes({**named, tuple(FIRST): "whitespace"}) == (2, 2)
     assert causes({**named, tuple(FIRST): "edited"}) == (1, 2)

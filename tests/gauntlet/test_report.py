@@ -1,4 +1,4 @@
-"""What is printed and written is what was measured."""
+"""Tests for the report: tables, comparisons, files and command-line errors."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ ABSENT = Result("openenv", "", ("chat",), True, trouble="it ended with 1")
 ALL = [OURS, EXACT, RELAY, ABSENT]
 
 
-def test_what_a_gateway_records_is_measured() -> None:
+def test_record_level_of_each_gateway() -> None:
     assert [report.records(each) for each in ALL] == ["exact tokens", "exact tokens", "relays only", report.DASH]
 
 
-def test_the_best_repeat_counts_and_the_worst_cell_is_named() -> None:
-    told = report.compare(ALL, "turngate")
-    assert "exact tokens, worst cell: chat streamed 16x20: turngate 2.00 ms, rllm 8.00 ms, 4.0 times" in told[0]
-    assert "only relays, worst cell: chat streamed 16x20: turngate 2.00 ms, litellm 3.00 ms, 1.5 times" in told[3]
-    assert told[-2:] == [
+def test_compare_uses_best_repeat_and_worst_cell() -> None:
+    output = report.compare(ALL, "turngate")
+    assert "exact tokens, worst cell: chat streamed 16x20: turngate 2.00 ms, rllm 8.00 ms, 4.0 times" in output[0]
+    assert "only relays, worst cell: chat streamed 16x20: turngate 2.00 ms, litellm 3.00 ms, 1.5 times" in output[3]
+    assert output[-2:] == [
         "memory of a session of 20 turns: turngate 0.10 MB, rllm 0.50 MB (5.0 times)",
         "memory of a session of 20 turns, 80 s later: turngate 0.01 MB, rllm 0.01 MB (both next to nothing)",
     ]
@@ -50,14 +50,14 @@ def test_the_best_repeat_counts_and_the_worst_cell_is_named() -> None:
     ]
 
 
-def test_who_did_not_run_has_a_line_that_says_so() -> None:
+def test_gateway_that_did_not_run_has_a_row() -> None:
     assert "| openenv | did not run |" in report.table(ALL)
     assert report.trouble(ALL) == ["openenv: did not run: it ended with 1"]
     widths = {line.count("|") for line in report.table(ALL).splitlines()}
     assert len(widths) == 1
 
 
-def test_the_readme_keeps_all_but_what_is_between_the_marks(tmp_path: Path) -> None:
+def test_readme_is_replaced_only_between_marks(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     readme.write_text(f"# Ours\n\n{paper.BEGIN}\nstale\n{paper.END}\n\nThe end.\n")
     assert paper.marked(readme)
@@ -71,18 +71,18 @@ def test_the_readme_keeps_all_but_what_is_between_the_marks(tmp_path: Path) -> N
 
 
 @pytest.mark.process
-def test_the_page_has_a_json_beside_it(tmp_path: Path) -> None:
+def test_results_page_has_json_file(tmp_path: Path) -> None:
     page = tmp_path / "results.md"
     paper.write_page(page, ALL, ABOUT, "turngate")
     assert "openenv: did not run: it ended with 1" in page.read_text()
-    told = json.loads(page.with_suffix(".json").read_text())
-    assert [each["gateway"] for each in told["gateways"]] == ["turngate", "rllm", "litellm", "openenv"]
-    assert told["gateways"][0]["costs"][0]["cpu_ms"] == [6, 1]
+    output = json.loads(page.with_suffix(".json").read_text())
+    assert [each["gateway"] for each in output["gateways"]] == ["turngate", "rllm", "litellm", "openenv"]
+    assert output["gateways"][0]["costs"][0]["cpu_ms"] == [6, 1]
 
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "expected"),
     [
         (["--scenario", "nope"], "choose from 'append-only'"),
         (["--gateway", "nope"], "choose from 'turngate'"),
@@ -107,11 +107,11 @@ def test_the_page_has_a_json_beside_it(tmp_path: Path) -> None:
         (["--results", "/nowhere/results.md"], "no such folder"),
     ],
 )
-def test_an_option_that_cannot_be_is_refused_before_anything_starts(
-    options: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_invalid_option_is_rejected_at_start(
+    options: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["gauntlet", *options])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    assert told in capsys.readouterr().err
+    assert expected in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Turngate goes through the Gauntlet in every dialect, with full marks. It needs Qwen3's tokenizer."""
+"""Tests that Turngate passes the Gauntlet in every dialect; they need Qwen3's tokenizer."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ from tests.speed import scaled
 pytestmark = [pytest.mark.needs("tokenizers"), pytest.mark.process, pytest.mark.full]
 
 ROOT = Path(__file__).resolve().parents[2]
-OUTSIDE = f"{sys.executable} {Path(__file__).with_name('outside.py')}"
+COMMANDS = f"{sys.executable} {Path(__file__).with_name('external_commands.py')}"
 DRIFTS = [s.name for s in SCENARIOS if s.drift and not s.dialects and s.name not in ("ids-renamed", "unicode")]
 
 
-async def through(gateway: Gateway, names: list[str], dialects: list[str]) -> Result:
+async def run_gateway(gateway: Gateway, names: list[str], dialects: list[str]) -> Result:
     async with aiohttp.ClientSession() as http, engine(http) as mock:
         return await put_through(gateway, http, mock, [BY_NAME[name] for name in names], dialects)
 
 
 @pytest.fixture(scope="module")
 def result() -> Result:
-    real_tokenizer("qwen3")  # or this is skipped
-    return asyncio.run(through(Turngate(), list(BY_NAME), list(VOICES)))
+    real_tokenizer("qwen3")  # skips if it is missing
+    return asyncio.run(run_gateway(Turngate(), list(BY_NAME), list(VOICES)))
 
 
 @pytest.fixture(scope="module")
 def dropped() -> Result:
     real_tokenizer("qwen3")
-    return asyncio.run(through(TurngateDrop(), DRIFTS, ["chat"]))
+    return asyncio.run(run_gateway(TurngateDrop(), DRIFTS, ["chat"]))
 
 
 @pytest.mark.parametrize("dialect", VOICES)
 @pytest.mark.real
 @pytest.mark.promise(1)
-def test_turngate_has_full_marks(result: Result, dialect: str) -> None:
+def test_turngate_has_full_score(result: Result, dialect: str) -> None:
     assert not result.trouble
     rollouts = [rollout for rollout in result.rollouts if rollout.dialect == dialect]
     assert [rollout for rollout in rollouts if rollout.trouble] == []
@@ -69,7 +69,7 @@ def test_turngate_has_full_marks(result: Result, dialect: str) -> None:
     assert result.exact(dialect, False)
 
 
-def test_there_is_one_row_wherever_the_history_goes_on(result: Result) -> None:
+def test_continued_history_is_one_row(result: Result) -> None:
     more = {
         (rollout.scenario, rollout.dialect): rollout.score.rows
         for rollout in result.rollouts
@@ -79,7 +79,7 @@ def test_there_is_one_row_wherever_the_history_goes_on(result: Result) -> None:
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_the_cause_of_every_fork_is_named_right(result: Result, name: str) -> None:
+def test_fork_causes_are_correct(result: Result, name: str) -> None:
     score = total(rollout.score for rollout in result.rollouts if rollout.scenario == name)
     must = any(call.causes and call.forks for call in BY_NAME[name].calls())
     assert bool(score.forks) or not must
@@ -87,7 +87,7 @@ def test_the_cause_of_every_fork_is_named_right(result: Result, name: str) -> No
 
 
 @pytest.mark.parametrize("name", DRIFTS)
-def test_a_session_that_follows_the_template_says_why_it_forks(dropped: Result, name: str) -> None:
+def test_dropped_reasoning_forks_name_their_cause(dropped: Result, name: str) -> None:
     assert not dropped.trouble
     score = total(rollout.score for rollout in dropped.rollouts if rollout.scenario == name)
     assert score.exact == score.trained == score.learned == score.wanted > 0
@@ -95,8 +95,8 @@ def test_a_session_that_follows_the_template_says_why_it_forks(dropped: Result, 
 
 
 @contextmanager
-def by_hand(engine_port: int, data: Path) -> Iterator[str]:
-    """A gateway that the Gauntlet did not start."""
+def external_gateway(engine_port: int, data: Path) -> Iterator[str]:
+    """Start a gateway independently of the Gauntlet."""
     port = free_port()
     command = [sys.executable, "-m", "turngate", "serve", "--port", str(port), "--data", str(data)]
     command += ["--engine", "vllm", "--engine-url", f"http://127.0.0.1:{engine_port}"]
@@ -110,7 +110,7 @@ def by_hand(engine_port: int, data: Path) -> Iterator[str]:
                 urllib.request.urlopen(f"{url}/health").close()
                 break
             except urllib.error.HTTPError:
-                break  # it is there, and says that the engine is not
+                break  # it is up, and reports that the engine is down
             except urllib.error.URLError:
                 assert process.poll() is None and time.monotonic() < end
                 time.sleep(0.1)
@@ -125,13 +125,13 @@ def gauntlet(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=scaled(120), check=False)
 
 
-def test_a_gateway_is_known_by_its_address_alone(tmp_path: Path) -> None:
+def test_gateway_tested_by_url(tmp_path: Path) -> None:
     real_tokenizer("qwen3")
     port = free_port()
-    with by_hand(port, tmp_path / "data") as url:
+    with external_gateway(port, tmp_path / "data") as url:
         done = gauntlet(
             *("--url", url, "--engine-port", str(port), "--json"),
-            *("--open", f"{OUTSIDE} open {url} {{rollout}}", "--record", f"{OUTSIDE} record {url} {{rollout}}"),
+            *("--open", f"{COMMANDS} open {url} {{rollout}}", "--record", f"{COMMANDS} record {url} {{rollout}}"),
             *("--dialect", "messages", "--scenario", "append-only", "--scenario", "edited-history"),
             *("--scenario", "compaction"),
         )
@@ -152,10 +152,10 @@ def test_a_gateway_is_known_by_its_address_alone(tmp_path: Path) -> None:
         ("--record", """echo '{"rows": [{"ids": [], "logprobs": []}]}'""", "missing required field `mask`"),
     ],
 )
-def test_a_command_that_never_works_is_told_in_one_line(option: str, command: str, why: str) -> None:
+def test_unusable_command_is_one_line_error(option: str, command: str, why: str) -> None:
     real_tokenizer("qwen3")
     port = str(free_port())
-    url = f"http://127.0.0.1:{port}"  # the engine itself, which will do for a gateway
+    url = f"http://127.0.0.1:{port}"  # the engine stands in for a gateway
     done = gauntlet(
         *("--url", url, "--engine-port", port, option, command, "--dialect", "chat", "--scenario", "append-only")
     )
@@ -166,7 +166,7 @@ def test_a_command_that_never_works_is_told_in_one_line(option: str, command: st
     assert "Traceback" not in done.stderr
 
 
-def test_a_gateway_that_is_not_there_did_not_run() -> None:
+def test_unreachable_gateway_did_not_run() -> None:
     real_tokenizer("qwen3")
     done = gauntlet("--url", f"http://127.0.0.1:{free_port()}", "--dialect", "chat", "--scenario", "append-only")
     assert done.returncode == 1

@@ -1,15 +1,15 @@
-"""The form of a golden recording: packed so that a file is small and its changes can be read, and unpacked again.
+"""The file format of golden recordings: packed, so that files are small and their diffs readable.
 
     {"name", "agent", "version", "dialect", "exchanges": [{
         "request": {"method", "path", "headers", "body"},
         "reply": {"status", "headers", "events" or "body"}
     }]}
 
-`path` has its query; `events` are those of a stream: {"event": its name if it has one, "data": …}. Bodies and data are JSON values,
-so spaces between them are not kept. In a file, objects with an @ stand for something else; exchanges are counted from 0:
+`path` includes the query; `events` are those of a stream: {"event": its optional name, "data": …}. Bodies and data are JSON values,
+so whitespace is not kept. In a file, objects with an @ are references; exchanges are counted from 0:
 
-    {"@same": 3}                             what the same field of exchange 3 holds
-    {"@first": 5, "@of": 3, "@then": […]}    a list that begins with the first five items of that field of exchange 3
+    {"@same": 3}                             the same field of exchange 3
+    {"@first": 5, "@of": 3, "@then": […]}    a list that starts with the first five items of the same field of exchange 3
     {"@sent": "tools"}                       in a reply: that field of its own request's body
     {"@lines": ["…", "…"]}                   a text of several lines
 
@@ -28,31 +28,31 @@ from typing import Any
 Json = Any
 FOLDER = Path(__file__).parent
 NAMES = sorted(file.stem for file in FOLDER.glob("*.json"))
-# What somebody made up to tell things apart: a UUID, or so many digits behind a prefix. The stand-ins for them look the same.
+# Generated ids: a UUID, or hexadecimal digits after a prefix. Their placeholders have the same format.
 IDS = re.compile(
     r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
-    # Ids of items of one Responses reply have the reply's own digits in them, and two more.
+    # Item ids of a Responses reply are the reply's digits plus two more.
     r"|(?:(?<![0-9A-Za-z])|(?<=_tg))(?:[0-9a-f]{64}|[0-9a-f]{32}|[0-9a-f]{24})(?=(?:[0-9a-f]{2})?(?![0-9A-Za-z]))"
 )
-_SMALL = 60  # characters that are not worth a reference
-_LONG = 100  # characters of a text that is written line by line
+_SMALL = 60  # up to this many characters, no reference is used
+_LONG = 100  # longer texts are written line by line
 _WIDE = 120
 
 
 @cache
 def read(name: str) -> Json:
-    """A recording, whole. Not to be changed."""
+    """Read and unpack a recording. Do not modify the cached result."""
     found = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
     return {**found, "exchanges": unpacked(found["exchanges"])}
 
 
 def text(recording: Json) -> str:
-    """The file of a recording."""
-    return _written({**recording, "exchanges": packed(recording["exchanges"])}) + "\n"
+    """The file content of a recording."""
+    return _format({**recording, "exchanges": packed(recording["exchanges"])}) + "\n"
 
 
 def value(body: bytes) -> Json:
-    """A body as it is kept."""
+    """Decode a body for the recording."""
     if not body:
         return None
     try:
@@ -62,7 +62,7 @@ def value(body: bytes) -> Json:
 
 
 def said(content_type: str, body: bytes) -> Json:
-    """What a reply says, as it is kept."""
+    """Decode a reply's events or body for the recording."""
     if not content_type.startswith("text/event-stream"):
         return {"body": value(body)}
     events = []
@@ -78,76 +78,78 @@ def said(content_type: str, body: bytes) -> Json:
 
 
 def packed(exchanges: Sequence[Json]) -> list[Json]:
-    return [_packed(exchange, exchanges[:n]) for n, exchange in enumerate(exchanges)]
+    return [_pack_exchange(exchange, exchanges[:n]) for n, exchange in enumerate(exchanges)]
 
 
-def _packed(exchange: Json, before: Sequence[Json]) -> Json:
+def _pack_exchange(exchange: Json, before: Sequence[Json]) -> Json:
     request, reply = exchange["request"], exchange["reply"]
     requests, replies = [e["request"] for e in before], [e["reply"] for e in before]
     body = request["body"]
     short = {
         **request,
-        "headers": _shared(request["headers"], [r["headers"] for r in requests]),
-        "body": {name: _shared(value, [_field(r, name) for r in requests]) for name, value in body.items()}
+        "headers": _reference(request["headers"], [r["headers"] for r in requests]),
+        "body": {name: _reference(value, [_field(r, name) for r in requests]) for name, value in body.items()}
         if isinstance(body, dict)
         else body,
     }
-    told = {
-        name: _shared(value, [r["headers"] for r in replies]) if name == "headers" else _repeated(value, body)
+    packed_reply = {
+        name: _reference(value, [r["headers"] for r in replies])
+        if name == "headers"
+        else _reference_request(value, body)
         for name, value in reply.items()
     }
-    return {"request": short, "reply": told}
+    return {"request": short, "reply": packed_reply}
 
 
 def _field(request: Json, name: str) -> Json:
     return request["body"].get(name) if isinstance(request["body"], dict) else None
 
 
-def _shared(value: Json, earlier: Sequence[Json]) -> Json:
-    """A value of which earlier exchanges may have had some already."""
+def _reference(value: Json, earlier: Sequence[Json]) -> Json:
+    """Replace a value, or the start of a list, by a reference to an earlier exchange."""
     if len(_plain(value)) <= _SMALL:
         return value
     for n, old in enumerate(earlier):
         if _plain(old) == _plain(value):
             return {"@same": n}
     if isinstance(value, list):
-        common = [_common(value, old) for old in earlier]
+        common = [_common_prefix(value, old) for old in earlier]
         count = max(common, default=0)
         if count:
-            return {"@first": count, "@of": common.index(count), "@then": _in_lines(value[count:])}
-    return _in_lines(value)
+            return {"@first": count, "@of": common.index(count), "@then": _split_lines(value[count:])}
+    return _split_lines(value)
 
 
-def _common(new: list[Json], old: Json) -> int:
-    """How many items both begin with."""
+def _common_prefix(new: list[Json], old: Json) -> int:
+    """Length of the common prefix."""
     pairs = zip(new, old, strict=False) if isinstance(old, list) else ()
     return next((n for n, (a, b) in enumerate(pairs) if _plain(a) != _plain(b)), min(len(new), len(old or ())))
 
 
-def _repeated(value: Json, sent: Json) -> Json:
-    """A piece of a reply, which may repeat fields of its request."""
+def _reference_request(value: Json, sent: Json) -> Json:
+    """Replace parts of a reply that repeat fields of its request."""
     if isinstance(value, dict | list) and isinstance(sent, dict) and len(_plain(value)) > _SMALL:
         for name, own in sent.items():
             if _plain(own) == _plain(value):
                 return {"@sent": name}
     match value:
         case dict():
-            return {name: _repeated(item, sent) for name, item in value.items()}
+            return {name: _reference_request(item, sent) for name, item in value.items()}
         case list():
-            return [_repeated(item, sent) for item in value]
+            return [_reference_request(item, sent) for item in value]
         case _:
-            return _in_lines(value)
+            return _split_lines(value)
 
 
-def _in_lines(value: Json) -> Json:
+def _split_lines(value: Json) -> Json:
     match value:
         case str() if len(value) > _LONG and "\n" in value:
             return {"@lines": value.split("\n")}
         case dict():
-            assert not any(name.startswith("@") for name in value), "a name that means something here"
-            return {name: _in_lines(item) for name, item in value.items()}
+            assert not any(name.startswith("@") for name in value), "names must not start with @"
+            return {name: _split_lines(item) for name, item in value.items()}
         case list():
-            return [_in_lines(item) for item in value]
+            return [_split_lines(item) for item in value]
         case _:
             return value
 
@@ -165,29 +167,29 @@ def unpacked(exchanges: Sequence[Json]) -> list[Json]:
         request, reply = exchange["request"], exchange["reply"]
         body = request["body"]
         if isinstance(body, dict):
-            body = {n: _restored(v, [_field(e["request"], n) for e in whole]) for n, v in body.items()}
-        headers = _restored(request["headers"], [e["request"]["headers"] for e in whole])
-        told = _restored(reply["headers"], [e["reply"]["headers"] for e in whole])
-        rest = {name: _restored(value, (), body) for name, value in reply.items() if name != "headers"}
+            body = {n: _restore(v, [_field(e["request"], n) for e in whole]) for n, v in body.items()}
+        headers = _restore(request["headers"], [e["request"]["headers"] for e in whole])
+        reply_headers = _restore(reply["headers"], [e["reply"]["headers"] for e in whole])
+        rest = {name: _restore(value, (), body) for name, value in reply.items() if name != "headers"}
         sent = {**request, "headers": headers, "body": body}
-        whole.append({"request": sent, "reply": {"status": reply["status"], "headers": told, **rest}})
+        whole.append({"request": sent, "reply": {"status": reply["status"], "headers": reply_headers, **rest}})
     return whole
 
 
-def _restored(value: Json, earlier: Sequence[Json] = (), sent: Json = None) -> Json:
+def _restore(value: Json, earlier: Sequence[Json] = (), sent: Json = None) -> Json:
     match value:
         case {"@same": int(n)}:
             return earlier[n]
         case {"@first": int(count), "@of": int(n), "@then": list(then)}:
-            return [*earlier[n][:count], *_restored(then)]
+            return [*earlier[n][:count], *_restore(then)]
         case {"@sent": str(name)}:
             return sent[name]
         case {"@lines": list(lines)}:
             return "\n".join(lines)
         case dict():
-            return {name: _restored(item, (), sent) for name, item in value.items()}
+            return {name: _restore(item, (), sent) for name, item in value.items()}
         case list():
-            return [_restored(item, (), sent) for item in value]
+            return [_restore(item, (), sent) for item in value]
         case _:
             return value
 
@@ -195,18 +197,17 @@ def _restored(value: Json, earlier: Sequence[Json] = (), sent: Json = None) -> J
 # ── writing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _written(value: Json, depth: int = 0, ahead: int = 0) -> str:
-    """JSON, with everything that fits on one line there. `ahead`: what stands before it on its line."""
+def _format(value: Json, depth: int = 0, ahead: int = 0) -> str:
+    """JSON with short values on one line. `ahead`: the width used before the value on its line."""
     line = _plain(value)
     if not isinstance(value, dict | list) or not value or depth + ahead + len(line) <= _WIDE:
         return line
     inside = " " * (depth + 1)
     if isinstance(value, list):
-        rows = [inside + _written(item, depth + 1) for item in value]
+        rows = [inside + _format(item, depth + 1) for item in value]
     else:
         rows = [
-            f"{inside}{_plain(name)}: {_written(item, depth + 1, len(_plain(name)) + 2)}"
-            for name, item in value.items()
+            f"{inside}{_plain(name)}: {_format(item, depth + 1, len(_plain(name)) + 2)}" for name, item in value.items()
         ]
     opening, closing = "[]" if isinstance(value, list) else "{}"
     return f"{opening}\n" + ",\n".join(rows) + f"\n{' ' * depth}{closing}"

@@ -1,6 +1,6 @@
-"""Play a recording against a gateway of today: the agent says what it said then, and the model answers as it did.
+"""Replay a recording against the current gateway, with the recorded requests and model answers.
 
-Ids that the gateway hands out are new each time. What the agent sends back is changed accordingly.
+The gateway generates new ids each time, so the ids in later requests are replaced.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from turngate.rollout.playbook import format_step
 
 
 class Played(msgspec.Struct):
-    """What came of it."""
+    """The recorded trace and replies of a replay."""
 
     turns: list[Json]
     contexts: list[Json]
@@ -33,7 +33,7 @@ class Played(msgspec.Struct):
 
 async def play(record: Json) -> Played:
     exchanges = record["exchanges"]
-    script = [kit.say(format_step(said(record["dialect"], e["reply"])), chunk=8) for e in exchanges]
+    script = [kit.say(format_step(decode_reply(record["dialect"], e["reply"])), chunk=8) for e in exchanges]
     async with kit.gateway(engine=Scripted(script, model=MODEL), model=MODEL) as g:
         signals = resolve_signals(find_agent(record["agent"]).spec.signals, MODEL)
         session = await g.open(model=MODEL, signals=msgspec.to_builtins(signals))
@@ -41,13 +41,13 @@ async def play(record: Json) -> Played:
         replies = []
         for exchange in exchanges:
             request = exchange["request"]
-            body = _renamed(json.dumps(request["body"]), new_ids)
+            body = _replace_ids(json.dumps(request["body"]), new_ids)
             headers = {name: value.replace("REDACTED", session.key) for name, value in request["headers"].items()}
             answer = await client.request(request["method"], request["path"], headers=headers, content=body)
-            told = recording.said(answer.headers["content-type"], answer.content)
-            new_ids |= dict(zip(_ids(_said(exchange["reply"])), _ids(told), strict=True))
+            payload = recording.said(answer.headers["content-type"], answer.content)
+            new_ids |= dict(zip(_ids(_payload(exchange["reply"])), _ids(payload), strict=True))
             kept = {name: value for name, value in answer.headers.items() if name in exchange["reply"]["headers"]}
-            replies.append({"status": answer.status_code, "headers": kept, **told})
+            replies.append({"status": answer.status_code, "headers": kept, **payload})
         await g.seal(session.id)
         nodes = (await g.trace(session.id))["nodes"]
         rows = await g.samples(session.id, keep_empty=True)
@@ -59,11 +59,11 @@ async def play(record: Json) -> Played:
     )
 
 
-def _renamed(text: str, names: Mapping[str, str]) -> str:
+def _replace_ids(text: str, names: Mapping[str, str]) -> str:
     return IDS.sub(lambda found: names.get(found[0], found[0]), text)
 
 
-def _said(reply: Json) -> Json:
+def _payload(reply: Json) -> Json:
     return {name: reply[name] for name in ("events", "body") if name in reply}
 
 
@@ -71,11 +71,11 @@ def _ids(value: Json) -> list[str]:
     return list(dict.fromkeys(IDS.findall(json.dumps(value))))
 
 
-# ── what the model said ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── model answers ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def said(dialect: str, reply: Json) -> CheckStep:
-    """A recorded reply, read as its agent reads it."""
+def decode_reply(dialect: str, reply: Json) -> CheckStep:
+    """Decode a recorded reply as its agent does."""
     return _READERS[dialect](reply)
 
 
@@ -138,29 +138,29 @@ _READERS: dict[str, Callable[[Json], CheckStep]] = {
 }
 
 
-# ── what a reply looks like ─────────────────────────────────────────────────────────────────────────────────────────
+# ── reply shapes ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-# Fields whose very words an agent goes by.
-_TELLING = {"event", "type", "object", "role", "status", "finish_reason", "stop_reason", "finishReason", "name"}
+# Fields whose exact values matter to agents.
+_EXACT_FIELDS = {"event", "type", "object", "role", "status", "finish_reason", "stop_reason", "finishReason", "name"}
 
 
 def shape(value: Json, name: str = "") -> Json:
-    """A reply without what is said in it: its fields, what kind of value each has, and the order of its events.
+    """Reduce a reply to its fields, the types of their values and the order of its events.
 
-    Pieces of one kind in a row count once: where a text is cut depends on the tokens around it.
+    Consecutive items of the same shape count once, since text may be split anywhere.
     """
     match value:
         case dict():
             return {key: shape(item, key) for key, item in value.items()}
         case list():
-            return _once([shape(item, name) for item in value])
+            return _deduplicate([shape(item, name) for item in value])
         case bool() | None:
             return value
-        case str() if name in _TELLING or value == "[DONE]":
+        case str() if name in _EXACT_FIELDS or value == "[DONE]":
             return value
         case _:
             return type(value).__name__
 
 
-def _once(shapes: Sequence[Json]) -> list[Json]:
+def _deduplicate(shapes: Sequence[Json]) -> list[Json]:
     return [kind for kind, _ in groupby(shapes)]

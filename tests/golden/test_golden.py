@@ -1,7 +1,6 @@
-"""What real agents sent, held against the gateway of today. No agent is needed: `tools/record_golden.py` recorded them.
+"""Tests of the current gateway with recorded requests of real agents (`tools/record_golden.py`); no agent is needed.
 
-An agent's new version is recorded again; the changes of its file then say what it does differently, and these tests whether that
-is understood.
+Record a new agent version again: the diff shows what changed, and these tests show whether it is still supported.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import pytest
 
 from tests.golden import recording
 from tests.golden.recording import FOLDER, IDS, NAMES, Json
-from tests.golden.replay import Played, play, said, shape
+from tests.golden.replay import Played, decode_reply, play, shape
 from turngate.agents.spec import load_catalog
 from turngate.dialects import DIALECTS, WireRequest
 from turngate.errors import BadRequest
@@ -39,21 +38,21 @@ ROLES = {
 class Fields(NamedTuple):
     """The fields of an agent's requests."""
 
-    used: str  # without them the call, or its answer, would be another one
-    neutral: str = ""  # understood, but they ask for what holds anyway
-    ignored: str = ""  # whatever is in them
+    used: str  # they change the call or its answer
+    neutral: str = ""  # decoded, but they request the default
+    ignored: str = ""  # any value is accepted
 
 
-# A field that is not here is new: find out what it means, and say here what becomes of it.
+# A field that is missing here is new: find out what it means and add it.
 FIELDS = {
     "claude-code": Fields(
         "messages model system tools max_tokens thinking context_management output_config stream",
-        ignored="metadata",  # signals read the session's name in it
+        ignored="metadata",  # signals read the session's name from it
     ),
     "codex": Fields(
         "input model tools reasoning include stream prompt_cache_key",
         neutral="tool_choice parallel_tool_calls",
-        ignored="store client_metadata",  # signals read the thread's name in the latter
+        ignored="store client_metadata",  # signals read the thread's name from the latter
     ),
     "gemini-cli": Fields("contents systemInstruction tools generationConfig"),
     "mini-swe-agent": Fields("messages model tools max_tokens"),
@@ -65,7 +64,7 @@ FIELDS = {
     "qwen-code": Fields("messages model tools max_tokens stream stream_options"),
 }
 
-recorded = pytest.mark.parametrize("name", NAMES)
+each_recording = pytest.mark.parametrize("name", NAMES)
 _paths = DialectRoutes(DIALECTS)
 
 
@@ -76,7 +75,7 @@ def exchanges(name: str) -> list[Json]:
 
 def route(request: Json) -> RouteMatch:
     found = _paths.match(request["path"].partition("?")[0])
-    assert found is not None, f"nobody listens at {request['path']}"
+    assert found is not None, f"no route for {request['path']}"
     return found
 
 
@@ -93,17 +92,17 @@ def conversation(request: Json, body: Json = None) -> list[Message]:
     return [message for n in range(len(history.raws)) for message in history.decode(n)]
 
 
-# ── what they send ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── requests ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_every_agent_of_the_catalogue_is_recorded() -> None:
-    """`shell` is any command."""
+def test_every_catalogue_agent_is_recorded() -> None:
+    """`shell` runs any command, so it is not recorded."""
     assert {recording.read(name)["agent"] for name in NAMES} == set(load_catalog()) - {"shell"}
-    assert set(NAMES) == set(ROLES), "say here what each call of a recording is for"
+    assert set(NAMES) == set(ROLES), "add the roles of each recording to ROLES"
 
 
-@recorded
-def test_a_recording_is_of_the_version_that_is_installed(name: str) -> None:
+@each_recording
+def test_recording_is_of_catalogue_version(name: str) -> None:
     found = recording.read(name)
     spec = load_catalog()[found["agent"]].spec
     assert (found["version"], found["dialect"]) == (spec.install.version, spec.dialect), (
@@ -111,8 +110,8 @@ def test_a_recording_is_of_the_version_that_is_installed(name: str) -> None:
     )
 
 
-@recorded
-def test_every_request_is_understood(name: str) -> None:
+@each_recording
+def test_every_request_decodes(name: str) -> None:
     for exchange in exchanges(name):
         request = exchange["request"]
         call, history = decoded(request, request["body"]), conversation(request)
@@ -122,29 +121,29 @@ def test_every_request_is_understood(name: str) -> None:
         assert call.tools is None or len(call.tools.decode()) >= 1
 
 
-@recorded
-def test_what_the_agent_repeats_is_what_it_was_told(name: str) -> None:
-    """Each answer of the model in a later request is one that was given, with the same words, calls and ids of calls."""
+@each_recording
+def test_repeated_answers_were_given_before(name: str) -> None:
+    """Every assistant message in a later request was given before, with the same text, calls and call ids."""
     given: set[tuple[str, tuple[str, ...]]] = set()
     ids: set[str] = set()
     for exchange in exchanges(name):
         answers = [message for message in conversation(exchange["request"]) if message.role == "assistant"]
         assert {(answer.content, tuple(call.name for call in answer.tool_calls)) for answer in answers} <= given
         assert {call.id.removeprefix("call_") for answer in answers for call in answer.tool_calls} <= ids
-        told = said(recording.read(name)["dialect"], exchange["reply"])
-        given.add((told.say, tuple(call.tool for call in told.calls)))
+        reply = decode_reply(recording.read(name)["dialect"], exchange["reply"])
+        given.add((reply.say, tuple(call.tool for call in reply.calls)))
         ids.update(IDS.findall(json.dumps(exchange["reply"])))
 
 
-@recorded
-def test_no_field_is_new(name: str) -> None:
+@each_recording
+def test_no_unknown_fields(name: str) -> None:
     known = " ".join(FIELDS[recording.read(name)["agent"]]).split()
     for exchange in exchanges(name):
         assert set(exchange["request"]["body"]) <= set(known)
 
 
-@recorded
-def test_fields_mean_what_the_table_says(name: str) -> None:
+@each_recording
+def test_fields_are_used_as_listed(name: str) -> None:
     fields = FIELDS[recording.read(name)["agent"]]
     request = exchanges(name)[-1]["request"]
     whole = meaning(request, request["body"])
@@ -162,7 +161,7 @@ def _with_nonsense(request: Json, field: str) -> Json:
 
 
 def meaning(request: Json, body: Json) -> Json:
-    """What a request comes to: the call, and how it would be answered; or that it is refused."""
+    """The decoded call and its encoded reply, or the error message if it is rejected."""
     try:
         call, history = decoded(request, body), conversation(request, body)
         tools = None if call.tools is None else call.tools.decode()
@@ -175,40 +174,40 @@ def meaning(request: Json, body: Json) -> Json:
     return rest, history, tools, IDS.sub("", re.sub(r"\b\d{10}\b", "", answer))
 
 
-# ── what becomes of it ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── replays ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@recorded
-async def test_a_replay_comes_out_as_the_same_conversations(name: str) -> None:
+@each_recording
+async def test_replay_gives_same_conversations(name: str) -> None:
     played = await play(recording.read(name))
     assert [turn["role"] for turn in played.turns] == ROLES[name]
     assert [context["told"].get("role", "main") for context in played.contexts] == ROLES[name], (
-        "what the agent's signals say"
+        "the agent's signals give other roles"
     )
     conversations = list(dict.fromkeys(ROLES[name]))
     assert len([context for context in played.contexts if context["parent"] is None]) == len(conversations)
     assert not _forks(played)
     by_role = {row["spans"][0]["role"]: row for row in played.rows}
-    assert len(played.rows) == len(conversations), "one row per conversation"
+    assert len(played.rows) == len(conversations), "expected one row per conversation"
     for role in conversations:
         spans = by_role[role]["spans"]
         assert [span["role"] for span in spans] == [role] * ROLES[name].count(role)
         assert {span["trained"] for span in spans} == {role != "side"}
-    _same_replies(name, played)
+    _check_reply_shapes(name, played)
 
 
 def _forks(played: Played) -> list[Json]:
-    """Nodes that more than one other goes on from, and calls that went on from a turn for a special reason."""
+    """Nodes with several children, and causes of forked calls."""
     nodes = [*played.turns, *played.contexts]
     parents = [node["parent"] for node in nodes if node["parent"] is not None]
-    begun = [context["id"] for context in played.contexts if context["parent"] is None]
+    roots = [context["id"] for context in played.contexts if context["parent"] is None]
     twice = [parent for parent in set(parents) if parents.count(parent) > 1]
-    caused = [node["cause"] for node in nodes if node["cause"] and node["parent"] not in (None, *begun)]
+    caused = [node["cause"] for node in nodes if node["cause"] and node["parent"] not in (None, *roots)]
     return [*twice, *caused]
 
 
-def _same_replies(name: str, played: Played) -> None:
-    """An agent is known to accept what was recorded; it is given something of the same shape still."""
+def _check_reply_shapes(name: str, played: Played) -> None:
+    """Check that replies have the shape of the recorded ones, which the agent accepts."""
     for n, (exchange, reply) in enumerate(zip(exchanges(name), played.replies, strict=True)):
         before = {**exchange["reply"], "headers": sorted(exchange["reply"]["headers"])}
         now = {**reply, "headers": sorted(reply["headers"])}
@@ -219,15 +218,15 @@ def _same_replies(name: str, played: Played) -> None:
 # ── the files ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@recorded
-def test_a_file_is_as_the_tool_would_write_it(name: str) -> None:
+@each_recording
+def test_file_is_in_canonical_format(name: str) -> None:
     text = (FOLDER / f"{name}.json").read_text(encoding="utf-8")
     assert recording.text(recording.read(name)) == text
     assert len(text) < 300_000
 
 
-@recorded
-def test_a_file_tells_nothing_about_who_recorded_it(name: str) -> None:
+@each_recording
+def test_file_has_no_keys_or_local_paths(name: str) -> None:
     text = (FOLDER / f"{name}.json").read_text(encoding="utf-8")
     assert not re.findall(
         r"tg-[0-9A-Za-z_-]{20,}|Bearer (?!REDACTED\b)\S+|/tmp/tg-\S*|/root/\S*|/home/(?!user/)\w\S*", text

@@ -1,4 +1,4 @@
-"""The recorder itself: what it replaces, how it packs, and that anybody can run it again."""
+"""Tests for the recorder: redaction, packing, listening and recording again."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ ROOT = Path(__file__).parents[2]
 KEY = new_secret("some-session")
 
 
-def heard(body: Json, headers: Mapping[str, str] = {}, reply: Json = None) -> Heard:
+def make_exchange(body: Json, headers: Mapping[str, str] = {}, reply: Json = None) -> Heard:
     content = [("content-type", "application/json")]
-    sent, told = json.dumps(body).encode(), json.dumps(reply).encode()
-    return Heard("POST", "/v1/messages", list(headers.items()), sent, 200, content, told)
+    sent, received = json.dumps(body).encode(), json.dumps(reply).encode()
+    return Heard("POST", "/v1/messages", list(headers.items()), sent, 200, content, received)
 
 
-# ── what is replaced ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── redaction ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_id_gets_the_same_stand_in_wherever_it_stands() -> None:
+def test_id_has_same_placeholder_everywhere() -> None:
     steady = Steady([])
     first, second = "3c3fb64393798b2ee57c7daa", "f97e9e8eea517878e52775b3"
     assert steady.text(f"call_{first}") == "call_000000000000000000000001"
@@ -42,53 +42,53 @@ def test_an_id_gets_the_same_stand_in_wherever_it_stands() -> None:
     assert steady.text("01a1ddc2-ff2b-7f81-9f11-d7a68ffcfa6f") == "00000000-0000-4000-8000-000000000001"
 
 
-def test_items_of_a_responses_reply_keep_what_tells_them_apart() -> None:
+def test_responses_item_ids_keep_suffix() -> None:
     mark = "885485af73becc70164bee97"
     assert Steady([]).text(f"resp_tg{mark} rs_tg{mark}00 fc_tg{mark}02") == (
         "resp_tg000000000000000000000001 rs_tg00000000000000000000000100 fc_tg00000000000000000000000102"
     )
 
 
-def test_keys_are_never_kept() -> None:
-    kept = Steady([]).exchange(heard({"echo": KEY}, {"authorization": f"Bearer {KEY}", "x-api-key": KEY}))
+def test_keys_are_redacted() -> None:
+    kept = Steady([]).exchange(make_exchange({"echo": KEY}, {"authorization": f"Bearer {KEY}", "x-api-key": KEY}))
     assert kept["request"]["headers"] == {"authorization": "Bearer REDACTED", "x-api-key": "REDACTED"}
     assert KEY not in json.dumps(kept)
 
 
-def test_facts_of_the_machine_become_others() -> None:
+def test_machine_details_are_replaced() -> None:
     steady = Steady([(re.compile("6.18.44-fc"), "<kernel>")])
-    call = heard({"text": "Linux 6.18.44-fc on x64"}, {"user-agent": "pi (linux 6.18.44-fc; x64)"})
+    call = make_exchange({"text": "Linux 6.18.44-fc on x64"}, {"user-agent": "pi (linux 6.18.44-fc; x64)"})
     kept = steady.exchange(call)["request"]
     assert kept["headers"]["user-agent"] == "pi (linux <kernel>; <arch>)"
-    assert kept["body"]["text"] == "Linux <kernel> on x64", "a prompt may speak of processors for its own reasons"
+    assert kept["body"]["text"] == "Linux <kernel> on x64", "only headers replace the architecture"
 
 
-def test_what_the_relay_adds_is_left_out() -> None:
+def test_relay_headers_are_dropped() -> None:
     added = {"host": "127.0.0.1:1", "x-turngate-attempt": "1", "idempotency-key": "0" * 32, "connection": "close"}
     own = {"idempotency-key": "stainless-retry-1", "accept": "*/*"}
-    assert Steady([]).exchange(heard({}, added))["request"]["headers"] == {}
-    assert Steady([]).exchange(heard({}, own))["request"]["headers"] == own
+    assert Steady([]).exchange(make_exchange({}, added))["request"]["headers"] == {}
+    assert Steady([]).exchange(make_exchange({}, own))["request"]["headers"] == own
 
 
-def test_times_and_token_counts_of_replies_are_nothing() -> None:
+def test_reply_times_and_token_counts_are_zeroed() -> None:
     reply = {"created": 1794721906, "usage": {"prompt_tokens": 18216, "details": {"cached": 3}}, "index": 7}
-    kept = Steady([]).exchange(heard({}, reply=reply))["reply"]["body"]
+    kept = Steady([]).exchange(make_exchange({}, reply=reply))["reply"]["body"]
     assert kept == {"created": 0, "usage": {"prompt_tokens": 0, "details": {"cached": 0}}, "index": 7}
 
 
-def test_results_that_ended_in_any_order_come_in_that_of_their_calls() -> None:
+def test_tool_results_are_sorted_by_call() -> None:
     def result(call: str, **more: Json) -> Json:
         return {"type": "tool_result", "tool_use_id": call, "content": call, **more}
 
     calls = [{"type": "tool_use", "id": call} for call in ("a", "b")]
     mark = {"cache_control": {"type": "ephemeral"}}
-    asked = {"role": "assistant", "content": calls}
-    one = {"messages": [asked, {"role": "user", "content": [result("a"), result("b", **mark)]}]}
-    other = {"messages": [asked, {"role": "user", "content": [result("b"), result("a", **mark)]}]}
-    assert Steady([]).exchange(heard(one)) == Steady([]).exchange(heard(other))
+    assistant = {"role": "assistant", "content": calls}
+    one = {"messages": [assistant, {"role": "user", "content": [result("a"), result("b", **mark)]}]}
+    other = {"messages": [assistant, {"role": "user", "content": [result("b"), result("a", **mark)]}]}
+    assert Steady([]).exchange(make_exchange(one)) == Steady([]).exchange(make_exchange(other))
 
 
-# ── how it is packed ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── packing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 LONG = "word " * 30
 TEXT = "a first line\n" * 20
@@ -100,7 +100,7 @@ def exchange(*messages: Json, events: Json = ()) -> Json:
     return {"request": request, "reply": {"status": 200, "headers": {"x": LONG}, "events": list(events)}}
 
 
-def test_what_was_packed_is_unpacked_as_it_was() -> None:
+def test_packing_round_trips() -> None:
     tools = [{"name": "read", "description": TEXT}]
     made = [
         exchange({"role": "user", "content": TEXT}, events=[{"event": "created", "data": {"tools": tools}}]),
@@ -115,17 +115,17 @@ def test_what_was_packed_is_unpacked_as_it_was() -> None:
     assert packed[3]["request"]["body"]["messages"] == {"@first": 2, "@of": 1, "@then": [{"role": "user"}]}
 
 
-def test_a_file_is_json_with_short_things_on_one_line() -> None:
+def test_file_is_json_with_short_values_on_one_line() -> None:
     made = {"name": "x", "exchanges": [exchange({"role": "user", "content": "Hi"})]}
     text = recording.text(made)
     assert recording.unpacked(json.loads(text)["exchanges"]) == made["exchanges"]
     assert '"messages": [{"role": "user", "content": "Hi"}],\n' in text
 
 
-# ── how it is heard ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── listening ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_calls_are_heard_and_commands_of_the_host_are_not() -> None:
+def test_listener_records_calls_but_not_admin_requests() -> None:
     calls: list[Heard] = []
 
     async def app(scope: Json, receive: Json, send: Json) -> None:
@@ -153,7 +153,7 @@ def test_calls_are_heard_and_commands_of_the_host_are_not() -> None:
 
 @pytest.mark.needs("agent:pi")
 @pytest.mark.full
-def test_an_agent_that_is_recorded_again_sends_the_same(tmp_path: Path) -> None:
+def test_recording_pi_again_gives_same_requests(tmp_path: Path) -> None:
     agents.agent("pi")
     command = [sys.executable, str(ROOT / "tools" / "record_golden.py"), "--to", str(tmp_path), "pi"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120), check=False)
@@ -163,7 +163,7 @@ def test_an_agent_that_is_recorded_again_sends_the_same(tmp_path: Path) -> None:
     assert now == [e["request"]["body"] for e in recording.read("pi")["exchanges"]]
 
 
-def test_prose_of_others_is_not_kept_but_what_we_say_is() -> None:
+def test_foreign_prose_is_elided() -> None:
     elided = Elided(["Fix the file notes.txt, please.", '{"path": "a b c"}'])
     prose = "You are a very helpful agent that never sleeps."
     left = elided.text(f'# Rules\n{prose}\nFix the file notes.txt, please.\n{{"x": "a b c", "n": 1}}')

@@ -1,4 +1,4 @@
-"""`turngate doctor` in front of real vLLM."""
+"""Tests for `turngate doctor` with real vLLM."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from tests.cli.kit import ran
 from tests.vllm import Model
 
 pytestmark = pytest.mark.full
-LOOKED_AT = ("engine", "engine call", "log-probabilities", "engine clock", "template", "tokenizer")
+CHECKS = ("engine", "engine call", "log-probabilities", "engine clock", "template", "tokenizer")
 
 
-def test_everything_about_the_engine_is_found_in_order(model: Model) -> None:
+def test_engine_checks_pass(model: Model) -> None:
     settings = ("--engine", "vllm", "--engine-url", model.url, "--model", model.name, "--tokenizer", model.folder)
-    only = [word for name in LOOKED_AT for word in ("--only", name)]
+    only = [word for name in CHECKS for word in ("--only", name)]
     outcome = ran("doctor", *settings, "--json", *only)
     findings = json.loads(outcome.stdout)["findings"]
     found = {(f["check"], f["state"]): f["seen"] for f in findings}
     assert outcome.exit_code == 0, findings
     assert f"serves {model.name}, {model.max_context:,} tokens of context" in found["engine", "ok"]
-    # An untrained model samples ids of its table that its tokenizer has no word for.
+    # An untrained model samples ids that its tokenizer does not have.
     call = found.get(("engine call", "ok")) or found["engine call", "warning"]
     assert "log-probabilities" in call or "the tokenizer has only" in call
     assert "processed" in found["log-probabilities", "ok"]
@@ -30,13 +30,13 @@ def test_everything_about_the_engine_is_found_in_order(model: Model) -> None:
     assert "the same ids for" in found["tokenizer", "ok"], findings
 
 
-def test_the_wrong_tokenizer_and_the_wrong_name_are_failures(model: Model) -> None:
+def test_wrong_tokenizer_or_model_name_fails(model: Model) -> None:
     settings = ("--engine", "vllm", "--engine-url", model.url, "--tokenizer", "turngate/render/builtin", "--json")
     wrong = ran("doctor", *settings, "--model", model.name, "--only", "tokenizer")
     [finding] = json.loads(wrong.stdout)["findings"]
     assert (wrong.exit_code, finding["state"]) == (1, "failure") and "it tokenises a text differently" in finding[
         "seen"
     ]
-    nobody = ran("doctor", *settings, "--model", "nobody", "--only", "engine", "--only", "engine call")
-    states = {f["check"]: f["state"] for f in json.loads(nobody.stdout)["findings"]}
-    assert (nobody.exit_code, states) == (1, {"engine": "failure", "engine call": "not checked"})
+    unknown = ran("doctor", *settings, "--model", "nobody", "--only", "engine", "--only", "engine call")
+    states = {f["check"]: f["state"] for f in json.loads(unknown.stdout)["findings"]}
+    assert (unknown.exit_code, states) == (1, {"engine": "failure", "engine call": "not checked"})

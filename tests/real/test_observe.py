@@ -1,4 +1,4 @@
-"""Observe mode against real vLLM: an agent of any dialect is captured with its token ids, though vLLM speaks chat."""
+"""Tests for observe mode with real vLLM: agents of every dialect are captured with token ids."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ pytestmark = pytest.mark.full
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_token_ids_whatever_the_agent_speaks(model: Model, dialect: str) -> None:
+async def test_token_ids_are_captured_in_every_dialect(model: Model, dialect: str) -> None:
     async with gateway(observe="openai", engine_url=[model.url], model=model.name) as g:
         session = await g.open(mode="observe", model=model.name, sampling={"temperature": 1.0}, max_tokens=24)
-        async with agent(
-            dialect, g.root, session.key, model=model.name, tools=()
-        ) as a:  # vLLM wants a parser for tools
+        async with agent(dialect, g.root, session.key, model=model.name, tools=()) as a:  # vLLM needs a tool parser
             first = await a.ask("Say something.")
             await a.ask("Go on.")
         turns = await g.turns(session.id)

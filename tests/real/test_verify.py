@@ -1,4 +1,4 @@
-"""A real engine gives the recorded tokens the recorded log-probabilities again, and the real template the recorded ids."""
+"""Tests for `verify` with real vLLM: recorded log-probabilities and ids are reproduced."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from turngate.views.verdict import open_row_source
 
 
 @pytest.mark.parametrize("gateway", PAIRS, indirect=True)
-def test_vllm_agrees_with_what_it_sampled(gateway: Gateway) -> None:  # noqa: F811
+def test_vllm_confirms_recorded_logprobs(gateway: Gateway) -> None:  # noqa: F811
     model, data = gateway.model, gateway.data
     session, client = gateway.open()
     converse(client, model.name, 6)
     with SessionReader(data) as folder, open_row_source(data) as rows:
-        means = VerifyOptions(rows=rows, scorer=VLLMScorer(model.url, model.name))
-        found = verify(folder, session, means)
+        options = VerifyOptions(rows=rows, scorer=VLLMScorer(model.url, model.name))
+        found = verify(folder, session, options)
         assert found.ok and not found.notes, found
         assert found.replay is not None and found.replay.turns == 6 and found.replay.largest < 2e-3
         gateway.http.post(f"/admin/sessions/{session}/seal")
@@ -27,4 +27,4 @@ def test_vllm_agrees_with_what_it_sampled(gateway: Gateway) -> None:  # noqa: F8
             scores = np.frombuffer(turn.logprobs or b"", np.float32).copy()
             scores[1] -= 0.1
             t.node(turn.id, logprobs=scores.tobytes())
-        assert wrong(verify(folder, session, means)) == {"logprobs"}
+        assert wrong(verify(folder, session, options)) == {"logprobs"}

@@ -1,7 +1,7 @@
-"""The promises, against real vLLM: a random tiny Qwen3, whose ids never re-tokenise to themselves, and SmolLM2-135M.
+"""Tests of exactness with real vLLM: a random tiny Qwen3, whose ids never re-tokenise to themselves, and SmolLM2-135M.
 
-The gateway is a real process that asks vLLM for the prompt ids it saw (`--echo-prompt`) and fails the call if one differs; the
-test then asks vLLM itself, from the recorded ids alone, for their log-probabilities.
+The gateway is a separate process that has vLLM echo the prompt ids (`--echo-prompt`) and fails the call on a mismatch. The tests
+then have vLLM score the recorded ids.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TOOLS: list[Any] = [
 
 
 class Gateway:
-    """A gateway before a model, and its data folder."""
+    """A gateway in front of a model, with its data folder."""
 
     def __init__(self, url: str, model: Model, data: Path) -> None:
         self.url, self.model, self.data = url, model, data
@@ -68,24 +68,24 @@ class Gateway:
 def gateway(
     request: pytest.FixtureRequest, vllm: Servers, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Gateway]:
-    """One for all tests with the same model and API of vLLM: they only open sessions."""
+    """A gateway shared by all tests with the same model and vLLM API; they only open sessions."""
     name, api = request.param
     with started(vllm.get(name), api, tmp_path_factory.mktemp("gateway")) as gateway:
         yield gateway
 
 
-def serving(*pairs: tuple[str, str], tier: pytest.MarkDecorator = pytest.mark.full) -> list[Any]:
-    """Models and APIs for `parametrize`, with the marks of what they need."""
+def model_params(*pairs: tuple[str, str], tier: pytest.MarkDecorator = pytest.mark.full) -> list[Any]:
+    """Pairs of model and API for `parametrize`, with their marks."""
     return [pytest.param(pair, marks=[pytest.mark.needs("vllm", pair[0]), tier], id="-".join(pair)) for pair in pairs]
 
 
-# The tiny model is the harder one: its ids do not tokenise to themselves again.
+# The tiny model is harder: its ids do not re-tokenise to themselves.
 TINY, SMOLLM2 = "tiny-qwen3", "smollm2"
 EVERY = [
-    *serving((TINY, "completions"), (TINY, "generate"), tier=pytest.mark.real),
-    *serving((SMOLLM2, "completions"), (SMOLLM2, "generate")),
+    *model_params((TINY, "completions"), (TINY, "generate"), tier=pytest.mark.real),
+    *model_params((SMOLLM2, "completions"), (SMOLLM2, "generate")),
 ]
-PAIRS = serving((TINY, "generate"), (SMOLLM2, "completions"))
+PAIRS = model_params((TINY, "generate"), (SMOLLM2, "completions"))
 
 
 @contextmanager
@@ -112,7 +112,7 @@ def started(model: Model, api: str, data: Path) -> Iterator[Gateway]:
                 httpx.get(f"{url}/health", timeout=scaled(5))
                 break
             except httpx.HTTPError:
-                assert process.poll() is None, "the gateway ended"
+                assert process.poll() is None, "the gateway exited"
                 assert time.monotonic() < end, "the gateway does not answer"
                 time.sleep(0.1)
         gateway = Gateway(url, model, data)
@@ -129,7 +129,7 @@ def converse(client: openai.OpenAI, model: str, turns: int, max_tokens: int = 24
         {"role": "user", "content": "List the files. Größe 👍🏽"},
     ]
     for n in range(turns):
-        asked = {
+        request = {
             "model": model,
             "messages": messages,
             "tools": TOOLS,
@@ -139,13 +139,13 @@ def converse(client: openai.OpenAI, model: str, turns: int, max_tokens: int = 24
         }
         if n % 2:
             answer: dict[str, Any] = {"role": "assistant", "content": ""}
-            for chunk in client.chat.completions.create(**asked, stream=True):
+            for chunk in client.chat.completions.create(**request, stream=True):
                 for choice in chunk.choices:
                     answer["content"] += choice.delta.content or ""
                     for call in choice.delta.tool_calls or []:
                         answer.setdefault("tool_calls", []).append(call.model_dump(exclude={"index"}))
         else:
-            answer = client.chat.completions.create(**asked).choices[0].message.model_dump(exclude_none=True)
+            answer = client.chat.completions.create(**request).choices[0].message.model_dump(exclude_none=True)
         messages.append(answer)
         for call in answer.get("tool_calls", []):
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": f"main.py\nü{n}.py"})
@@ -156,7 +156,7 @@ def converse(client: openai.OpenAI, model: str, turns: int, max_tokens: int = 24
 
 @pytest.mark.promise(1)
 @pytest.mark.parametrize("gateway", EVERY, indirect=True)
-def test_every_prompt_is_the_one_vllm_saw_and_the_rollout_is_one_row(gateway: Gateway) -> None:
+def test_prompts_match_vllm_and_rollout_is_one_row(gateway: Gateway) -> None:
     session, client = gateway.open()
     converse(client, gateway.model.name, 8)
     (row,) = gateway.samples(session)
@@ -168,7 +168,7 @@ def test_every_prompt_is_the_one_vllm_saw_and_the_rollout_is_one_row(gateway: Ga
 
 @pytest.mark.promise(1)
 @pytest.mark.parametrize("gateway", EVERY, indirect=True)
-def test_vllm_gives_the_recorded_log_probabilities_again(gateway: Gateway) -> None:
+def test_vllm_reproduces_recorded_logprobs(gateway: Gateway) -> None:
     session, client = gateway.open()
     converse(client, gateway.model.name, 4)
     (row,) = gateway.samples(session)
@@ -188,7 +188,7 @@ def test_vllm_gives_the_recorded_log_probabilities_again(gateway: Gateway) -> No
 
 
 @pytest.mark.parametrize("gateway", PAIRS, indirect=True)
-def test_a_forced_tool_is_called_and_marked(gateway: Gateway) -> None:
+def test_forced_tool_call_is_marked_as_biased(gateway: Gateway) -> None:
     session, client = gateway.open()
     schema = {
         "type": "object",
@@ -213,7 +213,7 @@ def test_a_forced_tool_is_called_and_marked(gateway: Gateway) -> None:
 
 
 @pytest.mark.parametrize("gateway", PAIRS, indirect=True)
-def test_context_overflow_reads_as_one(gateway: Gateway) -> None:
+def test_context_overflow_is_context_length_exceeded(gateway: Gateway) -> None:
     _, client = gateway.open()
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(
@@ -224,7 +224,7 @@ def test_context_overflow_reads_as_one(gateway: Gateway) -> None:
 
 
 @pytest.mark.parametrize("gateway", PAIRS, indirect=True)
-def test_hanging_up_aborts_the_generation(gateway: Gateway) -> None:
+def test_disconnect_aborts_generation(gateway: Gateway) -> None:
     session, client = gateway.open(sampling={"min_tokens": 1500})
     stream = client.chat.completions.create(
         model=gateway.model.name, messages=[{"role": "user", "content": "x"}], max_tokens=1500, stream=True
@@ -242,7 +242,7 @@ def test_hanging_up_aborts_the_generation(gateway: Gateway) -> None:
             break
         time.sleep(0.1)
     else:
-        raise AssertionError("vLLM still generates")
+        raise AssertionError("vLLM is still generating")
     (turn,) = [n for n in gateway.trace(session) if n["kind"] == "sampled"]
     assert turn["role"] == "aborted"
     assert len(turn["ids"]) < 1500

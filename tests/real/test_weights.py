@@ -1,5 +1,6 @@
-"""Weights of a real vLLM that change while it serves: adapters under version names, a whole model over calls that go on, and what a
-wrong one costs. In the end the server has the weights that it started with."""
+"""Tests for weight updates of a running vLLM: versioned adapters, a full model swap during a call, and rejected updates.
+
+The tests restore the server's initial weights."""
 
 from __future__ import annotations
 
@@ -36,16 +37,16 @@ def gateway(model: Model, tmp_path: Path) -> Iterator[Gateway]:
 
 
 def adapter(folder: Path, model: Path, seed: int) -> str:
-    """A small random one, as PEFT would save it; large enough to change what is said."""
+    """Save a random adapter in PEFT's format, large enough to change the output."""
     shape = json.loads((model / "config.json").read_text())
     hidden, heads = shape["hidden_size"], shape["num_key_value_heads"] * shape["head_dim"]
-    draw, rank = np.random.default_rng(seed), 4
+    rng, rank = np.random.default_rng(seed), 4
     tensors = {}
     for layer in range(shape["num_hidden_layers"]):
         for part, size in (("q_proj", hidden), ("v_proj", heads)):
             name = f"base_model.model.model.layers.{layer}.self_attn.{part}"
-            tensors[f"{name}.lora_A.weight"] = draw.normal(0, hidden**-0.5, (rank, hidden)).astype(np.float32)
-            tensors[f"{name}.lora_B.weight"] = draw.normal(0, 0.3, (size, rank)).astype(np.float32)
+            tensors[f"{name}.lora_A.weight"] = rng.normal(0, hidden**-0.5, (rank, hidden)).astype(np.float32)
+            tensors[f"{name}.lora_B.weight"] = rng.normal(0, 0.3, (size, rank)).astype(np.float32)
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "bias": "none"}
@@ -54,7 +55,7 @@ def adapter(folder: Path, model: Path, seed: int) -> str:
 
 
 def other_model(folder: Path, model: Path) -> str:
-    """The same with its norms turned round: nothing it says is what it said."""
+    """Save a copy of the model with one negated layer, so that its output differs."""
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     for file in model.glob("*.safetensors"):
         tensors = load_file(file)
@@ -65,42 +66,40 @@ def other_model(folder: Path, model: Path) -> str:
     return str(folder)
 
 
-def said(gateway: Gateway, model: Model, tokens: int = 12) -> tuple[list[int], tuple[int, int]]:
-    """A greedy answer in a session of its own: its ids, and the versions that it is recorded with."""
+def sample_greedy(gateway: Gateway, model: Model, tokens: int = 12) -> tuple[list[int], tuple[int, int]]:
+    """Sample a greedy answer in a new session; return its ids and recorded versions."""
     session, client = gateway.open()
     client.chat.completions.create(model=model.name, messages=QUESTION, max_tokens=tokens, temperature=0)
     [turn] = [node for node in gateway.trace(session) if node["kind"] == "sampled"]
     return turn["ids"], (turn["version_start"], turn["version_end"])
 
 
-def loaded(gateway: Gateway, **wanted: Any) -> Any:
+def load_weights(gateway: Gateway, **wanted: Any) -> Any:
     response = gateway.http.post("/admin/weights", json=wanted)
     assert response.is_success, response.text
     return response.json()
 
 
-def test_adapters_are_served_under_version_names_and_recorded_with_them(
-    model: Model, gateway: Gateway, tmp_path: Path
-) -> None:
-    base, versions = said(gateway, model)
+def test_adapters_are_served_and_recorded_by_version(model: Model, gateway: Gateway, tmp_path: Path) -> None:
+    base, versions = sample_greedy(gateway, model)
     assert versions == (0, 0)
     seen = [base]
     for version in (1, 2):
-        loaded(
+        load_weights(
             gateway,
             version=version,
             lora_path=adapter(tmp_path / f"a{version}", model.folder, version),
             name="trl-policy-v{version}",
         )
-        ids, versions = said(gateway, model)
+        ids, versions = sample_greedy(gateway, model)
         assert versions == (version, version) and ids not in seen
         seen.append(ids)
-    # The same tokens, asked of vLLM itself under the names that the trace says.
+    # vLLM samples the same tokens under the adapter names.
     for name, ids in (("trl-policy-v1", seen[1]), ("trl-policy-v2", seen[2])):
         assert _greedy(model, name, gateway, len(ids)) == ids
-    refused = gateway.http.post("/admin/weights", json={"version": 3, "lora_path": str(tmp_path / "none")})
-    assert refused.status_code == 502 and "version 2 remains active" in refused.text
-    assert said(gateway, model) == (seen[2], (2, 2))
+    rejected = gateway.http.post("/admin/weights", json={"version": 3, "lora_path": str(tmp_path / "none")})
+    assert rejected.status_code == 502 and "version 2 remains active" in rejected.text
+    assert sample_greedy(gateway, model) == (seen[2], (2, 2))
 
 
 def _greedy(model: Model, name: str, gateway: Gateway, tokens: int) -> list[int]:
@@ -112,44 +111,42 @@ def _greedy(model: Model, name: str, gateway: Gateway, tokens: int) -> list[int]
     return ids
 
 
-def test_a_call_in_flight_is_kept_over_a_pause_and_over_new_weights(
-    model: Model, gateway: Gateway, tmp_path: Path
-) -> None:
-    before, _ = said(gateway, model, 28)
+def test_call_in_flight_survives_pause_and_new_weights(model: Model, gateway: Gateway, tmp_path: Path) -> None:
+    before, _ = sample_greedy(gateway, model, 28)
     session, client = gateway.open(sampling={"min_tokens": 28})
-    heard: list[float] = []
+    arrivals: list[float] = []
 
-    def listen() -> None:
-        asked: Any = {"model": model.name, "messages": QUESTION, "max_tokens": 28, "temperature": 0, "stream": True}
-        for _ in client.chat.completions.create(**asked):
-            heard.append(time.monotonic())
+    def read_stream() -> None:
+        request: Any = {"model": model.name, "messages": QUESTION, "max_tokens": 28, "temperature": 0, "stream": True}
+        for _ in client.chat.completions.create(**request):
+            arrivals.append(time.monotonic())
 
-    listening = threading.Thread(target=listen)
-    listening.start()
-    _until(lambda: len(heard) > 5)
+    reader = threading.Thread(target=read_stream)
+    reader.start()
+    _until(lambda: len(arrivals) > 5)
     assert (
         gateway.http.post("/admin/fence/pause", json={"mode": "keep", "limit_s": scaled(60)}).json()["in_flight"] == 1
     )
     assert httpx.get(f"{model.url}/is_paused", timeout=scaled(5)).json() == {"is_paused": True}
     paused = -1
-    while paused < len(heard):  # what was on its way comes, and then nothing more
-        paused = len(heard)
+    while paused < len(arrivals):  # wait until no more chunks arrive
+        paused = len(arrivals)
         time.sleep(0.7)
-    assert listening.is_alive()  # frozen, and not aborted
-    loaded(gateway, version=1, path=other_model(tmp_path / "m1", model.folder), mode="keep")
-    listening.join(scaled(60))
-    assert not listening.is_alive()
+    assert reader.is_alive()  # paused, not aborted
+    load_weights(gateway, version=1, path=other_model(tmp_path / "m1", model.folder), mode="keep")
+    reader.join(scaled(60))
+    assert not reader.is_alive()
     [turn] = [node for node in gateway.trace(session) if node["kind"] == "sampled"]
     assert (turn["version_start"], turn["version_end"]) == (0, 1)
     assert len(turn["ids"]) == 28 and turn["finish"] == "length"
     same = next((n for n in range(28) if turn["ids"][n] != before[n]), 28)
-    assert 5 <= same < 28, "it began with the old weights, and went on with the new ones"
-    after, versions = said(gateway, model, 28)
+    assert 5 <= same < 28, "the call should start with the old weights and end with the new ones"
+    after, versions = sample_greedy(gateway, model, 28)
     assert versions == (1, 1) and after[:5] != before[:5]
     assert httpx.get(f"{model.url}/weight_info", timeout=scaled(5)).json() == {"weight_version": "1"}
-    back = loaded(gateway, version=2, path=str(model.folder))
-    assert back["replicas"][0]["has"] == 2
-    assert said(gateway, model, 28) == (before, (2, 2))
+    restored = load_weights(gateway, version=2, path=str(model.folder))
+    assert restored["replicas"][0]["has"] == 2
+    assert sample_greedy(gateway, model, 28) == (before, (2, 2))
 
 
 def _until(condition: Any, seconds: float = 30) -> None:

@@ -1,4 +1,4 @@
-"""What somebody writes to have their gateway judged by its address: `open URL ROLLOUT` and `record URL ROLLOUT`, here for Turngate."""
+"""Example commands for testing an external gateway: `open URL ROLLOUT` and `record URL ROLLOUT`, here for Turngate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import urllib.request
 from typing import Any
 
 ADMIN = {"authorization": "Bearer outside-the-gauntlet", "content-type": "application/json"}
-CAUSES = {  # Turngate's words for why a record forks, in the Gauntlet's
+CAUSES = {  # Turngate's fork causes, mapped to the Gauntlet's
     "compaction": "compaction",
     "subagent": "sub-agent",
     "side": "side call",
@@ -28,11 +28,11 @@ def call(url: str, body: dict[str, Any] | None = None) -> Any:
         return json.load(response)
 
 
-def opened(url: str, rollout: str) -> dict[str, Any]:
+def open_rollout(url: str, rollout: str) -> dict[str, Any]:
     return {"key": call(f"{url}/admin/sessions", {"id": rollout})["api_key"], "base_url": url}
 
 
-def recorded(url: str, rollout: str) -> dict[str, Any]:
+def read_record(url: str, rollout: str) -> dict[str, Any]:
     session = f"{url}/admin/sessions/{rollout}"
     call(f"{session}/seal", {})
     turns = [node for node in call(f"{session}/trace")["nodes"] if node["kind"] == "sampled"]
@@ -45,4 +45,4 @@ def recorded(url: str, rollout: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     verb, url, rollout = sys.argv[1:]
-    print(json.dumps(opened(url, rollout) if verb == "open" else recorded(url, rollout)))
+    print(json.dumps(open_rollout(url, rollout) if verb == "open" else read_record(url, rollout)))

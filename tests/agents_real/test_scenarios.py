@@ -1,6 +1,6 @@
-"""What agents do besides working straight on: they hand work to helpers, sum up, crash and run out of context.
+"""Tests with real agents for sub-agents, compaction, context overflow and aborted turns.
 
-Each story is played with the real agents. Whatever happens, the trace says what every turn was for, and a turn is trained once.
+In every case the trace names the role of each turn, and each turn is trained once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.agents_real import kit
-from tests.agents_real.kit import Branch, Check, Staged, branches, call, findings, says, shell, turns
+from tests.agents_real.kit import Branch, Check, Prepare, branches, call, findings, says, shell, turns
 from tests.speed import scaled
 from turngate.agents.launch import ModelLimits
 from turngate.agents.spec import CheckCall
@@ -28,8 +28,8 @@ TASK = "MAIN-TASK: find out how long notes.txt is."
 # ── sub-agents ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def helper(agent: str, task: str) -> CheckCall:
-    """The call that hands a task to a helper."""
+def start_subagent(agent: str, task: str) -> CheckCall:
+    """Make the agent's call that starts a sub-agent."""
     match agent:
         case "opencode":
             return call("task", description="Count", prompt=task, subagent_type="general")
@@ -41,23 +41,26 @@ def helper(agent: str, task: str) -> CheckCall:
             return call("invoke_agent", agent_name="generalist", prompt=task)
 
 
-def reports(agent: str, text: str) -> Any:
-    """How a helper ends."""
+def finish_subagent(agent: str, text: str) -> Any:
+    """Make the sub-agent's final step."""
     return says("", call("complete_task", result={"response": text})) if agent == "gemini-cli" else says(text)
 
 
 @pytest.mark.parametrize("agent", kit.agents("claude-code", "opencode", "gemini-cli", "qwen-code"))
-async def test_helpers_side_by_side_are_branches_of_their_own(run: Check, agent: str) -> None:
+async def test_concurrent_subagents_are_separate_branches(run: Check, agent: str) -> None:
     def scenes(workdir: str) -> tuple[Scene, ...]:
-        counts = (says("Two helpers.", helper(agent, "HELP-1: lines"), helper(agent, "HELP-2: words")), says("Done."))
-        looks = {unit: says("I count.", shell(agent, f"wc -{unit} notes.txt"), think="Hm.") for unit in "lw"}
+        counts = (
+            says("Two helpers.", start_subagent(agent, "HELP-1: lines"), start_subagent(agent, "HELP-2: words")),
+            says("Done."),
+        )
+        look = {unit: says("I count.", shell(agent, f"wc -{unit} notes.txt"), think="Hm.") for unit in "lw"}
         return (
             Scene("MAIN-TASK", counts),
-            Scene("HELP-1", (looks["l"], reports(agent, "Three lines.")), pace_s=0.1),
-            Scene("HELP-2", (looks["w"], reports(agent, "Three words.")), pace_s=0.1),
+            Scene("HELP-1", (look["l"], finish_subagent(agent, "Three lines.")), pace_s=0.1),
+            Scene("HELP-2", (look["w"], finish_subagent(agent, "Three words.")), pace_s=0.1),
         )
 
-    report = await run(agent, staging=CheckOptions(scenes=scenes, instruction=TASK))
+    report = await run(agent, options=CheckOptions(scenes=scenes, instruction=TASK))
     assert report.passed, findings(report)
     own, *others = [branch for branch in branches(report) if "side" not in branch.roles]
     assert own.cause is None and set(own.roles) == {"main"}
@@ -69,37 +72,39 @@ async def test_helpers_side_by_side_are_branches_of_their_own(run: Check, agent:
         for row in report.samples
         if any(span.role == "subagent" for span in row.spans)
     )
-    assert one[0].started < other[-1].ended and other[0].started < one[-1].ended, "they worked at once"
+    assert one[0].started < other[-1].ended and other[0].started < one[-1].ended, (
+        "the sub-agents did not run concurrently"
+    )
 
 
 @pytest.mark.real
 @pytest.mark.needs("agent:codex")
-async def test_codex_spawns_an_agent_and_waits_for_it(run: Check) -> None:
-    spawns = says("", call("multi_agent_v1__spawn_agent", message="HELP-1: count the lines"))
-    waits = says("", call("multi_agent_v1__wait_agent", targets=["{helper}"], timeout_ms=int(1000 * scaled(20))))
-    looks = says("I count.", shell("codex", "wc -l notes.txt"), think="Hm.")
+async def test_codex_subagent_is_separate_branch(run: Check) -> None:
+    spawn = says("", call("multi_agent_v1__spawn_agent", message="HELP-1: count the lines"))
+    wait = says("", call("multi_agent_v1__wait_agent", targets=["{helper}"], timeout_ms=int(1000 * scaled(20))))
+    look = says("I count.", shell("codex", "wc -l notes.txt"), think="Hm.")
     scenes = (
-        Scene("MAIN-TASK", (spawns, waits, says("Done.")), finds={"helper": r'"agent_id":\s*"([^"]+)"'}),
-        Scene("HELP-1", (looks, says("Three lines."))),
+        Scene("MAIN-TASK", (spawn, wait, says("Done.")), finds={"helper": r'"agent_id":\s*"([^"]+)"'}),
+        Scene("HELP-1", (look, says("Three lines."))),
     )
-    report = await run("codex", staging=CheckOptions(scenes=lambda workdir: scenes, instruction=TASK))
+    report = await run("codex", options=CheckOptions(scenes=lambda workdir: scenes, instruction=TASK))
     assert report.passed, findings(report)
     assert branches(report) == [Branch(None, ("main",) * 3), Branch("subagent", ("subagent",) * 2)]
     assert kit.rows(report, "main") == kit.rows(report, "subagent") == 1 and kit.trained_once(report)
 
 
 @pytest.mark.needs("agent:codex")
-async def test_a_codex_agent_that_inherits_its_parents_history_forks_there(run: Check) -> None:
-    looks = call("exec", input="text((await tools.exec_command({cmd: 'wc -l notes.txt'})).output)")
-    spawns = says("", call("collaboration__spawn_agent", task_name="count", message="Count the lines."))
-    waits = says("", call("collaboration__wait_agent", timeout_ms=int(1000 * scaled(20))))
+async def test_codex_subagent_with_inherited_history_forks(run: Check) -> None:
+    look = call("exec", input="text((await tools.exec_command({cmd: 'wc -l notes.txt'})).output)")
+    spawn = says("", call("collaboration__spawn_agent", task_name="count", message="Count the lines."))
+    wait = says("", call("collaboration__wait_agent", timeout_ms=int(1000 * scaled(20))))
     scenes = (
-        Scene("You are now a newly spawned child agent", (says("I count.", looks), says("Three lines.")), begins=1),
-        Scene("MAIN-TASK", (spawns, waits, says("Done."))),
+        Scene("You are now a newly spawned child agent", (says("I count.", look), says("Three lines.")), begins=1),
+        Scene("MAIN-TASK", (spawn, wait, says("Done."))),
     )
-    # Codex gives its newer multi-agent tools to models that it knows by name.
-    staging = CheckOptions(scenes=lambda workdir: scenes, instruction=TASK, model="gpt-6.1-sol")
-    report = await run("codex", staging=staging)
+    # Codex offers its newer multi-agent tools only to known model names.
+    options = CheckOptions(scenes=lambda workdir: scenes, instruction=TASK, model="gpt-6.1-sol")
+    report = await run("codex", options=options)
     assert report.passed, findings(report)
     assert branches(report) == [Branch(None, ("main",) * 3), Branch("subagent", ("subagent",) * 2)]
     [shared] = [row for row in report.samples if row.spans[-1].role == "subagent"]
@@ -110,7 +115,7 @@ async def test_a_codex_agent_that_inherits_its_parents_history_forks_there(run: 
 
 # ── compaction ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-SUMS_UP = {
+SUMMARY_PROMPTS = {
     "claude-code": "CRITICAL: Respond with TEXT ONLY",
     "opencode": "You are a context summarization agent",
     "codex": "CONTEXT CHECKPOINT COMPACTION",
@@ -120,14 +125,14 @@ SUMMARY = "SUMMARY-OF-ALL: much was printed. Next: look once more."
 
 
 def long_work(agent: str, long: int) -> Any:
-    """So many long outputs, a short one, and an end; with a summary in between, it goes on with one more look."""
+    """Scenes with `long` long outputs, a short one and an end; after a summary, the agent looks once more."""
 
     def scenes(workdir: str) -> tuple[Scene, ...]:
         printing = [says(f"Part {n}.", shell(agent, "seq 1 1900")) for n in range(long)]
         end = says("", call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"))
         summary = says(f"<summary><state_snapshot>{SUMMARY}</state_snapshot></summary>")
         return (
-            Scene(SUMS_UP.get(agent, "no such words"), (summary,), tools=False),
+            Scene(SUMMARY_PROMPTS.get(agent, "no such words"), (summary,), tools=False),
             Scene("LOOKED-AGAIN", (says("Done."),)),
             Scene("SUMMARY-OF-ALL", (says("Once more.", shell(agent, "echo LOOKED''-AGAIN")),)),
             Scene(
@@ -139,31 +144,33 @@ def long_work(agent: str, long: int) -> Any:
     return scenes
 
 
-# The context length in each agent's configuration, and how many long outputs come close to it.
+# The configured context length of each agent, and the number of long outputs that nearly fill it.
 WINDOWS = {"claude-code": (57000, 3), "opencode": (28500, 2), "codex": (45000, 3), "qwen-code": (70000, 3)}
 
 
 @pytest.mark.parametrize("agent", kit.agents(*WINDOWS))
-async def test_after_a_summary_the_work_goes_on_in_a_new_branch(run: Check, agent: str) -> None:
+async def test_compaction_starts_new_branch(run: Check, agent: str) -> None:
     tokens, long = WINDOWS[agent]
-    told = ModelLimits(context_tokens=tokens, max_output_tokens=2000)
-    report = await run(agent, staging=CheckOptions(scenes=long_work(agent, long), instruction=TASK, model_limits=told))
+    limits = ModelLimits(context_tokens=tokens, max_output_tokens=2000)
+    report = await run(
+        agent, options=CheckOptions(scenes=long_work(agent, long), instruction=TASK, model_limits=limits)
+    )
     assert report.passed, findings(report)
-    assert SUMMARY in turns(report, "side")[-1].decode_message().content, "the summary is a side call"
+    assert SUMMARY in turns(report, "side")[-1].decode_message().content, "the summary is not a side call"
     own, side, *after = [branch for branch in branches(report) if branch.cause or "main" in branch.roles]
     assert own.cause is None and set(own.roles) == {"main"}
     assert side == Branch("side", ("side",))
-    # Qwen Code puts its standing context back into the history one turn after a summary: that makes a second branch.
+    # Qwen Code re-inserts its fixed context one turn after a summary, which makes a second branch.
     each = [("main",), ("main",)] if agent == "qwen-code" else [("main", "main")]
     assert after == [Branch("compaction", roles) for roles in each]
     assert kit.trained_once(report)
 
 
-# ── a context that is shorter than the agent's configuration says ───────────────────────────────────────────────────────────────
+# ── context shorter than configured ─────────────────────────────────────────────────────────────────────────────────────────────
 
-# As the agents' own descriptions have it. OpenCode works on after its summary, but its exit code tells of the refusal.
+# OpenCode continues after its summary, but its exit code reports the rejected call.
 COMPACTS = {"claude-code": ("finished", 40000), "opencode": ("failed", 25000), "qwen-code": ("finished", 45000)}
-ENDS = {  # whatever their exit code says
+ENDS = {  # regardless of the exit code
     "codex": ("limit", 25000),
     "gemini-cli": ("limit", 30000),
     "pi": ("limit", 10000),
@@ -172,10 +179,10 @@ ENDS = {  # whatever their exit code says
 
 
 @pytest.mark.parametrize("agent", kit.agents(*COMPACTS, *ENDS))
-async def test_a_context_overflow_is_understood(run: Check, agent: str) -> None:
+async def test_context_overflow_compacts_or_ends(run: Check, agent: str) -> None:
     status, most = {**COMPACTS, **ENDS}[agent]
-    staging = CheckOptions(scenes=long_work(agent, 4), instruction=TASK, max_context=most, timeout_s=60)
-    report = await run(agent, staging=staging)
+    options = CheckOptions(scenes=long_work(agent, 4), instruction=TASK, max_context=most, timeout_s=60)
+    report = await run(agent, options=options)
     assert report.outcome.status == status, findings(report)
     causes = [branch.cause for branch in branches(report)]
     if agent in COMPACTS:
@@ -188,20 +195,20 @@ async def test_a_context_overflow_is_understood(run: Check, agent: str) -> None:
     assert all(len(row.ids) < most for row in report.samples)
 
 
-# ── an end in the middle of a turn ──────────────────────────────────────────────────────────────────────────────────
+# ── turns ended midway ──────────────────────────────────────────────────────────────────────────────────────────────
 
 SPEECH = "word " * 400
 
 
-def slow(agent: str) -> CheckOptions:
-    """Two quick turns, then one that takes its time."""
+def slow_third_turn(agent: str) -> CheckOptions:
+    """Two quick turns, then a slow one."""
     quick = [says("Look.", shell(agent, "cat notes.txt")), says("Print.", shell(agent, "echo SLOW''LY"))]
     scenes = (Scene("SLOWLY", (says(SPEECH),), pace_s=0.2), Scene("MAIN-TASK", tuple(quick)))
     return CheckOptions(scenes=lambda workdir: scenes, instruction=TASK)
 
 
 def assert_third_turn_aborted(report: Any) -> None:
-    """Two turns are as they were, and of the third there is what was sampled of it."""
+    """Check that two turns are complete and the third has the tokens sampled so far."""
     [turn] = turns(report, "aborted")
     assert turn.finish == "abort" and turn.fault and turn.logprobs is not None
     assert 0 < len(turn.ids) < len(SPEECH.split()) and len(turn.logprobs) == len(turn.ids)
@@ -213,32 +220,32 @@ def assert_third_turn_aborted(report: Any) -> None:
     assert exact.ok
 
 
-async def in_the_third_turn(engine: Any, agent: str) -> None:
+async def wait_for_third_turn(engine: Any, agent: str) -> None:
     calls = 4 if agent == "opencode" else 3
     await kit.until(lambda: len(engine.received) == calls and engine.in_flight)
-    await asyncio.sleep(scaled(0.25))  # a few tokens of hundreds
+    await asyncio.sleep(scaled(0.25))  # a few of several hundred tokens
 
 
 @pytest.mark.parametrize("agent", kit.agents("pi", "codex", "claude-code", "gemini-cli", "opencode"))
-async def test_an_agent_that_is_killed_in_mid_turn(stage: Staged, agent: str, root: Path) -> None:
-    async with stage(agent, staging=slow(agent)) as ready:
+async def test_agent_killed_mid_turn(prepare: Prepare, agent: str, root: Path) -> None:
+    async with prepare(agent, options=slow_third_turn(agent)) as ready:
         running = asyncio.create_task(ready.run())
-        await in_the_third_turn(ready.engine, agent)
+        await wait_for_third_turn(ready.engine, agent)
         for pid, command in kit.processes_of(root).items():
             if "supervisor.py" not in command and "relay." not in command:
                 os.kill(pid, signal.SIGKILL)
         report = await running
     assert report.outcome.status == "failed" and report.outcome.exit_code == 137, findings(report)
-    assert ready.engine.aborted == 1, "the engine aborted it"
-    assert not report.outcome.collected.differences, "what it wrote down until then is what was recorded"
+    assert ready.engine.aborted == 1, "the engine did not abort the call"
+    assert not report.outcome.collected.differences, "the agent's own log differs from the trace"
     assert_third_turn_aborted(report)
 
 
 @pytest.mark.needs("agent:claude-code")
-async def test_a_session_that_is_cancelled_in_mid_turn(stage: Staged) -> None:
-    async with stage("claude-code", staging=slow("claude-code")) as ready:
+async def test_session_cancelled_mid_turn(prepare: Prepare) -> None:
+    async with prepare("claude-code", options=slow_third_turn("claude-code")) as ready:
         running = asyncio.create_task(ready.run())
-        await in_the_third_turn(ready.engine, "claude-code")
+        await wait_for_third_turn(ready.engine, "claude-code")
         await ready.gateway.cancel(ready.rollout.outcome.session)
         report = await asyncio.wait_for(running, scaled(20))
     assert report.outcome.status == "cancelled" and "cancelled" in report.outcome.stop, findings(report)
@@ -246,10 +253,10 @@ async def test_a_session_that_is_cancelled_in_mid_turn(stage: Staged) -> None:
 
 
 @pytest.mark.needs("agent:pi")
-async def test_a_rollout_that_is_cancelled_in_mid_turn(stage: Staged) -> None:
-    async with stage("pi", staging=slow("pi")) as ready:
+async def test_rollout_cancelled_mid_turn(prepare: Prepare) -> None:
+    async with prepare("pi", options=slow_third_turn("pi")) as ready:
         running = asyncio.create_task(ready.run())
-        await in_the_third_turn(ready.engine, "pi")
+        await wait_for_third_turn(ready.engine, "pi")
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
