@@ -1,4 +1,4 @@
-"""OpenAI Chat Completions, wire JSON ⇄ our types: the odd shapes that agents send, and every shape that we send."""
+"""Test OpenAI Chat Completions: decoding of the shapes agents send, and encoding of every reply."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 chat = Chat()
 
 
-def decoded(headers: dict[str, str] | None = None, **body: Json) -> Call:
+def decode(headers: dict[str, str] | None = None, **body: Json) -> Call:
     return chat.decode(WireRequest(json.dumps({"model": "m", "messages": [HI], **body}).encode(), headers or {}))
 
 
 def message(wire: Json) -> Message:
-    """One message, through the wire."""
-    [got] = decoded(messages=[wire]).history.decode(0)
+    """Decode one wire message."""
+    [got] = decode(messages=[wire]).history.decode(0)
     return got
 
 
-def refused(**body: Json) -> BadRequest:
+def decode_error(**body: Json) -> BadRequest:
     with pytest.raises(BadRequest) as caught:
-        call = decoded(**body)
+        call = decode(**body)
         for n in range(len(call.history.raws)):
             call.history.decode(n)
         if call.tools is not None:
@@ -75,12 +75,12 @@ def call(**function: Json) -> Json:
     ],
 )
 @pytest.mark.parametrize("role", ["system", "user", "assistant"])
-def test_text_however_it_is_wrapped(role: str, content: Json) -> None:
+def test_text_content_forms(role: str, content: Json) -> None:
     assert message({"role": role, "content": content}).content == "Hello"
 
 
 @pytest.mark.parametrize("fields", [{}, {"content": None}, {"content": ""}, {"content": []}])
-def test_no_content_however_it_is_spelled(fields: Json) -> None:
+def test_empty_content_forms(fields: Json) -> None:
     assert assistant(**fields, tool_calls=[call(arguments="{}")]).content == ""
 
 
@@ -92,13 +92,13 @@ def test_roles() -> None:
     assert tool == Message("tool", "x", tool_call_id="c1", name="f")
 
 
-def test_a_refusal_is_what_the_assistant_said() -> None:
+def test_refusal_becomes_content() -> None:
     assert assistant(content=None, refusal="No.").content == "No."
     assert assistant(content=[{"type": "refusal", "refusal": "No."}]).content == "No."
     assert assistant(content="Yes.", refusal=None).content == "Yes."
 
 
-def test_reasoning_in_either_spelling() -> None:
+def test_reasoning_in_either_field() -> None:
     assert assistant(content="x", reasoning="r").reasoning == "r"
     assert assistant(content="x", reasoning_content="r").reasoning == "r"
     assert assistant(content="x", reasoning_content="r", reasoning="r").reasoning == "r"
@@ -106,11 +106,11 @@ def test_reasoning_in_either_spelling() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"),
+    ("wire", "expected"),
     [
         ('{"a": 1}', '{"a": 1}'),
-        ('{"a":1}', '{"a":1}'),  # as the model wrote it, to the letter
-        ({"a": 1}, '{"a": 1}'),  # the object itself
+        ('{"a":1}', '{"a":1}'),  # exactly as the model wrote it
+        ({"a": 1}, '{"a": 1}'),  # an object instead of a string
         ({}, "{}"),
         ("", "{}"),
         (None, "{}"),
@@ -119,27 +119,27 @@ def test_reasoning_in_either_spelling() -> None:
         ('{"a": "\\ud83d\\ude00 \\u00e9"}', '{"a": "\\ud83d\\ude00 \\u00e9"}'),
     ],
 )
-def test_arguments_however_they_are_spelled(given: Json, meant: str) -> None:
-    [got] = assistant(tool_calls=[call(arguments=given)]).tool_calls
-    assert (got.id, got.name, got.arguments) == ("c1", "f", meant)
+def test_argument_forms(wire: Json, expected: str) -> None:
+    [got] = assistant(tool_calls=[call(arguments=wire)]).tool_calls
+    assert (got.id, got.name, got.arguments) == ("c1", "f", expected)
 
 
-def test_calls_with_little_in_them() -> None:
+def test_minimal_tool_calls() -> None:
     [got] = assistant(tool_calls=[{"function": {"name": "f"}}]).tool_calls
     assert got == ToolCall("", "f", "{}")
     assert assistant(content="x", tool_calls=[]).tool_calls == assistant(content="x", tool_calls=None).tool_calls == ()
 
 
-def test_results_in_parts() -> None:
+def test_tool_result_parts() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert message({"role": "tool", "tool_call_id": "c1", "content": parts}).content == "one\ntwo"
     assert message({"role": "tool", "tool_call_id": "", "content": None}).content == ""
 
 
-def test_fields_of_other_providers_do_no_harm() -> None:
+def test_unknown_fields_are_ignored() -> None:
     got = assistant(content="x", audio=None, annotations=[], provider_specific_fields={"a": 1}, function_call=None)
     assert got == Message("assistant", "x")
-    assert decoded(store=True, verbosity="low", prediction=None, unheard_of={"deep": [1]}).model == "m"
+    assert decode(store=True, verbosity="low", prediction=None, unheard_of={"deep": [1]}).model == "m"
 
 
 @pytest.mark.parametrize(
@@ -156,8 +156,8 @@ def test_fields_of_other_providers_do_no_harm() -> None:
         (None, "messages[0]"),
     ],
 )
-def test_messages_that_make_no_sense_are_refused_by_their_place(wire: Json, param: str) -> None:
-    error = refused(messages=[wire])
+def test_invalid_message_names_its_position(wire: Json, param: str) -> None:
+    error = decode_error(messages=[wire])
     assert error.param == param and error.message.startswith("messages[0]")
 
 
@@ -169,37 +169,37 @@ def test_messages_that_make_no_sense_are_refused_by_their_place(wire: Json, para
         ("tool", [{"type": "input_audio"}], "messages[0].content[0]: "),
     ],
 )
-def test_what_is_no_text_is_marked_for_whoever_can_read_only_text(role: str, parts: Json, place: str) -> None:
-    """The pipeline decides: an endpoint of this dialect may be able to see images."""
+def test_non_text_parts_are_marked_unsupported(role: str, parts: Json, place: str) -> None:
+    """Unsupported parts are marked, not refused, because an endpoint of this dialect may accept images."""
     got = message({"role": role, "content": parts, "tool_call_id": "c"})
     assert got.unsupported.startswith(place) and f"[{parts[-1]['type']} " in got.content
 
 
-def test_two_images_are_not_the_same() -> None:
+def test_different_images_have_different_content() -> None:
     one, other = (
         message({"role": "user", "content": [{"type": "image_url", "image_url": {"url": u}}]}) for u in ("a", "b")
     )
     assert one.content != other.content and one.unsupported == other.unsupported
 
 
-def test_a_message_is_looked_at_only_when_it_is_asked_for() -> None:
-    """What was seen before is known by its bytes: a long history is not parsed again."""
-    got = decoded(messages=[{"role": "wizard"}, HI])
+def test_messages_are_decoded_lazily() -> None:
+    """Known messages are matched by their bytes, so a long history is not decoded again."""
+    got = decode(messages=[{"role": "wizard"}, HI])
     assert len(got.history.raws) == 2 and got.history.decode(1) == (Message("user", "Hi"),)
     with pytest.raises(BadRequest):
         got.history.decode(0)
 
 
-def test_the_raw_messages_are_the_bytes_that_were_sent() -> None:
+def test_raw_messages_are_the_sent_bytes() -> None:
     raws = [b'{ "role":"user" ,"content": "a\\u00e9" }', b'{"content":"b","role":"user"}']
     body = b' {"stop": null, "messages" : [ ' + b" ,\n".join(raws) + b' ], "model":"m"}'
     assert [bytes(raw) for raw in chat.decode(WireRequest(body)).history.raws] == raws
 
 
-# ── the rest of a request ───────────────────────────────────────────────────────────────────────────────────────────
+# ── other request fields ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_request_with_nothing_in_it_but_messages() -> None:
+def test_minimal_request() -> None:
     got = chat.decode(WireRequest(b'{"messages": [{"role": "user", "content": "Hi"}]}'))
     assert (got.model, got.tools, got.sampling, got.max_tokens, got.stop) == ("", None, {}, None, ())
     assert (got.constraint, got.stream, got.include_usage, got.retried) == (None, False, False, False)
@@ -223,15 +223,15 @@ NULLS = (
 )
 
 
-def test_null_is_the_same_as_leaving_out() -> None:
-    got, plain = decoded(**dict.fromkeys(NULLS)), decoded()
+def test_null_fields_equal_missing_fields() -> None:
+    got, plain = decode(**dict.fromkeys(NULLS)), decode()
     for field in Call.__struct_fields__:
         if field not in ("body", "history"):
             assert getattr(got, field) == getattr(plain, field), field
 
 
-def test_sampling() -> None:
-    got = decoded(temperature=0, top_p=0.5, top_k=-1, min_p=0.1, seed=-3, presence_penalty=-2, frequency_penalty=2)
+def test_sampling_parameters() -> None:
+    got = decode(temperature=0, top_p=0.5, top_k=-1, min_p=0.1, seed=-3, presence_penalty=-2, frequency_penalty=2)
     assert got.sampling == {
         "temperature": 0,
         "top_p": 0.5,
@@ -243,22 +243,22 @@ def test_sampling() -> None:
     }
 
 
-def test_stops_and_lengths() -> None:
-    assert decoded(stop="x").stop == ("x",) and decoded(stop=["x", "y"]).stop == ("x", "y")
-    assert decoded(max_tokens=5).max_tokens == decoded(max_completion_tokens=5, max_tokens=9).max_tokens == 5
+def test_stop_strings_and_max_tokens() -> None:
+    assert decode(stop="x").stop == ("x",) and decode(stop=["x", "y"]).stop == ("x", "y")
+    assert decode(max_tokens=5).max_tokens == decode(max_completion_tokens=5, max_tokens=9).max_tokens == 5
 
 
-def test_streaming_and_usage() -> None:
-    assert decoded(stream=True).stream and not decoded(stream=True).include_usage
-    assert decoded(stream=True, stream_options={"include_usage": True, "include_obfuscation": False}).include_usage
+def test_stream_and_include_usage() -> None:
+    assert decode(stream=True).stream and not decode(stream=True).include_usage
+    assert decode(stream=True, stream_options={"include_usage": True, "include_obfuscation": False}).include_usage
 
 
-def test_what_a_client_says_about_its_retries() -> None:
-    assert not decoded({"x-stainless-retry-count": "0"}).retried and decoded({"x-stainless-retry-count": "2"}).retried
-    assert decoded({"idempotency-key": "k1"}).idempotency_key == "k1"
+def test_retry_headers() -> None:
+    assert not decode({"x-stainless-retry-count": "0"}).retried and decode({"x-stainless-retry-count": "2"}).retried
+    assert decode({"idempotency-key": "k1"}).idempotency_key == "k1"
 
 
-def test_keys() -> None:
+def test_api_key_header() -> None:
     for header, key in [
         ("Bearer abc", "abc"),
         ("bearer  abc ", "abc"),
@@ -273,21 +273,21 @@ def test_keys() -> None:
 
 
 def test_template_arguments() -> None:
-    got = decoded(chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low")
+    got = decode(chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low")
     assert got.template_kwargs == {"enable_thinking": False}
-    assert got.template_hints == {"reasoning_effort": "low"}  # counts where the template knows it
+    assert got.template_hints == {"reasoning_effort": "low"}  # applies if the template supports it
 
 
-# ── tools and shapes ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── tools and constraints ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_tools_keep_the_form_they_came_in() -> None:
-    got = decoded(tools=[{**TOOL, "strict": True}])
+def test_tools_keep_their_wire_form() -> None:
+    got = decode(tools=[{**TOOL, "strict": True}])
     assert got.tools is not None
     [tool] = got.tools.decode()
     assert (tool.name, tool.wire) == ("f", {**TOOL, "strict": True})
-    assert decoded(tools=[]).tools is None and decoded(tools=[TOOL], tool_choice="none").tools is None
-    assert decoded(tools=[TOOL], tool_choice="auto").tools is not None
+    assert decode(tools=[]).tools is None and decode(tools=[TOOL], tool_choice="none").tools is None
+    assert decode(tools=[TOOL], tool_choice="auto").tools is not None
 
 
 @pytest.mark.parametrize(
@@ -302,27 +302,27 @@ def test_tools_keep_the_form_they_came_in() -> None:
         ([{"type": "function", "function": "f"}], "tools[0].function.name"),
     ],
 )
-def test_tools_that_make_no_sense_are_refused_by_their_place(tools: Json, param: str) -> None:
-    assert refused(tools=tools).param == param
+def test_invalid_tool_names_its_position(tools: Json, param: str) -> None:
+    assert decode_error(tools=tools).param == param
 
 
-def test_forced_tools() -> None:
+def test_forced_tool_constraints() -> None:
     named = {"type": "function", "function": {"name": "f"}}
-    assert decoded(tools=[TOOL], tool_choice=named).constraint == Constraint("tool", {"type": "object"}, "f")
-    required = decoded(tools=[TOOL, {"type": "function", "function": {"name": "g"}}], tool_choice="required").constraint
+    assert decode(tools=[TOOL], tool_choice=named).constraint == Constraint("tool", {"type": "object"}, "f")
+    required = decode(tools=[TOOL, {"type": "function", "function": {"name": "g"}}], tool_choice="required").constraint
     assert required is not None and required.kind == "tools"
     names = [item["properties"]["name"]["const"] for item in required.schema["items"]["anyOf"]]
     assert names == ["f", "g"] and required.schema["items"]["anyOf"][1]["properties"]["arguments"] == {"type": "object"}
 
 
-def test_formats() -> None:
+def test_response_formats() -> None:
     schema = {"type": "object"}
-    assert decoded(response_format={"type": "text"}).constraint is None
-    assert decoded(response_format={"type": "json_object"}).constraint == Constraint("json_object")
-    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
-    assert decoded(response_format=wanted).constraint == Constraint("json_schema", schema)
-    for wrong in ("json", {"type": "yaml"}, {}, {"type": "json_schema", "json_schema": {"name": "n"}}):
-        assert refused(response_format=wrong).param == "response_format"
+    assert decode(response_format={"type": "text"}).constraint is None
+    assert decode(response_format={"type": "json_object"}).constraint == Constraint("json_object")
+    json_schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True}}
+    assert decode(response_format=json_schema).constraint == Constraint("json_schema", schema)
+    for invalid in ("json", {"type": "yaml"}, {}, {"type": "json_schema", "json_schema": {"name": "n"}}):
+        assert decode_error(response_format=invalid).param == "response_format"
 
 
 # ── replies ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -330,12 +330,12 @@ def test_formats() -> None:
 USAGE = Usage(10, 3)
 
 
-def whole(message: Message, finish: Any = "stop", usage: Usage | None = USAGE) -> Json:
-    return json.loads(chat.encode_reply(decoded(), Done(finish, message, usage, 1)))
+def encode_reply(message: Message, finish: Any = "stop", usage: Usage | None = USAGE) -> Json:
+    return json.loads(chat.encode_reply(decode(), Done(finish, message, usage, 1)))
 
 
-def test_a_whole_reply() -> None:
-    got = whole(Message("assistant", "Hello."))
+def test_whole_reply() -> None:
+    got = encode_reply(Message("assistant", "Hello."))
     assert got.pop("id").startswith("chatcmpl-") and got.pop("created") > 1_600_000_000
     message = {"role": "assistant", "content": "Hello.", "refusal": None}
     assert got == {
@@ -346,38 +346,40 @@ def test_a_whole_reply() -> None:
     }
 
 
-def test_content_is_null_beside_calls_and_empty_otherwise() -> None:
-    with_calls = whole(Message("assistant", tool_calls=(ToolCall("c1", "f", '{"a": 1}'),)), "tool_calls")["choices"][0]
+def test_content_is_null_only_with_tool_calls() -> None:
+    with_calls = encode_reply(Message("assistant", tool_calls=(ToolCall("c1", "f", '{"a": 1}'),)), "tool_calls")[
+        "choices"
+    ][0]
     assert with_calls["message"]["content"] is None and with_calls["finish_reason"] == "tool_calls"
     assert with_calls["message"]["tool_calls"] == [
         {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     ]
-    silent = whole(Message("assistant"))["choices"][0]["message"]
+    silent = encode_reply(Message("assistant"))["choices"][0]["message"]
     assert silent["content"] == "" and "tool_calls" not in silent and "reasoning" not in silent
 
 
-def test_reasoning_is_given_in_both_spellings() -> None:
-    got = whole(Message("assistant", "x", "thought"))["choices"][0]["message"]
+def test_reasoning_is_sent_in_both_fields() -> None:
+    got = encode_reply(Message("assistant", "x", "thought"))["choices"][0]["message"]
     assert got["reasoning"] == got["reasoning_content"] == "thought"
 
 
-def test_usage_that_is_not_known_is_null() -> None:
-    assert whole(Message("assistant", "x"), usage=None)["usage"] is None
+def test_unknown_usage_is_null() -> None:
+    assert encode_reply(Message("assistant", "x"), usage=None)["usage"] is None
 
 
-def streamed(*events: Any, **body: Json) -> list[Json]:
-    encoder = chat.open_stream(decoded(stream=True, **body))
+def encode_stream(*events: Any, **body: Json) -> list[Json]:
+    encoder = chat.open_stream(decode(stream=True, **body))
     data = encoder.begin() + b"".join(encoder.event(event) for event in events)
     *parts, rest = data.decode().split("\n\n")
     assert rest == "" and all(part.startswith("data: ") and "\n" not in part for part in parts)
     return [part if part == "data: [DONE]" else json.loads(part.removeprefix("data: ")) for part in parts]
 
 
-def test_a_streamed_reply() -> None:
+def test_streamed_reply() -> None:
     tool_call = ToolCall("c1", "f", '{"a": "line\\n"}')
     done = Done("tool_calls", Message("assistant", "Hi\n\n", "r", (tool_call,)), USAGE, 1)
     events = (Delta("reasoning", "r"), Delta("content", "Hi\n\n"), KeepAlive(), CallDelta(0, tool_call), done)
-    *chunks, end = streamed(*events)
+    *chunks, end = encode_stream(*events)
     assert end == "data: [DONE]"
     assert {(c["id"], c["object"], c["model"]) for c in chunks} == {(chunks[0]["id"], "chat.completion.chunk", "m")}
     wire = {"index": 0, "id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": "line\\n"}'}}
@@ -393,8 +395,8 @@ def test_a_streamed_reply() -> None:
     assert all("usage" not in c and c["choices"][0]["logprobs"] is None for c in chunks)
 
 
-def test_a_streamed_reply_with_usage() -> None:
-    *chunks, last, _ = streamed(
+def test_streamed_reply_with_usage() -> None:
+    *chunks, last, _ = encode_stream(
         Delta("content", "x"), Done("stop", Message("assistant", "x"), USAGE, 1), stream_options={"include_usage": True}
     )
     assert all(c["usage"] is None for c in chunks)
@@ -419,15 +421,15 @@ def test_a_streamed_reply_with_usage() -> None:
         (StoreError("x"), 503, "server_error", "store_error", False),
     ],
 )
-def test_errors(error: TurngateError, status: int, kind: str, code: str, retry: bool) -> None:
+def test_error_bodies_and_statuses(error: TurngateError, status: int, kind: str, code: str, retry: bool) -> None:
     body = {"error": {"message": "x", "type": kind, "param": error.param, "code": code}}
     assert json.loads(chat.encode_error(error)) == body and (error.status, error.retry_safe) == (status, retry)
-    in_stream = chat.open_stream(decoded(stream=True)).error(error)
+    in_stream = chat.open_stream(decode(stream=True)).error(error)
     assert in_stream.startswith(b"data: ") and in_stream.endswith(b"\n\n")
     assert json.loads(in_stream.removeprefix(b"data: ")) == body
 
 
-def test_models() -> None:
+def test_list_models() -> None:
     got = json.loads(chat.encode_models(["a", "b"], 5))
     assert got["object"] == "list" and [m["id"] for m in got["data"]] == ["a", "b"]
     assert got["data"][0] == {"id": "a", "object": "model", "created": 5, "owned_by": "turngate"}

@@ -1,4 +1,4 @@
-"""Gemini, wire JSON ⇄ our types: the odd shapes that agents send, and every shape that we send."""
+"""Test Gemini: decoding of the shapes agents send, and encoding of every reply."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TOOLS = [{"functionDeclarations": [F, {"name": "g"}]}]
 gemini = Gemini()
 
 
-def decoded(
+def decode(
     body: Json = None, *, verb: Verb = "generate", headers: Any = None, query: Any = None, **fields: Json
 ) -> Call:
     body = {"contents": [HI], **fields} if body is None else body
@@ -51,19 +51,19 @@ def decoded(
 
 
 def messages(*contents: Json, **fields: Json) -> list[tuple[Message, ...]]:
-    """What each turn says."""
-    history = decoded(contents=list(contents), **fields).history
+    """Decode the messages of each turn."""
+    history = decode(contents=list(contents), **fields).history
     return [history.decode(n) for n in range(len(history.raws))]
 
 
 def model(*parts: Json) -> Message:
-    [_, (said,)] = messages(HI, {"role": "model", "parts": list(parts)})
-    return said
+    [_, (message,)] = messages(HI, {"role": "model", "parts": list(parts)})
+    return message
 
 
 def user(*parts: Json) -> tuple[Message, ...]:
-    [said] = messages({"role": "user", "parts": list(parts)})
-    return said
+    [turn] = messages({"role": "user", "parts": list(parts)})
+    return turn
 
 
 def call(name: str = "f", **fields: Json) -> Json:
@@ -74,12 +74,12 @@ def result(response: Json, name: str = "f", **fields: Json) -> Json:
     return {"functionResponse": {"name": name, "response": response, **fields}}
 
 
-def refused(**fields: Json) -> BadRequest:
+def decode_error(**fields: Json) -> BadRequest:
     with pytest.raises(BadRequest) as caught:
-        got = decoded(**fields)
+        got = decode(**fields)
         for n in range(len(got.history.raws)):
             for message in got.history.decode(n):
-                if message.unsupported:  # which the pipeline refuses, unless it passes the call on as it is
+                if message.unsupported:  # the pipeline refuses it unless the call is forwarded unchanged
                     raise BadRequest(message.unsupported, param=message.unsupported.partition(": ")[0])
         if got.tools is not None:
             got.tools.decode()
@@ -90,15 +90,15 @@ def refused(**fields: Json) -> BadRequest:
 # ── contents ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_the_user_says() -> None:
+def test_user_contents() -> None:
     assert user({"text": "Hello"}) == (Message("user", "Hello"),)
     assert user({"text": "<context>"}, {"text": "Do it"}) == (Message("user", "<context>\nDo it"),)
-    assert messages({"parts": [{"text": "x"}]}) == [(Message("user", "x"),)]  # no role: the user's
-    assert messages({"parts": {"text": "x"}}) == [(Message("user", "x"),)]  # one part for a list of one
-    assert decoded({"contents": {"parts": {"text": "x"}}}).history.decode(0) == (Message("user", "x"),)
+    assert messages({"parts": [{"text": "x"}]}) == [(Message("user", "x"),)]  # no role means user
+    assert messages({"parts": {"text": "x"}}) == [(Message("user", "x"),)]  # a single part instead of a list
+    assert decode({"contents": {"parts": {"text": "x"}}}).history.decode(0) == (Message("user", "x"),)
 
 
-def test_the_system_instruction_is_the_first_turn() -> None:
+def test_system_instruction_is_first_turn() -> None:
     for system in (
         {"parts": [{"text": "Be good"}]},
         {"parts": [{"text": "Be good"}], "role": "user"},
@@ -110,7 +110,7 @@ def test_the_system_instruction_is_the_first_turn() -> None:
     assert messages(HI, systemInstruction=two)[0] == (Message("system", "Be good\nBe brief"),)
 
 
-def test_what_the_model_said() -> None:
+def test_model_contents() -> None:
     assert model({"text": "I "}, {"text": "see."}) == Message("assistant", "I see.")  # chunks of one text
     assert model({"text": "r", "thought": True}, {"text": "x"}) == Message("assistant", "x", "r")
     got = model({"text": "Look. "}, call("f", id="c1", args={"a": 1}), call("g", id="c2", args={}))
@@ -121,19 +121,19 @@ def test_what_the_model_said() -> None:
     assert model(call("f")).tool_calls == model(call("f", args=None)).tool_calls == (ToolCall("call_0", "f", "{}"),)
 
 
-def test_one_turn_is_one_piece_however_it_is_cut() -> None:
-    """SDKs that stream keep every chunk as a content; Gemini CLI joins them."""
+def test_consecutive_contents_of_one_role_are_one_turn() -> None:
+    """Streaming SDKs keep every chunk as its own content; Gemini CLI joins them."""
     chunks = [{"role": "model", "parts": [part]} for part in ({"text": "a "}, {"text": "b"}, call("f", id="c1"))]
-    whole = {"role": "model", "parts": [{"text": "a b"}, call("f", id="c1")]}
+    encode_reply = {"role": "model", "parts": [{"text": "a b"}, call("f", id="c1")]}
     answers = [{"role": "function", "parts": [result({"output": "1"}, id="c1")]}, {"parts": [{"text": "Go on"}]}]
     joined = {"role": "user", "parts": [result({"output": "1"}, id="c1"), {"text": "Go on"}]}
-    cut, uncut = messages(HI, *chunks, *answers), messages(HI, whole, joined)
+    cut, uncut = messages(HI, *chunks, *answers), messages(HI, encode_reply, joined)
     assert cut == uncut and len(cut) == 3
     assert cut[2] == (Message("tool", "1", tool_call_id="c1", name="f"), Message("user", "Go on"))
     assert messages(HI, HI) == [(Message("user", "Hi\nHi"),)]
 
 
-def test_the_raw_turns_are_the_bytes_that_were_sent() -> None:
+def test_raw_turns_are_the_sent_bytes() -> None:
     raws = [
         b'{ "role":"user" ,"parts": [{"text":"a\\u00e9"}] }',
         b'{"parts":[{"text":"b"}],"role":"model"}',
@@ -145,18 +145,18 @@ def test_the_raw_turns_are_the_bytes_that_were_sent() -> None:
     assert got == [b'{"role":"system","parts":[{"text": "s"}]}', raws[0], raws[1] + b"," + raws[2], raws[3]]
 
 
-def test_a_recorded_history_reads_the_same() -> None:
+def test_stored_messages_decode_the_same() -> None:
     contents = [
         HI,
         {"role": "model", "parts": [{"text": "a"}]},
         {"role": "model", "parts": [call("f"), call("f")]},
         {"role": "user", "parts": [result({"result": 1}), result({"result": 2})]},
     ]
-    call_ = decoded(contents=contents, systemInstruction={"parts": [{"text": "s"}]})
+    call_ = decode(contents=contents, systemInstruction={"parts": [{"text": "s"}]})
     stored = b"[" + b",".join(call_.history.raws) + b"]"
     said = [m for n in range(len(call_.history.raws)) for m in call_.history.decode(n)]
     assert decode_stored_messages("gemini", stored) == said
-    # A context is stored without the turn that it answers.
+    # A context is stored without the turn before it.
     alone = decode_stored_messages("gemini", b"[" + call_.history.raws[-1] + b"]")
     assert [m.content for m in alone] == ["1", "2"]
 
@@ -164,26 +164,28 @@ def test_a_recorded_history_reads_the_same() -> None:
 @pytest.mark.parametrize(
     "spelling", ['{"parts":%s,"role":%s}', '{"role":%s,"parts":%s}', '{ "parts" : %s, "role": %s }']
 )
-def test_a_role_is_known_wherever_it_stands(spelling: str) -> None:
-    """Also beside text that looks like one."""
-    trap = json.dumps([{"text": 'x","role":"user"}'}, {"text": ',"role":"model"}'}])
+def test_role_is_found_at_any_position(spelling: str) -> None:
+    """Text that looks like a role does not confuse the scan."""
+    misleading_parts = json.dumps([{"text": 'x","role":"user"}'}, {"text": ',"role":"model"}'}])
     for role, ours in (("model", "assistant"), ("user", "user")):
         pair = (
-            (trap, json.dumps(role)) if spelling.index("parts") < spelling.index("role") else (json.dumps(role), trap)
+            (misleading_parts, json.dumps(role))
+            if spelling.index("parts") < spelling.index("role")
+            else (json.dumps(role), misleading_parts)
         )
         body = '{"contents":[' + spelling % pair + "]}"
         assert gemini.decode(WireRequest(body.encode())).history.decode(0)[0].role == ours
 
 
-def test_a_turn_is_looked_at_only_when_it_is_asked_for() -> None:
-    """What was seen before is known by its bytes: a long history is not parsed again."""
-    got = decoded(contents=[{"parts": [{"unheardOf": {}}], "role": "user"}, {"parts": [], "role": "model"}, HI])
+def test_turns_are_decoded_lazily() -> None:
+    """Known turns are matched by their bytes, so a long history is not decoded again."""
+    got = decode(contents=[{"parts": [{"unheardOf": {}}], "role": "user"}, {"parts": [], "role": "model"}, HI])
     assert len(got.history.raws) == 3 and got.history.decode(2) == (Message("user", "Hi"),)
     with pytest.raises(BadRequest):
         got.history.decode(0)
 
 
-def test_a_long_history_costs_little() -> None:
+def test_long_history_decodes_quickly() -> None:
     turns = []
     for n in range(100):
         turns += [
@@ -193,15 +195,15 @@ def test_a_long_history_costs_little() -> None:
     body = json.dumps({"contents": [HI, *turns], "tools": TOOLS}, separators=(",", ":")).encode()
     best = float("inf")
     for _ in range(30):
-        begin = time.process_time()
+        started = time.process_time()
         history = gemini.decode(WireRequest(body)).history
-        best = min(best, time.process_time() - begin)
+        best = min(best, time.process_time() - started)
     assert len(history.raws) == 201 and len(body) > 230_000
-    assert best < scaled(0.001), f"{best * 1e3:.2f} ms"  # not a measurement: it takes 0.4 ms of an idle core
+    assert best < scaled(0.001), f"{best * 1e3:.2f} ms"  # it takes 0.4 ms on an idle core
 
 
 @pytest.mark.parametrize(
-    ("response", "read"),
+    ("response", "expected"),
     [
         ({"output": "text"}, "text"),
         ({"result": "text"}, "text"),
@@ -221,35 +223,38 @@ def test_a_long_history_costs_little() -> None:
         (None, ""),
     ],
 )
-def test_what_the_model_reads_of_a_response(response: Json, read: str) -> None:
+def test_function_response_forms(response: Json, expected: str) -> None:
     [got] = user(result(response, id="c1"))
-    assert (got.role, got.content, got.tool_call_id, got.name) == ("tool", read, "c1", "f")
+    assert (got.role, got.content, got.tool_call_id, got.name) == ("tool", expected, "c1", "f")
 
 
-def answered(calls: list[Json], answers: list[Json]) -> list[str]:
-    """The ids of the calls that the answers belong to."""
+def answered_call_ids(calls: list[Json], answers: list[Json]) -> list[str]:
+    """Return the ids of the calls that the answers belong to."""
     said = messages(HI, {"role": "model", "parts": calls}, {"role": "user", "parts": answers})
     return [m.tool_call_id for m in said[2]]
 
 
-def test_answers_find_their_calls() -> None:
+def test_function_responses_match_their_calls() -> None:
     three = [call("f", id="a"), call("g", id="b"), call("f", id="c")]
     by_id = [result({}, "f", id="c"), result({}, "f", id="a"), result({}, "g", id="b")]
-    assert answered(three, by_id) == ["c", "a", "b"]
-    # The Python SDK leaves the ids out: by name, and in order.
-    assert answered(three, [result({}, "f"), result({}, "f"), result({}, "g")]) == ["a", "c", "b"]
-    assert answered(three, [result({}, "g"), result({}, "f"), result({}, "f", id="a")]) == ["b", "a", "c"]
-    # An agent that renames ids consistently, or drops those of the calls.
-    assert answered([call("f"), call("g")], [result({}, "g", id="x"), result({}, "f", id="y")]) == ["call_1", "call_0"]
-    # Nothing that fits: as it was given.
-    assert answered([call("f", id="a")], [result({}, "h", id="z"), result({}, "h")]) == ["z", "h"]
+    assert answered_call_ids(three, by_id) == ["c", "a", "b"]
+    # The Python SDK omits ids: match by name, in order.
+    assert answered_call_ids(three, [result({}, "f"), result({}, "f"), result({}, "g")]) == ["a", "c", "b"]
+    assert answered_call_ids(three, [result({}, "g"), result({}, "f"), result({}, "f", id="a")]) == ["b", "a", "c"]
+    # Ids renamed consistently, or missing in the calls.
+    assert answered_call_ids([call("f"), call("g")], [result({}, "g", id="x"), result({}, "f", id="y")]) == [
+        "call_1",
+        "call_0",
+    ]
+    # No matching call: the id stays as given.
+    assert answered_call_ids([call("f", id="a")], [result({}, "h", id="z"), result({}, "h")]) == ["z", "h"]
     assert user(result({}, "h"))[0].tool_call_id == "h"
 
 
-def test_ids_make_no_difference_to_the_meaning() -> None:
+def test_call_ids_do_not_change_meaning() -> None:
     def digests(calls: list[Json], answers: list[Json]) -> list[bytes]:
         contents = [HI, {"role": "model", "parts": calls}, {"role": "user", "parts": answers}]
-        reading = RequestMessages(decoded(contents=contents).history, b"")
+        reading = RequestMessages(decode(contents=contents).history, b"")
         return [reading.meaning(n) for n in range(3)]
 
     named = digests([call("f", id="a"), call("f", id="b")], [result({}, "f", id="a"), result({}, "f", id="b")])
@@ -259,23 +264,23 @@ def test_ids_make_no_difference_to_the_meaning() -> None:
     assert crossed[2] != named[2]
 
 
-def snake(value: Json, *, data: bool = False) -> Json:
-    """The same in the other spelling, down to where the agent's own data begins."""
+def to_snake_case(value: Json, *, data: bool = False) -> Json:
+    """Convert field names to snake_case, but not inside the agent's own data."""
     match value:
         case dict() if not data:
             return {
-                "".join(f"_{c.lower()}" if c.isupper() else c for c in name): snake(
+                "".join(f"_{c.lower()}" if c.isupper() else c for c in name): to_snake_case(
                     part, data=name in ("args", "response", "parametersJsonSchema", "responseJsonSchema")
                 )
                 for name, part in value.items()
             }
         case list() if not data:
-            return [snake(part) for part in value]
+            return [to_snake_case(part) for part in value]
         case _:
             return value
 
 
-def test_both_spellings_mean_the_same() -> None:
+def test_camel_case_and_snake_case_are_equal() -> None:
     body = {
         "contents": [
             HI,
@@ -294,12 +299,16 @@ def test_both_spellings_mean_the_same() -> None:
             "thinkingConfig": {"includeThoughts": True, "thinkingBudget": 0},
         },
     }
-    one, other = decoded(body), decoded(snake(body))
-    assert [one.history.decode(n) for n in range(4)] == [other.history.decode(n) for n in range(4)]
-    assert one.tools is not None and other.tools is not None and one.tools.decode() == other.tools.decode()
+    camel_case, snake_case = decode(body), decode(to_snake_case(body))
+    assert [camel_case.history.decode(n) for n in range(4)] == [snake_case.history.decode(n) for n in range(4)]
+    assert (
+        camel_case.tools is not None
+        and snake_case.tools is not None
+        and camel_case.tools.decode() == snake_case.tools.decode()
+    )
     for name in ("sampling", "max_tokens", "stop", "constraint", "template_hints", "reply_options"):
-        assert getattr(one, name) == getattr(other, name), name
-    assert one.max_tokens == 5 and one.constraint == Constraint("json_schema", {"my_key": 1})
+        assert getattr(camel_case, name) == getattr(snake_case, name), name
+    assert camel_case.max_tokens == 5 and camel_case.constraint == Constraint("json_schema", {"my_key": 1})
     assert (to_camel("x"), to_camel("a_b_c"), to_camel("$defs"), to_camel("_x"), to_camel("aB")) == (
         "x",
         "aBC",
@@ -312,11 +321,11 @@ def test_both_spellings_mean_the_same() -> None:
 # ── signatures ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_signature_of_our_own_carries_the_thought() -> None:
+def test_own_signature_carries_thought() -> None:
     for thought in ("plain", "Größe 汉字 👩‍👩‍👧", "?" * 50, "\x00\x01"):
         mark = encode_signature(thought)
         assert decode_signature(mark) == thought
-        # The Python SDK decodes it and writes it anew; other alphabets of base64 are the same bytes.
+        # The Python SDK re-encodes it in another base64 alphabet.
         assert decode_signature(base64.b64encode(base64.urlsafe_b64decode(mark)).decode()) == thought
         assert model({**call("f"), "thoughtSignature": mark}) == Message(
             "assistant", reasoning=thought, tool_calls=(ToolCall("call_0", "f", "{}"),)
@@ -324,7 +333,7 @@ def test_a_signature_of_our_own_carries_the_thought() -> None:
 
 
 @pytest.mark.parametrize("mark", ["c2lnbmF0dXJl", "skip_thought_signature_validator", "", "é", "====", "dGcxLv8="])
-def test_any_other_signature_is_kept_and_not_believed(mark: str) -> None:
+def test_foreign_signature_is_kept_but_not_decoded(mark: str) -> None:
     assert decode_signature(mark) is None
     got = model({**call("f"), "thoughtSignature": mark})
     assert got.reasoning == "" and got.tool_calls[0].signature == mark and got.signature == ""
@@ -332,12 +341,12 @@ def test_any_other_signature_is_kept_and_not_believed(mark: str) -> None:
     assert model({"text": "x"}, {"thoughtSignature": mark}) == Message("assistant", "x", signature=mark)
 
 
-def test_thoughts_that_came_back_count_more_than_those_in_a_signature() -> None:
+def test_visible_thought_wins_over_signature() -> None:
     got = model({"text": "shown", "thought": True}, {**call("f"), "thoughtSignature": encode_signature("sealed")})
     assert got.reasoning == "shown"
 
 
-# ── what makes no sense ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── invalid contents ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -365,34 +374,35 @@ def test_thoughts_that_came_back_count_more_than_those_in_a_signature() -> None:
         ({"role": 5, "parts": [{"text": "x"}]}, "role"),
     ],
 )
-def test_contents_that_make_no_sense_are_refused_by_their_place(content: Json, param: str) -> None:
-    assert refused(contents=[content]).param == f"contents[0].{param}"
+def test_invalid_content_names_its_position(content: Json, param: str) -> None:
+    assert decode_error(contents=[content]).param == f"contents[0].{param}"
 
 
-def test_places_are_those_of_the_request_however_turns_are_grouped() -> None:
+def test_error_positions_refer_to_request() -> None:
     image = {"parts": [{"text": "x"}, {"inlineData": {}}]}
     assert (
-        refused(contents=[HI, HI, {"role": "model", "parts": []}, HI, image]).param == "contents[4].parts[1].inlineData"
+        decode_error(contents=[HI, HI, {"role": "model", "parts": []}, HI, image]).param
+        == "contents[4].parts[1].inlineData"
     )
-    error = refused(systemInstruction={"parts": [{"text": "s"}, {"fileData": {}}]})
+    error = decode_error(systemInstruction={"parts": [{"text": "s"}, {"fileData": {}}]})
     assert error.param == "systemInstruction.parts[1].fileData"
-    assert refused(contents=["Hi"]).param == "contents[0]" and refused(contents="Hi").param == "contents"
+    assert decode_error(contents=["Hi"]).param == "contents[0]" and decode_error(contents="Hi").param == "contents"
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'"x"', b"\xff", b'{"contents": [' + b"[" * 5000])
-def test_bodies_that_are_no_json_object(body: bytes) -> None:
+def test_invalid_bodies(body: bytes) -> None:
     with pytest.raises(BadRequest):
         gemini.decode(WireRequest(body))
 
 
 @pytest.mark.parametrize("body", [{}, {"contents": []}, {"contents": None}])
-def test_no_contents_at_all(body: Json) -> None:
+def test_missing_contents(body: Json) -> None:
     with pytest.raises(BadRequest, match="contents is not specified"):
-        decoded(body)
+        decode(body)
 
 
-def test_misuse_never_breaks_anything_else() -> None:
-    """Random bodies: every one is read or refused."""
+def test_random_bodies_are_decoded_or_refused() -> None:
+    """Random bodies are either decoded or refused."""
     draw = random.Random(7)
     names = [
         "contents",
@@ -428,7 +438,7 @@ def test_misuse_never_breaks_anything_else() -> None:
     for _ in range(5000):
         body = {"contents": draw.choice([[HI], value(1), [value(2)]]), **{n: value(1) for n in draw.sample(names, 4)}}
         try:
-            got = decoded(body)
+            got = decode(body)
             for n in range(len(got.history.raws)):
                 assert got.history.decode(n)
             if got.tools is not None:
@@ -437,11 +447,11 @@ def test_misuse_never_breaks_anything_else() -> None:
             pass
 
 
-# ── the rest of a request ───────────────────────────────────────────────────────────────────────────────────────────
+# ── other request fields ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_request_with_nothing_in_it_but_contents() -> None:
-    got = decoded()
+def test_minimal_request() -> None:
+    got = decode()
     assert (got.model, got.dialect, got.tools, got.sampling, got.max_tokens, got.stop) == (
         "m",
         "gemini",
@@ -462,20 +472,20 @@ NULLS: Json = {
 }
 
 
-def test_null_is_the_same_as_leaving_out() -> None:
+def test_null_fields_equal_missing_fields() -> None:
     for got in (
-        decoded(**NULLS),
-        decoded(generationConfig=None),
-        decoded(generationConfig={}, tools=[], toolConfig={}),
+        decode(**NULLS),
+        decode(generationConfig=None),
+        decode(generationConfig={}, tools=[], toolConfig={}),
     ):
         for field in Call.__struct_fields__:
             if field not in ("body", "history"):
-                assert getattr(got, field) == getattr(decoded(), field), field
+                assert getattr(got, field) == getattr(decode(), field), field
         assert len(got.history.raws) == 1
 
 
-def test_what_changes_nothing_is_ignored() -> None:
-    got = decoded(
+def test_irrelevant_fields_are_ignored() -> None:
+    got = decode(
         safetySettings=[{"category": "HARM_CATEGORY_HARASSMENT", "threshold": "BLOCK_NONE"}],
         labels={"a": "b"},
         store=True,
@@ -486,9 +496,9 @@ def test_what_changes_nothing_is_ignored() -> None:
     assert got.sampling == {} and got.history.decode(0) == (Message("user", "Hi"),)
 
 
-def test_sampling() -> None:
+def test_sampling_parameters() -> None:
     config = {"temperature": 0, "topP": 0.5, "topK": 40.0, "seed": -3, "presencePenalty": -2, "frequencyPenalty": 2}
-    assert decoded(generationConfig=config).sampling == {
+    assert decode(generationConfig=config).sampling == {
         "temperature": 0,
         "top_p": 0.5,
         "top_k": 40,
@@ -496,7 +506,7 @@ def test_sampling() -> None:
         "presence_penalty": -2,
         "frequency_penalty": 2,
     }
-    got = decoded(generationConfig={"maxOutputTokens": "7", "stopSequences": ["x", "y"], "candidateCount": 1})
+    got = decode(generationConfig={"maxOutputTokens": "7", "stopSequences": ["x", "y"], "candidateCount": 1})
     assert got.max_tokens == 7 and got.stop == ("x", "y")
 
 
@@ -524,19 +534,19 @@ def test_sampling() -> None:
         ({"thinkingConfig": 5}, "thinkingConfig"),
     ],
 )
-def test_a_configuration_that_cannot_be_had_is_refused_by_its_name(config: Json, param: str) -> None:
-    assert refused(generationConfig=config).param == f"generationConfig.{param}"
+def test_invalid_generation_config_names_its_field(config: Json, param: str) -> None:
+    assert decode_error(generationConfig=config).param == f"generationConfig.{param}"
 
 
-def test_other_things_that_cannot_be_had() -> None:
-    assert refused(cachedContent="cachedContents/x").param == "cachedContent"
-    assert refused(generationConfig=5).param == "generationConfig"
-    assert refused(toolConfig=5).param == "toolConfig"
+def test_other_unsupported_fields() -> None:
+    assert decode_error(cachedContent="cachedContents/x").param == "cachedContent"
+    assert decode_error(generationConfig=5).param == "generationConfig"
+    assert decode_error(toolConfig=5).param == "toolConfig"
 
 
-def test_thinking() -> None:
+def test_thinking_config_becomes_template_hints() -> None:
     def hints(**thinking: Json) -> Json:
-        return decoded(generationConfig={"thinkingConfig": thinking}).template_hints
+        return decode(generationConfig={"thinkingConfig": thinking}).template_hints
 
     assert hints(includeThoughts=True) == {} == hints(thinkingLevel="THINKING_LEVEL_UNSPECIFIED")
     assert hints(thinkingBudget=0) == {"enable_thinking": False, "thinking": False}
@@ -546,19 +556,19 @@ def test_thinking() -> None:
     assert hints(thinkingLevel="MINIMAL") == {"reasoning_effort": "low"}
 
 
-def test_counting_takes_either_form() -> None:
+def test_count_request_forms() -> None:
     inner = {"model": "models/m", "contents": [HI], "systemInstruction": {"parts": [{"text": "s"}]}, "tools": TOOLS}
     for name in ("generateContentRequest", "generate_content_request"):
-        got = decoded({name: inner}, verb="count")
+        got = decode({name: inner}, verb="count")
         assert len(got.history.raws) == 2 and got.tools is not None
-    assert len(decoded(verb="count").history.raws) == 1
+    assert len(decode(verb="count").history.raws) == 1
     assert json.loads(gemini.encode_count(7)) == {
         "totalTokens": 7,
         "promptTokensDetails": [{"modality": "TEXT", "tokenCount": 7}],
     }
 
 
-def test_keys() -> None:
+def test_api_key_headers_and_query() -> None:
     assert gemini.read_key({"x-goog-api-key": " abc "}, {}) == "abc"
     assert gemini.read_key({}, {"key": "abc", "alt": "sse"}) == "abc"
     assert gemini.read_key({"authorization": "Bearer abc"}, {}) == "abc"
@@ -566,17 +576,17 @@ def test_keys() -> None:
     assert gemini.read_key({}, {}) == ""
 
 
-def test_what_a_client_says_about_its_retries_and_itself() -> None:
-    got = decoded(headers={"x-turngate-attempt": "2", "x-goog-api-client": "sdk/1", "x-goog-api-key": "secret"})
-    assert got.retried and not decoded().retried
-    assert got.forwarded_headers == {"x-goog-api-client": "sdk/1"}  # never the key
+def test_retry_and_client_headers() -> None:
+    got = decode(headers={"x-turngate-attempt": "2", "x-goog-api-client": "sdk/1", "x-goog-api-key": "secret"})
+    assert got.retried and not decode().retried
+    assert got.forwarded_headers == {"x-goog-api-client": "sdk/1"}  # but never the key
 
 
-# ── tools and shapes ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── tools and constraints ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_functions_become_tools() -> None:
-    got = decoded(tools=[*TOOLS, {"functionDeclarations": {"name": "h", "parameters": {"type": "OBJECT"}}}])
+def test_function_declarations_become_tools() -> None:
+    got = decode(tools=[*TOOLS, {"functionDeclarations": {"name": "h", "parameters": {"type": "OBJECT"}}}])
     assert got.tools is not None
     f, g, h = got.tools.decode()
     assert f.wire == {
@@ -585,8 +595,8 @@ def test_functions_become_tools() -> None:
     }
     assert g.wire["function"] == {"name": "g", "parameters": {"type": "object", "properties": {}}}
     assert h.wire["function"]["parameters"] == {"type": "object"}
-    assert decoded(tools=[]).tools is None
-    returns = decoded(tools=[{"functionDeclarations": [{"name": "f", "response": {"type": "STRING"}}]}])
+    assert decode(tools=[]).tools is None
+    returns = decode(tools=[{"functionDeclarations": [{"name": "f", "response": {"type": "STRING"}}]}])
     assert returns.tools is not None and returns.tools.decode()[0].wire["function"]["return"] == {"type": "string"}
 
 
@@ -603,11 +613,11 @@ def test_functions_become_tools() -> None:
         ([{"functionDeclarations": ["f"]}], "tools[0].functionDeclarations[0]"),
     ],
 )
-def test_tools_that_cannot_be_had_are_refused_by_their_place(tools: Json, param: str) -> None:
-    assert refused(tools=tools).param == param
+def test_invalid_tool_names_its_position(tools: Json, param: str) -> None:
+    assert decode_error(tools=tools).param == param
 
 
-def test_schemas_of_this_api_become_json_schemas() -> None:
+def test_gemini_schemas_become_json_schemas() -> None:
     schema = {
         "type": "OBJECT",
         "description": "d",
@@ -639,7 +649,7 @@ def test_schemas_of_this_api_become_json_schemas() -> None:
         "required": ["a"],
     }
     assert list(got["properties"]) == ["a", "b", "c", "type", "d", "e", "f"]
-    # One that is a JSON schema already stays one.
+    # A JSON schema stays unchanged.
     plain = {"type": "object", "properties": {"x": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"type": ["string", "null"]}}}
     assert to_json_schema({**plain, "additionalProperties": False}, "s") == {**plain, "additionalProperties": False}
     assert to_json_schema({"ref": "#/$defs/X", "defs": {"X": {"type": "STRING"}}}, "s") == {
@@ -653,20 +663,22 @@ def calling(mode: str, *names: str, **fields: Json) -> Json:
     return {"tools": TOOLS, "toolConfig": {"functionCallingConfig": config}, **fields}
 
 
-def forced(got: Call) -> list[str]:
+def forced_names(got: Call) -> list[str]:
     assert got.constraint is not None and got.constraint.kind == "tools"
     return [item["properties"]["name"]["const"] for item in got.constraint.schema["items"]["anyOf"]]
 
 
-def test_how_functions_may_be_called() -> None:
+def test_function_calling_modes() -> None:
     for mode in ("AUTO", "auto", "MODE_UNSPECIFIED", "VALIDATED"):
-        got = decoded(**calling(mode))
+        got = decode(**calling(mode))
         assert got.constraint is None and got.tools is not None and len(got.tools.decode()) == 2
-    assert decoded(**calling("NONE")).tools is None
-    assert forced(decoded(**calling("ANY"))) == ["f", "g"]
-    only = decoded(**calling("ANY", "g"))
-    assert forced(only) == ["g"] and only.tools is not None and len(only.tools.decode()) == 2  # both are still shown
-    narrowed = decoded(**calling("VALIDATED", "g"))
+    assert decode(**calling("NONE")).tools is None
+    assert forced_names(decode(**calling("ANY"))) == ["f", "g"]
+    only = decode(**calling("ANY", "g"))
+    assert (
+        forced_names(only) == ["g"] and only.tools is not None and len(only.tools.decode()) == 2
+    )  # both tools are still shown
+    narrowed = decode(**calling("VALIDATED", "g"))
     assert narrowed.constraint is None and narrowed.tools is not None
     assert [t.name for t in narrowed.tools.decode()] == ["g"] and json.loads(narrowed.tools.raw)
 
@@ -682,19 +694,19 @@ def test_how_functions_may_be_called() -> None:
         (calling("ANY", generationConfig={"responseMimeType": "application/json"}), "mode"),
     ],
 )
-def test_callings_that_make_no_sense(fields: Json, param: str) -> None:
-    assert refused(**fields).param == f"toolConfig.functionCallingConfig.{param}"
+def test_invalid_function_calling_config(fields: Json, param: str) -> None:
+    assert decode_error(**fields).param == f"toolConfig.functionCallingConfig.{param}"
 
 
-def test_formats() -> None:
+def test_response_formats() -> None:
     def shape(**config: Json) -> Constraint | None:
-        return decoded(generationConfig=config).constraint
+        return decode(generationConfig=config).constraint
 
     assert shape(responseMimeType="text/plain") is None
     assert shape(responseMimeType="application/json") == Constraint("json_object")
-    own = {"type": "OBJECT", "properties": {"n": {"type": "INTEGER"}}}
+    gemini_schema = {"type": "OBJECT", "properties": {"n": {"type": "INTEGER"}}}
     plain = {"type": "object", "properties": {"n": {"type": "integer"}}}
-    assert shape(responseMimeType="application/json", responseSchema=own) == Constraint("json_schema", plain)
+    assert shape(responseMimeType="application/json", responseSchema=gemini_schema) == Constraint("json_schema", plain)
     assert shape(responseMimeType="application/json", responseJsonSchema=plain) == Constraint("json_schema", plain)
 
 
@@ -704,16 +716,16 @@ USAGE = Usage(10, 5, 4, 2)
 THOUGHTS = {"thinkingConfig": {"includeThoughts": True}}
 
 
-def whole(message: Message, finish: Any = "stop", usage: Usage | None = USAGE, **fields: Json) -> Json:
-    return json.loads(gemini.encode_reply(decoded(**fields), Done(finish, message, usage, 1)))
+def encode_reply(message: Message, finish: Any = "stop", usage: Usage | None = USAGE, **fields: Json) -> Json:
+    return json.loads(gemini.encode_reply(decode(**fields), Done(finish, message, usage, 1)))
 
 
 def parts(message: Message, **fields: Json) -> Json:
-    return whole(message, **fields)["candidates"][0]["content"]["parts"]
+    return encode_reply(message, **fields)["candidates"][0]["content"]["parts"]
 
 
-def test_a_whole_reply() -> None:
-    got, other = whole(Message("assistant", "Hello.")), whole(Message("assistant", "Hello."))
+def test_whole_reply() -> None:
+    got, other = encode_reply(Message("assistant", "Hello.")), encode_reply(Message("assistant", "Hello."))
     assert len(got["responseId"]) >= 16 and got.pop("responseId") != other["responseId"]
     assert got == {
         "candidates": [
@@ -728,22 +740,22 @@ def test_a_whole_reply() -> None:
         },
         "modelVersion": "m",
     }
-    assert set(whole(Message("assistant"), usage=Usage(1, 2))["usageMetadata"]) == {
+    assert set(encode_reply(Message("assistant"), usage=Usage(1, 2))["usageMetadata"]) == {
         "promptTokenCount",
         "candidatesTokenCount",
         "totalTokenCount",
     }
-    assert "usageMetadata" not in whole(Message("assistant"), usage=None)
+    assert "usageMetadata" not in encode_reply(Message("assistant"), usage=None)
 
 
 @pytest.mark.parametrize(
     ("finish", "reason"), [("stop", "STOP"), ("tool_calls", "STOP"), ("length", "MAX_TOKENS"), ("abort", "OTHER")]
 )
-def test_reasons_to_finish(finish: str, reason: str) -> None:
-    assert whole(Message("assistant", "x"), finish)["candidates"][0]["finishReason"] == reason
+def test_finish_reasons(finish: str, reason: str) -> None:
+    assert encode_reply(Message("assistant", "x"), finish)["candidates"][0]["finishReason"] == reason
 
 
-def test_parts_of_a_reply() -> None:
+def test_reply_parts() -> None:
     assert parts(Message("assistant")) == [{"text": ""}]
     c1, c2 = ToolCall("c1", "f", '{"a": 1}'), ToolCall("c2", "g", "")
     w1 = {"functionCall": {"id": "c1", "name": "f", "args": {"a": 1}}}
@@ -755,7 +767,7 @@ def test_parts_of_a_reply() -> None:
     assert parts(thinking, generationConfig=THOUGHTS) == [{"text": "r", "thought": True}, {"text": "x"}, signed, w2]
 
 
-def test_signatures_of_a_provider_are_handed_on() -> None:
+def test_provider_signatures_are_returned() -> None:
     by_provider = ToolCall("c1", "f", "{}", "c2ln")
     [got] = parts(Message("assistant", "", "r", (by_provider,)))
     assert got["thoughtSignature"] == "c2ln"
@@ -779,7 +791,7 @@ def test_signatures_of_a_provider_are_handed_on() -> None:
         "\n",
     ],
 )
-def test_arguments_that_are_no_object_come_back_as_they_were(arguments: str) -> None:
+def test_non_object_arguments_round_trip(arguments: str) -> None:
     [got] = parts(Message("assistant", tool_calls=(ToolCall("c1", "f", arguments),)))
     assert got["functionCall"]["args"] == {RAW_ARGUMENTS: arguments}
     assert model(got).tool_calls == (ToolCall("c1", "f", arguments),)
@@ -794,18 +806,18 @@ def test_arguments_that_are_no_object_come_back_as_they_were(arguments: str) -> 
         '{"é": "\\u00e9\\n"}',
     ],
 )
-def test_arguments_are_passed_on_as_the_model_wrote_them(arguments: str) -> None:
-    made = ToolCall("c1", "f", arguments)
-    data = gemini.encode_reply(decoded(), Done("tool_calls", Message("assistant", tool_calls=(made,)), None))
+def test_arguments_are_sent_as_sampled(arguments: str) -> None:
+    sampled = ToolCall("c1", "f", arguments)
+    data = gemini.encode_reply(decode(), Done("tool_calls", Message("assistant", tool_calls=(sampled,)), None))
     assert b"\n" not in data and arguments.replace("\n", " ").replace("\r", " ").encode() in data
-    [back] = model(json.loads(data)["candidates"][0]["content"]["parts"][0]).tool_calls
-    assert meaning_digest((Message("assistant", tool_calls=(back,)),), {}) == meaning_digest(
-        (Message("assistant", tool_calls=(made,)),), {}
+    [returned] = model(json.loads(data)["candidates"][0]["content"]["parts"][0]).tool_calls
+    assert meaning_digest((Message("assistant", tool_calls=(returned,)),), {}) == meaning_digest(
+        (Message("assistant", tool_calls=(sampled,)),), {}
     )
 
 
-def streamed(*events: Any, sse: bool = True, **fields: Json) -> Json:
-    encoder = gemini.open_stream(decoded(verb="stream", query={"alt": "sse"} if sse else {}, **fields))
+def encode_stream(*events: Any, sse: bool = True, **fields: Json) -> Json:
+    encoder = gemini.open_stream(decode(verb="stream", query={"alt": "sse"} if sse else {}, **fields))
     data = (encoder.begin() + b"".join(encoder.event(event) for event in events)).decode()
     if not sse:
         assert encoder.media == "application/json; charset=UTF-8"
@@ -817,7 +829,7 @@ def streamed(*events: Any, sse: bool = True, **fields: Json) -> Json:
 
 
 C1, C2 = ToolCall("c1", "f", '{"a": "line\\n"}'), ToolCall("c2", "g", "{\n}")
-SAID = Message("assistant", "Hi\n\nyou", "some thought", (C1, C2))
+MESSAGE = Message("assistant", "Hi\n\nyou", "some thought", (C1, C2))
 EVENTS = (
     Delta("reasoning", "some "),
     KeepAlive(),
@@ -827,15 +839,15 @@ EVENTS = (
     KeepAlive(),
     CallDelta(0, C1),
     CallDelta(1, C2),
-    Done("tool_calls", SAID, USAGE, 1),
+    Done("tool_calls", MESSAGE, USAGE, 1),
 )
 
 
 @pytest.mark.parametrize("sse", [True, False])
-def test_a_streamed_reply(sse: bool) -> None:
-    chunks = streamed(*EVENTS, sse=sse, generationConfig=THOUGHTS)
-    said = [c["candidates"][0]["content"]["parts"] for c in chunks]
-    assert said == [
+def test_streamed_reply(sse: bool) -> None:
+    chunks = encode_stream(*EVENTS, sse=sse, generationConfig=THOUGHTS)
+    parts_ = [c["candidates"][0]["content"]["parts"] for c in chunks]
+    assert parts_ == [
         [{"text": "some ", "thought": True}],
         [{"text": "thought", "thought": True}],
         [{"text": "Hi\n\n"}],
@@ -855,39 +867,41 @@ def test_a_streamed_reply(sse: bool) -> None:
     assert all(c["candidates"][0]["content"]["role"] == "model" for c in chunks)
 
 
-def test_thoughts_are_shown_only_to_those_who_want_them() -> None:
-    chunks = streamed(*EVENTS)
+def test_thoughts_are_hidden_by_default() -> None:
+    chunks = encode_stream(*EVENTS)
     assert not any(p.get("thought") for c in chunks for p in c["candidates"][0]["content"]["parts"])
-    encoder = gemini.open_stream(decoded(verb="stream", query={"alt": "sse"}))
+    encoder = gemini.open_stream(decode(verb="stream", query={"alt": "sse"}))
     assert encoder.event(Delta("reasoning", "x")) == b"" and encoder.begin() == b""
 
 
 @pytest.mark.parametrize("thoughts", [True, False])
 @pytest.mark.parametrize("sse", [True, False])
-def test_a_stream_says_what_a_whole_reply_says(sse: bool, thoughts: bool) -> None:
+def test_streamed_reply_equals_whole_reply(sse: bool, thoughts: bool) -> None:
     fields: Json = {"generationConfig": THOUGHTS} if thoughts else {}
-    said = [p for c in streamed(*EVENTS, sse=sse, **fields) for p in c["candidates"][0]["content"]["parts"]]
-    assert model(*said) == model(*parts(SAID, **fields))
-    assert model(*said).reasoning == "some thought"  # if not shown, then in the signature
+    streamed_parts = [
+        p for c in encode_stream(*EVENTS, sse=sse, **fields) for p in c["candidates"][0]["content"]["parts"]
+    ]
+    assert model(*streamed_parts) == model(*parts(MESSAGE, **fields))
+    assert model(*streamed_parts).reasoning == "some thought"  # if hidden, it is in the signature
 
 
-def test_signatures_of_a_provider_in_a_stream() -> None:
+def test_provider_signatures_in_stream() -> None:
     done = Done("tool_calls", Message("assistant"), None)
-    chunks = streamed(Delta("reasoning", "r"), CallDelta(0, ToolCall("c1", "f", "{}", "c2ln")), done)
+    chunks = encode_stream(Delta("reasoning", "r"), CallDelta(0, ToolCall("c1", "f", "{}", "c2ln")), done)
     assert chunks[0]["candidates"][0]["content"]["parts"][0]["thoughtSignature"] == "c2ln"
-    chunks = streamed(
+    chunks = encode_stream(
         Delta("reasoning", "r"), Delta("signature", "c2ln"), CallDelta(0, ToolCall("c1", "f", "{}")), done
     )
     first, second, _ = (c["candidates"][0]["content"]["parts"][0] for c in chunks)
     assert first == {"text": "", "thoughtSignature": "c2ln"} and "thoughtSignature" not in second
 
 
-def test_signs_of_life_are_white_space() -> None:
-    """The Python SDK fails on comments, and drops a reply that has a chunk without parts."""
+def test_keep_alives_are_white_space() -> None:
+    """The Python SDK fails on SSE comments and drops replies with a chunk without parts."""
     for query in ({"alt": "sse"}, {}):
-        encoder = gemini.open_stream(decoded(verb="stream", query=query))
+        encoder = gemini.open_stream(decode(verb="stream", query=query))
         assert encoder.event(KeepAlive()).strip() == b"" != encoder.event(KeepAlive())
-    silent = streamed(KeepAlive(), KeepAlive(), Done("stop", Message("assistant"), None), sse=False)
+    silent = encode_stream(KeepAlive(), KeepAlive(), Done("stop", Message("assistant"), None), sse=False)
     assert len(silent) == 1
 
 
@@ -914,18 +928,18 @@ def test_signs_of_life_are_white_space() -> None:
         (EngineTimeout("x"), 504, "DEADLINE_EXCEEDED"),
     ],
 )
-def test_errors(error: TurngateError, code: int, status: str) -> None:
+def test_error_bodies_and_statuses(error: TurngateError, code: int, status: str) -> None:
     body = json.loads(gemini.encode_error(error))
     assert (body["error"]["code"], body["error"]["status"], gemini.error_status(error)) == (code, status, code)
     if not isinstance(error, ContextOverflow):
         assert "x" in body["error"]["message"]
     assert not gemini.sends_in_stream(error)
-    # In a stream of events it is a bare object, which is how the SDKs know it.
-    in_stream = gemini.open_stream(decoded(verb="stream", query={"alt": "sse"})).error(error)
+    # In an SSE stream it is a bare object, as the SDKs expect.
+    in_stream = gemini.open_stream(decode(verb="stream", query={"alt": "sse"})).error(error)
     assert in_stream.startswith(b'{"error":') and in_stream.endswith(b"}\n\n") and json.loads(in_stream) == body
-    listed = gemini.open_stream(decoded(verb="stream"))
+    listed = gemini.open_stream(decode(verb="stream"))
     assert json.loads(listed.begin() + listed.error(error)) == [body]
-    listed = gemini.open_stream(decoded(verb="stream"))
+    listed = gemini.open_stream(decode(verb="stream"))
     data = listed.begin() + listed.event(Delta("content", "x")) + listed.event(KeepAlive()) + listed.error(error)
     assert json.loads(data)[1] == body
 
@@ -934,7 +948,7 @@ def details(error: TurngateError) -> Json:
     return json.loads(gemini.encode_error(error))["error"].get("details")
 
 
-def test_what_errors_say_besides() -> None:
+def test_error_details() -> None:
     [violation] = details(BadRequest("x: is wrong", param="generationConfig.x"))
     assert violation == {
         "@type": "type.googleapis.com/google.rpc.BadRequest",
@@ -950,7 +964,7 @@ def test_what_errors_say_besides() -> None:
         assert details(error) is None
 
 
-def test_an_overflow_reads_as_googles() -> None:
+def test_context_overflow_message() -> None:
     def message(**sizes: int) -> Json:
         return json.loads(gemini.encode_error(ContextOverflow("x", param="messages", **sizes)))["error"]["message"]
 
@@ -961,17 +975,17 @@ def test_an_overflow_reads_as_googles() -> None:
     assert details(ContextOverflow("x", param="messages")) is None
 
 
-def test_models() -> None:
+def test_list_models() -> None:
     got = json.loads(gemini.encode_models(["a", "b"], 5))["models"]
     assert [m["name"] for m in got] == ["models/a", "models/b"]
     assert got[0] == json.loads(gemini.encode_model("a", 5))
     assert set(got[0]["supportedGenerationMethods"]) == {"generateContent", "countTokens"}
 
 
-def test_routes() -> None:
+def test_routes_of_every_version() -> None:
     found = {route.path: route.verb for route in gemini.routes}
     for version in ("v1beta", "v1", "v1alpha"):
         assert found[f"/{version}/models/{{model}}:generateContent"] == "generate"
         assert found[f"/{version}/models/{{model}}:streamGenerateContent"] == "stream"
         assert found[f"/{version}/models/{{model}}:countTokens"] == "count"
-    assert decoded(verb="stream").stream and not decoded().stream
+    assert decode(verb="stream").stream and not decode().stream

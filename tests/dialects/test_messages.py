@@ -1,4 +1,4 @@
-"""Anthropic Messages, wire JSON ⇄ our types: the odd shapes that agents send, and every shape that we send."""
+"""Test Anthropic Messages: decoding of the shapes agents send, and encoding of every reply."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ HEX = "0123456789abcdef01234567"
 dialect = Messages()
 
 
-def decoded(headers: dict[str, str] | None = None, verb: Any = "generate", **body: Json) -> Call:
-    whole = {"model": "m", "max_tokens": 100, "messages": [HI], **body}
-    return dialect.decode(WireRequest(json.dumps(whole).encode(), headers or {}, verb=verb))
+def decode(headers: dict[str, str] | None = None, verb: Any = "generate", **body: Json) -> Call:
+    encode_reply = {"model": "m", "max_tokens": 100, "messages": [HI], **body}
+    return dialect.decode(WireRequest(json.dumps(encode_reply).encode(), headers or {}, verb=verb))
 
 
 def conversation(*wires: Json, **body: Json) -> list[Message]:
-    """Messages, through the wire. They end with the user's."""
-    history = decoded(messages=[*wires, HI], **body).history
-    said = [m for n in range(len(history.raws)) for m in history.decode(n)]
-    return said[:-1]
+    """Decode wire messages, followed by a user message that is left out of the result."""
+    history = decode(messages=[*wires, HI], **body).history
+    decoded_messages = [m for n in range(len(history.raws)) for m in history.decode(n)]
+    return decoded_messages[:-1]
 
 
 def assistant(*blocks: Json) -> Message:
@@ -60,13 +60,13 @@ def assistant(*blocks: Json) -> Message:
 
 
 def results(*blocks: Json, **body: Json) -> list[Message]:
-    history = decoded(messages=[{"role": "user", "content": list(blocks)}], **body).history
+    history = decode(messages=[{"role": "user", "content": list(blocks)}], **body).history
     return list(history.decode(0))
 
 
-def refused(**body: Json) -> BadRequest:
+def decode_error(**body: Json) -> BadRequest:
     with pytest.raises(BadRequest) as caught:
-        call = decoded(**body)
+        call = decode(**body)
         for n in range(len(call.history.raws)):
             call.history.decode(n)
         if call.tools is not None:
@@ -100,12 +100,12 @@ def result(content: Json = None, **more: Json) -> Json:
     ],
 )
 @pytest.mark.parametrize("role", ["system", "user", "assistant"])
-def test_text_however_it_is_wrapped(role: str, content: Json) -> None:
+def test_text_content_forms(role: str, content: Json) -> None:
     got = conversation({"role": role, "content": content}, {"role": "assistant", "content": ""})[0]
     assert got == Message(role, "Hello")  # type: ignore[arg-type]
 
 
-def test_parts_are_lines_of_what_others_say_and_run_on_in_what_the_model_says() -> None:
+def test_user_parts_are_lines_and_assistant_parts_are_joined() -> None:
     assert conversation({"role": "user", "content": [text("a"), text("b")]}, {"role": "assistant", "content": "x"})[
         0
     ] == Message("user", "a\nb")
@@ -113,32 +113,34 @@ def test_parts_are_lines_of_what_others_say_and_run_on_in_what_the_model_says() 
 
 
 @pytest.mark.parametrize("content", [None, "", [], [text("")]])
-def test_no_content_however_it_is_spelled(content: Json) -> None:
+def test_empty_content_forms(content: Json) -> None:
     assert conversation({"role": "assistant", "content": content}) == [Message("assistant")]
-    assert decoded(messages=[{"role": "user", "content": content}]).history.decode(0) == (Message("user"),)
+    assert decode(messages=[{"role": "user", "content": content}]).history.decode(0) == (Message("user"),)
 
 
-def test_messages_of_one_speaker_in_a_row_are_one_turn() -> None:
-    """So Anthropic has it; and some agents send each block of a turn as a message of its own."""
+def test_consecutive_messages_of_one_role_are_one_turn() -> None:
+    """Anthropic merges them too, and some agents send each block of a turn as its own message."""
     parts = [{"type": "thinking", "thinking": "r", "signature": "s"}, text("Let me see."), tool_use({"a": 1})]
     wires = [{"role": "assistant", "content": [part]} for part in parts]
     assert conversation(*wires) == [assistant(*parts)]
     apart = [{"role": "user", "content": [result("ok")]}, {"role": "user", "content": "Go on."}, HI]
-    history = decoded(messages=apart).history
+    history = decode(messages=apart).history
     assert len(history.raws) == 1
     assert history.decode(0) == (Message("tool", "ok", tool_call_id="toolu_1"), Message("user", "Go on.\nHi"))
 
 
-def test_system_messages_may_come_at_any_time() -> None:
-    """Claude Code sends its environment as one, after the question; as parts while it is the last, as a string later."""
+def test_system_messages_at_any_position() -> None:
+    """Claude Code sends its environment as a system message after the question, first as parts and later as a string."""
     for content in ("Be brief.", [text("Be brief.", **EPHEMERAL)]):
-        said = conversation(HI, {"role": "system", "content": content}, {"role": "assistant", "content": "x"})
-        assert said[1] == Message("system", "Be brief.")
+        decoded_messages = conversation(
+            HI, {"role": "system", "content": content}, {"role": "assistant", "content": "x"}
+        )
+        assert decoded_messages[1] == Message("system", "Be brief.")
     two = conversation(HI, {"role": "system", "content": "a"}, {"role": "system", "content": "b"})
     assert [m.content for m in two] == ["Hi", "a", "b"]
 
 
-def test_a_system_message_that_only_sets_an_option_says_nothing() -> None:
+def test_system_message_with_only_options_is_skipped() -> None:
     option = {"role": "system", "content": [], "output_config": {"effort": "low"}}
     said = {"role": "system", "content": "Be brief.", "output_config": {"effort": "low"}, "clear_at": "never"}
     assert [m.content for m in conversation(HI, option, said, {"role": "assistant", "content": "x"})] == [
@@ -146,7 +148,7 @@ def test_a_system_message_that_only_sets_an_option_says_nothing() -> None:
         "Be brief.",
         "x",
     ]
-    assert refused(messages=[option]).param == "messages"
+    assert decode_error(messages=[option]).param == "messages"
 
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.325.148; cch=a1b2c;"
@@ -164,19 +166,19 @@ BILLING = "x-anthropic-billing-header: cc_version=2.1.325.148; cch=a1b2c;"
         [text("You work."), text(""), text("Well.")],
     ],
 )
-def test_the_system_prompt_is_the_first_piece_and_does_not_change_with_what_means_nothing(system: Json) -> None:
-    history = decoded(system=system).history
+def test_system_prompt_is_normalized_as_first_message(system: Json) -> None:
+    history = decode(system=system).history
     assert history.raws[0] == b'{"role":"system","content":"You work.\\nWell."}'
     assert history.decode(0) == (Message("system", "You work.\nWell."),)
     assert history.decode(1) == (Message("user", "Hi"),)
 
 
 @pytest.mark.parametrize("system", [None, "", [], [text("")], BILLING, [text(BILLING)]])
-def test_no_system_prompt_however_it_is_spelled(system: Json) -> None:
-    assert len(decoded(system=system).history.raws) == 1
+def test_empty_system_prompt_forms(system: Json) -> None:
+    assert len(decode(system=system).history.raws) == 1
 
 
-def test_thinking() -> None:
+def test_thinking_blocks() -> None:
     thought = {"type": "thinking", "thinking": "r", "signature": "sig"}
     got = assistant(thought, text("x"))
     assert (got.reasoning, got.content, got.signature) == ("r", "x", "sig")
@@ -187,25 +189,25 @@ def test_thinking() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "meant"),
+    ("wire", "expected"),
     [
         ({"a": 1}, '{"a": 1}'),
         ({}, "{}"),
         (None, "{}"),
         ([1, 2], "[1, 2]"),
         ("text", '"text"'),
-        ({"a": "\ud83d\ude00 é"}, '{"a": "\\ud83d\\ude00 \\u00e9"}'),  # the very bytes that came
+        ({"a": "\ud83d\ude00 é"}, '{"a": "\\ud83d\\ude00 \\u00e9"}'),  # exactly the bytes that were sent
         ({"INVALID_JSON": "{oops"}, "{oops"),
         ({"INVALID_JSON": "{oops", "b": 1}, '{"INVALID_JSON": "{oops", "b": 1}'),
         ({"INVALID_JSON": 5}, '{"INVALID_JSON": 5}'),
     ],
 )
-def test_arguments_however_they_are_spelled(given: Json, meant: str) -> None:
-    [got] = assistant(tool_use(given)).tool_calls
-    assert (got.id, got.name, got.arguments) == ("toolu_1", "f", meant)
+def test_argument_forms(wire: Json, expected: str) -> None:
+    [got] = assistant(tool_use(wire)).tool_calls
+    assert (got.id, got.name, got.arguments) == ("toolu_1", "f", expected)
 
 
-def test_call_ids_are_ours_again_when_they_come_back() -> None:
+def test_own_call_ids_are_restored() -> None:
     [ours] = assistant(tool_use({}, id=f"toolu_{HEX}")).tool_calls
     assert ours.id == f"call_{HEX}"
     assert results(result("x", tool_use_id=f"toolu_{HEX}"))[0].tool_call_id == f"call_{HEX}"
@@ -214,7 +216,7 @@ def test_call_ids_are_ours_again_when_they_come_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "meant"),
+    ("block", "expected"),
     [
         (result("ok"), "ok"),
         (result("ok", is_error=False), "ok"),
@@ -232,11 +234,11 @@ def test_call_ids_are_ours_again_when_they_come_back() -> None:
         (result([text("No")], is_error=True), "Error: No"),
     ],
 )
-def test_results(block: Json, meant: str) -> None:
-    assert results(block) == [Message("tool", meant, tool_call_id="toolu_1")]
+def test_tool_result_forms(block: Json, expected: str) -> None:
+    assert results(block) == [Message("tool", expected, tool_call_id="toolu_1")]
 
 
-def test_results_and_words_keep_their_order() -> None:
+def test_results_and_text_keep_their_order() -> None:
     got = results(result("1"), result("2", tool_use_id="toolu_2"), text("And"), text("now?"))
     assert [(m.role, m.content, m.tool_call_id) for m in got] == [
         ("tool", "1", "toolu_1"),
@@ -249,8 +251,8 @@ def test_results_and_words_keep_their_order() -> None:
 DEFERRED = {**TOOL, "name": "g", "defer_loading": True}
 
 
-def test_tools_that_wait_are_told_of_where_a_message_refers_to_them() -> None:
-    call = decoded(tools=[TOOL, DEFERRED])
+def test_deferred_tools_are_shown_where_referenced() -> None:
+    call = decode(tools=[TOOL, DEFERRED])
     assert call.tools is not None and [tool.name for tool in call.tools.decode()] == ["f"]
     reference = {"type": "tool_reference", "tool_name": "g"}
     [got] = results(result([text("Found:"), reference]), tools=[TOOL, DEFERRED])
@@ -258,22 +260,22 @@ def test_tools_that_wait_are_told_of_where_a_message_refers_to_them() -> None:
     assert said == "Found:"
     assert json.loads(function.removeprefix("<function>").removesuffix("</function>"))["name"] == "g"
     wrong = {"type": "tool_reference", "tool_name": "h"}
-    assert refused(messages=[{"role": "user", "content": [result([wrong])]}], tools=[TOOL]).param == (
+    assert decode_error(messages=[{"role": "user", "content": [result([wrong])]}], tools=[TOOL]).param == (
         "messages.0.content.0.content.0"
     )
 
 
-def test_tools_that_change_in_the_middle() -> None:
+def test_tool_additions_and_removals() -> None:
     changes = [
         {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "g"}},
         {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": {**TOOL, "name": "h"}}},
         {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "f"}},
     ]
     messages = [HI, {"role": "system", "content": changes}]
-    [got] = decoded(messages=messages, tools=[TOOL, DEFERRED]).history.decode(1)
+    [got] = decode(messages=messages, tools=[TOOL, DEFERRED]).history.decode(1)
     added, inline, removed = got.content.split("\n")
     assert '"name": "g"' in added and '"name": "h"' in inline and removed == "The tool f is no longer available."
-    # Read again from the record, where the tools lie elsewhere.
+    # Stored messages are decoded without the tools.
     stored = b"[" + json.dumps({"role": "system", "content": changes[:1]}).encode() + b"]"
     assert decode_stored_messages("messages", stored) == [Message("system", "The tool g is available now.")]
 
@@ -292,14 +294,14 @@ DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/p
         (result([text("ok"), IMAGE]), "messages.0.content.1.content.1"),
     ],
 )
-def test_what_is_more_than_text_is_named_by_its_place(block: Json, at: str) -> None:
-    """A provider of this dialect may be given it; a model that reads text cannot, and says so (`prompt.py`)."""
+def test_non_text_block_names_its_position(block: Json, at: str) -> None:
+    """Unsupported blocks are marked: a provider of this dialect may accept them, and `prompt.py` refuses them otherwise."""
     [unsupported] = [m.unsupported for m in results(text("Look:"), block) if m.unsupported]
     assert unsupported.startswith(f"{at}: '") and "not supported" in unsupported
 
 
 @pytest.mark.parametrize("kind", ["server_tool_use", "web_search_tool_result", "mcp_tool_use", "compaction", "image"])
-def test_blocks_of_a_providers_own_tools_are_named_too(kind: str) -> None:
+def test_provider_tool_block_names_its_position(kind: str) -> None:
     got = assistant(text("x"), {"type": kind, "id": "s1", "name": "web_search", "input": {}})
     assert got.content == "x" and got.unsupported.startswith(f"messages.0.content.1: {kind!r}")
 
@@ -319,32 +321,32 @@ def test_blocks_of_a_providers_own_tools_are_named_too(kind: str) -> None:
         (None, "messages.0"),
     ],
 )
-def test_messages_that_make_no_sense_are_refused_by_their_place(wire: Json, param: str) -> None:
-    error = refused(messages=[wire, HI])
+def test_invalid_message_names_its_position(wire: Json, param: str) -> None:
+    error = decode_error(messages=[wire, HI])
     assert error.param == param and error.message.startswith("messages.0")
 
 
-def test_a_role_that_is_given_twice_does_not_mix_speakers() -> None:
+def test_duplicate_role_is_refused() -> None:
     body = b'{"messages": [{"role":"user","content":"x","role":"assistant"}, {"role":"user","content":"y"}]}'
     with pytest.raises(BadRequest, match=r"messages\.0\.role"):
         dialect.decode(WireRequest(body)).history.decode(0)
 
 
-def test_a_message_is_looked_at_only_when_it_is_asked_for() -> None:
-    """What was seen before is known by its bytes: a long history is not parsed again."""
-    call = decoded(messages=[{"role": "assistant", "content": [{"type": "tool_use"}]}, HI])
+def test_messages_are_decoded_lazily() -> None:
+    """Known messages are matched by their bytes, so a long history is not decoded again."""
+    call = decode(messages=[{"role": "assistant", "content": [{"type": "tool_use"}]}, HI])
     assert call.history.decode(1) == (Message("user", "Hi"),)
     with pytest.raises(BadRequest):
         call.history.decode(0)
 
 
-def test_the_raw_messages_are_the_bytes_that_were_sent() -> None:
+def test_raw_messages_are_the_sent_bytes() -> None:
     raws = [b'{ "role":"user" ,"content": "a\\u00e9" }', b'{"content":"b","role":"assistant"}', b'{"role": "user"}']
     body = b' {"stop_sequences": null, "messages" : [ ' + b" ,\n".join(raws) + b' ], "model":"m"}'
     assert list(dialect.decode(WireRequest(body)).history.raws) == raws
 
 
-def test_what_was_recorded_reads_as_it_did_when_it_came() -> None:
+def test_stored_messages_decode_the_same() -> None:
     wires = [
         HI,
         HI,
@@ -353,38 +355,38 @@ def test_what_was_recorded_reads_as_it_did_when_it_came() -> None:
         {"role": "assistant", "content": [tool_use({"k": 1})]},
         {"role": "user", "content": [result("ok"), text("next")]},
     ]
-    history = decoded(messages=wires, system=[text("You work.")]).history
+    history = decode(messages=wires, system=[text("You work.")]).history
     live = [m for n in range(len(history.raws)) for m in history.decode(n)]
     assert decode_stored_messages("messages", b"[" + b",".join(history.raws) + b"]") == live
     assert [m.role for m in live] == ["system", "user", "system", "assistant", "tool", "user"]
 
 
-def test_marks_for_a_cache_do_not_change_what_is_meant() -> None:
+def test_cache_control_does_not_change_meaning() -> None:
     plain = [HI, {"role": "assistant", "content": [tool_use({})]}, {"role": "user", "content": [result("ok")]}]
     marked = [HI, plain[1], {"role": "user", "content": [result([text("ok", **EPHEMERAL)], **EPHEMERAL)]}]
-    digests = [RequestMessages(decoded(messages=m).history, b"").meanings(0, 3) for m in (plain, marked)]
+    digests = [RequestMessages(decode(messages=m).history, b"").meanings(0, 3) for m in (plain, marked)]
     assert digests[0] == digests[1]
 
 
-def test_a_long_history_costs_little() -> None:
+def test_long_history_decodes_quickly() -> None:
     wires: list[Json] = []
     for n in range(100):
         wires += [{"role": "user", "content": [result("output\n" * 200)]}, {"role": "assistant", "content": f"{n}"}]
     body = json.dumps({"model": "m", "max_tokens": 5, "messages": [*wires, HI]}).encode()
-    best = min(_timed(lambda: dialect.decode(WireRequest(body))) for _ in range(20))
-    assert best < scaled(0.001), f"{best * 1000:.2f} ms"  # not a measurement: it takes 0.3 ms of an idle core
+    best = min(_cpu_time(lambda: dialect.decode(WireRequest(body))) for _ in range(20))
+    assert best < scaled(0.001), f"{best * 1000:.2f} ms"  # it takes 0.3 ms on an idle core
 
 
-def _timed(work: Any) -> float:
+def _cpu_time(work: Any) -> float:
     start = time.process_time()
     work()
     return time.process_time() - start
 
 
-# ── the rest of a request ───────────────────────────────────────────────────────────────────────────────────────────
+# ── other request fields ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_request_with_nothing_in_it_but_messages() -> None:
+def test_minimal_request() -> None:
     got = dialect.decode(WireRequest(b'{"messages": [{"role": "user", "content": "Hi"}]}'))
     assert (got.model, got.tools, got.sampling, got.max_tokens, got.stop) == ("", None, {}, None, ())
     assert (got.constraint, got.stream, got.retried, got.dialect) == (None, False, False, "messages")
@@ -398,16 +400,16 @@ NULLS = (
 )
 
 
-def test_null_is_the_same_as_leaving_out() -> None:
-    got, plain = decoded(**dict.fromkeys(NULLS)), decoded()
+def test_null_fields_equal_missing_fields() -> None:
+    got, plain = decode(**dict.fromkeys(NULLS)), decode()
     for field in Call.__struct_fields__:
         if field not in ("body", "history"):
             assert getattr(got, field) == getattr(plain, field), field
 
 
-def test_what_cannot_change_the_answer_is_ignored() -> None:
-    plain = decoded()
-    got = decoded(
+def test_irrelevant_fields_are_ignored() -> None:
+    plain = decode()
+    got = decode(
         metadata={"user_id": "u"},
         service_tier="auto",
         cache_control={"type": "ephemeral"},
@@ -423,8 +425,8 @@ def test_what_cannot_change_the_answer_is_ignored() -> None:
             assert getattr(got, field) == getattr(plain, field), field
 
 
-def test_sampling_and_lengths() -> None:
-    got = decoded(temperature=0.5, top_p=0.9, top_k=40, stop_sequences=["END", "\n\n"])
+def test_sampling_stop_sequences_and_max_tokens() -> None:
+    got = decode(temperature=0.5, top_p=0.9, top_k=40, stop_sequences=["END", "\n\n"])
     assert got.sampling == {"temperature": 0.5, "top_p": 0.9, "top_k": 40}
     assert got.stop == ("END", "\n\n") and got.max_tokens == 100
 
@@ -460,37 +462,37 @@ def test_sampling_and_lengths() -> None:
         ({"messages": [HI, {"role": "assistant", "content": "The answer is ("}]}, "messages"),
     ],
 )
-def test_what_makes_no_sense_or_is_not_done_is_refused_by_name(body: Json, param: str) -> None:
-    assert refused(**body).param == param
+def test_invalid_or_unsupported_field_is_named(body: Json, param: str) -> None:
+    assert decode_error(**body).param == param
 
 
-def test_a_forced_tool_and_a_format_exclude_each_other() -> None:
+def test_forced_tool_and_format_are_exclusive() -> None:
     form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
-    assert refused(tools=[TOOL], tool_choice={"type": "any"}, output_config=form).param == "tool_choice"
+    assert decode_error(tools=[TOOL], tool_choice={"type": "any"}, output_config=form).param == "tool_choice"
 
 
-HALF = b'{"messages": [{"role": "user", "content": "half of an emoji: \\ud83d"}]}'  # Anthropic refuses it too
+LONE_SURROGATE = b'{"messages": [{"role": "user", "content": "half of an emoji: \\ud83d"}]}'  # Anthropic refuses it too
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff", b'"x"', b"[" * 5000, HALF])
-def test_bodies_that_are_no_request(body: bytes) -> None:
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff", b'"x"', b"[" * 5000, LONE_SURROGATE])
+def test_invalid_bodies(body: bytes) -> None:
     with pytest.raises(BadRequest):
         dialect.decode(WireRequest(body))
 
 
-def test_a_beginning_of_the_answer_is_refused_with_the_way_out_but_can_be_counted() -> None:
+def test_prefill_is_refused_but_can_be_counted() -> None:
     prefilled = [HI, {"role": "assistant", "content": "{"}]
-    message = refused(messages=prefilled).message
+    message = decode_error(messages=prefilled).message
     assert "prefill" in message and "must end with a user message" in message and "output_config.format" in message
-    assert len(decoded(verb="count", messages=prefilled).history.raws) == 2
+    assert len(decode(verb="count", messages=prefilled).history.raws) == 2
 
 
-def test_what_a_client_says_about_its_retries() -> None:
-    assert not decoded({"x-stainless-retry-count": "0"}).retried and decoded({"x-stainless-retry-count": "2"}).retried
-    assert decoded({"idempotency-key": "k1"}).idempotency_key == "k1"
+def test_retry_headers() -> None:
+    assert not decode({"x-stainless-retry-count": "0"}).retried and decode({"x-stainless-retry-count": "2"}).retried
+    assert decode({"idempotency-key": "k1"}).idempotency_key == "k1"
 
 
-def test_keys() -> None:
+def test_api_key_headers() -> None:
     assert dialect.read_key({"x-api-key": " abc "}, {}) == "abc"
     assert dialect.read_key({"authorization": "Bearer abc"}, {}) == "abc"
     assert dialect.read_key({"x-api-key": "abc", "authorization": "Bearer other"}, {}) == "abc"
@@ -498,8 +500,8 @@ def test_keys() -> None:
     assert dialect.read_key({"authorization": "Basic abc"}, {}) == dialect.read_key({}, {}) == ""
 
 
-def test_headers_for_a_provider_go_along() -> None:
-    got = decoded({"anthropic-version": "2023-06-01", "anthropic-beta": "a,b", "x-api-key": "secret"})
+def test_anthropic_headers_are_forwarded() -> None:
+    got = decode({"anthropic-version": "2023-06-01", "anthropic-beta": "a,b", "x-api-key": "secret"})
     assert got.forwarded_headers == {"anthropic-version": "2023-06-01", "anthropic-beta": "a,b"}
 
 
@@ -518,29 +520,29 @@ def test_headers_for_a_provider_go_along() -> None:
         ({"output_config": {"effort": "max"}}, {"reasoning_effort": "high"}),
     ],
 )
-def test_what_is_said_about_thinking_reaches_templates_that_know_it(body: Json, hints: Json) -> None:
-    got = decoded(**body)
+def test_thinking_and_effort_become_template_hints(body: Json, hints: Json) -> None:
+    got = decode(**body)
     assert got.template_hints == hints and got.template_kwargs == {}
 
 
-# ── tools and shapes ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── tools and constraints ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_tools_take_the_form_that_templates_know() -> None:
+def test_tools_become_function_tools() -> None:
     more = {**EPHEMERAL, "strict": True, "eager_input_streaming": True, "type": "custom"}
-    got = decoded(tools=[{**TOOL, **more}, {"name": "g", "input_schema": {"type": "object"}}]).tools
+    got = decode(tools=[{**TOOL, **more}, {"name": "g", "input_schema": {"type": "object"}}]).tools
     assert got is not None
     first, second = got.decode()
     function = {"name": "f", "description": "Does f.", "parameters": TOOL["input_schema"]}
     assert (first.name, first.wire) == ("f", {"type": "function", "function": function})
     assert second.wire["function"] == {"name": "g", "parameters": {"type": "object"}}
-    assert decoded(tools=[]).tools is None
-    assert decoded(tools=[TOOL], tool_choice={"type": "none"}).tools is None
-    assert decoded(tools=[TOOL], tool_choice={"type": "auto"}).tools is not None
+    assert decode(tools=[]).tools is None
+    assert decode(tools=[TOOL], tool_choice={"type": "none"}).tools is None
+    assert decode(tools=[TOOL], tool_choice={"type": "auto"}).tools is not None
 
 
-def test_examples_of_input_are_shown_to_the_model() -> None:
-    got = decoded(tools=[{**TOOL, "input_examples": [{"a": 1}]}]).tools
+def test_input_examples_are_in_parameters() -> None:
+    got = decode(tools=[{**TOOL, "input_examples": [{"a": 1}]}]).tools
     assert got is not None
     assert got.decode()[0].wire["function"]["parameters"]["examples"] == [{"a": 1}]
 
@@ -557,29 +559,29 @@ def test_examples_of_input_are_shown_to_the_model() -> None:
         ([{"name": "f"}], "tools.0.input_schema"),
     ],
 )
-def test_tools_that_make_no_sense_are_refused_by_their_place(tools: Json, param: str) -> None:
-    error = refused(tools=tools)
+def test_invalid_tool_names_its_position(tools: Json, param: str) -> None:
+    error = decode_error(tools=tools)
     assert error.param == param and error.message.startswith("tools")
 
 
-def test_forced_tools() -> None:
-    named = decoded(tools=[TOOL], tool_choice={"type": "tool", "name": "f", "disable_parallel_tool_use": True})
+def test_forced_tool_constraints() -> None:
+    named = decode(tools=[TOOL], tool_choice={"type": "tool", "name": "f", "disable_parallel_tool_use": True})
     assert named.constraint == Constraint("tool", TOOL["input_schema"], "f") and not named.parallel_tool_calls
     other = {"name": "g", "input_schema": {"type": "object"}}
-    forced = decoded(tools=[TOOL, other], tool_choice={"type": "any"}).constraint
+    forced = decode(tools=[TOOL, other], tool_choice={"type": "any"}).constraint
     assert forced is not None and forced.kind == "tools" and "maxItems" not in forced.schema
-    single = decoded(tools=[TOOL, other], tool_choice={"type": "any", "disable_parallel_tool_use": True}).constraint
+    single = decode(tools=[TOOL, other], tool_choice={"type": "any", "disable_parallel_tool_use": True}).constraint
     assert single is not None and single.schema["maxItems"] == 1
-    auto = decoded(tools=[TOOL], tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    auto = decode(tools=[TOOL], tool_choice={"type": "auto", "disable_parallel_tool_use": True})
     assert auto.constraint is None and not auto.parallel_tool_calls
 
 
-def test_formats() -> None:
+def test_output_formats() -> None:
     schema = {"type": "object"}
     form = {"type": "json_schema", "schema": schema}
-    assert decoded(output_config={"format": form}).constraint == Constraint("json_schema", schema)
-    assert decoded(output_format=form).constraint == Constraint("json_schema", schema)
-    assert decoded(output_config={"effort": "high", "task_budget": {"type": "tokens"}}).constraint is None
+    assert decode(output_config={"format": form}).constraint == Constraint("json_schema", schema)
+    assert decode(output_format=form).constraint == Constraint("json_schema", schema)
+    assert decode(output_config={"effort": "high", "task_budget": {"type": "tokens"}}).constraint is None
 
 
 # ── replies ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -589,12 +591,14 @@ CALL = ToolCall(f"call_{HEX}", "f", '{"a": "line\\n"}')
 OMITTED = {"thinking": {"type": "adaptive", "display": "omitted"}}
 
 
-def whole(message: Message, finish: Any = "stop", usage: Usage | None = USAGE, stop: str = "", **body: Json) -> Json:
-    return json.loads(dialect.encode_reply(decoded(**body), Done(finish, message, usage, 1, stop)))
+def encode_reply(
+    message: Message, finish: Any = "stop", usage: Usage | None = USAGE, stop: str = "", **body: Json
+) -> Json:
+    return json.loads(dialect.encode_reply(decode(**body), Done(finish, message, usage, 1, stop)))
 
 
-def test_a_whole_reply() -> None:
-    got = whole(Message("assistant", "Hello."))
+def test_whole_reply() -> None:
+    got = encode_reply(Message("assistant", "Hello."))
     assert got.pop("id").startswith("msg_")
     assert got == {
         "type": "message",
@@ -612,17 +616,17 @@ def test_a_whole_reply() -> None:
     }
 
 
-def test_the_blocks_of_a_whole_reply() -> None:
-    thought, said, called = whole(Message("assistant", "Hi", "r", (CALL,)), "tool_calls")["content"]
+def test_whole_reply_blocks() -> None:
+    thought, said, called = encode_reply(Message("assistant", "Hi", "r", (CALL,)), "tool_calls")["content"]
     assert (thought["type"], thought["thinking"]) == ("thinking", "r") and thought["signature"].startswith("tg1.")
     assert said == {"type": "text", "text": "Hi"}
     assert called == {"type": "tool_use", "id": f"toolu_{HEX}", "name": "f", "input": {"a": "line\n"}}
-    assert whole(Message("assistant"))["content"] == []
+    assert encode_reply(Message("assistant"))["content"] == []
 
 
-def test_usage_that_is_known_in_part_or_not_at_all() -> None:
-    assert whole(Message("assistant", "x"), usage=None)["usage"]["output_tokens"] == 0
-    got = whole(Message("assistant", "x"), usage=Usage(10, 3, cached_tokens=4, reasoning_tokens=2))["usage"]
+def test_partial_and_unknown_usage() -> None:
+    assert encode_reply(Message("assistant", "x"), usage=None)["usage"]["output_tokens"] == 0
+    got = encode_reply(Message("assistant", "x"), usage=Usage(10, 3, cached_tokens=4, reasoning_tokens=2))["usage"]
     assert (got["input_tokens"], got["cache_read_input_tokens"]) == (6, 4)
     assert got["output_tokens_details"] == {"thinking_tokens": 2}
 
@@ -638,13 +642,13 @@ def test_usage_that_is_known_in_part_or_not_at_all() -> None:
         ("abort", "", "end_turn"),
     ],
 )
-def test_why_it_stopped(finish: Any, stop: str, reason: str) -> None:
-    got = whole(Message("assistant", "x"), finish, stop=stop)
+def test_stop_reasons(finish: Any, stop: str, reason: str) -> None:
+    got = encode_reply(Message("assistant", "x"), finish, stop=stop)
     assert (got["stop_reason"], got["stop_sequence"]) == (reason, stop if reason == "stop_sequence" else None)
 
 
-def streamed(*events: Any, **body: Json) -> list[Json]:
-    encoder = dialect.open_stream(decoded(stream=True, **body))
+def encode_stream(*events: Any, **body: Json) -> list[Json]:
+    encoder = dialect.open_stream(decode(stream=True, **body))
     assert encoder.media == "text/event-stream; charset=utf-8"
     data = encoder.begin() + b"".join(encoder.event(event) for event in events)
     *parts, rest = data.decode().split("\n\n")
@@ -657,19 +661,19 @@ def streamed(*events: Any, **body: Json) -> list[Json]:
     return found
 
 
-def test_signs_that_templates_use_are_only_text() -> None:
-    odd = '%b %d %% {"a": 1} \n"'
-    call = ToolCall("toolu_%d", "run%b", json.dumps({"x": odd}))
-    message = Message("assistant", odd, odd, (call,))
-    events = [Delta("reasoning", odd), Delta("content", odd), CallDelta(0, call)]
-    got = joined(streamed(*events, Done("stop", message, Usage(1, 2)), model="%b"))
+def test_percent_signs_are_plain_text() -> None:
+    percent_signs = '%b %d %% {"a": 1} \n"'
+    call = ToolCall("toolu_%d", "run%b", json.dumps({"x": percent_signs}))
+    message = Message("assistant", percent_signs, percent_signs, (call,))
+    events = [Delta("reasoning", percent_signs), Delta("content", percent_signs), CallDelta(0, call)]
+    got = join_events(encode_stream(*events, Done("stop", message, Usage(1, 2)), model="%b"))
     thinking, text, use = got["content"]
-    assert thinking["thinking"] == odd == text["text"] and got["model"] == "%b"
-    assert (use["id"], use["name"], use["input"]) == (call.id, call.name, {"x": odd})
+    assert thinking["thinking"] == percent_signs == text["text"] and got["model"] == "%b"
+    assert (use["id"], use["name"], use["input"]) == (call.id, call.name, {"x": percent_signs})
 
 
-def joined(events: list[Json]) -> Json:
-    """What a client makes of the events."""
+def join_events(events: list[Json]) -> Json:
+    """Assemble the message from the events as a client does."""
     message: Json = {}
     texts: dict[int, str] = {}
     for event in events:
@@ -719,28 +723,31 @@ def events_of(message: Message) -> list[Any]:
 
 @pytest.mark.parametrize("body", [{}, OMITTED, {"context_management": {"edits": []}}])
 @pytest.mark.parametrize("message", REPLIES)
-def test_streamed_or_not_it_says_the_same(message: Message, body: Json) -> None:
+def test_streamed_reply_equals_whole_reply(message: Message, body: Json) -> None:
     done = Done("tool_calls" if message.tool_calls else "stop", message, USAGE, 1)
-    got, expected = joined(streamed(*events_of(message), done, **body)), whole(message, done.finish, **body)
+    got, expected = (
+        join_events(encode_stream(*events_of(message), done, **body)),
+        encode_reply(message, done.finish, **body),
+    )
     assert got.pop("id") != expected.pop("id")
     assert got == expected
 
 
 @pytest.mark.parametrize("body", [{}, OMITTED])
 @pytest.mark.parametrize("message", REPLIES)
-def test_what_was_sampled_is_what_comes_back(message: Message, body: Json) -> None:
+def test_sampled_message_round_trips(message: Message, body: Json) -> None:
     done = Done("tool_calls" if message.tool_calls else "stop", message, USAGE, 1)
-    given_back = joined(streamed(*events_of(message), done, **body))["content"]
-    [got] = conversation({"role": "assistant", "content": given_back})
+    returned = join_events(encode_stream(*events_of(message), done, **body))["content"]
+    [got] = conversation({"role": "assistant", "content": returned})
     assert (got.content, got.tool_calls) == (message.content, message.tool_calls)
-    # Thinking that is not shown is in the signature, unless a provider put its own there.
+    # Hidden thinking is in the signature, unless the signature is a provider's.
     assert got.reasoning == (message.reasoning if not (message.signature and body) else "")
 
 
-def test_the_events_of_a_streamed_reply() -> None:
+def test_streamed_reply_events() -> None:
     message = Message("assistant", "Hi", "r", (CALL,))
     done = Done("tool_calls", message, USAGE, 1)
-    events = streamed(
+    events = encode_stream(
         Delta("reasoning", "r"), KeepAlive(), Delta("content", "Hi"), KeepAlive(), CallDelta(0, CALL), done
     )
     assert [(e["type"], e.get("index")) for e in events] == [
@@ -768,16 +775,16 @@ def test_the_events_of_a_streamed_reply() -> None:
     assert events[13]["usage"]["input_tokens"] == 10 and "context_management" not in events[13]
 
 
-def test_words_after_a_call_are_a_block_of_their_own() -> None:
+def test_text_after_call_is_its_own_block() -> None:
     done = Done("tool_calls", Message("assistant", "ab", tool_calls=(CALL,)), USAGE, 1)
-    got = joined(streamed(Delta("content", "a"), CallDelta(0, CALL), Delta("content", "b"), done))["content"]
+    got = join_events(encode_stream(Delta("content", "a"), CallDelta(0, CALL), Delta("content", "b"), done))["content"]
     assert [block["type"] for block in got] == ["text", "tool_use", "text"]
     assert assistant(*got) == Message("assistant", "ab", tool_calls=(CALL,))
 
 
-def test_thinking_that_is_not_shown_is_not_sent() -> None:
+def test_hidden_thinking_is_not_sent() -> None:
     message = Message("assistant", "x", "a secret thought")
-    events = streamed(*events_of(message), Done("stop", message, USAGE, 1), **OMITTED)
+    events = encode_stream(*events_of(message), Done("stop", message, USAGE, 1), **OMITTED)
     assert not any(e.get("delta", {}).get("type") == "thinking_delta" for e in events)
     assert "secret" not in json.dumps(events)
 
@@ -799,43 +806,43 @@ def test_thinking_that_is_not_shown_is_not_sent() -> None:
         "tg1.té",
     ],
 )
-def test_signatures_of_others_and_damaged_ones_say_nothing(signature: str) -> None:
+def test_foreign_and_damaged_signatures_are_ignored(signature: str) -> None:
     got = assistant({"type": "thinking", "thinking": "", "signature": signature}, text("x"))
     assert (got.reasoning, got.content) == ("", "x")
 
 
 @pytest.mark.parametrize("size", [4_000, 3_999_999, 50_000_000])
-def test_a_signature_that_swells_says_nothing(size: int) -> None:
+def test_decompression_bomb_signature_is_ignored(size: int) -> None:
     bomb = base64.urlsafe_b64encode(zlib.compress(b"a" * size, 9)).decode()
     got = assistant({"type": "thinking", "thinking": "", "signature": "tg1.t" + bomb}, text("x"))
     assert got == Message("assistant", "x", signature="tg1.t" + bomb)
 
 
-def test_a_signature_that_was_compressed_is_still_read() -> None:
+def test_compressed_signature_is_still_read() -> None:
     old = "tg1.t" + base64.urlsafe_b64encode(zlib.compress(b"I read the file first.")).decode()
     assert assistant({"type": "thinking", "thinking": "", "signature": old}).reasoning == "I read the file first."
 
 
-def test_tools_are_read_once_however_often_messages_refer_to_them() -> None:
+def test_repeated_tool_references_decode_tools_once() -> None:
     tools = [{"name": f"t{n}", "input_schema": {"type": "object"}, "defer_loading": True} for n in range(2000)]
     found = {
         "type": "tool_result",
         "tool_use_id": "x",
         "content": [{"type": "tool_reference", "tool_name": "t1999"}] * 2000,
     }
-    began = time.process_time()
-    said = results(found, tools=tools)
-    assert said[0].content.count('"t1999"') == 2000
-    assert time.process_time() - began < scaled(0.5)  # not a measurement: it took a minute and more
+    started = time.process_time()
+    decoded_messages = results(found, tools=tools)
+    assert decoded_messages[0].content.count('"t1999"') == 2000
+    assert time.process_time() - started < scaled(0.5)  # it used to take more than a minute
 
 
-def test_many_tools_are_read_in_no_time() -> None:
+def test_many_tools_decode_quickly() -> None:
     tools = [{"name": f"t{n}", "input_schema": {"type": "object"}} for n in range(20_000)]
-    began = time.process_time()
-    call = decoded(tools=tools)
+    started = time.process_time()
+    call = decode(tools=tools)
     assert call.tools is not None
     assert len(call.tools.decode()) == 20_000
-    assert time.process_time() - began < scaled(0.5)
+    assert time.process_time() - started < scaled(0.5)
 
 
 @pytest.mark.parametrize(
@@ -857,10 +864,10 @@ def test_many_tools_are_read_in_no_time() -> None:
         (Stopping("x"), 529, "overloaded_error"),
     ],
 )
-def test_errors(error: TurngateError, status: int, kind: str) -> None:
+def test_error_bodies_and_statuses(error: TurngateError, status: int, kind: str) -> None:
     body = {"type": "error", "error": {"type": kind, "message": "x"}, "request_id": None}
     assert json.loads(dialect.encode_error(error)) == body and dialect.error_status(error) == status
-    in_stream = dialect.open_stream(decoded(stream=True)).error(error)
+    in_stream = dialect.open_stream(decode(stream=True)).error(error)
     assert in_stream.startswith(b"event: error\ndata: ") and in_stream.endswith(b"\n\n")
     assert json.loads(in_stream.removeprefix(b"event: error\ndata: ")) == body
     assert not dialect.sends_in_stream(error)
@@ -873,21 +880,21 @@ def test_errors(error: TurngateError, status: int, kind: str) -> None:
         (ContextOverflow("it does not fit"), "prompt is too long: it does not fit"),
     ],
 )
-def test_an_overflow_is_told_in_the_words_that_agents_look_for(error: TurngateError, message: str) -> None:
+def test_context_overflow_message(error: TurngateError, message: str) -> None:
     assert json.loads(dialect.encode_error(error))["error"] == {"type": "invalid_request_error", "message": message}
     assert dialect.error_status(error) == 400
 
 
-def test_a_thread_is_refused_in_a_way_that_the_clients_runner_understands() -> None:
-    error = json.loads(dialect.encode_error(refused(thread={"type": "create"})))["error"]
+def test_unsupported_thread_error_details() -> None:
+    error = json.loads(dialect.encode_error(decode_error(thread={"type": "create"})))["error"]
     assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 
 
-def test_models_and_counts() -> None:
+def test_encode_models_and_counts() -> None:
     got = json.loads(dialect.encode_models(["a", "b"], 5))
     assert (got["has_more"], got["first_id"], got["last_id"]) == (False, "a", "b")
     assert [m["id"] for m in got["data"]] == ["a", "b"]
-    one = json.loads(dialect.encode_model("a", 5))
-    assert (one["type"], one["display_name"], one["created_at"]) == ("model", "a", "1970-01-01T00:00:05Z")
+    model = json.loads(dialect.encode_model("a", 5))
+    assert (model["type"], model["display_name"], model["created_at"]) == ("model", "a", "1970-01-01T00:00:05Z")
     assert json.loads(dialect.encode_models([], 5))["data"] == []
     assert json.loads(dialect.encode_count(7)) == {"input_tokens": 7}

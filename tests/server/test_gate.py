@@ -19,7 +19,7 @@ import pytest
 from tests.kit import OpenSession, Running, calls, gateway, renderer, until
 from tests.sdk_agents import DIALECTS, agent
 from tests.speed import scaled
-from tests.verify.kit import all_fine
+from tests.verify.kit import verify_all
 from turngate.client import gate as gate_client
 from turngate.client.gate import RemoteGate
 from turngate.client.gateway import GatewayClient
@@ -97,7 +97,7 @@ async def test_trainer_answers_are_recorded_exactly(dialect: str, stream: bool) 
         [row] = await g.samples(session.id)
         assert row["ids"] == answers[1][0] + answers[1][1] and all(span["trained"] for span in row["spans"])
         await g.seal(session.id)
-        all_fine(Path(g.app.config.data), renderer=renderer())
+        verify_all(Path(g.app.config.data), renderer=renderer())
     await asyncio.to_thread(thread.join, scaled(5))
     assert not thread.is_alive()
 

@@ -1,4 +1,4 @@
-"""Errors as exceptions of the openai client: the right class, a helpful message, and the field's name."""
+"""Test errors as seen by the openai client: exception class, message and field name."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ HI = [user("Hi")]
 STREAMED = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 
 
-async def refused(g: Running, key: str, kind: type[openai.APIStatusError], **request: Any) -> Any:
-    """Makes a call that must fail as `kind`, and gives the exception."""
-    client = g.client(key, max_retries=2)  # as agents have it: an error that asks for a retry would show in the engine
+async def expect_error(g: Running, key: str, kind: type[openai.APIStatusError], **request: Any) -> Any:
+    """Make a call that must fail as `kind`, and return the exception."""
+    client = g.client(key, max_retries=2)  # as agents do: a retried error would reach the engine again
     with pytest.raises(kind) as caught:
         await client.chat.completions.create(**{"model": "m", "messages": HI, **request})
     assert caught.type is kind
@@ -39,22 +39,22 @@ async def post(g: Running, key: str, body: bytes | Json, **headers: str) -> http
     )
 
 
-# ── requests that are wrong ─────────────────────────────────────────────────────────────────────────────────────────
+# ── invalid requests ────────────────────────────────────────────────────────────────────────────────────────────────
 
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}
-WRONG: dict[str, tuple[Json, str]] = {
+INVALID_REQUESTS: dict[str, tuple[Json, str]] = {
     "several choices": ({"n": 2}, "n"),
     "log-probabilities": ({"logprobs": True}, "logprobs"),
-    "best log-probabilities": ({"top_logprobs": 3}, "logprobs"),
+    "top log-probabilities": ({"top_logprobs": 3}, "logprobs"),
     "a logit bias": ({"logit_bias": {"5": 10}}, "logit_bias"),
     "old functions": ({"functions": [{"name": "f"}]}, "functions"),
     "an old forced function": ({"function_call": "auto"}, "function_call"),
-    "sound": ({"audio": {"voice": "alloy", "format": "wav"}}, "audio"),
+    "audio": ({"audio": {"voice": "alloy", "format": "wav"}}, "audio"),
     "modalities": ({"modalities": ["text", "audio"]}, "modalities"),
     "web search": ({"web_search_options": {}}, "web_search_options"),
     "no messages": ({"messages": []}, "messages"),
-    "messages that are no list": ({"messages": "Hi"}, "messages"),
-    "a message that is no object": ({"messages": ["Hi"]}, "messages[0]"),
+    "messages not a list": ({"messages": "Hi"}, "messages"),
+    "a message that is not an object": ({"messages": ["Hi"]}, "messages[0]"),
     "a message without a role": ({"messages": [{"content": "Hi"}]}, "messages[0]"),
     "an unknown role": ({"messages": [{"role": "wizard", "content": "Hi"}]}, "messages[0].role"),
     "a result without its call": ({"messages": [*HI, {"role": "tool", "content": "x"}]}, "messages[1].tool_call_id"),
@@ -64,72 +64,72 @@ WRONG: dict[str, tuple[Json, str]] = {
         {"messages": [*HI, {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]},
         "messages[1].function_call",
     ),
-    "a hot temperature": ({"temperature": "hot"}, "temperature"),
-    "too hot a temperature": ({"temperature": 3}, "temperature"),
+    "a temperature that is not a number": ({"temperature": "hot"}, "temperature"),
+    "a temperature above 2": ({"temperature": 3}, "temperature"),
     "a top_p above 1": ({"top_p": 1.5}, "top_p"),
-    "tokens in words": ({"max_tokens": "many"}, "max_tokens"),
-    "no tokens": ({"max_tokens": 0}, "max_tokens"),
-    "no tokens, by the newer name": ({"max_completion_tokens": -1}, "max_completion_tokens"),
-    "half a token": ({"max_tokens": 1.5}, "max_tokens"),
+    "max_tokens that is not a number": ({"max_tokens": "many"}, "max_tokens"),
+    "zero max_tokens": ({"max_tokens": 0}, "max_tokens"),
+    "negative max_completion_tokens": ({"max_completion_tokens": -1}, "max_completion_tokens"),
+    "fractional max_tokens": ({"max_tokens": 1.5}, "max_tokens"),
     "an empty stop string": ({"stop": ["x", ""]}, "stop"),
     "too many stop strings": ({"stop": [str(n) for n in range(17)]}, "stop"),
-    "a stop that is no text": ({"stop": 5}, "stop"),
-    "a stream that is no yes or no": ({"stream": "yes"}, "stream"),
-    "tools that are no list": ({"tools": "none"}, "tools"),
-    "a tool that is no function": ({"tools": [{"type": "custom", "custom": {"name": "c"}}]}, "tools[0].type"),
+    "a stop that is not a string": ({"stop": 5}, "stop"),
+    "a stream that is not a boolean": ({"stream": "yes"}, "stream"),
+    "tools not a list": ({"tools": "none"}, "tools"),
+    "a tool that is not a function": ({"tools": [{"type": "custom", "custom": {"name": "c"}}]}, "tools[0].type"),
     "a tool without a name": ({"tools": [tool(), {"type": "function", "function": {}}]}, "tools[1].function.name"),
-    "a forced tool that is not there": (
+    "an unknown forced tool": (
         {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "other"}}},
         "tool_choice",
     ),
     "a forced tool without tools": ({"tool_choice": "required"}, "tool_choice"),
     "an unknown tool choice": ({"tools": [tool()], "tool_choice": "maybe"}, "tool_choice"),
-    "two shapes at once": (
+    "two constraints at once": (
         {"tools": [tool()], "tool_choice": "required", "response_format": {"type": "json_object"}},
         "tool_choice",
     ),
     "an unknown format": ({"response_format": {"type": "xml"}}, "response_format"),
     "a format without its schema": ({"response_format": {"type": "json_schema"}}, "response_format"),
-    "template arguments that are no object": ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
-    "template arguments that are taken": ({"chat_template_kwargs": {"messages": []}}, "messages"),
+    "template arguments not an object": ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+    "reserved template arguments": ({"chat_template_kwargs": {"messages": []}}, "messages"),
 }
 
 
-async def test_a_wrong_request_is_a_bad_request_that_names_its_field() -> None:
+async def test_invalid_request_names_its_field() -> None:
     async with gateway([say("Never said.")]) as g:
         session = await g.open()
-        for case, (request, param) in WRONG.items():
-            error = await refused(g, session.key, openai.BadRequestError, extra_body=request)
+        for case, (request, param) in INVALID_REQUESTS.items():
+            error = await expect_error(g, session.key, openai.BadRequestError, extra_body=request)
             assert error.param == param, case
             assert error.message and param.split("[")[0].split(".")[0] in error.message, case
             assert error.type == "invalid_request_error", case
-        # Nothing of it reached the engine or the trace.
+        # Nothing reached the engine or the trace.
         assert not g.engine.received and await g.turns(session.id) == []
 
 
-async def test_a_wrong_request_is_refused_with_a_status_even_if_it_asked_for_a_stream() -> None:
+async def test_invalid_streaming_request_has_error_status() -> None:
     async with gateway() as g:
         session = await g.open()
-        error = await refused(g, session.key, openai.BadRequestError, n=3, stream=True)
+        error = await expect_error(g, session.key, openai.BadRequestError, n=3, stream=True)
         assert error.response.headers["content-type"] == "application/json"
 
 
 NOT_JSON = {
     "nothing": b"",
-    "half an object": b'{"messages": [',
-    "words": b"hello",
+    "a truncated object": b'{"messages": [',
+    "plain text": b"hello",
     "a list": b"[]",
     "not UTF-8": b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}',
     "not UTF-8 in the tool choice": b'{"messages": [{"role": "user", "content": "x"}], "tool_choice": "\xff"}',
-    "a number that JSON does not have": b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
-    "a pit without a bottom": b'{"messages": [{"role": "user", "content": "x", "y": '
+    "NaN": b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
+    "nested 100,000 deep": b'{"messages": [{"role": "user", "content": "x", "y": '
     + b"[" * 100_000
     + b"]" * 100_000
     + b"}]}",
 }
 
 
-async def test_half_of_a_character_is_read_as_the_replacement_character() -> None:
+async def test_lone_surrogate_becomes_replacement_character() -> None:
     async with gateway([say("Yes.")]) as g:
         session = await g.open()
         body = rb'{"messages": [{"role": "user", "content": "cut \ud83d"}]}'
@@ -138,7 +138,7 @@ async def test_half_of_a_character_is_read_as_the_replacement_character() -> Non
 
 
 @pytest.mark.parametrize("case", NOT_JSON)
-async def test_a_body_that_is_not_json_is_a_bad_request(case: str) -> None:
+async def test_invalid_json_body_is_bad_request(case: str) -> None:
     async with gateway([say("Never said.")]) as g:
         session = await g.open()
         response = await post(g, session.key, NOT_JSON[case])
@@ -146,7 +146,7 @@ async def test_a_body_that_is_not_json_is_a_bad_request(case: str) -> None:
         assert response.json()["error"]["type"] == "invalid_request_error"
 
 
-async def test_numbers_too_large_for_the_gateway_are_a_bad_request_and_no_crash() -> None:
+async def test_huge_numbers_do_not_crash() -> None:
     async with gateway([say("Never said.")] * 2) as g:
         session = await g.open()
         huge = {"type": "integer", "maximum": 2**70}
@@ -156,7 +156,7 @@ async def test_numbers_too_large_for_the_gateway_are_a_bad_request_and_no_crash(
 
 
 @pytest.mark.parametrize("depth", [200, 300, 600, 900, 1100])
-async def test_deep_schemas_are_taken_or_refused_but_nothing_breaks(depth: int) -> None:
+async def test_deep_schemas_do_not_crash(depth: int) -> None:
     body = b'{"messages": [{"role": "user", "content": "x"}], %s}'
     deep = ('{"a":' * depth + '""' + "}" * depth).encode()
     wrapped = b'"tools": [{"type": "function", "function": {"name": "f", "parameters": ' + deep + b"}}]"
@@ -167,7 +167,7 @@ async def test_deep_schemas_are_taken_or_refused_but_nothing_breaks(depth: int) 
             assert response.status_code in (200, 400), response.text
 
 
-async def test_the_route_tells_the_wrong_method_and_the_wrong_place() -> None:
+async def test_wrong_method_and_path_are_not_found() -> None:
     async with gateway() as g:
         session = await g.open()
         http = g.http(session.key)
@@ -176,47 +176,49 @@ async def test_the_route_tells_the_wrong_method_and_the_wrong_place() -> None:
             assert response.status_code == 404 and path in response.json()["error"]["message"]
 
 
-async def test_a_session_of_one_model_serves_no_other() -> None:
-    async with gateway([say("Hello.")]) as g:  # a gateway without a name of its own takes any
+async def test_session_serves_only_its_model() -> None:
+    async with gateway([say("Hello.")]) as g:  # an unnamed gateway accepts any model
         session = await g.open(model="mine")
-        error = await refused(g, session.key, openai.NotFoundError, model="yours")
+        error = await expect_error(g, session.key, openai.NotFoundError, model="yours")
         assert error.param == "model" and "mine" in error.message
         assert (await g.ask(session.key, "Hi", model="mine")).content == "Hello."
 
 
-async def test_a_model_that_is_not_served_here() -> None:
+async def test_unserved_model_is_not_found() -> None:
     async with gateway([say("Hello.")], model="policy-1") as g:
         session = await g.open()
-        error = await refused(g, session.key, openai.NotFoundError, model="gpt-4o")
+        error = await expect_error(g, session.key, openai.NotFoundError, model="gpt-4o")
         assert error.param == "model" and "policy-1" in error.message
         assert (await g.ask(session.key, "Hi", model="policy-1")).content == "Hello."
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_a_request_that_is_too_large(stream: bool) -> None:
+async def test_too_large_request(stream: bool) -> None:
     async with gateway([say("Hello.")], max_body_mb=0.05) as g:
         session = await g.open()
-        error = await refused(g, session.key, openai.APIStatusError, messages=[user("x" * 3_000_000)], stream=stream)
+        error = await expect_error(
+            g, session.key, openai.APIStatusError, messages=[user("x" * 3_000_000)], stream=stream
+        )
         assert error.status_code == 413
 
-        # Sent in pieces, without saying how long it is, it is no more welcome.
+        # A chunked body without a length is refused as well.
         async def pieces() -> Any:
             for _ in range(60):
                 yield b" " * 1000
 
         response = await g.http(session.key).post("/v1/chat/completions", content=pieces())
         assert response.status_code == 413
-        assert (await g.ask(session.key, "Hi")).content == "Hello."  # the gateway goes on
+        assert (await g.ask(session.key, "Hi")).content == "Hello."  # the gateway still works
 
 
 # ── keys and sessions ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_wrong_key_and_no_key() -> None:
+async def test_wrong_and_missing_keys() -> None:
     async with gateway() as g:
         await g.open()
         for key in ("sk-wrong", "tg-" + "x" * 43, g.app.admin_key):
-            error = await refused(g, key, openai.AuthenticationError)
+            error = await expect_error(g, key, openai.AuthenticationError)
             assert error.code == "invalid_api_key" and key not in error.message
         response = await g.http().post("/v1/chat/completions", json={"model": "m", "messages": HI})
         assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
@@ -224,29 +226,29 @@ async def test_a_wrong_key_and_no_key() -> None:
 
 @STREAMED
 @pytest.mark.parametrize("end", ["seal", "cancel"])
-async def test_a_session_that_has_ended_says_so_and_is_not_asked_again(end: str, stream: bool) -> None:
+async def test_ended_session_is_conflict_without_retry(end: str, stream: bool) -> None:
     async with gateway([say("Never said.")]) as g:
         session = await g.open()
         await (g.seal if end == "seal" else g.cancel)(session.id)
-        error = await refused(g, session.key, openai.ConflictError, stream=stream)
-        # The openai client repeats calls that end in 409 unless it is told not to.
+        error = await expect_error(g, session.key, openai.ConflictError, stream=stream)
+        # The openai client retries 409 responses unless told not to.
         assert error.response.headers["x-should-retry"] == "false"
         assert error.response.request.headers["x-stainless-retry-count"] == "0"
         assert "sealed" in error.message or "cancelled" in error.message
 
 
-async def test_a_deleted_sessions_key_opens_nothing() -> None:
+async def test_key_of_deleted_session_is_unauthorized() -> None:
     async with gateway() as g:
         session = await g.open()
         await g.admin.delete(f"/admin/sessions/{session.id}")
-        await refused(g, session.key, openai.AuthenticationError)
+        await expect_error(g, session.key, openai.AuthenticationError)
 
 
-# ── engines that fail ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── engine failures ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @STREAMED
-async def test_a_busy_engine_is_a_rate_limit(stream: bool) -> None:
+async def test_busy_engine_returns_retry_after(stream: bool) -> None:
     async with gateway([say("", busy=True)] * 3) as g:
         session = await g.open()
         client = g.client(session.key)
@@ -254,10 +256,10 @@ async def test_a_busy_engine_is_a_rate_limit(stream: bool) -> None:
             await client.chat.completions.create(model="m", messages=HI, stream=stream)
         assert caught.value.response.headers["retry-after"] == "1"
         assert "x-should-retry" not in caught.value.response.headers
-        assert await g.turns(session.id) == []  # nothing was sampled, so there is no turn
+        assert await g.turns(session.id) == []  # nothing was sampled
 
 
-async def test_a_client_that_repeats_its_call_gets_through_when_the_engine_is_back() -> None:
+async def test_sdk_retry_succeeds_when_engine_recovers() -> None:
     async with gateway([say("", fail_before=True), say("Back.")]) as g:
         session = await g.open()
         reply = await g.client(session.key, max_retries=2).chat.completions.create(model="m", messages=HI)
@@ -266,7 +268,7 @@ async def test_a_client_that_repeats_its_call_gets_through_when_the_engine_is_ba
 
 
 @STREAMED
-async def test_an_engine_that_is_not_there_is_a_server_error(stream: bool) -> None:
+async def test_unavailable_engine_is_server_error(stream: bool) -> None:
     async with gateway([say("", fail_before=True)]) as g:
         session = await g.open()
         with pytest.raises(openai.InternalServerError) as caught:
@@ -276,7 +278,7 @@ async def test_an_engine_that_is_not_there_is_a_server_error(stream: bool) -> No
 
 
 @STREAMED
-async def test_an_engine_that_falls_silent_is_a_timeout(stream: bool) -> None:
+async def test_silent_engine_is_gateway_timeout(stream: bool) -> None:
     async with gateway(engine=Scripted([say("Never said.", hang=True)], silence_s=0.05)) as g:
         session = await g.open()
         with pytest.raises(openai.InternalServerError) as caught:
@@ -285,53 +287,55 @@ async def test_an_engine_that_falls_silent_is_a_timeout(stream: bool) -> None:
 
 
 @STREAMED
-async def test_a_prompt_that_does_not_fit_reads_as_one_so_that_agents_compact(stream: bool) -> None:
+async def test_too_long_prompt_is_context_length_error(stream: bool) -> None:
     async with gateway([say("", overflow=True)]) as g:
         session = await g.open()
-        error = await refused(g, session.key, openai.BadRequestError, stream=stream)
+        error = await expect_error(g, session.key, openai.BadRequestError, stream=stream)
         assert error.code == "context_length_exceeded"
     async with gateway([say("Hello.")], max_context=40) as g:
         session = await g.open()
-        error = await refused(g, session.key, openai.BadRequestError, messages=[user("word " * 100)], stream=stream)
+        error = await expect_error(
+            g, session.key, openai.BadRequestError, messages=[user("word " * 100)], stream=stream
+        )
         assert error.code == "context_length_exceeded" and error.param == "messages"
-        assert "maximum context length is 40 tokens" in error.message  # the words that agents look for
+        assert "maximum context length is 40 tokens" in error.message  # the phrase that agents look for
         assert not g.engine.received
         assert (await g.ask(session.key, "Hi")).content == "Hello."
 
 
-async def test_the_engines_own_context_length_is_known_from_the_start() -> None:
+async def test_engine_context_length_is_enforced() -> None:
     async with gateway(engine=Scripted([say("x " * 100)], max_context=30)) as g:
         session = await g.open()
-        heard = await g.ask(session.key, "Hi")
-        assert heard.finish == "length" and heard.usage.total_tokens == 30
-        await refused(g, session.key, openai.BadRequestError, messages=[user("word " * 100)])
+        reply = await g.ask(session.key, "Hi")
+        assert reply.finish == "length" and reply.usage.total_tokens == 30
+        await expect_error(g, session.key, openai.BadRequestError, messages=[user("word " * 100)])
 
 
-async def test_an_engine_that_dies_while_it_streams() -> None:
-    """The agent is told; what was sampled is kept as an aborted turn and never trained."""
+async def test_engine_failure_during_stream() -> None:
+    """The agent gets an error; the samples are kept as an aborted turn and never trained."""
     async with gateway([say("One two three four five.", cut_after=4), say("Six.")]) as g:
         session = await g.open()
         stream = await g.client(session.key).chat.completions.create(model="m", messages=HI, stream=True)
-        got = ""
+        text = ""
         with pytest.raises(openai.APIError) as caught:
             async for chunk in stream:
-                got += chunk.choices[0].delta.content or ""
-        assert got and "before the generation finished" in caught.value.message
+                text += chunk.choices[0].delta.content or ""
+        assert text and "before the generation finished" in caught.value.message
         [turn] = await g.turns(session.id)
         assert (turn["role"], turn["finish"], len(turn["ids"])) == ("aborted", "abort", 4)
-        assert tokenizer().decode(turn["ids"]).startswith(got) and turn["fault"]
+        assert tokenizer().decode(turn["ids"]).startswith(text) and turn["fault"]
         assert await g.samples(session.id) == []
-        # The agent asks again, and that answer is the one.
+        # The agent retries, and that answer is the main line.
         assert (await g.ask(session.key, HI)).content == "Six."
         assert [t["role"] for t in await g.turns(session.id)] == ["aborted", "main"]
         [row] = await g.samples(session.id)
         assert sum(row["mask"]) == len((await g.turns(session.id))[1]["ids"])
 
 
-async def test_an_engine_that_dies_in_the_middle_of_a_reply_that_is_not_streamed() -> None:
+async def test_engine_failure_during_whole_reply() -> None:
     async with gateway([say("One two three four five.", cut_after=4)]) as g:
         session = await g.open()
-        # A reply that is not streamed is one chunk, of which nothing may have come, or some.
+        # A whole reply is one chunk, which may have arrived in part.
         with pytest.raises(openai.InternalServerError) as caught:
             await g.client(session.key).chat.completions.create(model="m", messages=HI)
         assert caught.value.status_code == 503
@@ -339,8 +343,8 @@ async def test_an_engine_that_dies_in_the_middle_of_a_reply_that_is_not_streamed
         assert turn["role"] == "aborted" and await g.samples(session.id) == []
 
 
-async def taken(g: Running, key: str, stream: bool) -> None:
-    """One call to its end, whatever comes of it."""
+async def read_to_end(g: Running, key: str, stream: bool) -> None:
+    """Make one call and read its reply to the end."""
     reply: Any = await g.client(key).chat.completions.create(model="m", messages=HI, stream=stream)
     if stream:
         async for _ in reply:
@@ -348,58 +352,58 @@ async def taken(g: Running, key: str, stream: bool) -> None:
 
 
 @STREAMED
-async def test_half_an_answer_does_not_pass_for_a_whole_one(stream: bool) -> None:
-    """An engine may end a generation as aborted: a weight update, an operator. To the agent that is a failure, not a full stop."""
+async def test_engine_abort_is_error_for_agent(stream: bool) -> None:
+    """An engine may abort a generation, for example for a weight update. The agent gets an error, not a finished answer."""
     async with gateway([say("One two three", close=False, finish="abort")]) as g:
         session = await g.open()
         with pytest.raises(openai.APIError):
-            await taken(g, session.key, stream)
+            await read_to_end(g, session.key, stream)
 
 
 @STREAMED
-async def test_a_turn_that_the_engine_gave_up_is_recorded_once(stream: bool) -> None:
+async def test_engine_abort_is_recorded_once(stream: bool) -> None:
     async with gateway([say("One two three", close=False, finish="abort")]) as g:
         session = await g.open()
         with suppress(openai.APIError):
-            await taken(g, session.key, stream)
+            await read_to_end(g, session.key, stream)
         [turn] = await g.turns(session.id)
         assert turn["role"] == "aborted" and turn["fault"]
         assert await g.samples(session.id) == []
 
 
-class Buggy(Scripted):
-    """An engine with a fault of its own, which nobody expected."""
+class BuggyEngine(Scripted):
+    """An engine that raises an unexpected exception."""
 
     @asynccontextmanager
     async def generate(self, request: Generate) -> AsyncIterator[AsyncIterator[Chunk]]:
         async with super().generate(request) as chunks:
-            yield self._until_it_breaks(chunks)
+            yield self._fail_after_first_chunk(chunks)
 
-    async def _until_it_breaks(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
+    async def _fail_after_first_chunk(self, chunks: AsyncIterator[Chunk]) -> AsyncIterator[Chunk]:
         yield msgspec.structs.replace(await anext(chunks), finish=None)
         raise ZeroDivisionError("the innermost secret of the gateway")
 
 
 @STREAMED
-async def test_a_fault_of_our_own_still_reads_as_an_error(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Whole or streamed, begun or not: in OpenAI's shape, without our insides, and with what was sampled kept."""
-    async with gateway(engine=Buggy([say("One two three.")])) as g:
+async def test_internal_error_has_openai_shape(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The error has OpenAI's shape and no internal details, and the samples are kept."""
+    async with gateway(engine=BuggyEngine([say("One two three.")])) as g:
         session = await g.open()
         with pytest.raises(openai.APIError) as caught:
-            await taken(g, session.key, stream)
+            await read_to_end(g, session.key, stream)
         assert caught.value.code == "internal_error" and "secret" not in caught.value.message
-        assert "the innermost secret" in caplog.text  # the operator needs it
+        assert "the innermost secret" in caplog.text  # logged for the operator
         [turn] = await g.turns(session.id)
         assert turn["role"] == "aborted" and await g.samples(session.id) == []
 
 
 @pytest.mark.promise(2)
 @STREAMED
-async def test_missing_log_probabilities_are_never_filled_in(stream: bool) -> None:
+async def test_missing_logprobs_are_never_filled_in(stream: bool) -> None:
     async with gateway([say("Hello.", null_logprobs=True)]) as g:
         session = await g.open()
         way = "async stream" if stream else "async"
-        assert (await g.ask(session.key, "Hi", way)).content == "Hello."  # the agent need not care
+        assert (await g.ask(session.key, "Hi", way)).content == "Hello."  # the agent is not affected
         [turn] = await g.turns(session.id)
         assert turn["logprobs"] == [None] * len(turn["ids"]) and turn["role"] == "main"
         assert await g.samples(session.id) == []
@@ -408,7 +412,7 @@ async def test_missing_log_probabilities_are_never_filled_in(stream: bool) -> No
 
 
 @pytest.mark.promise(2)
-async def test_one_missing_log_probability_is_enough() -> None:
+async def test_one_missing_logprob_excludes_turn() -> None:
     ids = say("Hello.").ids
     async with gateway([say("Hello.", logprobs=[None, *[-0.5] * (len(ids) - 1)])]) as g:
         session = await g.open()
@@ -419,54 +423,54 @@ async def test_one_missing_log_probability_is_enough() -> None:
 
 
 @STREAMED
-async def test_too_few_log_probabilities_are_refused_loudly(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+async def test_too_few_logprobs_are_refused_and_logged(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
     async with gateway([say("Hello.", short_logprobs=True)]) as g:
         session = await g.open()
         with caplog.at_level(logging.WARNING, "turngate"):
-            error = await refused(g, session.key, openai.InternalServerError, stream=stream)
+            error = await expect_error(g, session.key, openai.InternalServerError, stream=stream)
         assert error.status_code == 502 and "log-probabilities" in error.message
         assert error.response.headers["x-should-retry"] == "false"
         assert "log-probabilities" in caplog.text
         assert await g.turns(session.id) == []
 
 
-class Forgetful(Scripted):
-    """An engine that loses the first token of what it was sent."""
+class TruncatingEngine(Scripted):
+    """An engine that drops the first prompt token."""
 
     def generate(self, request: Generate) -> Any:
         return super().generate(msgspec.structs.replace(request, prompt=request.prompt[1:]))
 
 
 @STREAMED
-async def test_an_engine_that_saw_another_prompt_is_caught(stream: bool) -> None:
-    """With `echo_prompt` the engine repeats what it saw. What was conditioned on something else is not an exact turn."""
+async def test_echo_prompt_detects_different_prompt(stream: bool) -> None:
+    """With `echo_prompt` the engine returns the prompt it saw, and a different one is an error."""
     async with gateway([say("Hello.")], echo_prompt=True) as g:
         session = await g.open()
         assert (await g.ask(session.key, "Hi")).content == "Hello."
-    async with gateway(engine=Forgetful([say("Hello.")]), echo_prompt=True) as g:
+    async with gateway(engine=TruncatingEngine([say("Hello.")]), echo_prompt=True) as g:
         session = await g.open()
-        error = await refused(g, session.key, openai.InternalServerError, stream=stream)
+        error = await expect_error(g, session.key, openai.InternalServerError, stream=stream)
         assert error.status_code == 502 and "a different prompt" in error.message
         assert await g.samples(session.id) == []
 
 
-async def test_a_store_that_cannot_be_written_refuses_calls_until_it_can() -> None:
-    """Recorded before delivered: what cannot be recorded is not answered."""
+async def test_read_only_store_refuses_calls() -> None:
+    """Turns are recorded before delivery, so a call that cannot be recorded is not answered."""
     async with gateway([say("Lost."), say("Kept.")]) as g:
         session = await g.open()
         db = g.app.store._db
-        db.execute("PRAGMA query_only=ON")  # as a disk that has become read-only
-        error = await refused(g, session.key, openai.InternalServerError)
+        db.execute("PRAGMA query_only=ON")  # like a disk that became read-only
+        error = await expect_error(g, session.key, openai.InternalServerError)
         assert error.status_code == 503 and error.code == "store_error"
-        asked = len(g.engine.received)
-        await refused(g, session.key, openai.InternalServerError)
-        assert len(g.engine.received) == asked  # refused at the door, before the engine works for nothing
+        calls_before = len(g.engine.received)
+        await expect_error(g, session.key, openai.InternalServerError)
+        assert len(g.engine.received) == calls_before  # refused before the engine is called
         db.execute("PRAGMA query_only=OFF")
         assert (await g.ask(session.key, "Hi")).content
         assert len(await g.turns(session.id)) == 1
 
 
-async def test_a_stream_whose_turn_cannot_be_stored_never_ends_well() -> None:
+async def test_unstorable_stream_ends_with_error() -> None:
     async with gateway([say("Lost words.")]) as g:
         session = await g.open()
         g.app.store._db.execute("PRAGMA query_only=ON")
@@ -479,7 +483,7 @@ async def test_a_stream_whose_turn_cannot_be_stored_never_ends_well() -> None:
         g.app.store._db.execute("PRAGMA query_only=OFF")
 
 
-async def test_calls_of_one_session_do_not_fail_each_other() -> None:
+async def test_parallel_calls_fail_independently() -> None:
     def script(request: Any, index: int) -> Any:
         return say("", busy=True) if index % 2 else say(f"Answer {index}.")
 
@@ -502,10 +506,10 @@ async def test_calls_of_one_session_do_not_fail_each_other() -> None:
     ],
 )
 @pytest.mark.parametrize("depth", [250, 900, 100_000])
-async def test_what_is_nested_too_deep_is_refused_by_the_name_of_its_field(
+async def test_deeply_nested_body_names_its_field(
     method: str, path: str, body: str, field: str | None, depth: int
 ) -> None:
-    """Also where it could just be read: whoever reads it later may not be able to."""
+    """Bodies near the parser's limit are refused too, because later readers may fail on them."""
     async with gateway() as g:
         await g.open(id="ended")
         await g.seal("ended")

@@ -1,4 +1,4 @@
-"""The official `openai` client's Responses against the gateway: it shall not be able to tell it from the provider."""
+"""Test the gateway with the Responses API of the official `openai` client."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def result(call: Json, text: Json) -> Json:
 
 
 class Reply(NamedTuple):
-    """A reply as an agent reads it, streamed or not."""
+    """A reply, streamed or not."""
 
     response: Any
     events: list[Any]
@@ -68,12 +68,12 @@ class Reply(NamedTuple):
         return [item for item in self.response.output if item.type in ("function_call", "custom_tool_call")]
 
     def items(self) -> list[Json]:
-        """As an agent puts them into its history."""
+        """Return the items that an agent adds to its history."""
         return [item.to_dict() for item in self.response.output]
 
 
-async def ask(g: Running, key: str, said: Json, way: str = "async", **request: Any) -> Reply:
-    request = {"model": "m", "input": said, **request}
+async def ask(g: Running, key: str, input_: Json, way: str = "async", **request: Any) -> Reply:
+    request = {"model": "m", "input": input_, **request}
     events: list[Any] = []
     if way == "async":
         return Reply(await g.client(key).responses.create(**request), events)
@@ -88,23 +88,23 @@ async def ask(g: Running, key: str, said: Json, way: str = "async", **request: A
         create = g.sync_client(key).responses.create
         events = await asyncio.to_thread(lambda: list(create(stream=True, **request)))
     else:
-        events = await asyncio.to_thread(_listened, g.sync_client(key), request)
+        events = await asyncio.to_thread(_collect_stream, g.sync_client(key), request)
     assert events[-1].type in ("response.completed", "response.incomplete"), events[-1]
     return Reply(events[-1].response, events)
 
 
-def _listened(client: openai.OpenAI, request: Json) -> list[Any]:
+def _collect_stream(client: openai.OpenAI, request: Json) -> list[Any]:
     with client.responses.stream(**request) as stream:
         return list(stream)
 
 
 def prompts(g: Running) -> list[str]:
-    """The prompts that the engine got, as text."""
+    """Decode the prompts that the engine received."""
     return [tokenizer().decode(request.prompt.tolist()) for request in g.engine.received]
 
 
-async def one_row(g: Running, session: OpenSession) -> Json:
-    """The whole session is one row, and its ids are what the engine saw and sampled."""
+async def check_one_row(g: Running, session: OpenSession) -> Json:
+    """Check that the session is one row with exactly the ids the engine received, and return it."""
     [row] = await g.samples(session.id)
     assert len(row["spans"]) == len(g.engine.received)
     for request, span in zip(g.engine.received, row["spans"], strict=True):
@@ -116,7 +116,7 @@ async def one_row(g: Running, session: OpenSession) -> Json:
 
 
 @every_way
-async def test_a_plain_answer(way: str) -> None:
+async def test_text_answer(way: str) -> None:
     async with gateway([say("Hello there, friend.")]) as g:
         session = await g.open()
         reply = await ask(g, session.key, "Hi", way, instructions="Be brief.")
@@ -132,7 +132,7 @@ async def test_a_plain_answer(way: str) -> None:
         ]
 
 
-async def test_deltas_come_as_they_are_sampled_and_say_what_the_response_says() -> None:
+async def test_deltas_match_final_response() -> None:
     text = "Größe 汉字 👩‍👩‍👧 é\n\n\tend"
     async with gateway([say(THINK.format("Hm, so.") + text)]) as g:
         session = await g.open()
@@ -147,7 +147,7 @@ async def test_deltas_come_as_they_are_sampled_and_say_what_the_response_says() 
         assert [e.type for e in reply.events][:2] == ["response.created", "response.in_progress"]
 
 
-async def test_events_carry_server_sent_event_headers_and_names() -> None:
+async def test_stream_has_sse_headers_and_event_names() -> None:
     async with gateway([say("Hello.")]) as g:
         session = await g.open()
         response = await g.http(session.key).post("/v1/responses", json={"model": "m", "input": "Hi", "stream": True})
@@ -158,16 +158,16 @@ async def test_events_carry_server_sent_event_headers_and_names() -> None:
 
 
 @every_way
-async def test_an_answer_of_nothing(way: str) -> None:
+async def test_empty_answer(way: str) -> None:
     async with gateway([say(""), say("Now.")]) as g:
         session = await g.open()
         reply = await ask(g, session.key, [user("Hi")], way)
         assert reply.text == "" and reply.response.status == "completed"
         await ask(g, session.key, [user("Hi"), *reply.items(), user("Well?")], way)
-        await one_row(g, session)
+        await check_one_row(g, session)
 
 
-async def test_structured_outputs_through_the_clients_own_helper() -> None:
+async def test_sdk_parse_helper_returns_structured_output() -> None:
     class Number(pydantic.BaseModel):
         n: int
 
@@ -187,9 +187,11 @@ async def test_structured_outputs_through_the_clients_own_helper() -> None:
 
 
 @every_way
-@pytest.mark.parametrize("asked", [{}, {"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"]}])
-async def test_seven_turns_with_tools_make_one_training_row(way: str, asked: Json) -> None:
-    """The whole life of a small agent: thinking, parallel calls, free text, namespaces, answers, another question."""
+@pytest.mark.parametrize(
+    "options", [{}, {"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"]}]
+)
+async def test_seven_turns_with_tools_make_one_training_row(way: str, options: Json) -> None:
+    """Run a small agent with thinking, parallel calls, custom tools, namespaces, answers and another question."""
     script = [
         say(THINK.format("I should look.") + "Let me see. " + calls(*(("read_file", {"path": p}) for p in "ab"))),
         say(calls(("apply_patch", {"input": '*** Begin Patch\n+x = "1"\n*** End Patch'}))),
@@ -205,7 +207,7 @@ async def test_seven_turns_with_tools_make_one_training_row(way: str, asked: Jso
 
         async def turn(*more: Json) -> Reply:
             history.extend(more)
-            reply = await ask(g, session.key, history, way, tools=[READ, PATCH, TEAM], **asked)
+            reply = await ask(g, session.key, history, way, tools=[READ, PATCH, TEAM], **options)
             history.extend(reply.items())
             return reply
 
@@ -229,25 +231,25 @@ async def test_seven_turns_with_tools_make_one_training_row(way: str, asked: Jso
         seventh = await turn(result(sixth.calls[0], "x = 1"))
         assert seventh.text == "It says x."
 
-        row = await one_row(g, session)
+        row = await check_one_row(g, session)
         sampled = [i for turn_ in script for i in turn_.ids]
         assert [i for i, trained in zip(row["ids"], row["mask"], strict=True) if trained] == sampled
         assert {turn_["role"] for turn_ in await g.turns(session.id)} == {"main"}
         check(g.app.sessions.find(session.id), [r.prompt for r in g.engine.received])
 
 
-async def test_results_that_are_mixed_with_their_calls_do_not_fork() -> None:
+async def test_interleaved_calls_and_results_do_not_fork() -> None:
     async with gateway([say(calls(("read_file", {"path": "a"}), ("read_file", {"path": "b"}))), say("Done.")]) as g:
         session = await g.open()
         reply = await ask(g, session.key, [user("Go")], tools=[READ])
-        one, two = reply.items()
+        first_item, second_item = reply.items()
         first, second = reply.calls
-        mixed = [user("Go"), one, result(first, "A"), two, result(second, "B")]
+        mixed = [user("Go"), first_item, result(first, "A"), second_item, result(second, "B")]
         assert (await ask(g, session.key, mixed, tools=[READ])).text == "Done."
-        await one_row(g, session)
+        await check_one_row(g, session)
 
 
-async def test_the_model_sees_tools_as_functions_and_their_results_as_text() -> None:
+async def test_tools_become_functions_and_results_become_text() -> None:
     async with gateway([say(calls(("apply_patch", {"input": "p"}))), say("Done.")]) as g:
         session = await g.open()
         tools = [READ, PATCH, TEAM, {"type": "web_search", "external_web_access": True}]
@@ -261,8 +263,8 @@ async def test_the_model_sees_tools_as_functions_and_their_results_as_text() -> 
         assert [t.type for t in reply.response.tools] == ["function", "custom", "namespace", "web_search"]
 
 
-async def test_tools_that_come_as_an_item_and_messages_between_agents() -> None:
-    """What Codex sends for models that it knows."""
+async def test_additional_tools_and_agent_messages() -> None:
+    """Codex sends these for models that it knows."""
     tools = {"type": "additional_tools", "id": "at_1", "role": "developer", "tools": [
         {"type": "namespace", "name": "functions", "description": "", "tools": [{**PATCH, "name": "exec"}]}
     ]}  # fmt: skip
@@ -288,10 +290,10 @@ async def test_tools_that_come_as_an_item_and_messages_between_agents() -> None:
         )
         await ask(g, session.key, [tools, user("Hi"), task, *first.items(), result(call, "1")])
         assert "Payload:\nCount." in prompts(g)[0] and '"exec"' in prompts(g)[0]
-        await one_row(g, session)
+        await check_one_row(g, session)
 
 
-async def test_an_agents_own_search_for_tools() -> None:
+async def test_client_tool_search() -> None:
     search = {"type": "tool_search", "execution": "client", "description": "Finds.", "parameters": {"type": "object"}}
     script = [say(calls(("tool_search", {"query": "spawn"}))), say(calls(("team__spawn", {"path": "x"}))), say("Done.")]
     async with gateway(script) as g:
@@ -307,11 +309,11 @@ async def test_an_agents_own_search_for_tools() -> None:
         history += [*second.items(), result(second.calls[0], "ok")]
         await ask(g, session.key, history, tools=[search])
         assert "team__spawn" not in prompts(g)[0] and "team__spawn" in prompts(g)[1]
-        await one_row(g, session)
+        await check_one_row(g, session)
 
 
 @every_way
-async def test_one_call_at_a_time_if_the_agent_wants_it_so(way: str) -> None:
+async def test_parallel_tool_calls_can_be_disabled(way: str) -> None:
     two = calls(("read_file", {"path": "a"}), ("read_file", {"path": "b"}))
     async with gateway([say("Look:\n" + two), say("Thanks.")]) as g:
         session = await g.open()
@@ -319,7 +321,7 @@ async def test_one_call_at_a_time_if_the_agent_wants_it_so(way: str) -> None:
         assert len(reply.calls) == 1
         history = [user("Go"), *reply.items(), result(reply.calls[0], "A")]
         await ask(g, session.key, history, way, tools=[READ], parallel_tool_calls=False)
-        await one_row(g, session)
+        await check_one_row(g, session)
 
 
 FORCED: dict[str, tuple[dict[str, Json], str]] = {
@@ -347,17 +349,17 @@ async def test_forced_tools_work_and_are_not_trained(kind: str, way: str) -> Non
         session = await g.open()
         reply = await ask(g, session.key, "Go", way, tools=[READ, PATCH], **request)
         [call] = reply.calls
-        wanted = "apply_patch" if "apply_patch" in str(request) else "read_file"
-        assert call.name == wanted and (call.type == "custom_tool_call") == (wanted == "apply_patch")
+        expected = "apply_patch" if "apply_patch" in str(request) else "read_file"
+        assert call.name == expected and (call.type == "custom_tool_call") == (expected == "apply_patch")
         assert await g.samples(session.id) == []
 
 
-async def test_tools_that_are_not_allowed_are_not_shown() -> None:
+async def test_disallowed_tools_are_hidden_from_model() -> None:
     async with gateway([say("Ok.")] * 2) as g:
         session = await g.open()
         await ask(g, session.key, "Go", tools=[READ], tool_choice="none")
-        some = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "custom", "name": "apply_patch"}]}
-        await ask(g, session.key, "Go", tools=[READ, PATCH], tool_choice=some)
+        allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "custom", "name": "apply_patch"}]}
+        await ask(g, session.key, "Go", tools=[READ, PATCH], tool_choice=allowed)
         assert all("read_file" not in prompt for prompt in prompts(g)) and "apply_patch" in prompts(g)[1]
 
 
@@ -365,7 +367,7 @@ async def test_tools_that_are_not_allowed_are_not_shown() -> None:
 
 
 @every_way
-async def test_reasoning_that_the_agent_keeps_drops_or_can_only_give_back_sealed(way: str) -> None:
+async def test_reasoning_kept_dropped_or_encrypted_stays_in_context(way: str) -> None:
     script = [say(THINK.format("Hmm, two.") + "Two.")] + [say(f"Yes {n}.") for n in range(4)]
     async with gateway(script) as g:
         session = await g.open()
@@ -374,16 +376,16 @@ async def test_reasoning_that_the_agent_keeps_drops_or_can_only_give_back_sealed
         assert reply.reasoning == "Hmm, two." and thinking["encrypted_content"].startswith("tg1.")
         sealed_only = {"type": "reasoning", "id": thinking["id"], "summary": [], "content": None}
         sealed_only["encrypted_content"] = thinking["encrypted_content"]
-        easy = {"role": "assistant", "content": "Two."}
-        for n, kept in enumerate(([thinking, message], [sealed_only, message], [message], [easy])):
+        plain = {"role": "assistant", "content": "Two."}
+        for n, kept in enumerate(([thinking, message], [sealed_only, message], [message], [plain])):
             await ask(g, session.key, [user("1+1?"), *kept, user(f"Sure? {n}")], way)
-        # However it came back, the model sees what it thought, as it thought it.
+        # The model always sees its own reasoning, whatever the agent sent back.
         for prompt in prompts(g)[1:]:
             assert "<think>\nHmm, two.\n</think>\n\nTwo.<|im_end|>" in prompt
         assert len([n for n in (await g.trace(session.id))["nodes"] if n["parent"] is None]) == 1
 
 
-async def test_an_agent_that_spells_its_history_anew_stays_on_its_branch() -> None:
+async def test_rewritten_history_does_not_fork() -> None:
     script = [say(THINK.format("Hm.") + "Look. " + calls(("read_file", {"path": "a", "n": 3}))), say("Done.")]
     async with gateway(script) as g:
         session = await g.open()
@@ -396,10 +398,10 @@ async def test_an_agent_that_spells_its_history_anew_stays_on_its_branch() -> No
             {"type": "function_call_output", "call_id": "x", "output": "A"},
         ]
         await ask(g, session.key, history, tools=[READ])
-        await one_row(g, session)
+        await check_one_row(g, session)
 
 
-async def test_the_same_session_by_two_dialects_is_one_conversation() -> None:
+async def test_two_dialects_in_one_session_are_one_row() -> None:
     async with gateway([say("Two."), say("Yes.")]) as g:
         session = await g.open()
         reply = await ask(g, session.key, "1+1?", instructions="Be brief.")
@@ -410,14 +412,14 @@ async def test_the_same_session_by_two_dialects_is_one_conversation() -> None:
             user("Sure?"),
         ]
         await g.ask(session.key, messages)
-        await one_row(g, session)
+        await check_one_row(g, session)
 
 
-# ── how an answer ends ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── stop reasons, disconnects and the end of a stream ───────────────────────────────────────────────────────────────
 
 
 @every_way
-async def test_an_answer_that_may_not_be_longer_is_incomplete_and_can_be_gone_on_from(way: str) -> None:
+async def test_truncated_answer_is_incomplete_and_continues(way: str) -> None:
     async with gateway([say("One two three"), say("four.")]) as g:
         session = await g.open()
         reply = await ask(g, session.key, [user("Count")], way, max_output_tokens=2)
@@ -425,11 +427,11 @@ async def test_an_answer_that_may_not_be_longer_is_incomplete_and_can_be_gone_on
         assert reply.response.incomplete_details.reason == "max_output_tokens"
         assert reply.response.usage.output_tokens == 2 and reply.items()[-1]["status"] == "incomplete"
         await ask(g, session.key, [user("Count"), *reply.items(), user("Go on")], way)
-        await one_row(g, session)
+        await check_one_row(g, session)
 
 
 @every_way
-async def test_the_last_word_of_a_session(way: str) -> None:
+async def test_session_limit_reads_as_final_answer(way: str) -> None:
     async with gateway([say("One.")]) as g:
         session = await g.open(limits={"turns": 1})
         await ask(g, session.key, "Hi", way)
@@ -438,7 +440,7 @@ async def test_the_last_word_of_a_session(way: str) -> None:
         assert last.response.usage.output_tokens == 0 and len(g.engine.received) == 1
 
 
-async def test_long_silence_is_filled_with_signs_of_life() -> None:
+async def test_silent_engine_sends_keep_alives() -> None:
     engine = Gated([say("One two three.")], tokens=2)
     async with gateway(engine=engine, alive_s=0.05) as g:
         session = await g.open()
@@ -452,7 +454,7 @@ async def test_long_silence_is_filled_with_signs_of_life() -> None:
 
 
 @STREAMED
-async def test_an_agent_that_hangs_up(stream: bool) -> None:
+async def test_disconnect_records_aborted_turn(stream: bool) -> None:
     sampled = 3 if stream else 0
     engine = Gated([say("One two three four."), say("Five.")], tokens=sampled)
     async with gateway(engine=engine) as g:
@@ -475,7 +477,7 @@ async def test_an_agent_that_hangs_up(stream: bool) -> None:
         assert [t["role"] for t in await g.turns(session.id)] == ["aborted", "main"]
 
 
-async def test_the_terminal_event_waits_until_the_turn_is_stored() -> None:
+async def test_terminal_event_waits_for_stored_turn() -> None:
     async with gateway([say("Hello.")], durability="disk") as g:
         session = await g.open()
         seen: list[str] = []
@@ -496,8 +498,8 @@ async def test_the_terminal_event_waits_until_the_turn_is_stored() -> None:
 # ── errors ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def refused(g: Running, key: str, kind: type[openai.APIStatusError], **request: Any) -> Any:
-    """Makes a call that must fail as `kind`, and gives the exception."""
+async def expect_error(g: Running, key: str, kind: type[openai.APIStatusError], **request: Any) -> Any:
+    """Make a call that must fail as `kind`, and return the exception."""
     client = g.client(key, max_retries=2)
     with pytest.raises(kind) as caught:
         await client.responses.create(**{"model": "m", "input": "Hi", **request})
@@ -507,7 +509,7 @@ async def refused(g: Running, key: str, kind: type[openai.APIStatusError], **req
 
 
 IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,AA=="}]}
-WRONG: dict[str, tuple[Json, str]] = {
+INVALID_REQUESTS: dict[str, tuple[Json, str]] = {
     "no input": ({"input": []}, "input"),
     "an image": ({"input": [user("Hi"), IMAGE]}, "input[1].content[0].type"),
     "a result with an image": (
@@ -516,12 +518,12 @@ WRONG: dict[str, tuple[Json, str]] = {
     ),
     "a reference": ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
     "an unknown item": ({"input": [user("Hi"), {"type": "hologram"}]}, "input[1].type"),
-    "a search by the provider": ({"input": [{"type": "web_search_call", "id": "ws"}]}, "input[0].type"),
+    "a provider's search call": ({"input": [{"type": "web_search_call", "id": "ws"}]}, "input[0].type"),
     "an earlier response": ({"previous_response_id": "resp_1"}, "previous_response_id"),
     "a conversation": ({"conversation": "conv_1"}, "conversation"),
-    "the background": ({"background": True}, "background"),
+    "background mode": ({"background": True}, "background"),
     "log-probabilities": ({"include": ["message.output_text.logprobs"]}, "include"),
-    "a tool of the provider": ({"tools": [{"type": "code_interpreter", "container": "c"}]}, "tools[0].type"),
+    "a provider's tool": ({"tools": [{"type": "code_interpreter", "container": "c"}]}, "tools[0].type"),
     "forged reasoning": (
         {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "tg1.AAAA"}, user("Hi")]},
         "input[0].encrypted_content",
@@ -530,18 +532,18 @@ WRONG: dict[str, tuple[Json, str]] = {
 
 
 @STREAMED
-async def test_a_wrong_request_is_a_bad_request_that_names_its_field(stream: bool) -> None:
+async def test_invalid_request_names_its_field(stream: bool) -> None:
     async with gateway([say("Never said.")]) as g:
         session = await g.open()
-        for case, (request, param) in WRONG.items():
-            error = await refused(g, session.key, openai.BadRequestError, stream=stream, extra_body=request)
+        for case, (request, param) in INVALID_REQUESTS.items():
+            error = await expect_error(g, session.key, openai.BadRequestError, stream=stream, extra_body=request)
             assert error.param == param, case
             assert error.type == "invalid_request_error", case
             assert error.response.request.headers["x-stainless-retry-count"] == "0", case
         assert not g.engine.received and await g.turns(session.id) == []
 
 
-async def test_responses_cannot_be_had_later() -> None:
+async def test_stored_responses_are_not_found() -> None:
     async with gateway([say("Hello.")]) as g:
         session = await g.open()
         client = g.client(session.key)
@@ -549,25 +551,25 @@ async def test_responses_cannot_be_had_later() -> None:
         for lookup in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
             with pytest.raises(openai.NotFoundError):
                 await lookup(reply.id)
-        error = await refused(g, session.key, openai.BadRequestError, previous_response_id=reply.id)
+        error = await expect_error(g, session.key, openai.BadRequestError, previous_response_id=reply.id)
         assert error.code == "previous_response_not_found" and reply.id in error.message
 
 
 @STREAMED
-async def test_keys_sessions_and_models(stream: bool) -> None:
+async def test_wrong_key_unknown_model_and_cancelled_session(stream: bool) -> None:
     async with gateway([say("Never said.")], model="policy-1") as g:
         session = await g.open()
-        error = await refused(g, "sk-wrong", openai.AuthenticationError, stream=stream)
+        error = await expect_error(g, "sk-wrong", openai.AuthenticationError, stream=stream)
         assert error.code == "invalid_api_key"
-        error = await refused(g, session.key, openai.NotFoundError, model="gpt-4o", stream=stream)
+        error = await expect_error(g, session.key, openai.NotFoundError, model="gpt-4o", stream=stream)
         assert error.param == "model" and error.code == "model_not_found"
         await g.cancel(session.id)
-        error = await refused(g, session.key, openai.ConflictError, model="policy-1", stream=stream)
+        error = await expect_error(g, session.key, openai.ConflictError, model="policy-1", stream=stream)
         assert error.response.headers["x-should-retry"] == "false" and "cancelled" in error.message
 
 
 @STREAMED
-async def test_engines_that_are_busy_or_gone(stream: bool) -> None:
+async def test_busy_and_unavailable_engine(stream: bool) -> None:
     async with gateway([say("", busy=True), say("", fail_before=True), say("Back.")]) as g:
         session = await g.open()
         client = g.client(session.key)
@@ -580,20 +582,20 @@ async def test_engines_that_are_busy_or_gone(stream: bool) -> None:
         assert (await ask(g, session.key, "Hi")).text == "Back."
 
 
-async def test_a_request_that_is_too_large() -> None:
+async def test_too_large_request() -> None:
     async with gateway(max_body_mb=0.05) as g:
         session = await g.open()
-        error = await refused(g, session.key, openai.APIStatusError, input="x" * 100_000)
+        error = await expect_error(g, session.key, openai.APIStatusError, input="x" * 100_000)
         assert error.status_code == 413
 
 
-async def test_an_overflow_is_a_bad_request_or_a_failed_response() -> None:
+async def test_too_long_prompt_is_bad_request_or_failed_response() -> None:
     async with gateway([say("Never said.")], max_context=20) as g:
         session = await g.open()
         long = "word " * 50
-        error = await refused(g, session.key, openai.BadRequestError, input=long)
+        error = await expect_error(g, session.key, openai.BadRequestError, input=long)
         assert (error.code, error.param) == ("context_length_exceeded", "input")
-        # To whoever streams it is told where agents look for it.
+        # A stream reports it as a failed response, where agents look for it.
         stream = await g.client(session.key).responses.create(model="m", input=long, stream=True)
         events: list[Any] = [e async for e in stream]
         assert [e.type for e in events] == ["response.created", "response.in_progress", "response.failed"]
@@ -603,7 +605,7 @@ async def test_an_overflow_is_a_bad_request_or_a_failed_response() -> None:
         assert await g.turns(session.id) == []
 
 
-async def test_a_stream_that_breaks_in_the_middle_fails() -> None:
+async def test_engine_failure_during_stream_fails_response() -> None:
     async with gateway([say("One two three four.", cut_after=3)]) as g:
         session = await g.open()
         stream = await g.client(session.key).responses.create(model="m", input="Hi", stream=True)
@@ -613,7 +615,7 @@ async def test_a_stream_that_breaks_in_the_middle_fails() -> None:
         assert turn["finish"] == "abort"
 
 
-async def test_a_session_that_is_cancelled_in_the_middle_of_a_stream() -> None:
+async def test_cancelled_session_fails_response() -> None:
     engine = Gated([say("One two three four.")], tokens=2)
     async with gateway(engine=engine) as g:
         session = await g.open()
@@ -626,28 +628,28 @@ async def test_a_session_that_is_cancelled_in_the_middle_of_a_stream() -> None:
         await until(lambda: engine.waiting)
         await g.cancel(session.id)
         last = (await task)[-1]
-        # A code after which agents do not ask again.
+        # Agents do not retry after this code.
         assert last.type == "response.failed" and last.response.error.code == "invalid_prompt"
         assert "cancelled" in last.response.error.message
 
 
-class Broken(Scripted):
+class BrokenEngine(Scripted):
     def generate(self, request: Generate) -> Any:
         raise ZeroDivisionError("a secret detail")
 
 
 @STREAMED
-async def test_a_fault_of_ours_is_the_providers_server_error(stream: bool) -> None:
-    async with gateway(engine=Broken([])) as g:
+async def test_internal_error_is_server_error(stream: bool) -> None:
+    async with gateway(engine=BrokenEngine([])) as g:
         session = await g.open()
-        error = await refused(g, session.key, openai.InternalServerError, stream=stream)
+        error = await expect_error(g, session.key, openai.InternalServerError, stream=stream)
         assert error.status_code == 500 and "secret" not in error.message
 
 
-# ── the other doors ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── other endpoints ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_tokens_are_counted_without_a_turn() -> None:
+async def test_count_input_tokens_records_nothing() -> None:
     async with gateway([say("Hello.")]) as g:
         session = await g.open()
         request: Json = {"input": [user("Hi")], "instructions": "Be brief.", "tools": [READ, PATCH]}
@@ -658,14 +660,14 @@ async def test_tokens_are_counted_without_a_turn() -> None:
 
 
 @pytest.mark.parametrize("prefix", ["/v1", "", "/s/{id}/v1", "/s/{id}", "/v1/rollouts/{id}"])
-async def test_wherever_the_base_url_points(prefix: str) -> None:
+async def test_every_base_url(prefix: str) -> None:
     async with gateway([say("Hello.")], model="policy-1") as g:
         session = await g.open()
         client = g.client(session.key, base_url=g.root + prefix.format(id=session.id))
         assert (await client.responses.create(model="policy-1", input="Hi")).output_text == "Hello."
 
 
-async def test_fields_of_other_versions_are_taken_without_fuss() -> None:
+async def test_unknown_and_ignored_fields_are_accepted() -> None:
     async with gateway([say("Ok.")]) as g:
         session = await g.open()
         reply = await g.client(session.key).responses.create(
@@ -691,7 +693,7 @@ async def test_fields_of_other_versions_are_taken_without_fuss() -> None:
 NOT_JSON = [b"", b"{", b"hello", b"[]", b'{"input": "\xff"}', b'{"input": [' + b"[" * 5000 + b"]" * 5000 + b"]}"]
 
 
-async def test_what_is_no_json_is_refused_in_the_providers_words() -> None:
+async def test_invalid_json_body_is_bad_request() -> None:
     async with gateway() as g:
         session = await g.open()
         for body in NOT_JSON:
@@ -699,7 +701,7 @@ async def test_what_is_no_json_is_refused_in_the_providers_words() -> None:
             assert response.status_code == 400 and response.json()["error"]["message"], body
 
 
-async def test_paths_that_are_not_there() -> None:
+async def test_unknown_paths_are_not_found() -> None:
     async with gateway() as g:
         session = await g.open()
         for method, path in (("GET", "/v1/responses"), ("POST", "/v1/responses/compact"), ("GET", "/v1/responses/x")):
@@ -707,7 +709,7 @@ async def test_paths_that_are_not_there() -> None:
             assert response.status_code == 404 and path in response.json()["error"]["message"]
 
 
-async def test_neither_ids_nor_log_probabilities_reach_the_agent() -> None:
+async def test_replies_contain_no_token_ids_or_logprobs() -> None:
     async with gateway([say("Hello.")] * 2) as g:
         session = await g.open()
         for stream in (False, True):
@@ -718,71 +720,71 @@ async def test_neither_ids_nor_log_probabilities_reach_the_agent() -> None:
             assert "logprob" not in text and "token_ids" not in text
 
 
-# ── exactness ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── token exactness ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 WORDS = ["x = 1", "Größe 汉字", "  indented\n\ttoo", "👩‍👩‍👧", '"quoted" \\ back', "tail \n"]
 
 
-def spoken(how: random.Random) -> str:
-    """Some turn of a model: thinking or not, text or not, calls of every kind or none."""
-    text = THINK.format(how.choice(WORDS)) if how.random() < 0.5 else ""
-    text += how.choice(WORDS) if how.random() < 0.6 else ""
-    made = {
-        "read_file": {"path": how.choice(WORDS), "n": how.choice([1, 1.0, 1e3])},
-        "apply_patch": how.choice([{"input": how.choice(WORDS)}, {"patch": how.choice(WORDS)}, {}]),
+def random_turn(draw: random.Random) -> str:
+    """Make a random turn with or without thinking, text and calls."""
+    text = THINK.format(draw.choice(WORDS)) if draw.random() < 0.5 else ""
+    text += draw.choice(WORDS) if draw.random() < 0.6 else ""
+    arguments = {
+        "read_file": {"path": draw.choice(WORDS), "n": draw.choice([1, 1.0, 1e3])},
+        "apply_patch": draw.choice([{"input": draw.choice(WORDS)}, {"patch": draw.choice(WORDS)}, {}]),
         "team__spawn": {},
-        "nobody": {"a": [None, {"b": how.choice(WORDS)}]},
+        "nobody": {"a": [None, {"b": draw.choice(WORDS)}]},
     }
-    wanted = [(name, made[name]) for name in how.sample(list(made), how.randrange(4))]
-    return (text + ("\n" if text else "") + calls(*wanted)) if wanted else text + "."
+    chosen = [(name, arguments[name]) for name in draw.sample(list(arguments), draw.randrange(4))]
+    return (text + ("\n" if text else "") + calls(*chosen)) if chosen else text + "."
 
 
-def respelled(items: list[Json], how: random.Random) -> list[Json]:
-    """What agents do to their history without meaning anything by it."""
-    kept = []
+def rewrite_items(items: list[Json], draw: random.Random) -> list[Json]:
+    """Return the same items in different bytes, as agents rewrite their history."""
+    rewritten = []
     for item in json.loads(json.dumps(items)):
         if item["type"] == "reasoning":
-            if how.random() < 0.4:
+            if draw.random() < 0.4:
                 continue
             if "encrypted_content" in item:
                 item["summary"], item["content"] = [], None
         if "arguments" in item:
-            item["arguments"] = json.dumps(json.loads(item["arguments"]), indent=how.choice([None, 1]))
-        if item["type"] == "message" and how.random() < 0.3:
+            item["arguments"] = json.dumps(json.loads(item["arguments"]), indent=draw.choice([None, 1]))
+        if item["type"] == "message" and draw.random() < 0.3:
             item = {"role": "assistant", "content": item["content"][0]["text"]}
-        if item.get("type") != "custom_tool_call" and how.random() < 0.3:
-            item.pop("id", None)  # of a custom call the id may say how to read it
+        if item.get("type") != "custom_tool_call" and draw.random() < 0.3:
+            item.pop("id", None)  # a custom call may need its id to be decoded
         item.pop("status", None)
-        kept.append(dict(sorted(item.items())) if how.random() < 0.5 else item)
-    return kept
+        rewritten.append(dict(sorted(item.items())) if draw.random() < 0.5 else item)
+    return rewritten
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_long_conversations_are_one_row_whose_ids_are_what_the_engine_saw(seed: int) -> None:
-    how = random.Random(seed)
-    texts = [spoken(how) for _ in range(25)]
+async def test_long_conversation_with_rewritten_history_is_one_row(seed: int) -> None:
+    draw = random.Random(seed)
+    texts = [random_turn(draw) for _ in range(25)]
     script: list[ScriptedTurn] = [say(text) for text in texts]
     async with gateway(script) as g:
         session = await g.open()
         history: list[Json] = [user("Begin.")]
-        asked: Json = {"tools": [READ, PATCH, TEAM], "instructions": "You work."}
+        options: Json = {"tools": [READ, PATCH, TEAM], "instructions": "You work."}
         if seed % 2:
-            asked |= {"include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto"}}
+            options |= {"include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto"}}
         for _ in texts:
-            reply = await ask(g, session.key, history, how.choice(CLIENT_MODES), **asked)
+            reply = await ask(g, session.key, history, draw.choice(CLIENT_MODES), **options)
             items = reply.items()
             if not any(item["type"] != "reasoning" for item in items):
-                history += items  # an agent that dropped all of a turn would really have another history
+                history += items  # dropping all items of a turn would change the history
             else:
-                history += respelled(items, how) if how.random() < 0.7 else items
-            results = [result(call, how.choice(WORDS)) for call in reply.calls]
-            history += results or [user(how.choice(WORDS))]
-        row = await one_row(g, session)
+                history += rewrite_items(items, draw) if draw.random() < 0.7 else items
+            results = [result(call, draw.choice(WORDS)) for call in reply.calls]
+            history += results or [user(draw.choice(WORDS))]
+        row = await check_one_row(g, session)
         assert np.sum(row["mask"]) == sum(len(turn.ids) for turn in script)
         check(g.app.sessions.find(session.id), [r.prompt for r in g.engine.received])
 
 
-async def test_a_conversation_on_each_real_tokenizer_is_one_row(real_tokenizer: Path) -> None:
+async def test_conversation_on_real_tokenizer_is_one_row(real_tokenizer: Path) -> None:
     replies = ["It prints a line.", "Größe 汉字 👩‍👩‍👧", "  indented\n\n\tend", "Done."]
     async with gateway([say(text, folder=real_tokenizer) for text in replies], tokenizer=str(real_tokenizer)) as g:
         session = await g.open()
@@ -791,10 +793,10 @@ async def test_a_conversation_on_each_real_tokenizer_is_one_row(real_tokenizer: 
             reply = await ask(g, session.key, history, "async stream", instructions="Be careful.")
             assert reply.text == text
             history += [*reply.items(), user("And then? 👍🏽")]
-        await one_row(g, session)
+        await check_one_row(g, session)
 
 
-async def test_a_gateway_that_was_started_again_goes_on_with_the_conversation(tmp_path: Path) -> None:
+async def test_conversation_continues_after_restart(tmp_path: Path) -> None:
     async with gateway([say(THINK.format("Hm.") + calls(("read_file", {"path": "a"})))], data=tmp_path) as g:
         session = await g.open()
         reply = await ask(g, session.key, [user("Go")], tools=[READ], instructions="Be brief.")

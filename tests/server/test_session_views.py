@@ -1,4 +1,4 @@
-"""Views of whole sessions: built off the event loop, from one consistent snapshot of the store."""
+"""Test session views: built off the event loop, from one consistent snapshot of the store."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ PATHS = (
 
 
 @pytest.mark.parametrize("sealed", [False, True])
-async def test_no_trace_is_read_or_written_down_in_the_loop(monkeypatch: pytest.MonkeyPatch, sealed: bool) -> None:
-    """A session of a hundred thousand tokens takes the better part of a second, in which nobody else would be served."""
-    wanted, worked = [], []
+async def test_traces_are_read_and_encoded_off_the_event_loop(monkeypatch: pytest.MonkeyPatch, sealed: bool) -> None:
+    """Reading 100,000 tokens takes most of a second, which would block all other calls."""
+    replies, threads = [], []
 
-    def beside(kind: type, name: str) -> None:
+    def record_threads(kind: type, name: str) -> None:
         work = getattr(kind, name)
 
-        def noted(*what: Any, **how: Any) -> Any:
-            worked.append(threading.current_thread().name)
-            return work(*what, **how)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return work(*args, **kwargs)
 
-        monkeypatch.setattr(kind, name, noted)
+        monkeypatch.setattr(kind, name, wrapper)
 
     async with gateway([say("word " * 300)] * 3) as g:
         session = (await g.admin.post("/sessions", json={})).json()["id"]
@@ -52,30 +52,30 @@ async def test_no_trace_is_read_or_written_down_in_the_loop(monkeypatch: pytest.
             (Store, "load"),
             (Store, "messages"),
         ):
-            beside(kind, name)
+            record_threads(kind, name)
         for path in PATHS:
             response = await g.admin.get(path.format(session))
             assert response.status_code == 200, response.text
-            wanted.append(response.json())
-        assert set(worked) == {"turngate-looks_0"}
-        assert wanted[0]["status"] == ("sealed" if sealed else "open") and len(wanted[1]["samples"][0]["ids"]) > 300
-        worked.clear()
+            replies.append(response.json())
+        assert set(threads) == {"turngate-looks_0"}
+        assert replies[0]["status"] == ("sealed" if sealed else "open") and len(replies[1]["samples"][0]["ids"]) > 300
+        threads.clear()
         listed = (await g.admin.get("/sessions")).json()["sessions"]
-        assert [(one["session_id"], one["turns"], one["roots"]) for one in listed] == [(session, 1, 1)]
-        assert worked == []  # a list tells of shapes, for which no trace is needed
+        assert [(row["session_id"], row["turns"], row["roots"]) for row in listed] == [(session, 1, 1)]
+        assert threads == []  # listing needs no trace
         assert (await g.show(session))["turns"] == 1
-        assert set(worked) <= {"turngate-looks_0"}
+        assert set(threads) <= {"turngate-looks_0"}
 
 
-async def test_what_is_told_of_a_session_at_work_is_of_one_moment() -> None:
+async def test_trace_of_running_session_is_consistent() -> None:
     async with gateway(lambda request, index: say(f"Answer {index}.")) as g:
         session = await g.open()
         messages = [user("Hi")]
 
         async def work() -> None:
             for turn in range(40):
-                said = await g.ask(session.key, messages)
-                messages.extend([said.message(), user(f"Go on {turn}")])
+                reply = await g.ask(session.key, messages)
+                messages.extend([reply.message(), user(f"Go on {turn}")])
 
         working = asyncio.create_task(work())
         seen = 0
@@ -86,22 +86,22 @@ async def test_what_is_told_of_a_session_at_work_is_of_one_moment() -> None:
             assert len(nodes) >= seen
             seen = len(nodes)
         await working
-        assert len((await g.trace(session.id))["nodes"]) == 80  # whatever was answered is there
+        assert len((await g.trace(session.id))["nodes"]) == 80  # every answered turn is there
 
 
-async def test_a_session_that_is_deleted_meanwhile_is_whole_or_not_there() -> None:
+async def test_deleted_session_is_complete_or_not_found() -> None:
     async with gateway([say("Hello.")] * 40) as g:
         for _ in range(10):
             session = await g.open()
             await g.ask(session.key, "Hi")
-            looking = [asyncio.create_task(g.admin.get(f"/admin/sessions/{session.id}/trace")) for _ in range(4)]
+            requests = [asyncio.create_task(g.admin.get(f"/admin/sessions/{session.id}/trace")) for _ in range(4)]
             await asyncio.sleep(0)
             await g.admin.delete(f"/admin/sessions/{session.id}")
-            for response in await asyncio.gather(*looking):
+            for response in await asyncio.gather(*requests):
                 assert response.status_code == 404 or len(response.json()["nodes"]) == 2
 
 
-async def test_a_large_answer_arrives_whole() -> None:
+async def test_large_trace_is_sent_completely() -> None:
     async with gateway([say("word " * 20_000)], max_context=100_000) as g:
         session = await g.open()
         await g.ask(session.key, "Hi")

@@ -1,4 +1,4 @@
-"""The admin API: sessions from open to delete, what a trainer reads from them, and what it pins for them."""
+"""Test the admin API: sessions from open to delete, their traces and samples, sampling settings, events and the fence."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HI = [user("Hi")]
 # ── open, list, show ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_session_is_opened_with_a_secret_of_its_own() -> None:
+async def test_opened_session_has_its_own_key() -> None:
     async with gateway() as g:
         response = await g.admin.post("/admin/sessions", json={"metadata": {"task": 7}})
         opened = response.json()
@@ -33,12 +33,12 @@ async def test_a_session_is_opened_with_a_secret_of_its_own() -> None:
         assert len(opened["id"]) == 32 and opened["id"] not in opened["api_key"]
         assert opened["config"]["metadata"] == {"task": 7}
         shown = await g.show(opened["id"])
-        assert "api_key" not in shown  # it is shown once
+        assert "api_key" not in shown  # it is only returned once
         other = await g.open()
         assert other.id != opened["id"] and other.key != opened["api_key"]
 
 
-async def test_an_id_may_be_chosen_but_not_twice() -> None:
+async def test_chosen_id_conflicts_when_reused() -> None:
     async with gateway() as g:
         assert (await g.open(id="task-7.a:1")).id == "task-7.a:1"
         response = await g.admin.post("/admin/sessions", json={"id": "task-7.a:1"})
@@ -47,14 +47,14 @@ async def test_an_id_may_be_chosen_but_not_twice() -> None:
         assert (await g.admin.post("/admin/sessions", json={"id": "task-7.a:1"})).status_code == 409
 
 
-@pytest.mark.parametrize("wrong", ["", "a/b", "../x", "-a", "a b", "é", "x" * 129])
-async def test_an_id_that_would_not_fit_into_a_path_is_refused(wrong: str) -> None:
+@pytest.mark.parametrize("invalid_id", ["", "a/b", "../x", "-a", "a b", "é", "x" * 129])
+async def test_invalid_id_is_refused(invalid_id: str) -> None:
     async with gateway() as g:
-        response = await g.admin.post("/admin/sessions", json={"id": wrong})
+        response = await g.admin.post("/admin/sessions", json={"id": invalid_id})
         assert response.status_code == 400 and response.json()["error"]["param"] == "id"
 
 
-WRONG: list[tuple[Json, str]] = [
+INVALID_SETTINGS: list[tuple[Json, str]] = [
     ({"modle": "m"}, "modle"),
     ({"limits": {"turn": 5}}, "turn"),
     ({"limits": {"turns": "five"}}, "limits.turns"),
@@ -69,9 +69,9 @@ WRONG: list[tuple[Json, str]] = [
 ]
 
 
-async def test_a_setting_that_does_not_exist_or_does_not_fit_is_refused_by_its_name() -> None:
+async def test_invalid_setting_is_named() -> None:
     async with gateway() as g:
-        for body, name in WRONG:
+        for body, name in INVALID_SETTINGS:
             response = await g.admin.post("/admin/sessions", json=body)
             assert response.status_code == 400 and name in response.json()["error"]["message"], body
         for raw in (b"{", b"[]", b"\xff", b"5"):
@@ -80,7 +80,7 @@ async def test_a_setting_that_does_not_exist_or_does_not_fit_is_refused_by_its_n
         assert (await g.admin.get("/admin/sessions")).json()["sessions"] == []
 
 
-async def test_a_session_cannot_be_opened_for_a_model_that_is_not_served() -> None:
+async def test_unserved_model_is_refused() -> None:
     async with gateway(model="policy-1") as g:
         response = await g.admin.post("/admin/sessions", json={"model": "other"})
         assert response.status_code == 400 and response.json()["error"]["param"] == "model"
@@ -88,14 +88,14 @@ async def test_a_session_cannot_be_opened_for_a_model_that_is_not_served() -> No
         assert (await g.admin.post("/admin/sessions", json={"model": "policy-1"})).status_code == 201
 
 
-async def test_a_session_cannot_be_opened_in_a_mode_that_is_not_served() -> None:
+async def test_unserved_mode_is_refused() -> None:
     async with gateway() as g:
         response = await g.admin.post("/admin/sessions", json={"mode": "observe"})
         assert response.status_code == 400 and response.json()["error"]["param"] == "mode"
         assert "exact" in response.json()["error"]["message"]
 
 
-async def test_limits_that_can_never_be_kept_are_refused_when_they_are_set() -> None:
+async def test_invalid_limits_are_refused() -> None:
     async with gateway() as g:
         for name in ("turns", "sampled_tokens", "context_tokens", "seconds"):
             response = await g.admin.post("/admin/sessions", json={"limits": {name: -1}})
@@ -104,48 +104,48 @@ async def test_limits_that_can_never_be_kept_are_refused_when_they_are_set() -> 
         assert response.status_code == 400 and response.json()["error"]["param"] == "max_tokens", response.text
 
 
-async def test_sessions_are_listed_newest_first_page_by_page_and_by_status() -> None:
+async def test_session_list_order_paging_and_status_filter() -> None:
     async with gateway() as g:
         opened = [(await g.open(id=f"s{n}")).id for n in range(7)]
         await g.seal("s2")
         await g.cancel("s4")
 
-        async def listed(**query: Any) -> list[Json]:
+        async def list_sessions(**query: Any) -> list[Json]:
             page: list[Json] = (await g.admin.get("/admin/sessions", params=query)).json()["sessions"]
             return page
 
-        assert [s["id"] for s in await listed()] == opened[::-1]
-        first = await listed(limit=3)
-        second = await listed(limit=3, before=first[-1]["key"])
-        third = await listed(limit=3, before=second[-1]["key"])
+        assert [s["id"] for s in await list_sessions()] == opened[::-1]
+        first = await list_sessions(limit=3)
+        second = await list_sessions(limit=3, before=first[-1]["key"])
+        third = await list_sessions(limit=3, before=second[-1]["key"])
         assert [s["id"] for s in [*first, *second, *third]] == opened[::-1] and len(third) == 1
-        assert await listed(before=third[-1]["key"]) == []
-        assert [s["id"] for s in await listed(status="sealed")] == ["s2"]
-        assert [s["id"] for s in await listed(status="cancelled")] == ["s4"]
-        assert [s["id"] for s in await listed(status="open", limit=2)] == ["s6", "s5"]
+        assert await list_sessions(before=third[-1]["key"]) == []
+        assert [s["id"] for s in await list_sessions(status="sealed")] == ["s2"]
+        assert [s["id"] for s in await list_sessions(status="cancelled")] == ["s4"]
+        assert [s["id"] for s in await list_sessions(status="open", limit=2)] == ["s6", "s5"]
 
 
 @pytest.mark.parametrize("query", ["status=asleep", "limit=ten", "limit=-1", "before=x", "limit=²", f"before={2**70}"])
-async def test_a_listing_that_makes_no_sense_is_refused(query: str) -> None:
+async def test_invalid_list_query_names_its_parameter(query: str) -> None:
     async with gateway() as g:
         response = await g.admin.get(f"/admin/sessions?{query}")
         assert response.status_code == 400, response.text
         assert response.json()["error"]["param"] == query.partition("=")[0]
 
 
-async def test_a_session_shows_what_became_of_it() -> None:
+async def test_session_shows_turns_tokens_and_forks() -> None:
     async with gateway([say("One."), say("Two.")], model="policy-1") as g:
         session = await g.open()
-        heard = await g.ask(session.key, HI, model="policy-1")
+        reply = await g.ask(session.key, HI, model="policy-1")
         await g.ask(session.key, [user("Another thing entirely")], model="policy-1")
         shown = await g.show(session.id)
         assert shown["turns"] == 2 and shown["sampled_tokens"] == len(say("One.").ids) + len(say("Two.").ids)
         assert shown["tokens"] == sum(len(n["ids"]) for n in (await g.trace(session.id))["nodes"])
         assert sum(shown["roles"].values()) == 2 and len(shown["forks"]) == 2
-        assert shown["in_flight"] == 0 and shown["last_used"] <= time.time() and heard.content
+        assert shown["in_flight"] == 0 and shown["last_used"] <= time.time() and reply.content
 
 
-async def test_what_is_not_there_is_not_found() -> None:
+async def test_unknown_session_is_not_found() -> None:
     async with gateway() as g:
         for method, path in [
             ("GET", ""),
@@ -163,10 +163,10 @@ async def test_what_is_not_there_is_not_found() -> None:
 # ── trace and samples ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_the_trace_tells_everything_about_a_turn() -> None:
+async def test_trace_has_every_field_of_turn() -> None:
     async with gateway([say("<think>\nHm.\n</think>\n\nOk." + calls(("read_file", {"path": "a"})))], model="m") as g:
         session = await g.open(metadata={"n": 1})
-        heard = await g.ask(session.key, HI, tools=[tool()], temperature=0.7, seed=3)
+        reply = await g.ask(session.key, HI, tools=[tool()], temperature=0.7, seed=3)
         trace = await g.trace(session.id)
         assert (trace["session"], trace["status"], trace["config"]["metadata"]) == (session.id, "open", {"n": 1})
         context, turn = trace["nodes"]
@@ -179,8 +179,8 @@ async def test_the_trace_tells_everything_about_a_turn() -> None:
             "main",
             "tool_calls",
         )
-        assert turn["message"]["content"] == heard.content and turn["message"]["reasoning"] == "Hm."
-        assert turn["message"]["tool_calls"][0]["id"] == heard.calls[0].id
+        assert turn["message"]["content"] == reply.content and turn["message"]["reasoning"] == "Hm."
+        assert turn["message"]["tool_calls"][0]["id"] == reply.calls[0].id
         assert turn["sampling"] == {"temperature": 0.7, "seed": 3} and turn["biases"] == []
         assert turn["version_start"] == turn["version_end"] == 0 and turn["capture"] == "tokens"
         assert turn["delivered"] and not turn["fault"] and turn["started"] <= turn["ended"]
@@ -190,28 +190,28 @@ async def test_the_trace_tells_everything_about_a_turn() -> None:
 async def test_samples_are_the_same_before_and_after_sealing() -> None:
     async with gateway([say("One."), say("Two."), say("Side.")]) as g:
         session = await g.open()
-        heard = await g.ask(session.key, HI)
-        await g.ask(session.key, [*HI, heard.message(), user("More")])
+        reply = await g.ask(session.key, HI)
+        await g.ask(session.key, [*HI, reply.message(), user("More")])
         before = await g.samples(session.id)
         await g.seal(session.id)
         assert await g.samples(session.id) == before and len(before) == 1
 
 
-async def test_each_sampled_token_is_trained_once_however_many_branches_share_it() -> None:
+async def test_shared_tokens_are_trained_once() -> None:
     async with gateway([say("One."), say("Left."), say("Right.")]) as g:
         session = await g.open()
-        heard = await g.ask(session.key, HI)
-        await g.ask(session.key, [*HI, heard.message(), user("Go left")])
-        await g.ask(session.key, [*HI, heard.message(), user("Go right")])
+        reply = await g.ask(session.key, HI)
+        await g.ask(session.key, [*HI, reply.message(), user("Go left")])
+        await g.ask(session.key, [*HI, reply.message(), user("Go right")])
         rows = await g.samples(session.id)
         assert len(rows) == 2 and rows[0]["ids"] != rows[1]["ids"]
         assert sum(sum(r["mask"]) for r in rows) == sum(len(t["ids"]) for t in await g.turns(session.id))
         assert {s["reason"] for r in rows for s in r["spans"] if not s["trained"]} == {"trained in another row"}
 
 
-# ── pinned sampling, and sampling that biases ───────────────────────────────────────────────────────────────────────
+# ── pinned and biased sampling ──────────────────────────────────────────────────────────────────────────────────────
 
-AGENT: dict[str, Any] = {
+AGENT_SAMPLING: dict[str, Any] = {
     "temperature": 0.3,
     "top_p": 0.9,
     "presence_penalty": 1.0,
@@ -220,10 +220,10 @@ AGENT: dict[str, Any] = {
 }
 
 
-async def test_by_default_what_would_bias_the_samples_is_not_applied() -> None:
+async def test_biased_sampling_is_ignored_by_default() -> None:
     async with gateway([say("Ok.")]) as g:
         session = await g.open()
-        await g.ask(session.key, HI, **AGENT)
+        await g.ask(session.key, HI, **AGENT_SAMPLING)
         sampling = g.engine.received[0].sampling
         assert (sampling.temperature, sampling.seed) == (0.3, 7)
         assert (sampling.top_p, sampling.top_k, sampling.min_p, sampling.presence_penalty) == (1.0, 0, 0.0, 0.0)
@@ -231,28 +231,28 @@ async def test_by_default_what_would_bias_the_samples_is_not_applied() -> None:
         assert len(await g.samples(session.id)) == 1
 
 
-async def test_a_session_may_let_the_agent_have_it_and_then_those_turns_are_not_trained() -> None:
+async def test_recorded_bias_is_applied_and_not_trained() -> None:
     async with gateway([say("Ok.")] * 2) as g:
         session = await g.open(bias="record")
-        await g.ask(session.key, HI, **AGENT)
+        await g.ask(session.key, HI, **AGENT_SAMPLING)
         sampling = g.engine.received[0].sampling
         assert (sampling.top_p, sampling.top_k, sampling.min_p, sampling.presence_penalty) == (0.9, 20, 0.1, 1.0)
         [turn] = await g.turns(session.id)
         assert set(turn["biases"]) == {"top_p", "top_k", "min_p", "presence_penalty"}
         assert turn["sampling"]["top_p"] == 0.9
         assert await g.samples(session.id) == []
-        # A turn that was sampled plainly is trained.
+        # A turn without biases is trained.
         await g.ask(session.key, [user("Another")])
         assert len(await g.samples(session.id)) == 1
 
 
-async def test_what_the_session_pins_the_agent_cannot_change() -> None:
+async def test_session_sampling_overrides_agent() -> None:
     async with gateway([say("Ok.")]) as g:
         session = await g.open(sampling={"temperature": 1.0, "top_p": 0.95, "seed": 1})
-        await g.ask(session.key, HI, **AGENT)
+        await g.ask(session.key, HI, **AGENT_SAMPLING)
         sampling = g.engine.received[0].sampling
         assert (sampling.temperature, sampling.top_p, sampling.seed) == (1.0, 0.95, 1)
-        assert (await g.turns(session.id))[0]["biases"] == ["top_p"]  # pinned is not the same as neutral
+        assert (await g.turns(session.id))[0]["biases"] == ["top_p"]  # pinned parameters can bias too
         assert await g.samples(session.id) == []
 
 
@@ -263,7 +263,7 @@ async def test_greedy_sampling_is_marked() -> None:
         assert (await g.turns(session.id))[0]["biases"] == ["greedy"] and await g.samples(session.id) == []
 
 
-async def test_template_arguments_of_the_session_win_over_the_agents() -> None:
+async def test_session_template_arguments_override_agent() -> None:
     async with gateway([say("Ok.")]) as g:
         session = await g.open(template_kwargs={"enable_thinking": False})
         await g.ask(session.key, HI, extra_body={"chat_template_kwargs": {"enable_thinking": True, "x": 1}})
@@ -274,7 +274,7 @@ async def test_template_arguments_of_the_session_win_over_the_agents() -> None:
 # ── the end of a session ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_sealing_twice_is_fine_and_says_the_same() -> None:
+async def test_sealing_twice_is_idempotent() -> None:
     async with gateway([say("Hello.")]) as g:
         session = await g.open()
         await g.ask(session.key, HI)
@@ -282,10 +282,10 @@ async def test_sealing_twice_is_fine_and_says_the_same() -> None:
         again = (await g.admin.post(f"/admin/sessions/{session.id}/seal", json={"stop": "other"})).json()
         assert first["status"] == again["status"] == "sealed" and first["stop"] == again["stop"] == "done"
         assert first["closed"] == again["closed"] and again["turns"] == 1
-        assert (await g.cancel(session.id))["status"] == "sealed"  # what is over stays as it ended
+        assert (await g.cancel(session.id))["status"] == "sealed"  # an ended session keeps its status
 
 
-async def test_a_sealed_session_is_still_there_after_a_restart(tmp_path: Path) -> None:
+async def test_sealed_session_survives_restart(tmp_path: Path) -> None:
     async with gateway([say("Hello.")], data=tmp_path) as g:
         session = await g.open()
         await g.ask(session.key, HI)
@@ -298,7 +298,7 @@ async def test_a_sealed_session_is_still_there_after_a_restart(tmp_path: Path) -
             await g.ask(session.key, HI)
 
 
-async def test_a_live_session_goes_on_after_a_restart_with_exact_ids(tmp_path: Path) -> None:
+async def test_live_session_continues_exactly_after_restart(tmp_path: Path) -> None:
     script = [say(calls(("read_file", {"path": "a"}))), say("Done.")]
     async with gateway(script, data=tmp_path) as g:
         session = await g.open(limits={"turns": 2}, sampling={"temperature": 0.5})
@@ -311,17 +311,17 @@ async def test_a_live_session_goes_on_after_a_restart_with_exact_ids(tmp_path: P
         assert request.prompt.tolist()[: len(prompt) + len(script[0].ids)] == [*prompt, *script[0].ids]
         assert request.sampling.temperature == 0.5
         assert len(await g.samples(session.id)) == 1
-        assert "limit" in (await g.ask(session.key, [user("More")])).content  # its turns are counted on
+        assert "limit" in (await g.ask(session.key, [user("More")])).content  # earlier turns still count
 
 
 @pytest.mark.needs("tokenizers")
-async def test_a_restart_with_another_tokenizer_does_not_mix_two_vocabularies(tmp_path: Path) -> None:
-    """The stored ids mean something else there. The gateway may refuse, or begin anew, but never append to them."""
+async def test_other_tokenizer_does_not_mix_vocabularies(tmp_path: Path) -> None:
+    """The stored ids have another meaning there, so the gateway refuses or renders again but never appends to them."""
     other = kit.real_tokenizer("qwen3")
     async with gateway([say("One.")], data=tmp_path) as g:
         session = await g.open()
-        heard = await g.ask(session.key, HI)
-    history = [*HI, heard.message(), user("More")]
+        reply = await g.ask(session.key, HI)
+    history = [*HI, reply.message(), user("More")]
     try:
         async with gateway([say("Two.", folder=other)], data=tmp_path, tokenizer=str(other)) as g:
             await g.ask(session.key, history)
@@ -331,7 +331,7 @@ async def test_a_restart_with_another_tokenizer_does_not_mix_two_vocabularies(tm
         pass
 
 
-async def test_sessions_that_nobody_uses_are_sealed() -> None:
+async def test_idle_sessions_are_sealed() -> None:
     idle_s = scaled(0.1)
     async with gateway(engine=Gated([say("Hello.")]), idle_s=idle_s) as g:
         idle, busy = await g.open(), await g.open()
@@ -341,13 +341,13 @@ async def test_sessions_that_nobody_uses_are_sealed() -> None:
         shown = await g.show(idle.id)
         assert (shown["status"], shown["stop"]) == ("sealed", "idle")
         await asyncio.sleep(1.25 * idle_s)
-        assert (await g.show(busy.id))["status"] == "open"  # a call under way is use
+        assert (await g.show(busy.id))["status"] == "open"  # a call in flight counts as use
         g.gated.gate.set()
         assert (await task).content == "Hello."
         await until(lambda: g.rows("SELECT status FROM sessions WHERE id=?", busy.id) == [("sealed",)])
 
 
-async def test_sessions_from_before_a_restart_expire_too_but_not_at_once(tmp_path: Path) -> None:
+async def test_restored_session_expires_after_idle_time(tmp_path: Path) -> None:
     async with gateway(data=tmp_path) as g:
         session = await g.open()
     async with gateway(data=tmp_path, idle_s=scaled(0.15)) as g:
@@ -355,20 +355,20 @@ async def test_sessions_from_before_a_restart_expire_too_but_not_at_once(tmp_pat
         await until(lambda: g.rows("SELECT status FROM sessions") == [("sealed",)])
 
 
-async def test_one_damaged_session_does_not_keep_the_others_from_expiring(tmp_path: Path) -> None:
+async def test_damaged_session_does_not_stop_expiry_of_others(tmp_path: Path) -> None:
     async with gateway([say("Hello.")], data=tmp_path) as g:
-        damaged, sound = await g.open(), await g.open()
+        damaged, intact = await g.open(), await g.open()
         await g.ask(damaged.key, HI)
-        await g.ask(sound.key, HI)
+        await g.ask(intact.key, HI)
         with g.app.store._writing() as db:
             db.execute(
                 "UPDATE nodes SET ids=zeroblob(8) WHERE session=(SELECT key FROM sessions WHERE id=?)", (damaged.id,)
             )
     async with gateway(data=tmp_path, idle_s=0.1) as g:
-        await until(lambda: g.rows("SELECT status FROM sessions WHERE id=?", sound.id) == [("sealed",)])
+        await until(lambda: g.rows("SELECT status FROM sessions WHERE id=?", intact.id) == [("sealed",)])
 
 
-async def test_a_damaged_trace_is_refused_and_never_handed_out(tmp_path: Path) -> None:
+async def test_damaged_trace_is_refused(tmp_path: Path) -> None:
     async with gateway([say("Hello.")], data=tmp_path) as g:
         session = await g.open()
         await g.ask(session.key, HI)
@@ -381,7 +381,7 @@ async def test_a_damaged_trace_is_refused_and_never_handed_out(tmp_path: Path) -
         with pytest.raises(openai.InternalServerError):
             await g.ask(session.key, HI)
         assert not g.engine.received
-        assert (await g.admin.delete(f"/admin/sessions/{session.id}")).is_success, "it can be got rid of"
+        assert (await g.admin.delete(f"/admin/sessions/{session.id}")).is_success, "it can be deleted"
         assert g.rows("SELECT count(*) FROM sessions") == g.rows("SELECT count(*) FROM nodes") == [(0,)]
         with pytest.raises(openai.AuthenticationError):
             await g.ask(session.key, HI)
@@ -390,8 +390,8 @@ async def test_a_damaged_trace_is_refused_and_never_handed_out(tmp_path: Path) -
 # ── events ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def followed(g: Running, path: str, **headers: str) -> AsyncGenerator[Json, None]:
-    """The events that a follower gets, one by one."""
+async def follow(g: Running, path: str, **headers: str) -> AsyncGenerator[Json, None]:
+    """Yield the events of the stream."""
     async with g.admin.stream("GET", path, headers=headers) as response:
         assert response.status_code == 200 and response.headers["content-type"].startswith("text/event-stream")
         seen: dict[str, str] = {}
@@ -407,11 +407,11 @@ async def followed(g: Running, path: str, **headers: str) -> AsyncGenerator[Json
 
 
 @pytest.mark.usefixtures("no_keep_alive")
-async def test_events_tell_the_story_of_a_session_from_the_start_and_live() -> None:
+async def test_session_events_are_replayed_and_live() -> None:
     async with gateway([say("Hello.")]) as g:
         session = await g.open(limits={"turns": 1})
-        await g.open()  # somebody else, of whom this follower hears nothing
-        events = followed(g, f"/admin/sessions/{session.id}/events")
+        await g.open()  # events of other sessions are not sent
+        events = follow(g, f"/admin/sessions/{session.id}/events")
         assert (await anext(events))["kind"] == "opened"
         waiting = g.start(anext(events))
         await g.ask(session.key, HI)
@@ -426,15 +426,15 @@ async def test_events_tell_the_story_of_a_session_from_the_start_and_live() -> N
         await events.aclose()
 
 
-async def test_a_follower_that_comes_back_goes_on_where_it_was() -> None:
+async def test_follower_resumes_from_cursor() -> None:
     async with gateway() as g:
         sessions = [await g.open() for _ in range(5)]
-        events = followed(g, "/admin/events")
+        events = follow(g, "/admin/events")
         first = [await anext(events) for _ in range(3)]
         await events.aclose()
         for again in (
-            followed(g, "/admin/events", **{"last-event-id": str(first[-1]["seq"])}),
-            followed(g, f"/admin/events?after={first[-1]['seq']}"),
+            follow(g, "/admin/events", **{"last-event-id": str(first[-1]["seq"])}),
+            follow(g, f"/admin/events?after={first[-1]['seq']}"),
         ):
             rest = [await anext(again) for _ in range(2)]
             assert [e["session"] for e in rest] == [s.id for s in sessions[3:]]
@@ -442,9 +442,9 @@ async def test_a_follower_that_comes_back_goes_on_where_it_was() -> None:
 
 
 @pytest.mark.usefixtures("no_keep_alive")
-async def test_the_fence_is_in_the_events_too() -> None:
+async def test_fence_changes_are_events() -> None:
     async with gateway() as g:
-        events = followed(g, "/admin/events")
+        events = follow(g, "/admin/events")
         waiting = g.start(anext(events))
         await g.pause()
         assert (await asyncio.wait_for(waiting, scaled(5)))["data"] == {"paused": True, "mode": "hold"}
@@ -454,24 +454,24 @@ async def test_the_fence_is_in_the_events_too() -> None:
 
 
 @pytest.mark.parametrize("after", ["x", "-1", "²"])
-async def test_a_cursor_that_makes_no_sense_is_refused(after: str) -> None:
+async def test_invalid_cursor_is_refused(after: str) -> None:
     async with gateway() as g:
         assert (await g.admin.get("/admin/events", params={"after": after})).status_code == 400
 
 
 @pytest.mark.usefixtures("no_keep_alive")
-async def test_a_slow_follower_misses_nothing(tmp_path: Path) -> None:
-    """What happens while it is busy with one event comes after that one."""
+async def test_slow_follower_misses_no_event(tmp_path: Path) -> None:
+    """Events added while the follower is busy are delivered next."""
     store = Store(tmp_path)
     events = Events(store)
     events.add("s", "turn", {"n": 1})
     events.add("s", "turn", {"n": 2})
     following = events.follow("s")
-    got = [await anext(following)]
+    received = [await anext(following)]
     events.add("s", "turn", {"n": 3})
-    got += [await anext(following)]
+    received += [await anext(following)]
     third = await asyncio.wait_for(anext(following), scaled(5))
-    assert third is not None and third.data == {"n": 3} and len(got) == 2
+    assert third is not None and third.data == {"n": 3} and len(received) == 2
     await following.aclose()
     store.close()
 
@@ -479,7 +479,7 @@ async def test_a_slow_follower_misses_nothing(tmp_path: Path) -> None:
 # ── the fence ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_calls_wait_at_the_fence_with_signs_of_life_and_then_carry_the_new_version() -> None:
+async def test_calls_wait_at_fence_and_use_new_version() -> None:
     async with gateway([say("Old."), say("New."), say("New.")], alive_s=0.02) as g:
         session = await g.open()
         await g.ask(session.key, HI)
@@ -504,7 +504,7 @@ async def test_calls_wait_at_the_fence_with_signs_of_life_and_then_carry_the_new
         assert {s["version_end"] for s in spans} == {0, 7}
 
 
-async def test_a_call_that_was_under_way_when_the_weights_changed_says_so() -> None:
+async def test_call_across_weight_update_records_both_versions() -> None:
     async with gateway(engine=Gated([say("One two three.")], tokens=2)) as g:
         session = await g.open()
         task = g.start(g.ask(session.key, HI, "async stream"))
@@ -517,10 +517,10 @@ async def test_a_call_that_was_under_way_when_the_weights_changed_says_so() -> N
         assert (turn["version_start"], turn["version_end"]) == (0, 1)
 
 
-async def test_draining_waits_for_calls_under_way_and_lets_no_new_one_in() -> None:
+async def test_drain_waits_for_running_calls_and_holds_new_ones() -> None:
     async with gateway(engine=Gated([say("One two three.")] * 2, tokens=1)) as g:
         session = await g.open()
-        under_way = g.start(g.ask(session.key, HI, "async stream"))
+        running = g.start(g.ask(session.key, HI, "async stream"))
         await until(lambda: g.gated.waiting == 1)
         draining = g.start(g.pause("drain"))
         await until(lambda: g.app.fence.paused)
@@ -529,13 +529,13 @@ async def test_draining_waits_for_calls_under_way_and_lets_no_new_one_in() -> No
         assert not draining.done() and len(g.engine.received) == 1
         g.gated.gate.set()
         assert (await asyncio.wait_for(draining, scaled(5)))["in_flight"] == 0
-        assert (await under_way).content and not late.done()
+        assert (await running).content and not late.done()
         await g.resume(1)
         await late
         assert [t["version_start"] for t in await g.turns(session.id)] == [0, 1]
 
 
-async def test_versions_only_go_forward() -> None:
+async def test_policy_version_cannot_decrease() -> None:
     async with gateway() as g:
         await g.resume(5)
         response = await g.admin.post("/admin/fence/resume", json={"version": 4})
@@ -545,7 +545,7 @@ async def test_versions_only_go_forward() -> None:
         assert (await g.admin.post("/admin/fence/resume", json={"version": "6"})).status_code == 400
 
 
-async def test_a_refused_resume_leaves_the_fence_up() -> None:
+async def test_refused_resume_keeps_pause() -> None:
     async with gateway() as g:
         await g.resume(5)
         await g.pause()
@@ -553,7 +553,7 @@ async def test_a_refused_resume_leaves_the_fence_up() -> None:
         assert (await g.admin.get("/admin/fence")).json()["paused"]
 
 
-async def test_the_policy_version_survives_a_restart(tmp_path: Path) -> None:
+async def test_policy_version_survives_restart(tmp_path: Path) -> None:
     async with gateway(data=tmp_path) as g:
         await g.pause()
         await g.resume(9)
@@ -564,7 +564,7 @@ async def test_the_policy_version_survives_a_restart(tmp_path: Path) -> None:
         assert (await g.admin.post("/admin/fence/resume", json={"version": 8})).status_code == 409
 
 
-async def test_decoding_the_recorded_ids_gives_what_was_said() -> None:
+async def test_recorded_ids_decode_to_conversation() -> None:
     async with gateway([say("Größe 👩‍👩‍👧.")]) as g:
         session = await g.open()
         await g.ask(session.key, "é 汉字")

@@ -1,4 +1,4 @@
-"""Streaming is real: text flows as it is sampled, a call when it is whole, the end only when the turn is stored."""
+"""Test streaming: text is sent as it is sampled, calls when complete, and the end only after the turn is stored."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.speed import scaled
 HI = [user("Hi")]
 
 
-async def begin(g: Running, key: str, **request: Any) -> Any:
+async def start_stream(g: Running, key: str, **request: Any) -> Any:
     return await g.client(key).chat.completions.create(**{"model": "m", "messages": HI, "stream": True, **request})
 
 
 async def events(g: Running, key: str, **request: Any) -> AsyncIterator[str]:
-    """The bare events of a streamed reply, one by one, to the last byte of the response."""
+    """Yield the raw event lines of a streamed reply."""
     body = {"model": "m", "messages": HI, "stream": True, **request}
     async with g.http(key).stream("POST", "/v1/chat/completions", json=body) as response:
         assert response.status_code == 200
@@ -30,28 +30,28 @@ async def events(g: Running, key: str, **request: Any) -> AsyncIterator[str]:
                 yield line
 
 
-async def test_text_arrives_while_the_engine_still_samples() -> None:
+async def test_text_arrives_during_sampling() -> None:
     async with gateway(engine=Gated([say("One two three four five.")], tokens=3)) as g:
         session = await g.open()
-        stream = await begin(g, session.key)
-        got = ""
+        stream = await start_stream(g, session.key)
+        text = ""
         first = tokenizer().decode(say("One two three four five.").ids[:3])
         async for chunk in stream:
-            got += chunk.choices[0].delta.content or ""
-            if got == first:
+            text += chunk.choices[0].delta.content or ""
+            if text == first:
                 break
-        assert g.engine.in_flight == 1  # the engine is not done; the agent has read all it sampled so far
+        assert g.engine.in_flight == 1  # the agent has read everything sampled so far
         g.gated.gate.set()
         async for chunk in stream:
-            got += chunk.choices[0].delta.content or ""
-        assert got == "One two three four five."
+            text += chunk.choices[0].delta.content or ""
+        assert text == "One two three four five."
 
 
-async def test_reasoning_arrives_while_the_engine_still_samples() -> None:
+async def test_reasoning_arrives_during_sampling() -> None:
     turn = say("<think>\nLong thoughts about this.\n</think>\n\nYes.")
     async with gateway(engine=Gated([turn], tokens=6)) as g:
         session = await g.open()
-        stream = await begin(g, session.key)
+        stream = await start_stream(g, session.key)
         async for chunk in stream:
             if getattr(chunk.choices[0].delta, "reasoning_content", None):
                 break
@@ -60,18 +60,18 @@ async def test_reasoning_arrives_while_the_engine_still_samples() -> None:
         assert join_chunks([c async for c in stream]).content == "Yes."
 
 
-async def test_a_tool_call_arrives_whole_and_as_soon_as_it_is() -> None:
+async def test_tool_call_arrives_as_soon_as_complete() -> None:
     first, second = calls(("read_file", {"path": "a" * 50})), calls(("read_file", {"path": "b"}))
     gate = len(tokenizer().encode("Look:\n" + first))
     async with gateway(engine=Gated([say("Look:\n" + first + "\n" + second)], tokens=gate)) as g:
         session = await g.open()
-        stream = await begin(g, session.key, tools=[tool()])
+        stream = await start_stream(g, session.key, tools=[tool()])
         seen: list[Json] = []
         async for chunk in stream:
             seen += chunk.choices[0].delta.tool_calls or []
             if seen:
                 break
-        assert g.engine.in_flight == 1  # the second call is still to be sampled
+        assert g.engine.in_flight == 1  # the second call is not sampled yet
         [call] = seen
         assert call.index == 0 and call.id and call.type == "function"
         assert (call.function.name, json.loads(call.function.arguments)) == ("read_file", {"path": "a" * 50})
@@ -80,36 +80,36 @@ async def test_a_tool_call_arrives_whole_and_as_soon_as_it_is() -> None:
         assert [(c.index, json.loads(c.function.arguments)) for c in more] == [(1, {"path": "b"})]
 
 
-async def test_no_part_of_a_calls_markup_is_ever_shown_as_text() -> None:
+async def test_call_markup_is_never_sent_as_text() -> None:
     text = "Let me look.\n" + calls(("read_file", {"path": "a"})) + "\n" + calls(("read_file", {"path": "b"}))
     async with gateway([say(text)]) as g:
         session = await g.open()
-        chunks = [c async for c in await begin(g, session.key, tools=[tool()])]
+        chunks = [c async for c in await start_stream(g, session.key, tools=[tool()])]
         assert join_chunks(chunks).content == "Let me look."
         assert not any("<" in (c.choices[0].delta.content or "") for c in chunks)
 
 
-# ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── end of stream ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_the_turn_is_in_the_database_when_the_last_event_arrives() -> None:
+async def test_turn_is_stored_before_last_event() -> None:
     async with gateway([say("Hello.")]) as g:
         session = await g.open()
-        async for chunk in await begin(g, session.key):
+        async for chunk in await start_stream(g, session.key):
             stored = g.rows("SELECT count(*) FROM nodes WHERE kind='sampled'")
             assert stored == [(1 if chunk.choices[0].finish_reason else 0,)] or chunk.choices[0].finish_reason is None
         assert g.rows("SELECT count(*) FROM nodes WHERE kind='sampled'") == [(1,)]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_the_end_waits_for_the_database(stream: bool) -> None:
-    """While the turn cannot be committed, all of its text may be out, but not its end: agents exit on that."""
+async def test_end_of_reply_waits_for_commit(stream: bool) -> None:
+    """Until the turn is committed, its text may be sent but not its end, because agents exit on it."""
     async with gateway([say("Hello there.")], durability="disk") as g:
         session = await g.open()
         chunks: list[Any] = []
         with g.locked_database():
             if stream:
-                reading: asyncio.Task[Any] = g.start(_collect(await begin(g, session.key), chunks))
+                reading: asyncio.Task[Any] = g.start(_collect(await start_stream(g, session.key), chunks))
                 await until(lambda: join_chunks(chunks).content == "Hello there.")
             else:
                 reading = g.start(g.ask(session.key, "Hi"))
@@ -128,15 +128,15 @@ async def _collect(stream: Any, into: list[Any]) -> None:
         into.append(chunk)
 
 
-# ── signs of life ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── keep-alives ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_silent_engine_does_not_look_like_a_dead_connection() -> None:
-    """Empty chunks, which every client takes; comments are not enough for some."""
+async def test_silent_engine_sends_keep_alives() -> None:
+    """Keep-alives are empty chunks, because some clients ignore comments."""
     async with gateway(engine=Gated([say("At last.")]), alive_s=0.02) as g:
         session = await g.open()
         chunks: list[Any] = []
-        reading = g.start(_collect(await begin(g, session.key), chunks))
+        reading = g.start(_collect(await start_stream(g, session.key), chunks))
         await until(lambda: len(chunks) >= 5)
         assert join_chunks(chunks) == ("", "", [], None, None)
         assert chunks[0].choices[0].delta.role == "assistant"
@@ -147,7 +147,7 @@ async def test_a_silent_engine_does_not_look_like_a_dead_connection() -> None:
         assert [c.choices[0].delta.role for c in chunks].count("assistant") == 1
 
 
-async def test_the_clients_stream_helper_takes_signs_of_life() -> None:
+async def test_sdk_stream_helper_accepts_keep_alives() -> None:
     async with gateway(engine=Gated([say(calls(("read_file", {"path": "a"})))]), alive_s=0.01) as g:
         session = await g.open()
         asyncio.get_running_loop().call_later(0.1, g.gated.gate.set)
@@ -157,11 +157,11 @@ async def test_the_clients_stream_helper_takes_signs_of_life() -> None:
         assert call.function.name == "read_file"
 
 
-async def test_signs_of_life_between_words_with_usage_asked_for() -> None:
+async def test_keep_alives_between_tokens_with_usage() -> None:
     async with gateway(engine=Gated([say("One two.")], tokens=1), alive_s=0.02) as g:
         session = await g.open()
         chunks: list[Any] = []
-        reading = g.start(_collect(await begin(g, session.key, stream_options={"include_usage": True}), chunks))
+        reading = g.start(_collect(await start_stream(g, session.key, stream_options={"include_usage": True}), chunks))
         await until(lambda: len(chunks) >= 6)
         assert join_chunks(chunks).content == tokenizer().decode(say("One two.").ids[:1])
         g.gated.gate.set()
@@ -169,15 +169,15 @@ async def test_signs_of_life_between_words_with_usage_asked_for() -> None:
         assert join_chunks(chunks).content == "One two." and join_chunks(chunks).usage is not None
 
 
-async def test_a_steady_stream_needs_no_signs_of_life() -> None:
+async def test_steady_stream_has_no_keep_alives() -> None:
     async with gateway([say("One two three four.", pace_s=0.01)], alive_s=scaled(0.5)) as g:
         session = await g.open()
-        chunks = [c async for c in await begin(g, session.key)]
+        chunks = [c async for c in await start_stream(g, session.key)]
         assert all(c.choices[0].delta.content for c in chunks[1:-1])
 
 
-async def test_nothing_ever_follows_the_end() -> None:
-    """Many streams whose ends fall on the beat of their signs of life."""
+async def test_nothing_follows_done_event() -> None:
+    """Run many streams that end at the same time as a keep-alive."""
 
     def script(request: Any, index: int) -> Any:
         return say("A few words.", delay_s=0.002 * (int(request.session) % 7), pace_s=0.002)
@@ -185,26 +185,26 @@ async def test_nothing_ever_follows_the_end() -> None:
     async with gateway(script, alive_s=0.004) as g:
         sessions = [await g.open(id=str(n)) for n in range(40)]
 
-        async def one(key: str) -> list[str]:
+        async def read_lines(key: str) -> list[str]:
             return [event async for event in events(g, key)]
 
-        for lines in await asyncio.gather(*(one(s.key) for s in sessions)):
+        for lines in await asyncio.gather(*(read_lines(s.key) for s in sessions)):
             assert lines[-1] == "data: [DONE]" and lines.count("data: [DONE]") == 1
             assert json.loads(lines[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "stop"
 
 
-async def test_a_failure_after_signs_of_life_is_an_error_event() -> None:
-    """The status is out already, so the error comes as an event, which the client raises."""
+async def test_failure_after_keep_alives_is_error_event() -> None:
+    """The status is already sent, so the error is an event, which the client raises."""
     async with gateway([say("Never.", delay_s=0.1, cut_after=0)], alive_s=0.02) as g:
         session = await g.open()
-        stream = await begin(g, session.key)
+        stream = await start_stream(g, session.key)
         with pytest.raises(openai.APIError) as caught:
             async for _ in stream:
                 pass
         assert caught.value.code == "engine_unavailable"
 
 
-async def test_an_error_event_is_the_last_thing_on_the_wire() -> None:
+async def test_error_event_is_last() -> None:
     async with gateway([say("One two three.", pace_s=0.01, cut_after=3)], alive_s=0.005) as g:
         session = await g.open()
         lines = [event async for event in events(g, session.key)]
@@ -212,8 +212,8 @@ async def test_an_error_event_is_the_last_thing_on_the_wire() -> None:
         assert "data: [DONE]" not in lines
 
 
-async def test_replies_that_are_not_streamed_are_collected_streams() -> None:
-    """The engine is not bothered with streaming, and the text is the same to the letter."""
+async def test_whole_reply_equals_streamed_reply() -> None:
+    """The engine is called without streaming, and the text is identical."""
     text = "<think>\nHm.\n</think>\n\nGröße 👩‍👩‍👧 \n" + calls(("read_file", {"path": "a"})) + "\n"
     async with gateway([say(text)] * 2) as g:
         session = await g.open()

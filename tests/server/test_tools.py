@@ -1,4 +1,4 @@
-"""Host tools: an agent calls them at the gateway with its own secret, the host sees the calls and may answer, and nobody hangs."""
+"""Test host tools: agents call them through the gateway with their own key, and the host sees and may answer the calls."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def answer(g: Running, session: OpenSession, number: int, reply: Any) -> h
     return await g.admin.post(f"/admin/sessions/{session.id}/tools/{number}/answer", json={"reply": reply})
 
 
-def asking(g: Running, session: OpenSession) -> Any:
+def pending_calls(g: Running, session: OpenSession) -> Any:
     return g.app.sessions.find(session.id).pending_tool_calls
 
 
@@ -59,7 +59,7 @@ def kinds(g: Running) -> list[str]:
 
 
 async def test_calls_are_recorded_in_order_and_answered(tmp_path: Path) -> None:
-    began = time.time()
+    started = time.time()
     async with gateway([say("Hello.")], data=tmp_path) as g:
         session = await g.open(tools=[ANSWER, {**ANSWER, "name": "submit", "reply": {"thanks": [1]}}])
         assert (await call(g, session, {"text": "first"})).json() == {"ok": True}
@@ -72,14 +72,14 @@ async def test_calls_are_recorded_in_order_and_answered(tmp_path: Path) -> None:
             (1, "answer", {"text": "first"}, {"ok": True}, "tool", False),
             (2, "submit", {"text": "second", "sure": {"p": 0.5}}, {"thanks": [1]}, "tool", False),
         ]
-        assert all(began <= c["time"] <= time.time() for c in found)
+        assert all(started <= c["time"] <= time.time() for c in found)
         assert kinds(g) == ["opened", "tool", "tool", "turn", "sealed"]
         await g.admin.delete(f"/admin/sessions/{session.id}")
         assert g.rows("SELECT count(*) FROM tool_calls") == [(0,)]
 
 
 @pytest.mark.parametrize("base", ["", "/s/{id}", "/rollout/{id}"])
-async def test_the_ways_to_call_and_to_list(base: str) -> None:
+async def test_every_path_calls_and_lists_tools(base: str) -> None:
     async with gateway() as g:
         session, other = await g.open(tools=[ANSWER]), await g.open(tools=[ASK])
         path = base.format(id=session.id) + "/v1/tools"
@@ -96,12 +96,12 @@ async def test_the_ways_to_call_and_to_list(base: str) -> None:
         assert len(await calls(g, session)) == 1 and await calls(g, other) == []
 
 
-async def test_a_model_call_by_the_path_of_a_rollout() -> None:
+async def test_model_call_by_rollout_path() -> None:
     async with gateway([say("Hello.")]) as g:
         session = await g.open()
         client = g.client(session.key, f"{g.root}/rollout/{session.id}/v1")
-        said = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}])
-        assert said.choices[0].message.content == "Hello."
+        reply = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}])
+        assert reply.choices[0].message.content == "Hello."
         refused = await g.http().post(f"/rollout/{session.id}/v1/chat/completions", json={"model": "m", "messages": []})
         assert refused.status_code == 401
 
@@ -118,7 +118,7 @@ async def test_a_model_call_by_the_path_of_a_rollout() -> None:
         ({"text": "x" * MAX_ARGUMENTS}, None),
     ],
 )
-async def test_arguments_that_do_not_fit_are_refused_by_name(arguments: Any, param: str | None) -> None:
+async def test_invalid_arguments_are_named(arguments: Any, param: str | None) -> None:
     async with gateway() as g:
         session = await g.open(tools=[ANSWER])
         response = await call(g, session, arguments)
@@ -131,22 +131,22 @@ async def test_arguments_that_do_not_fit_are_refused_by_name(arguments: Any, par
         assert await calls(g, session) == []
 
 
-async def test_what_is_not_json_and_what_is_nested_too_deeply() -> None:
+async def test_invalid_json_and_deep_nesting_are_refused() -> None:
     async with gateway() as g:
         session = await g.open(tools=[ASK | {"wait_s": None}])
         for body in (b"{", b"\xff", b'{"a":' * 20000 + b"1" + b"}" * 20000):
             response = await g.http(session.key).post("/v1/tools/ask", content=body)
             assert response.status_code in (400, 413), body[:10]
-        assert (await g.http(session.key).post("/v1/tools/ask")).json() == {"ok": True}  # nothing to say is fine
+        assert (await g.http(session.key).post("/v1/tools/ask")).json() == {"ok": True}  # an empty body is allowed
 
 
-async def test_what_there_is_not() -> None:
+async def test_unknown_tools_and_ended_sessions() -> None:
     async with gateway() as g:
-        session, none = await g.open(tools=[ANSWER, ASK]), await g.open()
+        session, without_tools = await g.open(tools=[ANSWER, ASK]), await g.open()
         unknown = await call(g, session, {}, "reward")
         assert unknown.status_code == 404 and "answer, ask" in unknown.json()["error"]["message"]
-        assert "has no tools" in (await call(g, none, {}, "answer")).json()["error"]["message"]
-        assert (await g.http(none.key).get("/v1/tools")).json() == {"tools": []}
+        assert "has no tools" in (await call(g, without_tools, {}, "answer")).json()["error"]["message"]
+        assert (await g.http(without_tools.key).get("/v1/tools")).json() == {"tools": []}
         await g.seal(session.id)
         ended = await call(g, session, {"text": "x"})
         assert ended.status_code == 409 and "sealed" in ended.json()["error"]["message"]
@@ -157,7 +157,7 @@ async def test_what_there_is_not() -> None:
         assert (await g.admin.get("/admin/sessions/never/tools")).status_code == 404
 
 
-async def test_a_session_makes_only_so_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_number_of_calls_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_tools, "MAX_CALLS", 3)
     async with gateway() as g:
         session, other = await g.open(tools=[ANSWER]), await g.open(tools=[ANSWER])
@@ -185,7 +185,7 @@ async def test_a_session_makes_only_so_many_calls(monkeypatch: pytest.MonkeyPatc
         ([{**ASK, "reward": 1}], "tools[0].reward"),
     ],
 )
-async def test_tools_that_make_no_sense_are_refused_when_the_session_is_opened(tools: Any, param: str) -> None:
+async def test_invalid_tools_are_refused_at_open(tools: Any, param: str) -> None:
     async with gateway() as g:
         response = await g.admin.post("/admin/sessions", json={"tools": tools})
         assert response.status_code == 400, response.text
@@ -193,7 +193,7 @@ async def test_tools_that_make_no_sense_are_refused_when_the_session_is_opened(t
         assert g.rows("SELECT count(*) FROM sessions") == [(0,)]
 
 
-async def test_a_schema_fetches_nothing() -> None:
+async def test_schema_references_are_not_fetched() -> None:
     fetched = []
 
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -209,33 +209,33 @@ async def test_a_schema_fetches_nothing() -> None:
     assert fetched == []
 
 
-async def test_a_call_that_is_repeated_is_one_call() -> None:
-    """The relay in a sandbox sends a call again whose answer it did not get, under the same mark."""
+async def test_repeated_call_with_same_key_is_recorded_once() -> None:
+    """The relay in a sandbox repeats an unanswered call with the same idempotency key."""
     async with gateway() as g:
         session = await g.open(tools=[ANSWER])
         for _ in range(2):
-            mark = {"idempotency-key": "m1"}
-            assert (await call(g, session, {"text": "x"}, **mark)).json() == {"ok": True}
-        other = await call(g, session, {"text": "y"}, **mark)
+            headers = {"idempotency-key": "m1"}
+            assert (await call(g, session, {"text": "x"}, **headers)).json() == {"ok": True}
+        other = await call(g, session, {"text": "y"}, **headers)
         assert other.status_code == 409 and other.json()["error"]["param"] == "Idempotency-Key"
         await call(g, session, {"text": "x"})
         assert len(await calls(g, session)) == 2
 
 
-# ── the host's answers ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── answers of the host ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_the_host_answers_a_call_that_waits() -> None:
+async def test_host_answers_waiting_calls() -> None:
     async with gateway() as g, GatewayClient(g.root, g.app.admin_key) as host:
         session = await g.open(tools=[ASK])
         waiting = [g.start(call(g, session, {"n": n}, "ask")) for n in range(2)]
-        await until(lambda: len(asking(g, session)) == 2)
-        for seen in await host.tool_calls(session.id):
-            assert seen.waiting and seen.reply is None
-            done = await host.answer_tool(session.id, seen.call, {"you asked": seen.arguments["n"]})
+        await until(lambda: len(pending_calls(g, session)) == 2)
+        for tool_call in await host.tool_calls(session.id):
+            assert tool_call.waiting and tool_call.reply is None
+            done = await host.answer_tool(session.id, tool_call.call, {"you asked": tool_call.arguments["n"]})
             assert done.answered_by == "host"
         assert [(await w).json() for w in waiting] == [{"you asked": 0}, {"you asked": 1}]
-        assert not any(seen.waiting for seen in await host.tool_calls(session.id))
+        assert not any(tool_call.waiting for tool_call in await host.tool_calls(session.id))
         assert kinds(g) == ["opened", "tool", "tool", "answered", "answered"]
         with pytest.raises(RequestRejected, match="answered") as late:
             await host.answer_tool(session.id, 1, {})
@@ -245,7 +245,7 @@ async def test_the_host_answers_a_call_that_waits() -> None:
         assert unknown.value.answered == 404
 
 
-async def test_many_calls_are_listed_whole() -> None:
+async def test_client_lists_all_pages_of_calls() -> None:
     async with gateway() as g, GatewayClient(g.root, g.app.admin_key) as host:
         session = await g.open(tools=[ANSWER])
         for n in range(203):
@@ -254,28 +254,31 @@ async def test_many_calls_are_listed_whole() -> None:
         assert len(await calls(g, session)) == 100
 
 
-async def test_a_host_that_says_nothing_leaves_nobody_hanging() -> None:
+async def test_unanswered_call_gets_default_reply() -> None:
     async with gateway() as g:
         session = await g.open(
             tools=[{**ASK, "wait_s": 0.1}, {**ASK, "name": "ask_2", "wait_s": 0.1, "reply": "go on"}]
         )
-        began = time.monotonic()
+        started = time.monotonic()
         assert (await call(g, session, {}, "ask")).json() == {"ok": True, "answered": False}
         assert (await call(g, session, {}, "ask_2")).json() == "go on"
-        assert time.monotonic() - began >= 0.2
+        assert time.monotonic() - started >= 0.2
         late = await answer(g, session, 1, "too late")
         assert late.status_code == 409 and "already answered with the default reply" in late.json()["error"]["message"]
         assert [c["answered_by"] for c in await calls(g, session)] == ["time", "time"]
-        clock = await g.open(tools=[ASK], limits={"seconds": scaled(0.1)})
-        assert (await asyncio.wait_for(call(g, clock, {}, "ask"), scaled(15))).json() == {"ok": True, "answered": False}
+        limited = await g.open(tools=[ASK], limits={"seconds": scaled(0.1)})
+        assert (await asyncio.wait_for(call(g, limited, {}, "ask"), scaled(15))).json() == {
+            "ok": True,
+            "answered": False,
+        }
 
 
-async def test_the_end_of_a_session_ends_the_waiting() -> None:
+async def test_ending_session_ends_waiting_calls() -> None:
     async with gateway() as g:
         for end in ("seal", "cancel", "delete"):
             session = await g.open(tools=[ASK])
             waiting = g.start(call(g, session, {}, "ask"))
-            await until(lambda s=session: asking(g, s))  # type: ignore[misc]
+            await until(lambda s=session: pending_calls(g, s))  # type: ignore[misc]
             if end == "delete":
                 await g.admin.delete(f"/admin/sessions/{session.id}")
             else:
@@ -288,23 +291,23 @@ async def test_the_end_of_a_session_ends_the_waiting() -> None:
         assert "answered" not in kinds(g)
 
 
-async def test_the_end_of_the_gateway_ends_it_too_and_the_call_goes_on_after_it(tmp_path: Path) -> None:
+async def test_waiting_call_resumes_after_restart(tmp_path: Path) -> None:
     async with gateway(data=tmp_path) as g:
         session = await g.open(tools=[ASK])
         waiting = g.start(call(g, session, {"q": 1}, "ask", **{"idempotency-key": "m"}))
-        await until(lambda: asking(g, session))
+        await until(lambda: pending_calls(g, session))
         await g.app.sessions.abort_all_calls()
         response = await asyncio.wait_for(waiting, scaled(15))
         assert response.status_code == 503 and "retry" in response.json()["error"]["message"]
     async with gateway(data=tmp_path) as g:
-        assert (await answer(g, session, 1, "x")).status_code == 409  # nobody waits at present
+        assert (await answer(g, session, 1, "x")).status_code == 409  # no call is waiting
         waiting = g.start(call(g, session, {"q": 1}, "ask", **{"idempotency-key": "m"}))
-        await until(lambda: asking(g, session))
+        await until(lambda: pending_calls(g, session))
         assert (await answer(g, session, 1, "here")).status_code == 200
         assert (await waiting).json() == "here" and len(await calls(g, session)) == 1
 
 
-async def test_an_agent_that_hangs_up_is_not_waited_for_unless_it_has_come_again() -> None:
+async def test_disconnected_call_stops_waiting_unless_repeated() -> None:
     async with gateway() as g:
         session = await g.open(tools=[ASK])
         first, second = (g.start(call(g, session, {}, "ask", **{"idempotency-key": "m"})) for _ in range(2))
@@ -314,19 +317,19 @@ async def test_an_agent_that_hangs_up_is_not_waited_for_unless_it_has_come_again
         assert (await answer(g, session, 1, "for the second")).status_code == 200
         assert (await second).json() == "for the second"
         gone = g.start(call(g, session, {}, "ask"))
-        await until(lambda: asking(g, session))
+        await until(lambda: pending_calls(g, session))
         gone.cancel()
-        await until(lambda: not asking(g, session))
+        await until(lambda: not pending_calls(g, session))
         late = await answer(g, session, 2, "x")
         assert late.status_code == 409 and "is no longer waiting" in late.json()["error"]["message"]
 
 
-async def test_a_call_that_waits_is_no_turn_and_keeps_its_session_alive() -> None:
+async def test_waiting_call_is_not_a_turn_and_prevents_expiry() -> None:
     async with gateway([say("Hello.")]) as g:
         session = await g.open(tools=[ASK], limits={"turns": 1})
         waiting = g.start(call(g, session, {}, "ask"))
-        await until(lambda: asking(g, session))
-        assert (await g.ask(session.key, "Hi")).content == "Hello."  # the one turn that it may have
+        await until(lambda: pending_calls(g, session))
+        assert (await g.ask(session.key, "Hi")).content == "Hello."  # its only turn
         much_later = time.time() + 10**6
         assert g.app.sessions.find_idle(much_later, 24 * 3600) == []
         await answer(g, session, 1, "here")

@@ -1,6 +1,6 @@
-"""The fence and the weights behind it: what trainers do, what agents notice of it, and what goes wrong with replicas.
+"""Test weight updates behind the fence: what trainers do, what agents see, and failing replicas.
 
-The engines are stand-ins with vLLM's own paths, whose sampled text says which weights they have; real ones are in `tests/real`.
+The engines are fakes with vLLM's paths that "sample" the name of their weights. Tests with real engines are in `tests/real`.
 """
 
 from __future__ import annotations
@@ -25,61 +25,61 @@ from turngate.errors import StoreError
 
 
 class FakeVLLM:
-    """What of vLLM's development API the gateway uses. It "samples" the name of what it was asked for and the weights that it has."""
+    """The part of vLLM's development API that the gateway uses. It "samples" the name of the weights or adapter it serves."""
 
     def __init__(self) -> None:
         self.url = ""
         self.weights = "base"
-        self.mark = "default"
+        self.weight_version = "default"
         self.adapters: dict[str, str] = {}
         self.awake = asyncio.Event()
         self.awake.set()
-        self.pace = asyncio.Event()  # opened: the second half of an answer may be sampled
+        self.pace = asyncio.Event()  # set: the second half of an answer may be sampled
         self.pace.set()
         self.salts: list[str] = []
-        self.asked: list[str] = []
-        self.refuses: set[str] = set()
-        self.unserved: set[str] = set()
+        self.control_paths: list[str] = []
+        self.failing_paths: set[str] = set()
+        self.missing_paths: set[str] = set()
         self.aborted = False
-        self.loads = asyncio.Event()  # opened: a model is loaded at once
-        self.loads.set()
-        self.half = 0  # answers of which the first half is on its way
+        self.load_gate = asyncio.Event()  # set: a model loads immediately
+        self.load_gate.set()
+        self.half_sampled = 0  # number of answers whose first half was sampled
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         path = request.path
-        sent = json.loads(await request.read() or b"{}") if request.method == "POST" else {}
-        if path in self.unserved:
+        body = json.loads(await request.read() or b"{}") if request.method == "POST" else {}
+        if path in self.missing_paths:
             return web.json_response({"detail": "Not Found"}, status=404)
-        if path in self.refuses:
+        if path in self.failing_paths:
             return web.json_response({"error": {"message": f"no {path} today"}}, status=500)
         if request.method == "POST" and path != "/v1/completions":
-            self.asked.append(path)
+            self.control_paths.append(path)
         match path:
             case "/health":
                 return web.Response()
             case "/v1/models":
                 return web.json_response({"data": [{"id": n, "max_model_len": 4096} for n in ("m", *self.adapters)]})
             case "/weight_info":
-                return web.json_response({"weight_version": self.mark})
+                return web.json_response({"weight_version": self.weight_version})
             case "/update_weight_version":
-                self.mark = sent["new_version"]
+                self.weight_version = body["new_version"]
             case "/pause":
                 assert request.query["mode"] == "keep"
                 self.awake.clear()
             case "/resume":
                 self.awake.set()
             case "/v1/load_lora_adapter":
-                if sent["lora_name"] in self.adapters:
+                if body["lora_name"] in self.adapters:
                     return web.json_response({"error": {"message": "already loaded"}}, status=400)
-                if "missing" in sent["lora_path"]:
+                if "missing" in body["lora_path"]:
                     return web.json_response({"error": {"message": "No adapter found"}}, status=404)
-                self.adapters[sent["lora_name"]] = sent["lora_path"]
+                self.adapters[body["lora_name"]] = body["lora_path"]
             case "/v1/unload_lora_adapter":
-                self.adapters.pop(sent["lora_name"])
+                self.adapters.pop(body["lora_name"])
             case "/collective_rpc":
-                assert sent["method"] == "reload_weights"
-                path = sent["kwargs"].get("weights_path", "base")
-                await self.loads.wait()
+                assert body["method"] == "reload_weights"
+                path = body["kwargs"].get("weights_path", "base")
+                await self.load_gate.wait()
                 if "missing" in path:
                     return web.json_response({"error": {"message": f"no weights in {path}"}}, status=500)
                 self.weights = path
@@ -89,34 +89,34 @@ class FakeVLLM:
                 self.aborted = True
                 self.pace.set()
             case "/v1/completions":
-                return await self._sampled(request, sent)
+                return await self._complete(request, body)
             case _:
                 return web.json_response({"detail": "Not Found"}, status=404)
         return web.json_response({})
 
-    async def _sampled(self, request: web.Request, sent: Any) -> web.StreamResponse:
-        self.salts.append(sent["cache_salt"])
-        if sent["model"] not in ("m", *self.adapters):
+    async def _complete(self, request: web.Request, body: Any) -> web.StreamResponse:
+        self.salts.append(body["cache_salt"])
+        if body["model"] not in ("m", *self.adapters):
             return web.json_response({"error": {"message": "The model does not exist"}}, status=404)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await self.awake.wait()
-        first = self._says(sent["model"])
-        if sent["stream"]:
+        first = self._sample(body["model"])
+        if body["stream"]:
             await response.prepare(request)
             await response.write(_event(first, None))
-        self.half += 1
+        self.half_sampled += 1
         await self.pace.wait()
         if self.aborted:
             await response.write(_event([], "abort") + b"data: [DONE]\n\n")
             return response
         await self.awake.wait()
-        last = [*self._says(sent["model"]), renderer().stop_ids[0]]
-        if not sent["stream"]:
+        last = [*self._sample(body["model"]), renderer().stop_ids[0]]
+        if not body["stream"]:
             return web.json_response(_answer([*first, *last], "stop"))
         await response.write(_event(last, "stop") + b"data: [DONE]\n\n")
         return response
 
-    def _says(self, model: str) -> list[int]:
+    def _sample(self, model: str) -> list[int]:
         return renderer().tokenizer.encode(f"[{self.adapters.get(model, self.weights)}]")
 
 
@@ -145,21 +145,21 @@ async def engines(count: int = 1) -> AsyncIterator[list[FakeVLLM]]:
 
 
 @asynccontextmanager
-async def served(count: int = 1, **config: Any) -> AsyncIterator[tuple[Running, list[FakeVLLM]]]:
+async def serve_gateway(count: int = 1, **config: Any) -> AsyncIterator[tuple[Running, list[FakeVLLM]]]:
     async with engines(count) as fakes:
         pool = Pool([VLLM(fake.url, "m") for fake in fakes], backoff_s=0.02, check_s=0.2)
         async with gateway(engine=pool, model="m", **config) as g:
             yield g, fakes
 
 
-async def load(g: Running, **wanted: Any) -> Any:
-    response = await g.admin.post("/admin/weights", json=wanted)
+async def load(g: Running, **update: Any) -> Any:
+    response = await g.admin.post("/admin/weights", json=update)
     assert response.is_success, response.text
     return response.json()
 
 
-async def refused(g: Running, **wanted: Any) -> tuple[int, str]:
-    response = await g.admin.post("/admin/weights", json=wanted)
+async def load_error(g: Running, **update: Any) -> tuple[int, str]:
+    response = await g.admin.post("/admin/weights", json=update)
     return response.status_code, response.json()["error"]["message"]
 
 
@@ -173,11 +173,11 @@ async def events(g: Running, kind: str) -> list[Any]:
     return [event["data"] for event in found if event["kind"] == kind]
 
 
-# ── adapters under names ────────────────────────────────────────────────────────────────────────────────────────────
+# ── adapters ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_agents_ask_for_one_name_and_get_the_version_that_is_in_force() -> None:
-    async with served(2) as (g, fakes):
+async def test_agents_get_active_adapter_under_one_model_name() -> None:
+    async with serve_gateway(2) as (g, fakes):
         session = await g.open()
         assert (await g.ask(session.key, "Hi")).content == "[base][base]"
         done = await load(g, version=1, lora_path="/a/1", name="trl-policy-v{version}")
@@ -192,17 +192,17 @@ async def test_agents_ask_for_one_name_and_get_the_version_that_is_in_force() ->
         assert sorted(salt for fake in fakes for salt in fake.salts) == ["v0", "v1", "v3"]
         assert all(
             set(fake.adapters) == {"trl-policy-v2", "trl-policy-v3"} for fake in fakes
-        )  # older ones are unloaded
+        )  # older adapters are unloaded
         assert [event["version"] for event in await events(g, "weights")] == [1, 2, 3]
 
 
-async def test_a_call_in_flight_stays_with_its_adapter_and_is_recorded_so() -> None:
-    async with served() as (g, [fake]):
+async def test_call_in_flight_keeps_its_adapter_and_version() -> None:
+    async with serve_gateway() as (g, [fake]):
         for version in (1, 2):
             session = await g.open()
             fake.pace.clear()
             asking = g.start(g.ask(session.key, "Hi", "async stream"))
-            await until(lambda version=version: fake.half == version)
+            await until(lambda version=version: fake.half_sampled == version)
             await load(g, version=version, lora_path=f"/a/{version}")
             fake.pace.set()
             old = "base" if version == 1 else "/a/1"
@@ -210,33 +210,35 @@ async def test_a_call_in_flight_stays_with_its_adapter_and_is_recorded_so() -> N
             assert await spans(g, session) == [(version - 1, version - 1)]
 
 
-async def test_an_adapter_that_somebody_else_has_loaded_is_named_at_resume(tmp_path: Path) -> None:
+async def test_resume_can_name_externally_loaded_adapter(tmp_path: Path) -> None:
     async with engines() as [fake]:
         fake.adapters["trl-policy-v7"] = "theirs"
         for start in range(2):
             pool = Pool([VLLM(fake.url, "m")])
             async with gateway(engine=pool, model="m", data=tmp_path) as g:
                 if start == 0:
-                    told = (
+                    response = (
                         await g.admin.post("/admin/fence/resume", json={"version": 7, "model": "trl-policy-v7"})
                     ).json()
-                    assert told == {"version": 7, "paused": False, "in_flight": 0, "model": "trl-policy-v7"}
-                    plain = await g.admin.post("/admin/fence/resume", json={"version": 8})
-                    assert plain.status_code == 409 and "set model to the name of version 8" in plain.text
+                    assert response == {"version": 7, "paused": False, "in_flight": 0, "model": "trl-policy-v7"}
+                    without_model = await g.admin.post("/admin/fence/resume", json={"version": 8})
+                    assert (
+                        without_model.status_code == 409 and "set model to the name of version 8" in without_model.text
+                    )
                     other = await g.admin.post("/admin/fence/resume", json={"version": 7, "model": "x"})
                     assert other.status_code == 409 and "is already active as trl-policy-v7" in other.text
-                    alone = await g.admin.post("/admin/fence/resume", json={"model": "x"})
-                    assert alone.status_code == 409
+                    without_version = await g.admin.post("/admin/fence/resume", json={"model": "x"})
+                    assert without_version.status_code == 409
                 session = await g.open()
                 assert (await g.ask(session.key, "Hi")).content == "[theirs][theirs]"  # also after a restart
                 assert await spans(g, session) == [(7, 7)]
 
 
-async def test_a_replica_that_refuses_an_adapter_leaves_the_old_version_in_force() -> None:
-    async with served(2) as (g, fakes):
+async def test_failed_adapter_load_keeps_old_version() -> None:
+    async with serve_gateway(2) as (g, fakes):
         await load(g, version=1, lora_path="/a/1")
-        fakes[1].refuses.add("/v1/load_lora_adapter")
-        status, message = await refused(g, version=2, lora_path="/a/2")
+        fakes[1].failing_paths.add("/v1/load_lora_adapter")
+        status, message = await load_error(g, version=2, lora_path="/a/2")
         assert status == 502
         assert message.startswith("version 2 was not loaded; version 1 remains active.")
         assert f"{fakes[0].url}: rolled back (has version 1)" in message
@@ -250,12 +252,12 @@ async def test_a_replica_that_refuses_an_adapter_leaves_the_old_version_in_force
             "in_flight": 0,
             "model": "policy-v1",
         }
-        fakes[1].refuses.clear()
+        fakes[1].failing_paths.clear()
         await load(g, version=2, lora_path="/a/2")
 
 
-async def test_a_replica_that_was_started_again_gets_no_calls_until_it_has_the_adapter() -> None:
-    async with served(2) as (g, fakes):
+async def test_restarted_replica_gets_no_calls_without_adapter() -> None:
+    async with serve_gateway(2) as (g, fakes):
         await load(g, version=1, lora_path="/a/1")
         fakes[0].adapters.clear()
         await until(lambda: any(not r.up for r in g.app.engine._replicas))  # type: ignore[union-attr]
@@ -266,23 +268,23 @@ async def test_a_replica_that_was_started_again_gets_no_calls_until_it_has_the_a
         assert (
             "adapter policy-v1 is not loaded, probably because the engine restarted" in shown["replicas"][0]["detail"]
         )
-        assert (await refused(g, version=1, lora_path="/a/other"))[0] == 409
-        fakes[1].asked.clear()
+        assert (await load_error(g, version=1, lora_path="/a/other"))[0] == 409
+        fakes[1].control_paths.clear()
         await load(g, version=1, lora_path="/a/1")
-        assert fakes[0].adapters == {"policy-v1": "/a/1"} and fakes[1].asked == []
+        assert fakes[0].adapters == {"policy-v1": "/a/1"} and fakes[1].control_paths == []
         assert all(r["ok"] for r in (await g.admin.get("/admin/weights")).json()["replicas"])
 
 
 # ── whole models ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_model_is_loaded_when_calls_in_flight_have_ended() -> None:
-    async with served(2) as (g, fakes):
+async def test_model_load_waits_for_calls_in_flight() -> None:
+    async with serve_gateway(2) as (g, fakes):
         session = await g.open()
         for fake in fakes:
             fake.pace.clear()
         asking = g.start(g.ask(session.key, "Hi", "async stream"))
-        await until(lambda: sum(fake.half for fake in fakes) == 1)
+        await until(lambda: sum(fake.half_sampled for fake in fakes) == 1)
         loading = g.start(load(g, version=1, path="/m/1"))
         await until(lambda: g.app.fence.paused)
         later = g.start(g.ask((await g.open()).key, "Hi"))
@@ -294,31 +296,35 @@ async def test_a_model_is_loaded_when_calls_in_flight_have_ended() -> None:
         assert (await loading)["version"] == 1
         assert (await later).content == "[/m/1][/m/1]"
         assert await spans(g, session) == [(0, 0)]
-        assert [fake.mark for fake in fakes] == ["1", "1"] and "/reset_prefix_cache" in fakes[0].asked
+        assert [fake.weight_version for fake in fakes] == ["1", "1"] and "/reset_prefix_cache" in fakes[0].control_paths
 
 
-async def test_calls_that_are_kept_go_on_over_the_new_weights_and_say_so() -> None:
-    async with served() as (g, [fake]):
+async def test_kept_calls_continue_on_new_weights() -> None:
+    async with serve_gateway() as (g, [fake]):
         session = await g.open()
         fake.pace.clear()
         asking = g.start(g.ask(session.key, "Hi", "async stream"))
-        await until(lambda: fake.half == 1)
-        fake.pace.set()  # it would go on, but is frozen
+        await until(lambda: fake.half_sampled == 1)
+        fake.pace.set()  # it could continue, but is frozen
         fake.awake.clear()
         await load(g, version=1, path="/m/1", mode="keep")
         assert (await asking).content == "[base][/m/1]"
         assert await spans(g, session) == [(0, 1)]
         [row] = await g.samples(session.id)
         assert [(s["version_start"], s["version_end"]) for s in row["spans"]] == [(0, 1)]
-        assert fake.asked[0] == "/pause" and fake.asked[-1] == "/resume" and "/reset_prefix_cache" not in fake.asked
+        assert (
+            fake.control_paths[0] == "/pause"
+            and fake.control_paths[-1] == "/resume"
+            and "/reset_prefix_cache" not in fake.control_paths
+        )
 
 
-async def test_a_trainer_that_moves_the_weights_itself_freezes_the_engine_through_the_fence() -> None:
-    async with served() as (g, [fake]):
+async def test_pause_keep_freezes_engine_for_external_update() -> None:
+    async with serve_gateway() as (g, [fake]):
         session = await g.open()
         fake.pace.clear()
         asking = g.start(g.ask(session.key, "Hi", "async stream"))
-        await until(lambda: fake.half == 1)
+        await until(lambda: fake.half_sampled == 1)
         assert (await g.pause("keep"))["paused"]
         fake.pace.set()
         fake.weights = "by nccl"
@@ -329,55 +335,55 @@ async def test_a_trainer_that_moves_the_weights_itself_freezes_the_engine_throug
         assert await spans(g, session) == [(0, 4)]
 
 
-async def test_a_model_that_a_replica_refuses_is_put_back_on_the_others() -> None:
-    async with served(3) as (g, fakes):
+async def test_failed_model_load_is_rolled_back_on_other_replicas() -> None:
+    async with serve_gateway(3) as (g, fakes):
         await load(g, version=1, path="/m/1")
-        fakes[2].refuses.add("/collective_rpc")
-        status, message = await refused(g, version=2, path="/m/2")
+        fakes[2].failing_paths.add("/collective_rpc")
+        status, message = await load_error(g, version=2, path="/m/2")
         assert status == 502 and "version 1 remains active" in message
         assert f"{fakes[1].url}: rolled back (has version 1)" in message
         assert f"{fakes[2].url}: vllm: no /collective_rpc today (has no usable weights)" in message
         assert [fake.weights for fake in fakes] == ["/m/1", "/m/1", "/m/1"]
-        assert not g.app.engine._replicas[2].up  # type: ignore[union-attr]  # before any call went there
+        assert not g.app.engine._replicas[2].up  # type: ignore[union-attr]  # before any call reached it
         for _ in range(6):
             assert (await g.ask((await g.open()).key, "Hi")).content == "[/m/1][/m/1]"
-        fakes[2].refuses.clear()
+        fakes[2].failing_paths.clear()
         await load(g, version=2, path="/m/2")
-        assert [fake.mark for fake in fakes] == ["2", "2", "2"]
+        assert [fake.weight_version for fake in fakes] == ["2", "2", "2"]
 
 
-async def test_weights_that_are_wrong_cost_one_replica_only() -> None:
-    async with served(2) as (g, fakes):
-        status, message = await refused(g, version=1, path="/missing")
+async def test_invalid_weights_affect_one_replica() -> None:
+    async with serve_gateway(2) as (g, fakes):
+        status, message = await load_error(g, version=1, path="/missing")
         assert status == 502 and "version 0 remains active" in message and "no weights in /missing" in message
         assert "not tried (has version 0)" in message
-        assert "/collective_rpc" not in fakes[1].asked
+        assert "/collective_rpc" not in fakes[1].control_paths
         assert not g.app.engine._replicas[0].up  # type: ignore[union-attr]
         assert (await g.ask((await g.open()).key, "Hi")).content == "[base][base]"
         assert len(fakes[0].salts) == 0
 
 
-async def test_what_was_kept_in_a_replica_that_failed_half_way_does_not_go_on() -> None:
-    async with served() as (g, [fake]):
+async def test_kept_call_is_aborted_when_load_fails() -> None:
+    async with serve_gateway() as (g, [fake]):
         session = await g.open()
         fake.pace.clear()
         asking = g.start(g.ask(session.key, "Hi", "async stream"))
-        await until(lambda: fake.half == 1)
-        assert (await refused(g, version=1, path="/missing", mode="keep"))[0] == 502
+        await until(lambda: fake.half_sampled == 1)
+        assert (await load_error(g, version=1, path="/missing", mode="keep"))[0] == 502
         with pytest.raises(openai.APIError):
             await asking
-        assert "/abort_requests" in fake.asked and fake.awake.is_set()
+        assert "/abort_requests" in fake.control_paths and fake.awake.is_set()
         [turn] = await g.turns(session.id)
         assert turn["role"] == "aborted" and (turn["version_start"], turn["version_end"]) == (0, 0)
 
 
-async def test_calls_that_do_not_end_in_time_stop_an_update_and_not_the_agents() -> None:
-    async with served() as (g, [fake]):
+async def test_slow_calls_time_out_update_and_continue() -> None:
+    async with serve_gateway() as (g, [fake]):
         session = await g.open()
         fake.pace.clear()
         asking = g.start(g.ask(session.key, "Hi", "async stream"))
-        await until(lambda: fake.half == 1)
-        status, message = await refused(g, version=1, path="/m/1", limit_s=0.1)
+        await until(lambda: fake.half_sampled == 1)
+        status, message = await load_error(g, version=1, path="/m/1", limit_s=0.1)
         assert status == 504 and "did not end within 0.1 s, so nothing was loaded" in message
         assert not g.app.fence.paused
         fake.pace.set()
@@ -385,7 +391,7 @@ async def test_calls_that_do_not_end_in_time_stop_an_update_and_not_the_agents()
 
 
 @pytest.mark.parametrize(
-    ("wanted", "status", "words"),
+    ("update", "status", "message"),
     [
         ({"version": 1}, 400, "exactly one of path and lora_path"),
         ({"version": 1, "path": "/m", "lora_path": "/a"}, 400, "exactly one of path and lora_path"),
@@ -396,17 +402,17 @@ async def test_calls_that_do_not_end_in_time_stop_an_update_and_not_the_agents()
         ({"version": 3, "lora_path": "/a"}, 409, "version 3 is already active with different weights"),
     ],
 )
-async def test_what_cannot_be_is_refused_before_anything_is_done(wanted: Any, status: int, words: str) -> None:
-    async with served() as (g, [fake]):
+async def test_invalid_update_is_refused_before_any_change(update: Any, status: int, message: str) -> None:
+    async with serve_gateway() as (g, [fake]):
         await g.resume(3)
-        told = await refused(g, **wanted)
-        assert told[0] == status and words in told[1]
-        assert fake.asked == [] and not g.app.fence.paused
+        error = await load_error(g, **update)
+        assert error[0] == status and message in error[1]
+        assert fake.control_paths == [] and not g.app.fence.paused
 
 
-async def test_an_engine_without_weights_of_its_own_says_so() -> None:
+async def test_engine_without_weights_refuses_update() -> None:
     async with gateway([say("Hi")]) as g:
-        assert await refused(g, version=1, path="/m") == (
+        assert await load_error(g, version=1, path="/m") == (
             409,
             "this gateway's engine cannot load weights; only vllm and sglang can",
         )
@@ -414,22 +420,22 @@ async def test_an_engine_without_weights_of_its_own_says_so() -> None:
         assert kept.status_code == 409 and not g.app.fence.paused
 
 
-async def test_a_vllm_that_is_not_started_for_it_says_what_it_needs() -> None:
-    async with served() as (g, [fake]):
-        fake.unserved = {"/v1/load_lora_adapter", "/update_weight_version", "/pause"}
-        status, message = await refused(g, version=1, lora_path="/a")
+async def test_vllm_without_dev_mode_names_required_settings() -> None:
+    async with serve_gateway() as (g, [fake]):
+        fake.missing_paths = {"/v1/load_lora_adapter", "/update_weight_version", "/pause"}
+        status, message = await load_error(g, version=1, lora_path="/a")
         assert status == 502 and "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in message
-        status, message = await refused(g, version=1, path="/m")
+        status, message = await load_error(g, version=1, path="/m")
         assert status == 502 and "start it with VLLM_SERVER_DEV_MODE=1" in message
         kept = await g.admin.post("/admin/fence/pause", json={"mode": "keep"})
         assert kept.status_code == 400 and "does not serve /pause" in kept.text
 
 
-# ── a trainer that does not come back ───────────────────────────────────────────────────────────────────────────────
+# ── pauses, limits and restarts ─────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_pause_with_a_limit_ends_by_itself_at_the_old_version() -> None:
-    async with served() as (g, [fake]):
+async def test_pause_limit_resumes_at_old_version() -> None:
+    async with serve_gateway() as (g, [fake]):
         await g.resume(2)
         await g.admin.post("/admin/fence/pause", json={"mode": "keep", "limit_s": scaled(0.2)})
         session = await g.open()
@@ -441,12 +447,12 @@ async def test_a_pause_with_a_limit_ends_by_itself_at_the_old_version() -> None:
         assert (await events(g, "fence"))[-1] == {"paused": False, "version": 2, "expired": True}
 
 
-async def test_a_resume_in_time_ends_the_limit_and_a_second_pause_has_its_own() -> None:
+async def test_resume_clears_pause_limit() -> None:
     async with gateway([say("Hi")] * 3) as g:
         limit_s = scaled(0.1)
         await g.admin.post("/admin/fence/pause", json={"limit_s": limit_s})
         assert (await g.resume(1))["version"] == 1
-        assert (await g.resume(1))["version"] == 1  # the same again is fine
+        assert (await g.resume(1))["version"] == 1  # repeating it is allowed
         await g.pause()
         await asyncio.sleep(1.25 * limit_s)
         assert g.app.fence.paused
@@ -457,8 +463,8 @@ async def test_a_resume_in_time_ends_the_limit_and_a_second_pause_has_its_own() 
         assert (await g.admin.post("/admin/fence/pause", json={"limit_s": 0})).status_code == 400
 
 
-async def test_a_pause_outlives_the_gateway_and_a_resume_ends_it(tmp_path: Path, caplog: Any) -> None:
-    """Its weights may be half sent: nothing is sampled from them until the trainer says so."""
+async def test_pause_survives_restart_until_resume(tmp_path: Path, caplog: Any) -> None:
+    """A weight update may be incomplete, so nothing is sampled until the trainer resumes."""
     async with engines() as [fake]:
         async with gateway(engine=Pool([VLLM(fake.url, "m")]), model="m", data=tmp_path) as g:
             await g.pause("keep")
@@ -467,17 +473,17 @@ async def test_a_pause_outlives_the_gateway_and_a_resume_ends_it(tmp_path: Path,
             assert "POST /admin/fence/resume" in caplog.text
             assert (await events(g, "fence"))[-1] == {"paused": True, "mode": "keep", "restarted": True}
             session = await g.open()
-            asked = asyncio.create_task(g.ask(session.key, "Hi"))
+            call = asyncio.create_task(g.ask(session.key, "Hi"))
             await asyncio.sleep(0.1)
-            assert not asked.done() and fake.salts == []
+            assert not call.done() and fake.salts == []
             await g.resume(1)
-            assert (await asked).content == "[base][base]"
+            assert (await call).content == "[base][base]"
             assert await spans(g, session) == [(1, 1)]
         async with gateway(engine=Pool([VLLM(fake.url, "m")]), model="m", data=tmp_path) as g:
             assert not g.app.fence.paused
 
 
-async def test_the_limit_of_a_pause_outlives_the_gateway(tmp_path: Path) -> None:
+async def test_pause_limit_survives_restart(tmp_path: Path) -> None:
     async with gateway(data=tmp_path) as g:
         await g.admin.post("/admin/fence/pause", json={"limit_s": scaled(0.25)})
     async with gateway([say("Hi")], data=tmp_path) as g:
@@ -486,30 +492,30 @@ async def test_the_limit_of_a_pause_outlives_the_gateway(tmp_path: Path) -> None
         assert (await events(g, "fence"))[-1] == {"paused": False, "version": 0, "expired": True}
         limit_s = scaled(0.1)
         await g.admin.post("/admin/fence/pause", json={"limit_s": limit_s})
-        await g.app.updates.close()  # it is killed, and the limit passes meanwhile
+        await g.app.updates.close()  # as if killed: the limit passes while it is down
         await asyncio.sleep(1.25 * limit_s)
         assert g.app.fence.paused
     async with gateway([say("Hi")], data=tmp_path) as g:
         await until(lambda: not g.app.fence.paused)
 
 
-async def test_engines_that_are_frozen_without_a_pause_are_woken(tmp_path: Path) -> None:
+async def test_frozen_engines_without_pause_are_woken(tmp_path: Path) -> None:
     async with engines() as [fake]:
         async with gateway(engine=Pool([VLLM(fake.url, "m")]), model="m", data=tmp_path) as g:
             await g.pause("keep")
-            g.app.barrier.resume(None)  # and it is killed before it has woken them
+            g.app.barrier.resume(None)  # as if killed before waking the engines
         assert not fake.awake.is_set()
         async with gateway(engine=Pool([VLLM(fake.url, "m")]), model="m", data=tmp_path) as g:
             await until(fake.awake.is_set)
             assert (await g.ask((await g.open()).key, "Hi")).content == "[base][base]"
 
 
-# ── a store that cannot be written ──────────────────────────────────────────────────────────────────────────────────
+# ── store failures and crashes ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @asynccontextmanager
-async def full(g: Running, monkeypatch: pytest.MonkeyPatch, *fields: str) -> AsyncIterator[None]:
-    """Nothing that says one of these can be written."""
+async def failing_store(g: Running, monkeypatch: pytest.MonkeyPatch, *fields: str) -> AsyncIterator[None]:
+    """Make writes of these settings fail."""
     write = g.app.store.set_settings
 
     def fails(values: Any, event: Any = None) -> None:
@@ -523,39 +529,39 @@ async def full(g: Running, monkeypatch: pytest.MonkeyPatch, *fields: str) -> Asy
 
 
 @pytest.mark.parametrize(
-    ("wanted", "field"),
+    ("update", "field"),
     [
         *(({"path": "/m/1"}, field) for field in ("weights:", "fence_held", "policy_version")),
         *(({"path": "/m/1", "mode": "keep"}, field) for field in ("weights:", "engines_frozen", "policy_version")),
         *(({"lora_path": "/a/1"}, field) for field in ("fence_held", "policy_version")),
     ],
 )
-async def test_new_weights_are_never_sampled_under_the_old_version(
-    monkeypatch: pytest.MonkeyPatch, wanted: Any, field: str
+async def test_new_weights_are_never_sampled_as_old_version(
+    monkeypatch: pytest.MonkeyPatch, update: Any, field: str
 ) -> None:
     monkeypatch.setattr("turngate.gateway.weights._RETRY_S", 0.05)
-    async with served(2) as (g, fakes):
-        async with full(g, monkeypatch, field):
-            assert await refused(g, version=1, **wanted) == (503, "the disk is full")
+    async with serve_gateway(2) as (g, fakes):
+        async with failing_store(g, monkeypatch, field):
+            assert await load_error(g, version=1, **update) == (503, "the disk is full")
             session = await g.open()
-            asked = asyncio.create_task(g.ask(session.key, "Hi"))
+            call = asyncio.create_task(g.ask(session.key, "Hi"))
             await asyncio.sleep(0.1)
-        # It may be written again: calls go on by themselves, at the old version and with its weights.
+        # Once writes succeed, calls continue at the old version with its weights.
         async with asyncio.timeout(scaled(5)):
-            assert (await asked).content == "[base][base]"
+            assert (await call).content == "[base][base]"
         assert await spans(g, session) == [(0, 0)]
         assert all(fake.awake.is_set() and fake.weights == "base" and not fake.adapters for fake in fakes)
-        await load(g, version=1, **wanted)
+        await load(g, version=1, **update)
         assert (await g.ask((await g.open()).key, "Hi")).content in ("[/m/1][/m/1]", "[/a/1][/a/1]")
 
 
-async def test_a_resume_that_cannot_be_written_down_may_be_repeated_and_keeps_the_limit(
+async def test_unstorable_resume_can_be_repeated_and_keeps_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for field in ("weights:", "policy_version"):
         async with gateway([say("Hi")] * 3) as g:
             await g.admin.post("/admin/fence/pause", json={"limit_s": scaled(0.15)})
-            async with full(g, monkeypatch, field):
+            async with failing_store(g, monkeypatch, field):
                 answer = await g.admin.post("/admin/fence/resume", json={"version": 1})
                 assert answer.status_code == 503 and g.app.fence.paused
             await until(lambda g=g: not g.app.fence.paused)  # type: ignore[misc]
@@ -564,8 +570,8 @@ async def test_a_resume_that_cannot_be_written_down_may_be_repeated_and_keeps_th
             assert (await g.resume(1))["version"] == 1
 
 
-async def test_a_gateway_that_was_killed_after_a_load_loads_what_is_in_force(tmp_path: Path) -> None:
-    """The version was not raised: the weights it was to stand for must not be sampled as the old one."""
+async def test_gateway_killed_during_load_restores_active_weights(tmp_path: Path) -> None:
+    """The version was not raised, so the new weights must not be sampled under the old version."""
     for held in (False, True):
         async with engines(2) as fakes:
 
@@ -577,11 +583,13 @@ async def test_a_gateway_that_was_killed_after_a_load_loads_what_is_in_force(tmp
             async with gateway(engine=pool(), model="m", data=data) as g:
                 if held:
                     await g.pause()
-                fakes[1].loads.clear()
+                fakes[1].load_gate.clear()
                 loading = asyncio.create_task(g.admin.post("/admin/weights", json={"version": 1, "path": "/m/1"}))
-                await until(lambda fakes=fakes: fakes[0].weights == "/m/1" and "/collective_rpc" in fakes[1].asked)  # type: ignore[misc]
+                await until(
+                    lambda fakes=fakes: fakes[0].weights == "/m/1" and "/collective_rpc" in fakes[1].control_paths
+                )  # type: ignore[misc]
             await asyncio.gather(loading, return_exceptions=True)
-            fakes[1].loads.set()
+            fakes[1].load_gate.set()
             async with gateway(engine=pool(), model="m", data=data) as g:
                 if held:
                     assert g.app.fence.paused
@@ -592,22 +600,22 @@ async def test_a_gateway_that_was_killed_after_a_load_loads_what_is_in_force(tmp
                 assert await spans(g, session) == [(0, 0)] and fakes[0].weights == "base"
 
 
-async def test_an_engine_that_cannot_be_woken_is_tried_until_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waking_engine_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("turngate.gateway.weights._RETRY_S", 0.05)
-    async with served() as (g, [fake]):
+    async with serve_gateway() as (g, [fake]):
         await g.pause("keep")
-        fake.refuses.add("/resume")
+        fake.failing_paths.add("/resume")
         assert (await g.admin.post("/admin/fence/resume", json={"version": 1})).status_code == 502
-        fake.refuses.clear()
+        fake.failing_paths.clear()
         await until(fake.awake.is_set)
         session = await g.open()
         assert (await g.ask(session.key, "Hi")).content == "[base][base]"
         assert await spans(g, session) == [(1, 1)]
 
 
-async def test_a_freeze_that_fails_lets_calls_go_on() -> None:
-    async with served(2) as (g, fakes):
-        fakes[1].refuses.add("/pause")
+async def test_failed_freeze_does_not_pause() -> None:
+    async with serve_gateway(2) as (g, fakes):
+        fakes[1].failing_paths.add("/pause")
         assert (await g.admin.post("/admin/fence/pause", json={"mode": "keep"})).status_code == 502
         assert not g.app.fence.paused and all(fake.awake.is_set() for fake in fakes)
 
@@ -615,13 +623,13 @@ async def test_a_freeze_that_fails_lets_calls_go_on() -> None:
 # ── workers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_weights_of_all_workers_are_loaded_once() -> None:
+async def test_workers_share_one_weight_load() -> None:
     async with engines() as [fake]:
         pools: Any = [Pool([VLLM(fake.url, "m")]) for _ in range(2)]
         async with crew(pools) as c:
             sessions = [await c.open_at(0), await c.open_at(1)]
             await load(c[1], version=1, lora_path="/a/1")
-            assert fake.asked == ["/v1/load_lora_adapter"]
+            assert fake.control_paths == ["/v1/load_lora_adapter"]
             for session in sessions:
                 assert (await c[0].ask(session.key, "Hi")).content == "[/a/1][/a/1]"
                 assert await spans(c[0], session) == [(1, 1)]
@@ -629,38 +637,38 @@ async def test_weights_of_all_workers_are_loaded_once() -> None:
             assert not fake.awake.is_set()
             await c[0].resume()
             assert fake.awake.is_set()
-            assert (await refused(c[1], version=2, lora_path="/missing"))[0] == 502
+            assert (await load_error(c[1], version=2, lora_path="/missing"))[0] == 502
             assert [worker.app.fence.version for worker in c.workers] == [1, 1]
             await load(c[0], version=2, path="/m/2", mode="drain")
             assert [(w.app.fence.version, w.app.fence.model) for w in c.workers] == [(2, ""), (2, "")]
             assert (await c[0].ask(sessions[1].key, "Hi again")).content == "[/m/2][/m/2]"
 
 
-async def test_the_limit_of_a_pause_holds_for_all_workers_and_over_the_end_of_worker_0(tmp_path: Path) -> None:
+async def test_pause_limit_applies_to_all_workers_across_restart(tmp_path: Path) -> None:
     async with crew(data=tmp_path) as c:
         await c[1].admin.post("/admin/fence/pause", json={"limit_s": scaled(0.1)})
         assert all(worker.app.fence.paused for worker in c.workers)
         await until(lambda: not any(worker.app.fence.paused for worker in c.workers))
         await c[1].admin.post("/admin/fence/pause", json={"limit_s": scaled(0.25)})
-    async with crew(data=tmp_path, run="another") as c:  # all of it was started again
+    async with crew(data=tmp_path, run="another") as c:  # a new run
         assert all(worker.app.fence.paused for worker in c.workers)
         await until(lambda: not any(worker.app.fence.paused for worker in c.workers))
         assert (await events(c[0], "fence"))[-1]["expired"] is True
 
 
-async def test_a_worker_0_that_dies_while_weights_are_loaded_leaves_nobody_waiting(tmp_path: Path) -> None:
+async def test_worker_0_crash_during_load_resumes_workers(tmp_path: Path) -> None:
     async with engines(2) as fakes:
-        fakes[0].loads.clear()
+        fakes[0].load_gate.clear()
         pools: Any = [Pool([VLLM(f.url, "m") for f in fakes], check_s=0.1) for _ in range(2)]
         async with crew(pools, data=tmp_path) as c:
             loading = asyncio.create_task(c[0].admin.post("/admin/weights", json={"version": 1, "path": "/m/1"}))
-            await until(lambda: "/collective_rpc" in fakes[0].asked)
+            await until(lambda: "/collective_rpc" in fakes[0].control_paths)
             assert all(worker.app.fence.paused for worker in c.workers)
         await asyncio.gather(loading, return_exceptions=True)
         pools = [Pool([VLLM(f.url, "m") for f in fakes], check_s=0.1) for _ in range(2)]
         async with crew(pools, data=tmp_path) as c:  # the same run
             await until(lambda: not any(worker.app.fence.paused for worker in c.workers))
-            for _ in range(3):  # and the replica that was in the middle of it gets no call
+            for _ in range(3):  # the replica with the incomplete update gets no calls
                 assert (await c[0].ask((await c[0].open()).key, "Hi")).content == "[base][base]"
             assert (
                 fakes[0].salts == []

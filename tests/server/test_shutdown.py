@@ -1,4 +1,4 @@
-"""Requests that are still running when shutdown times out."""
+"""Test requests that are still running when shutdown times out."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from turngate.server.run import answer_when_stopping
 SCOPE = {"type": "http", "method": "PUT", "path": "/admin/sessions/a/outcome", "headers": [], "query_string": b""}
 
 
-async def nothing() -> MutableMapping[str, Any]:
+async def disconnected() -> MutableMapping[str, Any]:
     return {"type": "http.disconnect"}
 
 
-class Sent:
-    """As uvicorn takes it: a reply begins once."""
+class RecordingSend:
+    """Collect ASGI messages and reject a second response start, as uvicorn does."""
 
     def __init__(self) -> None:
         self.messages: list[MutableMapping[str, Any]] = []
@@ -31,30 +31,30 @@ class Sent:
         self.messages.append(message)
 
 
-async def cancelled(app: Any, scope: Scope, sent: Sent) -> None:
-    task = asyncio.ensure_future(answer_when_stopping(app)(scope, nothing, sent))
+async def run_and_cancel(app: Any, scope: Scope, sent: RecordingSend) -> None:
+    task = asyncio.ensure_future(answer_when_stopping(app)(scope, disconnected, sent))
     await asyncio.sleep(0)
     task.cancel()
     await task
 
 
-async def test_a_call_that_is_cut_short_is_told_to_come_again_by_a_gateway() -> None:
+async def test_cancelled_request_gets_gateway_stopping() -> None:
     async def slow(scope: Scope, receive: Receive, send: Send) -> None:
         await asyncio.sleep(60)
 
-    sent = Sent()
-    await cancelled(slow, SCOPE, sent)
+    sent = RecordingSend()
+    await run_and_cancel(slow, SCOPE, sent)
     start, body = sent.messages
     assert start["status"] == 503 and GATEWAY_HEADER in start["headers"]
     assert json.loads(body["body"])["error"]["code"] == "gateway_stopping"
 
 
-async def test_a_reply_that_has_begun_is_broken_off() -> None:
+async def test_started_reply_is_cut_off() -> None:
     async def slow(scope: Scope, receive: Receive, send: Send) -> None:
         await respond(send, 200, b"{}")
         await asyncio.sleep(60)
 
-    sent = Sent()
+    sent = RecordingSend()
     with pytest.raises(asyncio.CancelledError):
-        await cancelled(slow, SCOPE, sent)
+        await run_and_cancel(slow, SCOPE, sent)
     assert [message.get("status") for message in sent.messages] == [200, None]
