@@ -1,11 +1,11 @@
-"""What the tests of the service are written with: the service on a scripted engine, and agents that are small programs.
+"""Helpers for the tests of the service: the service on a scripted engine, and agents that are small programs.
 
-    async with served([say("Hello.")]) as service:
-        result = await service.rollouts.run(service.asked('print(ask("Hi"))'))
+    async with run_service([say("Hello.")]) as service:
+        result = await service.rollouts.run(service.request('print(ask("Hi"))'))
         assert result.log_tails["stdout"] == "Hello.\\n"
 
-The agent is the catalogue's `shell`, whose command here is a Python; its program is the instruction, with `PRELUDE` before it. Nothing may
-be left when the service is closed: no process, no folder of a sandbox, no task, no open session, no input.
+The agent is the catalogue's `shell` with Python as its command; its program is the instruction, after `PRELUDE`. When the service closes,
+no process, sandbox folder, task, open session or input may be left.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KEY = "scripted://m"
 
 
 class Service:
-    """A service and the folders that it uses."""
+    """A service and its folders."""
 
     def __init__(self, rollouts: Rollouts, engine: Scripted, root: Path, data: Path) -> None:
         self.rollouts = rollouts
@@ -45,18 +45,18 @@ class Service:
         self.root = root
         self.data = data
 
-    def asked(self, program: str = "", **more: Any) -> RolloutRequest:
-        """A rollout of a small program."""
+    def request(self, program: str = "", **more: Any) -> RolloutRequest:
+        """A request for a rollout of a small program."""
         return RolloutRequest(
             **{"model_key": KEY, "instruction": PRELUDE + program, "agent_timeout_s": scaled(60), **more}
         )
 
-    async def at(self, rollout: str, stage: str) -> None:
-        """Wait until it has come so far."""
+    async def wait_for_stage(self, rollout: str, stage: str) -> None:
+        """Wait until a rollout reaches a stage."""
         await kit.until(lambda: self.rollouts.state(rollout).stage == stage, 120)
 
     async def all_events(self, rollout: str, limit: int = 3) -> list[RolloutEvent]:
-        """To the end, in small pages."""
+        """Read all events of a rollout, in small pages."""
         found: list[RolloutEvent] = []
         while True:
             page = await self.rollouts.events(rollout, found[-1].cursor if found else 0, limit, wait_s=120)
@@ -64,8 +64,8 @@ class Service:
             if page.over:
                 return found
 
-    def left(self) -> list[str]:
-        """What is there that should not be: processes and folders of sandboxes, and what callers gave."""
+    def leftovers(self) -> list[str]:
+        """Leftover sandbox processes, sandbox folders and inputs."""
         found = [path.name for path in self.root.iterdir()]
         found += [f"input {path.name}" for path in (self.data / "service" / "inputs").iterdir()]
         mark = f"{folders.SANDBOX_ENV}=local-".encode()
@@ -94,7 +94,7 @@ def config(data: Path, **more: Any) -> ServiceConfig:
 
 
 @asynccontextmanager
-async def served(
+async def run_service(
     script: Script | Sequence[ScriptedTurn] = (),
     *,
     data: Path | None = None,
@@ -103,8 +103,8 @@ async def served(
     engines: Mapping[str, Engine] = {},
     **more: Any,
 ) -> AsyncIterator[Service]:
-    """A service whose engine says what is given, or that it is done."""
-    root = root or Path(tempfile.mkdtemp(prefix="tg-"))  # short, because a unix socket's path must be
+    """Run a service on a scripted engine, which says "Done." without a script."""
+    root = root or Path(tempfile.mkdtemp(prefix="tg-"))  # short, since the path of a unix socket is limited
     own = data is None
     data = data or Path(tempfile.mkdtemp(prefix="tg-data-", dir=kit.MEMORY_FOLDER))
     engine = Scripted(script or (lambda request, n: kit.say("Done.")), model="m", max_context=131_072)
@@ -114,7 +114,7 @@ async def served(
         service = Service(rollouts, engine, root, data)
         async with rollouts:
             yield service
-        assert service.left() == []
+        assert service.leftovers() == []
         assert engine.in_flight == 0
         assert open_sessions(data) == []
         assert {task for task in asyncio.all_tasks() - before if not task.done()} == set()
@@ -125,7 +125,7 @@ async def served(
 
 
 def open_sessions(data: Path) -> list[str]:
-    """At any of the service's gateways, as their stores have it."""
+    """Open sessions in the stores of the service's gateways."""
     found: list[str] = []
     for store in data.glob("gateways/*/turngate.db"):
         with closing(sqlite3.connect(store)) as db:

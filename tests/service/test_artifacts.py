@@ -1,4 +1,4 @@
-"""What agents left, as results show it: what is left out is counted and told."""
+"""Agent files and logs in results, with notes about what is left out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from turngate.telemetry.logs import register_secrets
 
 
 @pytest.mark.parametrize(
-    ("data", "shown", "told"),
+    ("data", "shown", "note"),
     [
         (b"x" * 100, "x" * 10, "90 of 100"),
         (b"\xff" * 100, "\ufffd" * 10, "90 of 100"),
@@ -24,14 +24,14 @@ from turngate.telemetry.logs import register_secrets
         (b"\xff" * 10, "\ufffd" * 10, ""),
     ],
 )
-def test_the_end_of_a_log_says_how_much_comes_before(tmp_path: Path, data: bytes, shown: str, told: str) -> None:
+def test_log_tail_notes_omitted_bytes(tmp_path: Path, data: bytes, shown: str, note: str) -> None:
     (tmp_path / "log").write_bytes(data)
     truncator = Truncator(Clamp())
     assert read_tail(tmp_path / "log", "log", truncator, 10) == shown
-    assert [one.split(":")[1].strip().startswith(told) for one in truncator.notes] == ([True] if told else [])
+    assert [one.split(":")[1].strip().startswith(note) for one in truncator.notes] == ([True] if note else [])
 
 
-def test_names_that_are_no_text_are_told(tmp_path: Path) -> None:
+def test_undecodable_file_names_are_noted(tmp_path: Path) -> None:
     for name in ("work", "home"):
         (tmp_path / name).mkdir()
         Path(os.fsdecode(os.fsencode(tmp_path / name) + b"/odd-\xff")).write_bytes(b"x")
@@ -39,11 +39,11 @@ def test_names_that_are_no_text_are_told(tmp_path: Path) -> None:
     truncator = Truncator(Clamp())
     assert read_workdir(tmp_path / "work", tmp_path / "none", truncator) == {"good": "y"}
     assert read_log_tails(tmp_path, truncator) == {"home/good": "y"}
-    for field, told in zip(("workdir_files", "log_tails"), truncator.notes, strict=True):
-        assert told.startswith(f"{field}: 1 files left out because their names are not text") and "odd-" in told
+    for field, note in zip(("workdir_files", "log_tails"), truncator.notes, strict=True):
+        assert note.startswith(f"{field}: 1 files left out because their names are not text") and "odd-" in note
 
 
-def test_a_file_with_a_secret_in_it_is_not_told_as_cut(tmp_path: Path) -> None:
+def test_redacted_file_is_not_noted_as_cut(tmp_path: Path) -> None:
     register_secrets("a-very-secret-key-of-many-characters")
     (tmp_path / "a").write_text("key: a-very-secret-key-of-many-characters")
     (tmp_path / "b").write_text("é" * 30)

@@ -1,4 +1,4 @@
-"""The endpoints of a service: what each can do, what callers see of it, and what policy keeps them from."""
+"""The endpoint catalog: modes, what callers see, and the policy for custom endpoints."""
 
 from __future__ import annotations
 
@@ -36,27 +36,31 @@ def catalog(monkeypatch: pytest.MonkeyPatch) -> Catalog:
     return Catalog(ENTRIES, ["api.example.com", "127.0.0.1:9000", "[::1]:9000", "llm.example.com:8443"])
 
 
-def test_what_callers_see(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_catalog_view_shows_modes_but_no_secrets(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_KEY")
-    seen = {view.key: view for view in catalog.show()}
-    assert seen["vllm://q"].modes == ["exact", "observe", "gate"]  # no direct: its key would have to enter the sandbox
-    assert seen["vllm://open"].modes == ["exact", "observe", "gate", "direct"]
-    assert seen["anthropic://claude"].modes == ["observe"] and seen["anthropic://claude"].capture == "text"
-    assert seen["scripted://m"].modes == ["exact", "gate"] and seen["scripted://m"].capture == "tokens"
-    assert (seen["vllm://q"].model, seen["scripted://m"].model) == ("Qwen/Q", "m")
-    assert (seen["openai://gpt"].key_is_set, seen["vllm://q"].key_is_set) == (False, True)
-    told = msgspec.json.encode(list(seen.values())).decode()
-    assert SECRET not in told and "http" not in told
+    views = {view.key: view for view in catalog.show()}
+    assert views["vllm://q"].modes == [
+        "exact",
+        "observe",
+        "gate",
+    ]  # no direct mode, which would need the key in the sandbox
+    assert views["vllm://open"].modes == ["exact", "observe", "gate", "direct"]
+    assert views["anthropic://claude"].modes == ["observe"] and views["anthropic://claude"].capture == "text"
+    assert views["scripted://m"].modes == ["exact", "gate"] and views["scripted://m"].capture == "tokens"
+    assert (views["vllm://q"].model, views["scripted://m"].model) == ("Qwen/Q", "m")
+    assert (views["openai://gpt"].key_is_set, views["vllm://q"].key_is_set) == (False, True)
+    encoded = msgspec.json.encode(list(views.values())).decode()
+    assert SECRET not in encoded and "http" not in encoded
 
 
-def test_replicas_are_for_exact_mode() -> None:
+def test_replicas_allow_exact_and_gate_only() -> None:
     entry = Endpoint(url=["http://a:1", "http://b:1"], tokenizer="/models/q")
     choice = Catalog({"vllm://two": entry}).choose("vllm://two")
     settings = choice.endpoint.gateway_config(choice.mode, "/data")
     assert choice.endpoint.allowed == ("exact", "gate") and settings is not None and len(settings.engine_url) == 2
 
 
-def test_the_default_and_other_names(catalog: Catalog) -> None:
+def test_default_mode_and_aliases(catalog: Catalog) -> None:
     assert catalog.choose("vllm://q").mode == "exact"
     assert catalog.choose("vllm://q", "transparent_proxy").mode == "observe"
     assert catalog.choose("openai://gpt").mode == "observe"
@@ -74,13 +78,13 @@ def test_the_default_and_other_names(catalog: Catalog) -> None:
         (("vllm://q", "observe", False), "thinking", "omit it in observe mode"),
     ],
 )
-def test_what_cannot_be_had_is_told(catalog: Catalog, given: tuple[Any, ...], param: str, word: str) -> None:
+def test_unavailable_choice_is_rejected(catalog: Catalog, given: tuple[Any, ...], param: str, word: str) -> None:
     with pytest.raises(BadRequest) as raised:
         catalog.choose(*given)
     assert raised.value.param == param and word in raised.value.message
 
 
-def test_a_key_that_is_not_set_is_told_before_anything_runs(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unset_key_is_rejected(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_KEY")
     with pytest.raises(BadRequest, match="no key for the model_key openai://gpt"):
         catalog.choose("openai://gpt")
@@ -96,7 +100,7 @@ def test_a_key_that_is_not_set_is_told_before_anything_runs(catalog: Catalog, mo
         "https://llm.example.com:8443",
     ],
 )
-def test_an_endpoint_of_the_callers_own_gets_no_key(catalog: Catalog, url: str) -> None:
+def test_custom_endpoint_has_no_key(catalog: Catalog, url: str) -> None:
     for key in ("openai://theirs", "openai://gpt", "vllm://q"):
         choice = catalog.choose(key, "observe", endpoint_url=url)
         assert choice.is_custom and choice.endpoint.urls == [url] and choice.endpoint.key_env == ""
@@ -128,13 +132,13 @@ def test_an_endpoint_of_the_callers_own_gets_no_key(catalog: Catalog, url: str) 
         "https://",
     ],
 )
-def test_policy_holds(catalog: Catalog, url: str) -> None:
+def test_disallowed_url_is_rejected(catalog: Catalog, url: str) -> None:
     with pytest.raises(BadRequest) as raised:
         catalog.choose("openai://theirs", endpoint_url=url)
     assert raised.value.param == "endpoint_url" and "pass@" not in raised.value.message
 
 
-def test_without_a_list_no_caller_has_an_endpoint() -> None:
+def test_custom_endpoint_needs_allowed_hosts() -> None:
     with pytest.raises(BadRequest, match="allowed_hosts"):
         Catalog(ENTRIES).choose("openai://theirs", endpoint_url="https://api.example.com")
 
@@ -159,38 +163,38 @@ def test_without_a_list_no_caller_has_an_endpoint() -> None:
         ({"local://m": {}}, "tokenizer"),
     ],
 )
-def test_an_entry_that_is_wrong_is_told_when_the_settings_are_read(entry: dict[str, Any], word: str) -> None:
+def test_invalid_entry_is_rejected_on_load(entry: dict[str, Any], word: str) -> None:
     with pytest.raises(ConfigError) as raised:
         load_config(None, {"endpoints": entry})
     assert word in raised.value.message and "sk-1" not in raised.value.message
 
 
 @pytest.mark.parametrize("host", ["https://a.com", "a.com/x", "*.a.com", ""])
-def test_hosts_are_named_exactly(host: str) -> None:
+def test_allowed_hosts_must_be_exact(host: str) -> None:
     with pytest.raises(ConfigError, match="allowed_hosts"):
         load_config(None, {"allowed_hosts": [host]})
 
 
-def test_no_url_has_the_place_of_another_gateway(catalog: Catalog) -> None:
-    """A place is a gateway's, with a key that its endpoint gets."""
-    theirs = [
+def test_gateway_names_are_unique_per_url(catalog: Catalog) -> None:
+    """The name selects a gateway whose endpoint gets a key."""
+    custom = [
         catalog.choose("openai://gpt", "observe", endpoint_url=f"https://api.example.com/{path}") for path in "abc"
     ]
-    places = {choice.gateway_name for choice in (*theirs, catalog.choose("openai://gpt"))}
-    assert len(places) == 4 and all(len(place.rpartition("-")[2]) == 32 for place in places)
-    assert [choice.gateway_name.startswith("own-") for choice in theirs] == [True] * 3
+    names = {choice.gateway_name for choice in (*custom, catalog.choose("openai://gpt"))}
+    assert len(names) == 4 and all(len(name.rpartition("-")[2]) == 32 for name in names)
+    assert [choice.gateway_name.startswith("own-") for choice in custom] == [True] * 3
 
 
-async def test_a_gateway_is_for_its_own_choice_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if their places were the same."""
+async def test_gateway_is_not_shared_between_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if their names were the same."""
     monkeypatch.setattr(EndpointChoice, "gateway_name", "one")
 
-    async def opened(place: str, client: GatewayClient) -> None:
+    async def ignore(name: str, client: GatewayClient) -> None:
         pass
 
     config = load_config(None, {"data": str(tmp_path), "endpoints": {"scripted://a": {}, "scripted://b": {}}})
     catalog = Catalog(config.endpoints)
-    gateways = Gateways(config, {}, opened)
+    gateways = Gateways(config, {}, ignore)
     try:
         async with gateways.connect(catalog.choose("scripted://a")):
             with pytest.raises(BadRequest):
@@ -202,28 +206,28 @@ async def test_a_gateway_is_for_its_own_choice_alone(tmp_path: Path, monkeypatch
         await gateways.close()
 
 
-async def test_folders_of_callers_endpoints_go_when_nobody_asks_for_them_any_more(tmp_path: Path) -> None:
-    async def opened(place: str, client: GatewayClient) -> None:
+async def test_unused_custom_gateway_folders_are_deleted(tmp_path: Path) -> None:
+    async def ignore(name: str, client: GatewayClient) -> None:
         pass
 
-    for place in ("own-a", "own-b", "vllm-c"):
-        (tmp_path / "gateways" / place).mkdir(parents=True)
-    gateways = Gateways(load_config(None, {"data": str(tmp_path)}), {}, opened)
+    for name in ("own-a", "own-b", "vllm-c"):
+        (tmp_path / "gateways" / name).mkdir(parents=True)
+    gateways = Gateways(load_config(None, {"data": str(tmp_path)}), {}, ignore)
     await gateways.delete_unused({"own-b"})
     assert {path.name for path in (tmp_path / "gateways").iterdir()} == {"own-b", "vllm-c"}
 
 
-def test_an_endpoint_of_the_callers_own_is_used_in_allowed_modes_only(catalog: Catalog) -> None:
+def test_custom_endpoint_keeps_allowed_modes(catalog: Catalog) -> None:
     url = "https://api.example.com/v1"
     assert catalog.choose("hf-router://m", endpoint_url=url).mode == "observe"
     with pytest.raises(BadRequest, match="the server does not allow it"):
         catalog.choose("hf-router://m", "direct", endpoint_url=url)
 
 
-def test_a_key_may_be_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_can_be_read_from_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     catalog = Catalog({"openai://m": Endpoint(key_env="FILED_KEY")})
     monkeypatch.setenv("FILED_KEY_FILE", str(tmp_path / "key"))
-    assert not catalog.show()[0].key_is_set  # it is not there
+    assert not catalog.show()[0].key_is_set  # the file does not exist
     (tmp_path / "key").write_text(SECRET)
     choice = catalog.choose("openai://m")
     settings = choice.endpoint.gateway_config(choice.mode, "/data")

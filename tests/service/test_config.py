@@ -1,4 +1,4 @@
-"""The settings of the service."""
+"""Settings of the service."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROW = {
 }
 
 
-def test_the_example_is_valid_and_overrides_win() -> None:
+def test_example_is_valid_and_overrides_win() -> None:
     config = load_config(EXAMPLE, {"running": 3, "data": None})
     assert config.running == 3 and config.endpoints and config.sandbox == "bubblewrap"
 
@@ -43,14 +43,14 @@ def test_the_example_is_valid_and_overrides_win() -> None:
         ("running = [", "not valid TOML"),
     ],
 )
-def test_what_is_wrong_is_told_by_name(text: str, word: str, tmp_path: Path) -> None:
+def test_invalid_setting_is_named(text: str, word: str, tmp_path: Path) -> None:
     (tmp_path / "service.toml").write_text(text)
     with pytest.raises(ConfigError) as raised:
         load_config(tmp_path / "service.toml")
     assert word in raised.value.message
 
 
-def test_agents_are_those_that_the_settings_allow(tmp_path: Path) -> None:
+def test_only_configured_agents_are_allowed(tmp_path: Path) -> None:
     presets = Agents(ServiceConfig())
     assert presets.names[0] == "mini-swe-agent" and "shell" not in presets.names and "pi" in presets.names
     (tmp_path / "mine.toml").write_text(
@@ -66,11 +66,11 @@ def test_agents_are_those_that_the_settings_allow(tmp_path: Path) -> None:
             Agents(ServiceConfig(**wrong))  # type: ignore[arg-type]
 
 
-def test_a_row_brings_no_image_that_the_settings_do_not_take(tmp_path: Path) -> None:
-    asked = SweRolloutRequest(task=ROW, model_key="scripted://m").check()
+def test_row_image_must_be_allowed(tmp_path: Path) -> None:
+    request = SweRolloutRequest(task=ROW, model_key="scripted://m").check()
     with pytest.raises(Exception, match="uses the image 'own/thing:1', which this server does not allow"):
-        build_task(asked, ServiceConfig(), tmp_path)
-    task = build_task(asked, ServiceConfig(images=("own/*",)), tmp_path)
+        build_task(request, ServiceConfig(), tmp_path)
+    task = build_task(request, ServiceConfig(images=("own/*",)), tmp_path)
     assert (task.id, task.image) == ("own__thing-1", "own/thing:1")
     with pytest.raises(Exception, match="FAIL_TO_PASS is missing") as raised:
         rest = {name: value for name, value in ROW.items() if name != "FAIL_TO_PASS"}

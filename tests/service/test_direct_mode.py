@@ -1,4 +1,4 @@
-"""Direct mode's forwarder: what it counts as an answer, whom it blames, and that it hands on what was sent."""
+"""The forwarder of direct mode: turns, errors, and verbatim forwarding."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import pytest
 from aiohttp import web
 
 from tests.kit import until
-from tests.service.kit import KEY, served
+from tests.service.kit import KEY, run_service
 from turngate.service.catalog import Endpoint
 from turngate.service.direct_mode import DirectModeClient, Forwarder
 
 pytestmark = pytest.mark.process
 
 CHAT = "/v1/chat/completions"
-Answers = Callable[[web.Request], Awaitable[web.StreamResponse]]
+RequestHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @asynccontextmanager
-async def endpoint(answers: Answers) -> AsyncIterator[str]:
+async def run_endpoint(handler: RequestHandler) -> AsyncIterator[str]:
     app = web.Application()
-    app.router.add_route("*", "/{path:.*}", answers)
+    app.router.add_route("*", "/{path:.*}", handler)
     runner = web.AppRunner(app, shutdown_timeout=1.0, handler_cancellation=True)
     await runner.setup()
     try:
@@ -35,7 +35,7 @@ async def endpoint(answers: Answers) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def forwarded(base: str) -> AsyncIterator[tuple[Forwarder, DirectModeClient, aiohttp.ClientSession]]:
+async def run_forwarder(base: str) -> AsyncIterator[tuple[Forwarder, DirectModeClient, aiohttp.ClientSession]]:
     forwarder = Forwarder(base)
     async with forwarder.open() as url, aiohttp.ClientSession(url) as agent:
         yield forwarder, DirectModeClient(url, forwarder, lambda kind, data: None), agent
@@ -53,12 +53,12 @@ async def forwarded(base: str) -> AsyncIterator[tuple[Forwarder, DirectModeClien
         (400, "maximum context length is 10 tokens", "context_length_exceeded", "client"),
     ],
 )
-async def test_a_call_that_failed_is_no_turn_and_told(status: int, body: str, kind: str, boundary: str) -> None:
-    async def answers(request: web.Request) -> web.Response:
-        said = {"error": {"message": body}} if status >= 400 else {}
-        return web.json_response(said, status=status, headers={"location": "/x"} if status == 307 else {})
+async def test_failed_call_is_an_error_not_a_turn(status: int, body: str, kind: str, boundary: str) -> None:
+    async def handler(request: web.Request) -> web.Response:
+        error = {"error": {"message": body}} if status >= 400 else {}
+        return web.json_response(error, status=status, headers={"location": "/x"} if status == 307 else {})
 
-    async with endpoint(answers) as base, forwarded(base) as (_, client, agent):
+    async with run_endpoint(handler) as base, run_forwarder(base) as (_, client, agent):
         reply = await agent.post(CHAT, json={})
         shown = await client.show("s")
     assert reply.status == (502 if status == 307 else status)
@@ -69,13 +69,13 @@ async def test_a_call_that_failed_is_no_turn_and_told(status: int, body: str, ki
     )
 
 
-async def test_an_answer_makes_up_for_a_failure_and_other_calls_do_not() -> None:
+async def test_only_model_replies_clear_last_error() -> None:
     statuses = [500, 200, 200, 404, 500]
 
-    async def answers(request: web.Request) -> web.Response:
+    async def handler(request: web.Request) -> web.Response:
         return web.json_response({}, status=statuses.pop(0))
 
-    async with endpoint(answers) as base, forwarded(base) as (_, client, agent):
+    async with run_endpoint(handler) as base, run_forwarder(base) as (_, client, agent):
         await agent.post(CHAT, json={})
         await agent.get("/v1/models")
         shown = await client.show("s")
@@ -88,7 +88,7 @@ async def test_an_answer_makes_up_for_a_failure_and_other_calls_do_not() -> None
         assert await client.show("s") == shown
 
 
-async def test_nobody_there_and_a_reply_that_is_cut_short() -> None:
+async def test_refused_connection_and_cut_reply() -> None:
     async def cut(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
@@ -97,28 +97,28 @@ async def test_nobody_there_and_a_reply_that_is_cut_short() -> None:
         request.transport.abort()
         return response
 
-    async with forwarded("http://127.0.0.1:1") as (forwarder, _, agent):
+    async with run_forwarder("http://127.0.0.1:1") as (forwarder, _, agent):
         assert (await agent.post(CHAT, json={})).status == 502
         assert forwarder.answered == 0 and forwarder.last_error is not None
         assert forwarder.last_error.message == "the connection to the endpoint failed: connection refused"
-    async with endpoint(cut) as base, forwarded(base) as (forwarder, _, agent):
+    async with run_endpoint(cut) as base, run_forwarder(base) as (forwarder, _, agent):
         with pytest.raises(aiohttp.ClientError):
             await (await agent.post(CHAT, json={})).read()
         assert forwarder.answered == 0 and forwarder.last_error is not None
         assert forwarder.last_error.kind == "engine_unavailable"
 
 
-async def test_an_agent_that_hangs_up_says_nothing_about_the_endpoint() -> None:
-    came = asyncio.Event()
+async def test_agent_disconnect_is_not_an_endpoint_error() -> None:
+    received = asyncio.Event()
 
     async def silent(request: web.Request) -> web.StreamResponse:
-        came.set()
+        received.set()
         await asyncio.Event().wait()
         raise AssertionError
 
-    async with endpoint(silent) as base, forwarded(base) as (forwarder, client, agent):
+    async with run_endpoint(silent) as base, run_forwarder(base) as (forwarder, client, agent):
         call = asyncio.create_task(agent.post(CHAT, json={}))
-        await came.wait()
+        await received.wait()
         call.cancel()
         await asyncio.wait([call])
         await until(lambda: not forwarder.engine_silence._calls)
@@ -126,15 +126,15 @@ async def test_an_agent_that_hangs_up_says_nothing_about_the_endpoint() -> None:
     assert (shown.turns, shown.last_error) == (0, None) and shown.unheard_s > 0
 
 
-async def test_path_and_query_go_on_as_they_came() -> None:
+async def test_path_and_query_are_forwarded_verbatim() -> None:
     seen: list[str] = []
 
-    async def answers(request: web.Request) -> web.Response:
+    async def handler(request: web.Request) -> web.Response:
         seen.append(request.raw_path)
         return web.json_response({})
 
     sent = "/v1/models/a%2Fb?q=a%26b%3Dc+d%20e&x=%E4"
-    async with endpoint(answers) as base, Forwarder(base).open() as url:
+    async with run_endpoint(handler) as base, Forwarder(base).open() as url:
         host, port = url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(f"GET {sent} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
@@ -143,13 +143,13 @@ async def test_path_and_query_go_on_as_they_came() -> None:
     assert seen == [sent]
 
 
-async def test_a_dead_endpoint_is_never_the_agents_zero() -> None:
-    """However the agent takes it."""
+async def test_dead_endpoint_is_infrastructure_fault() -> None:
+    """Whether or not the agent handles the error."""
     endpoints = {KEY: Endpoint(model="m"), "openai://dead": Endpoint(url="http://127.0.0.1:1/v1")}
-    calm = 'try:\n    ask("x")\nexcept SystemExit:\n    pass'
-    async with served(endpoints=endpoints) as service:
-        given = {"model_key": "openai://dead", "mode": "direct", "test_script": "exit 1"}
-        runs = (service.rollouts.run(service.asked(program, **given)) for program in ('ask("x")', calm))
+    tolerant = 'try:\n    ask("x")\nexcept SystemExit:\n    pass'
+    async with run_service(endpoints=endpoints) as service:
+        options = {"model_key": "openai://dead", "mode": "direct", "test_script": "exit 1"}
+        runs = (service.rollouts.run(service.request(program, **options)) for program in ('ask("x")', tolerant))
         for result in await asyncio.gather(*runs):
             assert (result.status, result.kind, result.reward) == ("error", "infrastructure fault", None)
             assert result.error is not None and result.error.boundary == "engine"

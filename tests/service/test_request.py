@@ -1,4 +1,4 @@
-"""What callers may ask for: whatever is wrong is told with the argument's name, before anything is made."""
+"""Validation of rollout requests: errors name the argument, before anything starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from turngate.service.request import RolloutRequest, SweRolloutRequest, parse_ar
 GOOD: dict[str, Any] = {"model_key": "scripted://m", "instruction": "Do it."}
 
 
-def test_the_least_that_can_be_asked() -> None:
+def test_minimal_request() -> None:
     found = parse_arguments(GOOD, RolloutRequest).check()
     assert (found.agent, found.mode, found.test_script, found.thinking, found.agent_timeout_s) == (
         "",
@@ -65,7 +65,7 @@ def test_the_least_that_can_be_asked() -> None:
         ({"upload_files": {str(n): "" for n in range(request.MAX_FILES + 1)}}, "upload_files", "at most 500"),
     ],
 )
-def test_what_is_wrong_is_told_by_name(wrong: dict[str, Any], param: str, word: str) -> None:
+def test_invalid_argument_is_named(wrong: dict[str, Any], param: str, word: str) -> None:
     with pytest.raises(BadRequest) as raised:
         parse_arguments({**GOOD, **wrong}, RolloutRequest).check()
     assert (raised.value.param or "").split("[")[0].split(".")[0] == param
@@ -83,7 +83,7 @@ def test_files_are_text_or_bytes() -> None:
     }
 
 
-def test_base64_is_taken_where_it_can_be_decoded() -> None:
+def test_base64_validation_matches_decoding() -> None:
     chance = random.Random(3)
     for _ in range(20_000):
         text = "".join(chance.choices("AZaz09+/=", k=chance.randrange(9))) + chance.choice(
@@ -94,7 +94,7 @@ def test_base64_is_taken_where_it_can_be_decoded() -> None:
         except ValueError:
             size = None
         found = RolloutRequest(**GOOD, upload_files={"a": request.Base64File(text)})
-        if size is None or len(text) != (size + 2) // 3 * 4:  # Python takes more padding than there should be
+        if size is None or len(text) != (size + 2) // 3 * 4:  # Python accepts too much padding
             with pytest.raises(BadRequest, match="is not valid base64"):
                 found.check()
         else:
@@ -116,7 +116,7 @@ def test_base64_is_taken_where_it_can_be_decoded() -> None:
         ("interception_gate", "gate"),
     ],
 )
-def test_modes_have_other_names(name: str, mode: str | None) -> None:
+def test_mode_aliases(name: str, mode: str | None) -> None:
     assert parse_mode(name) == mode
 
 
@@ -129,7 +129,7 @@ def test_modes_have_other_names(name: str, mode: str | None) -> None:
         ({"mode": "?"}, "mode"),
     ],
 )
-def test_a_row_is_asked_for_likewise(wrong: dict[str, Any], param: str) -> None:
+def test_invalid_swe_argument_is_named(wrong: dict[str, Any], param: str) -> None:
     with pytest.raises(BadRequest) as raised:
         parse_arguments({"task": {"instance_id": "a"}, "model_key": "scripted://m", **wrong}, SweRolloutRequest).check()
     assert raised.value.param == param

@@ -1,4 +1,4 @@
-"""What a service remembers when it is started again: all that had ended, and what was lost."""
+"""What a restarted service knows: finished rollouts, and those that were lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit import say
-from tests.service.kit import KEY, config, open_sessions, served
+from tests.service.kit import KEY, config, open_sessions, run_service
 from tests.speed import scaled
 from turngate.errors import DataFolderInUse, StoreError
 from turngate.service.result import RolloutEvent, RolloutState
@@ -24,16 +24,16 @@ from turngate.types import Json
 
 pytestmark = pytest.mark.process
 
-# A service in a process of its own, which is killed. Its agent has had one turn.
+# A service in its own process, killed after the agent's first turn.
 PROGRAM = """
 import asyncio, sys
 from pathlib import Path
-from tests.service.kit import served
+from tests.service.kit import run_service
 
 async def main(data, root):
-    async with served(data=Path(data), root=Path(root), running=1) as service:
-        rollout = service.rollouts.start(service.asked('ask("Hi")\\ntime.sleep(600)', upload_files={"a": "b"}))
-        waiting = service.rollouts.start(service.asked())
+    async with run_service(data=Path(data), root=Path(root), running=1) as service:
+        rollout = service.rollouts.start(service.request('ask("Hi")\\ntime.sleep(600)', upload_files={"a": "b"}))
+        waiting = service.rollouts.start(service.request())
         while service.rollouts.state(rollout).turns < 1:
             assert not service.rollouts.state(rollout).done, await service.rollouts.finalize(rollout)
             await asyncio.sleep(0.02)
@@ -46,27 +46,27 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-async def test_results_events_and_messages_stay(tmp_path: Path) -> None:
-    async with served([say("Hello.")], data=tmp_path) as service:
-        result = await service.rollouts.run(service.asked('print(ask("Hi"))', test_script="true"))
+async def test_results_events_and_messages_survive_restart(tmp_path: Path) -> None:
+    async with run_service([say("Hello.")], data=tmp_path) as service:
+        result = await service.rollouts.run(service.request('print(ask("Hi"))', test_script="true"))
         rollout = result.rollout_id
         events, messages = await service.all_events(rollout), await service.rollouts.messages(rollout)
         state = service.rollouts.state(rollout)
         with pytest.raises(DataFolderInUse):
             async with Rollouts(config(tmp_path)):
                 pass
-    async with served(data=tmp_path) as service:
+    async with run_service(data=tmp_path) as service:
         assert await service.rollouts.finalize(rollout) == result
         assert await service.all_events(rollout) == events
         assert await service.rollouts.messages(rollout) == messages
         assert service.rollouts.state(rollout) == state and service.rollouts.list().rollouts == [state]
-        async with service.rollouts.gateway(rollout) as gateway:  # started again for this
+        async with service.rollouts.gateway(rollout) as gateway:  # restarts it
             assert len(await gateway.samples(rollout)) == 1
 
 
-def begun(rollout: str) -> RolloutState:
-    about = {"task_id": "t", "agent": "shell", "model_key": KEY, "model": "m", "mode": "exact"}
-    return RolloutState(rollout_id=rollout, status="running", stage="result", started=100.0, **about)
+def running_state(rollout: str) -> RolloutState:
+    fields = {"task_id": "t", "agent": "shell", "model_key": KEY, "model": "m", "mode": "exact"}
+    return RolloutState(rollout_id=rollout, status="running", stage="result", started=100.0, **fields)
 
 
 GRADED = ("outcome", {"kind": "graded", "reward": 0.5, "resolved": None})
@@ -80,28 +80,28 @@ KILLED: list[tuple[list[tuple[str, dict[str, Json]]], tuple[str, str | None, flo
 ]
 
 
-async def test_a_grade_that_was_recorded_outlives_the_process(tmp_path: Path) -> None:
+async def test_recorded_grade_survives_kill(tmp_path: Path) -> None:
     storage = ServiceStorage(tmp_path / "service")
-    for n, (told, _) in enumerate(KILLED):
-        storage.save_state(begun(f"r{n}"), "place")
-        happened = [("queued", {}), ("opened", {}), *told]
-        for cursor, (kind, data) in enumerate(happened, 1):
+    for n, (events, _) in enumerate(KILLED):
+        storage.save_state(running_state(f"r{n}"), "place")
+        all_events = [("queued", {}), ("opened", {}), *events]
+        for cursor, (kind, data) in enumerate(all_events, 1):
             storage.add_event(f"r{n}", RolloutEvent(cursor=cursor, time=100.0 + cursor, kind=kind, data=data))
     storage.close()
-    async with served(data=tmp_path) as service:
-        for n, (told, known) in enumerate(KILLED):
+    async with run_service(data=tmp_path) as service:
+        for n, (events, expected) in enumerate(KILLED):
             result, state = await service.rollouts.finalize(f"r{n}"), service.rollouts.state(f"r{n}")
-            assert (result.status, result.kind, result.reward) == known == (state.status, state.kind, state.reward)
+            assert (result.status, result.kind, result.reward) == expected == (state.status, state.kind, state.reward)
             assert (result.error is not None) == (result.status == "error") and result.done
             assert result.error is not None or "stopped before it wrote the result" in result.notes[0]
-            assert result.wall_s == 2.0 + len(told)
-            assert (await service.all_events(f"r{n}"))[-1].data["reward"] == known[2]
+            assert result.wall_s == 2.0 + len(events)
+            assert (await service.all_events(f"r{n}"))[-1].data["reward"] == expected[2]
 
 
-def test_what_is_forgotten_is_forgotten_whole(tmp_path: Path) -> None:
+def test_deletion_is_atomic(tmp_path: Path) -> None:
     storage = ServiceStorage(tmp_path / "service")
     for rollout in ("a", "b"):
-        storage.save_state(begun(rollout), "place")
+        storage.save_state(running_state(rollout), "place")
         storage.add_event(rollout, RolloutEvent(cursor=1, time=1.0, kind="queued"))
     with sqlite3.connect(tmp_path / "service" / "service.db") as db:
         db.execute("CREATE TRIGGER t BEFORE DELETE ON rollouts WHEN OLD.id = 'b' BEGIN SELECT RAISE(ABORT, 'no'); END")
@@ -113,7 +113,7 @@ def test_what_is_forgotten_is_forgotten_whole(tmp_path: Path) -> None:
     storage.close()
 
 
-async def test_what_ran_when_it_was_killed_is_told_as_lost(tmp_path: Path) -> None:
+async def test_rollouts_of_killed_service_are_reported_lost(tmp_path: Path) -> None:
     root = Path(tempfile.mkdtemp(prefix="tg-"))
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", PROGRAM, str(tmp_path), str(root)),
@@ -123,14 +123,14 @@ async def test_what_ran_when_it_was_killed_is_told_as_lost(tmp_path: Path) -> No
     )
     try:
         assert process.stdout is not None
-        said = (await asyncio.wait_for(process.stdout.readline(), scaled(60))).decode().split()
-        rollout, waiting, cursor = said[0], said[1], int(said[2])
+        printed = (await asyncio.wait_for(process.stdout.readline(), scaled(60))).decode().split()
+        rollout, waiting, cursor = printed[0], printed[1], int(printed[2])
     finally:
         process.send_signal(signal.SIGKILL)
         await process.wait()
     assert open_sessions(tmp_path) == [rollout]
-    async with served(data=tmp_path, root=root) as service:
-        assert service.left() == []  # swept, and what its caller gave is gone
+    async with run_service(data=tmp_path, root=root) as service:
+        assert service.leftovers() == []  # swept, including inputs
         for lost in (rollout, waiting):
             result = await service.rollouts.finalize(lost)
             assert (result.done, result.status, result.kind, result.reward) == (
@@ -144,7 +144,7 @@ async def test_what_ran_when_it_was_killed_is_told_as_lost(tmp_path: Path) -> No
         events = await service.all_events(rollout)
         assert [event.cursor for event in events] == list(range(1, cursor + 2)) and events[-1].kind == "ended"
         assert service.rollouts.list("error").rollouts[0].rollout_id == waiting
-        # The next rollout starts the gateway again, and the session that nobody runs is ended there.
-        assert (await service.rollouts.run(service.asked())).status == "finished"
+        # The next rollout restarts the gateway, which ends the orphaned session.
+        assert (await service.rollouts.run(service.request())).status == "finished"
         assert open_sessions(tmp_path) == []
     shutil.rmtree(root, ignore_errors=True)

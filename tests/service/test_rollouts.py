@@ -1,4 +1,4 @@
-"""A rollout from `start` to its result: graded, failed, watched, in each mode; and callers that come and go."""
+"""Rollouts of the service from start to result: grading, failures, modes, queueing and full disks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aiohttp import web
 
 from tests import kit
 from tests.kit import calls, say, until
-from tests.service.kit import KEY, Service, served
+from tests.service.kit import KEY, Service, run_service
 from tests.service.test_config import ROW
 from tests.speed import scaled
 from turngate.client.gate import RemoteGate
@@ -35,10 +35,10 @@ DOUBLE = 'print(ask("Hi"))\nopen("out.txt", "w").write(2 * open("data/in.txt").r
 
 
 @pytest.mark.real
-async def test_a_rollout_is_run_graded_and_told() -> None:
-    async with served([say("Hello.")]) as service:
+async def test_rollout_is_run_and_graded() -> None:
+    async with run_service([say("Hello.")]) as service:
         result = await service.rollouts.run(
-            service.asked(
+            service.request(
                 DOUBLE,
                 task_id="suite/double",
                 upload_files={"data/in.txt": "abc"},
@@ -55,8 +55,8 @@ async def test_a_rollout_is_run_graded_and_told() -> None:
             "exact",
         )
         assert (result.exit_code, result.error, result.stop, result.capture) == (0, None, "", "tokens")
-        shown = {"made.txt": "made\n", "out.txt": "abcabc", "data/in.txt": "abc"}  # what was given comes last
-        assert list(result.workdir_files.items()) == list(shown.items())
+        expected_files = {"made.txt": "made\n", "out.txt": "abcabc", "data/in.txt": "abc"}  # uploaded files come last
+        assert list(result.workdir_files.items()) == list(expected_files.items())
         assert result.log_tails == {"stdout": "Hello.\n"} and "looked" in result.verifier_output
         [turn] = result.turns
         assert (turn.text, turn.finish_reason, turn.role, turn.capture) == ("Hello.", "stop", "main", "tokens")
@@ -71,32 +71,32 @@ async def test_a_rollout_is_run_graded_and_told() -> None:
             assert len(await gateway.samples(result.session)) == 1
 
 
-DECIDED: list[tuple[str, float | None, str | None]] = [
+GRADES: list[tuple[str, float | None, str | None]] = [
     ("exit 1", 0.0, "graded"),
     ('echo 0.25 > "$TURNGATE_LOGS/verifier/reward.txt"', 0.25, "graded"),
-    ("exit 7", None, "invalid task"),  # neither yes nor no, with the work and without
+    ("exit 7", None, "invalid task"),  # neither pass nor fail
     ("echo 'nothing writes reward.txt'", None, "invalid task"),
     ("", None, None),
 ]
 
 
-async def test_who_decides_about_the_reward() -> None:
-    async with served() as service:
-        asked = [service.asked('ask("Hi")', test_script=script) for script, _, _ in DECIDED]
-        results = await asyncio.gather(*map(service.rollouts.run, asked))
-        for result, (_, reward, kind) in zip(results, DECIDED, strict=True):
+async def test_test_script_decides_reward() -> None:
+    async with run_service() as service:
+        requests = [service.request('ask("Hi")', test_script=script) for script, _, _ in GRADES]
+        results = await asyncio.gather(*map(service.rollouts.run, requests))
+        for result, (_, reward, kind) in zip(results, GRADES, strict=True):
             assert (result.status, result.reward, result.kind) == ("finished", reward, kind)
             assert (result.error is not None) == (kind == "invalid task")
 
 
-async def test_a_row_whose_image_cannot_be_had_here() -> None:
-    async with served(images=("own/*",)) as service:
+async def test_row_with_unavailable_image_is_invalid_task() -> None:
+    async with run_service(images=("own/*",)) as service:
         result = await service.rollouts.run(SweRolloutRequest(task=ROW, model_key=KEY))
         assert (result.task_id, result.status, result.kind) == ("own__thing-1", "error", "invalid task")
         assert result.error is not None and "a local sandbox has no images" in result.error.message
 
 
-def wrong() -> list[tuple[str, dict[str, Any], tuple[Any, ...]]]:
+def failing_rollouts() -> list[tuple[str, dict[str, Any], tuple[Any, ...]]]:
     return [
         ("", {"setup_shell": "echo no >&2; exit 3"}, ("error", "invalid task", "task", "setup")),
         ('ask("Break")', {"test_script": "true"}, ("error", "infrastructure fault", "engine", "agent")),
@@ -105,46 +105,46 @@ def wrong() -> list[tuple[str, dict[str, Any], tuple[Any, ...]]]:
     ]
 
 
-async def test_what_goes_wrong_is_a_result() -> None:
+async def test_failures_are_results() -> None:
     broken = list(say("Break").ids[:-1])
 
     def script(request: Generate, n: int) -> ScriptedTurn:
-        asked = request.prompt.tolist()
-        breaks = any(asked[at : at + len(broken)] == broken for at in range(len(asked)))
+        ids = request.prompt.tolist()
+        breaks = any(ids[at : at + len(broken)] == broken for at in range(len(ids)))
         return ScriptedTurn(fail_before=True) if breaks else say("Done.")
 
-    async with served(script) as service:
+    async with run_service(script) as service:
         results = await asyncio.gather(
-            *(service.rollouts.run(service.asked(program, **more)) for program, more, _ in wrong())
+            *(service.rollouts.run(service.request(program, **more)) for program, more, _ in failing_rollouts())
         )
-        for result, (_, _, told) in zip(results, wrong(), strict=True):
+        for result, (_, _, expected) in zip(results, failing_rollouts(), strict=True):
             error = result.error
-            assert (result.status, result.kind, error and error.boundary, error and error.stage) == told
+            assert (result.status, result.kind, error and error.boundary, error and error.stage) == expected
             assert result.reward is None and result.wall_s > 0 and result.done
         assert results[0].error is not None and results[0].error.message == "setup_shell failed with exit code 3: no"
 
 
-async def test_an_endpoint_that_cannot_be_used_is_a_result_too(tmp_path: Path) -> None:
+async def test_unusable_endpoint_is_a_result(tmp_path: Path) -> None:
     endpoints = {"vllm://x": Endpoint(url="http://127.0.0.1:9", tokenizer=str(tmp_path))}
-    async with served(endpoints=endpoints) as service:
-        result = await service.rollouts.run(service.asked(model_key="vllm://x"))
+    async with run_service(endpoints=endpoints) as service:
+        result = await service.rollouts.run(service.request(model_key="vllm://x"))
         assert result.error is not None and (result.error.boundary, result.error.stage) == ("config", "gateway")
         assert (result.status, result.kind, result.reward) == ("error", "infrastructure fault", None)
 
 
-async def test_the_conversation_can_be_read_while_it_goes_on() -> None:
-    async with served([say("One."), say(calls(("run", {"x": 1}))), say("Side.")]) as service:
+async def test_messages_are_readable_during_rollout() -> None:
+    async with run_service([say("One."), say(calls(("run", {"x": 1}))), say("Side.")]) as service:
         program = """
-said = [{"role": "user", "content": "Hi"}]
+messages = [{"role": "user", "content": "Hi"}]
 tool = {"type": "function", "function": {"name": "run", "parameters": {"type": "object"}}}
-http("POST", "/v1/chat/completions", {"model": "m", "messages": said, "tools": [tool]})
+http("POST", "/v1/chat/completions", {"model": "m", "messages": messages, "tools": [tool]})
 import pathlib
 while not pathlib.Path("/proc/self/cwd/go").exists(): time.sleep(0.02)
-said += [{"role": "assistant", "content": "One."}, {"role": "user", "content": "More"}]
-http("POST", "/v1/chat/completions", {"model": "m", "messages": said, "tools": [tool]})
+messages += [{"role": "assistant", "content": "One."}, {"role": "user", "content": "More"}]
+http("POST", "/v1/chat/completions", {"model": "m", "messages": messages, "tools": [tool]})
 print(ask("Something else"))
 """
-        rollout = service.rollouts.start(service.asked(program, setup_shell="pwd > where"))
+        rollout = service.rollouts.start(service.request(program, setup_shell="pwd > where"))
         await until(lambda: service.rollouts.state(rollout).turns == 1, 120)
         first = await service.rollouts.messages(rollout)
         assert [(one.role, one.text, one.branch) for one in first.messages] == [
@@ -167,7 +167,7 @@ print(ask("Something else"))
         assert result.turn_count == 3 and (await service.rollouts.messages(rollout, 0, 2)).messages == first.messages
 
 
-async def test_what_is_large_is_clamped_and_says_so() -> None:
+async def test_large_results_are_clamped_with_notes() -> None:
     clamp = Clamp(text=40, turns=2, logprobs=10, files=1, file=10, all_files=100, log=10, verifier=10)
     program = """
 for n in range(3): ask(f"Question {n}")
@@ -176,26 +176,26 @@ open("b.txt", "w").write("y" * 50)
 open("c.txt", "w").write("z")
 open("a.bin", "wb").write(bytes(9))
 """
-    async with served([say("word " * 40)] * 3, clamp=clamp) as service:
-        result = await service.rollouts.run(service.asked(program, test_script="echo 0123456789abcdef"))
+    async with run_service([say("word " * 40)] * 3, clamp=clamp) as service:
+        result = await service.rollouts.run(service.request(program, test_script="echo 0123456789abcdef"))
         assert len(result.turns) == 2 and "turns: the oldest 1 of 3 turns left out" in result.clamped
         assert "characters left out" in result.turns[0].text and len(result.turns[0].text) < 90
-        assert [turn.logprobs for turn in result.turns] == [None, None]  # some of them would be mistaken for all
+        assert [turn.logprobs for turn in result.turns] == [None, None]  # never a partial list
         assert result.workdir_files == {"b.txt": "y" * 10} and result.log_tails == {"stdout": "x" * 9 + "\n"}
-        told = "\n".join(result.clamped)
+        expected = "\n".join(result.clamped)
         for field in (
             "turns[0].text:",
             "turns[1].logprobs:",
             "workdir_files['b.txt']: 40 of 50",
             "log_tails['stdout']: 91 of",
         ):
-            assert field in told, told
-        assert "a.bin" in told and "verifier_output:" in told
+            assert field in expected, expected
+        assert "a.bin" in expected and "verifier_output:" in expected
         page = await service.rollouts.messages(result.rollout_id)
         assert page.clamped and all(len(one.text) < 90 for one in page.messages)
 
 
-async def test_an_agent_that_says_what_cannot_be_written_down_does_not_cost_the_result() -> None:
+async def test_undecodable_agent_output_keeps_result() -> None:
     program = r"""
 for text in ("half \\ud800", "nul \\u0000", "<script>"):
     body = '{"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "' + text + '"}]}]}'
@@ -207,8 +207,8 @@ os.write(1, b"\xff\xfe\x00")
 open(b"odd-\xff", "wb").write(b"x")
 os.symlink("/etc/passwd", "link")
 """
-    async with served() as service:
-        result = await service.rollouts.run(service.asked(program))
+    async with run_service() as service:
+        result = await service.rollouts.run(service.request(program))
         assert (result.status, result.error) == ("finished", None) and result.turn_count >= 1
         assert result.workdir_files == {} and "1 files left out because their names are not text" in "".join(
             result.clamped
@@ -216,11 +216,11 @@ os.symlink("/etc/passwd", "link")
         assert (await service.rollouts.messages(result.rollout_id)).messages
 
 
-async def test_choices_of_the_caller_reach_the_session() -> None:
+async def test_request_options_reach_session() -> None:
     endpoints = {KEY: Endpoint(model="m", thinking=True, session={"limits": {"turns": 3}})}
-    async with served(endpoints=endpoints) as service:
-        asked = service.asked('ask("Hi")', thinking=False, max_tokens_cap=77)
-        result = await service.rollouts.run(asked)
+    async with run_service(endpoints=endpoints) as service:
+        request = service.request('ask("Hi")', thinking=False, max_tokens_cap=77)
+        result = await service.rollouts.run(request)
         async with service.rollouts.gateway(result.rollout_id) as gateway:
             config = (await gateway.trace(result.session)).config
         assert (config.max_tokens, config.template_kwargs) == (77, {"enable_thinking": False})
@@ -231,9 +231,9 @@ async def test_choices_of_the_caller_reach_the_session() -> None:
 # ── callers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_caller_that_goes_away_does_not_end_its_rollout() -> None:
-    async with served() as service:
-        caller = asyncio.create_task(service.rollouts.run(service.asked('print(ask("Hi"))')))
+async def test_rollout_survives_cancelled_caller() -> None:
+    async with run_service() as service:
+        caller = asyncio.create_task(service.rollouts.run(service.request('print(ask("Hi"))')))
         await until(lambda: service.rollouts.list().rollouts, 120)
         [state] = service.rollouts.list().rollouts
         caller.cancel()
@@ -241,7 +241,7 @@ async def test_a_caller_that_goes_away_does_not_end_its_rollout() -> None:
             await caller
         result = await service.rollouts.finalize(state.rollout_id)
         assert result.status == "finished"
-        owner = asyncio.create_task(service.rollouts.run(service.asked("time.sleep(600)"), abort_if_cancelled=True))
+        owner = asyncio.create_task(service.rollouts.run(service.request("time.sleep(600)"), abort_if_cancelled=True))
         await until(lambda: len(service.rollouts.list().rollouts) == 2, 120)
         owner.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -249,24 +249,24 @@ async def test_a_caller_that_goes_away_does_not_end_its_rollout() -> None:
         assert service.rollouts.list().rollouts[0].status == "cancelled"
 
 
-async def test_finalize_is_the_same_for_everybody() -> None:
-    async with served() as service:
-        rollout = service.rollouts.start(service.asked('ask("Hi")\ntime.sleep(0.5)'))
+async def test_finalize_returns_same_result_to_all_callers() -> None:
+    async with run_service() as service:
+        rollout = service.rollouts.start(service.request('ask("Hi")\ntime.sleep(0.5)'))
         early = await service.rollouts.finalize(rollout, wait_s=0)
         assert (early.done, early.reward, early.kind) == (False, None, None) and early.wall_s >= 0
         found = await asyncio.gather(*(service.rollouts.finalize(rollout) for _ in range(5)))
         assert all(one == found[0] for one in found) and found[0].done
         assert await service.rollouts.finalize(rollout, wait_s=0) == found[0]
-        assert (await service.rollouts.abort(rollout)).status == "finished"  # too late, and no harm done
+        assert (await service.rollouts.abort(rollout)).status == "finished"  # already finished
 
 
-async def test_a_full_queue_says_so_and_lists_say_what_waits() -> None:
-    async with served(running=1, queued=1) as service:
-        first = service.rollouts.start(service.asked("time.sleep(600)", task_id="first"))
-        second = service.rollouts.start(service.asked(task_id="second"))
+async def test_full_queue_is_busy_and_listed() -> None:
+    async with run_service(running=1, queued=1) as service:
+        first = service.rollouts.start(service.request("time.sleep(600)", task_id="first"))
+        second = service.rollouts.start(service.request(task_id="second"))
         with pytest.raises(Busy, match="the queue is full: 1 rollouts are running and 1 are waiting"):
-            service.rollouts.start(service.asked())
-        await service.at(first, "agent")
+            service.rollouts.start(service.request())
+        await service.wait_for_stage(first, "agent")
         listing = service.rollouts.list()
         assert [one.rollout_id for one in listing.rollouts] == [second, first]
         assert (listing.running, listing.queued, listing.more) == (1, 1, False)
@@ -278,30 +278,30 @@ async def test_a_full_queue_says_so_and_lists_say_what_waits() -> None:
         assert {one.status for one in service.rollouts.list("done").rollouts} == {"finished", "cancelled"}
 
 
-async def test_what_waits_is_on_disk_and_bounded() -> None:
-    async with served(running=1, queued_bytes=40_000_000) as service:
-        first = service.rollouts.start(service.asked("time.sleep(600)"))
+async def test_queued_inputs_are_on_disk_and_bounded() -> None:
+    async with run_service(running=1, queued_bytes=40_000_000) as service:
+        first = service.rollouts.start(service.request("time.sleep(600)"))
         large = {f"{n}.bin": Base64File(base64.b64encode(bytes(6_000_000)).decode()) for n in range(4)}
         files: dict[str, str | Base64File] = {"a.txt": "here", **large}
         program = 'print(sum(os.path.getsize(f"{n}.bin") for n in range(4)))'
-        second = service.rollouts.start(service.asked(program, upload_files=files, test_script="grep -q here a.txt"))
+        second = service.rollouts.start(service.request(program, upload_files=files, test_script="grep -q here a.txt"))
         place = service.data / "service" / "inputs" / second
         await until((place / "tests" / "test.sh").exists, 120)
         assert (place / "files" / "3.bin").stat().st_size == 6_000_000
         with pytest.raises(Busy, match="of 40,000,000 bytes"):
-            service.rollouts.start(service.asked(program, upload_files=files))
-        third = service.rollouts.start(service.asked('print("small")'))
+            service.rollouts.start(service.request(program, upload_files=files))
+        third = service.rollouts.start(service.request('print("small")'))
         await service.rollouts.abort(first)
         result = await service.rollouts.finalize(second)
         assert (result.reward, result.log_tails["stdout"]) == (1.0, "24000000\n")
         assert result.workdir_files == {"a.txt": "here"} and not place.exists()
         assert (await service.rollouts.finalize(third)).status == "finished"
-        again = service.rollouts.start(service.asked(program, upload_files=files))
-        assert (await service.rollouts.abort(again)).status == "cancelled"  # while its files are laid down
+        again = service.rollouts.start(service.request(program, upload_files=files))
+        assert (await service.rollouts.abort(again)).status == "cancelled"  # while its files are being written
 
 
-async def test_wrong_arguments_start_nothing() -> None:
-    async with served(most_agent_timeout_s=scaled(100)) as service:
+async def test_invalid_arguments_start_nothing() -> None:
+    async with run_service(most_agent_timeout_s=scaled(100)) as service:
         for wrong, param in (
             ({"agent_timeout_s": scaled(101)}, "agent_timeout_s"),
             ({"model_key": "vllm://none"}, "model_key"),
@@ -314,7 +314,7 @@ async def test_wrong_arguments_start_nothing() -> None:
             ({"upload_files": {"../x": ""}}, "upload_files"),
         ):
             with pytest.raises(BadRequest) as raised:
-                service.rollouts.start(service.asked(**wrong))
+                service.rollouts.start(service.request(**wrong))
             assert raised.value.param == param and param in raised.value.message
         for ask in (
             service.rollouts.finalize,
@@ -331,12 +331,12 @@ async def test_wrong_arguments_start_nothing() -> None:
             service.rollouts.list("finishd")
         assert service.rollouts.list().rollouts == []
     with pytest.raises(Stopping):
-        service.rollouts.start(service.asked())
+        service.rollouts.start(service.request())
 
 
-async def test_the_oldest_are_removed() -> None:
-    async with served(keep=1) as service:
-        first, second = [await service.rollouts.run(service.asked('open("x", "w")')) for _ in range(2)]
+async def test_oldest_rollouts_are_removed() -> None:
+    async with run_service(keep=1) as service:
+        first, second = [await service.rollouts.run(service.request('open("x", "w")')) for _ in range(2)]
         assert [one.rollout_id for one in service.rollouts.list().rollouts] == [second.rollout_id]
         with pytest.raises(NotFound):
             await service.rollouts.finalize(first.rollout_id)
@@ -345,22 +345,22 @@ async def test_the_oldest_are_removed() -> None:
         assert (service.rollouts.artifacts_folder(second.rollout_id) / "work" / "x").exists()
 
 
-async def test_a_full_disk_costs_neither_events_nor_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_full_disk_loses_no_events_and_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     keep, failed = ServiceStorage.add_event, list[str]()
 
-    def add(self: ServiceStorage, rollout: str, event: RolloutEvent) -> None:
+    def add_or_fail(self: ServiceStorage, rollout: str, event: RolloutEvent) -> None:
         if event.kind in ("turn", "sealed") and event.kind not in failed:
             failed.append(event.kind)
             raise StoreError("the disk is full")
         keep(self, rollout, event)
 
-    def write(self: ServiceStorage, *_: object) -> None:
+    def fail_to_write(self: ServiceStorage, *_: object) -> None:
         raise StoreError("the disk is full")
 
-    monkeypatch.setattr(ServiceStorage, "add_event", add)
-    monkeypatch.setattr(ServiceStorage, "write_result", write)
-    async with served() as service:
-        result = await service.rollouts.run(service.asked('ask("Hi")'))
+    monkeypatch.setattr(ServiceStorage, "add_event", add_or_fail)
+    monkeypatch.setattr(ServiceStorage, "write_result", fail_to_write)
+    async with run_service() as service:
+        result = await service.rollouts.run(service.request('ask("Hi")'))
         events = await service.all_events(result.rollout_id)
         seen = [event.seq for event in events if event.seq is not None]
         assert failed == ["turn", "sealed"] and [event.kind for event in events].count("turn") == 1
@@ -370,41 +370,39 @@ async def test_a_full_disk_costs_neither_events_nor_the_result(monkeypatch: pyte
         assert len((await service.rollouts.messages(result.rollout_id)).messages) == 2
 
 
-async def test_what_found_the_disk_full_is_written_when_there_is_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def write(self: ServiceStorage, *_: object) -> None:
+async def test_results_are_written_once_disk_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_to_write(self: ServiceStorage, *_: object) -> None:
         raise StoreError("the disk is full")
 
-    async with served(data=tmp_path) as service:
+    async with run_service(data=tmp_path) as service:
         with monkeypatch.context() as full:
-            full.setattr(ServiceStorage, "write_result", write)
-            first = await service.rollouts.run(service.asked('ask("Hi")', test_script="true"))
+            full.setattr(ServiceStorage, "write_result", fail_to_write)
+            first = await service.rollouts.run(service.request('ask("Hi")', test_script="true"))
         assert list((tmp_path / "service" / "results").iterdir()) == []
-        await service.rollouts.run(service.asked())
-        said = await service.rollouts.messages(first.rollout_id)
+        await service.rollouts.run(service.request())
+        messages = await service.rollouts.messages(first.rollout_id)
         written = tmp_path / "service" / "results" / f"{first.rollout_id}.json"
         while not written.exists():  # it is written after the second result is returned
             await asyncio.sleep(0.01)
         with monkeypatch.context() as full:
-            full.setattr(ServiceStorage, "write_result", write)
-            last = await service.rollouts.run(service.asked())
-    async with served(data=tmp_path) as service:
+            full.setattr(ServiceStorage, "write_result", fail_to_write)
+            last = await service.rollouts.run(service.request())
+    async with run_service(data=tmp_path) as service:
         assert [await service.rollouts.finalize(one.rollout_id) for one in (first, last)] == [first, last]
-        assert await service.rollouts.messages(first.rollout_id) == said and first.reward == 1.0
+        assert await service.rollouts.messages(first.rollout_id) == messages and first.reward == 1.0
 
 
-async def test_what_cannot_be_forgotten_keeps_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forget(self: ServiceStorage, *_: object) -> None:
+async def test_failed_deletion_keeps_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_to_delete(self: ServiceStorage, *_: object) -> None:
         raise StoreError("the disk is full")
 
-    async with served(keep=1) as service:
+    async with run_service(keep=1) as service:
         with monkeypatch.context() as full:
-            full.setattr(ServiceStorage, "delete_rows", forget)
-            first, second = [await service.rollouts.run(service.asked()) for _ in range(2)]
+            full.setattr(ServiceStorage, "delete_rows", fail_to_delete)
+            first, second = [await service.rollouts.run(service.request()) for _ in range(2)]
             await until(lambda: not service.rollouts.list("running").rollouts, 120)
         assert await service.rollouts.finalize(first.rollout_id) == first
-        third = await service.rollouts.run(service.asked())
+        third = await service.rollouts.run(service.request())
         await until(lambda: len(service.rollouts.list().rollouts) == 1, 120)
         assert [one.rollout_id for one in service.rollouts.list().rollouts] == [third.rollout_id]
         with pytest.raises(NotFound):
@@ -414,8 +412,8 @@ async def test_what_cannot_be_forgotten_keeps_its_files(monkeypatch: pytest.Monk
 # ── other modes ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Theirs:
-    """An endpoint of somebody else's: OpenAI's chat. Remembers what it was sent."""
+class ChatEndpoint:
+    """A custom endpoint with OpenAI's chat API. Records the headers it receives."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -439,8 +437,8 @@ class Theirs:
 
 
 @asynccontextmanager
-async def theirs() -> AsyncIterator[Theirs]:
-    endpoint = Theirs()
+async def run_endpoint() -> AsyncIterator[ChatEndpoint]:
+    endpoint = ChatEndpoint()
     app = web.Application()
     app.router.add_post("/v1/chat/completions", endpoint.chat)
     runner = web.AppRunner(app, access_log=None)
@@ -457,43 +455,43 @@ SECRET = "sk-marked-secret"
 SHOW = 'print(ask("this"))\nprint(os.environ, open("/proc/self/environ").read())'
 
 
-def kept_on_disk(service: Service) -> list[str]:
-    """Files of the service that hold the secret."""
+def files_with_secret(service: Service) -> list[str]:
+    """Files of the service that contain the secret."""
     files = [path for path in service.data.rglob("*") if path.is_file()]
     return [path.name for path in files if SECRET.encode() in path.read_bytes()]
 
 
 @pytest.fixture
-def hosted(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def hosted_endpoint(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setenv("MARKED", SECRET)
     return {"model": "gpt-x", "key_env": "MARKED"}
 
 
-async def test_an_endpoint_of_the_catalog_is_observed_with_its_key(hosted: dict[str, Any]) -> None:
-    async with theirs() as endpoint:
-        async with served(endpoints={"openai://gpt": Endpoint(url=endpoint.url, **hosted)}) as service:
+async def test_catalog_endpoint_is_observed_with_its_key(hosted_endpoint: dict[str, Any]) -> None:
+    async with run_endpoint() as endpoint:
+        async with run_service(endpoints={"openai://gpt": Endpoint(url=endpoint.url, **hosted_endpoint)}) as service:
             with pytest.raises(BadRequest, match="use observe"):
-                service.rollouts.start(service.asked(model_key="openai://gpt", mode="direct"))
-            result = await service.rollouts.run(service.asked(SHOW, model_key="openai://gpt"))
+                service.rollouts.start(service.request(model_key="openai://gpt", mode="direct"))
+            result = await service.rollouts.run(service.request(SHOW, model_key="openai://gpt"))
             assert "Heard this." in result.log_tails["stdout"] and SECRET not in result.log_tails["stdout"]
             assert [(turn.text, turn.capture, turn.logprobs) for turn in result.turns] == [
                 ("Heard this.", "text", None)
             ]
             assert (result.mode, result.capture, result.turns[0].sampled_tokens) == ("observe", "text", None)
-            assert kept_on_disk(service) == []
+            assert files_with_secret(service) == []
         assert {headers["authorization"] for headers in endpoint.headers} == {f"Bearer {SECRET}"}
 
 
-async def test_a_callers_endpoint_is_observed_or_called_by_the_agent_and_gets_no_key(hosted: dict[str, Any]) -> None:
-    async with theirs() as endpoint:
+async def test_custom_endpoint_gets_no_key(hosted_endpoint: dict[str, Any]) -> None:
+    async with run_endpoint() as endpoint:
         host = endpoint.url.removeprefix("http://")
-        theirs_is = {"model_key": "openai://gpt", "endpoint_url": endpoint.url}
-        policy = {"endpoints": {"openai://gpt": Endpoint(**hosted)}, "allowed_hosts": [host], "running": 1}
-        async with served(**policy) as service:
-            # One by one: its gateway is stopped, and started again.
-            observed = await asyncio.gather(*(service.rollouts.run(service.asked(SHOW, **theirs_is)) for _ in range(2)))
+        custom = {"model_key": "openai://gpt", "endpoint_url": endpoint.url}
+        policy = {"endpoints": {"openai://gpt": Endpoint(**hosted_endpoint)}, "allowed_hosts": [host], "running": 1}
+        async with run_service(**policy) as service:
+            # One at a time, so that the gateway stops and starts again.
+            observed = await asyncio.gather(*(service.rollouts.run(service.request(SHOW, **custom)) for _ in range(2)))
             assert [(one.status, one.mode, one.turn_count) for one in observed] == [("finished", "observe", 1)] * 2
-            that = service.asked('print(ask("that"))', mode="black_box", test_script="true", **theirs_is)
+            that = service.request('print(ask("that"))', mode="black_box", test_script="true", **custom)
             direct = await service.rollouts.run(that)
             assert direct.log_tails == {"stdout": "Heard that.\n"} and (direct.mode, direct.reward) == ("direct", 1.0)
             assert (direct.turns, direct.turn_count, direct.capture, direct.session) == ([], 0, "none", "")
@@ -501,15 +499,15 @@ async def test_a_callers_endpoint_is_observed_or_called_by_the_agent_and_gets_no
             kinds = {event.kind for event in await service.all_events(direct.rollout_id)}
             assert kinds == {"queued", "started", "stage", "ended"}
             endpoint.redirects = True
-            moved = await service.rollouts.run(service.asked('ask("that")', mode="direct", **theirs_is))
+            moved = await service.rollouts.run(service.request('ask("that")', mode="direct", **custom))
             assert (moved.status, moved.reward) == ("error", None) and "not followed" in moved.log_tails["stderr"]
         assert len(endpoint.headers) >= 4 and not any("authorization" in headers for headers in endpoint.headers)
         assert not any(SECRET in value for headers in endpoint.headers for value in headers.values())
 
 
-async def test_in_gate_mode_a_trainer_answers() -> None:
-    async with served() as service:
-        rollout = service.rollouts.start(service.asked('print(ask("Hi"))', mode="interception_gate"))
+async def test_gate_mode_lets_trainer_answer() -> None:
+    async with run_service() as service:
+        rollout = service.rollouts.start(service.request('print(ask("Hi"))', mode="interception_gate"))
         await until(lambda: service.rollouts.state(rollout).gateway, 120)
         [key] = service.data.glob("gateways/*-gate-*/admin-key")
         url = service.rollouts.state(rollout).gateway
@@ -523,16 +521,16 @@ async def test_in_gate_mode_a_trainer_answers() -> None:
         assert set(result.turns[0].logprobs or ()) == {-0.5}
 
 
-async def test_a_gateway_that_runs_already_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_existing_gateway_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     async with kit.gateway([say("From elsewhere.")]) as other:
         monkeypatch.setenv("OTHER_KEY", other.app.admin_key)
         entries = {"gateway://other": Endpoint(url=other.root, key_env="OTHER_KEY", model="m")}
-        async with served(endpoints=entries) as service:
-            result = await service.rollouts.run(service.asked('print(ask("Hi"))', model_key="gateway://other"))
+        async with run_service(endpoints=entries) as service:
+            result = await service.rollouts.run(service.request('print(ask("Hi"))', model_key="gateway://other"))
             assert result.log_tails == {"stdout": "From elsewhere.\n"} and result.turn_count == 1
             assert (await other.show(result.session))["status"] == "sealed"
             monkeypatch.setenv("OTHER_KEY", "wrong-" + "0" * 20)
-        async with served(endpoints=entries) as service:
-            refused = await service.rollouts.run(service.asked(model_key="gateway://other"))
+        async with run_service(endpoints=entries) as service:
+            refused = await service.rollouts.run(service.request(model_key="gateway://other"))
             assert refused.error is not None and refused.error.stage == "gateway"
             assert "0" * 20 not in refused.error.message

@@ -506,9 +506,9 @@ def truncate_turn(t: Tampering) -> None:
     """Drop the last id of an aborted turn, consistently."""
     turn = t.row(turns(t, finish="abort")[0])
     ids = turn.ids[:-4]
-    said = msgspec.json.decode(turn.messages)
-    said["content"] = kit.renderer().tokenizer.decode(np.frombuffer(ids, np.int32).tolist())
-    t.node(turn.id, ids=ids, logprobs=(turn.logprobs or b"")[:-4], messages=msgspec.json.encode(said))
+    message = msgspec.json.decode(turn.messages)
+    message["content"] = kit.renderer().tokenizer.decode(np.frombuffer(ids, np.int32).tolist())
+    t.node(turn.id, ids=ids, logprobs=(turn.logprobs or b"")[:-4], messages=msgspec.json.encode(message))
 
 
 def delete_last_turn(t: Tampering) -> None:

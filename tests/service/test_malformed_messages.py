@@ -1,4 +1,4 @@
-"""Agents that say what nobody thought of: it is shown as well as it can be, and never costs a grade."""
+"""Agents that send malformed messages: results show them as well as possible, and the grade stands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tests.kit import say, until
-from tests.service.kit import served
+from tests.service.kit import run_service
 from turngate.service import conversation, final_state, report
 from turngate.service.config import Clamp
 from turngate.service.event_log import RolloutEventLog
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.process
 DEEP: Json = "x"
 for _ in range(100_000):
     DEEP = [DEEP]
-ODD: list[Json] = [
+VALUES: list[Json] = [
     None,
     True,
     0,
@@ -40,11 +40,11 @@ ODD: list[Json] = [
     "half \ud800",
 ]
 FIELDS = ("role", "content", "name", "reasoning", "reasoning_content", "tool_calls", "tool_call_id", "refusal")
-CALLED = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+TOOL_CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
 
 
-def view(*messages: Json, sampled: int = 1) -> TraceView:
-    """A session with one context of these messages, and one turn."""
+def make_trace(*messages: Json, sampled: int = 1) -> TraceView:
+    """A trace with one context of these messages and one turn."""
     context = {"id": 1, "kind": "context", "parent": None, "ids": [1, 2], "messages": [], "preamble": ""}
     context |= {"dialect": "chat", "cause": None, "told": {}}
     turn: dict[str, Json] = {"id": 2, "kind": "sampled", "parent": 1, "role": "main"}
@@ -71,16 +71,16 @@ def view(*messages: Json, sampled: int = 1) -> TraceView:
     return view
 
 
-def heard(message: Json) -> ConversationMessage:
-    said = conversation.build_messages(view(message))
-    assert [one.cursor for one in said] == [1, 2] and said[1].text == "Yes."
-    return said[0]
+def build_message(message: Json) -> ConversationMessage:
+    messages = conversation.build_messages(make_trace(message))
+    assert [one.cursor for one in messages] == [1, 2] and messages[1].text == "Yes."
+    return messages[0]
 
 
 @pytest.mark.parametrize(
     ("message", "text", "arguments"),
     [
-        ({"role": "assistant", "tool_calls": [CALLED]}, "", ['{"a": 1}']),
+        ({"role": "assistant", "tool_calls": [TOOL_CALL]}, "", ['{"a": 1}']),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": None}}]}, "", [""]),
         ({"role": "assistant", "tool_calls": [{"custom": {"name": "f", "input": "ls"}}, 5]}, "", ["ls", "5"]),
         ({"role": "assistant", "tool_calls": {"a": 1}}, "", [""]),
@@ -91,30 +91,30 @@ def heard(message: Json) -> ConversationMessage:
         (None, "", []),
     ],
 )  # fmt: skip
-def test_whatever_is_no_text_is_shown_as_its_json(message: Json, text: str, arguments: list[str]) -> None:
-    said = heard(message)
-    assert (said.text, [call.arguments for call in said.tool_calls]) == (text, arguments)
+def test_non_text_content_is_shown_as_json(message: Json, text: str, arguments: list[str]) -> None:
+    shown = build_message(message)
+    assert (shown.text, [call.arguments for call in shown.tool_calls]) == (text, arguments)
 
 
-def test_any_json_can_be_a_message() -> None:
+def test_any_json_is_accepted_as_message() -> None:
     chance = random.Random(5)
 
-    def made(depth: int = 0) -> Json:
+    def random_json(depth: int = 0) -> Json:
         kind = chance.random()
         if depth > 3 or kind < 0.5:
-            return chance.choice(ODD)
+            return chance.choice(VALUES)
         if kind < 0.7:
-            return [made(depth + 1) for _ in range(chance.randrange(3))]
+            return [random_json(depth + 1) for _ in range(chance.randrange(3))]
         names = (*FIELDS, "id", "function", "custom", "arguments", "input", "text", "type")
-        return {chance.choice(names): made(depth + 1) for _ in range(chance.randrange(6))}
+        return {chance.choice(names): random_json(depth + 1) for _ in range(chance.randrange(6))}
 
     for _ in range(3000):
-        message = {name: made() for name in chance.sample(FIELDS, 4)}
-        for text in (heard(message).text, heard(message).reasoning, heard(message).role):
+        message = {name: random_json() for name in chance.sample(FIELDS, 4)}
+        for text in (build_message(message).text, build_message(message).reasoning, build_message(message).role):
             text.encode()
 
 
-# Every dialect's conversation, with one value of it replaced by something else, over and over. Some of it the gateway refuses.
+# Sends conversations of every dialect with a few values replaced. The gateway rejects some of them.
 FUZZ = """
 import copy, random
 chance = random.Random(11)
@@ -161,42 +161,42 @@ print(taken)
 """
 
 
-async def test_no_dialects_odd_message_costs_a_grade() -> None:
-    async with served() as service:
-        asked = service.asked(f"COUNT = 160\n{FUZZ}", test_script="true")
-        result = await service.rollouts.run(asked)
+async def test_malformed_messages_keep_grade() -> None:
+    async with run_service() as service:
+        request = service.request(f"COUNT = 160\n{FUZZ}", test_script="true")
+        result = await service.rollouts.run(request)
         assert (result.status, result.kind, result.reward, result.error) == ("finished", "graded", 1.0, None)
         assert not any("could not" in note for note in result.notes), result.notes
-        assert result.log_tails["stdout"].startswith("{"), result.log_tails  # no answer was the gateway's own failure
+        assert result.log_tails["stdout"].startswith("{"), result.log_tails  # no reply was a gateway error
         assert len(result.turns) == result.turn_count > 40
         page = await service.rollouts.messages(result.rollout_id, limit=1000)
         assert len(page.messages) > result.turn_count
 
 
-async def test_arguments_that_are_an_object_are_read_along() -> None:
+async def test_object_arguments_are_shown_during_rollout() -> None:
     program = f"""
-said = [{{"role": "user", "content": "Hi"}}, {{"role": "assistant", "tool_calls": [{CALLED!r}]}},
+messages = [{{"role": "user", "content": "Hi"}}, {{"role": "assistant", "tool_calls": [{TOOL_CALL!r}]}},
         {{"role": "tool", "tool_call_id": "a", "content": "r"}}]
-print(http("POST", "/v1/chat/completions", {{"model": "m", "messages": said}})[0])
+print(http("POST", "/v1/chat/completions", {{"model": "m", "messages": messages}})[0])
 time.sleep(600)
 """
-    async with served() as service:
-        rollout = service.rollouts.start(service.asked(program))
+    async with run_service() as service:
+        rollout = service.rollouts.start(service.request(program))
         await until(lambda: service.rollouts.state(rollout).turns == 1, 120)
         page = await service.rollouts.messages(rollout)
         assert page.messages[1].tool_calls[0].arguments == '{"a": 1}'
 
 
-@pytest.mark.parametrize("fails", ["turns", "messages", "read_trace", "workdir", "settled", "drained"])
-async def test_what_cannot_be_shown_is_a_note_and_the_grade_stands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+@pytest.mark.parametrize("step", ["turns", "messages", "read_trace", "workdir", "settled", "drained"])
+async def test_failed_report_step_is_a_note_and_keeps_grade(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     def broken(*_: Any, **__: Any) -> Any:
         raise ValueError("nobody thought of this")
 
-    async with served([say("Hello.")], data=tmp_path) as service:
+    async with run_service([say("Hello.")], data=tmp_path) as service:
         with monkeypatch.context() as patch:
-            match fails:
+            match step:
                 case "turns":
                     patch.setattr(report, "build_turns", broken)
                 case "messages":
@@ -208,27 +208,29 @@ async def test_what_cannot_be_shown_is_a_note_and_the_grade_stands(
                 case "settled":
                     patch.setattr(final_state, "from_work", broken)
                 case "drained":
-                    patch.setattr(RolloutEventLog, "drain", lambda *_: _raised())
-            asked = service.asked('ask("Hi")\nopen("x", "w").write("y")', test_script="exit 0", upload_files={"a": "b"})
-            result = await service.rollouts.run(asked)
+                    patch.setattr(RolloutEventLog, "drain", lambda *_: fail())
+            request = service.request(
+                'ask("Hi")\nopen("x", "w").write("y")', test_script="exit 0", upload_files={"a": "b"}
+            )
+            result = await service.rollouts.run(request)
         assert (result.status, result.kind, result.reward, result.error) == ("finished", "graded", 1.0, None)
         assert any("ValueError" in note for note in result.notes), result.notes
         assert (result.turn_count, result.exit_code) == (1, 0) and result.wall_s > 0
-        assert bool(result.turns) == (fails in ("messages", "drained"))
-        assert ("x" in result.workdir_files) == (fails not in ("workdir", "settled"))
+        assert bool(result.turns) == (step in ("messages", "drained"))
+        assert ("x" in result.workdir_files) == (step not in ("workdir", "settled"))
         state = service.rollouts.state(result.rollout_id)
-        assert (state.done, state.reward, state.kind) == (True, 1.0, "graded") and service.left() == []
-    async with served(data=tmp_path) as service:
+        assert (state.done, state.reward, state.kind) == (True, 1.0, "graded") and service.leftovers() == []
+    async with run_service(data=tmp_path) as service:
         assert await service.rollouts.finalize(result.rollout_id) == result
 
 
-async def _raised() -> None:
+async def fail() -> None:
     raise ValueError("nobody thought of this")
 
 
-@pytest.mark.parametrize(("most", "kept"), [(0, True), (3, True), (4, True), (2, False), (1, False)])
-def test_log_probabilities_are_whole_or_none(most: int, kept: bool) -> None:
-    cut = Truncator(Clamp(logprobs=most))
-    [turn] = conversation.build_turns(view(sampled=3), cut)
+@pytest.mark.parametrize(("limit", "kept"), [(0, True), (3, True), (4, True), (2, False), (1, False)])
+def test_logprobs_are_complete_or_omitted(limit: int, kept: bool) -> None:
+    cut = Truncator(Clamp(logprobs=limit))
+    [turn] = conversation.build_turns(make_trace(sampled=3), cut)
     assert (turn.logprobs, turn.sampled_tokens) == ([-0.5] * 3 if kept else None, 3)
     assert kept == (cut.notes == []) and (kept or "turns[0].logprobs: all 3 numbers left out" in cut.notes[0])
