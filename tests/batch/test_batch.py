@@ -24,7 +24,7 @@ import pytest
 from tests import kit
 from tests.batch.kit import AGENT, DECIDE, plan
 from tests.batch.test_storm import engine, every_session, sandbox_processes
-from tests.cli.kit import ran, refused
+from tests.cli.kit import run_cli, run_rejected
 from tests.speed import scaled
 from turngate.client.gateway import GatewayClient
 from turngate.errors import ConfigError, SandboxUnavailable
@@ -282,7 +282,7 @@ def command(folder: Path, *more: str) -> list[str]:
 
 
 def test_command_prints_summary_and_resumes(folder: Path) -> None:
-    result = ran(*command(folder, "--n", "3", "--concurrency", "3", "--out", str(folder / "out")))
+    result = run_cli(*command(folder, "--n", "3", "--concurrency", "3", "--out", str(folder / "out")))
     assert result.exit_code == 0, result.stderr
     for text in (
         "6 rollouts (2 tasks × 3)",
@@ -297,11 +297,11 @@ def test_command_prints_summary_and_resumes(folder: Path) -> None:
     summary = json.loads((folder / "out" / "summary.json").read_text())
     assert summary["overall"]["graded"] == 6 and summary["overall"]["kinds"] == {"graded": 6}
     assert (folder / "out" / "plot.svg").read_text().startswith("<svg")
-    again = ran(*command(folder, "--n", "3", "--out", str(folder / "out"), "--json", "--resume"))
+    again = run_cli(*command(folder, "--n", "3", "--out", str(folder / "out"), "--json", "--resume"))
     assert again.exit_code == 0
     assert json.loads(again.stdout) == summary
     assert "6 of 6 rollouts are already finished" in again.stderr
-    other = ran(*command(folder, "--n", "2", "--out", str(folder / "out")))
+    other = run_cli(*command(folder, "--n", "2", "--out", str(folder / "out")))
     assert other.exit_code == 2 and "contains a different batch (n: was 3, is now 2)" in other.stderr
 
 
@@ -322,7 +322,7 @@ def test_command_prints_summary_and_resumes(folder: Path) -> None:
     ],
 )
 def test_invalid_option_error_names_option(more: list[str], line: str, folder: Path) -> None:
-    assert refused(*command(folder, *more)).startswith(line)
+    assert run_rejected(*command(folder, *more)).startswith(line)
 
 
 def test_ctrl_c_stops_cleanly_and_command_resumes(folder: Path) -> None:
@@ -343,6 +343,6 @@ def test_ctrl_c_stops_cleanly_and_command_resumes(folder: Path) -> None:
     assert "Run the same command to resume the batch" in output
     known = read_ledger(ledger.parent)
     assert known.open == {} and known.finished == {}
-    result = ran(*command(folder, "--n", "2", "--concurrency", "4"))
+    result = run_cli(*command(folder, "--n", "2", "--concurrency", "4"))
     assert result.exit_code == 0, result.stderr
     assert len(read_ledger(ledger.parent).finished) == 4

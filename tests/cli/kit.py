@@ -1,4 +1,4 @@
-"""What the tests of the command line are written with: `turngate` in this process, as a process of its own, and on a terminal."""
+"""Helpers for tests of the command line: run `turngate` in this process, in its own process, or on a terminal."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from tests.speed import scaled
 from turngate.cli import app
 
 ROOT = Path(turngate.__file__).parents[1]
-NAP = f"65{os.getpid():07d}"  # seconds that nobody else on this machine sleeps: by them a process is known again
+SLEEP_S = f"65{os.getpid():07d}"  # a unique duration, by which a sleeping process is found
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
 
 
-def ran(*arguments: str | Path, env: Mapping[str, str] | None = None) -> Result:
-    """`turngate …` in this process. Nothing but an exit code may come of it."""
+def run_cli(*arguments: str | Path, env: Mapping[str, str] | None = None) -> Result:
+    """Run `turngate …` in this process. It must exit without an exception."""
     outcome = CliRunner().invoke(app, [*map(str, arguments)], env=env)
     if outcome.exception is not None and not isinstance(outcome.exception, SystemExit):
         raise outcome.exception
     return outcome
 
 
-def refused(*arguments: str | Path, env: Mapping[str, str] | None = None) -> str:
-    """The one line that is printed instead of doing anything."""
-    outcome = ran(*arguments, env=env)
+def run_rejected(*arguments: str | Path, env: Mapping[str, str] | None = None) -> str:
+    """Run a command that must fail at once, and return its one-line error."""
+    outcome = run_cli(*arguments, env=env)
     assert (outcome.exit_code, outcome.stdout) == (2, ""), outcome.output
     [line] = outcome.stderr.splitlines()
     assert line.startswith("turngate: ")
     return line.removeprefix("turngate: ")
 
 
-class Process:
-    """A `turngate …` of its own; `output` grows as it prints."""
+class CliProcess:
+    """A running `turngate …` process; `output` is what it has printed so far."""
 
     def __init__(self, process: subprocess.Popen[bytes], reading: int) -> None:
         self.process = process
@@ -55,16 +55,16 @@ class Process:
         self._raw = b""
         self.output = ""
 
-    def until(self, holds: Callable[[], object], seconds: float = 40.0) -> None:
-        """Read until something holds."""
+    def wait_until(self, condition: Callable[[], object], seconds: float = 40.0) -> None:
+        """Read output until a condition holds."""
         limit = scaled(seconds)
         end = time.monotonic() + limit
-        while not holds():
-            assert time.monotonic() < end, f"still not so after {limit:.0f} s; it printed:\n{self.output}"
-            assert self._read(0.05) or self.process.poll() is None, f"it ended, and printed:\n{self.output}"
+        while not condition():
+            assert time.monotonic() < end, f"condition did not hold within {limit:.0f} s; output:\n{self.output}"
+            assert self._read(0.05) or self.process.poll() is None, f"the process ended; output:\n{self.output}"
 
-    def says(self, text: str, seconds: float = 40.0) -> None:
-        self.until(lambda: text in self.output, seconds)
+    def wait_for_output(self, text: str, seconds: float = 40.0) -> None:
+        self.wait_until(lambda: text in self.output, seconds)
 
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -72,12 +72,12 @@ class Process:
     def type(self, keys: bytes) -> None:
         os.write(self._reading, keys)
 
-    def ended(self, seconds: float = 40.0) -> int:
-        """Its exit code."""
+    def wait_for_exit(self, seconds: float = 40.0) -> int:
+        """Wait for the process to end and return its exit code."""
         limit = scaled(seconds)
         end = time.monotonic() + limit
         while self._read(0.05) or self.process.poll() is None:
-            assert time.monotonic() < end, f"it has not ended after {limit:.0f} s; it printed:\n{self.output}"
+            assert time.monotonic() < end, f"did not end within {limit:.0f} s; output:\n{self.output}"
         return self.process.wait()
 
     def _read(self, seconds: float) -> bool:
@@ -85,7 +85,7 @@ class Process:
             return False
         try:
             data = os.read(self._reading, 65536)
-        except OSError:  # a terminal that nobody is at any more
+        except OSError:  # the terminal was closed
             data = b""
         self._raw += data
         self.output = self._raw.decode("utf-8", "replace")
@@ -93,13 +93,13 @@ class Process:
 
     @property
     def plain(self) -> str:
-        """What was printed, without colours and movements."""
+        """The output without escape sequences."""
         return ANSI.sub("", self.output).replace("\r\n", "\n")
 
 
 @contextmanager
-def process(*arguments: str | Path, columns: int = 0, before: str = "", **env: str) -> Iterator[Process]:
-    """`columns`: on a terminal of that width; 0: its output goes into a pipe. `before`: Python that it runs first."""
+def start_cli(*arguments: str | Path, columns: int = 0, before: str = "", **env: str) -> Iterator[CliProcess]:
+    """Start `turngate …`, on a terminal with that many columns or with a pipe for 0. `before`: Python code to run first."""
     start = "import runpy; runpy.run_module('turngate', run_name='__main__', alter_sys=True)"
     program = ["-c", f"{before}; {start}"] if before else ["-m", "turngate"]
     command = [sys.executable, *program, *map(str, arguments)]
@@ -113,8 +113,8 @@ def process(*arguments: str | Path, columns: int = 0, before: str = "", **env: s
     else:
         reading, writing = os.pipe()
 
-    def own_terminal() -> None:
-        for number in (signal.SIGINT, signal.SIGHUP):  # `nohup`, and shells in the background, have them ignored
+    def set_up_terminal() -> None:
+        for number in (signal.SIGINT, signal.SIGHUP):  # `nohup` and background shells ignore them
             signal.signal(number, signal.SIG_DFL)
         if columns:
             fcntl.ioctl(writing, termios.TIOCSCTTY, 0)
@@ -127,10 +127,10 @@ def process(*arguments: str | Path, columns: int = 0, before: str = "", **env: s
         env=environment,
         cwd=ROOT,
         start_new_session=True,
-        preexec_fn=own_terminal,
+        preexec_fn=set_up_terminal,
     )
     os.close(writing)
-    running = Process(child, reading)
+    running = CliProcess(child, reading)
     try:
         yield running
     finally:

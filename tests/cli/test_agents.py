@@ -1,4 +1,4 @@
-"""`turngate agents` as a person meets it: the list, the check of one agent, and what is said where something is wrong."""
+"""`turngate agents`: list, check and install, and their errors."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.kit import NAP, process, ran, refused
+from tests.cli.kit import SLEEP_S, run_cli, run_rejected, start_cli
 from tests.sandboxes import kit as sandboxes
 from turngate.agents.spec import CATALOG
 
 PRESETS = sorted(file.stem for file in CATALOG.glob("*.toml"))
 
-# An agent of the user's own: the smallest loop that calls tools. It keeps a transcript, and may be told to skip its work.
-OWN = '''
+# A custom agent: a minimal tool loop with a transcript. `WORK` is replaced to make it fail.
+CUSTOM_AGENT = '''
 name = "tiny"
 title = "A [bold]tiny[/] agent"
 dialect = "chat"
@@ -67,12 +67,12 @@ say = "Done."
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
     file = tmp_path / "tiny.toml"
-    file.write_text(OWN.replace("line WORK", "line"))
+    file.write_text(CUSTOM_AGENT.replace("line WORK", "line"))
     return file
 
 
-def test_the_list_has_every_preset() -> None:
-    done = ran("agents")
+def test_list_shows_every_preset() -> None:
+    done = run_cli("agents")
     assert done.exit_code == 0
     for name in PRESETS:
         assert f"│ {name} " in done.stdout
@@ -80,59 +80,59 @@ def test_the_list_has_every_preset() -> None:
     assert "turngate agents check NAME" in done.stdout
 
 
-def test_an_agent_of_ones_own_is_listed_and_one_in_a_presets_place_is_told(tiny: Path, tmp_path: Path) -> None:
+def test_list_shows_custom_agents_and_overridden_presets(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "more").mkdir()
     own = tmp_path / "more" / "pi.toml"
     own.write_text('name = "pi"\ntitle = "Mine"\ndialect = "chat"\ncommand = ["x"]\n')
-    done = ran("agents", env={"TURNGATE_AGENTS": os.pathsep.join([str(tiny), str(own)])})
+    done = run_cli("agents", env={"TURNGATE_AGENTS": os.pathsep.join([str(tiny), str(own)])})
     assert done.exit_code == 0
-    assert "│ tiny " in done.stdout and "[bold]tiny[/]" in done.stdout  # not taken for markup
+    assert "│ tiny " in done.stdout and "[bold]tiny[/]" in done.stdout  # not parsed as markup
     assert f"pi: {own} overrides {CATALOG / 'pi.toml'}\n" in done.stdout
 
 
-def test_a_wrong_file_of_ones_own_is_named(tmp_path: Path) -> None:
+def test_invalid_agent_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "wrong.toml"
     file.write_text('name = "wrong"\n')
-    assert refused("agents", env={"TURNGATE_AGENTS": str(file)}).startswith(f"{file}: ")
+    assert run_rejected("agents", env={"TURNGATE_AGENTS": str(file)}).startswith(f"{file}: ")
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    assert refused("agents", "check", "shell").startswith("agent shell has no [[check]] steps to run; ")
-    assert "did you mean claude-code" in refused("agents", "check", "claude_code")
-    assert refused("agents", "check", "pi", "--sandbox", "cloud").startswith(
+def test_invalid_arguments_are_rejected(tmp_path: Path) -> None:
+    assert run_rejected("agents", "check", "shell").startswith("agent shell has no [[check]] steps to run; ")
+    assert "did you mean claude-code" in run_rejected("agents", "check", "claude_code")
+    assert run_rejected("agents", "check", "pi", "--sandbox", "cloud").startswith(
         "sandbox must be one of local, bubblewrap, docker, e2b, huggingface, not 'cloud'"
     )
-    assert refused("agents", "check", str(tmp_path / "none.toml")).endswith(
+    assert run_rejected("agents", "check", str(tmp_path / "none.toml")).endswith(
         "cannot be read (No such file or directory)"
     )
-    assert refused("agents", "install", "nobody").startswith("unknown agent 'nobody'; available: claude-code, ")
-    # All names are looked at before anything is installed.
-    assert refused("agents", "install", "shell", "nobody").startswith("unknown agent 'nobody'")
+    assert run_rejected("agents", "install", "nobody").startswith("unknown agent 'nobody'; available: claude-code, ")
+    # All names are checked before anything is installed.
+    assert run_rejected("agents", "install", "shell", "nobody").startswith("unknown agent 'nobody'")
 
 
-def test_an_agent_that_needs_no_installing() -> None:
-    done = ran("agents", "install", "shell")
+def test_install_agent_without_installer() -> None:
+    done = run_cli("agents", "install", "shell")
     assert (done.exit_code, done.stdout) == (0, "shell: nothing to install\n")
 
 
 @pytest.mark.process
-def test_an_agent_of_ones_own_that_is_captured_whole(tiny: Path, tmp_path: Path) -> None:
+def test_check_passes_for_custom_agent(tiny: Path, tmp_path: Path) -> None:
     keep = tmp_path / "a folder to keep it in, with a long name, so that the line is longer than any terminal is wide"
-    done = ran("agents", "check", str(tiny), "--keep", keep)
+    done = run_cli("agents", "check", str(tiny), "--keep", keep)
     assert done.exit_code == 0, done.output
     assert done.stdout.count("│ yes │") == 7 and "│ NO" not in done.stdout
     assert "Recorded completely.\n" in done.stdout
-    [look] = re.findall(r"^inspect: (turngate show .*)$", done.stdout, re.MULTILINE)
-    shown = ran(*shlex.split(look)[1:])
+    [command] = re.findall(r"^inspect: (turngate show .*)$", done.stdout, re.MULTILINE)
+    shown = run_cli(*shlex.split(command)[1:])
     assert shown.exit_code == 0 and "agent tiny · task check · sandbox local" in shown.stdout
     assert "→ sh" in shown.stdout and "4 (4 main)" in shown.stdout
 
 
 @pytest.mark.process
-def test_an_agent_that_does_not_do_what_it_is_told(tiny: Path) -> None:
-    """It calls no program, and leaves its transcript as it is: the task is not done, and that is said."""
-    tiny.write_text(OWN.replace("line WORK", "str()"))
-    done = ran("agents", "check", str(tiny))
+def test_check_fails_if_task_is_not_done(tiny: Path) -> None:
+    """The agent runs an empty command, so the task is not done."""
+    tiny.write_text(CUSTOM_AGENT.replace("line WORK", "str()"))
+    done = run_cli("agents", "check", str(tiny))
     assert done.exit_code == 1
     assert "NOT recorded completely.\n" in done.stdout
     [failed] = [line for line in done.stdout.splitlines() if line.startswith("│ NO")]
@@ -140,19 +140,19 @@ def test_an_agent_that_does_not_do_what_it_is_told(tiny: Path) -> None:
 
 
 @pytest.mark.process
-def test_an_agent_that_crashes(tiny: Path) -> None:
-    tiny.write_text(OWN.replace("line WORK", "no_such_name"))
-    done = ran("agents", "check", str(tiny))
+def test_check_reports_crashing_agent(tiny: Path) -> None:
+    tiny.write_text(CUSTOM_AGENT.replace("line WORK", "no_such_name"))
+    done = run_cli("agents", "check", str(tiny))
     assert done.exit_code == 1 and "NameError" in done.stdout.replace("\n", "")
 
 
 @pytest.mark.process
-def test_ctrl_c_in_the_middle_of_a_check(tiny: Path, tmp_path: Path) -> None:
-    tiny.write_text(OWN.replace("line WORK", f'"sleep {NAP}"'))
-    with process("agents", "check", str(tiny), "--keep", tmp_path / "keep") as running:
-        running.until(lambda: sandboxes.processes(f"sleep\0{NAP}"))
+def test_ctrl_c_stops_check(tiny: Path, tmp_path: Path) -> None:
+    tiny.write_text(CUSTOM_AGENT.replace("line WORK", f'"sleep {SLEEP_S}"'))
+    with start_cli("agents", "check", str(tiny), "--keep", tmp_path / "keep") as running:
+        running.wait_until(lambda: sandboxes.processes(f"sleep\0{SLEEP_S}"))
         running.send(signal.SIGINT)
-        assert running.ended() == 130
+        assert running.wait_for_exit() == 130
         assert "Stopping" in running.output and running.output.endswith("turngate: stopped\n")
         assert "Traceback" not in running.output
-    assert sandboxes.processes(NAP) == []
+    assert sandboxes.processes(SLEEP_S) == []

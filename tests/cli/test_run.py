@@ -1,4 +1,4 @@
-"""`turngate run` as a person meets it: what it prints and where, what it is refused for, how it ends, and that Ctrl-C cleans up."""
+"""`turngate run`: its output, errors, exit codes, and cleanup after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests.cli import test_serve
-from tests.cli.kit import NAP, ROOT, process, ran, refused
+from tests.cli.kit import ROOT, SLEEP_S, run_cli, run_rejected, start_cli
 from tests.kit import gateway
 from tests.sandboxes import kit as sandboxes
 from tests.speed import paced, scaled
@@ -28,7 +28,7 @@ from turngate.store.sqlite import Store
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
 
-ASK = """
+CALL_MODEL = """
 import json, os, urllib.request
 body = json.dumps({"model": os.environ["TURNGATE_MODEL"], "messages": [{"role": "user", "content": "Hi"}]}).encode()
 request = urllib.request.Request(
@@ -36,7 +36,7 @@ request = urllib.request.Request(
 )
 print(json.load(urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request))["choices"][0]["message"]["content"])
 """
-ONCE = f"python3 -c {shlex.quote(ASK)}"
+CALL_ONCE = f"python3 -c {shlex.quote(CALL_MODEL)}"
 
 
 @pytest.fixture
@@ -46,21 +46,21 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Where sandboxes lie; nothing of them is left. (`tmp_path` is asked for first, since pytest makes it in the machine's own.)"""
+    """Put sandboxes into a temporary folder that must be empty afterwards. Needs `tmp_path` first: pytest creates it in TMPDIR."""
     folder = Path(tempfile.mkdtemp(prefix="tg-"))
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setenv("HOME", str(folder / "nobody"))  # whose own agents are not in the way
+    monkeypatch.setenv("HOME", str(folder / "nobody"))  # without custom agents
     yield
-    left = [path.name for path in folder.glob("turngate-*/*")]
+    leftovers = [path.name for path in folder.glob("turngate-*/*")]
     subprocess.run(["rm", "-rf", str(folder)], check=True)
-    assert left == []
+    assert leftovers == []
 
 
-def shell(data: Path, command: str, *more: str | Path, prompt: str = "Do it.") -> list[str | Path]:
-    """The words of a run of the `shell` agent."""
-    asked = () if "--task" in more else ("--prompt", prompt)
-    return ["run", "--agent", "shell", "--data", data, "--set", f"command={command}", *asked, *more]
+def shell_run(data: Path, command: str, *more: str | Path, prompt: str = "Do it.") -> list[str | Path]:
+    """The arguments for a run of the `shell` agent."""
+    prompted = () if "--task" in more else ("--prompt", prompt)
+    return ["run", "--agent", "shell", "--data", data, "--set", f"command={command}", *prompted, *more]
 
 
 def outcome_of(data: Path) -> Any:
@@ -76,7 +76,7 @@ def sessions(data: Path) -> list[tuple[str, str]]:
         store.close()
 
 
-# ── what is wrong is said ───────────────────────────────────────────────────────────────────────────────────────────
+# ── errors ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -119,18 +119,18 @@ def sessions(data: Path) -> list[tuple[str, str]]:
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(arguments: list[str], line: str, data: Path) -> None:
+def test_invalid_option_is_named(arguments: list[str], line: str, data: Path) -> None:
     command = ["--set", "command=true"] if "shell requires this option" not in line and "--set" not in arguments else []
-    assert refused("run", "--agent", "shell", "--data", data, *command, *arguments).startswith(line)
+    assert run_rejected("run", "--agent", "shell", "--data", data, *command, *arguments).startswith(line)
     assert not (data / "rollouts").exists()
 
 
-def test_an_agent_that_nobody_knows(data: Path) -> None:
-    line = refused("run", "--agent", "claud-code", "--prompt", "x", "--data", data)
+def test_unknown_agent_suggests_name(data: Path) -> None:
+    line = run_rejected("run", "--agent", "claud-code", "--prompt", "x", "--data", data)
     assert line.startswith("unknown agent 'claud-code'; did you mean claude-code")
 
 
-def test_an_agent_file_that_is_wrong_is_refused_by_its_field(data: Path, tmp_path: Path) -> None:
+def test_invalid_agent_file_names_field(data: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     for text, wrong in {
         'name = "mine"\ntitle = "M"\ndialect = "chat"\ncomand = ["x"]\n': "command",
@@ -139,33 +139,35 @@ def test_an_agent_file_that_is_wrong_is_refused_by_its_field(data: Path, tmp_pat
         'name = "mine"\ntitle = "M"\ndialect = "chat"\ncommand = ["{modle}"]\n': "command[0]",
     }.items():
         file.write_text(text)
-        line = refused("run", "--agent", str(file), "--prompt", "x", "--data", data)
+        line = run_rejected("run", "--agent", str(file), "--prompt", "x", "--data", data)
         assert line.startswith(f"{file}: ") and wrong in line
 
 
-def test_a_gateway_that_is_not_there_or_not_ours(data: Path) -> None:
+def test_unreachable_gateway_and_invalid_url(data: Path) -> None:
     key = {"TURNGATE_ADMIN_KEY": "k" * 20}
-    line = refused(*shell(data, "true", "--gateway", "http://127.0.0.1:9"), env=key)
+    line = run_rejected(*shell_run(data, "true", "--gateway", "http://127.0.0.1:9"), env=key)
     assert line.startswith("gateway: http://127.0.0.1:9 cannot be reached")
-    assert refused(*shell(data, "true", "--gateway", "here"), env=key) == "gateway: 'here' is not an http(s) URL"
+    assert (
+        run_rejected(*shell_run(data, "true", "--gateway", "here"), env=key) == "gateway: 'here' is not an http(s) URL"
+    )
 
 
-async def test_a_gateway_with_another_key(data: Path) -> None:
+async def test_wrong_admin_key_is_rejected(data: Path) -> None:
     async with gateway() as g:
-        with process(*shell(data, "true", "--gateway", g.root), TURNGATE_ADMIN_KEY="wrong" * 5) as running:
-            assert await asyncio.to_thread(running.ended) == 2
+        with start_cli(*shell_run(data, "true", "--gateway", g.root), TURNGATE_ADMIN_KEY="wrong" * 5) as running:
+            assert await asyncio.to_thread(running.wait_for_exit) == 2
         assert running.output.startswith("turngate: gateway: the admin key is missing or wrong")
         assert running.output.endswith("(the key is read from TURNGATE_ADMIN_KEY)\n")
         assert "wrong" * 5 not in running.output
         assert not data.exists()
 
 
-# ── how it ends ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── results ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.real
-def test_a_run_that_finishes(data: Path) -> None:
-    done = ran(*shell(data, ONCE))
+def test_finished_run(data: Path) -> None:
+    done = run_cli(*shell_run(data, CALL_ONCE))
     assert (done.exit_code, done.stderr) == (0, ""), done.output
     lines = done.stdout.splitlines()
     stages = [line.split()[1] for line in lines if line[0].isdigit()]
@@ -184,102 +186,104 @@ def test_a_run_that_finishes(data: Path) -> None:
     assert oct((data).stat().st_mode & 0o777) == "0o700"
 
 
-def test_what_is_to_be_copied_is_in_one_piece(tmp_path: Path) -> None:
-    """However long it is, and whatever characters are in it."""
+def test_inspect_command_is_one_quoted_line(tmp_path: Path) -> None:
+    """Even if the folder name is long and has special characters."""
     data = tmp_path / ("long folder [red]name[/red] :bomb: " * 4).strip()
-    done = ran(*shell(data, "true"))
+    done = run_cli(*shell_run(data, "true"))
     outcome = outcome_of(data)
-    [look] = [line for line in done.stdout.splitlines() if line.startswith("  look ")]
-    assert look == f"  inspect turngate show {outcome['session']} --data {shlex.quote(str(data))}"
-    shown = ran(*shlex.split(look)[2:])
+    [inspect] = [line for line in done.stdout.splitlines() if line.startswith("  inspect ")]
+    assert inspect == f"  inspect turngate show {outcome['session']} --data {shlex.quote(str(data))}"
+    shown = run_cli(*shlex.split(inspect)[2:])
     assert shown.exit_code == 0 and outcome["session"] in shown.stdout
 
 
-def test_a_run_that_fails_says_the_agents_last_words(data: Path) -> None:
-    done = ran(*shell(data, "echo one; echo two >&2; printf '[red]\\033[31mthree :bomb:\\n' >&2; exit 3"))
+def test_failed_run_prints_agent_output(data: Path) -> None:
+    done = run_cli(*shell_run(data, "echo one; echo two >&2; printf '[red]\\033[31mthree :bomb:\\n' >&2; exit 3"))
     assert done.exit_code == 1
     assert "failed (exit code 3) after " in done.stdout
     assert "  output  two\n  output  [red]␛[31mthree :bomb:\n" in done.stdout
     assert "\x1b" not in done.stdout and "1 row" not in done.stdout
 
 
-def test_a_run_that_meets_a_limit(data: Path) -> None:
-    done = ran(*shell(data, f"{ONCE}; {ONCE}", "--max-turns", "1"))
+def test_run_reaches_limit(data: Path) -> None:
+    done = run_cli(*shell_run(data, f"{CALL_ONCE}; {CALL_ONCE}", "--max-turns", "1"))
     assert done.exit_code == 1
     assert "limit (exit code 0) after " in done.stdout and "\n  limit   turns\n" in done.stdout
     assert outcome_of(data)["stop"] == "turns"
 
 
-def test_a_run_that_runs_out_of_time(data: Path) -> None:
-    done = ran(*shell(data, f"{ONCE}; sleep {NAP}", "--timeout", str(paced(1))))
+def test_run_times_out(data: Path) -> None:
+    done = run_cli(*shell_run(data, f"{CALL_ONCE}; sleep {SLEEP_S}", "--timeout", str(paced(1))))
     assert done.exit_code == 1
     assert "timed out after " in done.stdout
     assert "  trace   1 turn (1 main)" in done.stdout and ", kept\n" in done.stdout
     assert sessions(data) == [("sealed", "timed out")]
 
 
-def test_a_run_that_is_not_the_agents_fault(data: Path, tmp_path: Path) -> None:
+def test_failed_setup_is_a_fault(data: Path, tmp_path: Path) -> None:
     (tmp_path / "task").mkdir()
     (tmp_path / "task" / "instruction.md").write_text("Do it.")
     (tmp_path / "task" / "setup.sh").write_text("echo no such thing >&2; exit 4")
-    done = ran(*shell(data, "true", "--task", tmp_path / "task"))
+    done = run_cli(*shell_run(data, "true", "--task", tmp_path / "task"))
     assert done.exit_code == 3
     assert "error after " in done.stdout
     assert "  fault   task, in stage setup: setup.sh failed with exit code 4: no such thing\n" in done.stdout
     assert sessions(data) == []
 
 
-def test_an_agent_that_is_not_there(data: Path, tmp_path: Path) -> None:
+def test_missing_agent_program_is_a_fault(data: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text('name = "mine"\ntitle = "Mine"\ndialect = "chat"\ncommand = ["no-such-program"]\n')
-    done = ran("run", "--agent", str(file), "--prompt", "x", "--data", data)
+    done = run_cli("run", "--agent", str(file), "--prompt", "x", "--data", data)
     assert done.exit_code == 3
     assert "  fault   agent, in stage launch: mine: no-such-program not found in the local" in done.stdout
 
 
-def test_as_json(data: Path) -> None:
-    done = ran(*shell(data, ONCE, "--json"))
+def test_json_output(data: Path) -> None:
+    done = run_cli(*shell_run(data, CALL_ONCE, "--json"))
     assert done.exit_code == 0
     outcome = json.loads(done.stdout)
     assert outcome == outcome_of(data)
     assert (outcome["turns"], outcome["rows"], outcome["roles"]) == (1, 1, {"main": 1})
-    assert "agent" in done.stderr and "\x1b" not in done.stderr  # progress, for people
+    assert "agent" in done.stderr and "\x1b" not in done.stderr  # progress goes to stderr
 
 
-def test_results_go_where_they_are_told_to(data: Path, tmp_path: Path) -> None:
-    done = ran(*shell(data, "echo x > file", "--out", tmp_path / "out" / "there"))
+def test_out_folder(data: Path, tmp_path: Path) -> None:
+    done = run_cli(*shell_run(data, "echo x > file", "--out", tmp_path / "out" / "there"))
     assert done.exit_code == 0
     [folder] = (tmp_path / "out" / "there").iterdir()
     assert (folder / "work" / "file").read_text() == "x\n" and (folder / "outcome.json").is_file()
     assert not (data / "rollouts").exists()
 
 
-def test_a_script_and_a_model_of_ones_own(data: Path, tmp_path: Path) -> None:
+def test_custom_script_and_model(data: Path, tmp_path: Path) -> None:
     (tmp_path / "script.json").write_text('["Said as told."]')
-    words = shell(data, f"{ONCE}; echo $TURNGATE_MODEL", "--script", tmp_path / "script.json", "--model", "policy-1")
-    assert ran(*words).exit_code == 0
+    words = shell_run(
+        data, f"{CALL_ONCE}; echo $TURNGATE_MODEL", "--script", tmp_path / "script.json", "--model", "policy-1"
+    )
+    assert run_cli(*words).exit_code == 0
     assert outcome_of(data)["collected"]["stdout"] == "Said as told.\npolicy-1\n"
 
 
 @pytest.mark.parametrize(
     "prompt", ["-rf --help", "--", 'it\'s "so"\n$HOME `x`', "Grüße 🎉 \x1b[31m", "{prompt} {{x}} %s", "=" * 1000]
 )
-def test_a_prompt_reaches_the_agent_as_it_was_typed(prompt: str, data: Path) -> None:
-    done = ran(*shell(data, 'cat > got; cmp got "$TURNGATE_PROMPT_FILE"', prompt=prompt))
+def test_prompt_reaches_agent_unchanged(prompt: str, data: Path) -> None:
+    done = run_cli(*shell_run(data, 'cat > got; cmp got "$TURNGATE_PROMPT_FILE"', prompt=prompt))
     assert done.exit_code == 0, done.output
     [folder] = (data / "rollouts").iterdir()
     assert (folder / "work" / "got").read_bytes() == prompt.encode()
 
 
-def test_a_long_task_reaches_the_agent_whole(data: Path, tmp_path: Path) -> None:
+def test_long_task_reaches_agent_unchanged(data: Path, tmp_path: Path) -> None:
     text = "word é\n" * 20_000
     (tmp_path / "task.md").write_text(text)
-    assert ran(*shell(data, "cat > got", "--task", tmp_path / "task.md")).exit_code == 0
+    assert run_cli(*shell_run(data, "cat > got", "--task", tmp_path / "task.md")).exit_code == 0
     [folder] = (data / "rollouts").iterdir()
     assert (folder / "work" / "got").read_bytes() == text.encode()
 
 
-def test_an_agent_of_ones_own_in_a_presets_place_is_told(data: Path, tmp_path: Path) -> None:
+def test_custom_agent_overriding_preset_is_reported(data: Path, tmp_path: Path) -> None:
     (tmp_path / "agents").mkdir()
     file = tmp_path / "agents" / "mine.toml"
     file.write_text(
@@ -287,187 +291,193 @@ def test_an_agent_of_ones_own_in_a_presets_place_is_told(data: Path, tmp_path: P
         '[options.greeting]\nabout = "what to say"\ndefault = "hello"\n'
     )
     env = {"TURNGATE_AGENTS": str(tmp_path / "agents")}
-    done = ran("run", "--agent", "pi", "--prompt", "x", "--data", data, "--set", "greeting=ho", env=env)
+    done = run_cli("run", "--agent", "pi", "--prompt", "x", "--data", data, "--set", "greeting=ho", env=env)
     assert done.exit_code == 0 and outcome_of(data)["collected"]["stdout"] == "ho\n"
     assert done.stderr.startswith(f"agent pi: {file} overrides ") and "catalog/pi.toml" in done.stderr
 
 
-# ── which gateway ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── choice of gateway ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_gateway_that_serves_the_folder_is_used(data: Path, tmp_path: Path) -> None:
+def test_gateway_serving_the_folder_is_used(data: Path, tmp_path: Path) -> None:
     (tmp_path / "script.json").write_text('["From the one that serves."]')
-    with test_serve.process(data, "--script", tmp_path / "script.json", "--model", "policy-7") as served:
-        done = ran(*shell(data, ONCE))
+    with test_serve.start_serve(data, "--script", tmp_path / "script.json", "--model", "policy-7") as served:
+        done = run_cli(*shell_run(data, CALL_ONCE))
         assert done.exit_code == 0, done.output
         assert f"Using the gateway that already serves {data}: {served.url}" in done.stdout
         outcome = outcome_of(data)
         assert (outcome["collected"]["stdout"], outcome["model"]) == ("From the one that serves.\n", "policy-7")
-        shown = ran("show", "--data", data)  # while it serves
+        shown = run_cli("show", "--data", data)  # while it serves
         assert shown.exit_code == 0 and "From the one that serves." in shown.stdout
-        # Which engine it has is not for a run to say.
-        other = ran(*shell(data, ONCE, "--script", tmp_path / "script.json"))
+        # A run cannot change the engine of the gateway.
+        other = run_cli(*shell_run(data, CALL_ONCE, "--script", tmp_path / "script.json"))
         assert (
             other.exit_code == 2
             and "script cannot be set for the running gateway at" in other.stderr
             and "remove --script" in other.stderr
         )
-        # And by its address, from anywhere.
+        # The gateway can also be given by its URL.
         key = {"TURNGATE_ADMIN_KEY": (data / "admin-key").read_text().strip()}
-        done = ran(*shell(tmp_path / "elsewhere", ONCE, "--gateway", served.url), env=key)
+        done = run_cli(*shell_run(tmp_path / "elsewhere", CALL_ONCE, "--gateway", served.url), env=key)
         assert done.exit_code == 0, done.output
         session = outcome_of(tmp_path / "elsewhere")["session"]
         assert f"  inspect turngate show {session} --gateway {served.url}\n" in done.stdout
-        shown = ran("show", session, "--gateway", served.url, env=key)
+        shown = run_cli("show", session, "--gateway", served.url, env=key)
         assert shown.exit_code == 0 and "policy-7" in shown.stdout
         assert not (tmp_path / "elsewhere" / "turngate.db").exists()
 
 
-def test_two_runs_at_once_without_a_gateway_to_share(data: Path) -> None:
-    with process(*shell(data, f"sleep {NAP}")) as first:
-        first.says("agent")
-        line = refused(*shell(data, "true"))
+def test_concurrent_runs_on_one_folder_are_rejected(data: Path) -> None:
+    with start_cli(*shell_run(data, f"sleep {SLEEP_S}")) as first:
+        first.wait_for_output("agent")
+        line = run_rejected(*shell_run(data, "true"))
         assert line == (
             f"data folder {data} is in use by another turngate process; to share it between runs, start "
             f"`turngate serve --data {data}` first, or choose another --data folder"
         )
         first.send(signal.SIGINT)
-        assert first.ended() == 130
+        assert first.wait_for_exit() == 130
 
 
-def test_an_address_that_a_killed_gateway_left_behind_is_not_believed(data: Path) -> None:
+def test_stale_gateway_address_is_ignored(data: Path) -> None:
     import msgspec
 
     data.mkdir(mode=0o700)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     (data / "gateway.json").write_bytes(msgspec.json.encode(RunningGateway(f"http://127.0.0.1:{port}", os.getpid())))
-    done = ran(*shell(data, ONCE))
+    done = run_cli(*shell_run(data, CALL_ONCE))
     assert done.exit_code == 0 and "serves" not in done.stdout
 
 
-# ── stopping it ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── signals ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_being_stopped_in_the_middle_cleans_up_and_keeps_what_was_recorded(number: signal.Signals, data: Path) -> None:
-    with process(*shell(data, f"{ONCE}; sleep {NAP}"), TMPDIR=os.environ["TMPDIR"]) as running:
-        running.until(lambda: sandboxes.processes(f"sleep\0{NAP}"))
+def test_signal_cleans_up_and_keeps_recording(number: signal.Signals, data: Path) -> None:
+    with start_cli(*shell_run(data, f"{CALL_ONCE}; sleep {SLEEP_S}"), TMPDIR=os.environ["TMPDIR"]) as running:
+        running.wait_until(lambda: sandboxes.processes(f"sleep\0{SLEEP_S}"))
         running.send(number)
-        assert running.ended() == 130
+        assert running.wait_for_exit() == 130
         assert "Stopping: ending the agent and removing its sandbox; the recording is kept …\n" in running.output
         assert "cancelled after " in running.output
         assert "  trace   1 turn (1 main), " in running.output and ", 1 row, kept\n" in running.output
         assert "  inspect turngate show " in running.output
         assert "Traceback" not in running.output
-    assert sandboxes.processes(NAP) == []
+    assert sandboxes.processes(SLEEP_S) == []
     assert sessions(data) == [("cancelled", "cancelled")]
     assert outcome_of(data)["status"] == "cancelled"
-    assert "turns   1 (1 main)" in ran("show", "--data", data).stdout
+    assert "turns   1 (1 main)" in run_cli("show", "--data", data).stdout
 
 
-def test_a_second_time_says_that_it_is_being_done_and_a_third_gives_up(data: Path) -> None:
-    """An agent that does not care for SIGTERM takes its time to end: here some seconds, and then for ever."""
-    patience = "from turngate.sandboxes.supervised import SupervisedJob; SupervisedJob.kill.__defaults__ = ({},)"
-    stubborn = f"trap '' TERM; sleep {NAP} & while :; do wait; done"
-    where = {"TMPDIR": os.environ["TMPDIR"]}
-    with process(*shell(data, stubborn), before=patience.format(paced(0.75)), **where) as running:
-        running.until(lambda: sandboxes.processes(f"sleep\0{NAP}"))
+def test_second_ctrl_c_waits_and_third_quits(data: Path) -> None:
+    """The agent ignores SIGTERM: it is killed after a second in the first run, and never in the second."""
+    set_kill_timeout = (
+        "from turngate.sandboxes.supervised import SupervisedJob; SupervisedJob.kill.__defaults__ = ({},)"
+    )
+    stubborn = f"trap '' TERM; sleep {SLEEP_S} & while :; do wait; done"
+    env = {"TMPDIR": os.environ["TMPDIR"]}
+    with start_cli(*shell_run(data, stubborn), before=set_kill_timeout.format(paced(0.75)), **env) as running:
+        running.wait_until(lambda: sandboxes.processes(f"sleep\0{SLEEP_S}"))
         running.send(signal.SIGINT)
-        running.says("Stopping")
+        running.wait_for_output("Stopping")
         running.send(signal.SIGINT)
-        running.says("Still cleaning up. Press Ctrl-C again to quit immediately and leave the cleanup to the next run.")
-        assert running.ended() == 130
+        running.wait_for_output(
+            "Still cleaning up. Press Ctrl-C again to quit immediately and leave the cleanup to the next run."
+        )
+        assert running.wait_for_exit() == 130
         assert "cancelled after" in running.output
-    with process(*shell(data, stubborn), before=patience.format(3600), **where) as running:
-        running.until(lambda: sandboxes.processes(f"sleep\0{NAP}"))
+    with start_cli(*shell_run(data, stubborn), before=set_kill_timeout.format(3600), **env) as running:
+        running.wait_until(lambda: sandboxes.processes(f"sleep\0{SLEEP_S}"))
         for expected in ("Stopping", "Still"):
             running.send(signal.SIGINT)
-            running.says(expected)
+            running.wait_for_output(expected)
         running.send(signal.SIGINT)
-        assert running.ended() == 130 and "cancelled after" not in running.output
+        assert running.wait_for_exit() == 130 and "cancelled after" not in running.output
     end = time.monotonic() + scaled(10)
-    while sandboxes.processes(NAP) or list(Path(os.environ["TMPDIR"]).glob("turngate-*/*")):
-        assert time.monotonic() < end  # whoever watches over the sandbox notices by himself
+    while sandboxes.processes(SLEEP_S) or list(Path(os.environ["TMPDIR"]).glob("turngate-*/*")):
+        assert time.monotonic() < end  # the sandbox supervisor notices
         time.sleep(0.05)
     assert [status for status, _ in sessions(data)][1:] == ["cancelled"]
 
 
-def test_being_stopped_before_the_rollout_has_begun(data: Path) -> None:
-    with process(*shell(data, "true", "--tunnel", f"sleep {NAP}"), TMPDIR=os.environ["TMPDIR"]) as running:
-        running.until(lambda: sandboxes.processes(f"sleep\0{NAP}"))
+def test_ctrl_c_before_rollout_starts(data: Path) -> None:
+    with start_cli(*shell_run(data, "true", "--tunnel", f"sleep {SLEEP_S}"), TMPDIR=os.environ["TMPDIR"]) as running:
+        running.wait_until(lambda: sandboxes.processes(f"sleep\0{SLEEP_S}"))
         running.send(signal.SIGINT)
-        assert running.ended() == 130
+        assert running.wait_for_exit() == 130
         assert running.output.endswith("Cancelled before the rollout started.\n")
-    assert sandboxes.processes(NAP) == [] and sessions(data) == []
+    assert sandboxes.processes(SLEEP_S) == [] and sessions(data) == []
 
 
 @pytest.mark.needs("docker")
 @pytest.mark.real
 @pytest.mark.real
-def test_being_stopped_leaves_no_container(data: Path) -> None:
+def test_ctrl_c_leaves_no_container(data: Path) -> None:
     sandboxes.need("docker")
-    words = shell(data, f"{ONCE}; sleep {NAP}", "--sandbox", "docker")
-    with process(*words, TMPDIR=os.environ["TMPDIR"]) as running:
-        running.until(lambda: sandboxes.processes(f"sleep\0{NAP}"), 90)
+    words = shell_run(data, f"{CALL_ONCE}; sleep {SLEEP_S}", "--sandbox", "docker")
+    with start_cli(*words, TMPDIR=os.environ["TMPDIR"]) as running:
+        running.wait_until(lambda: sandboxes.processes(f"sleep\0{SLEEP_S}"), 90)
         running.send(signal.SIGINT)
-        assert running.ended() == 130
+        assert running.wait_for_exit() == 130
     listed = ["docker", "ps", "--all", "--format", '{{.Label "turngate.owner"}}']
     owners = subprocess.run(listed, capture_output=True, text=True, check=True).stdout
     assert f" {running.process.pid} " not in owners
-    assert sandboxes.processes(NAP) == []
+    assert sandboxes.processes(SLEEP_S) == []
 
 
 # ── on a terminal ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_progress_is_one_line_that_changes(data: Path) -> None:
-    """In a terminal of 40 columns, which is narrower than the line."""
-    with process(*shell(data, f"{ONCE}; sleep {paced(0.5):.1f}"), columns=40) as running:
-        assert running.ended() == 0
+def test_progress_updates_one_line(data: Path) -> None:
+    """On a terminal of 40 columns, narrower than the line."""
+    with start_cli(*shell_run(data, f"{CALL_ONCE}; sleep {paced(0.5):.1f}"), columns=40) as running:
+        assert running.wait_for_exit() == 0
         raw = running.output
-        assert raw.count("\x1b[?25l") == raw.count("\x1b[?25h") == 1  # the cursor is hidden, and comes back
+        assert raw.count("\x1b[?25l") == raw.count("\x1b[?25h") == 1  # hides and restores the cursor
         for stage in ("relay", "agent"):
             assert stage in running.plain
         assert "1 turn ·" in running.plain
         assert "0:0" in running.plain and "\x1b[2K" in raw
         last = running.plain[running.plain.rindex("finished (exit code 0)") :]
         session = outcome_of(data)["session"]
-        # Longer than the terminal is wide, and not broken up by us.
+        # Longer than the terminal is wide, but not wrapped.
         assert f"\n  inspect turngate show {session} --data {data}\n" in last
         progress = [line for line in running.plain[: running.plain.rindex("finished")].split("\r") if line.strip()]
         assert all(len(line.rstrip("\n")) <= 40 for line in progress), progress
 
 
-def test_ctrl_c_on_the_terminal(data: Path) -> None:
-    with process(*shell(data, f"{ONCE}; sleep {NAP}"), columns=100, TMPDIR=os.environ["TMPDIR"]) as running:
-        running.until(lambda: sandboxes.processes(f"sleep\0{NAP}"))
+def test_ctrl_c_on_terminal(data: Path) -> None:
+    with start_cli(
+        *shell_run(data, f"{CALL_ONCE}; sleep {SLEEP_S}"), columns=100, TMPDIR=os.environ["TMPDIR"]
+    ) as running:
+        running.wait_until(lambda: sandboxes.processes(f"sleep\0{SLEEP_S}"))
         running.type(b"\x03")
-        assert running.ended() == 130
+        assert running.wait_for_exit() == 130
         assert "Stopping" in running.plain and "cancelled after" in running.plain
         assert running.output.rindex("\x1b[?25h") > running.output.rindex("\x1b[?25l")
-    assert sandboxes.processes(NAP) == []
+    assert sandboxes.processes(SLEEP_S) == []
 
 
-# ── and the rest ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── help and pipes ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_help_is_quick_and_says_what_exit_codes_mean() -> None:
-    """A third of a second of one processor, on an idle machine: the best of some."""
-    spent = []
+def test_help_is_fast_and_lists_exit_codes() -> None:
+    """At most a quarter of a second of CPU time on an idle machine, best of five."""
+    cpu_seconds = []
     for _ in range(5):
         before = os.times()
         subprocess.run([sys.executable, "-m", "turngate", "--help"], cwd=ROOT, capture_output=True, check=True)
         after = os.times()
-        spent.append(after.children_user + after.children_system - before.children_user - before.children_system)
-    assert min(spent) < scaled(0.25), spent
+        cpu_seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
+    assert min(cpu_seconds) < scaled(0.25), cpu_seconds
     for words in (["run"], ["show"], ["agents"], ["agents", "check"], ["agents", "install"], ["serve"], ["certify"]):
-        assert ran(*words, "--help").exit_code == 0
-    said = " ".join(ran("run", "--help").stdout.split())
-    assert "130 if stopped by Ctrl-C" in said
+        assert run_cli(*words, "--help").exit_code == 0
+    help_text = " ".join(run_cli("run", "--help").stdout.split())
+    assert "130 if stopped by Ctrl-C" in help_text
 
 
-def test_help_loads_nothing_heavy() -> None:
+def test_help_imports_nothing_heavy() -> None:
     heavy = (
         "numpy",
         "aiohttp",
@@ -485,7 +495,7 @@ def test_help_loads_nothing_heavy() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_output_that_nobody_reads_to_the_end(data: Path) -> None:
-    words = [sys.executable, "-m", "turngate", *map(str, shell(data, "true"))]
+def test_closed_output_pipe_is_no_error(data: Path) -> None:
+    words = [sys.executable, "-m", "turngate", *map(str, shell_run(data, "true"))]
     done = subprocess.run(["/bin/sh", "-c", f"{shlex.join(words)} | head -1"], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.count("\n") == 1 and "Traceback" not in done.stderr, done.stderr

@@ -1,4 +1,4 @@
-"""`turngate train`: a run that is gone on with, and what is wrong is told before anything is made."""
+"""`turngate train`: resuming a run, validation and reports."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from tests import kit
 from tests.batch.kit import AGENT
-from tests.cli.kit import ran, refused
-from tests.engines import local_kit  # skips where there is no torch
+from tests.cli.kit import run_cli, run_rejected
+from tests.engines import local_kit  # skips without torch
 from turngate.cli import app
 from turngate.engines.local.weights import save
 from turngate.render import BUILTIN_TOKENIZER
@@ -26,14 +26,14 @@ from turngate.trainers.local.run import TrainingResult, write_files
 from turngate.trainers.local.training import StepTime
 
 TASKS = f"{Path(__file__).parents[2] / 'examples' / 'train' / 'errands.py'}:training"
-GUESSES = "from tests.batch.kit import task\n\n\ndef some():\n    return [task('well-0')]\n"
+TASK_MODULE = "from tests.batch.kit import task\n\n\ndef some():\n    return [task('well-0')]\n"
 
 
 def model_folder(folder: Path, hidden: int = local_kit.SHAPE.hidden) -> Path:
-    """A model of random weights that speaks the built-in tokenizer."""
-    made = local_kit.model(vocabulary=kit.tokenizer().vocab_size, hidden=hidden)
-    shape = made.shape
-    save(made, folder)
+    """Write a model with random weights for the builtin tokenizer."""
+    model = local_kit.model(vocabulary=kit.tokenizer().vocab_size, hidden=hidden)
+    shape = model.shape
+    save(model, folder)
     config = {
         "model_type": shape.kind,
         "vocab_size": shape.vocabulary,
@@ -52,10 +52,10 @@ def model_folder(folder: Path, hidden: int = local_kit.SHAPE.hidden) -> Path:
 
 
 @pytest.fixture
-def words(tmp_path: Path) -> list[str | Path]:
-    """A run that takes seconds; what is said after these words counts."""
+def arguments(tmp_path: Path) -> list[str | Path]:
+    """Arguments of a run that takes seconds; later arguments override them."""
     (tmp_path / "agent.py").write_text(AGENT)
-    (tmp_path / "guesses.py").write_text(GUESSES)
+    (tmp_path / "guesses.py").write_text(TASK_MODULE)
     agent = ["--agent", "shell", "--set", f"command=exec {sys.executable} -I -S {tmp_path / 'agent.py'}"]
     model: list[str | Path] = ["--model-folder", model_folder(tmp_path / "model"), "--tokenizer", BUILTIN_TOKENIZER]
     size = ["--n", "2", "--groups", "1", "--steps", "2", "--sandbox", "local"]
@@ -64,47 +64,47 @@ def words(tmp_path: Path) -> list[str | Path]:
 
 @pytest.mark.full
 @pytest.mark.process
-def test_a_run_is_gone_on_with_and_what_does_not_fit_it_is_told(words: list[str | Path], tmp_path: Path) -> None:
+def test_resume_and_conflicting_options(arguments: list[str | Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    first = ran(*words)
+    first = run_cli(*arguments)
     assert first.exit_code == 0 and "learning rate" not in first.output, first.output
 
-    told = refused(*words, "--steps", "3", "--n", "4")
-    assert told == (
+    error = run_rejected(*arguments, "--steps", "3", "--n", "4")
+    assert error == (
         f"{out} contains a run with different options (--n: was 2, is now 4); resume it with its original --n, or choose a "
         "different --out folder"
     )
-    told = refused(*words, "--steps", "3", "--model-folder", model_folder(tmp_path / "other"))
-    assert "(--model-folder: was model, is now other)" in told and "or choose a different --out folder" in told
-    told = refused(*words, "--steps", "3", "--temperature", "0.5", "--seed", "3")
-    assert "with its original --seed and --temperature or --max-turns, or choose a different --out folder" in told
+    error = run_rejected(*arguments, "--steps", "3", "--model-folder", model_folder(tmp_path / "other"))
+    assert "(--model-folder: was model, is now other)" in error and "or choose a different --out folder" in error
+    error = run_rejected(*arguments, "--steps", "3", "--temperature", "0.5", "--seed", "3")
+    assert "with its original --seed and --temperature or --max-turns, or choose a different --out folder" in error
 
-    more = ran(*words, "--steps", "3", "--learning-rate", "0.002")
+    more = run_cli(*arguments, "--steps", "3", "--learning-rate", "0.002")
     assert more.exit_code == 0, more.output
     assert more.output.count("the learning rate is 0.002 from step 3 on; the checkpoint used 1e-05\n") == 1
-    again = ran(*words, "--steps", "3", "--learning-rate", "0.1")
+    again = run_cli(*arguments, "--steps", "3", "--learning-rate", "0.1")
     assert "there is nothing to train" in again.output and "learning rate" not in again.output, again.output
 
     shutil.move(out / "checkpoints", tmp_path / "away")
-    told = refused(*words, "--steps", "2")
-    assert told.startswith(
+    error = run_rejected(*arguments, "--steps", "2")
+    assert error.startswith(
         f"steps must be at least 3, not 2: {out / 'rollouts'} contains rollouts of later steps, but "
     )
-    assert "has no checkpoint;" in told and "pass --steps 3 or more, or choose a different --out folder" in told
-    assert ran(*words, "--steps", "3").exit_code == 0
+    assert "has no checkpoint;" in error and "pass --steps 3 or more, or choose a different --out folder" in error
+    assert run_cli(*arguments, "--steps", "3").exit_code == 0
 
 
 @pytest.mark.full
 @pytest.mark.process
-def test_a_held_out_set_that_is_not_that_of_the_run_is_told(words: list[str | Path], tmp_path: Path) -> None:
+def test_changed_held_out_set_is_rejected(arguments: list[str | Path], tmp_path: Path) -> None:
     held_out = ["--held-out", f"{tmp_path / 'guesses.py'}:some", "--steps", "1"]
-    assert ran(*words, *held_out).exit_code == 0
-    told = refused(*words, *held_out, "--held-out-n", "2")
-    assert "(--held-out-n: was 1, is now 2)" in told and "resume it with its original --held-out-n, or choose" in told
+    assert run_cli(*arguments, *held_out).exit_code == 0
+    error = run_rejected(*arguments, *held_out, "--held-out-n", "2")
+    assert "(--held-out-n: was 1, is now 2)" in error and "resume it with its original --held-out-n, or choose" in error
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("options", "expected"),
     [
         (["--every", "0"], "every must be at least 1, not 0"),
         (["--held-out-n", "0"], "held_out_n must be at least 1, not 0"),
@@ -112,9 +112,9 @@ def test_a_held_out_set_that_is_not_that_of_the_run_is_told(words: list[str | Pa
         (["--tasks", "nope"], "tasks: nope does not exist; specify a task folder"),
     ],
 )
-def test_an_option_that_makes_no_sense_is_named(words: list[str | Path], given: list[str], expected: str) -> None:
-    assert refused(*words, *given).startswith(expected)
-    assert not Path(words[-1]).exists()
+def test_invalid_option_is_named(arguments: list[str | Path], options: list[str], expected: str) -> None:
+    assert run_rejected(*arguments, *options).startswith(expected)
+    assert not Path(arguments[-1]).exists()
 
 
 def step(number: int, tokens: int) -> Step:
@@ -128,7 +128,7 @@ def step(number: int, tokens: int) -> Step:
     )  # fmt: skip
 
 
-def test_a_run_that_goes_on_counts_its_own_tokens_and_minutes(tmp_path: Path) -> None:
+def test_resumed_run_counts_its_own_tokens_and_minutes(tmp_path: Path) -> None:
     share = StepTime(whole=10.0, training=1.0, sampling=1.0, turngate=1.0)
     result = TrainingResult(steps=(step(1, 9000), step(2, 50)), shares=(share,), before=None, after=None, seconds=60.0)
     printed = io.StringIO()
@@ -137,14 +137,14 @@ def test_a_run_that_goes_on_counts_its_own_tokens_and_minutes(tmp_path: Path) ->
     assert "2 steps, 2 rollouts, 1.0 minutes from step 2 on" in write_files(result, tmp_path, "t").read_text()
 
 
-def test_a_folder_without_a_model_is_told(tmp_path: Path) -> None:
-    words = ["train", "--tasks", TASKS, "--model-folder", str(tmp_path), "--out", str(tmp_path / "out")]
-    done = CliRunner().invoke(app, words)
+def test_folder_without_model_is_rejected(tmp_path: Path) -> None:
+    arguments = ["train", "--tasks", TASKS, "--model-folder", str(tmp_path), "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 2 and "model_folder" in done.output and "config.json" in done.output
     assert not (tmp_path / "out").exists()
 
 
-def test_a_curve_compares_its_ends() -> None:
+def test_curve_ends_are_compared() -> None:
     found = report.compare_ends([0.1, 0.2, 0.3, 0.4, 0.8, 0.9, 1.0])
     assert found is not None and (round(found.before, 6), round(found.after, 6)) == (0.2, 0.9)
     assert report.compare_ends([0.5]) is None and report.compare_ends([None, 0.5]) is None
@@ -152,11 +152,11 @@ def test_a_curve_compares_its_ends() -> None:
     assert short is not None and (short.before, short.after) == (0.25, 0.75)
 
 
-def test_a_reward_that_is_not_known_is_not_drawn_as_none_at_all() -> None:
+def test_unknown_reward_is_not_drawn_as_zero() -> None:
     assert report.draw_curve([None, 0.5])[1].endswith("unknown") and "0.00" not in report.draw_curve([None, 0.5])[1]
     assert report.draw_svg("t", [0.5, None, 1.0], []).count("<circle") == 2
 
 
-def test_a_picture_is_a_picture() -> None:
+def test_draw_svg() -> None:
     drawn = report.draw_svg("a < b", [0.0, 0.5, 1.0], [report.Comparison("held-out", 0.1, 0.9)], "note")
     assert drawn.startswith("<svg") and "a &lt; b" in drawn and drawn.count("<circle") == 3 and "0.90 after" in drawn

@@ -1,4 +1,4 @@
-"""`turngate verify` at the command line: what it says on which stream, and its exit codes."""
+"""`turngate verify` on the command line: output streams and exit codes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from tests import kit
-from tests.cli.kit import ran
+from tests.cli.kit import run_cli
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """With one session of one turn."""
+    """A data folder with one session of one turn."""
 
-    async def recorded() -> None:
+    async def record() -> None:
         async with kit.gateway([kit.say("Hello.")], data=tmp_path) as g:
             session = await g.open()
             await g.ask(session.key, "Hi")
@@ -26,7 +26,7 @@ def data(tmp_path: Path) -> Path:
             outcome = {"kind": "graded", "reward": 1.0}
             assert (await g.admin.put(f"/admin/sessions/{session.id}/outcome", json=outcome)).status_code == 200
 
-    asyncio.run(recorded())
+    asyncio.run(record())
     return tmp_path
 
 
@@ -35,27 +35,27 @@ def sql(data: Path, statement: str) -> None:
         assert db.execute(statement).rowcount == 1
 
 
-def test_nothing_is_wrong(data: Path) -> None:
-    said = ran("verify", "--data", data)
-    assert said.exit_code == 0 and "✓ exact" in said.stdout and " status outcome " in said.stdout
+def test_intact_session_passes(data: Path) -> None:
+    result = run_cli("verify", "--data", data)
+    assert result.exit_code == 0 and "✓ exact" in result.stdout and " status outcome " in result.stdout
 
 
 @pytest.mark.parametrize(
     ("statement", "check"),
     [("UPDATE outcomes SET outcome='{'", "outcome"), ("UPDATE sessions SET status='zzz'", "status")],
 )
-def test_how_it_ended_is_looked_at_too(statement: str, check: str, data: Path) -> None:
+def test_outcome_and_status_are_checked(statement: str, check: str, data: Path) -> None:
     sql(data, statement)
-    said = ran("verify", "--data", data)
-    assert said.exit_code == 1 and "✗ wrong" in said.stdout and f"✗ {check}  " in said.stdout
-    assert "rows        rows masks" in said.stdout, "the trace itself is fine"
+    result = run_cli("verify", "--data", data)
+    assert result.exit_code == 1 and "✗ wrong" in result.stdout and f"✗ {check}  " in result.stdout
+    assert "rows        rows masks" in result.stdout, "the trace itself is intact"
 
 
-def test_a_reward_that_is_another_number_is_noticed(data: Path) -> None:
-    """The event of that outcome tells the one that was recorded."""
+def test_changed_reward_is_detected(data: Path) -> None:
+    """It differs from the event of the outcome."""
     sql(data, """UPDATE outcomes SET outcome=CAST('{"kind": "graded", "reward": 0.5}' AS BLOB)""")
-    said = ran("verify", "--data", data)
-    assert said.exit_code == 1 and "✗ events  the outcome's reward is stored as 0.5" in said.stdout
+    result = run_cli("verify", "--data", data)
+    assert result.exit_code == 1 and "✗ events  the outcome's reward is stored as 0.5" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -71,15 +71,15 @@ def test_a_reward_that_is_another_number_is_noticed(data: Path) -> None:
         (["--data", "/nope"], "data: /nope/turngate.db does not exist"),
     ],
 )
-def test_what_cannot_be_done_is_json_where_that_was_asked_for(options: list[str], words: str, data: Path) -> None:
-    said = ran("verify", "--json", "--data", data, *options)
-    assert said.exit_code == 2
-    found = json.loads(said.stdout)
+def test_errors_are_json_with_json_option(options: list[str], words: str, data: Path) -> None:
+    result = run_cli("verify", "--json", "--data", data, *options)
+    assert result.exit_code == 2
+    found = json.loads(result.stdout)
     [undone] = found["undone"]
-    assert words in undone and said.stderr == f"turngate: {undone}\n"
+    assert words in undone and result.stderr == f"turngate: {undone}\n"
     assert not found["ok"] and found["sessions"] == []
 
 
 def test_help_names_every_exit_code() -> None:
-    text = " ".join(ran("verify", "--help", env={"COLUMNS": "200"}).stdout.split())
+    text = " ".join(run_cli("verify", "--help", env={"COLUMNS": "200"}).stdout.split())
     assert "Exit codes: 0 if no errors were found; 1 if errors were found; 2 if a session could not be read" in text

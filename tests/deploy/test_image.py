@@ -15,8 +15,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.cli.kit import ran
-from tests.cli.test_run import ONCE
+from tests.cli.kit import run_cli
+from tests.cli.test_run import CALL_ONCE
 from tests.deploy import kit
 from tests.kit import user
 from tests.sandboxes.kit import need
@@ -110,10 +110,10 @@ def test_rollout_through_container_survives_restart(served: kit.Container, tmp_p
 
     # Run an agent in a sandbox on this machine, and grade its work.
     task = kit.ROOT / "examples" / "tasks" / "fix-add"
-    agent = ("--agent", "shell", "--set", f"command={ONCE} && {SOLVED} && {ONCE}")
+    agent = ("--agent", "shell", "--set", f"command={CALL_ONCE} && {SOLVED} && {CALL_ONCE}")
     out = tmp_path / "out"
     words = ("run", *agent, "--task", task, "--sandbox", "bubblewrap", "--gateway", url, "--out", out, "--json")
-    rolled = ran(*words, env={"TURNGATE_ADMIN_KEY": KEY})
+    rolled = run_cli(*words, env={"TURNGATE_ADMIN_KEY": KEY})
     assert rolled.exit_code == 0, rolled.output
     outcome = json.loads(rolled.stdout)
     assert (outcome["status"], outcome["reward"], outcome["turns"]) == ("finished", 1.0, 2)

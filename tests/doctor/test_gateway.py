@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.kit import ran, refused
+from tests.cli.kit import run_cli, run_rejected
 from tests.doctor.kit import findings_text, run_check, run_checks
 from tests.kit import gateway, say
 from turngate.config import ServeConfig
@@ -58,21 +58,21 @@ async def test_gateway_option_ignores_local_settings(tmp_path: Path) -> None:
     async with gateway([say("Hello.")], data=tmp_path) as g:
         env = {"TURNGATE_ADMIN_KEY": g.app.admin_key}
         only = [word for name in ("gateway", "gateway call") for word in ("--only", name)]
-        outcome = await asyncio.to_thread(ran, "doctor", "--gateway", g.root, "--json", *only, env=env)
+        outcome = await asyncio.to_thread(run_cli, "doctor", "--gateway", g.root, "--json", *only, env=env)
     report = json.loads(outcome.stdout)
     assert outcome.exit_code == 0 and report["passed"] and report["counts"]["ok"] == 2
     assert {finding["check"] for finding in report["findings"]} == {"gateway", "gateway call"}
 
 
 def test_command_prints_failure_and_fix(tmp_path: Path) -> None:
-    fine = ran("doctor", "--data", tmp_path, "--only", "engine call", "--only", "template", "--only", "disk")
+    fine = run_cli("doctor", "--data", tmp_path, "--only", "engine call", "--only", "template", "--only", "disk")
     assert fine.exit_code == 0 and "3 ok" in fine.stdout
     (tmp_path / "admin-key").write_text("planted-admin-key-0123456789")
     (tmp_path / "admin-key").chmod(0o666)
-    failed = ran("doctor", "--data", tmp_path, "--only", "admin key")
+    failed = run_cli("doctor", "--data", tmp_path, "--only", "admin key")
     assert failed.exit_code == 1 and "failure" in failed.stdout and "→ run chmod 600 on the file" in failed.stdout
     assert "planted" not in failed.output
-    machine_readable = ran("doctor", "--data", tmp_path, "--only", "admin key", "--json")
+    machine_readable = run_cli("doctor", "--data", tmp_path, "--only", "admin key", "--json")
     assert machine_readable.exit_code == 1
     [finding] = json.loads(machine_readable.stdout)["findings"]
     assert (finding["check"], finding["state"]) == ("admin key", "failure") and finding["mend"]
@@ -81,9 +81,9 @@ def test_command_prints_failure_and_fix(tmp_path: Path) -> None:
 def test_flags_override_config_file(tmp_path: Path) -> None:
     file = tmp_path / "gateway.toml"
     file.write_text('engine = "gate"\ntokenizer = "turngate/render/builtin"\n')
-    outcome = ran("doctor", "--config", file, "--only", "engine", "--data", tmp_path)
+    outcome = run_cli("doctor", "--config", file, "--only", "engine", "--data", tmp_path)
     assert outcome.exit_code == 0 and "the engine is the trainer" in outcome.stdout
-    outcome = ran("doctor", "--config", file, "--engine", "scripted", "--only", "engine", "--data", tmp_path)
+    outcome = run_cli("doctor", "--config", file, "--engine", "scripted", "--only", "engine", "--data", tmp_path)
     assert "scripted: serves scripted" in outcome.stdout
 
 
@@ -98,14 +98,14 @@ def test_flags_override_config_file(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_invalid_options_are_one_line_errors(arguments: tuple[str, ...], words: str) -> None:
-    assert words in refused("doctor", *arguments)
+    assert words in run_rejected("doctor", *arguments)
 
 
 def test_options_that_conflict_with_gateway_are_refused() -> None:
     env = {"TURNGATE_ADMIN_KEY": "planted-admin-key-0123456789"}
-    assert "remove --engine" in refused("doctor", "--gateway", "http://127.0.0.1:1", "--engine", "vllm", env=env)
-    assert "not an http(s) URL" in refused("doctor", "--gateway", "nonsense", env=env)
-    assert "run it there without --gateway" in refused(
+    assert "remove --engine" in run_rejected("doctor", "--gateway", "http://127.0.0.1:1", "--engine", "vllm", env=env)
+    assert "not an http(s) URL" in run_rejected("doctor", "--gateway", "nonsense", env=env)
+    assert "run it there without --gateway" in run_rejected(
         "doctor", "--gateway", "http://127.0.0.1:1", "--only", "disk", env=env
     )
-    assert "also pass --gateway URL" in refused("doctor", "--only", "gateway")
+    assert "also pass --gateway URL" in run_rejected("doctor", "--only", "gateway")

@@ -24,7 +24,7 @@ import msgspec
 from mcp import Client, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 
-from tests.cli.kit import ROOT, Process, process
+from tests.cli.kit import ROOT, CliProcess, start_cli
 from tests.rollout.kit import PRELUDE
 from tests.speed import scaled
 
@@ -97,14 +97,14 @@ def prepared(folder: Path) -> Server:
 def over_http(folder: Path) -> Iterator[Server]:
     """One that listens, until the block ends."""
     server = prepared(folder)
-    with process("mcp", "--config", server.config, "--http", "127.0.0.1:0", **server.env) as running:
+    with start_cli("mcp", "--config", server.config, "--http", "127.0.0.1:0", **server.env) as running:
         yield Server(folder, listening(running))
 
 
-def listening(running: Process) -> str:
+def listening(running: CliProcess) -> str:
     """The URL that it says that it serves."""
-    running.says("serves MCP on")
-    running.says("/mcp\n")
+    running.wait_for_output("serves MCP on")
+    running.wait_for_output("/mcp\n")
     return next(word for word in running.output.split() if word.startswith("http") and word.endswith("/mcp"))
 
 

@@ -114,12 +114,12 @@ async def test_who_is_let_in(http: kit.Server) -> None:
 
 def test_what_is_wrong_is_told_before_anything_is_served(folder: Path) -> None:
     server = kit.prepared(folder)
-    assert cli.refused("mcp").startswith("no endpoints are configured")
-    assert cli.refused("mcp", "--config", server.config, "--http", "nowhere").startswith(
+    assert cli.run_rejected("mcp").startswith("no endpoints are configured")
+    assert cli.run_rejected("mcp", "--config", server.config, "--http", "nowhere").startswith(
         "http must be HOST:PORT, such as 127.0.0.1:8710, not 'nowhere'"
     )
     short = {"TURNGATE_MCP_KEY": "short"}
-    assert "at least 16" in cli.refused("mcp", "--config", server.config, "--http", ":0", env=short)
+    assert "at least 16" in cli.run_rejected("mcp", "--config", server.config, "--http", ":0", env=short)
 
 
 # A grader or a library that prints, as it might.
@@ -166,7 +166,7 @@ class Raw:
     def call(self, number: int, tool: str, **arguments: object) -> None:
         self.tell(id=number, method="tools/call", params={"name": tool, "arguments": arguments})
 
-    def ended(self) -> int:
+    def wait_for_exit(self) -> int:
         self.lines += self.stdout.read().decode().splitlines()
         return self.process.wait(scaled(20))
 
@@ -211,7 +211,7 @@ def test_the_end_of_a_server_is_the_end_of_its_sandboxes(raw: Raw, stdio: kit.Se
     told = raw.hear()  # who still listens is told
     result = told["result"]["structuredContent"]
     assert (told["id"], result["status"], result["reward"]) == (2, "cancelled", None) and result["wall_s"] > 0
-    assert raw.ended() == 0
+    assert raw.wait_for_exit() == 0
     assert stdio.alive() == []
     assert all(json.loads(line)["jsonrpc"] == "2.0" for line in raw.lines)
     stderr = (stdio.folder / "stderr").read_text()
@@ -231,7 +231,7 @@ def test_a_client_that_was_killed_is_no_failure_of_the_server(raw: Raw, stdio: k
 async def test_over_http_too_and_with_a_key_that_was_made(folder: Path) -> None:
     server = kit.prepared(folder)
     flags = ("mcp", "--config", server.config, "--http", "127.0.0.1:0")
-    with cli.process(*flags, TMPDIR=server.env["TMPDIR"]) as running:
+    with cli.start_cli(*flags, TMPDIR=server.env["TMPDIR"]) as running:
         url = kit.listening(running)
         file = folder / "data" / "mcp-key"
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -242,8 +242,8 @@ async def test_over_http_too_and_with_a_key_that_was_made(folder: Path) -> None:
             await kit.there(folder / "never.waits")
             running.send(signal.SIGTERM)
             assert (await call)["status"] == "cancelled"
-        assert running.ended() == 0
+        assert running.wait_for_exit() == 0
         assert key not in running.output
     assert server.alive() == []
     file.chmod(0o644)
-    assert "chmod 600" in cli.refused(*flags)
+    assert "chmod 600" in cli.run_rejected(*flags)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.cli.kit import ran
+from tests.cli.kit import run_cli
 from tests.vllm import Model
 
 pytestmark = pytest.mark.full
@@ -16,7 +16,7 @@ CHECKS = ("engine", "engine call", "log-probabilities", "engine clock", "templat
 def test_engine_checks_pass(model: Model) -> None:
     settings = ("--engine", "vllm", "--engine-url", model.url, "--model", model.name, "--tokenizer", model.folder)
     only = [word for name in CHECKS for word in ("--only", name)]
-    outcome = ran("doctor", *settings, "--json", *only)
+    outcome = run_cli("doctor", *settings, "--json", *only)
     findings = json.loads(outcome.stdout)["findings"]
     found = {(f["check"], f["state"]): f["seen"] for f in findings}
     assert outcome.exit_code == 0, findings
@@ -32,11 +32,11 @@ def test_engine_checks_pass(model: Model) -> None:
 
 def test_wrong_tokenizer_or_model_name_fails(model: Model) -> None:
     settings = ("--engine", "vllm", "--engine-url", model.url, "--tokenizer", "turngate/render/builtin", "--json")
-    wrong = ran("doctor", *settings, "--model", model.name, "--only", "tokenizer")
+    wrong = run_cli("doctor", *settings, "--model", model.name, "--only", "tokenizer")
     [finding] = json.loads(wrong.stdout)["findings"]
     assert (wrong.exit_code, finding["state"]) == (1, "failure") and "it tokenises a text differently" in finding[
         "seen"
     ]
-    unknown = ran("doctor", *settings, "--model", "nobody", "--only", "engine", "--only", "engine call")
+    unknown = run_cli("doctor", *settings, "--model", "nobody", "--only", "engine", "--only", "engine call")
     states = {f["check"]: f["state"] for f in json.loads(unknown.stdout)["findings"]}
     assert (unknown.exit_code, states) == (1, {"engine": "failure", "engine call": "not checked"})

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.cli.test_serve import process, written
+from tests.cli.test_serve import start_serve, write_file
 from tests.kit import Gated, say, until
 from tests.rollout.kit import Harness, open_harness, parse_agent
 from tests.sandboxes.kit import processes
@@ -92,11 +92,11 @@ async def test_progress_counts_turns_as_they_come(harness: Harness, tmp_path: Pa
 
 async def test_outcome_is_serializable(harness: Harness) -> None:
     outcome = await harness.run(TWO_TURNS)
-    written = json.loads(msgspec.json.encode(outcome))
-    assert written["status"] == "finished" and written["session"] == outcome.session
-    assert written["collected"]["folder"] == str(harness.folder / outcome.session)
-    assert msgspec.convert(written, Outcome).seconds == outcome.seconds
-    assert (written["kind"], written["reward"], written["grade"]) == (None, None, None)  # the task has no grader
+    write_file = json.loads(msgspec.json.encode(outcome))
+    assert write_file["status"] == "finished" and write_file["session"] == outcome.session
+    assert write_file["collected"]["folder"] == str(harness.folder / outcome.session)
+    assert msgspec.convert(write_file, Outcome).seconds == outcome.seconds
+    assert (write_file["kind"], write_file["reward"], write_file["grade"]) == (None, None, None)  # the task has no grader
 
 
 async def test_failing_agent(harness: Harness) -> None:
@@ -491,11 +491,11 @@ async def test_concurrent_rollouts_are_separate() -> None:
 
 async def test_gateway_restart_during_rollout(tmp_path: Path) -> None:
     """Turns are recorded before delivery, and a restarted gateway continues live rollouts, so the agent does not notice."""
-    script = written(tmp_path / "script.json", json.dumps(["Hello."]))
+    script = write_file(tmp_path / "script.json", json.dumps(["Hello."]))
     wait = f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.02)"
     program = f'first = ask("Hi")\n{wait}\nprint(first, ask("Hi", first, "More?"))'
     async with open_harness() as harness, AsyncExitStack() as stack:
-        first = await asyncio.to_thread(stack.enter_context, process(tmp_path / "data", "--script", script))
+        first = await asyncio.to_thread(stack.enter_context, start_serve(tmp_path / "data", "--script", script))
         key = (tmp_path / "data" / "admin-key").read_text().strip()
         client = await stack.enter_async_context(GatewayClient(first.url, key))
         harness.connector = await stack.enter_async_context(GatewayConnector(first.url))
@@ -505,7 +505,7 @@ async def test_gateway_restart_during_rollout(tmp_path: Path) -> None:
         first.process.kill()
         first.process.wait()
         (tmp_path / "go").touch()
-        again = process(tmp_path / "data", "--script", script, "--port", first.url.rpartition(":")[2])
+        again = start_serve(tmp_path / "data", "--script", script, "--port", first.url.rpartition(":")[2])
         await asyncio.to_thread(stack.enter_context, again)
         outcome = await asyncio.wait_for(running, scaled(60))
         assert (outcome.status, outcome.turns, outcome.rows, outcome.notes) == ("finished", 2, 1, ())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import turngate as tg
-from tests.cli.kit import refused
+from tests.cli.kit import run_rejected
 from tests.secrets.kit import Evidence, Planted
 from turngate.errors import TurngateError
 from turngate.service.config import load_config
@@ -31,7 +31,7 @@ def test_url_password_is_refused_on_command_line(what: str, shape: str, tmp_path
     url = shape.format(planted.new("a password"))  # contains a slash
     words = [url if word == "{url}" else word for word in WORDS[what]]
     data = () if "--gateway" in words else ("--data", tmp_path)
-    message = refused(*words, *data, env=KEY)
+    message = run_rejected(*words, *data, env=KEY)
     evidence.add("the refusal", message)
     assert message.startswith(what.split()[0]) and "password" in message and planted.find(evidence) == []
 

@@ -18,7 +18,7 @@ import httpx
 import openai
 import pytest
 
-from tests.cli.kit import ROOT, refused
+from tests.cli.kit import ROOT, run_rejected
 from tests.kit import gateway, say
 from tests.speed import scaled
 from turngate.telemetry import logs
@@ -166,7 +166,7 @@ def test_every_line_of_a_gateway_is_json(tmp_path: Path) -> None:
 
 
 def test_a_format_that_there_is_not_is_refused(tmp_path: Path) -> None:
-    assert "log_format" in refused("serve", "--log-format", "xml", "--data", tmp_path)
-    assert "log_format must be text or json, not 'xml'" in refused(
+    assert "log_format" in run_rejected("serve", "--log-format", "xml", "--data", tmp_path)
+    assert "log_format must be text or json, not 'xml'" in run_rejected(
         "run", "--agent", "shell", "--prompt", "x", "--log-format", "xml", "--data", tmp_path
     )
