@@ -96,7 +96,11 @@ async def test_outcome_is_serializable(harness: Harness) -> None:
     assert write_file["status"] == "finished" and write_file["session"] == outcome.session
     assert write_file["collected"]["folder"] == str(harness.folder / outcome.session)
     assert msgspec.convert(write_file, Outcome).seconds == outcome.seconds
-    assert (write_file["kind"], write_file["reward"], write_file["grade"]) == (None, None, None)  # the task has no grader
+    assert (write_file["kind"], write_file["reward"], write_file["grade"]) == (
+        None,
+        None,
+        None,
+    )  # the task has no grader
 
 
 async def test_failing_agent(harness: Harness) -> None:
