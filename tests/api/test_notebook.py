@@ -15,7 +15,7 @@ from tests.agents_real.kit import agent
 from tests.api.kit import AGENT, NAP, program, scripted
 from tests.api.test_html import TAGS, Page
 from tests.cli.kit import ROOT
-from tests.sandboxes.kit import need, processes, soon
+from tests.sandboxes.kit import need, processes, wait_until
 from tests.speed import scaled
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.process, pytest.mark.full]
@@ -72,7 +72,7 @@ async def test_interrupting_the_kernel_ends_the_rollout(tmp_path: Path, how: str
     client = NotebookClient(notebook, allow_errors=True, kernel_name="python3", **limits())
     async with client.async_setup_kernel(cwd=str(ROOT)):
         running = asyncio.create_task(client.async_execute_cell(notebook.cells[0], 0))
-        await soon(lambda: processes(f"sleep\0{NAP}") or running.done(), 40)
+        await wait_until(lambda: processes(f"sleep\0{NAP}") or running.done(), 40)
         assert client.km is not None
         await client.km.interrupt_kernel()
         first = await running

@@ -23,7 +23,7 @@ import turngate as tg
 from tests import kit as kits
 from tests.api.kit import AGENT, NAP, opened, program, scripted
 from tests.cli.kit import ROOT
-from tests.sandboxes.kit import processes, soon
+from tests.sandboxes.kit import processes, wait_until
 from tests.speed import scaled
 from turngate.errors import BadRequest
 
@@ -143,7 +143,7 @@ async def test_results_come_as_they_are_ready_and_two_models_do_not_meet(tmp_pat
 
 async def test_being_cancelled_ends_the_agent_and_leaves_nothing(tmp_path: Path, temporary: Path) -> None:
     running = asyncio.create_task(tg.run(SLEEPING, model=scripted(tmp_path, ["Hello."]), **AGENT))
-    await soon(lambda: processes(NAP) or running.done(), 30)
+    await wait_until(lambda: processes(NAP) or running.done(), 30)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running

@@ -1,4 +1,4 @@
-"""Fixtures: each backend of this machine in turn, a sandbox of it, and a check that nothing of it is left."""
+"""Fixtures: each local backend, a sandbox of it, and a check that no folders are left behind."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ pytest.register_assert_rewrite("tests.sandboxes.contract")
 
 @pytest.fixture
 def root() -> Iterator[Path]:
-    """Where sandboxes' folders lie. Short, because a unix socket's path must be; and empty again at the end."""
+    """The parent folder of all sandboxes. Its path is short enough for unix sockets, and it must be empty at the end."""
     folder = Path(tempfile.mkdtemp(prefix="tg-"))
     yield folder
-    left = [path.name for path in folder.iterdir()]
+    leftovers = [path.name for path in folder.iterdir()]
     shutil.rmtree(folder)
-    assert not left, "sandboxes left folders behind"
+    assert not leftovers, "sandboxes left folders behind"
 
 
 @pytest.fixture(params=kit.backends())

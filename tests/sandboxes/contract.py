@@ -1,11 +1,11 @@
-"""What every sandbox does, whichever backend made it. One suite for all of them:
+"""The contract of every sandbox backend. Subclass it to test a backend:
 
     class TestMine(Contract):
         @pytest.fixture
         def backend(self) -> Backend: …
 
-A test module that does so gets every test below; the fixture `sandbox` (in `conftest.py`) makes one whose commands have
-FROM_SPEC=yes. Commands are plain shell, so that any image can run them.
+The fixture `sandbox` (in `conftest.py`) creates a sandbox whose commands have FROM_SPEC=yes. Commands are plain shell, so that any image
+can run them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from turngate.sandboxes.base import Backend, Sandbox, SandboxSpec
 
 
 async def sh(sandbox: Sandbox, script: str, *arguments: str, **how: object) -> str:
-    """What a script prints, which must succeed."""
+    """Run a script that must succeed, and return its output."""
     done = await sandbox.exec(["/bin/sh", "-c", script, "sh", *arguments], **how)  # type: ignore[arg-type]
     assert done.exit_code == 0, done
     return done.stdout.decode()
 
 
-async def alive(sandbox: Sandbox, word: str) -> bool:
-    """Whether a process inside has a word in its command line. (Ours has it in two pieces.)"""
+async def is_running(sandbox: Sandbox, word: str) -> bool:
+    """Check whether a process in the sandbox has a word in its command line."""
+    # The word is passed in two parts, so that the script does not match itself.
     script = (
         'for f in /proc/[0-9]*/cmdline; do tr "\\0" " " <"$f" 2>/dev/null | grep -qF "$1$2" && exit 0; done; exit 1'
     )
@@ -38,17 +39,17 @@ async def alive(sandbox: Sandbox, word: str) -> bool:
     return done.exit_code == 0
 
 
-async def begun(sandbox: Sandbox, *words: str) -> None:
-    """Wait until each of these runs."""
+async def wait_until_running(sandbox: Sandbox, *words: str) -> None:
+    """Wait until a process runs for each word."""
     async with asyncio.timeout(scaled(20)):
         for word in words:
-            while not await alive(sandbox, word):
+            while not await is_running(sandbox, word):
                 await asyncio.sleep(0.05)
 
 
-async def ended(sandbox: Sandbox, word: str, within_s: float = 10.0) -> bool:
+async def wait_until_ended(sandbox: Sandbox, word: str, within_s: float = 10.0) -> bool:
     deadline = time.monotonic() + scaled(within_s)
-    while await alive(sandbox, word):
+    while await is_running(sandbox, word):
         if time.monotonic() > deadline:
             return False
         await asyncio.sleep(0.1)
@@ -58,16 +59,16 @@ async def ended(sandbox: Sandbox, word: str, within_s: float = 10.0) -> bool:
 class Contract:
     # ── exec ──
 
-    async def test_a_command_gives_its_output_and_its_exit_code(self, sandbox: Sandbox) -> None:
+    async def test_command_returns_output_and_exit_code(self, sandbox: Sandbox) -> None:
         done = await sandbox.exec(["/bin/sh", "-c", "echo out; echo err >&2; exit 7"])
         assert (done.exit_code, done.stdout, done.stderr, done.timed_out) == (7, b"out\n", b"err\n", False)
 
-    async def test_no_shell_takes_the_arguments_apart(self, sandbox: Sandbox) -> None:
+    async def test_arguments_are_not_parsed_by_shell(self, sandbox: Sandbox) -> None:
         words = ["a b", "$HOME", "`id`", "*", "it's", 'a"b', "", "-n", "\\", "é ☃ 🎉", "two\nlines", "; exit 3"]
         done = await sandbox.exec(["/bin/sh", "-c", 'for word; do printf "%s\\0" "$word"; done', "sh", *words])
         assert done.stdout.decode().split("\0")[:-1] == words
 
-    async def test_the_environment_is_the_specs_and_the_callers_and_nothing_of_the_hosts(
+    async def test_environment_has_only_given_variables(
         self, sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("SECRET_OF_THE_HOST", "x")
@@ -78,23 +79,23 @@ class Contract:
         assert await sh(sandbox, 'printf "%s" "$FROM_SPEC"', env={"FROM_SPEC": "no"}) == "no"
         assert "SECRET_OF_THE_HOST" not in await sh(sandbox, "env")
 
-    async def test_home_is_empty_and_writable_and_commands_run_in_the_workdir(self, sandbox: Sandbox) -> None:
+    async def test_home_is_empty_and_commands_run_in_workdir(self, sandbox: Sandbox) -> None:
         assert (await sh(sandbox, "echo $HOME; pwd; ls -A ~")).split() == [sandbox.home, sandbox.workdir]
         await sh(sandbox, "echo a >~/a && echo b >b && mkdir sub")
         assert await sandbox.read(f"{sandbox.home}/a") == b"a\n"
         assert await sh(sandbox, "pwd", cwd=f"{sandbox.workdir}/sub") == f"{sandbox.workdir}/sub\n"
 
-    async def test_stdin_is_what_was_given_and_ends(self, sandbox: Sandbox) -> None:
+    async def test_stdin_is_delivered_and_closed(self, sandbox: Sandbox) -> None:
         data = bytes(range(256)) * 5000
         done = await sandbox.exec(["cat"], stdin=data)
         assert done.stdout == data
         assert (await sandbox.exec(["cat"], timeout_s=scaled(20))).stdout == b""
 
-    async def test_large_output_comes_whole(self, sandbox: Sandbox) -> None:
+    async def test_large_output_is_complete(self, sandbox: Sandbox) -> None:
         done = await sandbox.exec(["/bin/sh", "-c", "head -c 20000000 /dev/zero; head -c 3000000 /dev/zero >&2"])
         assert (len(done.stdout), len(done.stderr)) == (20_000_000, 3_000_000)
 
-    async def test_what_cannot_be_run_fails_as_in_a_shell(self, sandbox: Sandbox) -> None:
+    async def test_unrunnable_command_fails_as_in_shell(self, sandbox: Sandbox) -> None:
         assert (await sandbox.exec(["no-such-program"])).exit_code == 127
         await sandbox.write("plain", b"no program", mode=0o644)
         assert (await sandbox.exec([f"{sandbox.workdir}/plain"])).exit_code == 126
@@ -103,42 +104,42 @@ class Contract:
             with pytest.raises(SandboxError):
                 await sandbox.exec(wrong)
 
-    async def test_a_signal_is_128_and_its_number(self, sandbox: Sandbox) -> None:
+    async def test_exit_code_of_signal_is_128_plus_number(self, sandbox: Sandbox) -> None:
         assert (await sandbox.exec(["/bin/sh", "-c", "kill -KILL $$"])).exit_code == 137
         assert (await sandbox.exec(["/bin/sh", "-c", "kill -TERM $$"])).exit_code == 143
 
-    async def test_time_that_runs_out_kills_everything_and_keeps_what_was_printed(self, sandbox: Sandbox) -> None:
+    async def test_timeout_kills_everything_and_keeps_output(self, sandbox: Sandbox) -> None:
         script = "trap '' TERM; echo before; (setsid sleep 3177 &) ; sleep 3178"
         async with asyncio.timeout(scaled(15)):  # the command itself would take an hour
             done = await sandbox.exec(["/bin/sh", "-c", script], timeout_s=paced(0.5))
         assert (done.timed_out, done.stdout) == (True, b"before\n")
         assert done.exit_code != 0
-        assert await ended(sandbox, "sleep 3177")
-        assert await ended(sandbox, "sleep 3178")
+        assert await wait_until_ended(sandbox, "sleep 3177")
+        assert await wait_until_ended(sandbox, "sleep 3178")
 
-    async def test_a_cancelled_exec_leaves_no_process(self, sandbox: Sandbox) -> None:
+    async def test_cancelled_exec_leaves_no_process(self, sandbox: Sandbox) -> None:
         task = asyncio.create_task(sandbox.exec(["/bin/sh", "-c", "sleep 3179"]))
-        await begun(sandbox, "sleep 3179")
+        await wait_until_running(sandbox, "sleep 3179")
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert await ended(sandbox, "sleep 3179")
+        assert await wait_until_ended(sandbox, "sleep 3179")
 
-    async def test_a_daemon_left_behind_does_not_keep_its_exec_waiting(self, sandbox: Sandbox) -> None:
+    async def test_daemon_does_not_block_exec(self, sandbox: Sandbox) -> None:
         async with asyncio.timeout(scaled(10)):  # the daemon runs for an hour
             assert await sh(sandbox, "sleep 3180 & echo started") == "started\n"
-        assert await alive(sandbox, "sleep 3180")
+        assert await is_running(sandbox, "sleep 3180")
 
-    async def test_many_commands_run_at_once(self, sandbox: Sandbox) -> None:
-        # Each ends only when all of them run.
-        together = 'n=$1; touch "at-$n"; while set -- at-*; [ $# -lt 10 ]; do sleep 0.2; done; echo "$n"'
+    async def test_commands_run_concurrently(self, sandbox: Sandbox) -> None:
+        # Each command ends only when all of them run.
+        script = 'n=$1; touch "at-$n"; while set -- at-*; [ $# -lt 10 ]; do sleep 0.2; done; echo "$n"'
         async with asyncio.timeout(scaled(20)):
-            printed = await asyncio.gather(*(sh(sandbox, together, str(n)) for n in range(10)))
+            printed = await asyncio.gather(*(sh(sandbox, script, str(n)) for n in range(10)))
         assert printed == [f"{n}\n" for n in range(10)]
 
     # ── background jobs ──
 
-    async def test_a_job_has_its_true_exit_code_and_its_output_in_files(self, sandbox: Sandbox) -> None:
+    async def test_job_exit_code_and_output_files(self, sandbox: Sandbox) -> None:
         script = 'echo "$FROM_SPEC $MINE"; echo err >&2; exit 9'
         out, err = f"{sandbox.home}/logs/out", f"{sandbox.home}/logs/err"
         job = await sandbox.start(["/bin/sh", "-c", script], env={"MINE": "x"}, stdout=out, stderr=err)
@@ -153,26 +154,26 @@ class Contract:
         assert await sandbox.read(f"{sandbox.home}/one") == b"a\nb\n"
         assert await (await sandbox.start(["/bin/sh", "-c", "echo a; echo b >&2; exit 4"])).wait() == 4
 
-    async def test_a_job_runs_while_others_are_executed(self, sandbox: Sandbox) -> None:
+    async def test_job_runs_alongside_exec(self, sandbox: Sandbox) -> None:
         job = await sandbox.start(["/bin/sh", "-c", "while [ ! -e go ]; do sleep 0.1; done; exit 5"])
         waiting = asyncio.create_task(job.wait())
-        await begun(sandbox, "while [ ! -e go ]")  # a container takes a moment
+        await wait_until_running(sandbox, "while [ ! -e go ]")  # a container takes a moment to start
         assert not waiting.done()
         await sandbox.write("go", b"")
         assert await asyncio.wait_for(waiting, scaled(20)) == 5
 
-    async def test_killing_a_job_ends_all_that_it_started(self, sandbox: Sandbox) -> None:
+    async def test_kill_ends_all_processes_of_job(self, sandbox: Sandbox) -> None:
         script = "sleep 3181 & (setsid sleep 3182 &); setsid sh -c 'sleep 3183 & wait' & sleep 3184"
         job = await sandbox.start(["/bin/sh", "-c", script])
         words = ("sleep 3181", "sleep 3182", "sleep 3183", "sleep 3184")
-        await begun(sandbox, *words)
+        await wait_until_running(sandbox, *words)
         await job.kill()
         assert await asyncio.wait_for(job.wait(), scaled(20)) in (137, 143)
         for word in words:
-            assert await ended(sandbox, word), word
+            assert await wait_until_ended(sandbox, word), word
         await job.kill()
 
-    async def test_a_job_is_asked_first_and_forced_then(self, sandbox: Sandbox) -> None:
+    async def test_kill_sends_sigterm_then_sigkill(self, sandbox: Sandbox) -> None:
         polite = await sandbox.start(
             ["/bin/sh", "-c", "trap 'echo bye >said; exit 3' TERM; touch a; while :; do sleep 0.1; done"]
         )
@@ -184,12 +185,12 @@ class Contract:
         await stubborn.kill(grace_s=0.3)
         assert await stubborn.wait() == 137
 
-    async def test_a_job_that_somebody_else_kills_does_not_report_success(self, sandbox: Sandbox) -> None:
+    async def test_job_killed_from_inside_reports_signal(self, sandbox: Sandbox) -> None:
         job = await sandbox.start(["/bin/sh", "-c", "echo $$ >pid; exec sleep 3185"])
         await sh(sandbox, "while [ ! -s pid ]; do sleep 0.1; done; kill -KILL $(cat pid)", timeout_s=scaled(20))
         assert await asyncio.wait_for(job.wait(), scaled(20)) == 137
 
-    async def test_a_cancelled_wait_does_not_disturb_the_job(self, sandbox: Sandbox) -> None:
+    async def test_cancelled_wait_keeps_job_running(self, sandbox: Sandbox) -> None:
         job = await sandbox.start(["/bin/sh", "-c", "while [ ! -e go ]; do sleep 0.1; done; exit 6"])
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(job.wait(), 0.1)
@@ -198,7 +199,7 @@ class Contract:
 
     # ── files ──
 
-    async def test_a_file_comes_back_as_it_was_written(self, sandbox: Sandbox) -> None:
+    async def test_file_round_trip(self, sandbox: Sandbox) -> None:
         data = bytes(range(256)) * 2000
         for path in ("file", f'{sandbox.home}/deep/er/it\'s a "name" $HOME é', "-n", f"{sandbox.workdir}/empty"):
             content = b"" if path.endswith("empty") else data
@@ -207,12 +208,12 @@ class Contract:
         await sandbox.write("file", b"shorter")
         assert await sandbox.read("file") == b"shorter"
 
-    async def test_a_file_has_the_mode_that_was_asked_for(self, sandbox: Sandbox) -> None:
+    async def test_file_mode(self, sandbox: Sandbox) -> None:
         await sandbox.write("run", b"#!/bin/sh\necho ran\n", mode=0o755)
         await sandbox.write("secret", b"x", mode=0o600)
         assert await sh(sandbox, "./run && stat -c %a run secret") == "ran\n755\n600\n"
 
-    async def test_what_cannot_be_read_says_why(self, sandbox: Sandbox) -> None:
+    async def test_unreadable_and_unwritable_paths_are_errors(self, sandbox: Sandbox) -> None:
         await sh(sandbox, "mkdir folder && mkfifo pipe && ln -s nowhere dangling && head -c 1001 /dev/zero >big")
         for missing in ("no-such-file", "dangling", "no/such/folder/file"):
             with pytest.raises(SandboxFileMissing):
@@ -228,7 +229,7 @@ class Contract:
         with pytest.raises(SandboxError):
             await sandbox.write("big/file", b"x")
 
-    async def test_a_folder_goes_in_and_comes_out(self, sandbox: Sandbox, tmp_path: Path) -> None:
+    async def test_folder_upload_and_download(self, sandbox: Sandbox, tmp_path: Path) -> None:
         source = tmp_path / "in"
         (source / "sub" / "empty").mkdir(parents=True)
         (source / "sub" / "data.bin").write_bytes(bytes(range(256)) * 100)
@@ -249,14 +250,14 @@ class Contract:
         with pytest.raises(SandboxFileMissing):
             await sandbox.download("no-such-folder", tmp_path / "other")
 
-    async def test_an_upload_takes_no_file_along_that_a_link_points_to(self, sandbox: Sandbox, tmp_path: Path) -> None:
+    async def test_upload_copies_links_without_their_targets(self, sandbox: Sandbox, tmp_path: Path) -> None:
         (tmp_path / "secret").write_text("of the host")
         (tmp_path / "in").mkdir()
         (tmp_path / "in" / "link").symlink_to(tmp_path / "secret")
         await sandbox.upload(tmp_path / "in", "up")
         assert (await sh(sandbox, "test -L up/link && echo link")) == "link\n"
 
-    async def test_a_download_writes_nowhere_but_into_its_folder(self, sandbox: Sandbox, tmp_path: Path) -> None:
+    async def test_download_stays_in_target_folder(self, sandbox: Sandbox, tmp_path: Path) -> None:
         outside = tmp_path / "outside"
         outside.mkdir()
         script = """
@@ -270,7 +271,7 @@ class Contract:
         assert sorted(os.listdir(out)) == ["here", "inside", "sub"]
         assert (out / "inside" / "file").read_text() == "good\n"
         assert all(path.resolve().is_relative_to(out) for path in out.rglob("*"))
-        # A second one that finds a link of ours in its way does not follow it.
+        # A second download does not follow an existing link in the target folder.
         (tmp_path / "again").mkdir()
         (tmp_path / "again" / "sub").symlink_to(outside)
         with pytest.raises(SandboxError):
@@ -279,11 +280,11 @@ class Contract:
 
     # ── the end ──
 
-    async def test_stopping_ends_everything_and_may_be_done_twice(self, backend: Backend) -> None:
+    async def test_stop_ends_everything_and_is_idempotent(self, backend: Backend) -> None:
         sandbox = await backend.create(SandboxSpec())
         job = await sandbox.start(["/bin/sh", "-c", "(setsid sleep 3186 &); sleep 3187"])
         other = asyncio.create_task(sandbox.exec(["sleep", "3188"]))
-        await begun(sandbox, "sleep 3186", "sleep 3187", "sleep 3188")
+        await wait_until_running(sandbox, "sleep 3186", "sleep 3187", "sleep 3188")
         await sandbox.stop()
         await sandbox.stop()
         assert await asyncio.wait_for(job.wait(), scaled(20)) != 0
@@ -294,16 +295,18 @@ class Contract:
         with pytest.raises(SandboxError):
             await sandbox.read("x")
 
-    async def test_sandboxes_are_apart(self, backend: Backend) -> None:
-        one, two = await asyncio.gather(backend.create(SandboxSpec()), backend.create(SandboxSpec()))
+    async def test_sandboxes_are_separate(self, backend: Backend) -> None:
+        first, second = await asyncio.gather(backend.create(SandboxSpec()), backend.create(SandboxSpec()))
         try:
-            assert one.id != two.id
-            await one.write(f"{one.home}/mine", b"1")
-            await one.write("work", b"1")
-            assert await sh(two, "ls -A ~ .") == f".:\n\n{two.home}:\n" or await sh(two, "ls -A ~; ls -A .") == ""
+            assert first.id != second.id
+            await first.write(f"{first.home}/mine", b"1")
+            await first.write("work", b"1")
+            assert (
+                await sh(second, "ls -A ~ .") == f".:\n\n{second.home}:\n" or await sh(second, "ls -A ~; ls -A .") == ""
+            )
         finally:
-            await asyncio.gather(one.stop(), two.stop())
+            await asyncio.gather(first.stop(), second.stop())
 
-    async def test_sweeping_leaves_alone_what_is_in_use(self, backend: Backend, sandbox: Sandbox) -> None:
+    async def test_sweep_keeps_sandboxes_in_use(self, backend: Backend, sandbox: Sandbox) -> None:
         await backend.sweep()
         assert await sh(sandbox, "echo alive") == "alive\n"

@@ -1,4 +1,4 @@
-"""What the tests of sandboxes are written with: which backends there are here, and who is alive."""
+"""Helpers for the sandbox tests: local backends and live processes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from turngate.sandboxes.bubblewrap import BubblewrapBackend
 from turngate.sandboxes.docker import DockerBackend
 from turngate.sandboxes.local import LocalBackend
 
-# Backends on this machine, and what each one needs. Their sandboxes' folders lie below the root that a test gives.
+# Local backends by name. Their sandboxes are below the given folder.
 MAKE: dict[str, Callable[[Path], Backend]] = {
     "local": LocalBackend,
     "bubblewrap": BubblewrapBackend,
     "docker": DockerBackend,
 }
-CLOSED = ("bubblewrap", "docker")  # those with walls
+ISOLATED = ("bubblewrap", "docker")  # backends with isolation
 
 
 def backends(*names: str) -> list[Any]:
@@ -44,7 +44,7 @@ def need(name: str) -> None:
 
 
 def processes(text: str) -> list[int]:
-    """The live processes of this machine whose command line holds a text, those in containers too."""
+    """Return live processes whose command line contains a text, including those in containers."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and int(folder.name) != os.getpid():
@@ -56,9 +56,9 @@ def processes(text: str) -> list[int]:
     return found
 
 
-async def soon(holds: Callable[[], object], within_s: float = 10.0) -> None:
-    """Wait until something holds."""
+async def wait_until(condition: Callable[[], object], within_s: float = 10.0) -> None:
+    """Wait until a condition holds."""
     deadline = time.monotonic() + scaled(within_s)
-    while not holds():
-        assert time.monotonic() < deadline, "that never came to hold"
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not hold in time"
         await asyncio.sleep(0.02)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.sandboxes import kit
-from tests.sandboxes.contract import Contract, ended
+from tests.sandboxes.contract import Contract, wait_until_ended
 from tests.speed import scaled
 from turngate.errors import SandboxError, SandboxUnavailable
 from turngate.sandboxes import BACKENDS
@@ -60,7 +60,7 @@ async def test_twenty_sandboxes_leave_no_process_no_folder_and_no_descriptor(bac
     before = len(os.listdir("/proc/self/fd"))
     for batch in range(5):
         await asyncio.gather(*(one(batch * 4 + n) for n in range(4)))
-    await kit.soon(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    await kit.wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
     assert not [pid for n in range(20) for pid in kit.processes(f"sleep\x0041{n:02}")]
     assert not list(root.iterdir())
 
@@ -93,7 +93,7 @@ async def test_a_sandbox_ends_by_itself_when_its_life_is_over(backend: Backend) 
         assert await asyncio.wait_for(job.wait(), scaled(20)) == 137
         with pytest.raises(SandboxError):
             await sandbox.exec(["true"])
-        await kit.soon(lambda: not kit.processes("sleep\x004201"))
+        await kit.wait_until(lambda: not kit.processes("sleep\x004201"))
     finally:
         await sandbox.stop()
 
@@ -107,7 +107,7 @@ from turngate.sandboxes.base import SandboxSpec
 async def main():
     sandbox = await kit.MAKE[sys.argv[1]](Path(sys.argv[2])).create(SandboxSpec())
     await sandbox.start(["/bin/sh", "-c", "(setsid sleep " + sys.argv[3] + " &); env -i setsid sleep " + sys.argv[3]])
-    await kit.soon(lambda: len(kit.processes("sleep\\0" + sys.argv[3])) >= 2)
+    await kit.wait_until(lambda: len(kit.processes("sleep\\0" + sys.argv[3])) >= 2)
     print("ready", flush=True)
     await asyncio.sleep(3600)
 
@@ -128,7 +128,7 @@ async def test_what_a_killed_owner_left_is_swept(backend: Backend, root: Path) -
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     await backend.sweep()  # 0 where the supervisor was faster
-    await kit.soon(lambda: not kit.processes(f"sleep\x00{seconds}"))
+    await kit.wait_until(lambda: not kit.processes(f"sleep\x00{seconds}"))
     await backend.sweep()
     assert await backend.sweep() == 0
     assert not list(root.iterdir())
@@ -157,10 +157,10 @@ async def test_a_fork_bomb_is_killed_with_its_job(backend: Backend) -> None:
     try:
         bomb = "n=0; while [ $n -lt 60 ]; do (setsid sh -c 'while :; do sleep 4305 & sleep 0.2; done' &); n=$((n+1)); done; wait"
         job = await sandbox.start(["/bin/sh", "-c", bomb])
-        await kit.soon(lambda: len(kit.processes("sleep\x004305")) >= 100, within_s=20)
+        await kit.wait_until(lambda: len(kit.processes("sleep\x004305")) >= 100, within_s=20)
         await job.kill(grace_s=0)
         await asyncio.sleep(0.5)
-        assert await ended(sandbox, "sleep 4305")
+        assert await wait_until_ended(sandbox, "sleep 4305")
     finally:
         await sandbox.stop()
     assert not kit.processes("sleep\x004305")

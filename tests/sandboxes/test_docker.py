@@ -123,7 +123,7 @@ async def test_no_secret_is_in_a_command_line_or_in_the_containers_settings(back
     async with made(backend, spec) as sandbox:
         env = {"MULTI": "line one\nsecret-of-the-caller", "ONE": "secret-of-the-other"}
         job = await sandbox.start(["/bin/sh", "-c", "sleep 6301; : "], env=env)
-        await kit.soon(lambda: kit.processes("sleep\x006301"))
+        await kit.wait_until(lambda: kit.processes("sleep\x006301"))
         assert not kit.processes("secret-of-the")
         assert "secret-of-the" not in json.dumps(inspect(sandbox))
         await job.kill()
@@ -137,7 +137,7 @@ async def test_an_image_that_is_not_there_is_named(backend: DockerBackend) -> No
 async def test_a_container_that_was_removed_is_noticed(backend: DockerBackend) -> None:
     async with made(backend, SandboxSpec()) as sandbox:
         job = await sandbox.start(["sleep", "6302"])
-        await kit.soon(lambda: kit.processes("sleep\x006302"))
+        await kit.wait_until(lambda: kit.processes("sleep\x006302"))
         await asyncio.sleep(scaled(0.1))  # and docker's command has noticed, too
         subprocess.run(["docker", "rm", "-f", sandbox.id], capture_output=True, check=True)
         assert await asyncio.wait_for(job.wait(), scaled(30)) == 137

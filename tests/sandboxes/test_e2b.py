@@ -57,64 +57,64 @@ class TestE2B(RemoteSuite):
         await remote.standin.machines[id].destroy()
 
 
-async def test_a_closed_network_is_e2bs_own_and_the_gateway_stays_open(remote: Remote) -> None:
+async def test_closed_network_is_requested_and_allows_gateway(remote: Remote) -> None:
     async with remote.sandbox(network="none") as sandbox:
-        asked = remote.machine(sandbox).asked
-        assert asked["allow_internet_access"] is False
-        assert asked["autoPause"] is False
+        body = remote.machine(sandbox).create_body
+        assert body["allow_internet_access"] is False
+        assert body["autoPause"] is False
     async with remote.sandbox({"reachable": ["gateway.example.com"]}, network="none") as sandbox:
-        asked = remote.machine(sandbox).asked
-        assert asked["network"] == {"allowOut": ["gateway.example.com"], "denyOut": ["0.0.0.0/0"]}
+        body = remote.machine(sandbox).create_body
+        assert body["network"] == {"allowOut": ["gateway.example.com"], "denyOut": ["0.0.0.0/0"]}
     async with remote.sandbox(network="open") as sandbox:
-        asked = remote.machine(sandbox).asked
-        assert "network" not in asked and "allow_internet_access" not in asked
+        body = remote.machine(sandbox).create_body
+        assert "network" not in body and "allow_internet_access" not in body
 
 
-async def test_the_life_is_e2bs_timeout_up_to_the_lease(remote: Remote) -> None:
+async def test_timeout_is_life_capped_by_lease(remote: Remote) -> None:
     async with remote.sandbox(life_s=100.5) as sandbox:
-        assert remote.machine(sandbox).asked["timeout"] == 101
+        assert remote.machine(sandbox).create_body["timeout"] == 101
     async with remote.sandbox(life_s=86_400) as sandbox:
-        assert remote.machine(sandbox).asked["timeout"] == 3600
+        assert remote.machine(sandbox).create_body["timeout"] == 3600
 
 
-async def test_a_busy_service_is_asked_again_and_makes_one_sandbox(remote: Remote) -> None:
+async def test_create_retry_makes_one_sandbox(remote: Remote) -> None:
     remote.standin.fail(Fault("POST /v2/sandboxes", status=503))
     async with remote.sandbox():
         assert len(remote.standin.machines) == 1
 
 
-async def test_an_account_that_may_not_keep_it_longer(
+async def test_refused_lease_renewal_is_logged_and_sandbox_ends(
     remote: Remote, standin: E2BStandIn, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with remote.sandbox({"lease_s": paced(1)}) as sandbox:
-        standin.longest_s = 1
+        standin.max_timeout_s = 1
         with caplog.at_level(logging.WARNING):
             await until(lambda: "so it will end" in caplog.text)
         assert KEY not in caplog.text
         await until(lambda: not remote.machine(sandbox).alive)
 
 
-async def test_sweeping_reads_every_page(remote: Remote, standin: E2BStandIn) -> None:
+async def test_sweep_reads_every_page(remote: Remote, standin: E2BStandIn) -> None:
     standin.page = 1
-    made = [await remote.make().create(SandboxSpec()) for _ in range(3)]
-    for sandbox in made:
+    created = [await remote.make().create(SandboxSpec()) for _ in range(3)]
+    for sandbox in created:
         remote.machine(sandbox).labels["turngate-process"] = "4194305-1"
     assert await remote.make().sweep() == 3
-    for sandbox in made:
+    for sandbox in created:
         await sandbox.stop()
 
 
-async def test_no_template_of_that_name_is_no_reason_to_try_again(remote: Remote) -> None:
+async def test_unknown_template_is_unavailable(remote: Remote) -> None:
     with pytest.raises(SandboxUnavailable):
         await remote.make().create(SandboxSpec(image="nothing"))
 
 
-async def test_resources_that_cannot_be_had_are_told(remote: Remote, caplog: pytest.LogCaptureFixture) -> None:
+async def test_unsupported_resources_are_logged(remote: Remote, caplog: pytest.LogCaptureFixture) -> None:
     async with remote.sandbox(resources=Resources(cpus=2)):
         assert "not applied" in caplog.text
 
 
-async def test_a_stream_that_hangs_without_breaking(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_job_ends_despite_hanging_stream(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shell, "POLL_S", 0.2)
     async with remote.sandbox() as sandbox:
         remote.standin.fail(Fault(remote.start, cut_s=3600))
@@ -122,7 +122,7 @@ async def test_a_stream_that_hangs_without_breaking(remote: Remote, monkeypatch:
         assert await job.wait() == 8
 
 
-async def test_a_template_whose_profile_talks_and_sets_variables(remote: Remote, standin: E2BStandIn) -> None:
+async def test_login_profile_output_and_variables_are_ignored(remote: Remote, standin: E2BStandIn) -> None:
     standin.profile = "echo welcome; export PATH=/usr/bin:/bin MINE=profile\n"
     async with remote.sandbox(env={"MINE": "spec"}) as sandbox:
         await sandbox.write("file", b"x")

@@ -80,7 +80,7 @@ def walled(closed: str) -> Attempt:
     return _attempt(closed)
 
 
-@pytest.fixture(params=kit.backends(*kit.CLOSED))
+@pytest.fixture(params=kit.backends(*kit.ISOLATED))
 def closed(request: pytest.FixtureRequest) -> str:
     kit.need(request.param)
     return str(request.param)

@@ -26,7 +26,7 @@ async def standin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     standin = HuggingFaceStandIn(tmp_path / "machines")
     async with serving(standin):
         monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", standin.url)  # what HF_ENDPOINT sets, at import
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", standin.url)  # HF_ENDPOINT is read at import
         yield standin
 
 
@@ -57,15 +57,15 @@ class TestHuggingFace(RemoteSuite):
         await remote.standin.end(id, "ERROR")
 
 
-async def test_neither_token_nor_environment_is_in_the_job(remote: Remote) -> None:
+async def test_job_has_neither_token_nor_environment(remote: Remote) -> None:
     async with remote.sandbox({"flavor": "cpu-upgrade"}, image="debian:12", env={"SECRET": "swordfish"}) as sandbox:
-        asked = remote.machine(sandbox).asked
-        assert (asked["dockerImage"], asked["flavor"]) == ("debian:12", "cpu-upgrade")
-        assert TOKEN not in json.dumps(asked)
-        assert "swordfish" not in json.dumps(asked)
+        body = remote.machine(sandbox).create_body
+        assert (body["dockerImage"], body["flavor"]) == ("debian:12", "cpu-upgrade")
+        assert TOKEN not in json.dumps(body)
+        assert "swordfish" not in json.dumps(body)
 
 
-async def test_a_creation_that_nobody_waits_for_any_more_is_undone(remote: Remote) -> None:
+async def test_cancelled_creation_is_undone(remote: Remote) -> None:
     remote.standin.fail(Fault("/health", wait_s=0.5))
     creating = asyncio.create_task(remote.make().create(SandboxSpec()))
     await until(lambda: len(remote.standin.machines) == 1)
@@ -75,14 +75,14 @@ async def test_a_creation_that_nobody_waits_for_any_more_is_undone(remote: Remot
     await until(lambda: not any(machine.alive for machine in remote.standin.machines.values()))
 
 
-async def test_a_job_that_does_not_get_ready(remote: Remote) -> None:
+async def test_job_that_never_gets_ready_is_removed(remote: Remote) -> None:
     remote.standin.fail(Fault("/health", times=1000, status=503))
     with pytest.raises(SandboxError, match="ready"):
         await remote.make(start_s=0.5).create(SandboxSpec())
     assert not any(machine.alive for machine in remote.standin.machines.values())
 
 
-async def test_an_open_network_is_told_once(remote: Remote, caplog: pytest.LogCaptureFixture) -> None:
+async def test_open_network_is_logged_once(remote: Remote, caplog: pytest.LogCaptureFixture) -> None:
     backend = remote.make()
     for _ in range(2):
         await (await backend.create(SandboxSpec(network="none"))).stop()

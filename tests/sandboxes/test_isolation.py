@@ -21,7 +21,7 @@ from turngate.sandboxes.bubblewrap import BubblewrapBackend
 from turngate.sandboxes.local import LocalBackend
 
 
-@pytest.fixture(params=kit.backends(*kit.CLOSED))
+@pytest.fixture(params=kit.backends(*kit.ISOLATED))
 def backend(request: pytest.FixtureRequest, root: Path) -> Backend:
     kit.need(request.param)
     return kit.MAKE[request.param](root)

@@ -42,7 +42,7 @@ async def test_limits_are_held_where_they_can_be(backend: Backend) -> None:
         assert b"annot fork" in forks.stderr
         full = await sandbox.exec(["true"])  # what the shell left is still sleeping
         assert (full.exit_code, b"cannot fork" in full.stderr) in ((126, True), (0, False))
-        await kit.soon(lambda: not kit.processes("sleep\x005\x00"), within_s=20)
+        await kit.wait_until(lambda: not kit.processes("sleep\x005\x00"), within_s=20)
         script = "import time; began = time.monotonic(); t = time.process_time\nwhile time.monotonic() - began < 2: pass\nprint(t())"
         used = float((await sandbox.exec(["python3", "-c", script], timeout_s=scaled(60))).stdout)
         assert used < 1.5

@@ -281,7 +281,7 @@ async def test_a_new_target_is_used_at_once(start: Start) -> None:
         call = asyncio.create_task(client.get("/"))
         await asyncio.sleep(0.3)
         way.aim(dead.url)
-        await kit.soon(lambda: dead.seen)
+        await kit.wait_until(lambda: dead.seen)
         way.aim(new.url)
         assert (await call).text == "new"
 
@@ -292,7 +292,7 @@ async def test_a_call_that_waits_at_a_silent_tunnel_moves_to_the_new_one(start: 
 
     async with upstream(silent) as dead, upstream(answer("new")) as new, start(dead.url) as way, way.client() as client:
         call = asyncio.create_task(client.post("/", content=b"x"))
-        await kit.soon(lambda: dead.seen)
+        await kit.wait_until(lambda: dead.seen)
         way.aim(new.url)
         assert (await asyncio.wait_for(call, scaled(10))).text == "new"
         assert dead.seen[0].headers["idempotency-key"] == new.seen[0].headers["idempotency-key"]
@@ -347,7 +347,7 @@ async def test_an_agent_that_hangs_up_ends_the_call_upstream(start: Start, befor
         if before == "its end":
             await asyncio.wait_for(reader.readuntil(b"first"), scaled(5))
         else:
-            await kit.soon(lambda: gateway.seen)
+            await kit.wait_until(lambda: gateway.seen)
         writer.close()
         await asyncio.wait_for(gone.wait(), scaled(5))
         await asyncio.sleep(0.5)
@@ -366,7 +366,7 @@ async def test_an_agent_that_hangs_up_between_attempts_is_forgotten(start: Start
 
         _, writer = await asyncio.open_connection("127.0.0.1", way.port)
         writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-        await kit.soon(lambda: attempts() >= 2)
+        await kit.wait_until(lambda: attempts() >= 2)
         writer.close()
         for _ in range(2):  # by the second answer the relay has seen the hang-up
             await client.get("/other")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.sandboxes import kit
-from tests.sandboxes.test_wayout import ask
+from tests.sandboxes.test_egress import ask
 from tests.sandboxes.upstream import answer, upstream
 from tests.speed import scaled
 from turngate.errors import SandboxError
@@ -73,7 +73,7 @@ async def test_a_tunnel_is_found_by_what_it_prints_and_ends_with_its_group(tmp_p
             assert kit.processes(f"sleep\x005{port}")
             await asyncio.sleep(1)  # it is alive, and stays
             assert opened.replaced == 0
-        await kit.soon(lambda: not kit.processes(f"sleep\x005{port}"))
+        await kit.wait_until(lambda: not kit.processes(f"sleep\x005{port}"))
 
 
 @pytest.mark.parametrize(
@@ -121,15 +121,15 @@ async def test_a_tunnel_that_dies_is_replaced_and_the_agent_notices_nothing(
             connect_sandbox(sandbox, opened) as url,
         ):
             asking = asyncio.create_task(keep_asking(url))
-            await kit.soon(lambda: len(seen) >= 3)
+            await kit.wait_until(lambda: len(seen) >= 3)
             first, pid = opened.url, int((tmp_path / "pid").read_text())
             if death == "killed":
                 os.kill(pid, signal.SIGKILL)
             else:
                 (tmp_path / f"broken-{pid}").touch()
-            await kit.soon(lambda: opened.replaced == 1, within_s=20)
+            await kit.wait_until(lambda: opened.replaced == 1, within_s=20)
             count = len(seen)
-            await kit.soon(lambda: len(seen) >= count + 3, within_s=20)
+            await kit.wait_until(lambda: len(seen) >= count + 3, within_s=20)
             asking.cancel()
             await asyncio.wait([asking])
             assert opened.url != first
@@ -148,7 +148,7 @@ async def test_a_tunnel_that_cannot_be_made_again_is_tried_with_pauses(tmp_path:
 
     options = {"probe_every_s": 60.0, "pause_s": (0.2, 0.8), "log": said.append}
     async with tunnel.open_tunnel(["sh", "-c", script], "http://127.0.0.1:9", **options):
-        await kit.soon(lambda: len(tries()) >= 5, within_s=20)
+        await kit.wait_until(lambda: len(tries()) >= 5, within_s=20)
         for (before, after), pause in zip(pairwise(tries()), (0.2, 0.4, 0.8, 0.8), strict=False):
             assert after - before > 0.95 * pause
         assert any("exited with 1 without printing a URL" in line for line in said)

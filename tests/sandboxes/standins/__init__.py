@@ -1,1 +1,1 @@
-"""Local stand-ins for the remote services: they speak enough of each one's wire for its official SDK, and run commands for real."""
+"""Local stand-ins for the remote services: they implement enough of each protocol for its official SDK, and really run commands."""

@@ -1,7 +1,7 @@
 """A stand-in for E2B: the control API, and envd (files over HTTP, processes over Connect's JSON) behind the same port.
 
-Made after the SDK's generated clients and protobufs (e2b 2.63): routes, field names, the envelopes of a Connect stream, the 502
-that the proxy answers for a sandbox that is gone, envd's exit code -1 for a process that a signal ended.
+It follows the SDK's generated clients and protobufs (e2b 2.63): routes, field names, the envelopes of a Connect stream, the proxy's 502
+for a removed sandbox, envd's exit code -1 for a process ended by a signal.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ ENVD = "0.6.7"
 
 @dataclass
 class E2BStandIn(StandIn):
-    longest_s: int = 86_400  # a sandbox's timeout may be
-    profile: str = ""  # what a login shell reads
+    max_timeout_s: int = 86_400  # the largest timeout of a sandbox
+    profile: str = ""  # the profile of login shells
     page: int = 100
     keys: dict[str, str] = field(default_factory=dict)  # idempotency key → sandbox
     ends: dict[str, float] = field(default_factory=dict)
     ending: list[asyncio.Future[None]] = field(default_factory=list)
 
-    async def answer(self, request: web.Request) -> web.StreamResponse:
+    async def respond(self, request: web.Request) -> web.StreamResponse:
         if "E2b-Sandbox-Id" in request.headers:
             return await self.envd(request)
         if request.headers.get("X-API-KEY") != KEY:
-            given = request.headers.get("X-API-KEY", "")
-            return _error(401, f"the key {given} is not valid")
+            key = request.headers.get("X-API-KEY", "")
+            return _error(401, f"the key {key} is not valid")
         match request.method, request.path.strip("/").split("/"):
             case "POST", ["v2", "sandboxes"]:
                 return await self.create(request)
             case "GET", ["v2", "sandboxes"]:
-                return self.listed(request)
+                return self.list_sandboxes(request)
             case "DELETE", ["sandboxes", id]:
                 return await self.delete(id)
             case "POST", ["sandboxes", id, "timeout"]:
@@ -56,24 +56,24 @@ class E2BStandIn(StandIn):
     # ---- the control API
 
     async def create(self, request: web.Request) -> web.Response:
-        asked = await request.json()
+        fields = await request.json()
         key = request.headers.get("Idempotency-Key", "")
-        if asked["templateID"] == "nothing":
+        if fields["templateID"] == "nothing":
             return _error(404, "template 'nothing' not found")
-        if asked.get("timeout", 15) > self.longest_s:
-            return _error(400, f"Timeout cannot be greater than {self.longest_s} seconds")
+        if fields.get("timeout", 15) > self.max_timeout_s:
+            return _error(400, f"Timeout cannot be greater than {self.max_timeout_s} seconds")
         machine = self.machines.get(self.keys.get(key, ""))
         if machine is None:
             machine = Machine(self.folder)
-            machine.asked, machine.labels = asked, asked.get("metadata", {})
+            machine.create_body, machine.labels = fields, fields.get("metadata", {})
             (machine.folder / ".bash_profile").write_text(self.profile)
             self.machines[machine.id] = machine
             if key:
                 self.keys[key] = machine.id
-            self._expire(machine, asked.get("timeout", 15))
+            self._expire(machine, fields.get("timeout", 15))
         return web.json_response(
             {
-                "templateID": asked["templateID"],
+                "templateID": fields["templateID"],
                 "sandboxID": machine.id,
                 "clientID": "client",
                 "envdVersion": ENVD,
@@ -82,7 +82,7 @@ class E2BStandIn(StandIn):
             status=201,
         )
 
-    def listed(self, request: web.Request) -> web.Response:
+    def list_sandboxes(self, request: web.Request) -> web.Response:
         wanted = {
             urllib.parse.unquote(k): urllib.parse.unquote(v)
             for k, v in urllib.parse.parse_qsl(request.query.get("metadata", ""))
@@ -121,8 +121,8 @@ class E2BStandIn(StandIn):
         if machine is None or not machine.alive:
             return _error(404, f"sandbox {id} not found")
         seconds = (await request.json())["timeout"]
-        if seconds > self.longest_s:
-            return _error(400, f"Timeout cannot be greater than {self.longest_s} seconds")
+        if seconds > self.max_timeout_s:
+            return _error(400, f"Timeout cannot be greater than {self.max_timeout_s} seconds")
         self._expire(machine, seconds)
         return web.Response(status=204)
 
@@ -161,14 +161,14 @@ class E2BStandIn(StandIn):
             case "POST", "/process.Process/Start":
                 return await self.start(machine, request)
             case "POST", "/process.Process/Connect":
-                asked = _opened(await request.read())
-                process = machine.processes.get(asked["process"]["pid"])
+                fields = _open_envelope(await request.read())
+                process = machine.processes.get(fields["process"]["pid"])
                 if process is None or process.ended.done():
                     return await _stream_error(request, "not_found", "process not found")
                 return await self.follow(process, request, len(process.events))
             case "POST", "/process.Process/SendSignal":
-                asked = await request.json()
-                process = machine.processes.get(asked["process"]["pid"])
+                fields = await request.json()
+                process = machine.processes.get(fields["process"]["pid"])
                 if process is None or process.ended.done():
                     return web.json_response({"code": "not_found", "message": "process not found"}, status=404)
                 process.kill()
@@ -176,7 +176,7 @@ class E2BStandIn(StandIn):
         return web.json_response({"code": "unimplemented", "message": request.path}, status=404)
 
     async def start(self, machine: Machine, request: web.Request) -> web.StreamResponse:
-        config = _opened(await request.read())["process"]
+        config = _open_envelope(await request.read())["process"]
         process = await machine.start([config["cmd"], *config["args"]], config.get("envs", {}), config.get("cwd"))
         return await self.follow(process, request, 0)
 
@@ -192,7 +192,7 @@ class E2BStandIn(StandIn):
             await asyncio.sleep(fault.cut_s)
             cut(request)
             return response
-        with suppress(ConnectionError):  # the listener may leave
+        with suppress(ConnectionError):  # the listener may disconnect
             async for name, chunk in process.output(seen):
                 await response.write(_envelope({"event": {"data": {name: base64.b64encode(chunk).decode()}}}))
             await response.write(_envelope({"event": {"end": _end(await process.ended)}}))
@@ -214,7 +214,7 @@ def _envelope(message: dict[str, Any], last: bool = False) -> bytes:
     return struct.pack(">BI", 2 if last else 0, len(data)) + data
 
 
-def _opened(body: bytes) -> dict[str, Any]:
+def _open_envelope(body: bytes) -> dict[str, Any]:
     flags, length = struct.unpack(">BI", body[:5])
     assert flags == 0 and length == len(body) - 5
     message: dict[str, Any] = json.loads(body[5:])

@@ -1,8 +1,8 @@
-"""A stand-in for Hugging Face's sandboxes: the Hub's Jobs API, and the server that a sandbox's Job runs, behind the Jobs proxy.
+"""A stand-in for Hugging Face's sandboxes: the Hub's Jobs API, and the server in a sandbox's Job, behind the Jobs proxy.
 
-Made after the SDK (huggingface_hub 2.4, server protocol 3): routes, field names, the events of a command as lines of JSON, the two
-tokens of each request, the idle timeout, no links on the way of a path. In the SDK a Job's address must hold `--49983.`; here
-that is a part of the path instead of the host's name.
+It follows the SDK (huggingface_hub 2.4, server protocol 3): routes, field names, the events of a command as lines of JSON, the two
+tokens of each request, the idle timeout, no links in paths. The SDK requires `--49983.` in a Job's address, which is part of the path
+here instead of the host name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class HuggingFaceStandIn(StandIn):
     used: dict[str, float] = field(default_factory=dict)
     idling: list[asyncio.Future[None]] = field(default_factory=list)
 
-    async def answer(self, request: web.Request) -> web.StreamResponse:
+    async def respond(self, request: web.Request) -> web.StreamResponse:
         if request.headers.get("Authorization") != f"Bearer {TOKEN}":
             return web.json_response({"error": f"not valid: {request.headers.get('Authorization')}"}, status=401)
         match request.method, request.path.strip("/").split("/"):
@@ -51,15 +51,15 @@ class HuggingFaceStandIn(StandIn):
     # ---- the Jobs API
 
     async def run_job(self, request: web.Request) -> web.Response:
-        asked = await request.json()
-        if asked["dockerImage"] == "nothing":
+        fields = await request.json()
+        if fields["dockerImage"] == "nothing":
             return _error(400, "no image is called nothing")
         machine = Machine(self.folder)
-        machine.asked, machine.labels = asked, asked["labels"]
+        machine.create_body, machine.labels = fields, fields["labels"]
         self.machines[machine.id] = machine
         self.stages[machine.id] = "RUNNING"
         self.used[machine.id] = time.monotonic()
-        self.idling.append(asyncio.ensure_future(self._idle(machine, float(asked["environment"]["SBX_IDLE_TIMEOUT"]))))
+        self.idling.append(asyncio.ensure_future(self._idle(machine, float(fields["environment"]["SBX_IDLE_TIMEOUT"]))))
         return web.json_response(self.job(machine.id))
 
     def job(self, id: str) -> dict[str, Any]:
@@ -67,10 +67,10 @@ class HuggingFaceStandIn(StandIn):
         return {
             "id": id,
             "createdAt": "2026-01-01T00:00:00.000Z",
-            "dockerImage": machine.asked["dockerImage"],
-            "command": machine.asked["command"],
-            "environment": machine.asked["environment"],
-            "flavor": machine.asked["flavor"],
+            "dockerImage": machine.create_body["dockerImage"],
+            "command": machine.create_body["command"],
+            "environment": machine.create_body["environment"],
+            "flavor": machine.create_body["flavor"],
             "labels": machine.labels,
             "status": {"stage": self.stages[id], "exposeUrls": [f"{self.url}/jobs/{id}{PORT}hf.jobs"]},
             "owner": USER,
@@ -121,7 +121,7 @@ class HuggingFaceStandIn(StandIn):
             return web.Response(status=404, text="<html>Not Found</html>", content_type="text/html")
         if route == "health":
             return web.json_response({"ok": True, "version": "0.7.0", "protocol": 3})
-        secrets = machine.asked["secrets"]
+        secrets = machine.create_body["secrets"]
         assert isinstance(secrets, dict)
         if request.headers.get("X-Sandbox-Token") != secrets["SBX_TOKEN"]:
             return _error(403, "wrong sandbox token")
@@ -130,17 +130,17 @@ class HuggingFaceStandIn(StandIn):
             case "POST", ["v1", "exec"]:
                 return await self.exec(machine, request)
             case "POST", ["v1", "processes"]:
-                process = await _started(machine, await request.json())
+                process = await _start_process(machine, await request.json())
                 return web.json_response({"id": process.id, "pid": process.pid})
             case "GET", ["v1", "processes"]:
-                return web.json_response([_listed(process) for process in machine.processes.values()])
+                return web.json_response([_describe_process(process) for process in machine.processes.values()])
             case _, ["v1", "files", what]:
                 return await _files(what, request)
         return _error(404, f"no route {request.method} {route}")
 
     async def exec(self, machine: Machine, request: web.Request) -> web.StreamResponse:
-        asked = await request.json()
-        process = await _started(machine, asked)
+        fields = await request.json()
+        process = await _start_process(machine, fields)
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         fault = fault_of(request)
         if fault.lose:
@@ -165,13 +165,13 @@ class HuggingFaceStandIn(StandIn):
         return response
 
 
-async def _started(machine: Machine, asked: dict[str, Any]) -> Process:
-    command = asked["cmd"]
+async def _start_process(machine: Machine, fields: dict[str, Any]) -> Process:
+    command = fields["cmd"]
     argv = ["/bin/sh", "-c", command] if isinstance(command, str) else command
-    return await machine.start(argv, asked.get("env", {}), asked.get("cwd"))
+    return await machine.start(argv, fields.get("env", {}), fields.get("cwd"))
 
 
-def _listed(process: Process) -> dict[str, Any]:
+def _describe_process(process: Process) -> dict[str, Any]:
     ended = process.ended.done()
     code = process.ended.result() if ended else None
     return {
@@ -185,7 +185,7 @@ def _listed(process: Process) -> dict[str, Any]:
 
 async def _files(what: str, request: web.Request) -> web.StreamResponse:
     path = Path(request.query["path"])
-    if not path.is_absolute() or any(each.is_symlink() for each in (path, *path.parents)):
+    if not path.is_absolute() or any(part.is_symlink() for part in (path, *path.parents)):
         return _error(400, f"{path}: not absolute, or by way of a link")
     if what == "write":
         return await _write(path, request)

@@ -1,4 +1,4 @@
-"""What both stand-ins are made of: a folder with processes, faults that a test asks for, and an HTTP server."""
+"""The common parts of both stand-ins: a folder with processes, injected faults, and an HTTP server."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Machine:
-    """One sandbox: a folder as its home, and every process that was started in it, wherever that went since."""
+    """One sandbox: its home folder and every process started in it."""
 
     def __init__(self, folder: Path) -> None:
         self.id = uuid.uuid4().hex[:20]
         self.folder = folder / self.id
         self.folder.mkdir(parents=True)
         self.labels: dict[str, str] = {}
-        self.asked: dict[str, object] = {}  # the body that it was made with
+        self.create_body: dict[str, object] = {}  # the body of the request that created it
         self.processes: dict[int, Process] = {}
         self.alive = True
 
-    def environ(self, given: Mapping[str, str]) -> dict[str, str]:
+    def environ(self, env: Mapping[str, str]) -> dict[str, str]:
         base = {"PATH": os.environ["PATH"], "HOME": str(self.folder), "USER": "user", "MACHINE": self.id}
-        return {**base, **given}
+        return {**base, **env}
 
     async def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: str | None) -> Process:
         process = Process(
@@ -72,7 +72,7 @@ class Machine:
 
 
 class Process:
-    """A process with its output, for any number of listeners who may come late."""
+    """A process with its output, for any number of listeners at any time."""
 
     def __init__(self, process: asyncio.subprocess.Process, argv: list[str]) -> None:
         self.pid = process.pid
@@ -115,10 +115,10 @@ class Process:
 
 @dataclass
 class Fault:
-    """What goes wrong with the next `times` requests whose method and path match `where`.
+    """A fault of the next `times` requests whose method and path match `where`.
 
-    `status`: answered so, and nothing done. `lose`: done, and the connection cut before the answer. `cut_s`: the connection cut
-    this long after a stream has begun. `wait_s`: slow.
+    `status`: reply with it, and do nothing. `lose`: handle the request, and cut the connection before the reply. `cut_s`: cut the
+    connection this long after a stream has started. `wait_s`: delay the reply.
     """
 
     where: str
@@ -135,7 +135,7 @@ FAULT = web.RequestKey("fault", Fault)
 
 @dataclass
 class StandIn:
-    """A server with machines. Subclasses add the wire."""
+    """A server with machines. Subclasses add the protocol."""
 
     folder: Path
     url: str = ""
@@ -162,12 +162,12 @@ class StandIn:
                 await request.read()
                 return web.Response(status=fault.status, text=fault.body, content_type="application/json")
             request[FAULT] = fault
-        answer = await self.answer(request)
+        response = await self.respond(request)
         if fault and fault.lose:
             cut(request)
-        return answer
+        return response
 
-    async def answer(self, request: web.Request) -> web.StreamResponse:
+    async def respond(self, request: web.Request) -> web.StreamResponse:
         raise NotImplementedError
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What every remote sandbox is held to beyond the contract: a way to it that breaks, a service that fails, an owner that dies."""
+"""Tests of every remote sandbox beyond the contract: broken connections, a failing service, a dead owner."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from turngate.sandboxes.base import Backend, Mount, Sandbox, SandboxSpec
 
 @dataclass
 class Remote:
-    """One service: its stand-in, how its backend is made, and where its faults strike."""
+    """One service: its stand-in, its backend, and the requests to inject faults into."""
 
     standin: StandIn
     make: Callable[..., Backend]
@@ -28,30 +28,30 @@ class Remote:
     secret: str
     sdk: str
     start: str  # requests that start a command in the background
-    follow: str  # ... that wait for its end
-    read: str  # ... that read a file
+    follow: str  # requests that wait for its end
+    read: str  # requests that read a file
     remove: str
 
     @asynccontextmanager
     async def sandbox(self, settings: dict[str, Any] | None = None, **spec: Any) -> AsyncIterator[Sandbox]:
-        made = await self.make(**(settings or {})).create(SandboxSpec(**spec))
+        created = await self.make(**(settings or {})).create(SandboxSpec(**spec))
         try:
-            yield made
+            yield created
         finally:
-            await made.stop()
+            await created.stop()
 
     def machine(self, sandbox: Sandbox) -> Machine:
         return self.standin.machines[sandbox.id]
 
 
-async def until(true: Callable[[], Awaitable[bool]] | Callable[[], bool], seconds: float = 5.0) -> None:
+async def until(condition: Callable[[], Awaitable[bool]] | Callable[[], bool], seconds: float = 5.0) -> None:
     end = time.monotonic() + scaled(seconds)
     while time.monotonic() < end:
-        found = true()
-        if found if isinstance(found, bool) else await found:
+        holds = condition()
+        if holds if isinstance(holds, bool) else await holds:
             return
         await asyncio.sleep(0.02)
-    raise AssertionError("it did not come true")
+    raise AssertionError("the condition did not hold in time")
 
 
 def sleepers(machine: Machine) -> list[str]:
@@ -67,17 +67,17 @@ def sleepers(machine: Machine) -> list[str]:
 
 
 class RemoteSuite:
-    """Subclasses bring a fixture `remote`."""
+    """Subclasses provide a fixture `remote`."""
 
     # ---- commands
 
-    async def test_output_input_and_exit_code_come_through_byte_by_byte(self, remote: Remote) -> None:
-        every = bytes(range(256)) * 300
+    async def test_stdin_output_and_exit_code_are_exact(self, remote: Remote) -> None:
+        data = bytes(range(256)) * 300
         async with remote.sandbox() as sandbox:
-            done = await sandbox.exec(["sh", "-c", "cat; printf '\\377' >&2; exit 7"], stdin=every)
-        assert (done.exit_code, done.stdout, done.stderr, done.timed_out) == (7, every, b"\xff", False)
+            done = await sandbox.exec(["sh", "-c", "cat; printf '\\377' >&2; exit 7"], stdin=data)
+        assert (done.exit_code, done.stdout, done.stderr, done.timed_out) == (7, data, b"\xff", False)
 
-    async def test_the_environment_is_the_one_given_whatever_a_login_shell_thinks(self, remote: Remote) -> None:
+    async def test_environment_overrides_login_shell(self, remote: Remote) -> None:
         awkward = "a b\n'\"$HOME`id`\\"
         async with remote.sandbox(env={"FIRST": awkward, "BOTH": "spec"}) as sandbox:
             done = await sandbox.exec(
@@ -89,7 +89,7 @@ class RemoteSuite:
             with pytest.raises(SandboxError, match="cannot carry"):
                 await sandbox.exec(["true"], env={"no-name": "x"})
 
-    async def test_a_secret_is_in_no_argument_and_no_file(self, remote: Remote) -> None:
+    async def test_secret_is_in_no_argument_or_file(self, remote: Remote) -> None:
         async with remote.sandbox() as sandbox:
             job = await sandbox.start(["sleep", "60"], env={"SECRET": "swordfish"})
             machine = remote.machine(sandbox)
@@ -98,20 +98,20 @@ class RemoteSuite:
             assert not any(b"swordfish" in f.read_bytes() for f in machine.folder.rglob("*") if f.is_file())
             await job.kill(0)
 
-    async def test_a_command_longer_than_an_argument_may_be(self, remote: Remote) -> None:
+    async def test_command_longer_than_argument_limit(self, remote: Remote) -> None:
         words = ["'" * 60_000] * 8
         async with remote.sandbox() as sandbox:
             done = await sandbox.exec(["sh", "-c", 'echo $# "$8"', "sh", *words])
             assert done.stdout == b"8 " + words[0].encode() + b"\n"
 
-    async def test_past_its_time_a_command_is_killed_with_everything_that_it_started(self, remote: Remote) -> None:
+    async def test_timeout_kills_command_and_its_processes(self, remote: Remote) -> None:
         script = "sleep 61 & setsid sleep 62 & (trap '' TERM; sleep 63) & echo so far; wait"
         async with remote.sandbox() as sandbox:
             done = await sandbox.exec(["sh", "-c", script], timeout_s=paced(0.5))
             assert (done.exit_code, done.stdout, done.timed_out) == (137, b"so far\n", True)
             assert sleepers(remote.machine(sandbox)) == []
 
-    async def test_a_cancelled_command_is_killed(self, remote: Remote) -> None:
+    async def test_cancelled_command_is_killed(self, remote: Remote) -> None:
         async with remote.sandbox() as sandbox:
             machine = remote.machine(sandbox)
             running = asyncio.create_task(sandbox.exec(["sleep", "61"]))
@@ -121,7 +121,7 @@ class RemoteSuite:
                 await running
             assert sleepers(machine) == []
 
-    async def test_nothing_of_a_finished_command_stays(self, remote: Remote) -> None:
+    async def test_finished_command_leaves_nothing_behind(self, remote: Remote) -> None:
         async with remote.sandbox() as sandbox:
             for _ in range(3):
                 await sandbox.exec(["true"])
@@ -133,7 +133,7 @@ class RemoteSuite:
     @pytest.mark.parametrize(
         ("script", "code"), [("exit 0", 0), ("exit 3", 3), ("kill -9 $$", 137), ("kill -15 $$", 143), ("nosuch", 127)]
     )
-    async def test_a_job_ends_with_its_true_code(self, remote: Remote, script: str, code: int) -> None:
+    async def test_job_exit_code(self, remote: Remote, script: str, code: int) -> None:
         async with remote.sandbox() as sandbox:
             job = await sandbox.start(["sh", "-c", script])
             assert await job.wait() == code
@@ -149,7 +149,7 @@ class RemoteSuite:
             (["sh", "-c", "trap 'exit 0' TERM; touch begun; while :; do sleep 0.1; done"], 0),
         ],
     )
-    async def test_a_killed_job(self, remote: Remote, command: list[str], code: int) -> None:
+    async def test_killed_job_exit_code(self, remote: Remote, command: list[str], code: int) -> None:
         async with remote.sandbox() as sandbox:
             job = await sandbox.start(command)
             await until(lambda: Path(sandbox.workdir, "begun").exists())
@@ -157,13 +157,13 @@ class RemoteSuite:
             assert await job.wait() == code
             assert sleepers(remote.machine(sandbox)) == []
 
-    async def test_a_job_can_be_killed_before_it_has_begun(self, remote: Remote) -> None:
+    async def test_job_can_be_killed_before_it_starts(self, remote: Remote) -> None:
         async with remote.sandbox() as sandbox:
             job = await sandbox.start(["sleep", "61"])
             await job.kill(0)
             assert await job.wait() == 137
 
-    async def test_who_stops_waiting_does_not_end_the_job(self, remote: Remote) -> None:
+    async def test_cancelled_wait_keeps_job_running(self, remote: Remote) -> None:
         async with remote.sandbox() as sandbox:
             job = await sandbox.start(["sh", "-c", "while [ ! -e go ]; do sleep 0.1; done; exit 4"])
             for _ in range(2):
@@ -172,31 +172,31 @@ class RemoteSuite:
             await sandbox.write("go", b"")
             assert await job.wait() == 4
 
-    async def test_two_outputs_into_one_file_and_into_folders_that_are_not_there(self, remote: Remote) -> None:
+    async def test_output_files_in_missing_folders(self, remote: Remote) -> None:
         async with remote.sandbox() as sandbox:
             one, two = f"{sandbox.workdir}/a/one", f"{sandbox.workdir}/b/two"
             both = await sandbox.start(["sh", "-c", "echo x; echo y >&2; echo z"], stdout=one, stderr=one)
-            apart = await sandbox.start(["sh", "-c", "echo x; echo y >&2"], stderr=two)
-            assert (await both.wait(), await apart.wait()) == (0, 0)
+            separate = await sandbox.start(["sh", "-c", "echo x; echo y >&2"], stderr=two)
+            assert (await both.wait(), await separate.wait()) == (0, 0)
             assert (await sandbox.read(one), await sandbox.read(two)) == (b"x\ny\nz\n", b"y\n")
 
-    # ---- a way that breaks, a service that fails
+    # ---- broken connections and a failing service
 
-    async def test_a_job_outlives_a_broken_way_to_it(self, remote: Remote) -> None:
+    async def test_job_survives_broken_connection(self, remote: Remote) -> None:
         async with remote.sandbox() as sandbox:
             remote.standin.fail(Fault(remote.start, cut_s=0.1))
             remote.standin.fail(Fault(remote.follow, times=2, status=503))
             job = await sandbox.start(["sh", "-c", "sleep 1.5; exit 5"])
             assert await job.wait() == 5
 
-    async def test_a_job_that_ends_while_nobody_can_look(self, remote: Remote) -> None:
+    async def test_exit_code_of_job_that_ends_while_disconnected(self, remote: Remote) -> None:
         async with remote.sandbox() as sandbox:
             remote.standin.fail(Fault(remote.start, cut_s=0.1))
             remote.standin.fail(Fault(remote.follow, status=503))
             job = await sandbox.start(["sh", "-c", "sleep 0.3; kill -9 $$"])
             assert await job.wait() == 137
 
-    async def test_a_job_out_of_reach_for_too_long_is_an_error_and_never_a_code(self, remote: Remote) -> None:
+    async def test_unreachable_job_is_error_not_exit_code(self, remote: Remote) -> None:
         async with remote.sandbox({"patience_s": 0.5}) as sandbox:
             remote.standin.fail(Fault(remote.start, cut_s=0.1))
             remote.standin.fail(Fault(remote.follow, times=1000, status=503))
@@ -204,7 +204,7 @@ class RemoteSuite:
             with pytest.raises(SandboxError):
                 await job.wait()
 
-    async def test_a_start_without_an_answer_is_not_tried_again(self, remote: Remote) -> None:
+    async def test_start_without_reply_is_not_retried(self, remote: Remote) -> None:
         async with remote.sandbox() as sandbox:
             await sandbox.write("count", b"")
             remote.standin.fail(Fault(remote.start, lose=True))
@@ -213,7 +213,7 @@ class RemoteSuite:
             assert len(await sandbox.read("count")) <= 2
             assert sleepers(remote.machine(sandbox)) == []
 
-    async def test_a_file_is_asked_for_again(self, remote: Remote) -> None:
+    async def test_file_read_is_retried(self, remote: Remote) -> None:
         async with remote.sandbox() as sandbox:
             await sandbox.write("file", b"x" * 100_000)
             remote.standin.fail(Fault(remote.read, status=503))
@@ -221,27 +221,27 @@ class RemoteSuite:
             remote.standin.fail(Fault(remote.read, lose=True))
             assert await sandbox.read("file") == b"x" * 100_000
 
-    async def test_a_service_that_keeps_failing_is_a_sandbox_error(self, remote: Remote) -> None:
+    async def test_persistent_service_failure_is_sandbox_error(self, remote: Remote) -> None:
         async with remote.sandbox() as sandbox:
             remote.standin.fail(Fault(remote.read, times=20, status=500))
             with pytest.raises(SandboxError):
                 await sandbox.read("file")
             remote.standin.faults.clear()
 
-    async def test_a_slow_service_is_waited_for(self, remote: Remote) -> None:
+    async def test_slow_service_is_tolerated(self, remote: Remote) -> None:
         async with remote.sandbox() as sandbox:
             remote.standin.fail(Fault(remote.start, wait_s=1.0))
             assert (await sandbox.exec(["echo", "late"])).stdout == b"late\n"
 
-    async def test_a_sandbox_that_vanished_is_an_error_and_never_a_code_or_a_missing_file(self, remote: Remote) -> None:
+    async def test_vanished_sandbox_is_sandbox_error(self, remote: Remote) -> None:
         async with remote.sandbox() as sandbox:
             job = await sandbox.start(["sleep", "61"])
             await self.vanish(remote, sandbox.id)
             with pytest.raises(SandboxError):
                 await asyncio.wait_for(job.wait(), scaled(10))
-            for asked in (sandbox.read("file"), sandbox.exec(["true"]), sandbox.write("file", b"")):
+            for call in (sandbox.read("file"), sandbox.exec(["true"]), sandbox.write("file", b"")):
                 with pytest.raises(SandboxError) as error:
-                    await asked
+                    await call
                 assert not isinstance(error.value, SandboxFileMissing)
 
     async def vanish(self, remote: Remote, id: str) -> None:
@@ -249,7 +249,7 @@ class RemoteSuite:
 
     # ---- files
 
-    async def test_files_have_their_mode_and_every_byte(self, remote: Remote) -> None:
+    async def test_file_content_and_mode(self, remote: Remote) -> None:
         data = bytes(range(256)) * 20_000
         async with remote.sandbox() as sandbox:
             path = f"{sandbox.workdir}/deep/er/it's a file"
@@ -261,11 +261,11 @@ class RemoteSuite:
                 await sandbox.read(path, limit=len(data) - 1)
             with pytest.raises(SandboxFileMissing):
                 await sandbox.read(f"{sandbox.workdir}/none")
-            for at_a_folder in (sandbox.write(f"{sandbox.workdir}/deep", b""), sandbox.read(f"{sandbox.workdir}/deep")):
+            for call in (sandbox.write(f"{sandbox.workdir}/deep", b""), sandbox.read(f"{sandbox.workdir}/deep")):
                 with pytest.raises(SandboxError):
-                    await at_a_folder
+                    await call
 
-    async def test_folders_travel_both_ways(self, remote: Remote, tmp_path: Path) -> None:
+    async def test_folder_upload_and_download(self, remote: Remote, tmp_path: Path) -> None:
         there, back = tmp_path / "there", tmp_path / "back"
         (there / "sub").mkdir(parents=True)
         (there / "sub/run").write_bytes(b"\x00\xff")
@@ -290,9 +290,9 @@ class RemoteSuite:
             assert await sandbox.read(str(tmp_path / "guest/file")) == b"from the host"
             assert sandbox.shared is None
 
-    # ---- beginning and end
+    # ---- lifetime
 
-    async def test_stopping_ends_everything_and_can_be_done_twice(self, remote: Remote) -> None:
+    async def test_stop_ends_everything_and_is_idempotent(self, remote: Remote) -> None:
         async with remote.sandbox() as sandbox:
             machine = remote.machine(sandbox)
             job = await sandbox.start(["sh", "-c", "setsid sleep 61 & sleep 62"])
@@ -306,7 +306,7 @@ class RemoteSuite:
             with pytest.raises(SandboxError):
                 await sandbox.exec(["true"])
 
-    async def test_stopping_is_tried_again_and_a_failure_told(self, remote: Remote) -> None:
+    async def test_failing_stop_is_error_and_can_be_repeated(self, remote: Remote) -> None:
         sandbox = await remote.make().create(SandboxSpec())
         remote.standin.fail(Fault(remote.remove, times=40, status=500))
         with pytest.raises(SandboxError):
@@ -315,12 +315,12 @@ class RemoteSuite:
         await sandbox.stop()
         assert not remote.machine(sandbox).alive
 
-    async def test_a_sandbox_that_cannot_be_set_up_is_removed_again(self, remote: Remote) -> None:
+    async def test_sandbox_with_failing_setup_is_removed(self, remote: Remote) -> None:
         with pytest.raises(SandboxError):
             await remote.make().create(SandboxSpec(mounts=(Mount("/no/such/folder", "/x"),)))
         assert [m for m in remote.standin.machines.values() if m.alive] == []
 
-    async def test_it_lives_past_its_lease_while_its_owner_does_and_ends_with_its_life(self, remote: Remote) -> None:
+    async def test_lease_is_renewed_until_life_ends(self, remote: Remote) -> None:
         async with remote.sandbox({"lease_s": paced(0.5)}, life_s=paced(2)) as sandbox:
             began, machine = time.monotonic(), remote.machine(sandbox)
             while time.monotonic() - began < paced(1.1):
@@ -328,16 +328,16 @@ class RemoteSuite:
                 await asyncio.sleep(0.05)
             await until(lambda: not machine.alive, 3)
 
-    async def test_it_ends_when_its_owner_is_gone_even_with_a_job_in_it(self, remote: Remote) -> None:
+    async def test_sandbox_ends_with_its_owner_despite_running_job(self, remote: Remote) -> None:
         async with remote.sandbox({"lease_s": paced(0.5)}, life_s=paced(1)) as sandbox:
             job = await sandbox.start(["sleep", "3661"])
-            for task in asyncio.all_tasks():  # what a killed owner no longer does
+            for task in asyncio.all_tasks():  # as if the owner was killed
                 if task.get_coro().__qualname__ in ("ShellSandbox._renew", "ShellJob._watched"):  # type: ignore[union-attr]
                     task.cancel()
             await until(lambda: not remote.machine(sandbox).alive, 6)
             del job
 
-    async def test_sweeping_takes_what_dead_owners_left_and_nothing_else(self, remote: Remote) -> None:
+    async def test_sweep_removes_only_sandboxes_of_dead_owners(self, remote: Remote) -> None:
         backend = remote.make()
         mine, dead, other = [await backend.create(SandboxSpec(labels={"who": str(i)})) for i in range(3)]
         machine = remote.machine(mine)
@@ -349,14 +349,14 @@ class RemoteSuite:
         for each in (mine, dead, other):
             await each.stop()
 
-    async def test_a_job_ends_with_the_life_of_its_sandbox(self, remote: Remote) -> None:
+    async def test_job_ends_when_sandbox_life_ends(self, remote: Remote) -> None:
         async with remote.sandbox(life_s=paced(1)) as sandbox:
             job = await sandbox.start(["sleep", "3661"])
             assert await asyncio.wait_for(job.wait(), scaled(10)) == 137
             with pytest.raises(SandboxError):
                 await sandbox.exec(["true"])
 
-    async def test_a_stop_that_is_cancelled_stops_all_the_same(self, remote: Remote) -> None:
+    async def test_cancelled_stop_still_stops(self, remote: Remote) -> None:
         sandbox = await remote.make().create(SandboxSpec())
         stopping = asyncio.create_task(sandbox.stop())
         await asyncio.sleep(0)
@@ -366,16 +366,16 @@ class RemoteSuite:
         assert not remote.machine(sandbox).alive
 
     @pytest.mark.parametrize("after_s", [0.0, 0.01, 0.03, 0.06, 0.1, 0.3])
-    async def test_a_creation_that_is_cancelled_leaves_nothing(self, remote: Remote, after_s: float) -> None:
+    async def test_cancelled_creation_leaves_nothing_behind(self, remote: Remote, after_s: float) -> None:
         creating = asyncio.create_task(remote.make().create(SandboxSpec()))
         await asyncio.sleep(after_s)
         creating.cancel()
         with suppress(asyncio.CancelledError):
-            await (await creating).stop()  # it was faster
-        await asyncio.sleep(0.2)  # for a request that was on its way
+            await (await creating).stop()  # the creation finished first
+        await asyncio.sleep(0.2)  # for a request in flight
         await until(lambda: not any(machine.alive for machine in remote.standin.machines.values()))
 
-    async def test_a_fork_bomb_is_killed_with_its_job(self, remote: Remote) -> None:
+    async def test_fork_bomb_is_killed_with_its_job(self, remote: Remote) -> None:
         bomb = "n=0; while [ $n -lt 40 ]; do (setsid sh -c 'while :; do sleep 61 & sleep 0.2; done' &); n=$((n+1)); done; sleep 62"
         async with remote.sandbox() as sandbox:
             job = await sandbox.start(["sh", "-c", bomb])
@@ -387,10 +387,10 @@ class RemoteSuite:
 
     # ---- keys
 
-    async def test_a_good_key_passes(self, remote: Remote) -> None:
+    async def test_valid_key_passes_check(self, remote: Remote) -> None:
         await remote.make().check()
 
-    async def test_no_key_and_a_wrong_key(self, remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_missing_and_wrong_key_are_unavailable(self, remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(remote.key, "wrong-and-secret")
         for refused in (remote.make().check(), remote.make().create(SandboxSpec())):
             with pytest.raises(SandboxUnavailable) as error:
@@ -401,7 +401,7 @@ class RemoteSuite:
         with pytest.raises(SandboxUnavailable, match=remote.key):
             await remote.make().check()
 
-    async def test_without_the_sdk_it_says_what_to_install(
+    async def test_missing_sdk_error_names_install_command(
         self, remote: Remote, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setitem(__import__("sys").modules, remote.sdk, None)
@@ -409,12 +409,12 @@ class RemoteSuite:
             with pytest.raises(SandboxUnavailable, match=r"pip install 'turngate\["):
                 await refused
 
-    async def test_a_service_that_is_not_there(self, remote: Remote) -> None:
+    async def test_unreachable_service_is_unavailable(self, remote: Remote) -> None:
         remote.standin.fail(Fault("", times=1000, status=503))
         with pytest.raises(SandboxUnavailable):
             await remote.make().check()
 
-    async def test_no_image_of_that_name(self, remote: Remote) -> None:
+    async def test_unknown_image_and_dockerfile_are_errors(self, remote: Remote) -> None:
         with pytest.raises(SandboxError, match="nothing"):
             await remote.make().create(SandboxSpec(image="nothing"))
         with pytest.raises(SandboxUnavailable, match="Dockerfile"):

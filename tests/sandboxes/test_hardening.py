@@ -105,8 +105,8 @@ async def test_nothing_outlives_kill(root: Path, name: str, how: str) -> None:
         job = await sandbox.start(["/bin/sh", "-c", ESCAPES[how].replace("77123", mine)])
         ended = asyncio.create_task(job.wait())
         count = 2 if "parents" in how else 1
-        await kit.soon(lambda: ended.done() or len(kit.processes(f"sleep\0{mine}")) >= count)
-        await kit.soon(lambda: kit.processes(f"sleep\0{relays}"))
+        await kit.wait_until(lambda: ended.done() or len(kit.processes(f"sleep\0{mine}")) >= count)
+        await kit.wait_until(lambda: kit.processes(f"sleep\0{relays}"))
         await asyncio.wait_for(job.kill(grace_s=0.5), scaled(30))
         assert await asyncio.wait_for(ended, scaled(5))
         assert not kit.processes(f"sleep\0{mine}")
@@ -295,11 +295,11 @@ asyncio.run(main())
     child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
     assert child.stdout
     assert await asyncio.to_thread(child.stdout.readline) == b"up\n"
-    await kit.soon(lambda: len(kit.processes("sleep\x0077125")) == 2)
+    await kit.wait_until(lambda: len(kit.processes("sleep\x0077125")) == 2)
     child.send_signal(signal.SIGKILL)
     child.wait()
     child.stdout.close()
-    await kit.soon(lambda: not kit.processes("sleep\x0077125"))
+    await kit.wait_until(lambda: not kit.processes("sleep\x0077125"))
 
 
 def test_a_tunnels_command_sees_no_secret_but_its_own() -> None:
