@@ -1,4 +1,4 @@
-"""Every backend of this machine keeps the contract, and leaves nothing behind."""
+"""Every local backend fulfils the contract and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from tests.sandboxes import kit
 from tests.sandboxes.contract import Contract, wait_until_ended
 from tests.speed import scaled
 from turngate.errors import SandboxError, SandboxUnavailable
-from turngate.sandboxes import BACKENDS
-from turngate.sandboxes import get_backend as backend_named
+from turngate.sandboxes import BACKENDS, get_backend
 from turngate.sandboxes.base import Backend, SandboxSpec
 
 pytestmark = pytest.mark.process
@@ -27,19 +26,19 @@ class TestContract(Contract):
     pass
 
 
-def test_backends_are_known_by_name() -> None:
+def test_backends_by_name() -> None:
     assert set(BACKENDS) >= {"local", "bubblewrap", "docker"}
     for name in ("local", "bubblewrap", "docker"):
-        assert backend_named(name).name == name
+        assert get_backend(name).name == name
     with pytest.raises(SandboxUnavailable, match="local, bubblewrap, docker"):
-        backend_named("nowhere")
+        get_backend("nowhere")
 
 
-async def test_a_backend_that_is_there_says_so(backend: Backend) -> None:
+async def test_available_backend_passes_check(backend: Backend) -> None:
     await backend.check()
 
 
-async def test_a_program_that_is_missing_is_named(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_missing_program_error_names_package(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     if backend.name == "local":
         pytest.skip("needs no program")
     monkeypatch.setenv("PATH", "/nowhere")
@@ -49,34 +48,34 @@ async def test_a_program_that_is_missing_is_named(backend: Backend, monkeypatch:
         await backend.create(SandboxSpec())
 
 
-async def test_twenty_sandboxes_leave_no_process_no_folder_and_no_descriptor(backend: Backend, root: Path) -> None:
-    async def one(n: int) -> None:
+async def test_many_sandboxes_leave_nothing_behind(backend: Backend, root: Path) -> None:
+    async def use_sandbox(n: int) -> None:
         sandbox = await backend.create(SandboxSpec())
         await sandbox.start(["/bin/sh", "-c", f"(setsid sleep 41{n:02} &); sleep 41{n:02}"])
         assert (await sandbox.exec(["echo", "x"])).stdout == b"x\n"
         await sandbox.stop()
 
-    await one(99)  # what is made once
+    await use_sandbox(99)  # create everything that is created only once
     before = len(os.listdir("/proc/self/fd"))
     for batch in range(5):
-        await asyncio.gather(*(one(batch * 4 + n) for n in range(4)))
+        await asyncio.gather(*(use_sandbox(batch * 4 + n) for n in range(4)))
     await kit.wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
     assert not [pid for n in range(20) for pid in kit.processes(f"sleep\x0041{n:02}")]
     assert not list(root.iterdir())
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.02, 0.05, 0.1, 0.3, 0.6])
-async def test_a_creation_that_is_cancelled_leaves_nothing(backend: Backend, root: Path, after_s: float) -> None:
+async def test_cancelled_creation_leaves_nothing_behind(backend: Backend, root: Path, after_s: float) -> None:
     task = asyncio.create_task(backend.create(SandboxSpec()))
     await asyncio.sleep(after_s)
     task.cancel()
     with suppress(asyncio.CancelledError):
-        await (await task).stop()  # it was faster
+        await (await task).stop()  # the creation finished first
     assert not list(root.iterdir())
     assert not kit.processes(str(root))
 
 
-async def test_a_stop_that_is_cancelled_stops_all_the_same(backend: Backend, root: Path) -> None:
+async def test_cancelled_stop_still_stops(backend: Backend, root: Path) -> None:
     sandbox = await backend.create(SandboxSpec())
     task = asyncio.create_task(sandbox.stop())
     await asyncio.sleep(0)
@@ -86,7 +85,7 @@ async def test_a_stop_that_is_cancelled_stops_all_the_same(backend: Backend, roo
     assert not list(root.iterdir())
 
 
-async def test_a_sandbox_ends_by_itself_when_its_life_is_over(backend: Backend) -> None:
+async def test_sandbox_ends_after_its_life(backend: Backend) -> None:
     sandbox = await backend.create(SandboxSpec(life_s=scaled(1)))
     try:
         job = await sandbox.start(["sleep", "4201"])
@@ -115,7 +114,7 @@ asyncio.run(main())
 """
 
 
-async def test_what_a_killed_owner_left_is_swept(backend: Backend, root: Path) -> None:
+async def test_sweep_removes_sandboxes_of_killed_owner(backend: Backend, root: Path) -> None:
     seconds = {"local": "4301", "bubblewrap": "4302", "docker": "4303"}[backend.name]
     command = [sys.executable, "-c", OWNER, backend.name, str(root), seconds]
     owner = subprocess.Popen(command, stdout=subprocess.PIPE)
@@ -123,18 +122,18 @@ async def test_what_a_killed_owner_left_is_swept(backend: Backend, root: Path) -
     assert await asyncio.to_thread(owner.stdout.readline) == b"ready\n"
     owner.stdout.close()
     assert kit.processes(f"sleep\x00{seconds}")
-    assert await backend.sweep() == 0  # it lives
+    assert await backend.sweep() == 0  # the owner is alive
     assert kit.processes(f"sleep\x00{seconds}")
     owner.send_signal(signal.SIGKILL)
     owner.wait()
-    await backend.sweep()  # 0 where the supervisor was faster
+    await backend.sweep()  # 0 if the supervisor was faster
     await kit.wait_until(lambda: not kit.processes(f"sleep\x00{seconds}"))
     await backend.sweep()
     assert await backend.sweep() == 0
     assert not list(root.iterdir())
 
 
-async def test_a_killed_supervisor_and_owner_are_swept_too(root: Path) -> None:
+async def test_sweep_after_owner_and_supervisor_were_killed(root: Path) -> None:
     backend = kit.MAKE["local"](root)
     command = [sys.executable, "-c", OWNER, "local", str(root), "4304"]
     owner = subprocess.Popen(command, stdout=subprocess.PIPE)
@@ -147,12 +146,12 @@ async def test_a_killed_supervisor_and_owner_are_swept_too(root: Path) -> None:
     owner.kill()
     owner.wait()
     assert await backend.sweep() == 1
-    # What threw its mark away and lost its supervisor is nobody's any more: local is no wall.
+    # Local has no isolation: a process that cleared its environment and lost its supervisor is not found.
     for pid in kit.processes("sleep\x004304"):
         os.kill(pid, signal.SIGKILL)
 
 
-async def test_a_fork_bomb_is_killed_with_its_job(backend: Backend) -> None:
+async def test_fork_bomb_is_killed_with_its_job(backend: Backend) -> None:
     sandbox = await backend.create(SandboxSpec())
     try:
         bomb = "n=0; while [ $n -lt 60 ]; do (setsid sh -c 'while :; do sleep 4305 & sleep 0.2; done' &); n=$((n+1)); done; wait"

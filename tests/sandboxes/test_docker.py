@@ -1,4 +1,4 @@
-"""What only docker has: images, Dockerfiles, limits, labels, and a command line that everybody can read."""
+"""Features of docker only: images, Dockerfiles, limits, labels, and a command line that every user can read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def backend(root: Path) -> DockerBackend:
 
 
 @asynccontextmanager
-async def made(backend: DockerBackend, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
+async def create_sandbox(backend: DockerBackend, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
     sandbox = await backend.create(spec)
     try:
         yield sandbox
@@ -42,16 +42,18 @@ def inspect(sandbox: Sandbox) -> Any:
     return json.loads(subprocess.run(["docker", "inspect", sandbox.id], capture_output=True, check=True).stdout)[0]
 
 
-def test_the_default_image_is_the_one_that_we_make() -> None:
+def test_default_image_is_built_by_tools() -> None:
     assert base_image.IMAGE == DEFAULT_IMAGE
 
 
 @pytest.mark.real
-async def test_a_container_has_its_limits_and_labels(backend: DockerBackend) -> None:
+async def test_container_limits_and_labels(backend: DockerBackend) -> None:
     limits, life_s = Resources(cpus=0.5, memory_mb=64, pids=40), round(scaled(77))
-    async with made(backend, SandboxSpec(resources=limits, labels={"rollout": "r1"}, life_s=life_s)) as sandbox:
-        found = inspect(sandbox)
-        host = found["HostConfig"]
+    async with create_sandbox(
+        backend, SandboxSpec(resources=limits, labels={"rollout": "r1"}, life_s=life_s)
+    ) as sandbox:
+        description = inspect(sandbox)
+        host = description["HostConfig"]
         assert (host["NanoCpus"], host["Memory"], host["MemorySwap"], host["PidsLimit"]) == (
             5e8,
             64 << 20,
@@ -60,10 +62,10 @@ async def test_a_container_has_its_limits_and_labels(backend: DockerBackend) -> 
         )
         assert (host["CapDrop"], host["SecurityOpt"], host["NetworkMode"]) == (["ALL"], ["no-new-privileges"], "none")
         assert (host["Privileged"], host["Init"], host["AutoRemove"]) == (False, True, True)
-        labels = found["Config"]["Labels"]
+        labels = description["Config"]["Labels"]
         assert labels["rollout"] == "r1"
         assert {"turngate.sandbox", "turngate.owner", "turngate.created"} <= set(labels)
-        assert found["Config"]["Cmd"] == [str(life_s)]
+        assert description["Config"]["Cmd"] == [str(life_s)]
         greedy = await sandbox.start(["python3", "-c", "x = bytearray(500_000_000)"])
         assert await asyncio.wait_for(greedy.wait(), scaled(60)) == 137
         forks = await sandbox.exec(
@@ -74,20 +76,20 @@ async def test_a_container_has_its_limits_and_labels(backend: DockerBackend) -> 
 
 @pytest.fixture
 def built_images() -> Iterator[set[str]]:
-    """The names of images that a test builds; they are removed after it."""
+    """The names of images that a test builds, which are removed afterwards."""
     names: set[str] = set()
     yield names
     subprocess.run(["docker", "rmi", "--force", *sorted(names)], check=True, capture_output=True)
 
 
-async def test_a_dockerfile_is_built_once(backend: DockerBackend, tmp_path: Path, built_images: set[str]) -> None:
+async def test_dockerfile_is_built_once(backend: DockerBackend, tmp_path: Path, built_images: set[str]) -> None:
     (tmp_path / "Dockerfile").write_text(
         f"FROM {DEFAULT_IMAGE}\nUSER root\nCOPY data /data/\nWORKDIR /testbed\nENV MODE=built\n"
     )
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "file").write_text("one")
     spec = SandboxSpec(dockerfile=str(tmp_path))
-    async with made(backend, spec) as sandbox:
+    async with create_sandbox(backend, spec) as sandbox:
         assert sandbox.workdir == "/testbed"
         assert (
             await sh(sandbox, "id -u; pwd; cat /data/file; echo $MODE; touch ~/x y; ls -A")
@@ -95,10 +97,10 @@ async def test_a_dockerfile_is_built_once(backend: DockerBackend, tmp_path: Path
         )
         image = inspect(sandbox)["Image"]
         built_images.add(inspect(sandbox)["Config"]["Image"])
-    async with made(backend, spec) as sandbox:
+    async with create_sandbox(backend, spec) as sandbox:
         assert inspect(sandbox)["Image"] == image
     (tmp_path / "data" / "file").write_text("two")
-    async with made(backend, spec) as sandbox:
+    async with create_sandbox(backend, spec) as sandbox:
         assert await sh(sandbox, "cat /data/file") == "two"
         built_images.add(inspect(sandbox)["Config"]["Image"])
     with pytest.raises(SandboxError, match="no Dockerfile"):
@@ -108,9 +110,9 @@ async def test_a_dockerfile_is_built_once(backend: DockerBackend, tmp_path: Path
         await backend.create(spec)
 
 
-async def test_git_works_in_the_workdir(backend: DockerBackend) -> None:
-    """It refuses folders that belong to somebody else."""
-    async with made(backend, SandboxSpec()) as sandbox:
+async def test_git_works_in_workdir(backend: DockerBackend) -> None:
+    """Git refuses folders of other users."""
+    async with create_sandbox(backend, SandboxSpec()) as sandbox:
         await sh(
             sandbox,
             "git init -q && git status && touch a && git add a && git -c user.name=a -c user.email=a commit -qm a",
@@ -118,9 +120,9 @@ async def test_git_works_in_the_workdir(backend: DockerBackend) -> None:
 
 
 @pytest.mark.real
-async def test_no_secret_is_in_a_command_line_or_in_the_containers_settings(backend: DockerBackend) -> None:
+async def test_no_secret_in_command_line_or_container_config(backend: DockerBackend) -> None:
     spec = SandboxSpec(env={"KEY": "secret-of-the-spec"})
-    async with made(backend, spec) as sandbox:
+    async with create_sandbox(backend, spec) as sandbox:
         env = {"MULTI": "line one\nsecret-of-the-caller", "ONE": "secret-of-the-other"}
         job = await sandbox.start(["/bin/sh", "-c", "sleep 6301; : "], env=env)
         await kit.wait_until(lambda: kit.processes("sleep\x006301"))
@@ -129,16 +131,16 @@ async def test_no_secret_is_in_a_command_line_or_in_the_containers_settings(back
         await job.kill()
 
 
-async def test_an_image_that_is_not_there_is_named(backend: DockerBackend) -> None:
+async def test_missing_image_is_error(backend: DockerBackend) -> None:
     with pytest.raises(SandboxError, match="pull"):
         await backend.create(SandboxSpec(image="localhost:1/no-such-image:latest"))
 
 
-async def test_a_container_that_was_removed_is_noticed(backend: DockerBackend) -> None:
-    async with made(backend, SandboxSpec()) as sandbox:
+async def test_removed_container_is_noticed(backend: DockerBackend) -> None:
+    async with create_sandbox(backend, SandboxSpec()) as sandbox:
         job = await sandbox.start(["sleep", "6302"])
         await kit.wait_until(lambda: kit.processes("sleep\x006302"))
-        await asyncio.sleep(scaled(0.1))  # and docker's command has noticed, too
+        await asyncio.sleep(scaled(0.1))  # until docker has noticed it too
         subprocess.run(["docker", "rm", "-f", sandbox.id], capture_output=True, check=True)
         assert await asyncio.wait_for(job.wait(), scaled(30)) == 137
         with pytest.raises(SandboxError):

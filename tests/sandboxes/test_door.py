@@ -1,4 +1,4 @@
-"""The door: model and tool calls pass, and nothing else does, however it is dressed up."""
+"""The door passes model and tool calls and nothing else, however it is disguised."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.sandboxes.upstream import Call, raw, upstream
+from tests.sandboxes.upstream import Call, send_raw, upstream
 from tests.speed import scaled
 from turngate.errors import SandboxUnavailable
 from turngate.sandboxes import door
 
-PASS = [
+ALLOWED = [
     ("HEAD", "/"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/qwen3-8b"),
@@ -79,7 +79,7 @@ REFUSED = [
     ("POST", "/admin/events"),
     ("POST", "/v1/chat/completions;x"),
 ]
-BAD = {
+AMBIGUOUS = {
     "absolute form": "POST http://evil.example/v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n",
     "authority form": "CONNECT evil.example:443 HTTP/1.1\r\nhost: x\r\n\r\n",
     "asterisk": "OPTIONS * HTTP/1.1\r\nhost: x\r\n\r\n",
@@ -98,121 +98,129 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize(("method", "path"), PASS)
+@pytest.mark.parametrize(("method", "path"), ALLOWED)
 async def test_model_and_tool_calls_pass(method: str, path: str) -> None:
-    async with upstream() as gateway, door.open_door(gateway.url) as way:
+    async with upstream() as gateway, door.open_door(gateway.url) as opened_door:
         async with httpx.AsyncClient(timeout=scaled(5), trust_env=False) as client:
-            reply = await client.request(method, way.address + path, content=b"x" if method == "POST" else None)
+            reply = await client.request(method, opened_door.address + path, content=b"x" if method == "POST" else None)
         assert reply.status_code == 200
-        assert gateway.seen[0].first == f"{method} {path} HTTP/1.1"
-        assert (way.calls, way.refused) == (1, 0)
+        assert gateway.requests[0].request_line == f"{method} {path} HTTP/1.1"
+        assert (opened_door.calls, opened_door.refused) == (1, 0)
 
 
 @pytest.mark.parametrize(("method", "path"), REFUSED)
-async def test_nothing_else_does(method: str, path: str) -> None:
-    async with upstream() as gateway, door.open_door(gateway.url) as way:
-        port = int(way.address.rpartition(":")[2])
-        said = await raw(port, f"{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
-        assert said.startswith(b"HTTP/1.1 404 ")
-        assert b"x-turngate: 1" in said  # or the relay would try it again
-        assert not gateway.seen
-        assert (way.calls, way.refused) == (0, 1)
+async def test_other_paths_are_refused(method: str, path: str) -> None:
+    async with upstream() as gateway, door.open_door(gateway.url) as opened_door:
+        port = int(opened_door.address.rpartition(":")[2])
+        reply = await send_raw(
+            port, f"{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+        )
+        assert reply.startswith(b"HTTP/1.1 404 ")
+        assert b"x-turngate: 1" in reply  # otherwise the relay would retry it
+        assert not gateway.requests
+        assert (opened_door.calls, opened_door.refused) == (0, 1)
 
 
-@pytest.mark.parametrize("what", BAD)
-async def test_what_could_be_read_in_two_ways_is_refused(what: str) -> None:
+@pytest.mark.parametrize("what", AMBIGUOUS)
+async def test_ambiguous_requests_are_refused(what: str) -> None:
     smuggled = "GET /admin HTTP/1.1\r\nhost: x\r\n\r\n"
-    async with upstream() as gateway, door.open_door(gateway.url) as way:
-        said = await raw(int(way.address.rpartition(":")[2]), (BAD[what] + smuggled).encode("latin-1"))
-        assert said.startswith(b"HTTP/1.1 400 ")
-        assert said.count(b"connection: close") == 1
-        assert not gateway.seen
+    async with upstream() as gateway, door.open_door(gateway.url) as opened_door:
+        reply = await send_raw(
+            int(opened_door.address.rpartition(":")[2]), (AMBIGUOUS[what] + smuggled).encode("latin-1")
+        )
+        assert reply.startswith(b"HTTP/1.1 400 ")
+        assert reply.count(b"connection: close") == 1
+        assert not gateway.requests
 
 
-async def test_a_refused_call_does_not_open_the_way_for_the_next() -> None:
-    async with upstream() as gateway, door.open_door(gateway.url) as way:
+async def test_calls_after_refused_call_are_checked() -> None:
+    async with upstream() as gateway, door.open_door(gateway.url) as opened_door:
         admin = "POST /admin HTTP/1.1\r\nhost: x\r\ncontent-length: 7\r\n\r\nGET / H"
         good = "POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\nconnection: close\r\n\r\nok"
-        said = await raw(int(way.address.rpartition(":")[2]), admin + admin + good)
-        assert [said.count(b"HTTP/1.1 404"), said.count(b"HTTP/1.1 200")] == [2, 1]
-        assert [seen.first for seen in gateway.seen] == ["POST /v1/messages HTTP/1.1"]
+        reply = await send_raw(int(opened_door.address.rpartition(":")[2]), admin + admin + good)
+        assert [reply.count(b"HTTP/1.1 404"), reply.count(b"HTTP/1.1 200")] == [2, 1]
+        assert [request.request_line for request in gateway.requests] == ["POST /v1/messages HTTP/1.1"]
 
 
-async def test_what_a_server_might_believe_of_a_proxy_is_taken_out() -> None:
+async def test_proxy_headers_are_removed() -> None:
     headers = {"x-forwarded-for": "127.0.0.1", "forwarded": "for=x", "x-turngate-session": "other", "x-api-key": "mine"}
-    async with upstream() as gateway, door.open_door(gateway.url) as way:
+    async with upstream() as gateway, door.open_door(gateway.url) as opened_door:
         async with httpx.AsyncClient(timeout=scaled(5), trust_env=False) as client:
-            await client.post(f"{way.address}/v1/messages", content=b"x", headers=headers)
-        seen = gateway.seen[0].headers
-        assert seen["x-api-key"] == "mine"
-        assert not {"x-forwarded-for", "forwarded", "x-turngate-session"} & set(seen)
-        assert seen["host"] == gateway.url.removeprefix("http://")
+            await client.post(f"{opened_door.address}/v1/messages", content=b"x", headers=headers)
+        request_headers = gateway.requests[0].headers
+        assert request_headers["x-api-key"] == "mine"
+        assert not {"x-forwarded-for", "forwarded", "x-turngate-session"} & set(request_headers)
+        assert request_headers["host"] == gateway.url.removeprefix("http://")
 
 
-async def test_the_socket_is_for_its_user_alone_and_goes_with_the_door(tmp_path: Path) -> None:
+async def test_socket_is_private_and_removed_with_door(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     calls: list[tuple[str, str]] = []
     async with upstream() as gateway:
-        async with door.open_door(gateway.url, folder=tmp_path, on_call=lambda *call: calls.append(call)) as way:
-            assert way.socket and stat.S_IMODE(way.socket.stat().st_mode) == 0o600
-            said = await raw(0, "HEAD / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n", path=way.socket)
-            assert said.startswith(b"HTTP/1.1 200 ")
+        async with door.open_door(
+            gateway.url, folder=tmp_path, on_call=lambda *call: calls.append(call)
+        ) as opened_door:
+            assert opened_door.socket and stat.S_IMODE(opened_door.socket.stat().st_mode) == 0o600
+            reply = await send_raw(
+                0, "HEAD / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n", path=opened_door.socket
+            )
+            assert reply.startswith(b"HTTP/1.1 200 ")
             assert calls == [("HEAD", "/")]
         assert not list(tmp_path.iterdir())
 
 
-async def test_a_socket_whose_path_is_too_long_is_told_with_what_to_set() -> None:
-    """As a long TMPDIR makes it. The longest path that the system takes is taken."""
+async def test_too_long_socket_path_error_names_tmpdir() -> None:
+    """A long TMPDIR makes the path too long. The longest path that the system allows is accepted."""
     with tempfile.TemporaryDirectory(prefix="tg-") as short:
         room = door.MAX_SOCKET_PATH - len(f"{short}//gateway.sock")
         (fits := Path(short, "x" * room)).mkdir()
-        async with door.open_door("http://127.0.0.1:9", folder=fits) as way:
-            assert way.socket is not None and way.socket.is_socket()
-        (long := Path(short, "é" * (room // 2 + 1))).mkdir()  # bytes count, not letters
+        async with door.open_door("http://127.0.0.1:9", folder=fits) as opened_door:
+            assert opened_door.socket is not None and opened_door.socket.is_socket()
+        (long := Path(short, "é" * (room // 2 + 1))).mkdir()  # the limit is in bytes
         with pytest.raises(SandboxUnavailable, match=r"TMPDIR: .* may have at most 107; set TMPDIR to a folder"):
             async with door.open_door("http://127.0.0.1:9", folder=long):
                 pass
 
 
-async def test_a_gateway_that_is_down_is_told_from_one_that_answers() -> None:
+async def test_unreachable_gateway_is_502_without_turngate_header() -> None:
     async with (
-        door.open_door("http://127.0.0.1:1") as way,
+        door.open_door("http://127.0.0.1:1") as opened_door,
         httpx.AsyncClient(timeout=scaled(5), trust_env=False) as client,
     ):
-        reply = await client.post(f"{way.address}/v1/messages", content=b"x")
+        reply = await client.post(f"{opened_door.address}/v1/messages", content=b"x")
         assert reply.status_code == 502
         assert "x-turngate" not in reply.headers
 
 
-async def test_a_hang_up_passes_the_door() -> None:
+async def test_client_disconnect_reaches_gateway() -> None:
     gone = asyncio.Event()
 
     async def script(call: Call) -> None:
-        if await call.hung_up():
+        if await call.wait_for_hang_up():
             gone.set()
 
-    async with upstream(script) as gateway, door.open_door(gateway.url) as way:
-        _, writer = await asyncio.open_connection("127.0.0.1", int(way.address.rpartition(":")[2]))
+    async with upstream(script) as gateway, door.open_door(gateway.url) as opened_door:
+        _, writer = await asyncio.open_connection("127.0.0.1", int(opened_door.address.rpartition(":")[2]))
         writer.write(b"POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\nok")
-        while not gateway.seen:
+        while not gateway.requests:
             await asyncio.sleep(0.01)
         writer.close()
         await asyncio.wait_for(gone.wait(), scaled(2))
 
 
-async def test_doors_that_open_at_once_leave_the_umask_as_it_was(tmp_path: Path) -> None:
-    """It is the whole process's: a rollout that opens its door may not spoil the folders that another one is making."""
+async def test_concurrent_doors_keep_umask(tmp_path: Path) -> None:
+    """The umask belongs to the process: opening a door must not change the mode of folders that other rollouts create."""
     before = os.umask(0o022)
     try:
 
-        async def opened(n: int) -> None:
+        async def open_one(n: int) -> None:
             folder = tmp_path / str(n)
             folder.mkdir(mode=0o700)
-            async with door.open_door("http://127.0.0.1:9", folder=folder) as own:
-                assert own.socket is not None and stat.S_IMODE(own.socket.stat().st_mode) == 0o600
+            async with door.open_door("http://127.0.0.1:9", folder=folder) as opened_door:
+                assert opened_door.socket is not None and stat.S_IMODE(opened_door.socket.stat().st_mode) == 0o600
                 (folder / "made").mkdir(mode=0o700)
 
-        await asyncio.gather(*(opened(n) for n in range(20)))
+        await asyncio.gather(*(open_one(n) for n in range(20)))
         assert [oct(path.stat().st_mode & 0o777) for path in tmp_path.glob("*/made")] == ["0o700"] * 20
         assert os.umask(0o022) == 0o022
     finally:
@@ -220,15 +228,15 @@ async def test_doors_that_open_at_once_leave_the_umask_as_it_was(tmp_path: Path)
 
 
 @pytest.mark.parametrize("folder", [True, False], ids=["socket", "port"])
-async def test_a_door_that_nobody_waited_for_makes_the_loop_deaf_to_nobody(folder: bool, tmp_path: Path) -> None:
-    """Cancelled while it is opened: whatever gets its socket's number next is heard."""
+async def test_cancelled_open_leaves_no_stale_reader(folder: bool, tmp_path: Path) -> None:
+    """After cancellation while opening, the event loop still watches the next user of the socket's descriptor."""
 
-    async def stand() -> None:
+    async def hold_open() -> None:
         async with door.open_door("http://127.0.0.1:1", folder=tmp_path if folder else None):
             await asyncio.sleep(60)
 
     for steps in range(8):
-        opening = asyncio.create_task(stand())
+        opening = asyncio.create_task(hold_open())
         for _ in range(steps):
             await asyncio.sleep(0)
         opening.cancel()

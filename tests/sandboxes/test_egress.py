@@ -1,4 +1,4 @@
-"""An agent in a sandbox without a network reaches the gateway, and the gateway alone."""
+"""An agent in a sandbox without network reaches only the gateway."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.sandboxes.contract import sh
 from tests.sandboxes.test_relay import node
-from tests.sandboxes.upstream import OK, Call, answer, upstream
+from tests.sandboxes.upstream import OK, Call, reply_with, upstream
 from tests.speed import scaled
 from turngate.errors import SandboxError
 from turngate.sandboxes import door
@@ -18,8 +18,8 @@ from turngate.sandboxes.egress import RELAY_FOLDER, connect_sandbox
 
 pytestmark = pytest.mark.process
 
-# As an agent would: a POST, in the sandbox; prints the status and what comes, as it comes.
-ASK = """
+# Send a POST from the sandbox, and print the status and the reply.
+POST_PROGRAM = """
 import sys, urllib.request, urllib.error
 try:
     reply = urllib.request.urlopen(urllib.request.Request(sys.argv[1], data=b"question"), timeout=float(sys.argv[2]))
@@ -30,7 +30,7 @@ print(reply.status, reply.read().decode())
 
 
 async def ask(sandbox: Sandbox, url: str) -> str:
-    done = await sandbox.exec(["python3", "-c", ASK, url, str(scaled(30))], timeout_s=scaled(60))
+    done = await sandbox.exec(["python3", "-c", POST_PROGRAM, url, str(scaled(30))], timeout_s=scaled(60))
     return done.stdout.decode().strip() or done.stderr.decode()[-200:]
 
 
@@ -41,29 +41,31 @@ async def stream(call: Call) -> None:
     await call.send("0\r\n\r\n")
 
 
-async def test_a_sandbox_reaches_the_gateway_through_its_door_and_nothing_else(sandbox: Sandbox) -> None:
+async def test_sandbox_reaches_only_model_calls_of_gateway(sandbox: Sandbox) -> None:
     assert sandbox.shared
     async with upstream(stream) as gateway:
         folder = sandbox.shared[0]
         async with (
-            door.open_door(gateway.url, folder=folder) as way,
-            connect_sandbox(sandbox, way, give_up_s=scaled(5)) as url,
+            door.open_door(gateway.url, folder=folder) as opened_door,
+            connect_sandbox(sandbox, opened_door, give_up_s=scaled(5)) as url,
         ):
             assert await ask(sandbox, f"{url}/v1/messages") == "200 one two"
             assert (await ask(sandbox, f"{url}/admin/sessions")).startswith("404")
             assert (await ask(sandbox, f"{url}/v1/rollouts/other/chat/completions")).startswith("404")
-            posts = [seen for seen in gateway.seen if seen.first.startswith("POST")]
-            assert [(seen.first.split()[1], seen.body) for seen in posts] == [("/v1/messages", b"question")]
+            posts = [request for request in gateway.requests if request.request_line.startswith("POST")]
+            assert [(request.request_line.split()[1], request.body) for request in posts] == [
+                ("/v1/messages", b"question")
+            ]
         assert not list(folder.iterdir())
         assert "Connection refused" in await ask(sandbox, f"{url}/v1/messages")
 
 
-async def test_a_killed_relay_comes_back_on_its_port(sandbox: Sandbox) -> None:
+async def test_killed_relay_restarts_on_same_port(sandbox: Sandbox) -> None:
     assert sandbox.shared
     async with (
-        upstream(answer("still here")) as gateway,
-        door.open_door(gateway.url, folder=sandbox.shared[0]) as way,
-        connect_sandbox(sandbox, way) as url,
+        upstream(reply_with("still here")) as gateway,
+        door.open_door(gateway.url, folder=sandbox.shared[0]) as opened_door,
+        connect_sandbox(sandbox, opened_door) as url,
     ):
         await sh(sandbox, f"kill -KILL $(pgrep -f {sandbox.home}/{RELAY_FOLDER}/[r]elay.py)")
         async with asyncio.timeout(scaled(20)):
@@ -71,12 +73,12 @@ async def test_a_killed_relay_comes_back_on_its_port(sandbox: Sandbox) -> None:
                 await asyncio.sleep(0.25)
 
 
-async def test_a_gateway_that_restarts_is_not_noticed(sandbox: Sandbox) -> None:
+async def test_call_survives_gateway_restart(sandbox: Sandbox) -> None:
     assert sandbox.shared
     async with (
-        upstream(answer("after")) as gateway,
-        door.open_door(gateway.url, folder=sandbox.shared[0]) as way,
-        connect_sandbox(sandbox, way) as url,
+        upstream(reply_with("after")) as gateway,
+        door.open_door(gateway.url, folder=sandbox.shared[0]) as opened_door,
+        connect_sandbox(sandbox, opened_door) as url,
     ):
         port = int(gateway.url.rpartition(":")[2])
         await gateway.close()
@@ -87,17 +89,17 @@ async def test_a_gateway_that_restarts_is_not_noticed(sandbox: Sandbox) -> None:
         assert await call == "200 after"
 
 
-async def test_a_gateway_that_is_not_there_is_named_at_once(sandbox: Sandbox) -> None:
+async def test_unreachable_gateway_is_error_at_start(sandbox: Sandbox) -> None:
     assert sandbox.shared
-    async with door.open_door("http://127.0.0.1:1", folder=sandbox.shared[0]) as way:
+    async with door.open_door("http://127.0.0.1:1", folder=sandbox.shared[0]) as opened_door:
         with pytest.raises(SandboxError, match="cannot be reached from the sandbox"):
-            async with connect_sandbox(sandbox, way, give_up_s=0.5):
+            async with connect_sandbox(sandbox, opened_door, give_up_s=0.5):
                 pass
-    assert not await _relays(sandbox)
+    assert not await list_relays(sandbox)
 
 
 @pytest.mark.needs("node")
-async def test_an_image_without_python_takes_node(backend: Backend) -> None:
+async def test_node_relay_without_python(backend: Backend) -> None:
     program = Path(node()).resolve()
     inside = str(program.parent) if backend.name == "local" else "/opt/node"
     sandbox = await backend.create(SandboxSpec(mounts=(Mount(str(program.parent), inside),)))
@@ -106,24 +108,27 @@ async def test_an_image_without_python_takes_node(backend: Backend) -> None:
         hide = "mkdir bin && for name in python3 python; do printf '#!/bin/sh\\nexit 127\\n' >bin/$name && chmod +x bin/$name; done"
         await sh(sandbox, hide)
         sandbox.env = {**sandbox.env, "PATH": f"{sandbox.workdir}/bin:/usr/bin:/bin"}  # type: ignore[attr-defined]
-        async with upstream(answer("by node")) as gateway, door.open_door(gateway.url, folder=sandbox.shared[0]) as way:
-            async with connect_sandbox(sandbox, way, node=f"{inside}/node") as url:
+        async with (
+            upstream(reply_with("by node")) as gateway,
+            door.open_door(gateway.url, folder=sandbox.shared[0]) as opened_door,
+        ):
+            async with connect_sandbox(sandbox, opened_door, node=f"{inside}/node") as url:
                 assert await sh(sandbox, f"curl -s -d question {url}/v1/messages") == "by node"
                 assert "relay.mjs" in await sh(sandbox, f"ls {sandbox.home}/{RELAY_FOLDER}")
             with pytest.raises(SandboxError, match=r"Python 3\.8 or newer, or Node, but the sandbox has neither"):
                 sandbox.env = {**sandbox.env, "PATH": f"{sandbox.workdir}/bin"}  # type: ignore[attr-defined]
-                async with connect_sandbox(sandbox, way):
+                async with connect_sandbox(sandbox, opened_door):
                     pass
     finally:
         await sandbox.stop()
 
 
-async def test_ending_in_the_middle_leaves_no_relay(sandbox: Sandbox) -> None:
+async def test_cancellation_leaves_no_relay(sandbox: Sandbox) -> None:
     assert sandbox.shared
-    async with upstream() as gateway, door.open_door(gateway.url, folder=sandbox.shared[0]) as way:
+    async with upstream() as gateway, door.open_door(gateway.url, folder=sandbox.shared[0]) as opened_door:
 
         async def use() -> None:
-            async with connect_sandbox(sandbox, way):
+            async with connect_sandbox(sandbox, opened_door):
                 await asyncio.sleep(60)
 
         for after_s in (0.05, 0.3, 2.0):
@@ -132,28 +137,32 @@ async def test_ending_in_the_middle_leaves_no_relay(sandbox: Sandbox) -> None:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert not await _relays(sandbox)
+            assert not await list_relays(sandbox)
 
 
-async def test_a_sandbox_that_ends_first_is_no_trouble(backend: Backend) -> None:
+async def test_sandbox_may_stop_before_relay(backend: Backend) -> None:
     sandbox = await backend.create(SandboxSpec())
     assert sandbox.shared
     folder = sandbox.shared[0]
-    async with upstream() as gateway, door.open_door(gateway.url, folder=folder) as way, connect_sandbox(sandbox, way):
+    async with (
+        upstream() as gateway,
+        door.open_door(gateway.url, folder=folder) as opened_door,
+        connect_sandbox(sandbox, opened_door),
+    ):
         await sandbox.stop()
         await asyncio.sleep(1)
 
 
-async def _relays(sandbox: Sandbox) -> list[str]:
+async def list_relays(sandbox: Sandbox) -> list[str]:
     await asyncio.sleep(0.2)
     return (await sandbox.exec(["pgrep", "-f", f"{sandbox.home}/{RELAY_FOLDER}/relay.py"])).stdout.decode().split()
 
 
-async def test_the_relay_has_no_secret_in_its_command_line(sandbox: Sandbox) -> None:
+async def test_relay_command_line_has_no_secret(sandbox: Sandbox) -> None:
     assert sandbox.shared
     async with (
         upstream() as gateway,
-        door.open_door(gateway.url, folder=sandbox.shared[0]) as way,
-        connect_sandbox(sandbox, way),
+        door.open_door(gateway.url, folder=sandbox.shared[0]) as opened_door,
+        connect_sandbox(sandbox, opened_door),
     ):
         assert gateway.url not in await sh(sandbox, "ps axww -o args")

@@ -1,4 +1,4 @@
-"""Where a sandbox has its folders, what travels, and commands that leave nothing running: what grading asks of it."""
+"""What grading needs of a sandbox: given folders, copies with exclusions, and commands that leave nothing running."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from turngate.errors import SandboxError, SandboxTooLarge
 from turngate.sandboxes.base import Backend, Sandbox, SandboxSpec
 
 
-async def test_a_working_folder_and_further_ones_are_where_they_are_asked_for(backend: Backend) -> None:
+async def test_working_folder_and_extra_folders(backend: Backend) -> None:
     spec = SandboxSpec(workdir="/testbed/repo", folders=() if backend.name == "local" else ("/tests", "/logs"))
     assert ("workdir" in backend.not_enforced(spec)) == (backend.name == "local")
     sandbox = await backend.create(spec)
@@ -28,15 +28,15 @@ async def test_a_working_folder_and_further_ones_are_where_they_are_asked_for(ba
 @pytest.mark.needs("bubblewrap")
 @pytest.mark.full
 @pytest.mark.parametrize("place", ["/", "/usr/x", "/etc", "relative", "/a/../b"])
-async def test_a_folder_that_cannot_be_there_is_named(place: str, root: Path) -> None:
+async def test_invalid_working_folder_is_error(place: str, root: Path) -> None:
     kit.need("bubblewrap")
     with pytest.raises(SandboxError, match="cannot have its own folder"):
         await kit.MAKE["bubblewrap"](root).create(SandboxSpec(workdir=place))
 
 
-async def test_what_is_excluded_does_not_travel(sandbox: Sandbox, tmp_path: Path) -> None:
-    made = "mkdir -p .git/x sub/.git keep; touch .git/x/a .gitignore sub/.git/b keep/c"
-    await sandbox.exec(["/bin/sh", "-c", made])
+async def test_excluded_files_are_not_copied(sandbox: Sandbox, tmp_path: Path) -> None:
+    script = "mkdir -p .git/x sub/.git keep; touch .git/x/a .gitignore sub/.git/b keep/c"
+    await sandbox.exec(["/bin/sh", "-c", script])
     await sandbox.download(sandbox.workdir, tmp_path / "out", exclude=(".git",))
     names = sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file())
     assert names == [".gitignore", "keep/c", "sub/.git/b"]
@@ -44,7 +44,7 @@ async def test_what_is_excluded_does_not_travel(sandbox: Sandbox, tmp_path: Path
     assert (await sandbox.exec(["find", "again", "-type", "f"])).stdout == b"again/.gitignore\n"
 
 
-async def test_of_long_output_the_ends_are_kept(sandbox: Sandbox) -> None:
+async def test_long_output_is_truncated_in_the_middle(sandbox: Sandbox) -> None:
     loud = "echo begin; head -c 3000000 /dev/zero | tr '\\0' x; echo; echo end"
     done = await sandbox.exec(["/bin/sh", "-c", loud], keep=10_000)
     assert done.stdout.startswith(b"begin\n") and done.stdout.endswith(b"\nend\n")
@@ -52,16 +52,14 @@ async def test_of_long_output_the_ends_are_kept(sandbox: Sandbox) -> None:
     assert (await sandbox.exec(["echo", "short"], keep=10_000)).stdout == b"short\n"
 
 
-async def test_a_command_may_have_to_leave_nothing_running(sandbox: Sandbox) -> None:
+async def test_exec_can_kill_leftover_processes(sandbox: Sandbox) -> None:
     daemon = "(setsid sh -c 'sleep 4401' &) >/dev/null 2>&1; exit 3"
     done = await sandbox.exec(["/bin/sh", "-c", daemon], leave=False)
     assert done.exit_code == 3 and not kit.processes("sleep\x004401")
     assert (await sandbox.exec(["echo", "still there"])).stdout == b"still there\n"
 
 
-async def test_a_folder_without_end_is_not_waited_for(
-    sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_oversized_folder_is_refused(sandbox: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("turngate.sandboxes.posix.FOLDER_LIMIT", 1_000_000)
     await sandbox.exec(["truncate", "-s", "1T", "endless"])
     with pytest.raises(SandboxTooLarge):

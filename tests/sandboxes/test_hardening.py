@@ -1,4 +1,4 @@
-"""Holes that a review found, each closed: the keyring, escapes from `kill`, crafted folders, ended containers, full doors, tunnels."""
+"""Regression tests for security holes: the keyring, escapes from `kill`, crafted folders, ended containers, full doors, tunnels."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from tests.sandboxes import kit
-from tests.sandboxes.test_archive import FILE, HARD, LINK, PIPE, made
-from tests.sandboxes.upstream import raw, upstream
+from tests.sandboxes.test_archive import FILE, HARD, LINK, PIPE, make_tar
+from tests.sandboxes.upstream import send_raw, upstream
 from tests.speed import scaled
 from turngate.agents import install
 from turngate.errors import AgentError, SandboxError
@@ -34,11 +34,11 @@ pytestmark = [pytest.mark.process, pytest.mark.alone]
 
 @pytest.fixture
 def key() -> Iterator[int]:
-    """In the keyring of the user who runs this."""
+    """A key in the keyring of the current user."""
     libc = ctypes.CDLL(None, use_errno=True)
     number = libc.syscall(248, b"user", b"turngate-test", b"secret", 6, -4)
     if number < 0 or os.uname().machine != "x86_64":
-        pytest.skip("no keyring here")
+        pytest.skip("this machine has no keyring")
     yield number
     libc.syscall(250, 9, number, -4)
 
@@ -72,85 +72,85 @@ socket.socket(socket.AF_UNIX), socket.socket(socket.AF_INET)
     assert done.stdout.decode().split("\n") == ["-1 1"] * 5 + ["closed"] * 2 + ["0"] * 2 + [""], done
 
 
-def test_an_unknown_machine_is_said_to_have_no_filter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_filter_is_reported_on_unknown_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(len(seccomp.build_filter(machine) or b"") % 8 == 0 for machine in seccomp.ARCHITECTURES)
-    assert not [wish for wish in BubblewrapBackend().not_enforced(SandboxSpec()) if "keyring" in wish]
+    assert not [item for item in BubblewrapBackend().not_enforced(SandboxSpec()) if "keyring" in item]
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     assert seccomp.build_filter() is None
-    assert [wish for wish in BubblewrapBackend().not_enforced(SandboxSpec()) if "keyring" in wish]
+    assert [item for item in BubblewrapBackend().not_enforced(SandboxSpec()) if "keyring" in item]
 
 
-# ── nothing outlives `kill` ──
+# ── escapes from `kill` ──
 
 ESCAPES = {
     "kills its guard": "kill -9 $PPID; exec sleep 77123",
     "stops its guard": "kill -STOP $PPID; exec sleep 77123",
-    "leaves mark and parents": "env -i setsid sh -c 'sleep 77123 &' & sleep 0.5; exec sleep 77123",
-    "throws its own mark away": "exec env -i sleep 77123",
+    "leaves its environment and its parents": "env -i setsid sh -c 'sleep 77123 &' & sleep 0.5; exec sleep 77123",
+    "clears its environment": "exec env -i sleep 77123",
 }
 
 
 @pytest.mark.parametrize("how", ESCAPES)
 @pytest.mark.parametrize("name", kit.backends())
-async def test_nothing_outlives_kill(root: Path, name: str, how: str) -> None:
+async def test_no_process_survives_kill(root: Path, name: str, how: str) -> None:
     kit.need(name)
     if name == "docker" and "guard" in how:
-        pytest.skip("has none")
+        pytest.skip("docker has no guard process")
     sandbox = await kit.MAKE[name](root).create(SandboxSpec())
     try:
-        mine, relays = (
+        job_sleep, relay_sleep = (
             str(77_000_000 + 2 * (10 * list(kit.MAKE).index(name) + list(ESCAPES).index(how)) + n) for n in (0, 1)
         )
-        other = await sandbox.start(["sleep", relays], env={"TURNGATE_ALONE": "1"})  # as a relay
-        job = await sandbox.start(["/bin/sh", "-c", ESCAPES[how].replace("77123", mine)])
+        other = await sandbox.start(["sleep", relay_sleep], env={"TURNGATE_ALONE": "1"})  # marked as a relay is
+        job = await sandbox.start(["/bin/sh", "-c", ESCAPES[how].replace("77123", job_sleep)])
         ended = asyncio.create_task(job.wait())
         count = 2 if "parents" in how else 1
-        await kit.wait_until(lambda: ended.done() or len(kit.processes(f"sleep\0{mine}")) >= count)
-        await kit.wait_until(lambda: kit.processes(f"sleep\0{relays}"))
+        await kit.wait_until(lambda: ended.done() or len(kit.processes(f"sleep\0{job_sleep}")) >= count)
+        await kit.wait_until(lambda: kit.processes(f"sleep\0{relay_sleep}"))
         await asyncio.wait_for(job.kill(grace_s=0.5), scaled(30))
         assert await asyncio.wait_for(ended, scaled(5))
-        assert not kit.processes(f"sleep\0{mine}")
-        assert kit.processes(f"sleep\0{relays}")
+        assert not kit.processes(f"sleep\0{job_sleep}")
+        assert kit.processes(f"sleep\0{relay_sleep}")
         await other.kill()
     finally:
         await sandbox.stop()
 
 
-# ── what comes out ──
+# ── downloads ──
 
 
-def test_hard_links_take_no_room(tmp_path: Path) -> None:
+def test_hard_links_do_not_count_towards_limit(tmp_path: Path) -> None:
     many = [(f"l{n}", HARD, "a") for n in range(50)]
-    archive.unpack(made(("a", FILE, b"x" * 1000), *many), tmp_path / "out", limit=1000)
+    archive.unpack(make_tar(("a", FILE, b"x" * 1000), *many), tmp_path / "out", limit=1000)
     assert (tmp_path / "out" / "a").stat().st_nlink == 51
 
 
-def test_what_cannot_be_linked_is_left_out_and_named(tmp_path: Path) -> None:
+def test_invalid_links_are_skipped_and_named(tmp_path: Path) -> None:
     members = [("p", PIPE, ""), ("p2", HARD, "p"), ("s", LINK, "good"), ("d/s2", HARD, "s"), ("up", LINK, "d/x")]
-    left = archive.unpack(
-        made(*members, ("n", HARD, "none"), ("e", HARD, "."), ("good", FILE, b"x")), tmp_path, limit=9
+    skipped = archive.unpack(
+        make_tar(*members, ("n", HARD, "none"), ("e", HARD, "."), ("good", FILE, b"x")), tmp_path, limit=9
     )
     assert sorted(os.listdir(tmp_path)) == ["d", "good", "s", "up"]
-    assert [line.partition(":")[0] for line in left] == ["p", "n", "e"]
+    assert [line.partition(":")[0] for line in skipped] == ["p", "n", "e"]
 
 
-def _crafted(kind: bytes, size: int) -> io.BytesIO:
+def craft_header(kind: bytes, size: int) -> io.BytesIO:
     header = tarfile.TarInfo("p")
     header.type, header.size = kind, size
     return io.BytesIO(header.tobuf(tarfile.USTAR_FORMAT) + bytes(5000))
 
 
-def test_headers_that_would_fill_memory_are_refused(tmp_path: Path) -> None:
+def test_huge_headers_are_refused(tmp_path: Path) -> None:
     for kind in (b"x", b"L", b"K", b"X"):
         with pytest.raises(SandboxError, match=r"was not copied completely"):
-            archive.unpack(_crafted(kind, 2_000_000), tmp_path, limit=10**9)
+            archive.unpack(craft_header(kind, 2_000_000), tmp_path, limit=10**9)
     for kind in (b"g", b"S"):
         with pytest.raises(SandboxError, match=r"was not copied completely"):
-            archive.unpack(_crafted(kind, 10), tmp_path, limit=10**9)
+            archive.unpack(craft_header(kind, 10), tmp_path, limit=10**9)
 
 
 @pytest.mark.parametrize("pax", [{"path": "a\0b"}, {"size": "-1"}, {"linkpath": ""}, {"mtime": "x"}, {"path": ""}])
-def test_a_crafted_stream_raises_only_sandbox_errors(pax: dict[str, str], tmp_path: Path) -> None:
+def test_crafted_stream_raises_only_sandbox_errors(pax: dict[str, str], tmp_path: Path) -> None:
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as tar:
         entry = tarfile.TarInfo("x")
@@ -161,25 +161,25 @@ def test_a_crafted_stream_raises_only_sandbox_errors(pax: dict[str, str], tmp_pa
             archive.unpack(io.BytesIO(data), tmp_path / "out", limit=1000)
 
 
-def test_a_copy_has_a_deadline(tmp_path: Path) -> None:
+def test_unpacking_has_deadline(tmp_path: Path) -> None:
     with pytest.raises(SandboxError, match="longer"):
-        archive.unpack(made(("a", FILE, b"x")), tmp_path, limit=9, timeout_s=-1)
+        archive.unpack(make_tar(("a", FILE, b"x")), tmp_path, limit=9, timeout_s=-1)
     with pytest.raises(SandboxError, match="longer"):
-        archive.unpack(made(("a", FILE, b"x")), tmp_path, limit=9, is_cancelled=lambda: True)
+        archive.unpack(make_tar(("a", FILE, b"x")), tmp_path, limit=9, is_cancelled=lambda: True)
 
 
 @pytest.mark.needs("bubblewrap")
 @pytest.mark.full
-async def test_a_file_that_cannot_be_read_does_not_cost_the_folder(root: Path, tmp_path: Path) -> None:
+async def test_unreadable_file_does_not_fail_download(root: Path, tmp_path: Path) -> None:
     kit.need("bubblewrap")
     sandbox = await BubblewrapBackend(root).create(SandboxSpec())
     try:
         await sandbox.exec(["/bin/sh", "-c", "echo good >good; echo x >x; mkdir d; chmod 000 x d; mkfifo a; ln a b"])
-        left = await sandbox.download(sandbox.workdir, tmp_path / "out")
+        skipped = await sandbox.download(sandbox.workdir, tmp_path / "out")
     finally:
         await sandbox.stop()
     assert (tmp_path / "out" / "good").read_text() == "good\n"
-    assert any("./x" in line for line in left) and any("./d" in line for line in left)
+    assert any("./x" in line for line in skipped) and any("./d" in line for line in skipped)
 
 
 DEEP = """
@@ -191,17 +191,15 @@ os.chmod(".", 0)
 
 
 @pytest.mark.parametrize("name", kit.backends("local", "bubblewrap"))
-async def test_a_folder_of_any_depth_comes_out_in_part_and_is_removed_whole(
-    root: Path, name: str, tmp_path: Path
-) -> None:
+async def test_deep_folder_is_partly_downloaded_and_removed(root: Path, name: str, tmp_path: Path) -> None:
     kit.need(name)
     sandbox = await kit.MAKE[name](root).create(SandboxSpec())
     try:
         done = await sandbox.exec(["python3", "-c", DEEP], timeout_s=scaled(30))
         assert not done.exit_code, done
         async with asyncio.timeout(scaled(30)):
-            left = await sandbox.download(sandbox.workdir, tmp_path / "out", exclude=[".git"])
-        assert any("folders deep" in line for line in left)
+            skipped = await sandbox.download(sandbox.workdir, tmp_path / "out", exclude=[".git"])
+        assert any("folders deep" in line for line in skipped)
         assert (tmp_path / "out" / "a" / "a" / "f").exists()
         await sandbox.upload(tmp_path / "out", f"{sandbox.home}/again")
     finally:
@@ -214,14 +212,14 @@ async def test_a_folder_of_any_depth_comes_out_in_part_and_is_removed_whole(
 
 @pytest.mark.needs("docker")
 @pytest.mark.full
-async def test_a_container_that_its_agent_ends_is_no_fault_of_the_sandbox(root: Path) -> None:
+async def test_agent_that_ends_its_container_gets_exit_code(root: Path) -> None:
     kit.need("docker")
     sandbox = await DockerBackend(root).create(SandboxSpec())
     try:
         job = await sandbox.start(["/bin/sh", "-c", "kill 1; sleep 0.2; exit 1"])
         async with asyncio.timeout(scaled(30)):
             assert await job.wait() in (1, 137)
-            with pytest.raises(SandboxError):  # as soon as the container has ended
+            with pytest.raises(SandboxError):  # once the container has ended
                 while True:
                     await sandbox.exec(["true"])
         await job.kill()
@@ -231,7 +229,7 @@ async def test_a_container_that_its_agent_ends_is_no_fault_of_the_sandbox(root: 
 
 @pytest.mark.needs("docker")
 @pytest.mark.full
-async def test_a_build_that_fails_leaves_nothing_and_shows_its_last_lines(root: Path, tmp_path: Path) -> None:
+async def test_failing_build_shows_last_lines_and_leaves_nothing(root: Path, tmp_path: Path) -> None:
     kit.need("docker")
     (tmp_path / "Dockerfile").write_text(
         "FROM turngate-base:bookworm\nRUN printf '\\033[31mred-77\\033[0m\\n'; exit 3\n"
@@ -241,48 +239,48 @@ async def test_a_build_that_fails_leaves_nothing_and_shows_its_last_lines(root: 
     with pytest.raises(SandboxError, match="last lines") as caught:
         await DockerBackend(root).create(SandboxSpec(dockerfile=str(tmp_path)))
     assert "\x1b" not in caught.value.message
-    left = set(subprocess.run(ids, capture_output=True, check=True).stdout.split()) - before
-    assert not left
+    leftovers = set(subprocess.run(ids, capture_output=True, check=True).stdout.split()) - before
+    assert not leftovers
 
 
 # ── the door ──
 
 
-async def test_a_large_body_for_nowhere_is_refused_unread() -> None:
-    async with upstream() as gateway, door.open_door(gateway.url) as way:
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(way.address.rpartition(":")[2]))
+async def test_large_body_for_unknown_path_is_refused_unread() -> None:
+    async with upstream() as gateway, door.open_door(gateway.url) as opened_door:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(opened_door.address.rpartition(":")[2]))
         writer.write(b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: 60000000\r\n\r\n")
         assert (await asyncio.wait_for(reader.readline(), scaled(5))).startswith(b"HTTP/1.1 404")
-        assert way.refused == 1
+        assert opened_door.refused == 1
         writer.close()
 
 
-async def test_connections_bodies_and_silence_have_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_door_limits_connections_bodies_and_silence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(door, "MAX_CONNECTIONS", 3)
     monkeypatch.setattr(door, "MAX_BODY_BYTES", 100_000)
     monkeypatch.setattr(door, "STALL_S", scaled(0.5))
     head = "POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: {}\r\n\r\n"
-    async with upstream() as gateway, door.open_door(gateway.url, folder=tmp_path) as way:
-        slow = [await asyncio.open_unix_connection(str(way.socket)) for _ in range(2)]
+    async with upstream() as gateway, door.open_door(gateway.url, folder=tmp_path) as opened_door:
+        slow = [await asyncio.open_unix_connection(str(opened_door.socket)) for _ in range(2)]
         slow[0][1].write(head.format(90_000).encode())
         await asyncio.sleep(0.1)
-        said = await raw(0, head.format(20_000) + "x" * 20_000, path=way.socket)
-        assert said.startswith(b"HTTP/1.1 503") and b"x-turngate" not in said  # so that a relay tries again
-        slow.append(await asyncio.open_unix_connection(str(way.socket)))
+        reply = await send_raw(0, head.format(20_000) + "x" * 20_000, path=opened_door.socket)
+        assert reply.startswith(b"HTTP/1.1 503") and b"x-turngate" not in reply  # so a relay retries
+        slow.append(await asyncio.open_unix_connection(str(opened_door.socket)))
         await asyncio.sleep(0.1)
-        assert (await raw(0, "", path=way.socket)).startswith(b"HTTP/1.1 503")
+        assert (await send_raw(0, "", path=opened_door.socket)).startswith(b"HTTP/1.1 503")
         assert (await asyncio.wait_for(slow[0][0].readline(), scaled(5))).startswith(b"HTTP/1.1 408")
-        assert await asyncio.wait_for(slow[1][0].read(), scaled(5)) == b""  # idle
-        assert (await raw(0, head.format(2) + "ok", path=way.socket)).startswith(b"HTTP/1.1 200")
+        assert await asyncio.wait_for(slow[1][0].read(), scaled(5)) == b""  # an idle connection is closed
+        assert (await send_raw(0, head.format(2) + "ok", path=opened_door.socket)).startswith(b"HTTP/1.1 200")
         for _, writer in slow:
             writer.close()
-    assert relay.HttpRelay(lambda: "").max_connections > 1_000_000  # none inside a sandbox
+    assert relay.HttpRelay(lambda: "").max_connections > 1_000_000  # no limit in a sandbox
 
 
 # ── tunnels, installations, owners ──
 
 
-async def test_a_tunnel_ends_with_its_owner() -> None:
+async def test_tunnel_ends_with_its_owner() -> None:
     script = """
 import asyncio
 from turngate.sandboxes import tunnel
@@ -302,13 +300,13 @@ asyncio.run(main())
     await kit.wait_until(lambda: not kit.processes("sleep\x0077125"))
 
 
-def test_a_tunnels_command_sees_no_secret_but_its_own() -> None:
-    ours = {"PATH": "p", "TURNGATE_ADMIN_KEY": "a", "OPENAI_API_KEY": "b", "NGROK_AUTHTOKEN": "c", "TUNNEL_TOKEN": "d"}
-    assert set(tunnel.filter_environment("/usr/bin/ngrok", ours)) == {"PATH", "NGROK_AUTHTOKEN", "TUNNEL_TOKEN"}
-    assert set(tunnel.filter_environment("ssh", ours)) == {"PATH", "TUNNEL_TOKEN"}
+def test_tunnel_command_sees_only_its_own_secrets() -> None:
+    env = {"PATH": "p", "TURNGATE_ADMIN_KEY": "a", "OPENAI_API_KEY": "b", "NGROK_AUTHTOKEN": "c", "TUNNEL_TOKEN": "d"}
+    assert set(tunnel.filter_environment("/usr/bin/ngrok", env)) == {"PATH", "NGROK_AUTHTOKEN", "TUNNEL_TOKEN"}
+    assert set(tunnel.filter_environment("ssh", env)) == {"PATH", "TUNNEL_TOKEN"}
 
 
-def test_an_installation_sees_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_command_sees_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OPENAI_API_KEY", "TURNGATE_ADMIN_KEY", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "secret-77")
     monkeypatch.setenv("npm_config_registry", "registry-77")
@@ -317,7 +315,7 @@ def test_an_installation_sees_no_secret(monkeypatch: pytest.MonkeyPatch) -> None
     assert "secret-77" not in caught.value.message and "registry-77" in caught.value.message
 
 
-def test_a_machine_is_known_by_more_than_its_name() -> None:
+def test_host_id_includes_machine_id() -> None:
     here = owner.current_owner()
     if Path("/etc/machine-id").exists() and Path("/etc/machine-id").read_text().strip():
         assert "/" in here.host and Path("/etc/machine-id").read_text().strip() not in here.host

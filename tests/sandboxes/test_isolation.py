@@ -1,4 +1,4 @@
-"""What an agent cannot do from inside: reach the network, the host's files and processes, other sandboxes, or more rights."""
+"""An agent cannot reach the network, the host's files and processes, or other sandboxes, nor gain privileges."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def backend(request: pytest.FixtureRequest, root: Path) -> Backend:
 
 @pytest.fixture
 def secret() -> Iterator[Path]:
-    """A file of the host in its /tmp that everybody there can read."""
+    """A file in the host's /tmp that every user can read."""
     with tempfile.NamedTemporaryFile("w", prefix="secret-", delete=False) as file:
         file.write("secret of the host")
     path = Path(file.name)
@@ -41,8 +41,8 @@ def secret() -> Iterator[Path]:
 # ── network ──
 
 
-async def test_there_is_no_network(sandbox: Sandbox) -> None:
-    """Neither a service of the host's loopback, nor any address, nor a name."""
+async def test_network_is_unreachable(sandbox: Sandbox) -> None:
+    """Neither services on the host's loopback nor addresses nor host names are reachable."""
     with socket.create_server(("0.0.0.0", 0)) as host:
         port = host.getsockname()[1]
         script = """
@@ -62,7 +62,7 @@ print([name for _, name in socket.if_nameindex()])
             host.accept()
 
 
-async def test_abstract_sockets_of_the_host_are_out_of_reach(sandbox: Sandbox) -> None:
+async def test_host_abstract_sockets_are_unreachable(sandbox: Sandbox) -> None:
     with socket.socket(socket.AF_UNIX) as host:
         host.bind("\0turngate-test")
         host.listen()
@@ -86,7 +86,7 @@ async def test_commands_share_one_loopback(sandbox: Sandbox) -> None:
 # ── files and processes ──
 
 
-async def test_files_of_the_host_are_out_of_reach(sandbox: Sandbox, secret: Path) -> None:
+async def test_host_files_are_unreadable(sandbox: Sandbox, secret: Path) -> None:
     here = str(Path(__file__).resolve())
     for path in (
         str(secret),
@@ -104,8 +104,8 @@ async def test_files_of_the_host_are_out_of_reach(sandbox: Sandbox, secret: Path
     assert str(secret.name) not in await sh(sandbox, "ls -A /tmp")
 
 
-async def test_a_link_to_a_file_of_the_host_leads_nowhere(sandbox: Sandbox, secret: Path, tmp_path: Path) -> None:
-    """Not even for us, who read and write its files with the host's rights at hand."""
+async def test_links_to_host_files_are_not_followed(sandbox: Sandbox, secret: Path, tmp_path: Path) -> None:
+    """Not even the host's own reads and writes follow it."""
     await sh(
         sandbox, 'ln -s "$1" link && mkdir d && ln -s "$1" d/link && ln -s "$2" folder', str(secret), str(tmp_path)
     )
@@ -124,19 +124,19 @@ async def test_a_link_to_a_file_of_the_host_leads_nowhere(sandbox: Sandbox, secr
     assert not (tmp_path / "file").exists()
 
 
-async def test_processes_of_the_host_are_out_of_sight(sandbox: Sandbox) -> None:
-    with subprocess.Popen(["sleep", "6201"]) as ours:
+async def test_host_processes_are_invisible(sandbox: Sandbox) -> None:
+    with subprocess.Popen(["sleep", "6201"]) as host_process:
         try:
             assert "6201" not in await sh(sandbox, "ps axww -o args")
-            assert (await sandbox.exec(["/bin/sh", "-c", f"kill -0 {ours.pid}"])).exit_code != 0
+            assert (await sandbox.exec(["/bin/sh", "-c", f"kill -0 {host_process.pid}"])).exit_code != 0
             await sandbox.exec(["/bin/sh", "-c", "kill -9 -1"], timeout_s=scaled(20))
             await asyncio.sleep(0.2)
-            assert ours.poll() is None
+            assert host_process.poll() is None
         finally:
-            ours.kill()
+            host_process.kill()
 
 
-async def test_another_sandbox_is_out_of_reach(backend: Backend, sandbox: Sandbox) -> None:
+async def test_other_sandbox_is_unreachable(backend: Backend, sandbox: Sandbox) -> None:
     other = await backend.create(SandboxSpec(env={"KEY": "of the other"}))
     try:
         await other.write(f"{other.home}/private", b"of the other")
@@ -159,7 +159,7 @@ async def test_another_sandbox_is_out_of_reach(backend: Backend, sandbox: Sandbo
 # ── rights ──
 
 
-async def test_the_system_is_read_only_and_there_are_no_privileges(sandbox: Sandbox) -> None:
+async def test_system_is_read_only_and_unprivileged(sandbox: Sandbox) -> None:
     status = await sh(sandbox, "cat /proc/self/status")
     for kind in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"):
         assert f"{kind}:\t0000000000000000" in status
@@ -170,8 +170,8 @@ async def test_the_system_is_read_only_and_there_are_no_privileges(sandbox: Sand
         assert (await sandbox.exec(["/bin/sh", "-c", command])).exit_code != 0, command
 
 
-async def test_nothing_of_the_kernels_settings_can_be_written(sandbox: Sandbox) -> None:
-    """`core_pattern` alone would be a way to run programs on the host, as root."""
+async def test_kernel_settings_are_not_writable(sandbox: Sandbox) -> None:
+    """`core_pattern` alone would allow running programs on the host as root."""
     before = Path("/proc/sys/kernel/core_pattern").read_text()
     script = r"""
 import os, stat
@@ -195,7 +195,7 @@ print(written)
     assert Path("/proc/sys/kernel/core_pattern").read_text() == before
 
 
-async def test_mounts_are_read_only_unless_they_are_not(backend: Backend, tmp_path: Path) -> None:
+async def test_mounts_are_read_only_by_default(backend: Backend, tmp_path: Path) -> None:
     for name in ("read, only", "write"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("of the host")
@@ -219,8 +219,8 @@ async def test_mounts_are_read_only_unless_they_are_not(backend: Backend, tmp_pa
 
 @pytest.mark.needs("bubblewrap")
 @pytest.mark.full
-async def test_a_supervisor_cannot_be_looked_into(root: Path) -> None:
-    """It has the agent's own user id."""
+async def test_supervisor_is_not_inspectable(root: Path) -> None:
+    """The supervisor has the agent's user id."""
     kit.need("bubblewrap")
     sandbox = await BubblewrapBackend(root).create(SandboxSpec())
     try:
@@ -234,9 +234,9 @@ async def test_a_supervisor_cannot_be_looked_into(root: Path) -> None:
 
 @pytest.fixture
 async def as_nobody(root: Path) -> AsyncIterator[list[str]]:
-    """The words that run a command as a user without rights."""
+    """The prefix that runs a command as an unprivileged user."""
     if os.geteuid() != 0:
-        pytest.skip("this already is a user without rights")
+        pytest.skip("this is already an unprivileged user")
     yield ["runuser", "-u", "nobody", "--"]
 
 
@@ -259,7 +259,7 @@ async def main():
     print(done.stdout.decode().split(), list(backend.root.iterdir()))
 asyncio.run(main())
 """
-    # A copy, and the system's Python with our packages: this checkout may lie where nobody else can go.
+    # Uses a copy with the system's Python: other users may not be able to read this checkout.
     with tempfile.TemporaryDirectory() as folder:
         import msgspec
 
@@ -267,18 +267,18 @@ asyncio.run(main())
             subprocess.run(["cp", "-r", str(package), folder], check=True)
         subprocess.run(["chmod", "-R", "a+rX", folder], check=True)
         if not Path("/usr/bin/python3").exists():
-            pytest.skip("there is no system Python that another user could run")
+            pytest.skip("no system Python that another user could run")
         done = subprocess.run(
             [*as_nobody, "/usr/bin/python3", "-c", script, folder], capture_output=True, text=True, cwd="/", check=False
         )
     assert done.stdout == "['1000', 'done'] []\n", done.stderr
 
 
-# ── what local does not promise ──
+# ── local ──
 
 
 @pytest.mark.process
-async def test_local_says_what_it_does_not_enforce(root: Path) -> None:
+async def test_local_reports_what_it_does_not_enforce(root: Path) -> None:
     backend = LocalBackend(root)
     assert "network" in backend.not_enforced(SandboxSpec())
     assert backend.not_enforced(SandboxSpec(network="open")) == ()
@@ -286,13 +286,13 @@ async def test_local_says_what_it_does_not_enforce(root: Path) -> None:
         await backend.create(SandboxSpec(mounts=(Mount("/usr", "/elsewhere"),)))
     sandbox = await backend.create(SandboxSpec(mounts=(Mount("/usr", "/usr"),)))
     try:
-        for place in (sandbox.home, sandbox.workdir):
-            assert Path(place).stat().st_mode & 0o077 == 0
+        for folder in (sandbox.home, sandbox.workdir):
+            assert Path(folder).stat().st_mode & 0o077 == 0
     finally:
         await sandbox.stop()
 
 
-async def test_a_trap_in_the_temporary_folder_is_noticed(tmp_path: Path) -> None:
+async def test_unsafe_root_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     (tmp_path / "mine").mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""Limits of local and bubblewrap: held where the machine lets us, named where it does not."""
+"""Limits of local and bubblewrap: enforced where the machine allows it, reported otherwise."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def groups() -> list[Path]:
     return [path for path in Path("/sys/fs/cgroup").rglob("turngate/*-*") if path.is_dir()]
 
 
-async def test_limits_are_held_where_they_can_be(backend: Backend) -> None:
+async def test_limits_are_enforced(backend: Backend) -> None:
     if cgroups.enforceable_limits() != ALL:
-        pytest.skip("this machine lets us make no control groups")
+        pytest.skip("this machine does not allow control groups")
     assert not set(backend.not_enforced(SandboxSpec(resources=LIMITS))) & ALL  # type: ignore[attr-defined]
     before = groups()
     sandbox = await backend.create(SandboxSpec(resources=LIMITS))
@@ -40,7 +40,7 @@ async def test_limits_are_held_where_they_can_be(backend: Backend) -> None:
             ["/bin/sh", "-c", "for i in $(seq 100); do sleep 5 & done; wait"], timeout_s=scaled(60)
         )
         assert b"annot fork" in forks.stderr
-        full = await sandbox.exec(["true"])  # what the shell left is still sleeping
+        full = await sandbox.exec(["true"])  # processes of the shell are still sleeping
         assert (full.exit_code, b"cannot fork" in full.stderr) in ((126, True), (0, False))
         await kit.wait_until(lambda: not kit.processes("sleep\x005\x00"), within_s=20)
         script = "import time; began = time.monotonic(); t = time.process_time\nwhile time.monotonic() - began < 2: pass\nprint(t())"
@@ -51,14 +51,14 @@ async def test_limits_are_held_where_they_can_be(backend: Backend) -> None:
     assert groups() == before
 
 
-def test_version_two_is_written_as_the_kernel_wants_it(tmp_path: Path) -> None:
-    """On folders that stand for it: the machine that this was written on has version 1."""
+def test_cgroup_v2_files(tmp_path: Path) -> None:
+    """Uses plain folders, because most test machines have version 1."""
     (tmp_path / "cgroup.controllers").write_text("cpuset cpu io memory pids\n")
     (tmp_path / "cgroup.subtree_control").write_text("")
     assert cgroups.enforceable_limits(tmp_path) == ALL
     cgroups.apply_limits("s1", LIMITS, [11, 12], tmp_path)
-    place = tmp_path / "turngate" / "s1"
-    found = {path.name: path.read_text() for path in place.iterdir()}
+    group = tmp_path / "turngate" / "s1"
+    found = {path.name: path.read_text() for path in group.iterdir()}
     assert found == {
         "cpu.max": "50000 100000",
         "memory.max": "104857600",
@@ -69,8 +69,8 @@ def test_version_two_is_written_as_the_kernel_wants_it(tmp_path: Path) -> None:
     assert (tmp_path / "turngate" / "cgroup.subtree_control").read_text() == "+pids"
 
 
-def test_what_cannot_be_held_is_named(tmp_path: Path) -> None:
+def test_unenforced_limits_are_reported(tmp_path: Path) -> None:
     assert cgroups.enforceable_limits(tmp_path) == frozenset()
     assert set(cgroups.not_enforced(LIMITS, tmp_path)) == ALL
     assert cgroups.not_enforced(Resources(), tmp_path) == ()
-    cgroups.apply_limits("s1", LIMITS, [1], tmp_path)  # a wish
+    cgroups.apply_limits("s1", LIMITS, [1], tmp_path)  # does nothing

@@ -1,4 +1,4 @@
-"""Tunnels: found by the URL they print, watched, replaced when they die, and the agent notices nothing."""
+"""Tunnels: their URL is read from the output, and a dead one is replaced without the agent noticing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from tests.sandboxes import kit
 from tests.sandboxes.test_egress import ask
-from tests.sandboxes.upstream import answer, upstream
+from tests.sandboxes.upstream import reply_with, upstream
 from tests.speed import scaled
 from turngate.errors import SandboxError
 from turngate.sandboxes import door, tunnel
@@ -23,8 +23,8 @@ from turngate.sandboxes.egress import connect_sandbox
 
 pytestmark = pytest.mark.process
 
-# A tunnel as they come: prints its address among other lines, on a new port every time, and passes connections on.
-# `touch broken`: it still runs, and answers 404 by itself, as a dead one does.
+# A typical tunnel: it prints its address among other lines, uses a new port every time, and forwards connections.
+# With a file `broken-PID` it still runs but replies 404, as a dead tunnel does.
 COMMAND = """
 import asyncio, os, subprocess, sys
 async def pipe(reader, writer):
@@ -55,7 +55,7 @@ asyncio.run(main())
 """
 
 
-def fast(probe_every_s: float = 0.2) -> dict[str, Any]:
+def fast_options(probe_every_s: float = 0.2) -> dict[str, Any]:
     probes = {"probe_every_s": probe_every_s, "probe_s": scaled(2), "probes_lost": 2}
     return {**probes, "pause_s": (0.1, 1.0), "pattern": r"your url is: (\S+)"}
 
@@ -64,14 +64,14 @@ def command(folder: Path) -> list[str]:
     return [sys.executable, "-c", COMMAND, "{port}", str(folder)]
 
 
-async def test_a_tunnel_is_found_by_what_it_prints_and_ends_with_its_group(tmp_path: Path) -> None:
-    async with upstream() as gateway, door.open_door(gateway.url) as way:
-        async with tunnel.open_tunnel(command(tmp_path), way.address, **fast()) as opened:
+async def test_tunnel_url_is_read_and_process_group_ends(tmp_path: Path) -> None:
+    async with upstream() as gateway, door.open_door(gateway.url) as opened_door:
+        async with tunnel.open_tunnel(command(tmp_path), opened_door.address, **fast_options()) as opened:
             assert opened.url.startswith("http://127.0.0.1:")
-            assert opened.url != way.address
-            port = way.address.rpartition(":")[2]
+            assert opened.url != opened_door.address
+            port = opened_door.address.rpartition(":")[2]
             assert kit.processes(f"sleep\x005{port}")
-            await asyncio.sleep(1)  # it is alive, and stays
+            await asyncio.sleep(1)  # a live tunnel is kept
             assert opened.replaced == 0
         await kit.wait_until(lambda: not kit.processes(f"sleep\x005{port}"))
 
@@ -86,69 +86,67 @@ async def test_a_tunnel_is_found_by_what_it_prints_and_ends_with_its_group(tmp_p
         ("", "is empty"),
     ],
 )
-async def test_a_command_that_gives_no_url_is_named(words: str, why: str) -> None:
+async def test_command_without_url_is_error(words: str, why: str) -> None:
     start_s = 1 if "took longer" in why else scaled(10)
     with pytest.raises(SandboxError, match=why):
         async with tunnel.open_tunnel(words, "http://127.0.0.1:9", start_s=start_s):
             pass
 
 
-async def test_the_placeholders_stand_for_our_address() -> None:
+async def test_placeholders_are_replaced_in_command() -> None:
     async with tunnel.open_tunnel(
         "sh -c 'echo https://{port}.example/{url}; sleep 60'", "http://127.0.0.1:99", probe_every_s=60
-    ) as one:
-        assert one.url == "https://99.example/http://127.0.0.1:99"
+    ) as opened:
+        assert opened.url == "https://99.example/http://127.0.0.1:99"
 
 
 @pytest.mark.parametrize("death", ["killed", "broken"])
-async def test_a_tunnel_that_dies_is_replaced_and_the_agent_notices_nothing(
-    tmp_path: Path, root: Path, death: str
-) -> None:
-    """The sandbox is asked all the time, by a client that never tries twice, while the tunnel goes away under it."""
+async def test_dead_tunnel_is_replaced_unnoticed(tmp_path: Path, root: Path, death: str) -> None:
+    """A client in the sandbox that never retries calls all the time while the tunnel dies."""
     sandbox = await kit.MAKE["local"](root).create(SandboxSpec())
-    options = fast(3600.0 if death == "killed" else 0.2)  # that its command has ended is seen without a probe
-    seen: list[str] = []
+    options = fast_options(3600.0 if death == "killed" else 0.2)  # the end of the command is noticed without a probe
+    replies: list[str] = []
 
-    async def keep_asking(url: str) -> None:
+    async def keep_calling(url: str) -> None:
         while True:
-            seen.append(await ask(sandbox, f"{url}/v1/messages"))
+            replies.append(await ask(sandbox, f"{url}/v1/messages"))
 
     try:
         async with (
-            upstream(answer("yes")) as gateway,
-            door.open_door(gateway.url) as way,
-            tunnel.open_tunnel(command(tmp_path), way.address, **options) as opened,
+            upstream(reply_with("yes")) as gateway,
+            door.open_door(gateway.url) as opened_door,
+            tunnel.open_tunnel(command(tmp_path), opened_door.address, **options) as opened,
             connect_sandbox(sandbox, opened) as url,
         ):
-            asking = asyncio.create_task(keep_asking(url))
-            await kit.wait_until(lambda: len(seen) >= 3)
+            calling = asyncio.create_task(keep_calling(url))
+            await kit.wait_until(lambda: len(replies) >= 3)
             first, pid = opened.url, int((tmp_path / "pid").read_text())
             if death == "killed":
                 os.kill(pid, signal.SIGKILL)
             else:
                 (tmp_path / f"broken-{pid}").touch()
             await kit.wait_until(lambda: opened.replaced == 1, within_s=20)
-            count = len(seen)
-            await kit.wait_until(lambda: len(seen) >= count + 3, within_s=20)
-            asking.cancel()
-            await asyncio.wait([asking])
+            count = len(replies)
+            await kit.wait_until(lambda: len(replies) >= count + 3, within_s=20)
+            calling.cancel()
+            await asyncio.wait([calling])
             assert opened.url != first
-            assert set(seen) == {"200 yes"}
+            assert set(replies) == {"200 yes"}
     finally:
         await sandbox.stop()
 
 
-async def test_a_tunnel_that_cannot_be_made_again_is_tried_with_pauses(tmp_path: Path) -> None:
+async def test_failing_tunnel_restart_backs_off(tmp_path: Path) -> None:
     file = tmp_path / "tries"
     script = f"date +%s.%N >>{file}; [ $(wc -l <{file}) = 1 ] && echo http://127.0.0.1:1 && sleep 0.5; exit 1"
-    said: list[str] = []
+    logged: list[str] = []
 
     def tries() -> list[float]:
         return [float(line) for line in file.read_text().splitlines()]
 
-    options = {"probe_every_s": 60.0, "pause_s": (0.2, 0.8), "log": said.append}
+    options = {"probe_every_s": 60.0, "pause_s": (0.2, 0.8), "log": logged.append}
     async with tunnel.open_tunnel(["sh", "-c", script], "http://127.0.0.1:9", **options):
         await kit.wait_until(lambda: len(tries()) >= 5, within_s=20)
         for (before, after), pause in zip(pairwise(tries()), (0.2, 0.4, 0.8, 0.8), strict=False):
             assert after - before > 0.95 * pause
-        assert any("exited with 1 without printing a URL" in line for line in said)
+        assert any("exited with 1 without printing a URL" in line for line in logged)

@@ -1,4 +1,4 @@
-"""A gateway's stand-in that a test tells, connection by connection, what to do with the bytes; and a raw client."""
+"""A stand-in for the gateway with a script for each connection, and a raw client."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ OK = "x-turngate: 1\r\n"
 
 
 @dataclass
-class Seen:
+class RecordedRequest:
     """One request as it arrived."""
 
-    first: str
+    request_line: str
     headers: dict[str, str]
     body: bytes
     names: list[str] = field(default_factory=list)
@@ -25,9 +25,9 @@ class Seen:
 
 @dataclass
 class Call:
-    """One connection, of which the request has been read."""
+    """One connection whose request has been read."""
 
-    seen: Seen
+    request: RecordedRequest
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
@@ -37,10 +37,10 @@ class Call:
 
     async def reply(self, body: str = "hello", status: str = "200 OK", headers: str = OK) -> None:
         head = f"HTTP/1.1 {status}\r\n{headers}content-length: {len(body.encode())}\r\n\r\n"
-        await self.send(head + ("" if self.seen.first.startswith("HEAD ") else body))
+        await self.send(head + ("" if self.request.request_line.startswith("HEAD ") else body))
 
-    async def hung_up(self) -> bool:
-        """Wait until the other side has gone."""
+    async def wait_for_hang_up(self) -> bool:
+        """Wait until the client has disconnected."""
         try:
             return await asyncio.wait_for(self.reader.read(1), scaled(10)) == b""
         except ConnectionError:
@@ -51,11 +51,11 @@ Script = Callable[[Call], Awaitable[None]]
 
 
 class Upstream:
-    """`script` answers each call; `seen` are all requests so far."""
+    """`script` replies to each call. `requests` are all requests so far."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
-        self.seen: list[Seen] = []
+        self.requests: list[RecordedRequest] = []
         self.url = ""
         self._server: asyncio.AbstractServer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -77,19 +77,19 @@ class Upstream:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.create_task(self._one(reader, writer))
+        task = asyncio.create_task(self._serve(reader, writer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-            first, *lines = head[:-4].split("\r\n")
+            request_line, *lines = head[:-4].split("\r\n")
             pairs = [(name.lower(), value.strip()) for name, _, value in (line.partition(":") for line in lines)]
             headers = dict(pairs)
             body = await reader.readexactly(int(headers.get("content-length", "0")))
-            self.seen.append(Seen(first, headers, body, [name for name, _ in pairs]))
-            await self.script(Call(self.seen[-1], reader, writer))
+            self.requests.append(RecordedRequest(request_line, headers, body, [name for name, _ in pairs]))
+            await self.script(Call(self.requests[-1], reader, writer))
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
@@ -109,8 +109,8 @@ async def upstream(script: Script | None = None, *, path: Path | None = None) ->
         await server.close()
 
 
-def each(*scripts: Script) -> Script:
-    """The first call is answered by the first script, and so on; the last one answers the rest."""
+def in_sequence(*scripts: Script) -> Script:
+    """Use the first script for the first call, and so on. The last script replies to all further calls."""
     count = 0
 
     async def script(call: Call) -> None:
@@ -121,7 +121,7 @@ def each(*scripts: Script) -> Script:
     return script
 
 
-def answer(body: str = "hello", status: str = "200 OK", headers: str = OK) -> Script:
+def reply_with(body: str = "hello", status: str = "200 OK", headers: str = OK) -> Script:
     async def script(call: Call) -> None:
         await call.reply(body, status, headers)
 
@@ -129,11 +129,11 @@ def answer(body: str = "hello", status: str = "200 OK", headers: str = OK) -> Sc
 
 
 async def drop(call: Call) -> None:
-    """End the connection without a word."""
+    """End the connection without a reply."""
 
 
-async def raw(port: int, request: bytes | str, *, path: Path | None = None) -> bytes:
-    """Send bytes, and read all that comes until the other side closes."""
+async def send_raw(port: int, request: bytes | str, *, path: Path | None = None) -> bytes:
+    """Send bytes, and read until the server closes the connection."""
     if path:
         reader, writer = await asyncio.open_unix_connection(str(path))
     else:
