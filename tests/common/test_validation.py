@@ -1,4 +1,4 @@
-"""Explanations of validation errors: the field, its valid values, and a suggestion."""
+"""Test explanations of validation errors: the field, its valid values and a suggestion."""
 
 from __future__ import annotations
 

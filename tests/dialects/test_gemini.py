@@ -124,12 +124,12 @@ def test_model_contents() -> None:
 def test_consecutive_contents_of_one_role_are_one_turn() -> None:
     """Streaming SDKs keep every chunk as its own content; Gemini CLI joins them."""
     chunks = [{"role": "model", "parts": [part]} for part in ({"text": "a "}, {"text": "b"}, call("f", id="c1"))]
-    encode_reply = {"role": "model", "parts": [{"text": "a b"}, call("f", id="c1")]}
+    whole = {"role": "model", "parts": [{"text": "a b"}, call("f", id="c1")]}
     answers = [{"role": "function", "parts": [result({"output": "1"}, id="c1")]}, {"parts": [{"text": "Go on"}]}]
     joined = {"role": "user", "parts": [result({"output": "1"}, id="c1"), {"text": "Go on"}]}
-    cut, uncut = messages(HI, *chunks, *answers), messages(HI, encode_reply, joined)
-    assert cut == uncut and len(cut) == 3
-    assert cut[2] == (Message("tool", "1", tool_call_id="c1", name="f"), Message("user", "Go on"))
+    split, merged = messages(HI, *chunks, *answers), messages(HI, whole, joined)
+    assert split == merged and len(split) == 3
+    assert split[2] == (Message("tool", "1", tool_call_id="c1", name="f"), Message("user", "Go on"))
     assert messages(HI, HI) == [(Message("user", "Hi\nHi"),)]
 
 

@@ -43,8 +43,8 @@ dialect = Messages()
 
 
 def decode(headers: dict[str, str] | None = None, verb: Any = "generate", **body: Json) -> Call:
-    encode_reply = {"model": "m", "max_tokens": 100, "messages": [HI], **body}
-    return dialect.decode(WireRequest(json.dumps(encode_reply).encode(), headers or {}, verb=verb))
+    request = {"model": "m", "max_tokens": 100, "messages": [HI], **body}
+    return dialect.decode(WireRequest(json.dumps(request).encode(), headers or {}, verb=verb))
 
 
 def conversation(*wires: Json, **body: Json) -> list[Message]:
@@ -123,8 +123,8 @@ def test_consecutive_messages_of_one_role_are_one_turn() -> None:
     parts = [{"type": "thinking", "thinking": "r", "signature": "s"}, text("Let me see."), tool_use({"a": 1})]
     wires = [{"role": "assistant", "content": [part]} for part in parts]
     assert conversation(*wires) == [assistant(*parts)]
-    apart = [{"role": "user", "content": [result("ok")]}, {"role": "user", "content": "Go on."}, HI]
-    history = decode(messages=apart).history
+    separate = [{"role": "user", "content": [result("ok")]}, {"role": "user", "content": "Go on."}, HI]
+    history = decode(messages=separate).history
     assert len(history.raws) == 1
     assert history.decode(0) == (Message("tool", "ok", tool_call_id="toolu_1"), Message("user", "Go on.\nHi"))
 
@@ -667,8 +667,8 @@ def test_percent_signs_are_plain_text() -> None:
     message = Message("assistant", percent_signs, percent_signs, (call,))
     events = [Delta("reasoning", percent_signs), Delta("content", percent_signs), CallDelta(0, call)]
     got = join_events(encode_stream(*events, Done("stop", message, Usage(1, 2)), model="%b"))
-    thinking, text, use = got["content"]
-    assert thinking["thinking"] == percent_signs == text["text"] and got["model"] == "%b"
+    thinking, text_block, use = got["content"]
+    assert thinking["thinking"] == percent_signs == text_block["text"] and got["model"] == "%b"
     assert (use["id"], use["name"], use["input"]) == (call.id, call.name, {"x": percent_signs})
 
 

@@ -20,8 +20,8 @@ from turngate.dialects import decode_stored_messages
 from turngate.engines.scripted import Scripted, ScriptedTurn, derive_logprobs
 from turngate.render import BUILTIN_TOKENIZER
 
-WAYS = ("async", "async stream", "sync", "sync stream", "beta", "beta stream")
-every_way = pytest.mark.parametrize("way", WAYS)
+CLIENT_MODES = ("async", "async stream", "sync", "sync stream", "beta", "beta stream")
+every_way = pytest.mark.parametrize("way", CLIENT_MODES)
 both_ways = pytest.mark.parametrize("way", ["async", "async stream"])
 READ = {
     "name": "read_file",

@@ -148,12 +148,12 @@ async def test_parallel_calls_get_cause_despite_later_disconnect() -> None:
     async with gateway(engine=engine) as g:
         session = await g.open()
         engine.gate.set()
-        here = [*HI, {"role": "assistant", "content": (await g.ask(session.key, HI)).content}]
+        history = [*HI, {"role": "assistant", "content": (await g.ask(session.key, HI)).content}]
         engine.gate.clear()
-        go, stop = [*here, user("Go on")], [*here, user("Stop")]
-        lost = await begin(g, session, stream=False, messages=go)
-        tasks = [await begin(g, session, stream=False, messages=messages) for messages in (go, stop)]
-        await disconnect(lost)
+        continued, stopped = [*history, user("Go on")], [*history, user("Stop")]
+        disconnected = await begin(g, session, stream=False, messages=continued)
+        tasks = [await begin(g, session, stream=False, messages=messages) for messages in (continued, stopped)]
+        await disconnect(disconnected)
         await until(lambda: g.rows("SELECT count(*) FROM nodes WHERE kind='sampled'") == [(2,)])
         engine.gate.set()
         await asyncio.gather(*tasks)
@@ -186,8 +186,8 @@ async def test_equal_parallel_calls_share_one_context() -> None:
         session = await g.open()
         tasks = [await begin(g, session, stream=False) for _ in range(2)]
         engine.gate.set()
-        said = {(await task).choices[0].message.content for task in tasks}
-        assert said == {"Left.", "Right."}
+        answers = {(await task).choices[0].message.content for task in tasks}
+        assert answers == {"Left.", "Right."}
         kinds = [n["kind"] for n in (await g.trace(session.id))["nodes"]]
         assert kinds == ["context", "sampled", "sampled"]
         await g.ask(session.key, [*HI, {"role": "assistant", "content": "Left."}, user("Go on")])

@@ -1,4 +1,4 @@
-"""Idle sessions leave memory without any visible effect."""
+"""Test eviction: idle sessions leave memory without any visible effect."""
 
 from __future__ import annotations
 
@@ -232,12 +232,12 @@ async def equal_answers(evict: bool, *, new: bool) -> list[object]:
     """Sample the same answer twice, continue from it with a `new` or the same message, and return the resulting tree."""
     async with gateway([say("One."), say("Two."), say("One."), say("Three.")]) as g:
         session = await g.open()
-        one = await g.ask(session.key, HI)
-        await g.ask(session.key, [*HI, one.message(), user("Next")])
-        assert (await g.ask(session.key, HI)).content == one.content
+        reply = await g.ask(session.key, HI)
+        await g.ask(session.key, [*HI, reply.message(), user("Next")])
+        assert (await g.ask(session.key, HI)).content == reply.content
         if evict:
             assert await evict_idle(g) == 1
-        await g.ask(session.key, [*HI, one.message(), user("Other" if new else "Next")])
+        await g.ask(session.key, [*HI, reply.message(), user("Other" if new else "Next")])
         nodes = (await g.trace(session.id))["nodes"]
         return [(node["id"], node["parent"], node["cause"]) for node in nodes]
 
@@ -253,12 +253,12 @@ async def test_eviction_does_not_change_which_equal_answer_matches() -> None:
 async def test_newest_equal_answer_is_extended(evict: bool) -> None:
     async with gateway([say("One."), say("Two."), say("One."), say("Three.")]) as g:
         session = await g.open()
-        one = (await g.ask(session.key, HI)).message()
-        await g.ask(session.key, [*HI, one])
+        answer = (await g.ask(session.key, HI)).message()
+        await g.ask(session.key, [*HI, answer])
         await g.ask(session.key, HI)  # the latest answer
         if evict:
             assert await evict_idle(g) == 1
-        await g.ask(session.key, [*HI, one, user("Next")])
+        await g.ask(session.key, [*HI, answer, user("Next")])
         nodes = (await g.trace(session.id))["nodes"]
         assert [(n["id"], n["parent"], n["cause"]) for n in nodes[4:]] == [
             (5, 1, "resample"),

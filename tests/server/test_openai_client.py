@@ -384,8 +384,8 @@ async def test_developer_messages_and_content_parts_become_text(way: str) -> Non
         assert prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
         assert "First.\nSecond." in prompt
         # A plain string and the older role name are the same conversation.
-        same = [{"role": "system", "content": "Be brief."}, user("First.\nSecond.")]
-        await g.ask(session.key, [*same, {"role": "assistant", "content": "Ok."}, user("More")], way)
+        equivalent = [{"role": "system", "content": "Be brief."}, user("First.\nSecond.")]
+        await g.ask(session.key, [*equivalent, {"role": "assistant", "content": "Ok."}, user("More")], way)
         assert len(await g.samples(session.id)) == 1
 
 

@@ -211,8 +211,8 @@ async def test_files_have_etags_and_browsers_are_redirected() -> None:
         client = g.http()
         first = await client.get("/page/")
         assert first.status_code == 200 and first.headers["content-type"] == "text/html; charset=utf-8"
-        same = await client.get("/page/", headers={"if-none-match": first.headers["etag"]})
-        assert (same.status_code, same.content) == (304, b"")
+        cached = await client.get("/page/", headers={"if-none-match": first.headers["etag"]})
+        assert (cached.status_code, cached.content) == (304, b"")
         redirect = await client.get("/", headers={"accept": "text/html,application/xhtml+xml"})
         assert (redirect.status_code, redirect.headers["location"]) == (307, "/page/")
         for probe in (await client.get("/"), await client.head("/"), await client.get("/", headers={"accept": "*/*"})):

@@ -226,7 +226,7 @@ async def test_observed_conversation_has_no_tokens(dialect: str, monkeypatch: py
         client = await log_in(s.gateway)
         page = await fetch(client, f"rollouts/{s.session.id}/messages")
         turns = [node for node in page["nodes"] if node["kind"] == "sampled"]
-        assert [turn["messages"][0]["content"] for turn in turns] == [says.text for says in SCRIPT]
+        assert [turn["messages"][0]["content"] for turn in turns] == [scripted.text for scripted in SCRIPT]
         assert [call["name"] for call in turns[0]["messages"][0]["tool_calls"]] == ["read_file", "list_files"]
         results = [m["content"] for node in page["nodes"] for m in node["messages"] if m["role"] == "tool"]
         assert results == ["the text", "a b", "the text"]

@@ -379,7 +379,7 @@ async def test_reasoning_kept_dropped_or_encrypted_stays_in_context(way: str) ->
         plain = {"role": "assistant", "content": "Two."}
         for n, kept in enumerate(([thinking, message], [sealed_only, message], [message], [plain])):
             await ask(g, session.key, [user("1+1?"), *kept, user(f"Sure? {n}")], way)
-        # The model always sees its own reasoning, whatever the agent sent back.
+        # The model always sees its own reasoning, even if the agent dropped it.
         for prompt in prompts(g)[1:]:
             assert "<think>\nHmm, two.\n</think>\n\nTwo.<|im_end|>" in prompt
         assert len([n for n in (await g.trace(session.id))["nodes"] if n["parent"] is None]) == 1

@@ -1,4 +1,4 @@
-"""A gateway in a thread of a program without an event loop."""
+"""Test a gateway in a thread of a program without an event loop."""
 
 from __future__ import annotations
 

@@ -1,3 +1,3 @@
-"""Shares the loaded renderers."""
+"""Share the loaded renderers."""
 
 from tests.renderer_fixtures import renderers  # noqa: F401

@@ -68,7 +68,7 @@ async def test_feed_excludes_rollout_with_damaged_outcome(written: str) -> None:
         assert not any(rolled.excluded for rolled in found.rollouts[1:])
 
 
-async def test_damaged_rollout_without_known_group_is_its_own_group() -> None:
+async def test_damaged_rollout_without_known_group_has_no_group() -> None:
     async with training() as t:
         bad = await t.rollout(1.0)
         damage(t, "outcomes", "outcome", bad)

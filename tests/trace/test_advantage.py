@@ -58,7 +58,7 @@ def test_group_of_one() -> None:
 @pytest.mark.parametrize("count", [2, 3, 7, 16])
 @pytest.mark.parametrize("choice", ["normalised", "leave_one_out"])
 def test_equal_rewards_give_zero_advantage(reward: float, count: int, choice: Choice) -> None:
-    """The advantage is exactly 0, even where the floating-point mean is not."""
+    """The advantage is exactly 0, although the mean is rounded."""
     assert compute_advantages([reward] * count, choice) == [0.0] * count
 
 

@@ -140,8 +140,8 @@ def test_normalize_arguments(text: str, normalized: str) -> None:
 
 
 def test_lone_surrogate_equals_only_itself() -> None:
-    one, same, other = (meaning_digest((Message("user", text),), {}) for text in ("a\ud800", "a\ud800 ", "a\ud801"))
-    assert one == same != other
+    digest, same, other = (meaning_digest((Message("user", text),), {}) for text in ("a\ud800", "a\ud800 ", "a\ud801"))
+    assert digest == same != other
 
 
 def test_argument_sizes_are_of_normalized_arguments() -> None:
