@@ -1,7 +1,7 @@
-"""An agent for property tests: keeps its own history, spells it as it likes, and talks to the real app in process.
+"""An agent for property tests: keeps its own history, formats it freely, and calls the real app in process.
 
-`Agent.call` sends one request through the ASGI application (no socket, everything else real) and gives back the assistant's
-message as the agent understood it. The engine is scripted: a test says beforehand what the model shall sample.
+`Agent.call` sends one request through the ASGI application, without a socket, and returns the assistant's message. The engine is scripted:
+a test queues what the model samples.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TOOLS = [
 
 @dataclass
 class World:
-    """A gateway whose engine samples what the test queued."""
+    """A gateway whose engine samples what a test queued."""
 
     gateway: Gateway
     engine: Scripted
@@ -100,11 +100,11 @@ class Agent:
         status, raw = await asgi(
             self.world.gateway, "POST", "/v1/chat/completions", json.dumps(request).encode(), headers
         )
-        return _streamed(status, raw) if stream and status == 200 else _whole(status, raw)
+        return _read_stream(status, raw) if stream and status == 200 else _read_reply(status, raw)
 
 
 async def asgi(app, method: str, path: str, body: bytes, headers: list[tuple[bytes, bytes]]) -> tuple[int, bytes]:
-    """One HTTP exchange with an ASGI application."""
+    """Send one HTTP request to an ASGI application."""
     sent: list[dict[str, Any]] = []
     incoming = [{"type": "http.request", "body": body, "more_body": False}]
     over = asyncio.Event()
@@ -130,7 +130,7 @@ async def asgi(app, method: str, path: str, body: bytes, headers: list[tuple[byt
     return sent[0]["status"], b"".join(m.get("body", b"") for m in sent[1:])
 
 
-def _whole(status: int, raw: bytes) -> Reply:
+def _read_reply(status: int, raw: bytes) -> Reply:
     data = json.loads(raw)
     if status != 200:
         return Reply(status, {}, None, data["error"])
@@ -140,7 +140,7 @@ def _whole(status: int, raw: bytes) -> Reply:
     return Reply(status, message, choice["finish_reason"])
 
 
-def _streamed(status: int, raw: bytes) -> Reply:
+def _read_stream(status: int, raw: bytes) -> Reply:
     events = [line[6:] for line in raw.decode().split("\n\n") if line]
     assert events[-1] == "[DONE]", events[-3:]
     message: dict[str, Any] = {"role": "assistant", "content": ""}
@@ -157,26 +157,26 @@ def _streamed(status: int, raw: bytes) -> Reply:
     return Reply(status, message, finish)
 
 
-def respell(messages: list[dict[str, Any]], how: random.Random) -> list[dict[str, Any]]:
-    """The same conversation in other bytes: what agents do to their history without meaning anything by it."""
+def reformat(messages: list[dict[str, Any]], rng: random.Random) -> list[dict[str, Any]]:
+    """Rewrite a history in other bytes with the same meaning, as agents do."""
     out = []
     for message in messages:
         message = json.loads(json.dumps(message))
-        if how.random() < 0.5:
+        if rng.random() < 0.5:
             message = dict(sorted(message.items()))
         if message["role"] == "assistant":
             for name in ("reasoning", "reasoning_content"):
-                if how.random() < 0.5:
+                if rng.random() < 0.5:
                     message.pop(name, None)
             if not message.get("content"):
-                message["content"] = how.choice([None, ""])
-            elif how.random() < 0.3:
+                message["content"] = rng.choice([None, ""])
+            elif rng.random() < 0.3:
                 message["content"] = message["content"].strip()
             for call in message.get("tool_calls", []):
-                if how.random() < 0.3:
-                    call["id"] = f"toolu_{how.getrandbits(40):x}"
-                call["function"]["arguments"] = _respell_json(call["function"]["arguments"], how)
-        if isinstance(message.get("content"), str) and message["content"] and how.random() < 0.3:
+                if rng.random() < 0.3:
+                    call["id"] = f"toolu_{rng.getrandbits(40):x}"
+                call["function"]["arguments"] = _reformat_json(call["function"]["arguments"], rng)
+        if isinstance(message.get("content"), str) and message["content"] and rng.random() < 0.3:
             message["content"] = [{"type": "text", "text": message["content"]}]
         out.append(message)
     before = [c["id"] for m in messages for c in m.get("tool_calls", [])]
@@ -188,11 +188,11 @@ def respell(messages: list[dict[str, Any]], how: random.Random) -> list[dict[str
     return out
 
 
-def _respell_json(text: str, how: random.Random) -> str:
+def _reformat_json(text: str, rng: random.Random) -> str:
     try:
         value = json.loads(text)
     except ValueError:
         return text
-    if isinstance(value, dict) and how.random() < 0.5:
+    if isinstance(value, dict) and rng.random() < 0.5:
         value = dict(reversed(value.items()))
-    return json.dumps(value, indent=how.choice([None, 2]), ensure_ascii=how.random() < 0.5)
+    return json.dumps(value, indent=rng.choice([None, 2]), ensure_ascii=rng.random() < 0.5)

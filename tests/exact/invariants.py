@@ -1,4 +1,4 @@
-"""What must hold of every trace, checked from the stored data alone against what the engine really received."""
+"""Invariants of every trace: compare the stored data with what the engine received."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from turngate.trace.session import Session
 from turngate.trace.tree import Sampled, path_ids
 
 
-def check(session: Session, received: list[np.ndarray]) -> None:
+def check_invariants(session: Session, received: list[np.ndarray]) -> None:
     trace = session.trace
     prompts = Counter(path_ids(turn.parent).tobytes() for turn in trace.turns())
-    # 1. Every recorded prompt is what the engine received, and the other way round.
+    # 1. The recorded prompts are exactly those that the engine received.
     assert prompts == Counter(prompt.tobytes() for prompt in received)
-    # 2. Every sampled token has its own log-probability, under exactly the context that is recorded before it.
+    # 2. Every sampled token has the log-probability for exactly the recorded context before it.
     for turn in trace.turns():
         assert turn.logprobs is not None
         assert len(turn.logprobs) == len(turn.ids)
@@ -26,7 +26,7 @@ def check(session: Session, received: list[np.ndarray]) -> None:
     rows = build_samples(trace, keep_empty=True)
     trained: Counter[int] = Counter()
     for row in rows:
-        # 3. Every row is a true prefix chain: each turn in it was sampled after exactly the ids before it.
+        # 3. Every row is a prefix chain: each of its turns was sampled after exactly the ids before it.
         assert len(row.ids) == len(row.mask) == len(row.logprobs)
         covered = np.zeros(len(row.ids), bool)
         for span in row.spans:
@@ -40,7 +40,7 @@ def check(session: Session, received: list[np.ndarray]) -> None:
             trained[node.id] += span.trained
         assert not row.mask[~covered].any()
         assert np.isnan(row.logprobs[~covered]).all()
-    # 4. Every sampled token is trainable at most once; what the policy trains, exactly once.
+    # 4. Every sampled token is trained at most once, and those of trainable turns exactly once.
     role_of = assign_roles(trace)
     for turn in trace.turns():
         wanted = role_of[turn.id] in ("main", "subagent") and not turn.info.biases and not turn.info.fault

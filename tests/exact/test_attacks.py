@@ -1,4 +1,4 @@
-"""Regression tests of attacks: each once caused a wrong row, a stall or a leak."""
+"""Regression tests: each of these once caused a wrong row, a stall or a leak."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.exact.agent import World, asgi
-from tests.exact.invariants import check
+from tests.exact.invariants import check_invariants
 from tests.exact.test_rows import SYSTEM, causes, role_list, say, talk, user
 from tests.render.test_template import CHATML, folder_with
 from tests.speed import scaled
@@ -41,7 +41,7 @@ async def until(condition: Any) -> None:
 
 
 @pytest.mark.parametrize("durability", ["process", "disk"])
-async def test_cancelling_and_deleting_at_once_leaves_nothing_for_the_next_session(
+async def test_concurrent_cancel_and_delete_do_not_leak_into_next_session(
     durability: str, tmp_path: Path, renderers: Any
 ) -> None:
     async with World.of(tmp_path, renderers("builtin"), durability=durability) as world:
@@ -61,16 +61,16 @@ async def test_cancelling_and_deleting_at_once_leaves_nothing_for_the_next_sessi
         assert b"SECRET" not in b"".join(world.gateway.store.messages(stored.key).values())
 
 
-async def test_a_seal_that_cannot_be_written_did_not_happen(world: World) -> None:
+async def test_failed_seal_keeps_session_open(world: World) -> None:
     agent = world.agent()
     agent.messages = [SYSTEM, user("work")]
     await talk(agent, "a")
     original = world.gateway.store.close_session
 
-    def fails(*_: Any) -> None:
+    def fail(*_: Any) -> None:
         raise StoreError("disk full")
 
-    world.gateway.store.close_session = fails  # type: ignore[method-assign]
+    world.gateway.store.close_session = fail  # type: ignore[method-assign]
     for _ in range(2):
         with pytest.raises(StoreError):
             await world.gateway.sessions.seal(agent.session_id)
@@ -79,15 +79,15 @@ async def test_a_seal_that_cannot_be_written_did_not_happen(world: World) -> Non
     assert (await world.gateway.sessions.seal(agent.session_id)).status == "sealed"
 
 
-async def test_an_unexpected_fault_of_the_writer_reaches_every_caller(tmp_path: Path, renderers: Any) -> None:
+async def test_unexpected_commit_error_reaches_every_caller(tmp_path: Path, renderers: Any) -> None:
     async with World.of(tmp_path, renderers("builtin"), durability="disk") as world:
         agent = world.agent()
         agent.messages = [SYSTEM, user("work")]
 
-        def breaks(turns: Any) -> None:
+        def fail_commit(turns: Any) -> None:
             raise OverflowError("int too large")
 
-        original, world.gateway.store.commit = world.gateway.store.commit, breaks  # type: ignore[method-assign]
+        original, world.gateway.store.commit = world.gateway.store.commit, fail_commit  # type: ignore[method-assign]
         replies = await asyncio.wait_for(asyncio.gather(*(agent.call(say(world, "x")) for _ in range(3))), scaled(5))
         assert {r.status for r in replies} == {503}
         world.gateway.store.commit = original  # type: ignore[method-assign]
@@ -96,7 +96,7 @@ async def test_an_unexpected_fault_of_the_writer_reaches_every_caller(tmp_path: 
         assert (await agent.call(say(world, "y"))).status == 200
 
 
-async def test_an_observed_prompt_is_the_one_the_endpoint_saw_even_where_the_meaning_is_known(world: World) -> None:
+async def test_observed_prompt_keeps_endpoint_ids(world: World) -> None:
     agent = world.agent()
     agent.messages = [SYSTEM, user("hi")]
     await talk(agent, "a")
@@ -122,17 +122,17 @@ async def test_an_observed_prompt_is_the_one_the_endpoint_saw_even_where_the_mea
         (HERMES, "[" * 100_000),
     ],
 )
-def test_a_policy_that_repeats_itself_does_not_stall_the_parser(syntax: Any, text: str) -> None:
+def test_repetitive_output_does_not_stall_parser(syntax: Any, text: str) -> None:
     tools = (Tool("a", {"function": {"name": "a", "parameters": {"properties": None}}}),)
     began = time.process_time()
     parser = Parser(syntax, tools=tools)
     events = parser.feed(text)
     rest, parsed = parser.finish()
     assert "".join(e.text for e in [*events, *rest] if isinstance(e, Delta)) == parsed.message.content
-    assert time.process_time() - began < scaled(0.5)  # not a measurement: before the fix it took half a minute
+    assert time.process_time() - began < scaled(0.5)  # took half a minute before the fix
 
 
-def test_a_stream_of_white_space_is_not_read_again_and_again() -> None:
+def test_whitespace_stream_is_parsed_in_linear_time() -> None:
     began = time.process_time()
     parser = Parser(HERMES, tools=(Tool("a", {"function": {"name": "a"}}),))
     for _ in range(40_000):
@@ -143,7 +143,7 @@ def test_a_stream_of_white_space_is_not_read_again_and_again() -> None:
 
 
 @pytest.mark.promise(8)
-async def test_many_tool_results_are_read_once(world: World) -> None:
+async def test_many_tool_results_are_read_in_linear_time(world: World) -> None:
     agent = world.agent()
     calls = [{"id": f"c{n}", "type": "function", "function": {"name": "read", "arguments": "{}"}} for n in range(3000)]
     agent.messages = [SYSTEM, user("x"), {"role": "assistant", "content": None, "tool_calls": calls}]
@@ -153,7 +153,7 @@ async def test_many_tool_results_are_read_once(world: World) -> None:
     assert time.process_time() - began < scaled(1)
 
 
-async def test_the_call_id_says_which_of_two_equal_answers_was_used(world: World) -> None:
+async def test_call_id_selects_between_equal_answers(world: World) -> None:
     agent = world.agent()
     agent.messages = [SYSTEM, user("work")]
     call = '<tool_call>\n{"name": "read", "arguments": {"path": "a"}}\n</tool_call>'
@@ -178,7 +178,7 @@ async def test_indentation_of_a_tool_result_matters(world: World) -> None:
     assert "        return x" not in texts[1]
 
 
-async def test_a_turn_that_was_asked_to_go_on_is_found_again_however_it_is_spelled(world: World) -> None:
+async def test_continued_turn_is_matched_after_reformatting(world: World) -> None:
     agent = world.agent()
     agent.messages = [SYSTEM, user("work")]
     first = await agent.call(say(world, "half of"), max_tokens=2)
@@ -188,10 +188,10 @@ async def test_a_turn_that_was_asked_to_go_on_is_found_again_however_it_is_spell
     agent.messages = [dict(sorted(m.items())) for m in agent.messages]
     await agent.call(say(world, "done"))
     assert causes(agent) == []
-    check(agent.session, [g.prompt for g in world.engine.received])
+    check_invariants(agent.session, [g.prompt for g in world.engine.received])
 
 
-async def test_equal_first_calls_at_once_share_one_line(tmp_path: Path, renderers: Any) -> None:
+async def test_equal_concurrent_first_calls_share_one_root(tmp_path: Path, renderers: Any) -> None:
     async with World.of(tmp_path, renderers("builtin"), durability="disk") as world:
         agent = world.agent()
         agent.messages = [SYSTEM, user("work")]
@@ -200,10 +200,10 @@ async def test_equal_first_calls_at_once_share_one_line(tmp_path: Path, renderer
         agent.messages += [replies[3].message, user("more")]
         await agent.call(say(world, "end"))
         assert role_list(agent)[-1] == "main"
-        check(agent.session, [g.prompt for g in world.engine.received])
+        check_invariants(agent.session, [g.prompt for g in world.engine.received])
 
 
-async def test_without_tools_the_longest_line_is_the_main_one(world: World) -> None:
+async def test_longest_line_is_main_without_tools(world: World) -> None:
     agent = world.agent()
     agent.tools = None
     title, work = [{"role": "system", "content": "Write a title."}, user("x")], [SYSTEM, user("x")]
@@ -218,22 +218,22 @@ async def test_without_tools_the_longest_line_is_the_main_one(world: World) -> N
     assert role_list(agent) == ["side", "main", "main", "main"] or role_list(agent)[1:] == ["main"] * 3
 
 
-async def test_a_failed_write_gives_its_tokens_back(world: World) -> None:
+async def test_failed_write_refunds_tokens(world: World) -> None:
     agent = world.agent(limits=Limits(sampled_tokens=20))
     agent.messages = [SYSTEM, user("work")]
     original = world.gateway.store.commit
 
-    def fails(turns: Any) -> None:
+    def fail(turns: Any) -> None:
         raise StoreError("disk full")
 
-    world.gateway.store.commit = fails  # type: ignore[method-assign]
+    world.gateway.store.commit = fail  # type: ignore[method-assign]
     assert (await agent.call(say(world, "one two three"))).status == 503
     world.gateway.store.commit = original  # type: ignore[method-assign]
     assert agent.session.tokens_left == 20
 
 
 @pytest.mark.parametrize(
-    "twist",
+    "change",
     [
         ("{{ m.content }}", "{{ m.content[:500] }}"),
         ("{{ m.content }}", "{{ m.content | replace('<|im_end|>', '') }}"),
@@ -244,14 +244,14 @@ async def test_a_failed_write_gives_its_tokens_back(world: World) -> None:
     ],
     ids=["shortens", "cleans", "looks at the system prompt"],
 )
-def test_what_a_template_does_to_a_text_the_bridge_does_too(twist: tuple[str, str], tmp_path: Path) -> None:
-    template = CHATML.replace(*twist)
+def test_bridge_matches_template(change: tuple[str, str], tmp_path: Path) -> None:
+    template = CHATML.replace(*change)
     assert template != CHATML
     renderer, _ = load_renderer(folder_with(tmp_path, template))
     system, long = "Be brief. /no_think", "word " * 400 + "<|im_end|> tail"
     history = [Message("system", system), Message("user", "x"), Message("assistant", "y"), Message("user", long)]
     whole = renderer.render(history, (), {})
-    for _ in range(2):  # asked for the first time, and remembered
+    for _ in range(2):  # uncached and cached
         last = LastTurn(np.array([0], np.int32), np.array([renderer.stop_ids[0]], np.int32), history[2], system=system)
         bridge = renderer.bridge(last, history[3:], (), {})
         assert bridge is not None
@@ -260,18 +260,18 @@ def test_what_a_template_does_to_a_text_the_bridge_does_too(twist: tuple[str, st
 
 
 @pytest.mark.promise(8)
-def test_a_thousand_new_messages_are_rendered_once(tmp_path: Path) -> None:
+def test_thousand_new_messages_are_rendered_once(tmp_path: Path) -> None:
     renderer, _ = load_renderer(folder_with(tmp_path, CHATML))
     history = [Message("user", "x"), Message("assistant", "y"), *(Message("user", f"w{n}") for n in range(1000))]
     rendered = 0
     original = renderer.text  # type: ignore[attr-defined]
 
-    def counted(*said: Any, **how: Any) -> str:
+    def count(*args: Any, **kwargs: Any) -> str:
         nonlocal rendered
         rendered += 1
-        return str(original(*said, **how))
+        return str(original(*args, **kwargs))
 
-    renderer.text = counted  # type: ignore[attr-defined]
+    renderer.text = count  # type: ignore[attr-defined]
     last = LastTurn(np.array([0], np.int32), np.array([renderer.stop_ids[0]], np.int32), history[1])
     bridge = renderer.bridge(last, history[2:], (), {})
     assert rendered == 1
@@ -279,8 +279,8 @@ def test_a_thousand_new_messages_are_rendered_once(tmp_path: Path) -> None:
     assert renderer.render(history, (), {})[-len(bridge) :] == bridge
 
 
-class _Endpoint:
-    """An endpoint whose stream leaves out the ids of one event."""
+class FakeEndpoint:
+    """An endpoint that streams the given chunks."""
 
     name = "endpoint"
 
@@ -308,7 +308,7 @@ class _Endpoint:
         return relayed()
 
 
-async def test_an_observed_turn_with_holes_is_no_row(tmp_path: Path) -> None:
+async def test_observed_turn_with_missing_ids_is_no_row(tmp_path: Path) -> None:
     from turngate.config import ServeConfig
     from turngate.server.app import Gateway
     from turngate.trace.session import SessionConfig
@@ -319,7 +319,7 @@ async def test_an_observed_turn_with_holes_is_no_row(tmp_path: Path) -> None:
         RelayChunk((Delta("content", "c"),), [12], [-0.1], finish="stop"),
     ]
     config = ServeConfig(data=str(tmp_path), engine="openai", engine_url=["http://127.0.0.1:1"])
-    gateway = Gateway(config, relay=_Endpoint(chunks))
+    gateway = Gateway(config, relay=FakeEndpoint(chunks))
     await gateway.start()
     try:
         session, key = gateway.sessions.open(SessionConfig(mode="observe", sampling={"temperature": 1.0}))
@@ -336,9 +336,7 @@ async def test_an_observed_turn_with_holes_is_no_row(tmp_path: Path) -> None:
         await gateway.stop()
 
 
-async def test_an_engine_that_ends_without_finishing_is_an_aborted_turn_once(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_engine_that_ends_early_is_one_aborted_turn(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     agent = world.agent()
     agent.messages = [SYSTEM, user("hi")]
 

@@ -1,4 +1,4 @@
-"""Random conversations through the real app, on the real tokenizers and templates: nothing drifts, nothing is lost."""
+"""Random conversations through the real app with real tokenizers and templates: traces stay exact."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.exact.agent import TOOLS, Agent, Reply, World, respell
-from tests.exact.invariants import check
+from tests.exact.agent import TOOLS, Agent, Reply, World, reformat
+from tests.exact.invariants import check_invariants
 from tests.renderer_fixtures import renderer_params
 from turngate.engines.scripted import ScriptedTurn
 
@@ -46,8 +46,8 @@ STEPS = st.one_of(
 )
 
 
-def turn_of(renderer: Any, kind: str, text: str, draw: random.Random) -> ScriptedTurn:
-    """What the model shall sample."""
+def make_turn(renderer: Any, kind: str, text: str, rng: random.Random) -> ScriptedTurn:
+    """A scripted turn of one kind."""
     encode, stop = renderer.tokenizer.encode, renderer.stop_ids[0]
     call = '<tool_call>\n{"name": "read", "arguments": {"path": "a/é.py", "n": 1.0}}\n</tool_call>'
     if renderer.syntax is not None and renderer.syntax.name == "deepseek":
@@ -57,7 +57,7 @@ def turn_of(renderer: Any, kind: str, text: str, draw: random.Random) -> Scripte
     vocabulary = renderer.tokenizer.vocab_size
     if kind.startswith("random"):
         ids = [
-            i for i in (draw.randrange(vocabulary) for _ in range(draw.randrange(1, 60))) if i not in renderer.stop_ids
+            i for i in (rng.randrange(vocabulary) for _ in range(rng.randrange(1, 60))) if i not in renderer.stop_ids
         ]
         return ScriptedTurn(ids or [0, 1, 2], finish="length") if "cut" in kind else ScriptedTurn([*ids, stop])
     texts = {
@@ -77,7 +77,7 @@ def turn_of(renderer: Any, kind: str, text: str, draw: random.Random) -> Scripte
 
 
 def follow(agent: Agent, reply: Reply, text: str) -> None:
-    """What an agent does with an answer: run the tools, or ask on."""
+    """Append a reply, and tool results or the next user message, to the agent's history."""
     agent.messages.append(reply.message)
     calls = reply.message.get("tool_calls") or []
     for call in calls:
@@ -88,63 +88,63 @@ def follow(agent: Agent, reply: Reply, text: str) -> None:
         agent.messages.append({"role": "user", "content": text})
 
 
-async def play(renderer: Any, steps: list[tuple[str, str, str]], seed: int, rests: bool) -> None:
-    """`rests`: its trace leaves memory before each step."""
-    draw = random.Random(seed)
+async def play(renderer: Any, steps: list[tuple[str, str, str]], seed: int, evicts: bool) -> None:
+    """Run steps and check the trace. `evicts`: the trace leaves memory before each step."""
+    rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
         async with World.of(folder, renderer) as world:
             agent = world.agent()
             agent.messages = [{"role": "system", "content": "You work."}, {"role": "user", "content": "Begin."}]
-            first = await agent.call(turn_of(renderer, "text", "ok", draw))
+            first = await agent.call(make_turn(renderer, "text", "ok", rng))
             follow(agent, first, "next")
             for kind, reply_kind, text in steps:
                 before = len(agent.session.trace.nodes)
-                if rests:
+                if evicts:
                     assert await world.gateway.evictor.sweep(time.time() + 1e6) == 1
-                await step(agent, kind, turn_of(renderer, reply_kind, text, draw), text, draw, before)
-            check(agent.session, [g.prompt for g in world.engine.received])
+                await step(agent, kind, make_turn(renderer, reply_kind, text, rng), text, rng, before)
+            check_invariants(agent.session, [g.prompt for g in world.engine.received])
             live = agent.session
             stored = world.gateway.store.load(world.gateway.store.find(agent.session_id))
             assert [(n.id, n.ids.tobytes()) for n in stored.trace.nodes] == [
                 (n.id, n.ids.tobytes()) for n in live.trace.nodes
             ]
-            check(stored, [g.prompt for g in world.engine.received])
+            check_invariants(stored, [g.prompt for g in world.engine.received])
 
 
-async def step(agent: Agent, kind: str, turn: ScriptedTurn, text: str, draw: random.Random, before: int) -> None:
+async def step(agent: Agent, kind: str, turn: ScriptedTurn, text: str, rng: random.Random, before: int) -> None:
     if kind == "two at once":
         other = ScriptedTurn([*turn.ids])
         replies = await asyncio.gather(agent.call(turn), agent.call(other, stream=True))
         assert [r.status for r in replies] == [200, 200]
-        follow(agent, replies[draw.randrange(2)], text)
+        follow(agent, replies[rng.randrange(2)], text)
         return
     match kind:
         case "go on, respelled":
-            reply = await agent.call(turn, messages=respell(agent.messages, draw))
+            reply = await agent.call(turn, messages=reformat(agent.messages, rng))
         case "go on, streamed":
             reply = await agent.call(turn, stream=True)
         case "retry":
             await agent.call(ScriptedTurn([*turn.ids]), stream=True)
             reply = await agent.call(turn, retried=True)
         case "edit":
-            at = draw.randrange(1, len(agent.messages))
+            at = rng.randrange(1, len(agent.messages))
             agent.messages[at] = {**agent.messages[at], "content": f"edited {text}"}
             reply = await agent.call(turn)
         case "compact":
             agent.messages = [agent.messages[0], {"role": "user", "content": f"Summary so far: {text}"}]
             reply = await agent.call(turn)
         case "tools":
-            agent.tools = draw.choice([TOOLS, TOOLS[:2], TOOLS[:1], None])
+            agent.tools = rng.choice([TOOLS, TOOLS[:2], TOOLS[:1], None])
             reply = await agent.call(turn)
         case "back":
             turns = [i for i, m in enumerate(agent.messages) if m["role"] == "assistant"]
-            agent.messages = [*agent.messages[: draw.choice(turns) + 1], {"role": "user", "content": text}]
+            agent.messages = [*agent.messages[: rng.choice(turns) + 1], {"role": "user", "content": text}]
             reply = await agent.call(turn)
         case _:
             reply = await agent.call(turn)
     assert reply.status == 200, reply.error
     if kind.startswith("go on"):
-        # An unchanged history, however it is spelled, never forks.
+        # An unchanged history never forks, however it is formatted.
         new = agent.session.trace.nodes[before:]
         assert [n.info.cause for n in new] == [None, None], [n.info.cause for n in new]
         assert new[0].parent is not None
@@ -163,7 +163,7 @@ def test_random_conversations_stay_exact(name: str, renderers: Any) -> None:
 
     @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(st.lists(STEPS, min_size=1, max_size=10), st.integers(0, 2**32), st.booleans())
-    def run(steps: list[tuple[str, str, str]], seed: int, rests: bool) -> None:
-        asyncio.run(play(renderer, steps, seed, rests))
+    def run(steps: list[tuple[str, str, str]], seed: int, evicts: bool) -> None:
+        asyncio.run(play(renderer, steps, seed, evicts))
 
     run()

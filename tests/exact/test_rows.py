@@ -1,4 +1,4 @@
-"""What a rollout comes to: rows, roles and causes, told as the stories that produce them."""
+"""Rows, roles and causes of typical conversations."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.exact.agent import TOOLS, Agent, World
-from tests.exact.invariants import check
-from tests.exact.test_property import follow, turn_of
+from tests.exact.invariants import check_invariants
+from tests.exact.test_property import follow, make_turn
 from tests.renderer_fixtures import renderer_params
 from turngate.engines.scripted import ScriptedTurn
 from turngate.trace.roles import assign_roles
@@ -61,16 +61,16 @@ async def test_forty_turns_with_thinking_and_tools_are_one_row(name: str, render
         for n in range(40):
             kind = ("think+call", "calls", "think", "random")[n % 4]
             follow(
-                agent, await agent.call(turn_of(renderer, kind, f"step {n}", draw), stream=bool(n % 2)), f"output {n}"
+                agent, await agent.call(make_turn(renderer, kind, f"step {n}", draw), stream=bool(n % 2)), f"output {n}"
             )
-        check(agent.session, [g.prompt for g in world.engine.received])
+        check_invariants(agent.session, [g.prompt for g in world.engine.received])
         (row,) = build_samples(agent.session.trace)
         assert [span.trained for span in row.spans] == [True] * 40
         assert row.trained_tokens == sum(len(turn.ids) for turn in agent.session.trace.turns())
 
 
 @pytest.mark.parametrize("wrong", [3.0, 1e39, float("inf"), float("-inf")])
-async def test_a_turn_with_what_can_be_no_log_probability_is_kept_and_not_trained(
+async def test_turn_with_invalid_logprob_is_kept_but_not_trained(
     wrong: float, world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     agent = world.agent()
@@ -81,11 +81,11 @@ async def test_a_turn_with_what_can_be_no_log_probability_is_kept_and_not_traine
     assert kept.logprobs is not None and np.isnan(kept.logprobs).tolist() == [n == 1 for n in range(kept.size)]
     (row,) = build_samples(agent.session.trace, keep_empty=True)
     assert not row.mask.any() and [span.reason for span in row.spans] == ["missing log-probabilities"]
-    # Very low ones are how engines say that they have none: nothing to warn of.
+    # Engines report missing log-probabilities as very low ones, so these cause no warning.
     assert (f"the engine returned an invalid log-probability ({wrong!r})" in caplog.text) == (wrong > 0)
 
 
-async def test_a_retry_after_a_lost_reply_trains_only_the_answer_that_was_used(world: World) -> None:
+async def test_retry_trains_only_used_answer(world: World) -> None:
     agent = world.agent()
     agent.messages = [SYSTEM, user("hi")]
     await agent.call(say(world, "lost"))
@@ -97,7 +97,7 @@ async def test_a_retry_after_a_lost_reply_trains_only_the_answer_that_was_used(w
     assert [span.role for span in row.spans] == ["main", "main"]
 
 
-async def test_the_same_question_asked_twice_on_purpose_is_two_rows(world: World) -> None:
+async def test_resampled_question_is_two_rows(world: World) -> None:
     agent = world.agent()
     agent.messages = [SYSTEM, user("hi")]
     await agent.call(say(world, "one"))
@@ -106,7 +106,7 @@ async def test_the_same_question_asked_twice_on_purpose_is_two_rows(world: World
     assert len(build_samples(agent.session.trace)) == 2
 
 
-async def test_compaction_starts_a_new_row_of_the_main_line(world: World) -> None:
+async def test_compaction_starts_new_main_row(world: World) -> None:
     agent = world.agent()
     agent.messages = [SYSTEM, user("work")]
     await talk(agent, "a", "b", "c")
@@ -117,7 +117,7 @@ async def test_compaction_starts_a_new_row_of_the_main_line(world: World) -> Non
     assert sorted(row.trained_tokens > 0 for row in build_samples(agent.session.trace)) == [True, True]
 
 
-async def test_changed_tools_and_system_prompt_fork_with_their_cause(world: World) -> None:
+async def test_changed_tools_and_system_prompt_fork(world: World) -> None:
     agent = world.agent()
     agent.messages = [SYSTEM, user("work")]
     await talk(agent, "a")
@@ -129,7 +129,7 @@ async def test_changed_tools_and_system_prompt_fork_with_their_cause(world: Worl
     assert role_list(agent) == ["main"] * 3
 
 
-async def test_a_title_call_without_tools_is_a_side_call_and_not_trained(world: World) -> None:
+async def test_title_call_is_side_call_and_not_trained(world: World) -> None:
     agent = world.agent()
     agent.tools = None
     agent.messages = [{"role": "system", "content": "Write a title."}, user("Fix the bug in main.py")]
@@ -144,7 +144,7 @@ async def test_a_title_call_without_tools_is_a_side_call_and_not_trained(world: 
 
 
 @pytest.mark.parametrize("before", [1, 2])
-async def test_titles_with_the_same_question_are_no_later_form_of_each_other(world: World, before: int) -> None:
+async def test_title_calls_with_same_question_are_separate(world: World, before: int) -> None:
     agent = world.agent()
 
     async def title(n: int) -> None:
@@ -162,21 +162,21 @@ async def test_titles_with_the_same_question_are_no_later_form_of_each_other(wor
     assert causes(agent)[before - 1 :] == ["side"]
 
 
-async def test_a_subagent_has_its_own_row(world: World) -> None:
+async def test_subagent_has_its_own_row(world: World) -> None:
     agent = world.agent()
     agent.messages = [SYSTEM, user("work")]
     await talk(agent, "a")
-    mine = agent.messages
+    main_messages = agent.messages
     agent.messages = [{"role": "system", "content": "You explore."}, user("Find the file.")]
     await talk(agent, "x", "y")
-    agent.messages = mine
+    agent.messages = main_messages
     await talk(agent, "b")
     assert causes(agent) == ["subagent"]
     assert role_list(agent) == ["main", "subagent", "subagent", "main"]
     assert len(build_samples(agent.session.trace)) == 2
 
 
-async def test_an_edited_first_question_is_an_edit_and_no_summary(world: World) -> None:
+async def test_edited_first_question_is_not_compaction(world: World) -> None:
     agent = world.agent()
     agent.messages = [SYSTEM, user("Fix the failing test.")]
     await talk(agent, "one", "two", "three")
@@ -185,7 +185,7 @@ async def test_an_edited_first_question_is_an_edit_and_no_summary(world: World) 
     assert causes(agent) == ["edited"]
 
 
-async def test_edited_words_of_the_model_fork_and_are_not_trained(world: World) -> None:
+async def test_edited_model_reply_forks_and_is_not_trained(world: World) -> None:
     agent = world.agent()
     agent.messages = [SYSTEM, user("work")]
     await talk(agent, "a", "b")
@@ -198,7 +198,7 @@ async def test_edited_words_of_the_model_fork_and_are_not_trained(world: World) 
 
 
 @pytest.mark.promise(3)
-async def test_going_back_to_an_earlier_turn_branches_and_trains_shared_turns_once(world: World) -> None:
+async def test_branch_trains_shared_turns_once(world: World) -> None:
     agent = world.agent()
     agent.messages = [SYSTEM, user("work")]
     await talk(agent, "a", "b", "c")
@@ -212,7 +212,7 @@ async def test_going_back_to_an_earlier_turn_branches_and_trains_shared_turns_on
 
 
 @pytest.mark.needs("tokenizers")
-async def test_dropped_thinking_is_a_choice_that_forks_visibly(renderers: Any, tmp_path: Any) -> None:
+async def test_dropped_thinking_forks(renderers: Any, tmp_path: Any) -> None:
     renderer = renderers("qwen3")
     async with World.of(tmp_path, renderer) as world:
         kept, dropped = world.agent(), world.agent(thinking="drop")
@@ -230,7 +230,7 @@ async def test_dropped_thinking_is_a_choice_that_forks_visibly(renderers: Any, t
         assert "thought 1" not in texts[5]
 
 
-async def test_a_truncated_turn_is_closed_as_context(world: World) -> None:
+async def test_truncated_turn_is_closed_by_context(world: World) -> None:
     agent = world.agent()
     agent.messages = [SYSTEM, user("work")]
     reply = await agent.call(say(world, "this is cut off here"), max_tokens=3)

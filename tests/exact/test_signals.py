@@ -1,4 +1,4 @@
-"""What an agent's program says of its calls, and what becomes of it: one test per way of saying it."""
+"""Signals that agents send with their calls, and the roles that follow from them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.exact.agent import World
-from tests.exact.invariants import check
+from tests.exact.invariants import check_invariants
 from tests.exact.test_rows import SYSTEM, role_list, say, user
 from tests.kit import tool
 from turngate.dialects.chat import ChatHistory, ChatTools
@@ -32,9 +32,9 @@ async def world(tmp_path: Any, renderers: Any):
         yield world
 
 
-def call(body: bytes = b"{}", model: str = "m", tools: Any = None, said: tuple[str, ...] = ("Hi",)) -> Call:
+def call(body: bytes = b"{}", model: str = "m", tools: Any = None, texts: tuple[str, ...] = ("Hi",)) -> Call:
     history = ChatHistory(
-        [json.dumps({"role": "system" if n == 0 else "user", "content": t}).encode() for n, t in enumerate(said)]
+        [json.dumps({"role": "system" if n == 0 else "user", "content": t}).encode() for n, t in enumerate(texts)]
     )
     return Call(model=model, history=history, body=body, tools=ChatTools(json.dumps(tools).encode()) if tools else None)
 
@@ -44,7 +44,7 @@ def test_sources_are_headers_and_paths_into_the_body() -> None:
         thread=("header:X-Thread", "header:x-meta.thread", "body:metadata.user_id.session_id", "body:prompt_cache_key"),
         parent=("body:meta.parent",),
     )
-    inside = json.dumps({"session_id": "s1"})  # a JSON string, which some programs send
+    inside = json.dumps({"session_id": "s1"})  # nested JSON, as some programs send it
     body = json.dumps({"metadata": {"user_id": inside}, "prompt_cache_key": "k", "meta": {"parent": 7}}).encode()
     assert read_signals(signals, {"x-thread": "t"}, call(body)) == CallSignals("t", "7")
     assert read_signals(signals, {"x-meta": '{"thread": "u"}'}, call(body)).thread == "u"
@@ -52,7 +52,7 @@ def test_sources_are_headers_and_paths_into_the_body() -> None:
     assert read_signals(signals, {}, call(b'{"prompt_cache_key": "k"}')).thread == "k"
 
 
-def test_rules_say_what_a_call_is_for_and_beat_the_models_name() -> None:
+def test_rules_set_role_and_override_model_name() -> None:
     signals = Signals(
         rules=(
             Rule(role="side", source="header:x-kind", match="title*", why="title"),
@@ -65,49 +65,49 @@ def test_rules_say_what_a_call_is_for_and_beat_the_models_name() -> None:
     assert read_signals(signals, {"x-kind": "title-1"}, call()) == CallSignals(role="side", why="title")
     assert read_signals(signals, {}, call(tools=[tool("complete_task")], model="m-small")).role == "subagent"
     assert read_signals(signals, {}, call(tools=[tool("read"), tool("complete_task_x")])).role == ""
-    assert read_signals(signals, {}, call(said=("You are.", "Summarise it."))).role == "side"
-    assert read_signals(signals, {}, call(said=("You write titles.", "Hi"))).role == "side"
+    assert read_signals(signals, {}, call(texts=("You are.", "Summarise it."))).role == "side"
+    assert read_signals(signals, {}, call(texts=("You write titles.", "Hi"))).role == "side"
     assert read_signals(signals, {}, call(model="m-small")) == CallSignals(role="side", why="model m-small")
     assert read_signals(signals, {}, call()) == CallSignals()
     assert is_model_alias(signals, "m-small") and not is_model_alias(signals, "m")
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"metadata": 3}', b'{"metadata": {"user_id": "{"}}', b"\xff"])
-def test_what_cannot_be_read_is_no_signal(body: bytes) -> None:
+def test_unreadable_body_has_no_signals(body: bytes) -> None:
     assert read_signals(Signals(thread=("body:metadata.user_id.session_id",)), {}, call(body)) == CallSignals()
 
 
-def test_a_source_of_another_kind_is_refused() -> None:
+def test_unknown_source_is_rejected() -> None:
     [(field, wrong)] = find_faults(Signals(thread=("header:x", "cookie:x"), rules=(Rule(role="side", source="last"),)))
     assert field == "signals.thread[1]" and "unknown source 'cookie:x'" in wrong
 
 
-async def test_calls_to_the_small_model_are_side_calls_and_not_trained(world: World) -> None:
+async def test_side_model_calls_are_not_trained(world: World) -> None:
     agent = world.agent(model="m", signals=Signals(models={"m-small": "side"}))
     agent.messages = [SYSTEM, user("Fix the bug.")]
-    # With tools, and first: by structure alone it would be the main line.
+    # It comes first and has tools, so without the signal it would be the main line.
     await agent.call(say(world, "A title"), messages=[user("Give it a title")], model="m-small")
     await agent.call(say(world, "Done."))
     assert role_list(agent) == ["side", "main"]
     [row] = build_samples(agent.session.trace)
     assert [span.role for span in row.spans] == ["main"]
-    refused = await agent.call(say(world, "x"), model="m-large")
-    assert refused.status == 404
+    rejected = await agent.call(say(world, "x"), model="m-large")
+    assert rejected.status == 404
     world.queue.clear()
-    check(agent.session, [g.prompt for g in agent.world.engine.received])
+    check_invariants(agent.session, [g.prompt for g in agent.world.engine.received])
 
 
-async def test_a_conversation_with_a_parent_is_a_sub_agents(world: World) -> None:
+async def test_thread_with_parent_is_subagent(world: World) -> None:
     signals = Signals(thread=("body:thread",), parent=("body:parent",))
     agent = world.agent(signals=signals)
-    # The same beginning as the parent's: by structure it would be a branch of it, or compaction.
+    # It begins like its parent, so without the signal it would be a branch or compaction.
     agent.messages = [SYSTEM, user("Fix the bug.")]
     await agent.call(say(world, "I ask a helper."), thread="a")
     await agent.call(say(world, "Found it."), thread="b", parent="a", messages=[SYSTEM, user("Look for it.")])
     assert role_list(agent) == ["main", "subagent"]
 
 
-async def test_a_new_beginning_of_the_same_conversation_is_not_a_sub_agents(world: World) -> None:
+async def test_restart_in_same_thread_is_not_subagent(world: World) -> None:
     agent = world.agent(signals=Signals(thread=("body:thread",)))
     agent.messages = [SYSTEM, user("Fix the bug.")]
     await agent.call(say(world, "Working."), thread="a")
@@ -120,7 +120,7 @@ async def test_a_new_beginning_of_the_same_conversation_is_not_a_sub_agents(worl
     assert [n.info.signals.thread for n in reloaded.trace.roots] == ["a", "a", "b"]
 
 
-async def test_the_work_begins_after_a_title_and_is_no_fork_of_it(world: World) -> None:
+async def test_main_line_after_title_is_not_a_fork(world: World) -> None:
     agent = world.agent(signals=Signals(thread=("body:thread",), rules=TITLES))
     agent.messages = [SYSTEM, user("Fix the bug.")]
     await agent.call(say(world, "A title"), thread="a", tools=None, messages=[system("You write titles."), user("Hi")])
@@ -129,7 +129,7 @@ async def test_the_work_begins_after_a_title_and_is_no_fork_of_it(world: World) 
     assert [root.info.cause for root in agent.session.trace.roots] == [None, None]
 
 
-async def test_what_leaves_a_line_does_not_make_the_line_fork(world: World) -> None:
+async def test_side_branches_do_not_fork_main_line(world: World) -> None:
     signals = Signals(thread=("body:thread",), parent=("body:parent",), rules=TITLES)
     agent = world.agent(signals=signals)
     agent.messages = [SYSTEM, user("Fix the bug.")]
@@ -142,4 +142,4 @@ async def test_what_leaves_a_line_does_not_make_the_line_fork(world: World) -> N
     assert [turn.info.cause for turn in agent.session.trace.turns()] == [None, "side", "subagent", None]
     [main] = [row for row in build_samples(agent.session.trace) if row.spans[-1].role == "main"]
     assert [span.trained for span in main.spans] == [True, True]
-    check(agent.session, [g.prompt for g in agent.world.engine.received])
+    check_invariants(agent.session, [g.prompt for g in agent.world.engine.received])

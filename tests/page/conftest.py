@@ -1,4 +1,4 @@
-"""Where screenshots go that nobody asked for."""
+"""The folder for screenshots."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""A training run as it looks after three hours, written straight into a store: what the tests of the page look at, and what its
-screenshots show.
+"""Recorded training data for the tests and screenshots of the page, written directly into a store.
 
-    training(data)      # groups of 8 whose rewards rise with the policy's version; two that run
-    worked(data)        # `fix-slug-0` … `-3`, one group: real-looking work with tools, a sub-agent, a retry and a compaction
+    add_training_run(data)    # groups of 8 whose rewards rise with the policy's version; two still running
+    add_task_group(data)      # `fix-slug-0` … `-3`, one group: realistic work with tools, a sub-agent, a retry and a compaction
 
-Called before a gateway opens the folder, like the builders of `tests/page_kit.py`, on which this stands.
+Call them before a gateway opens the folder, like the builders of `tests/page_kit.py`.
 """
 
 from __future__ import annotations
@@ -36,34 +35,34 @@ _FAULTS = (
     ("invalid task", "tests/test.sh: the reference solution scores 0", {"verifier": "1 failed: test_reference\n"}),
 )
 SYSTEM = "You are a coding agent. Work in /workspace. Use the tools to read and change files, run the tests, and say when you are done."
-ASK = (
+PROMPT = (
     '`slugify` turns "Crème brûlée" into "crme-brle". It should keep the letters and drop only their accents. '
     "Mend it; the tests are in tests/."
 )
 
 
-def training(data: Path, groups: int = 48, n: int = 8) -> None:
-    """Rewards that rise, a policy that moves on, groups that a feed delivers."""
-    chance = random.Random(3)
+def add_training_run(data: Path, groups: int = 48, n: int = 8) -> None:
+    """Add groups with rising rewards and policy versions, delivered by a feed."""
+    rng = random.Random(3)
     first = time.time() - 225.0 * groups
     with open_builder(data) as builder:
         for number in range(groups):
             at, version = first + 225.0 * number, number // 3
             if number % 3 == 0 and number:
                 builder.event("", "fence", {"paused": False, "version": version}, at)
-            _group(builder, number, n, at, version, chance, running=number >= groups - 2)
+            _add_group(builder, number, n, at, version, rng, running=number >= groups - 2)
 
 
-def _group(
-    builder: Builder, number: int, n: int, at: float, version: int, chance: random.Random, *, running: bool
+def _add_group(
+    builder: Builder, number: int, n: int, at: float, version: int, rng: random.Random, *, running: bool
 ) -> None:
     task = _TASKS[number % len(_TASKS)]
     group = f"{BATCH}.{task}@{number // len(_TASKS) + 1}"
-    good = 0.12 + 0.78 / (1 + 2.7 ** (3.2 - 0.17 * number))
+    success_rate = 0.12 + 0.78 / (1 + 2.7 ** (3.2 - 0.17 * number))
     for index in range(n):
         opened = at + 9.0 * index
-        lives = running and index >= 3
-        name = f"{number:02x}{index:x}{chance.randrange(16**9):09x}"
+        is_running = running and index >= 3
+        name = f"{number:02x}{index:x}{rng.randrange(16**9):09x}"
         metadata = {
             "task": task,
             "agent": ("pi", "claude-code", "codex")[number % 3],
@@ -75,63 +74,67 @@ def _group(
             "attempt": 1,
         }
         about = {"rollout": metadata["rollout"], "attempt": 1}
-        for place, stage in enumerate(("sandbox", "files", "setup", "session", "agent")):
-            builder.event(name, "stage", {"stage": stage, **about}, opened - 5 + place)
-        took = 25 + 160 * chance.random()
-        ended = None if lives else opened + took
-        status = "open" if lives else "sealed"
+        for position, stage in enumerate(("sandbox", "files", "setup", "session", "agent")):
+            builder.event(name, "stage", {"stage": stage, **about}, opened - 5 + position)
+        duration = 25 + 160 * rng.random()
+        ended = None if is_running else opened + duration
+        status = "open" if is_running else "sealed"
         limits = Limits(turns=50)
         key = builder.session(name, opened, status=status, closed=ended, metadata=metadata, limits=limits)
-        talk = TraceBuilder(builder, key, name, opened)
-        turns = chance.randint(2, 5)
-        versions = sorted(max(0, version - chance.choice((0, 0, 0, 0, 1))) for _ in range(turns))
-        context = talk.ask([{"role": "user", "content": f"Mend {task}."}])
+        trace = TraceBuilder(builder, key, name, opened)
+        turns = rng.randint(2, 5)
+        versions = sorted(max(0, version - rng.choice((0, 0, 0, 0, 1))) for _ in range(turns))
+        context = trace.ask([{"role": "user", "content": f"Mend {task}."}])
         for turn in range(turns):
-            text = chance.choice(
+            text = rng.choice(
                 ("The test fails on an empty name.", "I look at the caller first.", "Done: the suite passes.")
             )
-            said = talk.answer(
-                context, text * 3, version=versions[turn], seconds=took / turns, logprobs=likely(text * 3, chance)
+            turn_node = trace.answer(
+                context,
+                text * 3,
+                version=versions[turn],
+                seconds=duration / turns,
+                logprobs=random_logprobs(text * 3, rng),
             )
             if turn < turns - 1:
-                context = talk.ask([{"role": "tool", "tool_call_id": "c", "content": "ok\n"}], said)
+                context = trace.ask([{"role": "tool", "tool_call_id": "c", "content": "ok\n"}], turn_node)
         if ended is None:
             continue
         builder.event(name, "sealed", {"stop": "", "turns": turns}, ended)
-        outcome = _outcome(group, task, metadata["rollout"], good, chance)
+        outcome = _outcome(group, task, metadata["rollout"], success_rate, rng)
         builder.outcome(key, name, outcome, ended + 1)
         done = {"stage": "done", **about, "status": "finished", "class": outcome.kind, "reward": outcome.reward}
         builder.event(name, "stage", done, ended + 1.1)
     if not running:
-        told = {"feed": "main", "number": number + 1, "group": group, "rollouts": n}
-        builder.event("", "delivery", told, at + 9.0 * n + 190)
+        data = {"feed": "main", "number": number + 1, "group": group, "rollouts": n}
+        builder.event("", "delivery", data, at + 9.0 * n + 190)
 
 
-def _outcome(group: str, task: str, rollout: str, good: float, chance: random.Random) -> RecordedOutcome:
+def _outcome(group: str, task: str, rollout: str, success_rate: float, rng: random.Random) -> RecordedOutcome:
     data: Json = {"rollout": rollout, "status": "finished", "sandbox": "docker"}
-    if chance.random() < 0.07:
-        kind, message, logs = _FAULTS[chance.choice((0, 0, 1, 1, 1, 2))]
+    if rng.random() < 0.07:
+        kind, message, logs = _FAULTS[rng.choice((0, 0, 1, 1, 1, 2))]
         return RecordedOutcome(kind=kind, message=message, group=group, task=task, data={**data, "logs": logs})  # type: ignore[arg-type]
-    reward = 1.0 if chance.random() < good else chance.choice((0.0, 0.0, 0.5))
+    reward = 1.0 if rng.random() < success_rate else rng.choice((0.0, 0.0, 0.5))
     return RecordedOutcome(kind="graded", reward=reward, resolved=reward == 1.0, group=group, task=task, data=data)
 
 
-def likely(text: str, chance: random.Random) -> list[float]:
-    """Log-probabilities as a trained model has them: nearly all tokens are sure, a few are not."""
-    return [_one(chance) for _ in range(len(kit.tokenizer().encode(text)) + 1)]
+def random_logprobs(text: str, rng: random.Random) -> list[float]:
+    """Log-probabilities like those of a trained model: mostly near 0, a few low."""
+    return [_random_logprob(rng) for _ in range(len(kit.tokenizer().encode(text)) + 1)]
 
 
-def _one(chance: random.Random) -> float:
-    where = chance.random()
+def _random_logprob(rng: random.Random) -> float:
+    where = rng.random()
     if where < 0.72:
-        return -chance.random() * 0.08
+        return -rng.random() * 0.08
     if where < 0.88:
-        return -0.1 - chance.random() * 1.2
-    return -1.3 - chance.random() * 2 if where < 0.97 else -3.2 - chance.random() * 4
+        return -0.1 - rng.random() * 1.2
+    return -1.3 - rng.random() * 2 if where < 0.97 else -3.2 - rng.random() * 4
 
 
-class _Work:
-    """One rollout of `worked`, turn by turn."""
+class _Rollout:
+    """One rollout of `add_task_group`, turn by turn."""
 
     def __init__(self, builder: Builder, index: int, opened: float) -> None:
         self.name = f"fix-slug-{index}"
@@ -147,40 +150,40 @@ class _Work:
             "rollout": f"{GROUP}.{index}",
             "attempt": 1,
         }
-        for place, stage in enumerate(("sandbox", "files", "setup", "session", "relay", "launch", "agent")):
-            told = {"stage": stage, "rollout": metadata["rollout"], "attempt": 1}
-            builder.event(self.name, "stage", told, opened - (8.1, 6.2, 5.9, 1.2, 1.1, 0.4, 0.2)[place])
+        for position, stage in enumerate(("sandbox", "files", "setup", "session", "relay", "launch", "agent")):
+            data = {"stage": stage, "rollout": metadata["rollout"], "attempt": 1}
+            builder.event(self.name, "stage", data, opened - (8.1, 6.2, 5.9, 1.2, 1.1, 0.4, 0.2)[position])
         limits = Limits(turns=50, sampled_tokens=32768)
         self.key = builder.session(
             self.name, opened, closed=opened + 74, metadata=metadata, limits=limits, sampling={"temperature": 1.0}
         )
-        self.talk = TraceBuilder(builder, self.key, self.name, opened)
+        self.trace = TraceBuilder(builder, self.key, self.name, opened)
         self.calls = self.turns = 0
 
-    def begin(self, **how: Json) -> Context:
-        return self.talk.ask([{"role": "system", "content": SYSTEM}, {"role": "user", "content": ASK}], **how)
+    def begin(self, **options: Json) -> Context:
+        return self.trace.ask([{"role": "system", "content": SYSTEM}, {"role": "user", "content": PROMPT}], **options)
 
     def say(
         self, context: Context, text: str, tool: str = "", thought: str = "", version: int = 15, **arguments: str
     ) -> Sampled:
         message: Json = {"reasoning": thought} if thought else {}
         self.turns += 1
-        spelled = f"<think>\n{thought}\n</think>\n\n{text}" if thought else text
+        full_text = f"<think>\n{thought}\n</think>\n\n{text}" if thought else text
         if tool:
             self.calls += 1
-            written = json.dumps(arguments)
-            message["tool_calls"] = [{"id": f"call_{self.calls}", "name": tool, "arguments": written}]
-            spelled += f'\n<tool_call>\n{{"name": "{tool}", "arguments": {written}}}\n</tool_call>'
-        ids = [*kit.tokenizer().encode(spelled), kit.renderer().stop_ids[0]]
-        scores = [_one(self.chance) for _ in ids]
+            encoded = json.dumps(arguments)
+            message["tool_calls"] = [{"id": f"call_{self.calls}", "name": tool, "arguments": encoded}]
+            full_text += f'\n<tool_call>\n{{"name": "{tool}", "arguments": {encoded}}}\n</tool_call>'
+        ids = [*kit.tokenizer().encode(full_text), kit.renderer().stop_ids[0]]
+        scores = [_random_logprob(self.chance) for _ in ids]
         finish = "tool_calls" if tool else "stop"
         seconds = 1.5 + self.chance.random() * 4
-        return self.talk.answer(
+        return self.trace.answer(
             context, text, ids=ids, logprobs=scores, message=message, finish=finish, version=version, seconds=seconds
         )
 
-    def hear(self, said: Sampled, output: str) -> Context:
-        return self.talk.ask([{"role": "tool", "tool_call_id": f"call_{self.calls}", "content": output}], said)
+    def add_result(self, turn_node: Sampled, output: str) -> Context:
+        return self.trace.ask([{"role": "tool", "tool_call_id": f"call_{self.calls}", "content": output}], turn_node)
 
     def end(self, reward: float, verifier: str) -> None:
         ended = self.opened + 74
@@ -207,18 +210,20 @@ _FAILED = "FAILED tests/test_slug.py::test_accents - AssertionError: assert 'cr-
 _PASSED = "7 passed in 0.06s\n"
 
 
-def worked(data: Path) -> None:
-    """Four rollouts of one task: two mend it, one nearly, one not."""
+def add_task_group(data: Path) -> None:
+    """Add four rollouts of one task: two solve it, one partly, one not."""
     start = time.time() - 200
     with open_builder(data) as builder:
-        _first(_Work(builder, 0, start))
+        _add_first_rollout(_Rollout(builder, 0, start))
         for index, (fix, output, reward) in enumerate(_OTHERS, 1):
-            work = _Work(builder, index, start + 6 * index)
+            work = _Rollout(builder, index, start + 6 * index)
             context = work.begin()
-            context = work.hear(
+            context = work.add_result(
                 work.say(context, "I'll look at the code first.", "bash", command="cat slug.py"), _SOURCE
             )
-            context = work.hear(work.say(context, fix, "bash", command=f"python fix_{index}.py && pytest -q"), output)
+            context = work.add_result(
+                work.say(context, fix, "bash", command=f"python fix_{index}.py && pytest -q"), output
+            )
             work.say(context, "Done." if reward else "It is mended now; the failing test expects something else.")
             work.end(reward, output)
 
@@ -230,44 +235,51 @@ _OTHERS: Sequence[tuple[str, str, float]] = (
 )
 
 
-def _first(work: _Work) -> None:
-    """The one that is looked at: a title, a retry, a sub-agent, a compaction."""
-    title = work.talk.ask([{"role": "user", "content": "Write a title of five words for: " + ASK}], tools=False)
-    work.talk.answer(title, "Keep letters in slugs", logprobs=likely("Keep letters in slugs", work.chance), version=15)
+def _add_first_rollout(work: _Rollout) -> None:
+    """Add the main rollout, with a title, a retry, a sub-agent and a compaction."""
+    title = work.trace.ask([{"role": "user", "content": "Write a title of five words for: " + PROMPT}], tools=False)
+    work.trace.answer(
+        title, "Keep letters in slugs", logprobs=random_logprobs("Keep letters in slugs", work.chance), version=15
+    )
     context = work.begin()
     thought = "The expression drops every character that is not ASCII. The accents have to be taken apart, and only they be dropped."
-    said = work.say(
+    turn_node = work.say(
         context, "I'll look at the code and its tests first.", "bash", thought, command="cat slug.py && ls tests"
     )
-    context = work.hear(said, _SOURCE + "test_slug.py\n")
+    context = work.add_result(turn_node, _SOURCE + "test_slug.py\n")
     lost = [*kit.tokenizer().encode("I run the te")]
-    work.talk.answer(
-        context, "I run the te", ids=lost, logprobs=[_one(work.chance) for _ in lost], finish="abort", version=15
+    work.trace.answer(
+        context,
+        "I run the te",
+        ids=lost,
+        logprobs=[_random_logprob(work.chance) for _ in lost],
+        finish="abort",
+        version=15,
     )
-    said = work.say(context, "Now the tests, to see what they expect.", "bash", command="pytest -q")
-    context = work.hear(said, _FAILED)
-    said = work.say(
+    turn_node = work.say(context, "Now the tests, to see what they expect.", "bash", command="pytest -q")
+    context = work.add_result(turn_node, _FAILED)
+    turn_node = work.say(
         context,
         "A helper looks for other callers of `slugify`, while I mend it.",
         "task",
         prompt="Find every caller of slugify.",
     )
-    helper = work.talk.ask(
+    helper = work.trace.ask(
         [{"role": "user", "content": "Find every caller of slugify."}],
         cause="subagent",
         signals=CallSignals("t2", "t1", "subagent"),
     )
     found = work.say(helper, "", "bash", command="rg -n slugify --type py")
     work.say(
-        work.hear(found, "slug.py:4:def slugify\nviews.py:31:    return slugify(title)\n"),
+        work.add_result(found, "slug.py:4:def slugify\nviews.py:31:    return slugify(title)\n"),
         "It is called once: views.py, line 31.",
     )
     work.calls -= 1
-    context = work.hear(said, "It is called once: views.py, line 31.")
+    context = work.add_result(turn_node, "It is called once: views.py, line 31.")
     thought = "NFKD splits é into e and a combining accent. Encoding to ASCII with errors ignored drops the accent and keeps the e."
     fix = "sed -i 's/^    text = re.sub/    text = plain(text)\\n&/' slug.py && cat >> slug.py <<END"
     fix += '\n\n\ndef plain(text: str) -> str:\n    return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()\nEND'
-    said = work.say(
+    turn_node = work.say(
         context,
         "Only `views.py` calls it, and with plain text. I take the accents apart with NFKD and drop the marks.",
         "bash",
@@ -275,8 +287,8 @@ def _first(work: _Work) -> None:
         version=16,
         command=fix,
     )
-    context = work.hear(said, "")
-    said = work.say(
+    context = work.add_result(turn_node, "")
+    turn_node = work.say(
         context,
         "And the import.",
         "edit",
@@ -288,12 +300,16 @@ def _first(work: _Work) -> None:
     summary = (
         "So far: slug.py takes accents apart with unicodedata.normalize (NFKD) and drops them. Left: run the tests."
     )
-    context = work.talk.ask(
-        [{"role": "system", "content": SYSTEM}, {"role": "user", "content": ASK}, {"role": "user", "content": summary}],
+    context = work.trace.ask(
+        [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": PROMPT},
+            {"role": "user", "content": summary},
+        ],
         cause="compaction",
     )
-    said = work.say(context, "I run the tests.", "bash", version=16, command="pytest -q")
-    context = work.hear(said, _PASSED)
+    turn_node = work.say(context, "I run the tests.", "bash", version=16, command="pytest -q")
+    context = work.add_result(turn_node, _PASSED)
     work.say(
         context,
         '`slugify` keeps letters now: "Crème brûlée" becomes "creme-brulee". All seven tests pass, and nothing else that calls it changes.',

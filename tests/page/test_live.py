@@ -1,4 +1,4 @@
-"""The page beside a real `turngate serve`: who may look, what appears as it happens, what can be stopped, a gateway that goes away."""
+"""The page with a real `turngate serve`: login, live updates, cancelling and reconnecting."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 from playwright.async_api import expect
 
 from tests.kit import calls, tool, user
-from tests.page.browser import browsing
+from tests.page.browser import open_browser
 from tests.speed import scaled
 
 pytestmark = [pytest.mark.needs("chromium"), pytest.mark.full]
@@ -37,8 +37,8 @@ SCRIPT = [
 ]
 
 
-class Served:
-    """`turngate serve`, in a process of its own."""
+class ServeProcess:
+    """A running `turngate serve` process."""
 
     def __init__(self, url: str, process: asyncio.subprocess.Process) -> None:
         self.url = url
@@ -50,7 +50,7 @@ class Served:
             return (await http.post(f"{self.url}/admin/sessions", json=config, headers=self.admin)).json()
 
     async def say(self, key: str, messages: list[Json]) -> Json:
-        """One model call, as an agent makes it; its messages and the answer."""
+        """Send one model call and return the history with the reply and tool results."""
         http = openai.DefaultAsyncHttpxClient(trust_env=False)
         async with openai.AsyncOpenAI(
             base_url=f"{self.url}/v1", api_key=key, max_retries=0, http_client=http
@@ -69,7 +69,7 @@ class Served:
 
 
 @asynccontextmanager
-async def serving(data: Path, port: int = 0) -> AsyncIterator[Served]:
+async def start_serve(data: Path, port: int = 0) -> AsyncIterator[ServeProcess]:
     script = data.with_name("script.json")
     script.write_text(json.dumps(SCRIPT))
     log = data.with_name("serve.log")
@@ -90,85 +90,85 @@ async def serving(data: Path, port: int = 0) -> AsyncIterator[Served]:
             while not (found := re.search(r"listens on (http://\S+)", log.read_text())):
                 assert child.returncode is None, log.read_text()
                 await asyncio.sleep(0.05)
-        yield Served(found[1], child)
+        yield ServeProcess(found[1], child)
     finally:
         if child.returncode is None:
             child.kill()
             await child.wait()
 
 
-async def test_only_the_admin_key_opens_the_page_and_it_is_kept_nowhere(tmp_path: Path, shots: Path) -> None:
-    async with serving(tmp_path / "data") as served, browsing(served.url, shots=shots) as web:
-        await web.page.goto(served.url)  # people with a browser are led to the page
+async def test_admin_key_is_required_and_not_stored(tmp_path: Path, shots: Path) -> None:
+    async with start_serve(tmp_path / "data") as served, open_browser(served.url, shots=shots) as web:
+        await web.page.goto(served.url)  # redirects browsers to the page
         await web.page.fill("#key", "not the key")
         await web.press("Enter")
-        await web.sees(".login-trouble", "key")
-        web.complaints.clear()  # the browser says that it was refused
-        assert await web.asks("document.getElementById('bar').hidden")
+        await web.wait_for(".login-trouble", "key")
+        web.problems.clear()  # the browser reports the 401
+        assert await web.evaluate("document.getElementById('bar').hidden")
         await web.page.fill("#key", KEY)
         await web.press("Enter")
-        await web.sees(".empty", "No rollouts")
-        await web.sees(".empty", "turngate batch")
-        kept = await web.asks(
+        await web.wait_for(".empty", "No rollouts")
+        await web.wait_for(".empty", "turngate batch")
+        stored = await web.evaluate(
             "[JSON.stringify(localStorage), JSON.stringify(sessionStorage), document.cookie, location.href]"
         )
-        assert all(KEY not in place for place in kept)
+        assert all(KEY not in place for place in stored)
         await web.page.reload()
-        await web.sees(".empty", "No rollouts")  # the cookie is enough
+        await web.wait_for(".empty", "No rollouts")  # the cookie is enough
         await web.page.click("#signout")
-        await web.sees(".login-trouble", "signed out")
+        await web.wait_for(".login-trouble", "signed out")
         await web.page.reload()
-        await web.sees("#key")
+        await web.wait_for("#key")
 
 
 @pytest.mark.real
-async def test_turns_appear_as_they_happen_and_a_rollout_can_be_cancelled(tmp_path: Path, shots: Path) -> None:
-    async with serving(tmp_path / "data") as served, browsing(served.url, KEY, shots=shots) as web:
-        await web.asks("window.loaded = true")
+async def test_live_turns_and_cancel(tmp_path: Path, shots: Path) -> None:
+    async with start_serve(tmp_path / "data") as served, open_browser(served.url, KEY, shots=shots) as web:
+        await web.evaluate("window.loaded = true")
         opened = await served.open(
             metadata={"task": "look", "group": "g", "rollout": "g.0", "agent": "pi"}, limits={"turns": 9}
         )
-        await web.sees(".list-row", "g.0")  # without a reload
+        await web.wait_for(".list-row", "g.0")  # without a reload
         await web.find(".list-row a", "g.0").click()
-        await web.sees(".empty", "No messages yet")
+        await web.wait_for(".empty", "No messages yet")
         history = await served.say(opened["api_key"], [user("What is in this folder?")])
-        await web.sees(".turn.is-sampled", "I look first.")
-        await web.sees(".turn.is-context", "What is in this folder?")
-        call = await web.sees(".fold.is-call", "bash")
+        await web.wait_for(".turn.is-sampled", "I look first.")
+        await web.wait_for(".turn.is-context", "What is in this folder?")
+        call = await web.wait_for(".fold.is-call", "bash")
         assert "ls -la /workspace" in await call.inner_text()
         history = await served.say(opened["api_key"], history)
-        await web.sees(".turn.is-sampled", "There is one file")
-        await web.sees(".fold.is-result", "total 1")
-        await web.says(".rollout-head .facts", "2 of 9")
+        await web.wait_for(".turn.is-sampled", "There is one file")
+        await web.wait_for(".fold.is-result", "total 1")
+        await web.wait_for_text(".rollout-head .facts", "2 of 9")
         await served.say(opened["api_key"], [*history[:1], user("And in another one?")])
-        await web.sees(".tree-row", "Done: nothing was wrong.")
-        assert await web.asks("window.loaded"), "nothing was loaded again"
+        await web.wait_for(".tree-row", "Done: nothing was wrong.")
+        assert await web.evaluate("window.loaded"), "the page was reloaded"
 
         await web.page.click("text=Cancel")
-        await web.sees("dialog", "Cancel this rollout?")
+        await web.wait_for("dialog", "Cancel this rollout?")
         await web.press("Escape")
-        await web.sees(".badge.is-live", "running")  # nothing was done
+        await web.wait_for(".badge.is-live", "running")  # not cancelled
         await web.page.click(".actions >> text=Cancel")
         await web.page.click("dialog >> text=Cancel the rollout")
-        await web.sees(".view-head .badge", "cancelled")
+        await web.wait_for(".view-head .badge", "cancelled")
         await expect(web.find(".actions button", "Cancel")).to_have_count(0)
         async with httpx.AsyncClient(trust_env=False, timeout=scaled(5), headers=served.admin) as http:
             assert (await http.get(f"{served.url}/admin/sessions/{opened['id']}")).json()["status"] == "cancelled"
 
 
-async def test_a_gateway_that_goes_away_and_comes_back_is_taken_up_again(tmp_path: Path, shots: Path) -> None:
-    async with serving(tmp_path / "data") as served:
+async def test_page_reconnects_after_gateway_restart(tmp_path: Path, shots: Path) -> None:
+    async with start_serve(tmp_path / "data") as served:
         opened = await served.open(id="kept")
         history = await served.say(opened["api_key"], [user("What is in this folder?")])
-        async with browsing(served.url, KEY, shots=shots) as web:
+        async with open_browser(served.url, KEY, shots=shots) as web:
             await web.go("#/rollout/kept")
-            await web.sees(".turn", "I look first.")
+            await web.wait_for(".turn", "I look first.")
             await served.stop()
-            await web.sees("#live[data-state=lost]", "disconnected")
-            async with serving(tmp_path / "data", int(served.url.rsplit(":", 1)[1])) as again:
-                await again.say(opened["api_key"], history)  # before the page knows that it is there
+            await web.wait_for("#live[data-state=lost]", "disconnected")
+            async with start_serve(tmp_path / "data", int(served.url.rsplit(":", 1)[1])) as again:
+                await again.say(opened["api_key"], history)  # before the page reconnects
                 await web.page.click("#live")
-                await web.sees("#live[data-state=live]", "live")
-                await web.sees(".turn", "Turn 2")
+                await web.wait_for("#live[data-state=live]", "live")
+                await web.wait_for(".turn", "Turn 2")
                 await web.page.goto("about:blank")
-                web.complaints.clear()  # of the browser, about the time without a gateway
+                web.problems.clear()  # the browser reports failed requests

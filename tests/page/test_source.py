@@ -1,4 +1,4 @@
-"""What the page is made of: files of one concern each, nothing from elsewhere, nothing that could read text as markup."""
+"""The source files of the page: small, self-contained, and without markup from text."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def test_no_script_turns_text_into_markup(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", SCRIPTS, ids=name)
-def test_a_script_has_one_concern_and_says_which(file: Path) -> None:
+def test_script_is_short_and_documented(file: Path) -> None:
     lines = file.read_text().splitlines()
     assert len(lines) <= 300
-    assert lines[0].startswith("/**"), "it begins with what it is for, and who calls it"
+    assert lines[0].startswith("/**"), "no comment at the top"
     assert [line for line in lines if len(line) > 140] == []
 
 
 @pytest.mark.parametrize("file", FILES, ids=name)
-def test_nothing_is_fetched_from_elsewhere(file: Path) -> None:
+def test_no_external_urls(file: Path) -> None:
     found = re.findall(r"(?:https?:)?//[a-z0-9.-]+\.[a-z]{2,}[^\s\"')]*", file.read_text())
     assert [address for address in found if not address.startswith("http://www.w3.org/")] == []
 

@@ -19,8 +19,8 @@ from google import genai
 from google.genai import errors, types
 
 from tests.exact.agent import World, asgi
-from tests.exact.invariants import check
-from tests.exact.test_property import turn_of
+from tests.exact.invariants import check_invariants
+from tests.exact.test_property import make_turn
 from tests.kit import (
     CLIENT_MODES,
     Gated,
@@ -745,7 +745,7 @@ class Agent:
 
     async def turn(self, kind: str, text: str) -> None:
         draw = self.draw
-        self.world.queue.append(turn_of(self.renderer, kind, text, draw))
+        self.world.queue.append(make_turn(self.renderer, kind, text, draw))
         contents = rewrite_history(self.contents, draw) if draw.random() < 0.6 else self.contents
         body = {
             "contents": contents,
@@ -795,8 +795,8 @@ async def test_long_conversation_with_rewritten_history_is_one_row(
                     agent.draw.choice(KINDS), agent.draw.choice(["ok", "Größe 👍🏽", "  x\n\n", f"step {n}"])
                 )
             session = agent.agent.session
-            check(session, [request.prompt for request in world.engine.received])
+            check_invariants(session, [request.prompt for request in world.engine.received])
             assert [node.info.cause for node in session.trace.nodes] == [None] * 40
             assert len(session.trace.roots) == 1
             stored = world.gateway.store.load(world.gateway.store.find(agent.agent.session_id))
-            check(stored, [request.prompt for request in world.engine.received])
+            check_invariants(stored, [request.prompt for request in world.engine.received])

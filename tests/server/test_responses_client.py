@@ -14,7 +14,7 @@ import openai
 import pydantic
 import pytest
 
-from tests.exact.invariants import check
+from tests.exact.invariants import check_invariants
 from tests.kit import CLIENT_MODES, Gated, Json, OpenSession, Running, calls, gateway, say, tokenizer, until
 from turngate.engines.base import Generate
 from turngate.engines.scripted import Scripted, ScriptedTurn
@@ -235,7 +235,7 @@ async def test_seven_turns_with_tools_make_one_training_row(way: str, options: J
         sampled = [i for turn_ in script for i in turn_.ids]
         assert [i for i, trained in zip(row["ids"], row["mask"], strict=True) if trained] == sampled
         assert {turn_["role"] for turn_ in await g.turns(session.id)} == {"main"}
-        check(g.app.sessions.find(session.id), [r.prompt for r in g.engine.received])
+        check_invariants(g.app.sessions.find(session.id), [r.prompt for r in g.engine.received])
 
 
 async def test_interleaved_calls_and_results_do_not_fork() -> None:
@@ -781,7 +781,7 @@ async def test_long_conversation_with_rewritten_history_is_one_row(seed: int) ->
             history += results or [user(draw.choice(WORDS))]
         row = await check_one_row(g, session)
         assert np.sum(row["mask"]) == sum(len(turn.ids) for turn in script)
-        check(g.app.sessions.find(session.id), [r.prompt for r in g.engine.received])
+        check_invariants(g.app.sessions.find(session.id), [r.prompt for r in g.engine.received])
 
 
 async def test_conversation_on_real_tokenizer_is_one_row(real_tokenizer: Path) -> None:

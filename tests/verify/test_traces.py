@@ -12,7 +12,7 @@ import pytest
 
 from tests import kit, sdk_agents
 from tests.exact.agent import World
-from tests.exact.test_property import follow, play, turn_of
+from tests.exact.test_property import follow, make_turn, play
 from tests.exact.test_rows import SYSTEM, say, talk, user
 from tests.golden import recording
 from tests.golden.replay import play as replay
@@ -49,7 +49,7 @@ def test_random_conversations(name: str, renderers: Any, verified: list[Verdict]
         steps = [
             (draw.choice(KINDS), draw.choice(SAID), f"{draw.choice(TEXTS)} {n}") for n in range(draw.randrange(1, 9))
         ]
-        asyncio.run(play(renderers(name), steps, seed, rests=bool(seed % 2)))
+        asyncio.run(play(renderers(name), steps, seed, evicts=bool(seed % 2)))
     assert len(verified) == 12
     assert all({f.part for f in found.findings} >= {"structure", "rows", "render", "replay"} for found in verified)
 
@@ -62,7 +62,7 @@ async def test_long_rollout_is_one_row(name: str, renderers: Any, tmp_path: Path
         agent.messages = [SYSTEM, user("Fix the bug.")]
         for n in range(24):
             kind = ("think+call", "calls", "think", "random")[n % 4]
-            follow(agent, await agent.call(turn_of(renderer, kind, f"step {n}", draw)), f"output {n}")
+            follow(agent, await agent.call(make_turn(renderer, kind, f"step {n}", draw)), f"output {n}")
     [found] = verify_all(tmp_path, renderer=renderer)
     assert (found.counts.turns, found.counts.rows, found.forks) == (24, 1, ())
     assert found.counts.trained_tokens == found.counts.sampled_tokens
@@ -157,7 +157,7 @@ async def test_recorded_outcomes(verified: list[Verdict]) -> None:
 
 async def test_observed_session_without_rendering(tmp_path: Path) -> None:
     from tests.exact.agent import asgi
-    from tests.exact.test_attacks import _Endpoint
+    from tests.exact.test_attacks import FakeEndpoint
     from turngate.config import ServeConfig
     from turngate.engines.base import RelayChunk
     from turngate.server.app import Gateway
@@ -166,7 +166,7 @@ async def test_observed_session_without_rendering(tmp_path: Path) -> None:
 
     chunks = [RelayChunk((Delta("content", "a"),), [10], [-0.1], [1, 2, 3], finish="stop")]
     config = ServeConfig(data=str(tmp_path), engine="openai", engine_url=["http://127.0.0.1:1"])
-    gateway = Gateway(config, relay=_Endpoint(chunks))
+    gateway = Gateway(config, relay=FakeEndpoint(chunks))
     await gateway.start()
     _, key = gateway.sessions.open(SessionConfig(mode="observe", sampling={"temperature": 1.0}))
     body = b'{"messages": [{"role": "user", "content": "x"}]}'

@@ -1,4 +1,4 @@
-"""Agents touch up their history: marks that move, defaults that are written in. Neither makes another conversation of it."""
+"""Agents that edit their history: moved cache marks and added default arguments do not fork."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.exact.agent import Agent, World
-from tests.exact.invariants import check
+from tests.exact.invariants import check_invariants
 from tests.exact.test_rows import SYSTEM, say, user
 from tests.kit import calls
 from turngate.trace.message_equality import RequestMessages
@@ -20,8 +20,8 @@ async def world(tmp_path: Any, renderers: Any):
         yield world
 
 
-async def work(agent: Agent, text: str, **changed: Any) -> dict[str, Any]:
-    """One turn, put into the history with `changed` fields of its arguments, and answered."""
+async def run_turn(agent: Agent, text: str, **changed: Any) -> dict[str, Any]:
+    """Run one turn, and add it to the history with `changed` arguments and tool results."""
     reply = await agent.call(say(agent.world, text))
     message = reply.message
     for call in message.get("tool_calls", []):
@@ -31,48 +31,46 @@ async def work(agent: Agent, text: str, **changed: Any) -> dict[str, Any]:
     return message
 
 
-async def test_defaults_that_an_agent_writes_into_its_calls_do_not_fork(world: World) -> None:
+async def test_added_default_arguments_do_not_fork(world: World) -> None:
     agent = world.agent()
     agent.messages = [SYSTEM, user("Fix it.")]
     for n in range(4):
-        await work(agent, calls(("write", {"path": f"f{n}"})), replace_all=False, n=0)
+        await run_turn(agent, calls(("write", {"path": f"f{n}"})), replace_all=False, n=0)
     await agent.call(say(world, "Done."))
     assert len(agent.session.trace.roots) == 1
     assert all(n.info.cause is None for n in agent.session.trace.nodes)
-    check(agent.session, [g.prompt for g in agent.world.engine.received])
+    check_invariants(agent.session, [g.prompt for g in agent.world.engine.received])
 
 
-async def test_arguments_that_a_tool_took_otherwise_stay_as_the_model_wrote_them(world: World) -> None:
+async def test_rewritten_argument_keeps_model_version(world: World) -> None:
     agent = world.agent()
     agent.messages = [SYSTEM, user("Fix it.")]
-    await work(agent, calls(("write", {"path": "a"})), path="/work/a")
+    await run_turn(agent, calls(("write", {"path": "a"})), path="/work/a")
     await agent.call(say(world, "Done."))
     assert [t.info.cause for t in agent.session.trace.turns()] == [None, None]
-    check(agent.session, [g.prompt for g in agent.world.engine.received])
+    check_invariants(agent.session, [g.prompt for g in agent.world.engine.received])
 
 
-async def test_arguments_that_were_cut_away_do_fork(world: World) -> None:
+async def test_cleared_arguments_fork(world: World) -> None:
     agent = world.agent()
     agent.messages = [SYSTEM, user("Fix it.")]
-    await work(agent, calls(("write", {"path": "a" * 5000})), path="(cleared)")
+    await run_turn(agent, calls(("write", {"path": "a" * 5000})), path="(cleared)")
     await agent.call(say(world, "Done."))
     assert [t.info.cause for t in agent.session.trace.turns()] == [None, "edited"]
-    check(agent.session, [g.prompt for g in agent.world.engine.received])
+    check_invariants(agent.session, [g.prompt for g in agent.world.engine.received])
 
 
-async def test_defaults_under_another_call_id_do_fork(world: World) -> None:
+async def test_added_defaults_with_other_call_id_fork(world: World) -> None:
     agent = world.agent()
     agent.messages = [SYSTEM, user("Fix it.")]
-    await work(agent, calls(("write", {"path": "a"})), n=0)
+    await run_turn(agent, calls(("write", {"path": "a"})), n=0)
     agent.messages[-2]["tool_calls"][0]["id"] = agent.messages[-1]["tool_call_id"] = "another"
     await agent.call(say(world, "Done."))
     assert [t.info.cause for t in agent.session.trace.turns()] == [None, "edited"]
-    check(agent.session, [g.prompt for g in agent.world.engine.received])
+    check_invariants(agent.session, [g.prompt for g in agent.world.engine.received])
 
 
-async def test_a_mark_that_moves_along_costs_only_the_end_of_the_history(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_moving_cache_mark_reads_only_last_messages(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     agent = world.agent()
     agent.messages = [SYSTEM, user("Fix it.")]
     read: list[int] = []
@@ -83,14 +81,14 @@ async def test_a_mark_that_moves_along_costs_only_the_end_of_the_history(
         reply = await agent.call(say(world, f"Step {n}."), messages=marked)
         agent.messages += [reply.message, user(f"next {n}")]
     last = 2 * 29 + 1
-    # Of the last request, of sixty messages, only the newest were looked into; and the very first, for its system prompt.
+    # Of the sixty messages in the last request, only the newest were read, and the first for its system prompt.
     lookups = read[-20:]
     assert {at for at in lookups if at != 0} <= set(range(last - 4, last + 1))
     assert len(agent.session.trace.roots) == 1
-    check(agent.session, [g.prompt for g in agent.world.engine.received])
+    check_invariants(agent.session, [g.prompt for g in agent.world.engine.received])
 
 
-async def test_results_reach_the_model_in_the_order_of_its_calls(world: World) -> None:
+async def test_results_are_ordered_like_calls(world: World) -> None:
     agent = world.agent()
     agent.messages = [SYSTEM, user("Fix it.")]
     reply = await agent.call(
@@ -100,7 +98,7 @@ async def test_results_reach_the_model_in_the_order_of_its_calls(world: World) -
     results = {n: {"role": "tool", "tool_call_id": ids[n], "content": f"result {n}"} for n in range(3)}
     agent.messages += [reply.message, results[2], results[0], results[1]]
     await agent.call(say(world, "Done."))
-    seen = world.gateway.renderer.tokenizer.decode(world.engine.received[-1].prompt.tolist())
-    assert seen.index("result 0") < seen.index("result 1") < seen.index("result 2")
+    prompt = world.gateway.renderer.tokenizer.decode(world.engine.received[-1].prompt.tolist())
+    assert prompt.index("result 0") < prompt.index("result 1") < prompt.index("result 2")
     assert len(agent.session.trace.roots) == 1
-    check(agent.session, [g.prompt for g in agent.world.engine.received])
+    check_invariants(agent.session, [g.prompt for g in agent.world.engine.received])

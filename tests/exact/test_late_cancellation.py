@@ -1,4 +1,4 @@
-"""Calls that are cancelled after the model's last token, while the engine is still being left: what was sampled is recorded."""
+"""Calls cancelled after the last token, while the engine is being closed: the sampled tokens are recorded."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from turngate.engines.base import Chunk, Generate
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_turn_that_is_cancelled_while_its_engine_is_left_is_recorded(tmp_path: Path, stream: bool) -> None:
+async def test_cancellation_after_last_token_keeps_turn(tmp_path: Path, stream: bool) -> None:
     async with World.of(tmp_path, kit.renderer()) as world:
-        leaving = asyncio.Event()
+        exiting = asyncio.Event()
         generate = world.engine.generate
 
         @asynccontextmanager
-        async def lingering(request: Generate) -> AsyncIterator[AsyncIterator[Chunk]]:
+        async def generate_and_linger(request: Generate) -> AsyncIterator[AsyncIterator[Chunk]]:
             async with generate(request) as chunks:
                 try:
                     yield chunks
                 finally:
-                    leaving.set()
+                    exiting.set()
                     await asyncio.sleep(3600)
 
-        world.engine.generate = lingering  # type: ignore[method-assign,assignment]
+        world.engine.generate = generate_and_linger  # type: ignore[method-assign,assignment]
         agent = world.agent()
         agent.messages = [SYSTEM, user("Say something.")]
         call: asyncio.Task[Any] = asyncio.create_task(agent.call(say(world, "something"), stream=stream))
         async with asyncio.timeout(scaled(20)):
-            await leaving.wait()
+            await exiting.wait()
             await world.gateway.sessions.seal(agent.session_id)
             await asyncio.wait([call])
-        call.exception()  # the agent cannot make sense of half a stream
+        call.exception()  # the agent cannot parse half a stream
         (turn,) = world.gateway.sessions.find(agent.session_id).trace.turns()
         assert turn.info.finish == "abort" and len(turn.ids) > 1
         assert turn.logprobs is not None and len(turn.logprobs) == len(turn.ids)
