@@ -17,9 +17,9 @@ from tests.engines.providers import (
     AnthropicProvider,
     ChatProvider,
     GeminiProvider,
+    ModelTurn,
     Provider,
     ResponsesProvider,
-    Says,
 )
 from tests.engines.standins import serving
 from tests.kit import Running, gateway
@@ -33,8 +33,8 @@ pytestmark = pytest.mark.full
 class VLLM(ChatProvider):
     """A chat endpoint that returns token ids of a template that renders the whole conversation."""
 
-    def __init__(self, *turns: Says) -> None:
-        super().__init__(*turns, tells=True)
+    def __init__(self, *turns: ModelTurn) -> None:
+        super().__init__(*turns, returns_ids=True)
 
 
 PAIRS: list[tuple[str, type[Provider]]] = [
@@ -51,14 +51,15 @@ PAIRS: list[tuple[str, type[Provider]]] = [
 ]
 
 
-def script(spec: AgentSpec, workdir: Path) -> list[Says]:
+def script(spec: AgentSpec, workdir: Path) -> list[ModelTurn]:
     """The model's script from `turngate agents check`: read, edit, look, write and finish."""
 
     def fill(arguments: dict[str, Any]) -> Any:
         return {k: v.replace("{workdir}", str(workdir)) if isinstance(v, str) else v for k, v in arguments.items()}
 
     return [
-        Says(step.say, step.think, [(call.tool, fill(call.arguments)) for call in step.calls]) for step in spec.check
+        ModelTurn(step.say, step.think, [(call.tool, fill(call.arguments)) for call in step.calls])
+        for step in spec.check
     ]
 
 

@@ -24,7 +24,7 @@ import pytest
 from typer.testing import CliRunner
 
 import turngate
-from tests.engines.standins import StandIn, event, serving, streams
+from tests.engines.standins import StandIn, answer_stream, event, serving
 from tests.kit import Json, gateway, say, until, user
 from tests.speed import scaled
 from turngate.cli import app
@@ -322,7 +322,7 @@ async def slow_engine() -> AsyncIterator[StandIn]:
         return event({"id": "c", "object": "text_completion", "created": 1, "model": "m", "choices": [choice]})
 
     documents = {"/health": {}, "/v1/models": {"data": [{"id": "m", "max_model_len": 4096}]}}
-    server = StandIn(streams(*[token(i) for i in say("One two").ids[:3]], 3600.0), documents)
+    server = StandIn(answer_stream(*[token(i) for i in say("One two").ids[:3]], 3600.0), documents)
     async with serving(server):
         yield server
 

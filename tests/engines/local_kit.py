@@ -59,7 +59,7 @@ def model(seed: int = 0, **shape: Any) -> Model:
 
 
 @asynccontextmanager
-async def started(made: Model | None = None, **options: Any) -> AsyncIterator[LocalEngine]:
+async def start_engine(made: Model | None = None, **options: Any) -> AsyncIterator[LocalEngine]:
     engine = LocalEngine(made or model(), **({"slots": 4, "flush_s": 0.0} | options))
     await engine.start()
     try:
@@ -68,20 +68,20 @@ async def started(made: Model | None = None, **options: Any) -> AsyncIterator[Lo
         await engine.close()
 
 
-class Said(NamedTuple):
+class Reply(NamedTuple):
     ids: list[int]
     logprobs: list[float]
     finish: str | None
     chunks: int
 
 
-def asked(prompt: Sequence[int], tokens: int = 16, stop_ids: tuple[int, ...] = (), **sampling: Any) -> Generate:
+def make_request(prompt: Sequence[int], tokens: int = 16, stop_ids: tuple[int, ...] = (), **sampling: Any) -> Generate:
     return Generate(
         prompt=np.array(prompt, ID_DTYPE), max_tokens=tokens, sampling=Sampling(**sampling), stop_ids=stop_ids
     )
 
 
-async def said(engine: LocalEngine, request: Generate) -> Said:
+async def generate(engine: LocalEngine, request: Generate) -> Reply:
     """Run one call to completion."""
     ids: list[int] = []
     logprobs: list[float] = []
@@ -92,10 +92,10 @@ async def said(engine: LocalEngine, request: Generate) -> Said:
             ids += chunk.ids
             logprobs += [value for value in chunk.logprobs if value is not None]
             count, finish = count + 1, chunk.finish
-    return Said(ids, logprobs, finish, count)
+    return Reply(ids, logprobs, finish, count)
 
 
-def scored(made: Model, prompt: Sequence[int], ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+def rescore(made: Model, prompt: Sequence[int], ids: Sequence[int], temperature: float = 1.0) -> list[float]:
     """Recompute the log-probabilities as a trainer does, in one forward pass."""
     with torch.no_grad():
         scores = made(torch.tensor([[*prompt, *ids]]))[0, len(prompt) - 1 : -1].float() / temperature
@@ -103,6 +103,6 @@ def scored(made: Model, prompt: Sequence[int], ids: Sequence[int], temperature: 
     return found
 
 
-def prompts(count: int, seed: int = 0, longest: int = 60) -> list[list[int]]:
+def random_prompts(count: int, seed: int = 0, longest: int = 60) -> list[list[int]]:
     draw = np.random.default_rng(seed)
     return [draw.integers(0, SHAPE.vocabulary, int(draw.integers(1, longest))).tolist() for _ in range(count)]

@@ -7,18 +7,17 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from tests.engines.standins import Answer, StandIn, serving
 from turngate.dialects.chat import ChatTools
 from turngate.engines.base import Relay, RelayChunk, RelayRequest
 from turngate.types import Call, CallDelta, Constraint, Delta, Message
-
-from .standins import Answer, StandIn, serving
 
 Json = Any
 TOOL = {"type": "function", "function": {"name": "bash", "description": "Runs.", "parameters": {"type": "object"}}}
 OTHER = {"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}
 
 
-class Spoken:
+class DecodedHistory:
     """An already decoded history: one or more messages per piece."""
 
     def __init__(self, pieces: Sequence[Message | tuple[Message, ...]]) -> None:
@@ -29,19 +28,19 @@ class Spoken:
         return self._pieces[index]
 
 
-def meant(*messages: Message | tuple[Message, ...], tools: Sequence[Json] = (), **fields: Any) -> Call:
+def foreign_call(*messages: Message | tuple[Message, ...], tools: Sequence[Json] = (), **fields: Any) -> Call:
     """Make a call in a dialect that no endpoint speaks, so that it has to be translated."""
     offered = ChatTools(json.dumps(list(tools)).encode()) if tools else None
-    return Call(**{"model": "m", "dialect": "elsewhere", **fields}, history=Spoken(messages), tools=offered)
+    return Call(**{"model": "m", "dialect": "elsewhere", **fields}, history=DecodedHistory(messages), tools=offered)
 
 
-def own(dialect: str, body: Json, **fields: Any) -> Call:
+def native_call(dialect: str, body: Json, **fields: Any) -> Call:
     """Make a call in the endpoint's own dialect, whose body is forwarded."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return Call(**{"model": "m", **fields}, history=Spoken([]), dialect=dialect, body=raw)
+    return Call(**{"model": "m", **fields}, history=DecodedHistory([]), dialect=dialect, body=raw)
 
 
-def any_of(*names: str) -> Constraint:
+def require_tools(*names: str) -> Constraint:
     choices = [{"properties": {"name": {"const": name}}} for name in names]
     return Constraint("tools", {"items": {"anyOf": choices}})
 
@@ -55,22 +54,22 @@ async def started(relay: Relay) -> AsyncIterator[Relay]:
         await relay.close()
 
 
-async def heard(relay: Relay, call: Call, **fields: Any) -> list[RelayChunk]:
+async def relay_call(relay: Relay, call: Call, **fields: Any) -> list[RelayChunk]:
     async with relay.relay(RelayRequest(call=call, **fields)) as chunks:
         seen = [chunk async for chunk in chunks]
     assert seen[-1].finish is not None and all(chunk.finish is None for chunk in seen[:-1])
     return seen
 
 
-async def answered(make: Callable[[str], Relay], answer: Answer, call: Call, **fields: Any) -> list[RelayChunk]:
+async def relay_answer(make: Callable[[str], Relay], answer: Answer, call: Call, **fields: Any) -> list[RelayChunk]:
     """Relay one call to an endpoint that gives this answer."""
     async with serving(StandIn(answer)) as server, started(make(server.url)) as relay:
-        return await heard(relay, call, **fields)
+        return await relay_call(relay, call, **fields)
 
 
-def said(chunks: Sequence[RelayChunk]) -> list[Delta | CallDelta]:
+def events_of(chunks: Sequence[RelayChunk]) -> list[Delta | CallDelta]:
     return [event for chunk in chunks for event in chunk.events]
 
 
-def lost(chunks: Sequence[RelayChunk]) -> tuple[str, ...]:
+def lost_fields(chunks: Sequence[RelayChunk]) -> tuple[str, ...]:
     return tuple(name for chunk in chunks for name in chunk.lost)

@@ -19,7 +19,7 @@ from turngate.types import Ids, Sampling
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def ask(prompt: Sequence[int] | Ids = (1, 2, 3), **fields: Any) -> Generate:
+def make_request(prompt: Sequence[int] | Ids = (1, 2, 3), **fields: Any) -> Generate:
     """Make a request with defaults for the fields a test does not care about."""
     given: dict[str, Any] = {"max_tokens": 64, "sampling": Sampling(), **fields}
     return Generate(prompt=np.asarray(prompt, np.int32), **given)
@@ -47,7 +47,7 @@ class StandIn:
         self.connections: set[Any] = set()
 
     @property
-    def asked(self) -> dict[str, Any]:
+    def last_body(self) -> dict[str, Any]:
         """The last body, parsed."""
         parsed: dict[str, Any] = json.loads(self.bodies[-1])
         return parsed
@@ -91,7 +91,7 @@ async def serving(server: StandIn) -> AsyncIterator[StandIn]:
         await runner.cleanup()
 
 
-def streams(*parts: bytes | float | asyncio.Event, cut: bool = False) -> Answer:
+def answer_stream(*parts: bytes | float | asyncio.Event, cut: bool = False) -> Answer:
     """Stream these parts; a number is a pause in seconds, an event is waited for. `cut`: drop the connection."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -113,7 +113,7 @@ def streams(*parts: bytes | float | asyncio.Event, cut: bool = False) -> Answer:
     return answer
 
 
-def says(value: Any, status: int = 200) -> Answer:
+def answer_with(value: Any, status: int = 200) -> Answer:
     """Answer with a JSON document, or with plain text for a string."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -124,7 +124,7 @@ def says(value: Any, status: int = 200) -> Answer:
     return answer
 
 
-async def collected(chunks: AsyncIterator[Chunk]) -> Chunk:
+async def collect(chunks: AsyncIterator[Chunk]) -> Chunk:
     """Join all chunks into one."""
     ids: list[int] = []
     logprobs: list[float | None] = []

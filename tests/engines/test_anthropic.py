@@ -10,6 +10,21 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.engines.providers import named_event
+from tests.engines.relays import (
+    OTHER,
+    TOOL,
+    Json,
+    events_of,
+    foreign_call,
+    lost_fields,
+    native_call,
+    relay_answer,
+    relay_call,
+    require_tools,
+    started,
+)
+from tests.engines.standins import Answer, StandIn, answer_stream, answer_with, serving
 from tests.speed import scaled
 from turngate.engines.base import RelayRequest
 from turngate.engines.observe.anthropic import FEWER_TOKENS, MAX_TOKENS, AnthropicRelay
@@ -26,15 +41,11 @@ from turngate.errors import (
 )
 from turngate.types import CallDelta, Constraint, Delta, Message, Sampling, ToolCall, Usage
 
-from .providers import named_event
-from .relays import OTHER, TOOL, Json, answered, any_of, heard, lost, meant, own, said, started
-from .standins import Answer, StandIn, says, serving, streams
-
 BODY: dict[str, Any] = {"model": "agent's", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
 HI = Message("user", "hi")
 
 
-def make(url: str) -> AnthropicRelay:
+def make_relay(url: str) -> AnthropicRelay:
     return AnthropicRelay(url, "sk-ant-secret")
 
 
@@ -64,7 +75,7 @@ def end(reason: str = "end_turn", **fields: Json) -> list[Json]:
 
 def stream(*events: Json | list[Json]) -> Answer:
     flat = [event for one in events for event in (one if isinstance(one, list) else [one])]
-    return streams(*(named_event(event) for event in flat))
+    return answer_stream(*(named_event(event) for event in flat))
 
 
 OK = stream(start(), text(0, "ok"), end())
@@ -83,38 +94,44 @@ async def test_native_request_is_forwarded_verbatim() -> None:
         + messages
         + b"}"
     )
-    passed = {
+    forwarded = {
         "anthropic-beta": "b-1,b-2",
         "anthropic-version": "2026-10-21",
         "X-Api-Key": "tg-agent",
         "authorization": "x",
     }
-    async with serving(StandIn(OK)) as server, started(make(server.url + "/v1/")) as relay:
-        await heard(
+    async with serving(StandIn(OK)) as server, started(make_relay(server.url + "/v1/")) as relay:
+        await relay_call(
             relay,
-            own("messages", raw, forwarded_headers=passed),
+            native_call("messages", raw, forwarded_headers=forwarded),
             model="m",
             sampling=Sampling(temperature=0.5),
             max_tokens=7,
         )
         assert server.paths == ["/v1/messages"] and messages in server.bodies[0]  # forwarded without re-encoding
-        asked = {name: value for name, value in server.asked.items() if name != "messages"}
-        assert asked == {"model": "m", "max_tokens": 7, "temperature": 0.5, "betas_like": {"a": [1]}, "stream": True}
+        body_sent = {name: value for name, value in server.last_body.items() if name != "messages"}
+        assert body_sent == {
+            "model": "m",
+            "max_tokens": 7,
+            "temperature": 0.5,
+            "betas_like": {"a": [1]},
+            "stream": True,
+        }
         headers = server.headers[0]
         assert headers.getall("x-api-key") == ["sk-ant-secret"] and "authorization" not in headers
         assert (headers["anthropic-beta"], headers["anthropic-version"]) == ("b-1,b-2", "2026-10-21")
-        await heard(relay, own("messages", BODY))
-        assert server.asked == BODY | {"stream": True} and server.headers[1]["anthropic-version"] == "2023-06-01"
+        await relay_call(relay, native_call("messages", BODY))
+        assert server.last_body == BODY | {"stream": True} and server.headers[1]["anthropic-version"] == "2023-06-01"
         assert "sk-ant" not in repr(relay)
 
 
 async def test_pinned_unsupported_sampling_is_rejected() -> None:
     with pytest.raises(EngineRejected, match="pins min_p, seed"):
-        await answered(make, OK, own("messages", BODY), sampling=Sampling(min_p=0.1, seed=3))
+        await relay_answer(make_relay, OK, native_call("messages", BODY), sampling=Sampling(min_p=0.1, seed=3))
 
 
 async def test_foreign_dialect_is_translated() -> None:
-    call = meant(
+    call = foreign_call(
         Message("system", "Be brief."),
         Message("system", "Be kind."),
         HI,
@@ -128,9 +145,9 @@ async def test_foreign_dialect_is_translated() -> None:
         sampling={"temperature": 0.3, "top_p": 1.0, "seed": 1},
         parallel_tool_calls=False,
     )
-    async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
-        chunks = await heard(relay, call, model="claude")
-    assert server.asked == {
+    async with serving(StandIn(OK)) as server, started(make_relay(server.url)) as relay:
+        chunks = await relay_call(relay, call, model="claude")
+    assert server.last_body == {
         "model": "claude",
         "stream": True,
         "max_tokens": MAX_TOKENS,
@@ -165,7 +182,7 @@ async def test_foreign_dialect_is_translated() -> None:
         "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
         "temperature": 0.3,
     }
-    assert lost(chunks) == ("seed",)
+    assert lost_fields(chunks) == ("seed",)
     assert "anthropic-beta" not in server.headers[0]
 
 
@@ -173,7 +190,7 @@ async def test_foreign_dialect_is_translated() -> None:
     ("fields", "body"),
     [
         ({"constraint": Constraint("tool", {}, "bash")}, {"tool_choice": {"type": "tool", "name": "bash"}}),
-        ({"constraint": any_of("bash", "read")}, {"tool_choice": {"type": "any"}}),
+        ({"constraint": require_tools("bash", "read")}, {"tool_choice": {"type": "any"}}),
         (
             {"constraint": Constraint("json_schema", {"type": "object"})},
             {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
@@ -188,48 +205,50 @@ async def test_foreign_dialect_is_translated() -> None:
     ],
 )
 async def test_constraints_and_thinking_are_translated(fields: Json, body: Json) -> None:
-    async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
-        chunks = await heard(relay, meant(HI, tools=[TOOL, OTHER], max_tokens=5, **fields), max_tokens=5)
+    async with serving(StandIn(OK)) as server, started(make_relay(server.url)) as relay:
+        chunks = await relay_call(relay, foreign_call(HI, tools=[TOOL, OTHER], max_tokens=5, **fields), max_tokens=5)
         rest = {
             k: v
-            for k, v in server.asked.items()
+            for k, v in server.last_body.items()
             if k not in ("model", "stream", "max_tokens", "messages", "tools", "cache_control")
         }
-    assert rest == body and lost(chunks) == () and server.asked["max_tokens"] == 5
+    assert rest == body and lost_fields(chunks) == () and server.last_body["max_tokens"] == 5
 
 
 @pytest.mark.parametrize(
     ("constraint", "words"),
-    [(Constraint("json_object"), "not json_object"), (any_of("bash"), "some of the tools")],
+    [(Constraint("json_object"), "not json_object"), (require_tools("bash"), "some of the tools")],
 )
 async def test_unsupported_constraint_is_bad_request(constraint: Constraint, words: str) -> None:
     with pytest.raises(BadRequest, match=words):
-        await answered(make, OK, meant(HI, tools=[TOOL, OTHER], constraint=constraint))
+        await relay_answer(make_relay, OK, foreign_call(HI, tools=[TOOL, OTHER], constraint=constraint))
 
 
 async def test_image_from_foreign_dialect_is_bad_request() -> None:
     with pytest.raises(BadRequest, match="no images") as caught:
-        await answered(make, OK, meant(Message("user", "[image]", unsupported="messages[0]: no images")))
+        await relay_answer(
+            make_relay, OK, foreign_call(Message("user", "[image]", unsupported="messages[0]: no images"))
+        )
     assert caught.value.param == "messages[0]"
 
 
-class Picky(StandIn):
+class StrictServer(StandIn):
     """Rejects unknown fields with Anthropic's error messages."""
 
     def __init__(self, *refusals: tuple[str, str]) -> None:
-        super().__init__(self.judge)
+        super().__init__(self.respond)
         self.refused = refusals
 
-    async def judge(self, request: Any) -> Any:
+    async def respond(self, request: Any) -> Any:
         for sign, message in self.refused:
             if sign in self.bodies[-1].decode():
                 error = {"type": "invalid_request_error", "message": message}
-                return await says({"type": "error", "error": error}, 400)(request)
+                return await answer_with({"type": "error", "error": error}, 400)(request)
         return await OK(request)
 
 
 async def test_parameters_unknown_to_model_are_dropped_and_reported() -> None:
-    server = Picky(
+    server = StrictServer(
         ('"cache_control"', "cache_control: Extra inputs are not permitted"),
         (
             '"adaptive"',
@@ -246,33 +265,40 @@ async def test_parameters_unknown_to_model_are_dropped_and_reported() -> None:
         ),
         ('"temperature"', "temperature: is deprecated for this model"),
     )
-    call = meant(
+    call = foreign_call(
         HI,
         Message("system", "Later."),
         template_hints={"reasoning_effort": "high", "verbosity": "low"},
         sampling={"temperature": 0.5},
     )
-    async with serving(server), started(make(server.url)) as relay:
-        chunks = await heard(relay, call)
+    async with serving(server), started(make_relay(server.url)) as relay:
+        chunks = await relay_call(relay, call)
         assert len(server.bodies) == 7
-        assert lost(chunks) == ("the role of later system messages", "reasoning_effort", "temperature", "verbosity")
+        assert lost_fields(chunks) == (
+            "the role of later system messages",
+            "reasoning_effort",
+            "temperature",
+            "verbosity",
+        )
         messages = [{"role": "user", "content": [{"type": "text", "text": t} for t in ("hi", "Later.")]}]
-        assert server.asked == {"model": "m", "stream": True, "max_tokens": FEWER_TOKENS, "messages": messages}
-        await heard(relay, call)
+        assert server.last_body == {"model": "m", "stream": True, "max_tokens": FEWER_TOKENS, "messages": messages}
+        await relay_call(relay, call)
         assert len(server.bodies) == 8  # remembered, so no retries
-        await heard(relay, msgspec.structs.replace(call, model="other"))
+        await relay_call(relay, msgspec.structs.replace(call, model="other"))
         assert len(server.bodies) == 15  # remembered per model
         with pytest.raises(EngineRejected, match="deprecated"):  # pinned sampling is never dropped
-            await heard(relay, call, sampling=Sampling(temperature=0.5))
+            await relay_call(relay, call, sampling=Sampling(temperature=0.5))
 
 
 async def test_max_tokens_is_reduced_to_fit_context() -> None:
-    server = Picky(("32000", "input length and `max_tokens` exceed context limit: 190000 + 32000 > 200000, decrease"))
-    async with serving(server), started(make(server.url)) as relay:
-        await heard(relay, meant(HI))
-        assert server.asked["max_tokens"] == 10_000
+    server = StrictServer(
+        ("32000", "input length and `max_tokens` exceed context limit: 190000 + 32000 > 200000, decrease")
+    )
+    async with serving(server), started(make_relay(server.url)) as relay:
+        await relay_call(relay, foreign_call(HI))
+        assert server.last_body["max_tokens"] == 10_000
         with pytest.raises(ContextOverflow) as caught:  # native requests are not changed
-            await heard(relay, own("messages", BODY | {"max_tokens": 32000}))
+            await relay_call(relay, native_call("messages", BODY | {"max_tokens": 32000}))
         assert (caught.value.limit, caught.value.size) == (200_000, 222_000)
 
 
@@ -303,8 +329,8 @@ ANSWER = stream(
 
 
 async def test_stream_yields_text_thinking_calls_and_usage() -> None:
-    chunks = await answered(make, ANSWER, own("messages", BODY))
-    assert said(chunks) == [
+    chunks = await relay_answer(make_relay, ANSWER, native_call("messages", BODY))
+    assert events_of(chunks) == [
         Delta("reasoning", "hm"),
         Delta("reasoning", "m"),
         Delta("signature", "sig=="),
@@ -325,37 +351,37 @@ async def test_redacted_thinking_round_trips() -> None:
         {"type": "text", "text": "x"},
     ]
     body = BODY | {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": given}]}
-    async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
-        await heard(relay, own("messages", body))
-    hidden, rest = server.asked["messages"][1]["content"]
+    async with serving(StandIn(OK)) as server, started(make_relay(server.url)) as relay:
+        await relay_call(relay, native_call("messages", body))
+    hidden, rest = server.last_body["messages"][1]["content"]
     assert (hidden, rest) == ({"type": "redacted_thinking", "data": "hidden=="}, given[1])
 
 
 async def test_signed_turn_is_replayed_verbatim_for_foreign_dialect() -> None:
-    chunks = await answered(make, ANSWER, meant(HI))
-    assert not [event for event in said(chunks) if isinstance(event, Delta) and event.kind == "seal"]
+    chunks = await relay_answer(make_relay, ANSWER, foreign_call(HI))
+    assert not [event for event in events_of(chunks) if isinstance(event, Delta) and event.kind == "seal"]
     verbatim = chunks[-1].verbatim
     # The agent dropped the thinking, renamed the calls and added an argument.
     turn = Message(
         "assistant", "grüße", tool_calls=(ToolCall("x", "bash", '{"c":1,"d":2}'), ToolCall("y", "read", "{}"))
     )
-    call = meant(HI, turn, Message("tool", "1", tool_call_id="y"), Message("tool", "2", tool_call_id="x"))
-    async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
-        again = await heard(relay, call, verbatim={1: verbatim})
-    assert server.asked["messages"][1]["content"] == [
+    call = foreign_call(HI, turn, Message("tool", "1", tool_call_id="y"), Message("tool", "2", tool_call_id="x"))
+    async with serving(StandIn(OK)) as server, started(make_relay(server.url)) as relay:
+        again = await relay_call(relay, call, verbatim={1: verbatim})
+    assert server.last_body["messages"][1]["content"] == [
         {"type": "thinking", "thinking": "hmm", "signature": "sig=="},
         {"type": "redacted_thinking", "data": "hidden=="},
         {"type": "text", "text": "grüße"},
         {"type": "tool_use", "id": "toolu_1", "name": "bash", "input": {"c": 1}},
         {"type": "tool_use", "id": "toolu_2", "name": "read", "input": {}},
     ]
-    assert [b["tool_use_id"] for b in server.asked["messages"][2]["content"]] == ["toolu_2", "toolu_1"]
-    assert lost(again) == ()
+    assert [b["tool_use_id"] for b in server.last_body["messages"][2]["content"]] == ["toolu_2", "toolu_1"]
+    assert lost_fields(again) == ()
 
 
 async def test_unsigned_thinking_is_dropped_and_reported() -> None:
-    chunks = await answered(make, OK, meant(HI, Message("assistant", "a", "because"), HI))
-    assert lost(chunks) == ("reasoning of earlier turns",) and chunks[-1].verbatim == b""
+    chunks = await relay_answer(make_relay, OK, foreign_call(HI, Message("assistant", "a", "because"), HI))
+    assert lost_fields(chunks) == ("reasoning of earlier turns",) and chunks[-1].verbatim == b""
 
 
 async def test_truncated_arguments_are_preserved() -> None:
@@ -363,12 +389,12 @@ async def test_truncated_arguments_are_preserved() -> None:
     answer = stream(
         start(), block(0, {"type": "tool_use", "id": "t", "name": "bash", "input": {}}, cut), end("max_tokens")
     )
-    chunks = await answered(make, answer, meant(HI))
-    assert said(chunks) == [CallDelta(0, ToolCall("t", "bash", '{"c": '))] and chunks[-1].finish == "length"
+    chunks = await relay_answer(make_relay, answer, foreign_call(HI))
+    assert events_of(chunks) == [CallDelta(0, ToolCall("t", "bash", '{"c": '))] and chunks[-1].finish == "length"
     turn = Message("assistant", tool_calls=(ToolCall("t", "bash", '{"c": '),))
-    async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
-        await heard(relay, meant(HI, turn, Message("tool", "no JSON", tool_call_id="t")))
-    assert server.asked["messages"][1]["content"][0]["input"] == {"malformed_arguments": '{"c": '}
+    async with serving(StandIn(OK)) as server, started(make_relay(server.url)) as relay:
+        await relay_call(relay, foreign_call(HI, turn, Message("tool", "no JSON", tool_call_id="t")))
+    assert server.last_body["messages"][1]["content"][0]["input"] == {"malformed_arguments": '{"c": '}
 
 
 @pytest.mark.parametrize(
@@ -382,17 +408,21 @@ async def test_truncated_arguments_are_preserved() -> None:
     ],
 )
 async def test_stop_reasons_map_to_finish(reason: str, finish: str) -> None:
-    chunks = await answered(make, stream(start(), text(0, "x"), end(reason, stop_sequence="STOP")), meant(HI))
+    chunks = await relay_answer(
+        make_relay, stream(start(), text(0, "x"), end(reason, stop_sequence="STOP")), foreign_call(HI)
+    )
     assert (chunks[-1].finish, chunks[-1].stopped_by, chunks[-1].fault) == (finish, "STOP", "")
 
 
 async def test_refusal_sets_fault_or_raises_if_empty() -> None:
     details = {"type": "refusal", "category": "cyber", "explanation": "It may do harm."}
-    chunks = await answered(make, stream(start(), text(0, "I'd"), end("refusal", stop_details=details)), meant(HI))
-    assert said(chunks) == [Delta("content", "I'd")]  # the model's text is unchanged
+    chunks = await relay_answer(
+        make_relay, stream(start(), text(0, "I'd"), end("refusal", stop_details=details)), foreign_call(HI)
+    )
+    assert events_of(chunks) == [Delta("content", "I'd")]  # the model's text is unchanged
     assert (chunks[-1].finish, chunks[-1].fault) == ("stop", "anthropic refused to answer: It may do harm.")
     with pytest.raises(EngineRejected, match="refused to answer"):
-        await answered(make, stream(start(), end("refusal")), meant(HI))
+        await relay_answer(make_relay, stream(start(), end("refusal")), foreign_call(HI))
 
 
 @pytest.mark.parametrize(
@@ -404,7 +434,7 @@ async def test_refusal_sets_fault_or_raises_if_empty() -> None:
 )
 async def test_unsupported_content_raises(events: Sequence[Json]) -> None:
     with pytest.raises(EngineError, match="which is not supported"):
-        await answered(make, stream(*events), meant(HI))
+        await relay_answer(make_relay, stream(*events), foreign_call(HI))
 
 
 # ── errors ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -432,9 +462,9 @@ def error(kind: str, message: str) -> Json:
 async def test_error_responses_map_to_exceptions(
     status: int, kind: str, message: str, raised: type[TurngateError], words: str
 ) -> None:
-    for answer in (says(error(kind, message), status), stream(start(), error(kind, message))):
+    for answer in (answer_with(error(kind, message), status), stream(start(), error(kind, message))):
         with pytest.raises(raised, match=words) as caught:
-            await answered(make, answer, meant(HI))
+            await relay_answer(make_relay, answer, foreign_call(HI))
         assert type(caught.value) is raised and "sk-ant" not in caught.value.message
         if isinstance(caught.value, ContextOverflow):
             assert (caught.value.limit, caught.value.size) == (200_000, 208_310)
@@ -442,19 +472,19 @@ async def test_error_responses_map_to_exceptions(
 
 async def test_broken_stream_raises() -> None:
     with pytest.raises(EngineUnavailable, match="before the generation finished"):
-        await answered(make, stream(start(), text(0, "x")), meant(HI))
+        await relay_answer(make_relay, stream(start(), text(0, "x")), foreign_call(HI))
     with pytest.raises(EngineUnavailable):
-        await answered(make, streams(named_event(start()), 0.02, cut=True), meant(HI))
+        await relay_answer(make_relay, answer_stream(named_event(start()), 0.02, cut=True), foreign_call(HI))
     with pytest.raises(EngineError, match="cannot be decoded"):
-        await answered(make, streams(b"data: {}\n\n"), meant(HI))
+        await relay_answer(make_relay, answer_stream(b"data: {}\n\n"), foreign_call(HI))
     with pytest.raises(BadRequest, match="JSON object"):
-        await answered(make, OK, own("messages", b"[]"))
+        await relay_answer(make_relay, OK, native_call("messages", b"[]"))
 
 
 async def test_early_exit_closes_connection() -> None:
-    server = StandIn(streams(named_event(start()), *(named_event(e) for e in text(0, "x")), 3600.0))
-    async with serving(server), started(make(server.url)) as relay:
-        async with relay.relay(RelayRequest(call=meant(HI))) as chunks:
+    server = StandIn(answer_stream(named_event(start()), *(named_event(e) for e in text(0, "x")), 3600.0))
+    async with serving(server), started(make_relay(server.url)) as relay:
+        async with relay.relay(RelayRequest(call=foreign_call(HI))) as chunks:
             assert (await anext(chunks)).events
         await asyncio.wait_for(server.hung_up.wait(), scaled(2))
 
@@ -463,28 +493,31 @@ async def test_early_exit_closes_connection() -> None:
 
 
 async def test_count_uses_endpoint() -> None:
-    async with serving(StandIn(says({"input_tokens": 42}))) as server, started(make(server.url)) as relay:
+    async with serving(StandIn(answer_with({"input_tokens": 42}))) as server, started(make_relay(server.url)) as relay:
         mine = {"model": "agent's", "messages": BODY["messages"], "thinking": {"type": "adaptive"}}
-        request = RelayRequest(call=own("messages", mine, forwarded_headers={"anthropic-beta": "b"}), model="m")
+        request = RelayRequest(call=native_call("messages", mine, forwarded_headers={"anthropic-beta": "b"}), model="m")
         assert await relay.count(request) == 42
-        assert server.paths == ["/v1/messages/count_tokens"] and server.asked == mine | {"model": "m"}
+        assert server.paths == ["/v1/messages/count_tokens"] and server.last_body == mine | {"model": "m"}
         assert server.headers[0]["anthropic-beta"] == "b"
-        call = meant(Message("system", "s"), HI, tools=[TOOL], max_tokens=5)
+        call = foreign_call(Message("system", "s"), HI, tools=[TOOL], max_tokens=5)
         assert await relay.count(RelayRequest(call=call)) == 42
-        assert set(server.asked) == {"model", "system", "messages", "tools"}
+        assert set(server.last_body) == {"model", "system", "messages", "tools"}
     with pytest.raises(EngineBusy):
         async with (
-            serving(StandIn(says(error("rate_limit_error", "no"), 429))) as server,
-            started(make(server.url)) as relay,
+            serving(StandIn(answer_with(error("rate_limit_error", "no"), 429))) as server,
+            started(make_relay(server.url)) as relay,
         ):
             await relay.count(RelayRequest(call=call))
 
 
 async def test_health() -> None:
-    async with serving(StandIn(documents={"/v1/models": {"data": []}})) as server, started(make(server.url)) as relay:
+    async with (
+        serving(StandIn(documents={"/v1/models": {"data": []}})) as server,
+        started(make_relay(server.url)) as relay,
+    ):
         [health] = await relay.health()
         assert health.ok
-    async with started(make("http://127.0.0.1:1")) as relay:
+    async with started(make_relay("http://127.0.0.1:1")) as relay:
         [health] = await relay.health()
         assert not health.ok and "127.0.0.1" not in health.detail
 

@@ -22,23 +22,23 @@ from turngate.types import ID_DTYPE, NEUTRAL
 STOP = 9
 
 
-def asked(prompt: Sequence[int] = (1, 2, 3), **others: Any) -> Generate:
+def make_request(prompt: Sequence[int] = (1, 2, 3), **others: Any) -> Generate:
     values: dict[str, Any] = {"max_tokens": 8, "stop_ids": (STOP,), "session": "s"} | others
     return Generate(prompt=np.array(prompt, ID_DTYPE), sampling=NEUTRAL, **values)
 
 
-async def made(gate: Gate, request: Generate) -> list[Chunk]:
+async def run_call(gate: Gate, request: Generate) -> list[Chunk]:
     """Run the agent's side of one call to completion."""
     async with gate.generate(request) as chunks:
         return [chunk async for chunk in chunks]
 
 
-async def taken(gate: Gate, **how: Any) -> GateCall:
+async def take_one(gate: Gate, **how: Any) -> GateCall:
     [call] = await asyncio.wait_for(gate.take(**how), scaled(5))
     return call
 
 
-def empty(gate: Gate) -> bool:
+def is_empty(gate: Gate) -> bool:
     seen = gate.queue_status()
     return not (seen.waiting or seen.taken)
 
@@ -56,19 +56,19 @@ async def gate() -> AsyncIterator[Gate]:
 
 
 async def test_call_is_answered_through_iteration(gate: Gate) -> None:
-    agent = asyncio.create_task(made(gate, asked()))
+    agent = asyncio.create_task(run_call(gate, make_request()))
     async for call in gate:
         assert call.prompt.tolist() == [1, 2, 3] and call.max_tokens == 8 and call.session == "s" and call.version == 3
         await call.answer([4, 5, STOP], [-1.0, -0.5, 0.0])
         break
     assert await agent == [Chunk([4, 5, STOP], [-1.0, -0.5, 0.0], "stop", versions=(3, 3))]
-    assert empty(gate)
+    assert is_empty(gate)
 
 
 async def test_streamed_answer_arrives_in_pieces(gate: Gate) -> None:
-    async with gate.generate(asked()) as chunks:
+    async with gate.generate(make_request()) as chunks:
         first = asyncio.ensure_future(anext(chunks))
-        call = await taken(gate)
+        call = await take_one(gate)
         await call.send([4], [-1.0])
         assert (await first).ids == [4]
         await call.send([5, STOP], [-1.0, -2.0])
@@ -78,11 +78,11 @@ async def test_streamed_answer_arrives_in_pieces(gate: Gate) -> None:
 
 
 async def test_missing_logprobs_stay_none(gate: Gate) -> None:
-    agent = asyncio.create_task(made(gate, asked()))
-    await (await taken(gate)).answer([4, STOP], [None, -1.0])
+    agent = asyncio.create_task(run_call(gate, make_request()))
+    await (await take_one(gate)).answer([4, STOP], [None, -1.0])
     assert (await agent)[0].logprobs == [None, -1.0]
-    agent = asyncio.create_task(made(gate, asked()))
-    await (await taken(gate)).answer([4, STOP], None)
+    agent = asyncio.create_task(run_call(gate, make_request()))
+    await (await take_one(gate)).answer([4, STOP], None)
     assert (await agent)[0].logprobs is None
 
 
@@ -110,8 +110,8 @@ async def test_missing_logprobs_stay_none(gate: Gate) -> None:
 async def test_invalid_answer_is_rejected_and_can_be_retried(
     gate: Gate, ids: Any, logprobs: Any, finish: Any, words: str
 ) -> None:
-    agent = asyncio.create_task(made(gate, asked()))
-    call = await taken(gate)
+    agent = asyncio.create_task(run_call(gate, make_request()))
+    call = await take_one(gate)
     with pytest.raises(BadRequest, match=re.escape(words)):
         await call.answer(ids, logprobs, finish)
     assert not agent.done()
@@ -120,8 +120,8 @@ async def test_invalid_answer_is_rejected_and_can_be_retried(
 
 
 async def test_pieces_respect_max_tokens_and_stop_token(gate: Gate) -> None:
-    agent = asyncio.create_task(made(gate, asked()))
-    call = await taken(gate)
+    agent = asyncio.create_task(run_call(gate, make_request()))
+    call = await take_one(gate)
     await call.send([4] * 6, None)
     with pytest.raises(BadRequest, match=r"9 tokens, which exceeds max_tokens \(8\)"):
         await call.send([4] * 3, None)
@@ -135,8 +135,8 @@ async def test_pieces_respect_max_tokens_and_stop_token(gate: Gate) -> None:
 async def test_versions_span_take_to_answer_unless_given() -> None:
     gate, version = Gate(), [3]
     gate.attach(vocabulary=10, version=lambda: version[0])
-    agents = [asyncio.create_task(made(gate, asked())) for _ in range(2)]
-    first, second = await taken(gate), await taken(gate)
+    agents = [asyncio.create_task(run_call(gate, make_request())) for _ in range(2)]
+    first, second = await take_one(gate), await take_one(gate)
     version[0] = 5
     await first.answer([STOP], [-1])
     with pytest.raises(BadRequest, match="version must be between 0 and the gateway's current version 5, not 6"):
@@ -149,8 +149,8 @@ async def test_versions_span_take_to_answer_unless_given() -> None:
 
 
 async def test_second_answer_conflicts(gate: Gate) -> None:
-    agent = asyncio.create_task(made(gate, asked()))
-    call = await taken(gate)
+    agent = asyncio.create_task(run_call(gate, make_request()))
+    call = await take_one(gate)
     await call.answer([STOP], [-1])
     with pytest.raises(Conflict, match="already"):
         await call.answer([STOP], [-1])
@@ -164,8 +164,8 @@ async def test_second_answer_conflicts(gate: Gate) -> None:
 
 
 async def test_repeated_piece_is_idempotent(gate: Gate) -> None:
-    agent = asyncio.create_task(made(gate, asked()))
-    call = await taken(gate)
+    agent = asyncio.create_task(run_call(gate, make_request()))
+    call = await take_one(gate)
     for _ in range(2):
         gate.accept_piece(call.id, call.lease, 0, np.array([4], ID_DTYPE), None, None)
     with pytest.raises(Conflict, match="at must be 1, the number of tokens sent so far, not 0"):
@@ -176,43 +176,43 @@ async def test_repeated_piece_is_idempotent(gate: Gate) -> None:
 
 
 async def test_answering_after_disconnect_is_gone(gate: Gate) -> None:
-    agent = asyncio.create_task(made(gate, asked()))
-    call = await taken(gate)
+    agent = asyncio.create_task(run_call(gate, make_request()))
+    call = await take_one(gate)
     agent.cancel()
     await asyncio.gather(agent, return_exceptions=True)
     with pytest.raises(Gone, match="the agent disconnected, or its session ended"):
         await call.answer([STOP], [-1])
-    assert call.gone and empty(gate)
+    assert call.gone and is_empty(gate)
     with pytest.raises(Gone):
         await call.fail("x")
 
 
 async def test_cancelled_call_leaves_queue(gate: Gate) -> None:
-    agent = asyncio.create_task(made(gate, asked()))
+    agent = asyncio.create_task(run_call(gate, make_request()))
     while not gate.queue_status().waiting:
         await asyncio.sleep(0)
     agent.cancel()
     await asyncio.gather(agent, return_exceptions=True)
-    assert empty(gate) and await gate.take(wait_s=0.01) == []
+    assert is_empty(gate) and await gate.take(wait_s=0.01) == []
 
 
 async def test_fail_raises_matching_error(gate: Gate) -> None:
     for fault, error in (("unavailable", EngineUnavailable), ("overflow", ContextOverflow)):
-        agent = asyncio.create_task(made(gate, asked()))
-        await (await taken(gate)).fail("out of memory", fault)  # type: ignore[arg-type]
+        agent = asyncio.create_task(run_call(gate, make_request()))
+        await (await take_one(gate)).fail("out of memory", fault)  # type: ignore[arg-type]
         with pytest.raises(error, match="out of memory"):
             await agent
-    assert empty(gate)
+    assert is_empty(gate)
 
 
 async def test_unanswered_call_times_out() -> None:
     silence_s = scaled(0.05)
     gate = Gate(silence_s=silence_s)
     with pytest.raises(EngineTimeout, match="no trainer took this call") as caught:
-        await made(gate, asked())
-    assert caught.value.retry_safe and empty(gate)
-    agent = asyncio.create_task(made(gate, asked()))
-    call = await taken(gate)
+        await run_call(gate, make_request())
+    assert caught.value.retry_safe and is_empty(gate)
+    agent = asyncio.create_task(run_call(gate, make_request()))
+    call = await take_one(gate)
     with pytest.raises(EngineTimeout, match="took this call but sent nothing for"):
         await agent
     with pytest.raises(Gone, match=f"it timed out after {silence_s:g} s without an answer"):
@@ -221,8 +221,8 @@ async def test_unanswered_call_times_out() -> None:
 
 async def test_close_fails_open_calls_and_ends_iteration() -> None:
     gate = Gate()
-    agents = [asyncio.create_task(made(gate, asked())) for _ in range(3)]
-    call = await taken(gate)
+    agents = [asyncio.create_task(run_call(gate, make_request())) for _ in range(3)]
+    call = await take_one(gate)
     others: list[GateCall] = []
 
     async def consume() -> None:
@@ -241,17 +241,17 @@ async def test_close_fails_open_calls_and_ends_iteration() -> None:
         with pytest.raises(Gone, match="the gateway was stopped"):
             await late.answer([STOP], [-1])
     with pytest.raises(EngineUnavailable):
-        await made(gate, asked())
-    assert empty(gate)
+        await run_call(gate, make_request())
+    assert is_empty(gate)
 
 
 # ── leases ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 async def test_expired_lease_passes_call_to_next_taker(gate: Gate) -> None:
-    agent = asyncio.create_task(made(gate, asked()))
-    dead = await taken(gate, lease_s=0.05)
-    successor = await taken(gate)
+    agent = asyncio.create_task(run_call(gate, make_request()))
+    dead = await take_one(gate, lease_s=0.05)
+    successor = await take_one(gate)
     assert successor.id == dead.id
     with pytest.raises(Conflict, match="its lease expired"):
         await dead.answer([STOP], [-1])
@@ -260,8 +260,8 @@ async def test_expired_lease_passes_call_to_next_taker(gate: Gate) -> None:
 
 
 async def test_lease_is_renewed_explicitly_and_by_each_piece(gate: Gate) -> None:
-    agent = asyncio.create_task(made(gate, asked()))
-    call = await taken(gate, lease_s=scaled(0.1))
+    agent = asyncio.create_task(run_call(gate, make_request()))
+    call = await take_one(gate, lease_s=scaled(0.1))
     for _ in range(6):
         await asyncio.sleep(scaled(0.02))
         gate.renew_lease(call.id, call.lease)
@@ -273,8 +273,8 @@ async def test_lease_is_renewed_explicitly_and_by_each_piece(gate: Gate) -> None
 
 
 async def test_lease_expiry_mid_answer_fails_call(gate: Gate) -> None:
-    agent = asyncio.create_task(made(gate, asked()))
-    call = await taken(gate, lease_s=scaled(0.05))
+    agent = asyncio.create_task(run_call(gate, make_request()))
+    call = await take_one(gate, lease_s=scaled(0.05))
     await call.send([4], [-1])
     with pytest.raises(EngineUnavailable, match="stopped responding in the middle"):
         await agent
@@ -283,16 +283,16 @@ async def test_lease_expiry_mid_answer_fails_call(gate: Gate) -> None:
 
 
 async def test_returned_call_is_taken_next(gate: Gate) -> None:
-    agents = [asyncio.create_task(made(gate, asked(request_id=name))) for name in "ab"]
-    async with await taken(gate) as first:
+    agents = [asyncio.create_task(run_call(gate, make_request(request_id=name))) for name in "ab"]
+    async with await take_one(gate) as first:
         assert first.id == "a"
     with pytest.raises(Conflict):
         await first.answer([STOP], [-1])
-    async with await taken(gate) as again:
+    async with await take_one(gate) as again:
         assert again.id == "a"
         await again.answer([STOP], [-1])
     with pytest.raises(ZeroDivisionError):
-        async with await taken(gate) as second:
+        async with await take_one(gate) as second:
             await second.send([4], [-1])
             1 / 0  # noqa: B018
     assert (await agents[0])[0].ids == [STOP]
@@ -324,10 +324,10 @@ async def test_calls_answered_from_several_threads(gate: Gate) -> None:
     threads = [in_thread(trainer) for _ in range(3)]
     total = 1500
     replies = await asyncio.wait_for(
-        asyncio.gather(*(made(gate, asked([n], request_id=f"{n}")) for n in range(total))), scaled(60)
+        asyncio.gather(*(run_call(gate, make_request([n], request_id=f"{n}")) for n in range(total))), scaled(60)
     )
     assert [chunks[0].ids[0] for chunks in replies] == [n % 9 for n in range(total)]
-    assert sorted(map(int, seen)) == list(range(total)) and empty(gate)
+    assert sorted(map(int, seen)) == list(range(total)) and is_empty(gate)
     await gate.close()
     for thread in threads:
         await asyncio.to_thread(thread.join, scaled(5))
@@ -348,7 +348,7 @@ async def test_gate_can_be_consumed_before_start() -> None:
     while not gate.queue_status().takers:
         await asyncio.sleep(0.001)
     await gate.start()
-    assert (await made(gate, asked()))[0].ids == [STOP]
+    assert (await run_call(gate, make_request()))[0].ids == [STOP]
     await gate.close()
     await asyncio.to_thread(thread.join, scaled(5))
     assert answered.is_set() and not thread.is_alive()
@@ -370,8 +370,8 @@ async def test_taker_with_dead_loop_does_not_block_calls(gate: Gate) -> None:
         await asyncio.to_thread(wait)
     closed.close()
     assert gate.queue_status().takers == 2
-    agent = asyncio.create_task(made(gate, asked()))
-    await (await taken(gate)).answer([STOP], [-1])
+    agent = asyncio.create_task(run_call(gate, make_request()))
+    await (await take_one(gate)).answer([STOP], [-1])
     assert (await agent)[0].ids == [STOP]
 
     def end() -> None:
@@ -389,7 +389,7 @@ async def test_taker_cancelled_on_wakeup_loses_no_call(gate: Gate) -> None:
     for _ in range(200):
         takers = [asyncio.create_task(gate.take()) for _ in range(2)]
         await asyncio.sleep(0)
-        agent = asyncio.create_task(made(gate, asked()))
+        agent = asyncio.create_task(run_call(gate, make_request()))
         await asyncio.sleep(0)
         takers[0].cancel()
         done = await asyncio.wait_for(asyncio.gather(*takers, return_exceptions=True), scaled(5))
@@ -417,7 +417,7 @@ async def test_answer_racing_disconnect_ends_call_once(gate: Gate) -> None:
     rng = random.Random(1)
     ended = 0
     for _ in range(300):
-        agents = [asyncio.create_task(made(gate, asked())) for _ in range(4)]
+        agents = [asyncio.create_task(run_call(gate, make_request())) for _ in range(4)]
         await asyncio.sleep(rng.random() * 0.0005)
         for agent in agents[::2]:
             agent.cancel()
@@ -425,7 +425,7 @@ async def test_answer_racing_disconnect_ends_call_once(gate: Gate) -> None:
         ended += len(done)
         assert all(isinstance(reply, list | asyncio.CancelledError) for reply in done)
         assert all(isinstance(reply, list) for reply in done[1::2])  # agents that stayed were answered
-    assert ended == 1200 and empty(gate)
+    assert ended == 1200 and is_empty(gate)
     await gate.close()
     await asyncio.to_thread(thread.join, scaled(5))
     assert outcomes["answered"] >= 600

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.engines.standins import DONE, StandIn, answer_stream, answer_with, event, free_port, serving
 from tests.speed import scaled
 from turngate.engines import http
 from turngate.engines.http import EngineClient, EventParser, align_logprobs, error_from_status, extract_message
@@ -22,8 +23,6 @@ from turngate.errors import (
     EngineUnavailable,
     TurngateError,
 )
-
-from .standins import DONE, StandIn, event, free_port, says, serving, streams
 
 pytestmark = pytest.mark.asyncio
 
@@ -72,14 +71,14 @@ async def test_oversized_event_is_rejected(monkeypatch: pytest.MonkeyPatch) -> N
 async def test_character_split_across_reads() -> None:
     wire = b"data: " + json.dumps({"text": "日本🙂"}, ensure_ascii=False).encode() + b"\n\n"
     at = wire.index("🙂".encode()) + 2
-    answer = streams(wire[:at], 0.02, wire[at:], DONE)
+    answer = answer_stream(wire[:at], 0.02, wire[at:], DONE)
     async with serving(StandIn(answer)) as server, client_of(server) as client:
         assert [json.loads(data) for data in await read_all(client)] == [{"text": "日本🙂"}]
 
 
 async def test_events_of_one_read_form_one_batch() -> None:
     read = asyncio.Event()
-    server = StandIn(streams(event(1) + event(2) + event(3), read, event(4) + DONE))
+    server = StandIn(answer_stream(event(1) + event(2) + event(3), read, event(4) + DONE))
     batches = []
     async with serving(server), client_of(server) as client, client.post("/", b"{}", {}) as reply:
         async for batch in reply.events():
@@ -89,14 +88,14 @@ async def test_events_of_one_read_form_one_batch() -> None:
 
 
 async def test_request_is_sent_on_first_read() -> None:
-    server = StandIn(streams(DONE))
+    server = StandIn(answer_stream(DONE))
     async with serving(server), client_of(server) as client, client.post("/", b"{}", {}):
         await asyncio.sleep(0.02)
     assert server.bodies == []
 
 
 async def test_early_exit_closes_connection() -> None:
-    async with serving(StandIn(streams(event(1), 3600.0, DONE))) as server, client_of(server) as client:
+    async with serving(StandIn(answer_stream(event(1), 3600.0, DONE))) as server, client_of(server) as client:
         async with client.post("/", b"{}", {}) as reply:
             async for _ in reply.events():
                 break
@@ -105,7 +104,7 @@ async def test_early_exit_closes_connection() -> None:
 
 
 async def test_cancelled_reader_closes_connection() -> None:
-    async with serving(StandIn(streams(3600.0, DONE))) as server, client_of(server) as client:
+    async with serving(StandIn(answer_stream(3600.0, DONE))) as server, client_of(server) as client:
         task = asyncio.create_task(read_all(client))
         while not server.bodies:
             await asyncio.sleep(0.01)
@@ -116,7 +115,7 @@ async def test_cancelled_reader_closes_connection() -> None:
 
 
 async def test_early_exit_ends_pending_read() -> None:
-    async with serving(StandIn(streams(event(1), 3600.0, DONE))) as server, client_of(server) as client:
+    async with serving(StandIn(answer_stream(event(1), 3600.0, DONE))) as server, client_of(server) as client:
         async with client.post("/", b"{}", {}) as reply:
             batches = reply.events()
             await anext(batches)
@@ -130,7 +129,7 @@ async def test_early_exit_ends_pending_read() -> None:
 async def test_connection_is_reused_after_finished_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "DRAIN_S", scaled(0.25))
     monkeypatch.setattr(http, "KEEPALIVE_S", scaled(2))
-    async with serving(StandIn(streams(event(1), DONE))) as server, client_of(server) as client:
+    async with serving(StandIn(answer_stream(event(1), DONE))) as server, client_of(server) as client:
         for _ in range(3):
             async with client.post("/", b"{}", {}) as reply:
                 async for _batch in reply.events():
@@ -141,7 +140,7 @@ async def test_connection_is_reused_after_finished_reply(monkeypatch: pytest.Mon
 
 async def test_finished_reply_that_stays_open_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "DRAIN_S", 0.02)
-    async with serving(StandIn(streams(event(1), 3600.0))) as server, client_of(server) as client:
+    async with serving(StandIn(answer_stream(event(1), 3600.0))) as server, client_of(server) as client:
         async with client.post("/", b"{}", {}) as reply:
             async for _ in reply.events():
                 reply.finished = True
@@ -152,7 +151,7 @@ async def test_finished_reply_that_stays_open_is_dropped(monkeypatch: pytest.Mon
 async def test_caller_errors_pass_through() -> None:
     """A timeout or broken pipe on the agent's side is not reported as an engine error."""
     for own in (TimeoutError("mine"), ConnectionResetError("mine"), KeyError("mine")):
-        async with serving(StandIn(streams(event(1), 3600.0))) as server, client_of(server) as client:
+        async with serving(StandIn(answer_stream(event(1), 3600.0))) as server, client_of(server) as client:
             with pytest.raises(type(own), match="mine"):
                 async with client.post("/", b"{}", {}) as reply:
                     async for _ in reply.events():
@@ -179,14 +178,14 @@ OVERFLOWS = [
 @pytest.mark.parametrize("text", OVERFLOWS)
 async def test_overflow_message_is_context_overflow(text: str) -> None:
     body = {"error": {"message": text, "type": "BadRequestError", "param": "input_tokens", "code": 400}}
-    async with serving(StandIn(says(body, 400))) as server, client_of(server) as client:
+    async with serving(StandIn(answer_with(body, 400))) as server, client_of(server) as client:
         with pytest.raises(ContextOverflow, match="engine: "):
             await read_all(client)
 
 
 async def test_overflow_code_is_context_overflow() -> None:
     body = {"error": {"message": "Too long.", "code": "context_length_exceeded"}}
-    async with serving(StandIn(says(body, 400))) as server, client_of(server) as client:
+    async with serving(StandIn(answer_with(body, 400))) as server, client_of(server) as client:
         with pytest.raises(ContextOverflow, match="Too long"):
             await read_all(client)
 
@@ -212,7 +211,10 @@ async def test_overflow_code_is_context_overflow() -> None:
     ],
 )
 async def test_status_maps_to_exception(status: int, text: str, expected: type[TurngateError]) -> None:
-    async with serving(StandIn(says({"error": {"message": text}}, status))) as server, client_of(server) as client:
+    async with (
+        serving(StandIn(answer_with({"error": {"message": text}}, status))) as server,
+        client_of(server) as client,
+    ):
         with pytest.raises(TurngateError) as raised:
             await read_all(client)
     assert type(raised.value) is expected
@@ -250,13 +252,13 @@ async def test_non_http_server_is_engine_error() -> None:
 
 
 async def test_cut_stream_is_unavailable() -> None:
-    async with serving(StandIn(streams(event(1), 0.02, cut=True))) as server, client_of(server) as client:
+    async with serving(StandIn(answer_stream(event(1), 0.02, cut=True))) as server, client_of(server) as client:
         with pytest.raises(EngineUnavailable):
             await read_all(client)
 
 
 async def test_silence_mid_stream_times_out() -> None:
-    answer = streams(event(1), 0.03, event(2), 3600.0)
+    answer = answer_stream(event(1), 0.03, event(2), 3600.0)
     async with serving(StandIn(answer)) as server, client_of(server, silence_s=0.15) as client:
         with pytest.raises(EngineTimeout):
             await read_all(client)
@@ -273,7 +275,7 @@ async def test_silence_before_first_byte_times_out() -> None:
 
 async def test_keep_alive_comments_reset_silence_timeout() -> None:
     parts: list[bytes | float] = [b": keep-alive\n\n", scaled(0.025)]
-    answer = streams(*(parts * 8), event(1), DONE)
+    answer = answer_stream(*(parts * 8), event(1), DONE)
     async with serving(StandIn(answer)) as server, client_of(server, silence_s=scaled(0.15)) as client:
         assert await read_all(client) == [b"1"]
 
@@ -281,7 +283,7 @@ async def test_keep_alive_comments_reset_silence_timeout() -> None:
 async def test_error_messages_are_short_and_hide_key() -> None:
     key = "sk-very-secret"
     long = {"error": {"message": f"who is {key}? " + "x" * 5000}}
-    async with serving(StandIn(says(long, 400))) as server, client_of(server, key=key) as client:
+    async with serving(StandIn(answer_with(long, 400))) as server, client_of(server, key=key) as client:
         with pytest.raises(EngineRejected) as raised:
             await read_all(client)
         assert server.headers[0]["Authorization"] == f"Bearer {key}"
@@ -291,7 +293,7 @@ async def test_error_messages_are_short_and_hide_key() -> None:
 
 async def test_partial_key_in_error_is_hidden() -> None:
     half = {"error": {"message": "Incorrect API key provided: sk-very-se***et"}}
-    async with serving(StandIn(says(half, 401))) as server, client_of(server, key="sk-very-secret") as client:
+    async with serving(StandIn(answer_with(half, 401))) as server, client_of(server, key="sk-very-secret") as client:
         with pytest.raises(EngineError) as raised:
             await read_all(client)
     assert "sk-very" not in raised.value.message

@@ -18,10 +18,10 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class Server:
-    """Reads whole requests and calls `says` to answer each."""
+    """Reads whole requests and calls `handler` to answer each."""
 
-    def __init__(self, says: Serve) -> None:
-        self._says = says
+    def __init__(self, handler: Serve) -> None:
+        self._handler = handler
         self.requests: list[bytes] = []
         self.connections = 0
         self.hung_up = asyncio.Event()
@@ -33,7 +33,7 @@ class Server:
                 head = await reader.readuntil(b"\r\n\r\n")
                 size = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0] or 0)
                 self.requests.append(head + await reader.readexactly(size))
-                await self._says(reader, writer)
+                await self._handler(reader, writer)
                 if writer.is_closing():
                     return
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -43,8 +43,8 @@ class Server:
 
 
 @asynccontextmanager
-async def connected(says: Serve, **settings: Any):
-    server = Server(says)
+async def connected(handler: Serve, **settings: Any):
+    server = Server(handler)
     listening = await asyncio.start_server(server, "127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
     given = {"connect_s": scaled(5), "silence_s": scaled(5), "keep_s": scaled(5), **settings}
@@ -57,8 +57,8 @@ async def connected(says: Serve, **settings: Any):
         listening.close()
 
 
-def replies(*pieces: bytes, close: bool = False) -> Serve:
-    async def says(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+def reply_with(*pieces: bytes, close: bool = False) -> Serve:
+    async def handler(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for piece in pieces:
             writer.write(piece)
             await writer.drain()
@@ -66,7 +66,7 @@ def replies(*pieces: bytes, close: bool = False) -> Serve:
         if close:
             writer.close()
 
-    return says
+    return handler
 
 
 def run_on(loop: str, scenario: Coroutine[Any, Any, None]) -> None:
@@ -93,7 +93,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 )
 def test_connection_is_reused_after_complete_reply(loop: str, pieces: tuple[bytes, ...]) -> None:
     async def scenario() -> None:
-        async with connected(replies(*pieces)) as (server, connections):
+        async with connected(reply_with(*pieces)) as (server, connections):
             for n in range(3):
                 response = await connections.request("POST", "/p", b'{"n":%d}' % n, {"X-Session-ID": "s"})
                 assert (response.status, await response.read(), await response.readany()) == (200, b"hello", b"")
@@ -109,7 +109,7 @@ def test_connection_is_reused_after_complete_reply(loop: str, pieces: tuple[byte
 @both_loops
 def test_reply_delimited_by_connection_close(loop: str) -> None:
     async def scenario() -> None:
-        async with connected(replies(b"HTTP/1.1 200 OK\r\n\r\nhel", b"lo", close=True)) as (server, connections):
+        async with connected(reply_with(b"HTTP/1.1 200 OK\r\n\r\nhel", b"lo", close=True)) as (server, connections):
             for _ in range(2):
                 response = await connections.request("POST", "/", b"", {})
                 assert await response.read() == b"hello"
@@ -136,7 +136,7 @@ def test_truncated_or_malformed_reply_raises(
     loop: str, pieces: tuple[bytes, ...], error: type[Exception], words: str
 ) -> None:
     async def scenario() -> None:
-        async with connected(replies(*pieces, close=True)) as (_, connections):
+        async with connected(reply_with(*pieces, close=True)) as (_, connections):
             with pytest.raises(error, match=words):
                 response = await connections.request("POST", "/", b"", {})
                 await response.read()
@@ -147,7 +147,7 @@ def test_truncated_or_malformed_reply_raises(
 @both_loops
 def test_closing_unfinished_reply_drops_connection(loop: str) -> None:
     async def scenario() -> None:
-        async with connected(replies(CHUNKED, b"2\r\nhe\r\n")) as (server, connections):
+        async with connected(reply_with(CHUNKED, b"2\r\nhe\r\n")) as (server, connections):
             response = await connections.request("POST", "/", b"", {})
             assert await response.readany() == b"he"
             response.close()
@@ -162,7 +162,7 @@ def test_closing_unfinished_reply_drops_connection(loop: str) -> None:
 @both_loops
 def test_cancelled_request_drops_connection(loop: str) -> None:
     async def scenario() -> None:
-        async with connected(replies()) as (server, connections):
+        async with connected(reply_with()) as (server, connections):
             call = asyncio.create_task(connections.request("POST", "/", b"x", {}))
             while not server.requests:
                 await asyncio.sleep(0.01)
@@ -199,14 +199,14 @@ def test_silence_timeout_restarts_with_each_byte(loop: str) -> None:
 @both_loops
 def test_expired_or_closed_connection_is_not_reused(loop: str) -> None:
     async def scenario() -> None:
-        async with connected(replies(HELLO), keep_s=0.05) as (server, connections):
+        async with connected(reply_with(HELLO), keep_s=0.05) as (server, connections):
             for _ in range(2):
                 response = await connections.request("POST", "/", b"", {})
                 await response.read()
                 response.close()
                 await asyncio.sleep(0.1)
             assert server.connections == 2
-        async with connected(replies(HELLO, close=True)) as (server, connections):
+        async with connected(reply_with(HELLO, close=True)) as (server, connections):
             for _ in range(2):
                 response = await connections.request("POST", "/", b"", {})
                 await response.read()
@@ -263,7 +263,7 @@ def test_header_with_line_break_is_rejected() -> None:
 @both_loops
 def test_concurrent_requests(loop: str) -> None:
     async def scenario() -> None:
-        async with connected(replies(CHUNKED, b"5\r\nhello\r\n0\r\n\r\n")) as (server, connections):
+        async with connected(reply_with(CHUNKED, b"5\r\nhello\r\n0\r\n\r\n")) as (server, connections):
 
             async def one() -> bytes:
                 response = await connections.request("POST", "/", b"y" * 300_000, {})

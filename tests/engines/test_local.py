@@ -16,7 +16,16 @@ import numpy as np
 import pytest
 
 from tests import kit
-from tests.engines.local_kit import SHAPE, asked, model, prompts, said, scored, started, torch
+from tests.engines.local_kit import (
+    SHAPE,
+    generate,
+    make_request,
+    model,
+    random_prompts,
+    rescore,
+    start_engine,
+    torch,
+)
 from tests.speed import scaled
 from turngate.config import ServeConfig
 from turngate.engines.base import Chunk
@@ -33,7 +42,7 @@ def max_error(
     engine: LocalEngine, prompt: Sequence[int], ids: Sequence[int], logprobs: Sequence[float], **how: Any
 ) -> float:
     """Largest difference between recorded and recomputed log-probabilities."""
-    return max(abs(a - b) for a, b in zip(scored(engine.model, prompt, ids, **how), logprobs, strict=True))
+    return max(abs(a - b) for a, b in zip(rescore(engine.model, prompt, ids, **how), logprobs, strict=True))
 
 
 def slow_down(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, step_s: float = 0.01) -> list[int]:
@@ -53,81 +62,83 @@ def slow_down(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, step_s: floa
 
 
 async def test_many_calls_in_few_slots_do_not_interfere() -> None:
-    async with started() as engine:
-        asking = prompts(64)
+    async with start_engine() as engine:
+        prompts = random_prompts(64)
         replies = await asyncio.gather(
-            *(said(engine, asked(prompt, 1 + n % 23, temperature=0.7)) for n, prompt in enumerate(asking))
+            *(generate(engine, make_request(prompt, 1 + n % 23, temperature=0.7)) for n, prompt in enumerate(prompts))
         )
-        for n, (prompt, reply) in enumerate(zip(asking, replies, strict=True)):
+        for n, (prompt, reply) in enumerate(zip(prompts, replies, strict=True)):
             assert (len(reply.ids), reply.finish) == (1 + n % 23, "length")
             assert max_error(engine, prompt, reply.ids, reply.logprobs, temperature=0.7) < 1e-4
 
 
 async def test_float32_logprobs_match_trainer() -> None:
-    async with started() as engine:
-        prompt = prompts(1)[0]
-        reply = await said(engine, asked(prompt, 150))
-        again = scored(engine.model, prompt, reply.ids)
+    async with start_engine() as engine:
+        prompt = random_prompts(1)[0]
+        reply = await generate(engine, make_request(prompt, 150))
+        again = rescore(engine.model, prompt, reply.ids)
         assert sum(abs(a - b) for a, b in zip(again, reply.logprobs, strict=True)) / 150 < 1e-5
 
 
 async def test_seed_is_reproducible_under_load() -> None:
-    async with started() as engine:
-        prompt = prompts(1)[0]
-        alone = await said(engine, asked(prompt, 30, seed=7))
-        others = [said(engine, asked(other, 40)) for other in prompts(9, seed=1)]
-        among, *_ = await asyncio.gather(said(engine, asked(prompt, 30, seed=7)), *others)
-        other = await said(engine, asked(prompt, 30, seed=8))
-        unseeded = [await said(engine, asked(prompt, 30)) for _ in range(2)]
+    async with start_engine() as engine:
+        prompt = random_prompts(1)[0]
+        alone = await generate(engine, make_request(prompt, 30, seed=7))
+        others = [generate(engine, make_request(other, 40)) for other in random_prompts(9, seed=1)]
+        among, *_ = await asyncio.gather(generate(engine, make_request(prompt, 30, seed=7)), *others)
+        other = await generate(engine, make_request(prompt, 30, seed=8))
+        unseeded = [await generate(engine, make_request(prompt, 30)) for _ in range(2)]
     assert among.ids == alone.ids and other.ids != alone.ids
     assert unseeded[0].ids != unseeded[1].ids
 
 
 async def test_streamed_reply_equals_whole_reply() -> None:
-    async with started() as engine:
-        request = asked(prompts(1)[0], 60, seed=3)
-        streamed = await said(engine, request)
-        whole = await said(engine, msgspec.structs.replace(request, stream=False))
-        sought = await said(engine, msgspec.structs.replace(request, stream=False, stop=("END",)))
+    async with start_engine() as engine:
+        request = make_request(random_prompts(1)[0], 60, seed=3)
+        streamed = await generate(engine, request)
+        whole = await generate(engine, msgspec.structs.replace(request, stream=False))
+        with_stop = await generate(engine, msgspec.structs.replace(request, stream=False, stop=("END",)))
     assert (whole.ids, whole.finish, whole.chunks) == (streamed.ids, streamed.finish, 1)
-    assert sought.ids == whole.ids and sought.chunks > 5  # streamed, so that a stop string can end it early
+    assert with_stop.ids == whole.ids and with_stop.chunks > 5  # streamed, so that a stop string can end it early
     assert streamed.chunks > 5
     assert whole.logprobs == pytest.approx(streamed.logprobs, abs=1e-5)
 
 
 async def test_stop_id_ends_reply_and_is_included() -> None:
-    async with started() as engine:
-        free = await said(engine, asked([1, 2, 3], 40, seed=1))
+    async with start_engine() as engine:
+        free = await generate(engine, make_request([1, 2, 3], 40, seed=1))
         stop = free.ids[12]
-        stopped = await said(engine, asked([1, 2, 3], 40, (299, stop), seed=1))
+        stopped = await generate(engine, make_request([1, 2, 3], 40, (299, stop), seed=1))
         first = free.ids.index(stop)
-        held = await said(engine, asked([1, 2, 3], 40, (stop,), seed=1, min_tokens=first + 5))
+        held = await generate(engine, make_request([1, 2, 3], 40, (stop,), seed=1, min_tokens=first + 5))
     assert (stopped.ids, stopped.finish) == (free.ids[: first + 1], "stop")
     assert len(held.ids) >= first + 5  # min_tokens suppressed the stop id
 
 
 async def test_greedy_picks_argmax_with_logprob_zero() -> None:
-    async with started() as engine:
-        one, two = [await said(engine, asked([5, 6], 20, temperature=0)) for _ in range(2)]
+    async with start_engine() as engine:
+        one, two = [await generate(engine, make_request([5, 6], 20, temperature=0)) for _ in range(2)]
         with torch.no_grad():
             likeliest = engine.model(torch.tensor([[5, 6, *one.ids]]))[0, 1:-1].argmax(-1).tolist()
     assert one.ids == two.ids == likeliest and one.logprobs == [0.0] * 20
 
 
 async def test_concurrent_calls_keep_own_sampling_settings() -> None:
-    async with started() as engine:
-        best = asked([5, 6], 30, top_k=1)
+    async with start_engine() as engine:
+        best = make_request([5, 6], 30, top_k=1)
         replies = await asyncio.gather(
-            said(engine, best), *(said(engine, asked(p, 30)) for p in prompts(5)), said(engine, best)
+            generate(engine, best),
+            *(generate(engine, make_request(p, 30)) for p in random_prompts(5)),
+            generate(engine, best),
         )
-        certain = await said(engine, asked([5, 6], 30, temperature=0))
+        certain = await generate(engine, make_request([5, 6], 30, temperature=0))
         assert replies[0].ids == replies[-1].ids == certain.ids and replies[0].logprobs == [0.0] * 30
-        for prompt, reply in zip(prompts(5), replies[1:-1], strict=True):
+        for prompt, reply in zip(random_prompts(5), replies[1:-1], strict=True):
             assert max_error(engine, prompt, reply.ids, reply.logprobs) < 1e-4
 
 
 async def test_prompt_is_echoed_on_request() -> None:
-    async with started() as engine, engine.generate(_with(asked([1, 2, 3], 4), echo_prompt=True)) as chunks:
+    async with start_engine() as engine, engine.generate(_with(make_request([1, 2, 3], 4), echo_prompt=True)) as chunks:
         first, *others = [chunk async for chunk in chunks]
     assert first.prompt == [1, 2, 3] and all(chunk.prompt is None for chunk in others)
 
@@ -138,7 +149,7 @@ async def test_prompt_is_echoed_on_request() -> None:
 async def test_shared_prefix_is_computed_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with started(slots=8, fill_tokens=32) as engine:
+    async with start_engine(slots=8, fill_tokens=32) as engine:
         computed: list[int] = []
         fill = engine._decoder.fill
 
@@ -148,32 +159,32 @@ async def test_shared_prefix_is_computed_once(
 
         monkeypatch.setattr(engine._decoder, "fill", counted)
         prompt = [n % 300 for n in range(7, 107)]
-        group = await asyncio.gather(*(said(engine, asked(prompt, 12)) for _ in range(8)))
+        group = await asyncio.gather(*(generate(engine, make_request(prompt, 12)) for _ in range(8)))
         assert sum(computed) == 99  # the last id is the input of the first step
         for reply in group:
             assert max_error(engine, prompt, reply.ids, reply.logprobs) < 1e-4
         longer = [*prompt, *group[3].ids, 9, 8, 7]
         computed.clear()
-        turn = await said(engine, asked(longer, 12))
+        turn = await generate(engine, make_request(longer, 12))
         assert sum(computed) == 3 and max_error(engine, longer, turn.ids, turn.logprobs) < 1e-4
 
 
 async def test_cache_is_not_shared_across_salts() -> None:
-    async with started() as engine:
-        request = asked(list(range(80)), 4)
-        await said(engine, _with(request, cache_salt="v1"))
-        await said(engine, _with(request, cache_salt="v2"))
+    async with start_engine() as engine:
+        request = make_request(list(range(80)), 4)
+        await generate(engine, _with(request, cache_salt="v1"))
+        await generate(engine, _with(request, cache_salt="v2"))
         assert engine.reused_tokens == 0
-        await said(engine, _with(request, cache_salt="v1"))
+        await generate(engine, _with(request, cache_salt="v1"))
         assert engine.reused_tokens == 79
 
 
 async def test_calls_with_common_prefix_do_not_interfere() -> None:
-    async with started(slots=3) as engine:
-        asking = [[*range(70), n, *range(n, n + 9)] for n in range(12)]
-        replies = await asyncio.gather(*(said(engine, asked(prompt, 25)) for prompt in asking))
+    async with start_engine(slots=3) as engine:
+        prompts = [[*range(70), n, *range(n, n + 9)] for n in range(12)]
+        replies = await asyncio.gather(*(generate(engine, make_request(prompt, 25)) for prompt in prompts))
         assert engine.reused_tokens >= 9 * 70
-        for prompt, reply in zip(asking, replies, strict=True):
+        for prompt, reply in zip(prompts, replies, strict=True):
             assert max_error(engine, prompt, reply.ids, reply.logprobs) < 1e-4
 
 
@@ -181,40 +192,40 @@ async def test_calls_with_common_prefix_do_not_interfere() -> None:
 
 
 async def test_abandoned_call_frees_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with started(slots=1) as engine:
+    async with start_engine(slots=1) as engine:
         steps = slow_down(engine, monkeypatch)
-        async with engine.generate(asked([1, 2], 200)) as chunks:
+        async with engine.generate(make_request([1, 2], 200)) as chunks:
             await anext(chunks)
-        reply = await said(engine, asked([1, 2], 3))
+        reply = await generate(engine, make_request([1, 2], 3))
         assert len(reply.ids) == 3 and len(steps) < 200  # the steps the abandoned call would have taken
         assert (await engine.health())[0].in_flight == 0
 
 
 async def test_queued_call_can_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with started(slots=1) as engine:
+    async with start_engine(slots=1) as engine:
         slow_down(engine, monkeypatch)
-        async with engine.generate(asked([1, 2], 250)) as chunks:
+        async with engine.generate(make_request([1, 2], 250)) as chunks:
             await anext(chunks)
-            waiting = asyncio.create_task(said(engine, asked([3], 5)))
+            waiting = asyncio.create_task(generate(engine, make_request([3], 5)))
             await kit.until(lambda: len(engine._open) == 2)
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
-        assert len((await said(engine, asked([3], 5))).ids) == 5
+        assert len((await generate(engine, make_request([3], 5))).ids) == 5
 
 
 async def test_generation_starts_on_first_read() -> None:
-    async with started() as engine, engine.generate(asked([1], 5)):
+    async with start_engine() as engine, engine.generate(make_request([1], 5)):
         assert (await engine.health())[0].in_flight == 0
 
 
 async def test_reply_stops_at_max_context() -> None:
-    async with started(max_context=64) as engine:
-        reply = await said(engine, asked(list(range(60)), 100))
+    async with start_engine(max_context=64) as engine:
+        reply = await generate(engine, make_request(list(range(60)), 100))
         assert (len(reply.ids), reply.finish) == (4, "length")
         assert max_error(engine, list(range(60)), reply.ids, reply.logprobs) < 1e-4
         with pytest.raises(ContextOverflow) as caught:
-            await said(engine, asked(list(range(64)), 1))
+            await generate(engine, make_request(list(range(64)), 1))
         assert (caught.value.limit, caught.value.size) == (64, 64)
 
 
@@ -229,29 +240,29 @@ async def test_reply_stops_at_max_context() -> None:
     ],
 )
 async def test_invalid_request_is_rejected(change: dict[str, Any], words: str) -> None:
-    async with started() as engine:
+    async with start_engine() as engine:
         with pytest.raises(EngineRejected, match=words):
-            await said(engine, _with(asked([1], 3), **change))
+            await generate(engine, _with(make_request([1], 3), **change))
 
 
 async def test_close_under_load_fails_calls_and_ends_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = threading.active_count()
-    async with started() as engine:
+    async with start_engine() as engine:
         steps = slow_down(engine, monkeypatch)
-        calls = [asyncio.create_task(said(engine, asked([n], 250))) for n in range(20)]
+        calls = [asyncio.create_task(generate(engine, make_request([n], 250))) for n in range(20)]
         await kit.until(lambda: len(engine._open) == 20 and len(steps) > 2)
         await engine.close()
         ended = await asyncio.gather(*calls, return_exceptions=True)
         assert all(isinstance(end, EngineUnavailable) for end in ended)
         assert len({id(end) for end in ended}) == 20  # each call has its own error
         with pytest.raises(EngineUnavailable, match="closed"):
-            await said(engine, asked([1], 3))
+            await generate(engine, make_request([1], 3))
         assert not (await engine.health())[0].ok
     assert threading.active_count() <= threads + 1  # asyncio's executor thread
 
 
 async def test_tokens_before_failure_are_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with started(flush_s=60.0) as engine:
+    async with start_engine(flush_s=60.0) as engine:
         launch, steps = engine._decoder.launch, 0
 
         def failing(*arguments: Any) -> Any:
@@ -264,11 +275,11 @@ async def test_tokens_before_failure_are_delivered(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(engine._decoder, "launch", failing)
         given: list[int] = []
         with pytest.raises(EngineError, match="on fire"):
-            async with engine.generate(asked([1], 50)) as chunks:
+            async with engine.generate(make_request([1], 50)) as chunks:
                 async for chunk in chunks:
                     given += chunk.ids
         assert len(given) == 4
-        reply = await said(engine, asked([1], 5))  # the engine still works
+        reply = await generate(engine, make_request([1], 5))  # the engine still works
         assert max_error(engine, [1], reply.ids, reply.logprobs) < 1e-4
 
 
@@ -276,7 +287,7 @@ async def test_tokens_before_failure_are_delivered(monkeypatch: pytest.MonkeyPat
     ("error", "words"), [(MemoryError(), "out of memory"), (torch.OutOfMemoryError(), "GPU memory")]
 )
 async def test_repeated_failures_stop_engine(error: Exception, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with started() as engine:
+    async with start_engine() as engine:
 
         def failing(*_: Any) -> Any:
             raise error
@@ -284,44 +295,44 @@ async def test_repeated_failures_stop_engine(error: Exception, words: str, monke
         monkeypatch.setattr(engine._decoder, "launch", failing)
         for _ in range(3):
             with pytest.raises(EngineError, match=words):
-                await said(engine, asked([1], 5))
+                await generate(engine, make_request([1], 5))
         await kit.until(lambda: engine._worker.broken)
         with pytest.raises(EngineUnavailable, match="3 times in a row"):
-            await said(engine, asked([1], 5))
+            await generate(engine, make_request([1], 5))
         [health] = await engine.health()
         assert not health.ok and words in health.detail
 
 
 async def test_nan_weights_fail_call_not_engine() -> None:
-    async with started() as engine:
+    async with start_engine() as engine:
         good = engine.model.norm.weight.detach().clone()
         async with engine.updating() as made:
             with torch.no_grad():
                 made.norm.weight.fill_(math.nan)
         with pytest.raises(EngineError, match="diverged"):
-            await said(engine, asked([1, 2], 5))
+            await generate(engine, make_request([1, 2], 5))
         async with engine.updating() as made:
             with torch.no_grad():
                 made.norm.weight.copy_(good)
-        assert len((await said(engine, asked([1, 2], 5))).ids) == 5
+        assert len((await generate(engine, make_request([1, 2], 5))).ids) == 5
 
 
 async def test_calls_from_several_event_loops() -> None:
-    async with started() as engine:
+    async with start_engine() as engine:
 
         def elsewhere() -> list[int]:
-            return asyncio.run(said(engine, asked([4, 5], 30, seed=2))).ids
+            return asyncio.run(generate(engine, make_request([4, 5], 30, seed=2))).ids
 
         here, *there = await asyncio.gather(
-            said(engine, asked([4, 5], 30, seed=2)), *(asyncio.to_thread(elsewhere) for _ in range(3))
+            generate(engine, make_request([4, 5], 30, seed=2)), *(asyncio.to_thread(elsewhere) for _ in range(3))
         )
     assert all(ids == here.ids for ids in there)
 
 
 async def test_event_loop_is_not_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with started(slots=16) as engine:
+    async with start_engine(slots=16) as engine:
         steps = slow_down(engine, monkeypatch, 0.005)
-        calls = [asyncio.create_task(said(engine, asked([n], 200))) for n in range(16)]
+        calls = [asyncio.create_task(generate(engine, make_request([n], 200))) for n in range(16)]
         most, before = 0, 0
         while not all(call.done() for call in calls):
             await asyncio.sleep(0.001)
@@ -340,25 +351,28 @@ def _train(made: Any, by: float = 1.05) -> None:
 
 
 async def test_calls_continue_across_weight_update() -> None:
-    async with started() as engine:
+    async with start_engine() as engine:
         old = model()
-        calls = [asyncio.create_task(said(engine, asked(prompt, 180))) for prompt in prompts(6)]
+        calls = [asyncio.create_task(generate(engine, make_request(prompt, 180))) for prompt in random_prompts(6)]
         await kit.until(lambda: engine._worker._drawn.max() > 20)
         async with engine.updating() as made:
             drawn = dict(zip(engine._worker._serial.tolist(), engine._worker._drawn.tolist(), strict=True))
             _train(made)
-        for n, (prompt, call) in enumerate(zip(prompts(6), calls, strict=True), 1):
+        for n, (prompt, call) in enumerate(zip(random_prompts(6), calls, strict=True), 1):
             reply = await call
             before = drawn.get(n, 0)
-            first, second = scored(old, prompt, reply.ids)[:before], scored(engine.model, prompt, reply.ids)[before:]
+            first, second = (
+                rescore(old, prompt, reply.ids)[:before],
+                rescore(engine.model, prompt, reply.ids)[before:],
+            )
             assert len(reply.ids) == 180 and reply.logprobs == pytest.approx([*first, *second], abs=1e-4)
         assert sum(0 < count < 180 for count in drawn.values()) >= 2
 
 
 async def test_chunks_carry_weight_versions() -> None:
-    async with started() as engine:
-        whole = asyncio.create_task(_chunks(engine, _with(asked([1], 200), stream=False, version=4)))
-        streamed = asyncio.create_task(_chunks(engine, _with(asked([1], 200), version=4)))
+    async with start_engine() as engine:
+        whole = asyncio.create_task(_chunks(engine, _with(make_request([1], 200), stream=False, version=4)))
+        streamed = asyncio.create_task(_chunks(engine, _with(make_request([1], 200), version=4)))
         for version in (5, 6):
             await kit.until(lambda: engine._worker._drawn.max() > 20 * (version - 4))  # noqa: B023
             async with engine.updating(version):
@@ -370,16 +384,16 @@ async def test_chunks_carry_weight_versions() -> None:
         with pytest.raises(RuntimeError, match="the trainer failed"):
             async with engine.updating(7):
                 raise RuntimeError("the trainer failed")
-        assert (await _chunks(engine, asked([1], 3)))[-1].versions == (6, 6)
+        assert (await _chunks(engine, make_request([1], 3)))[-1].versions == (6, 6)
 
 
 async def test_update_pauses_sampling_and_drain_waits_for_calls() -> None:
-    async with started() as engine:
-        call = asyncio.create_task(said(engine, asked([1], 200)))
+    async with start_engine() as engine:
+        call = asyncio.create_task(generate(engine, make_request([1], 200)))
         await kit.until(lambda: engine._worker._drawn.max() > 5)
         async with engine.updating():
             count = engine._worker._drawn.max()
-            late = asyncio.create_task(said(engine, asked([2], 5)))
+            late = asyncio.create_task(generate(engine, make_request([2], 5)))
             await asyncio.sleep(0.05)
             assert engine._worker._drawn.max() == count < 200 and not late.done()
         async with engine.updating(drain=True):
@@ -389,24 +403,24 @@ async def test_update_pauses_sampling_and_drain_waits_for_calls() -> None:
 
 
 async def test_concurrent_updates_from_threads() -> None:
-    async with started() as engine:
+    async with start_engine() as engine:
 
         def train() -> None:
             with engine.updating_here() as made:
                 _train(made, 1.01)
 
-        call = asyncio.create_task(said(engine, asked([1], 150)))
+        call = asyncio.create_task(generate(engine, make_request([1], 150)))
         async with engine.updating():
             threads = [asyncio.create_task(asyncio.to_thread(train)) for _ in range(3)]
             await asyncio.wait_for(asyncio.gather(*threads), scaled(10))
         assert len((await call).ids) == 150
-        fresh = await said(engine, asked([3, 4], 20))
+        fresh = await generate(engine, make_request([3, 4], 20))
         assert max_error(engine, [3, 4], fresh.ids, fresh.logprobs) < 1e-4
 
 
 async def test_cancelled_update_leaves_engine_running() -> None:
-    async with started() as engine:
-        call = asyncio.create_task(said(engine, asked([1], 240)))
+    async with start_engine() as engine:
+        call = asyncio.create_task(generate(engine, make_request([1], 240)))
 
         async def update() -> None:
             async with engine.updating(drain=True):
@@ -416,27 +430,27 @@ async def test_cancelled_update_leaves_engine_running() -> None:
         await asyncio.sleep(0.01)
         updating.cancel()
         await asyncio.gather(updating, return_exceptions=True)
-        assert len((await call).ids) == 240 and len((await said(engine, asked([1], 5))).ids) == 5
+        assert len((await call).ids) == 240 and len((await generate(engine, make_request([1], 5))).ids) == 5
 
 
 async def test_bfloat16_engine_follows_float32_weights() -> None:
     made = model()
-    async with started(made, dtype="bfloat16") as engine:
+    async with start_engine(made, dtype="bfloat16") as engine:
         assert engine.model is made and made.dtype == torch.float32
         async with engine.updating():
             _train(made, 0.0)
-        reply = await said(engine, asked([1], 20))
+        reply = await generate(engine, make_request([1], 20))
     assert reply.logprobs == pytest.approx([-math.log(300)] * 20, abs=1e-3)  # the distribution is uniform
 
 
 async def test_weights_load_from_folder(tmp_path: Any) -> None:
     _write(model(seed=1), tmp_path / "new")
-    async with started() as engine:
+    async with start_engine() as engine:
         assert isinstance(engine, UpdatableReplica)
         engine.expect(PolicyWeights(version=2, path="new"))
         assert not (await engine.health())[0].ok
         await engine.pause()
-        waiting = asyncio.create_task(said(engine, asked([7, 8], 20)))
+        waiting = asyncio.create_task(generate(engine, make_request([7, 8], 20)))
         await engine.load(PolicyWeights(version=2, path=str(tmp_path / "new")), frozen=True)
         assert not waiting.done()
         await engine.resume()
@@ -444,19 +458,19 @@ async def test_weights_load_from_folder(tmp_path: Any) -> None:
         reply = await waiting
         assert (await engine.health())[0].ok
         assert (
-            max(abs(a - b) for a, b in zip(scored(model(seed=1), [7, 8], reply.ids), reply.logprobs, strict=True))
+            max(abs(a - b) for a, b in zip(rescore(model(seed=1), [7, 8], reply.ids), reply.logprobs, strict=True))
             < 1e-4
         )
         with pytest.raises(EngineRejected, match="cannot be read"):
             await engine.load(PolicyWeights(version=3, path=str(tmp_path / "missing")), frozen=False)
         with pytest.raises(EngineRejected, match="does not support adapters; merge"):
             await engine.load(PolicyWeights(version=3, name="a", lora_path="b"), frozen=False)
-        calls = [asyncio.create_task(said(engine, asked([n], 200))) for n in range(6)]
+        calls = [asyncio.create_task(generate(engine, make_request([n], 200))) for n in range(6)]
         await kit.until(lambda: len(engine._open) == 6)
         await engine.abort_all()
         ended = await asyncio.gather(*calls, return_exceptions=True)
         assert all(isinstance(end, EngineUnavailable) for end in ended)
-        assert len((await said(engine, asked([7, 8], 5))).ids) == 5
+        assert len((await generate(engine, make_request([7, 8], 5))).ids) == 5
 
 
 # ── through the gateway ─────────────────────────────────────────────────────────────────────────────────────────────

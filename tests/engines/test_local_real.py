@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests import kit
-from tests.engines.local_kit import scored, torch
+from tests.engines.local_kit import rescore, torch
 from tools import parts
 from turngate.config import ServeConfig
 from turngate.engines.local import LocalEngine, Model
@@ -41,7 +41,7 @@ async def test_real_model_answers_and_rows_match_trainer(folder: Path) -> None:
 
 def _off(model: Model, row: kit.Json) -> np.ndarray:
     begin = int(np.argmax(row["mask"]))
-    again = scored(model, row["ids"][:begin], row["ids"][begin:])
+    again = rescore(model, row["ids"][:begin], row["ids"][begin:])
     trained = np.array(row["mask"][begin:], bool)
     return np.abs(np.array(again)[trained] - np.array(row["logprobs"][begin:], np.float64)[trained])
 

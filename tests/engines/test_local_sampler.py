@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engines.local_kit import asked, model, prompts, said, started, torch
+from tests.engines.local_kit import generate, make_request, model, random_prompts, start_engine, torch
 from turngate.engines.local.cache import PromptPiece, Slots
 from turngate.engines.local.decode import Decoder, SlotStart
 from turngate.engines.local.graphs import GraphDecoder
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.needs("torch")
 MANY = 40_000
 
 
-def drawn(scores: Any, temperature: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+def draw_many(scores: Any, temperature: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
     """Draw many samples from one row of scores."""
     rows = torch.tensor(scores, dtype=torch.float32).repeat(MANY, 1)
     ids, logprobs = draw(
@@ -39,7 +39,7 @@ def test_draws_match_distribution_and_logprobs(size: int, temperature: float) ->
     scores = np.random.default_rng(size).normal(0, 2, size).astype(np.float32)
     scores[3] = -np.inf
     expected = softmax(scores / temperature)
-    ids, logprobs = drawn(scores, temperature)
+    ids, logprobs = draw_many(scores, temperature)
     counts = np.bincount(ids, minlength=size)
     assert counts[3] == 0
     assert np.abs(counts - MANY * expected).max() < 5 * np.sqrt(MANY * expected.max())
@@ -101,7 +101,7 @@ def test_adjusted_draws_match_reference(how: dict[str, Any]) -> None:
     expected = reference(scores, sampling, prompt, sampled, stop)
     rows = torch.tensor(scores)[None].clone()
     adjust_scores(rows, Adjustment(0, sampling, np.array(prompt, np.int32), np.array(sampled, np.int32), (stop,)))
-    ids, logprobs = drawn(rows[0].tolist(), sampling.temperature)
+    ids, logprobs = draw_many(rows[0].tolist(), sampling.temperature)
     counts = np.bincount(ids, minlength=40)
     assert counts[expected == 0].sum() == 0
     assert np.abs(counts - MANY * expected).max() < 5 * np.sqrt(MANY * expected.max())
@@ -110,10 +110,12 @@ def test_adjusted_draws_match_reference(how: dict[str, Any]) -> None:
 
 async def test_penalties_apply_to_sampled_tokens() -> None:
     """Penalized tokens become less likely, so the reply has more distinct tokens."""
-    async with started() as engine:
-        prompt = prompts(1)[0]
-        reply = await said(engine, asked(prompt, 60, frequency_penalty=2.0, presence_penalty=2.0, temperature=0))
-        again = await said(engine, asked(prompt, 60, temperature=0))
+    async with start_engine() as engine:
+        prompt = random_prompts(1)[0]
+        reply = await generate(
+            engine, make_request(prompt, 60, frequency_penalty=2.0, presence_penalty=2.0, temperature=0)
+        )
+        again = await generate(engine, make_request(prompt, 60, temperature=0))
     assert len(set(reply.ids)) > len(set(again.ids))
 
 

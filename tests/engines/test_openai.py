@@ -10,6 +10,17 @@ from typing import Any
 
 import pytest
 
+from tests.engines.relays import (
+    OTHER,
+    TOOL,
+    foreign_call,
+    lost_fields,
+    relay_answer,
+    relay_call,
+    require_tools,
+    started,
+)
+from tests.engines.standins import DONE, Answer, StandIn, answer_stream, answer_with, event, serving
 from tests.speed import scaled
 from turngate.dialects.chat import ChatHistory
 from turngate.engines.base import RelayChunk, RelayRequest
@@ -25,9 +36,6 @@ from turngate.errors import (
     NotFound,
 )
 from turngate.types import Call, CallDelta, Capture, Constraint, Delta, Message, Sampling, ToolCall, Usage
-
-from .relays import OTHER, TOOL, answered, any_of, heard, lost, meant, started
-from .standins import DONE, Answer, StandIn, event, says, serving, streams
 
 pytestmark = pytest.mark.asyncio
 
@@ -89,7 +97,7 @@ def events_of(chunks: list[RelayChunk]) -> list[Delta | CallDelta]:
 
 
 async def test_gateway_settings_override_agent_request() -> None:
-    server = StandIn(says(message({"content": "hello"})))
+    server = StandIn(answer_with(message({"content": "hello"})))
     messages = b'[{"role": "user",  "content": "\\u00e9 1.10"}]'
     raw = b'{"messages": ' + messages + b', "temperature": 0.2, "top_k": 5, "max_tokens": 9}'
     async with serving(server), relay_of(server) as relay:
@@ -105,28 +113,38 @@ async def test_gateway_settings_override_agent_request() -> None:
             assert [chunk async for chunk in chunks][-1].finish == "stop"
     assert server.paths == ["/v1/chat/completions"]
     assert messages in server.bodies[0]  # forwarded without re-encoding
-    asked = server.asked
-    assert (asked["model"], asked["temperature"], asked["seed"], asked["max_tokens"]) == ("m", 0.5, 3, 7)
-    assert (asked["top_p"], asked["top_k"], asked["min_p"], asked["repetition_penalty"]) == (1.0, -1, 0.0, 1.0)
-    assert (asked["return_token_ids"], asked["logprobs"]) == (True, True)
-    assert "stream_options" not in asked
+    body_sent = server.last_body
+    assert (body_sent["model"], body_sent["temperature"], body_sent["seed"], body_sent["max_tokens"]) == (
+        "m",
+        0.5,
+        3,
+        7,
+    )
+    assert (body_sent["top_p"], body_sent["top_k"], body_sent["min_p"], body_sent["repetition_penalty"]) == (
+        1.0,
+        -1,
+        0.0,
+        1.0,
+    )
+    assert (body_sent["return_token_ids"], body_sent["logprobs"]) == (True, True)
+    assert "stream_options" not in body_sent
     headers = server.headers[0]
     assert headers["Authorization"] == "Bearer sk-secret"
     assert (headers["X-Session-ID"], headers["X-Request-Id"]) == ("s", "r")
 
 
 async def test_other_fields_are_forwarded_unchanged() -> None:
-    server = StandIn(streams(event(part({"content": "x"}, "stop")), DONE))
+    server = StandIn(answer_stream(event(part({"content": "x"}, "stop")), DONE))
     body = BODY | {"stream": True, "stream_options": {"x": 1}, "max_completion_tokens": 50, "top_k": 5}
     async with serving(server), relay_of(server, capture="text") as relay:
         await ask_chat(relay, body)
-        assert server.asked == body | {"stream_options": {"x": 1, "include_usage": True}}
+        assert server.last_body == body | {"stream_options": {"x": 1, "include_usage": True}}
         await ask_chat(relay, body, max_tokens=5, sampling=Sampling())
     # neutral fields that OpenAI does not define are omitted, since the endpoint may not know them
     expected = body | {"max_completion_tokens": 5, "temperature": 1.0, "top_p": 1.0}
     expected |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "stream_options": {"x": 1, "include_usage": True}}
     del expected["top_k"]
-    assert server.asked == expected
+    assert server.last_body == expected
 
 
 async def test_sampling_fields_are_reported_as_biases() -> None:
@@ -138,7 +156,7 @@ async def test_sampling_fields_are_reported_as_biases() -> None:
         "min_tokens": 3,
         "user": "u",
     }
-    server = StandIn(says(message({"content": "a"})))
+    server = StandIn(answer_with(message({"content": "a"})))
     async with serving(server), relay_of(server) as relay:
         free = await ask_chat(relay, BODY | fields)
         pinned = await ask_chat(relay, BODY | fields, sampling=Sampling())
@@ -150,7 +168,7 @@ async def test_sampling_fields_are_reported_as_biases() -> None:
 
 async def test_stream_yields_text_reasoning_and_usage() -> None:
     chunks = await relayed(
-        streams(
+        answer_stream(
             event(part({"role": "assistant", "content": ""})) + event(part({"reasoning": "hm"})),
             0.02,
             event(part({"reasoning_content": "m"})) + event(part({"content": "grü"})),
@@ -170,14 +188,14 @@ async def test_stream_yields_text_reasoning_and_usage() -> None:
 
 
 async def test_duplicate_reasoning_fields_are_merged() -> None:
-    chunks = await relayed(streams(event(part({"reasoning": "a", "reasoning_content": "a"}, "stop")), DONE))
+    chunks = await relayed(answer_stream(event(part({"reasoning": "a", "reasoning_content": "a"}, "stop")), DONE))
     assert events_of(chunks) == [Delta("reasoning", "a")]
 
 
 async def test_vllm_token_data() -> None:
     """`prompt_token_ids` at the top of the first event, `token_ids` on the choice, log-probabilities per token."""
     chunks = await relayed(
-        streams(
+        answer_stream(
             event(part({"role": "assistant", "content": ""}) | {"prompt_token_ids": [1, 2, 3]}),
             0.02,
             event(part({"content": "a"}, token_ids=[5], logprobs=logprobs(-0.1))),
@@ -197,7 +215,7 @@ async def test_non_streaming_response() -> None:
     call = {"id": "a", "type": "function", "function": {"name": "bash", "arguments": '{"c": 1}'}}
     said = {"content": "text", "reasoning": "why", "tool_calls": [call]}
     body = message(said, "tool_calls", token_ids=[5, 6], logprobs=logprobs(-0.1, -0.2)) | {"prompt_token_ids": [1]}
-    chunks = await relayed(says(body), BODY)
+    chunks = await relayed(answer_with(body), BODY)
     assert events_of(chunks) == [
         Delta("reasoning", "why"),
         Delta("content", "text"),
@@ -208,18 +226,18 @@ async def test_non_streaming_response() -> None:
 
 
 async def test_logprobs_without_ids() -> None:
-    chunks = await relayed(streams(event(part({"content": "a"}, "stop", logprobs=logprobs(-0.1))), DONE))
+    chunks = await relayed(answer_stream(event(part({"content": "a"}, "stop", logprobs=logprobs(-0.1))), DONE))
     assert (chunks[0].ids, chunks[0].logprobs) == (None, [-0.1])
 
 
 async def test_ids_without_logprobs() -> None:
-    chunks = await relayed(streams(event(part({"content": "a"}, "stop", token_ids=[5])), DONE))
+    chunks = await relayed(answer_stream(event(part({"content": "a"}, "stop", token_ids=[5])), DONE))
     assert (chunks[0].ids, chunks[0].logprobs) == ([5], [None])
 
 
 async def test_logprob_count_mismatch_raises() -> None:
     with pytest.raises(EngineError, match="1 log-probabilities for 2 tokens"):
-        await relayed(streams(event(part({}, "stop", token_ids=[5, 6], logprobs=logprobs(-0.1))), DONE))
+        await relayed(answer_stream(event(part({}, "stop", token_ids=[5, 6], logprobs=logprobs(-0.1))), DONE))
 
 
 def fragment(index: int | None, name: str | None, arguments: str | None, id: str | None = None) -> dict[str, Any]:
@@ -229,7 +247,7 @@ def fragment(index: int | None, name: str | None, arguments: str | None, id: str
 
 async def test_tool_call_fragments_are_joined() -> None:
     chunks = await relayed(
-        streams(
+        answer_stream(
             event(part({"tool_calls": [fragment(0, "bash", "", "a")]})),
             0.02,
             event(part({"tool_calls": [fragment(0, None, '{"cmd": "l')]})),
@@ -254,7 +272,7 @@ async def test_tool_call_fragments_are_joined() -> None:
 async def test_tool_calls_without_distinct_indices() -> None:
     for index in (None, 0):
         calls = [fragment(index, "bash", "{}", "a"), fragment(index, "read", "{}", "b")]
-        chunks = await relayed(streams(event(part({"tool_calls": calls}, "stop")), DONE))
+        chunks = await relayed(answer_stream(event(part({"tool_calls": calls}, "stop")), DONE))
         assert events_of(chunks) == [
             CallDelta(0, ToolCall("a", "bash", "{}")),
             CallDelta(1, ToolCall("b", "read", "{}")),
@@ -262,42 +280,44 @@ async def test_tool_calls_without_distinct_indices() -> None:
 
 
 async def test_missing_tool_call_id_is_generated() -> None:
-    [call] = events_of(await relayed(streams(event(part({"tool_calls": [fragment(0, "bash", "{}")]}, "stop")), DONE)))
+    [call] = events_of(
+        await relayed(answer_stream(event(part({"tool_calls": [fragment(0, "bash", "{}")]}, "stop")), DONE))
+    )
     assert isinstance(call, CallDelta) and call.call.id.startswith("call_")
 
 
 async def test_fragment_for_completed_call_raises() -> None:
     calls = [fragment(0, "a", "{", "a"), fragment(1, "b", "{}", "b"), fragment(0, None, "}")]
     with pytest.raises(EngineError, match="tool call that was already complete"):
-        await relayed(streams(event(part({"tool_calls": calls}, "stop")), DONE))
+        await relayed(answer_stream(event(part({"tool_calls": calls}, "stop")), DONE))
 
 
 async def test_other_choices_are_ignored() -> None:
     other = part({"content": "no"}, "stop", index=1, token_ids=[9])
-    chunks = await relayed(streams(event(other), event(part({"content": "yes"}, "stop")), DONE))
+    chunks = await relayed(answer_stream(event(other), event(part({"content": "yes"}, "stop")), DONE))
     assert events_of(chunks) == [Delta("content", "yes")] and chunks[0].ids is None
 
 
 async def test_refusal_becomes_text() -> None:
-    assert events_of(await relayed(streams(event(part({"refusal": "no"}, "content_filter")), DONE))) == [
+    assert events_of(await relayed(answer_stream(event(part({"refusal": "no"}, "content_filter")), DONE))) == [
         Delta("content", "no")
     ]
 
 
-class Picky(StandIn):
+class StrictServer(StandIn):
     """Rejects the given fields, as strict endpoints do."""
 
     def __init__(self, *unknown: str, status: int = 400) -> None:
-        super().__init__(self.judge)
+        super().__init__(self.respond)
         self.unknown = unknown
         self.status = status
 
-    async def judge(self, request: Any) -> Any:
+    async def respond(self, request: Any) -> Any:
         for field in self.unknown:
-            if field in self.asked:
+            if field in self.last_body:
                 error = {"message": f"Unrecognized request argument supplied: {field}", "type": "invalid_request_error"}
-                return await says({"error": error}, self.status)(request)
-        return await streams(event(part({"content": "ok"}, "stop")), DONE)(request)
+                return await answer_with({"error": error}, self.status)(request)
+        return await answer_stream(event(part({"content": "ok"}, "stop")), DONE)(request)
 
 
 @pytest.mark.parametrize(
@@ -315,20 +335,20 @@ class Picky(StandIn):
 async def test_auto_capture_steps_down_and_remembers(
     unknown: tuple[str, ...], level: Capture, calls: int, status: int
 ) -> None:
-    server = Picky(*unknown, status=status)
+    server = StrictServer(*unknown, status=status)
     async with serving(server), relay_of(server) as relay:
         body = BODY | {"stream": True}
         assert events_of(await ask_chat(relay, body, sampling=Sampling())) == [Delta("content", "ok")]
         assert (relay.capture, len(server.bodies)) == (level, calls)
         await ask_chat(relay, body, sampling=Sampling())
         assert len(server.bodies) == calls + 1  # remembered, so no retries
-        assert not set(server.asked) & set(unknown)
-        assert server.asked["messages"] == BODY["messages"] and server.asked["metadata"] == BODY["metadata"]
+        assert not set(server.last_body) & set(unknown)
+        assert server.last_body["messages"] == BODY["messages"] and server.last_body["metadata"] == BODY["metadata"]
         assert relay._client.in_flight == 0
 
 
 async def test_concurrent_calls_step_down_together() -> None:
-    server = Picky("return_token_ids", "logprobs")
+    server = StrictServer("return_token_ids", "logprobs")
     async with serving(server), relay_of(server) as relay:
         runs = await asyncio.gather(*(ask_chat(relay, BODY | {"stream": True}) for _ in range(8)))
         assert all(events_of(run) == [Delta("content", "ok")] for run in runs)
@@ -336,7 +356,7 @@ async def test_concurrent_calls_step_down_together() -> None:
 
 
 async def test_fixed_capture_level_does_not_step_down() -> None:
-    server = Picky("return_token_ids")
+    server = StrictServer("return_token_ids")
     async with serving(server), relay_of(server, capture="tokens") as relay:
         with pytest.raises(EngineRejected, match="return_token_ids"):
             await ask_chat(relay, BODY)
@@ -344,7 +364,7 @@ async def test_fixed_capture_level_does_not_step_down() -> None:
 
 
 async def test_unrelated_rejection_reaches_agent() -> None:
-    server = StandIn(says({"error": {"message": "tools[0].name is too long"}}, 400))
+    server = StandIn(answer_with({"error": {"message": "tools[0].name is too long"}}, 400))
     async with serving(server), relay_of(server) as relay:
         with pytest.raises(EngineRejected, match=r"tools\[0\]"):
             await ask_chat(relay, BODY)
@@ -354,21 +374,21 @@ async def test_unrelated_rejection_reaches_agent() -> None:
 async def test_error_responses_map_to_exceptions() -> None:
     overflow = {"error": {"message": "too long", "code": "context_length_exceeded"}}
     with pytest.raises(ContextOverflow):
-        await relayed(says(overflow, 400))
+        await relayed(answer_with(overflow, 400))
     with pytest.raises(EngineBusy):
-        await relayed(says({"error": {"message": "quota"}}, 429))
+        await relayed(answer_with({"error": {"message": "quota"}}, 429))
     with pytest.raises(EngineError, match="rejected the gateway's API key"):
-        await relayed(says({"error": {"message": "Incorrect API key provided: sk-se***et"}}, 401))
+        await relayed(answer_with({"error": {"message": "Incorrect API key provided: sk-se***et"}}, 401))
     with pytest.raises(EngineError, match="boom"):
-        await relayed(streams(event({"error": {"message": "boom", "code": "server_error"}}), DONE))
+        await relayed(answer_stream(event({"error": {"message": "boom", "code": "server_error"}}), DONE))
     with pytest.raises(EngineUnavailable):
-        await relayed(streams(event(part({"content": "a"})), DONE))
+        await relayed(answer_stream(event(part({"content": "a"})), DONE))
     with pytest.raises(EngineUnavailable):
-        await relayed(streams(event(part({"content": "a"})), 0.02, cut=True))
+        await relayed(answer_stream(event(part({"content": "a"})), 0.02, cut=True))
     with pytest.raises(EngineTimeout):
-        await relayed(streams(event(part({"content": "a"})), 3600.0), silence_s=0.1)
+        await relayed(answer_stream(event(part({"content": "a"})), 3600.0), silence_s=0.1)
     with pytest.raises(EngineError, match="cannot be decoded"):
-        await relayed(says("not json"), BODY)
+        await relayed(answer_with("not json"), BODY)
     server = StandIn()
     async with serving(server), relay_of(server) as relay:
         with pytest.raises(BadRequest):
@@ -379,7 +399,7 @@ async def test_error_responses_map_to_exceptions() -> None:
 
 
 async def test_early_exit_closes_connection() -> None:
-    server = StandIn(streams(event(part({"content": "a"})), 3600.0))
+    server = StandIn(answer_stream(event(part({"content": "a"})), 3600.0))
     async with serving(server), relay_of(server) as relay:
         async with relay.relay(RelayRequest(call=call_of(json.dumps(BODY | {"stream": True}).encode()))) as chunks:
             await anext(chunks)
@@ -407,15 +427,15 @@ async def test_health_with_base_url_variants() -> None:
 # ── foreign dialects ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 HI = Message("user", "hi")
-OK = streams(event(part({"content": "ok"}, "stop")), DONE)
+OK = answer_stream(event(part({"content": "ok"}, "stop")), DONE)
 
 
-def make(url: str) -> OpenAIRelay:
+def make_relay(url: str) -> OpenAIRelay:
     return OpenAIRelay(url, "sk-secret")
 
 
 async def test_foreign_dialect_is_translated() -> None:
-    call = meant(
+    call = foreign_call(
         Message("system", "Be brief."),
         Message("system", "Be kind."),
         Message("user", "hi", name="ann"),
@@ -428,13 +448,13 @@ async def test_foreign_dialect_is_translated() -> None:
         parallel_tool_calls=False,
         forwarded_headers={"openai-beta": "not for this dialect"},
     )
-    async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
-        chunks = await heard(relay, call, max_tokens=50, session="s")
+    async with serving(StandIn(OK)) as server, started(make_relay(server.url)) as relay:
+        chunks = await relay_call(relay, call, max_tokens=50, session="s")
     calls = [
         {"id": "a", "type": "function", "function": {"name": "bash", "arguments": '{"c": 1}'}},
         {"id": "a_1", "type": "function", "function": {"name": "read", "arguments": "{}"}},  # ids are made unique
     ]
-    assert server.asked == {
+    assert server.last_body == {
         "model": "m",
         "messages": [
             {"role": "system", "content": "Be brief.\n\nBe kind."},
@@ -455,7 +475,11 @@ async def test_foreign_dialect_is_translated() -> None:
         "temperature": 0.3,
         "top_k": 5,
     }
-    assert lost(chunks) == () and server.headers[0]["X-Session-ID"] == "s" and "openai-beta" not in server.headers[0]
+    assert (
+        lost_fields(chunks) == ()
+        and server.headers[0]["X-Session-ID"] == "s"
+        and "openai-beta" not in server.headers[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -465,9 +489,9 @@ async def test_foreign_dialect_is_translated() -> None:
             {"constraint": Constraint("tool", {}, "bash")},
             {"tool_choice": {"type": "function", "function": {"name": "bash"}}},
         ),
-        ({"constraint": any_of("bash", "read")}, {"tool_choice": "required"}),
+        ({"constraint": require_tools("bash", "read")}, {"tool_choice": "required"}),
         (
-            {"constraint": any_of("bash")},
+            {"constraint": require_tools("bash")},
             {
                 "tool_choice": {
                     "type": "allowed_tools",
@@ -498,22 +522,22 @@ async def test_foreign_dialect_is_translated() -> None:
 )
 async def test_constraints_and_thinking_are_translated(fields: Any, body: Any) -> None:
     async with serving(StandIn(OK)) as server, started(OpenAIRelay(server.url, capture="text")) as relay:
-        chunks = await heard(relay, meant(HI, tools=[TOOL, OTHER], **fields))
+        chunks = await relay_call(relay, foreign_call(HI, tools=[TOOL, OTHER], **fields))
     rest = {
-        k: v for k, v in server.asked.items() if k not in ("model", "messages", "stream", "stream_options", "tools")
+        k: v for k, v in server.last_body.items() if k not in ("model", "messages", "stream", "stream_options", "tools")
     }
-    assert rest == body and lost(chunks) == ()
+    assert rest == body and lost_fields(chunks) == ()
 
 
 async def test_fields_unknown_to_endpoint_are_dropped_and_reported() -> None:
-    server = Picky(
+    server = StrictServer(
         "return_token_ids", "logprobs", "reasoning_effort", "chat_template_kwargs", "verbosity", "temperature"
     )
     hints = {"reasoning_effort": "none", "verbosity": "low", "thinking_budget": 9}
-    call = meant(HI, template_hints=hints, sampling={"temperature": 0.5, "min_p": 0.1, "top_p": 0.9})
-    async with serving(server), started(make(server.url)) as relay:
-        chunks = await heard(relay, call)
-        assert lost(chunks) == (
+    call = foreign_call(HI, template_hints=hints, sampling={"temperature": 0.5, "min_p": 0.1, "top_p": 0.9})
+    async with serving(server), started(make_relay(server.url)) as relay:
+        chunks = await relay_call(relay, call)
+        assert lost_fields(chunks) == (
             "reasoning_effort",
             "verbosity",
             "thinking_budget",
@@ -521,41 +545,41 @@ async def test_fields_unknown_to_endpoint_are_dropped_and_reported() -> None:
             "temperature",
             "min_p",
         )
-        assert set(server.asked) == {"model", "messages", "stream", "stream_options", "top_p"}
+        assert set(server.last_body) == {"model", "messages", "stream", "stream_options", "top_p"}
         calls = len(server.bodies)
-        await heard(relay, call)
+        await relay_call(relay, call)
         assert len(server.bodies) == calls + 1
 
 
-class Refusing(StandIn):
+class RejectingServer(StandIn):
     """Rejects bodies that contain a given string, with a given message."""
 
     def __init__(self, *refusals: tuple[str, str]) -> None:
-        super().__init__(self.judge)
+        super().__init__(self.respond)
         self.refused = refusals
 
-    async def judge(self, request: Any) -> Any:
+    async def respond(self, request: Any) -> Any:
         for sign, words in self.refused:
             if sign in self.bodies[-1].decode():
-                return await says({"error": {"message": words}}, 400)(request)
+                return await answer_with({"error": {"message": words}}, 400)(request)
         return await OK(request)
 
 
 async def test_rejected_fields_use_alternative_encodings() -> None:
-    server = Refusing(
+    server = RejectingServer(
         ('"max_tokens"', "Unsupported parameter: 'max_tokens' is not supported. Use 'max_completion_tokens' instead."),
         ('"reasoning_content"', "Additional properties are not allowed ('reasoning_content' was unexpected)"),
         ('"role":"system","content":"Later."', "System message must be at the beginning."),
     )
-    call = meant(HI, Message("assistant", "a", "why"), Message("system", "Later."))
-    async with serving(server), started(make(server.url)) as relay:
-        chunks = await heard(relay, call, max_tokens=9)
-    assert server.asked["max_completion_tokens"] == 9 and "max_tokens" not in server.asked
-    assert server.asked["messages"][1:] == [
+    call = foreign_call(HI, Message("assistant", "a", "why"), Message("system", "Later."))
+    async with serving(server), started(make_relay(server.url)) as relay:
+        chunks = await relay_call(relay, call, max_tokens=9)
+    assert server.last_body["max_completion_tokens"] == 9 and "max_tokens" not in server.last_body
+    assert server.last_body["messages"][1:] == [
         {"role": "assistant", "content": "a"},
         {"role": "user", "content": "Later."},
     ]
-    assert lost(chunks) == ("reasoning of earlier turns", "the role of later system messages")
+    assert lost_fields(chunks) == ("reasoning of earlier turns", "the role of later system messages")
 
 
 @pytest.mark.parametrize(
@@ -573,26 +597,28 @@ async def test_rejected_fields_use_alternative_encodings() -> None:
 )
 async def test_max_tokens_is_reduced_to_fit_context(words: str) -> None:
     """Agents request their own provider's maximum, which exceeds most context lengths."""
-    server = Refusing(("3000", words))
-    async with serving(server), started(make(server.url)) as relay:
-        await heard(relay, meant(HI), max_tokens=3000)
-        assert server.asked["max_tokens"] == 2096
+    server = RejectingServer(("3000", words))
+    async with serving(server), started(make_relay(server.url)) as relay:
+        await relay_call(relay, foreign_call(HI), max_tokens=3000)
+        assert server.last_body["max_tokens"] == 2096
         with pytest.raises(ContextOverflow) as caught:  # native requests are not changed
-            await heard(relay, call_of(json.dumps(BODY | {"max_tokens": 3000}).encode()))
+            await relay_call(relay, call_of(json.dumps(BODY | {"max_tokens": 3000}).encode()))
         assert (caught.value.limit, caught.value.size) == (4096, 5000)
 
 
 async def test_reasoning_is_restored_for_foreign_dialect() -> None:
     made = [fragment(0, "bash", "{}", "a")]
-    answer = streams(event(part({"reasoning": "why"})), event(part({"content": "x", "tool_calls": made}, "stop")), DONE)
-    chunks = await answered(make, answer, meant(HI))
+    answer = answer_stream(
+        event(part({"reasoning": "why"})), event(part({"content": "x", "tool_calls": made}, "stop")), DONE
+    )
+    chunks = await relay_answer(make_relay, answer, foreign_call(HI))
     assert chunks[-1].finish == "tool_calls"  # corrected from "stop"
     turn = Message("assistant", "x", tool_calls=(ToolCall("renamed", "bash", "{}"),))
-    call = meant(HI, turn, Message("tool", "out", tool_call_id="renamed"))
-    async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
-        await heard(relay, call, verbatim={1: chunks[-1].verbatim})
+    call = foreign_call(HI, turn, Message("tool", "out", tool_call_id="renamed"))
+    async with serving(StandIn(OK)) as server, started(make_relay(server.url)) as relay:
+        await relay_call(relay, call, verbatim={1: chunks[-1].verbatim})
     calls = [{"id": "a", "type": "function", "function": {"name": "bash", "arguments": "{}"}}]
-    assert server.asked["messages"][1:] == [
+    assert server.last_body["messages"][1:] == [
         {"role": "assistant", "content": "x", "reasoning_content": "why", "tool_calls": calls},
         {"role": "tool", "content": "out", "tool_call_id": "a"},
     ]
@@ -604,32 +630,35 @@ async def test_completed_call_carries_no_new_ids() -> None:
     for ids, expected in (([6], []), (None, None)):
         made = part({"tool_calls": [fragment(0, "bash", "{}", "a")]}, token_ids=ids)
         chunks = await relayed(
-            streams(event(part({"content": "x"}, token_ids=[5])), event(made), event(part({}, "stop")), DONE)
+            answer_stream(event(part({"content": "x"}, token_ids=[5])), event(made), event(part({}, "stop")), DONE)
         )
         assert [isinstance(said, CallDelta) for said in chunks[-1].events] == [True] and chunks[-1].ids == expected
 
 
 async def test_finish_reasons() -> None:
-    chunks = await relayed(streams(event(part({"content": "x"}, "stop", stop_reason="X")), DONE))
+    chunks = await relayed(answer_stream(event(part({"content": "x"}, "stop", stop_reason="X")), DONE))
     assert (chunks[-1].finish, chunks[-1].stopped_by) == ("stop", "X")
-    chunks = await relayed(streams(event(part({"content": "x"}, "stop", stop_reason=128009)), DONE))
+    chunks = await relayed(answer_stream(event(part({"content": "x"}, "stop", stop_reason=128009)), DONE))
     assert chunks[-1].stopped_by == ""
-    chunks = await relayed(streams(event(part({"content": "x"}, "content_filter")), DONE))
+    chunks = await relayed(answer_stream(event(part({"content": "x"}, "content_filter")), DONE))
     assert (chunks[-1].finish, chunks[-1].fault) == ("stop", "openai withheld the answer (content_filter)")
     for reason in ("abort", "error", "insufficient_system_resource"):
-        assert (await relayed(streams(event(part({"content": "x"}, reason)), DONE)))[-1].finish == "abort"
+        assert (await relayed(answer_stream(event(part({"content": "x"}, reason)), DONE)))[-1].finish == "abort"
 
 
 async def test_forwarded_headers_exclude_credentials() -> None:
-    passed = {"openai-beta": "b", "authorization": "Bearer tg-agent", "Cookie": "c"}
-    call = Call(model="", history=ChatHistory([]), body=json.dumps(BODY).encode(), forwarded_headers=passed)
-    async with serving(StandIn(says(message({"content": "x"})))) as server, started(make(server.url)) as relay:
-        await heard(relay, call)
+    forwarded = {"openai-beta": "b", "authorization": "Bearer tg-agent", "Cookie": "c"}
+    call = Call(model="", history=ChatHistory([]), body=json.dumps(BODY).encode(), forwarded_headers=forwarded)
+    async with (
+        serving(StandIn(answer_with(message({"content": "x"})))) as server,
+        started(make_relay(server.url)) as relay,
+    ):
+        await relay_call(relay, call)
     assert server.headers[0].getall("Authorization") == ["Bearer sk-secret"] and "Cookie" not in server.headers[0]
     assert server.headers[0]["openai-beta"] == "b"
 
 
 async def test_count_is_not_supported() -> None:
-    async with started(make("http://127.0.0.1:1")) as relay:
+    async with started(make_relay("http://127.0.0.1:1")) as relay:
         with pytest.raises(NotFound, match="estimate"):
-            await relay.count(RelayRequest(call=meant(HI)))
+            await relay.count(RelayRequest(call=foreign_call(HI)))

@@ -11,6 +11,17 @@ from typing import Any
 
 import pytest
 
+from tests.engines.standins import (
+    DONE,
+    StandIn,
+    answer_stream,
+    answer_with,
+    collect,
+    event,
+    free_port,
+    make_request,
+    serving,
+)
 from tests.speed import scaled
 from turngate.engines import http
 from turngate.engines.base import Engine, Health
@@ -26,8 +37,6 @@ from turngate.errors import (
     EngineUnavailable,
     TurngateError,
 )
-
-from .standins import DONE, StandIn, ask, collected, event, free_port, says, serving, streams
 
 pytestmark = pytest.mark.asyncio
 
@@ -71,8 +80,8 @@ async def pool_of(*engines: Engine, **settings: Any) -> AsyncIterator[Pool]:
 
 async def served_by(pool: Pool, session: str = "", **fields: Any) -> int:
     """Run one call and return the number of the replica that answered."""
-    async with pool.generate(ask(session=session, **fields)) as chunks:
-        whole = await collected(chunks)
+    async with pool.generate(make_request(session=session, **fields)) as chunks:
+        whole = await collect(chunks)
     assert len(whole.ids) == 2 and len(set(whole.ids)) == 1 and whole.finish == "stop"
     return whole.ids[0]
 
@@ -149,7 +158,7 @@ async def test_lost_replica_is_avoided_and_returns() -> None:
 async def test_unreachable_vllm_fails_over() -> None:
     choice = {"index": 0, "text": "", "logprobs": None, "token_ids": [7, 7], "finish_reason": "stop"}
     documents = {"/health": {}, "/v1/models": {"data": [{"id": "m"}]}}
-    alive = StandIn(streams(event({"choices": [choice]}), DONE), documents)
+    alive = StandIn(answer_stream(event({"choices": [choice]}), DONE), documents)
     async with serving(alive):
         gone = VLLM(f"http://127.0.0.1:{free_port()}", "m")
         there = VLLM(alive.url, "m")
@@ -167,7 +176,7 @@ async def test_no_retry_after_first_chunk() -> None:
     async with pool_of(cut, other) as pool:
         seen: list[int] = []
         with pytest.raises(EngineUnavailable):
-            async with pool.generate(ask(session="s")) as chunks:
+            async with pool.generate(make_request(session="s")) as chunks:
                 async for chunk in chunks:
                     seen += chunk.ids
         assert seen == [0] and not other.received and len(cut.received) == 1
@@ -279,7 +288,7 @@ async def test_health_checks_back_off() -> None:
 async def test_early_exit_aborts_call() -> None:
     slow = Replica(0, pace_s=60)
     async with pool_of(slow) as pool:
-        async with pool.generate(ask(session="s")) as chunks:
+        async with pool.generate(make_request(session="s")) as chunks:
             await anext(chunks)
             assert (await pool.health())[0].in_flight == 1
         assert slow.aborted == 1 and (await pool.health())[0].in_flight == 0
@@ -299,7 +308,7 @@ async def test_cancel_before_first_chunk_aborts_call() -> None:
 async def test_early_exit_with_pending_read_aborts_call() -> None:
     hung = Replica(0, hang=True)
     async with pool_of(hung) as pool:
-        async with pool.generate(ask(session="s")) as chunks:
+        async with pool.generate(make_request(session="s")) as chunks:
             pending = asyncio.ensure_future(anext(chunks))
             await eventually(lambda: hung.in_flight)
         assert hung.aborted == 1 and pool._lanes[0].in_flight == 0
@@ -323,7 +332,7 @@ async def test_sessions_spread_over_ranks(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(http, "KEEPALIVE_S", scaled(2))
     choice = {"index": 0, "text": "", "logprobs": None, "token_ids": [7, 7], "finish_reason": "stop"}
     documents = {"/health": {}, "/v1/models": {"data": [{"id": "m", "max_model_len": 50}]}}
-    server = StandIn(streams(event({"choices": [choice]}), DONE), documents)
+    server = StandIn(answer_stream(event({"choices": [choice]}), DONE), documents)
     async with serving(server), pool_of(VLLM(server.url, "m", ranks=3), check_s=60) as pool:
         for _ in range(2):
             for n in range(6):
@@ -345,7 +354,7 @@ async def test_lost_replica_takes_down_its_ranks() -> None:
         async with pool_of(ranked, other, check_s=60, backoff_s=60) as pool:
 
             async def unavailable(request: Any) -> Any:
-                return await says({"error": {"message": "gone"}}, 503)(request)
+                return await answer_with({"error": {"message": "gone"}}, 503)(request)
 
             server.answer = unavailable
             assert [await served_by(pool, f"s{n}") for n in range(5)] == [1] * 5

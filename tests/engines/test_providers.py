@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from tests.engines.providers import KEY, PROVIDERS, ModelTurn, Provider
+from tests.engines.standins import serving
 from tests.sdk_agents import Reply, agent
 
-from .providers import KEY, PROVIDERS, Provider, Says
-from .standins import serving
-
 SCRIPT = (
-    Says("Let me look.", "I should look around.", (("read_file", {"path": "a"}), ("list_files", {"path": "."}))),
-    Says("Done.", "That was easy."),
+    ModelTurn("Let me look.", "I should look around.", (("read_file", {"path": "a"}), ("list_files", {"path": "."}))),
+    ModelTurn("Done.", "That was easy."),
 )
 DIALECT = {"openai": "chat", "anthropic": "messages", "gemini": "gemini", "responses": "responses"}
 

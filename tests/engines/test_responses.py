@@ -7,6 +7,21 @@ from typing import Any
 
 import pytest
 
+from tests.engines.providers import named_event
+from tests.engines.relays import (
+    OTHER,
+    TOOL,
+    Json,
+    events_of,
+    foreign_call,
+    lost_fields,
+    native_call,
+    relay_answer,
+    relay_call,
+    require_tools,
+    started,
+)
+from tests.engines.standins import Answer, StandIn, answer_stream, answer_with, serving
 from tests.speed import scaled
 from turngate.engines.base import RelayRequest
 from turngate.engines.observe.responses import ResponsesRelay
@@ -22,10 +37,6 @@ from turngate.errors import (
 )
 from turngate.types import CallDelta, Constraint, Delta, Message, Sampling, ToolCall, Usage
 
-from .providers import named_event
-from .relays import OTHER, TOOL, Json, answered, any_of, heard, lost, meant, own, said, started
-from .standins import Answer, StandIn, says, serving, streams
-
 BODY: dict[str, Any] = {"model": "agent's", "input": [{"role": "user", "content": "hi"}]}
 HI = Message("user", "hi")
 SEALS = "reasoning.encrypted_content"
@@ -38,12 +49,12 @@ USAGE = {
 }
 
 
-def make(url: str) -> ResponsesRelay:
+def make_relay(url: str) -> ResponsesRelay:
     return ResponsesRelay(url, "sk-secret")
 
 
 def stream(*events: Json) -> Answer:
-    return streams(*(named_event(event) for event in events))
+    return answer_stream(*(named_event(event) for event in events))
 
 
 def delta(kind: str, text: str, **fields: Json) -> Json:
@@ -77,28 +88,35 @@ async def test_native_request_is_forwarded_verbatim() -> None:
         b'{"model":"a","input":[' + first + b'],"tools":[' + tool + b',{"type":"web_search"}],"temperature":0.2,'
         b'"prompt_cache_key":"k","store":false,"include":["web_search_call.results"],"x":{"a":[1]}}'
     )
-    passed = {"openai-beta": "b", "Authorization": "Bearer tg-agent"}
-    async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
-        chunks = await heard(
+    forwarded = {"openai-beta": "b", "Authorization": "Bearer tg-agent"}
+    async with serving(StandIn(OK)) as server, started(make_relay(server.url)) as relay:
+        chunks = await relay_call(
             relay,
-            own("responses", raw, forwarded_headers=passed),
+            native_call("responses", raw, forwarded_headers=forwarded),
             model="m",
             sampling=Sampling(top_p=0.5),
             max_tokens=20,
         )
         assert server.paths == ["/v1/responses"]
         assert first in server.bodies[0] and tool in server.bodies[0]  # forwarded without re-encoding
-        asked = server.asked
-        assert (asked["model"], asked["max_output_tokens"], asked["top_p"], asked["stream"]) == ("m", 20, 0.5, True)
-        assert "temperature" not in asked and (asked["prompt_cache_key"], asked["store"]) == ("k", False)
-        assert asked["include"] == ["web_search_call.results", SEALS] and asked["x"] == {"a": [1]}
-        assert [tool["type"] for tool in asked["tools"]] == ["custom"] and lost(chunks) == ("the tool web_search",)
+        body_sent = server.last_body
+        assert (body_sent["model"], body_sent["max_output_tokens"], body_sent["top_p"], body_sent["stream"]) == (
+            "m",
+            20,
+            0.5,
+            True,
+        )
+        assert "temperature" not in body_sent and (body_sent["prompt_cache_key"], body_sent["store"]) == ("k", False)
+        assert body_sent["include"] == ["web_search_call.results", SEALS] and body_sent["x"] == {"a": [1]}
+        assert [tool["type"] for tool in body_sent["tools"]] == ["custom"] and lost_fields(chunks) == (
+            "the tool web_search",
+        )
         assert (
             server.headers[0].getall("Authorization") == ["Bearer sk-secret"]
             and server.headers[0]["openai-beta"] == "b"
         )
-        await heard(relay, own("responses", {"input": "hi"}))
-        assert server.asked == {"input": "hi", "stream": True, "include": [SEALS]}
+        await relay_call(relay, native_call("responses", {"input": "hi"}))
+        assert server.last_body == {"input": "hi", "stream": True, "include": [SEALS]}
 
 
 async def test_items_are_sent_with_endpoint_ids() -> None:
@@ -113,9 +131,9 @@ async def test_items_are_sent_with_endpoint_ids() -> None:
         {"type": "reasoning", "id": "rs_other", "summary": [], "encrypted_content": "gAAA"},
         "no item",
     ]
-    async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
-        await heard(relay, own("responses", BODY | {"input": items}))
-    assert server.asked["input"] == [
+    async with serving(StandIn(OK)) as server, started(make_relay(server.url)) as relay:
+        await relay_call(relay, native_call("responses", BODY | {"input": items}))
+    assert server.last_body["input"] == [
         {"type": "reasoning", "id": "rs_68a", "summary": [], "encrypted_content": "gAAA:B=="},
         {"type": "message", "role": "assistant", "content": []},
         {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": "{}"},
@@ -127,7 +145,7 @@ async def test_items_are_sent_with_endpoint_ids() -> None:
 
 
 async def test_foreign_dialect_is_translated() -> None:
-    call = meant(
+    call = foreign_call(
         Message("system", "Be brief."),
         Message("user", "hi", name="ann"),
         Message("assistant", "Looking.", tool_calls=(ToolCall("a", "bash", '{"c": 1}'), ToolCall("b", "read", "[1]"))),
@@ -137,10 +155,10 @@ async def test_foreign_dialect_is_translated() -> None:
         sampling={"temperature": 0.3, "top_k": 5},
         parallel_tool_calls=False,
     )
-    async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
-        chunks = await heard(relay, call, max_tokens=50)
+    async with serving(StandIn(OK)) as server, started(make_relay(server.url)) as relay:
+        chunks = await relay_call(relay, call, max_tokens=50)
     user_message = {"type": "message", "role": "user"}
-    assert server.asked == {
+    assert server.last_body == {
         "model": "m",
         "stream": True,
         "store": False,
@@ -177,16 +195,16 @@ async def test_foreign_dialect_is_translated() -> None:
         "reasoning": {"summary": "auto"},
         "temperature": 0.3,
     }
-    assert lost(chunks) == ("names of users", "top_k")
+    assert lost_fields(chunks) == ("names of users", "top_k")
 
 
 @pytest.mark.parametrize(
     ("fields", "body"),
     [
         ({"constraint": Constraint("tool", {}, "bash")}, {"tool_choice": {"type": "function", "name": "bash"}}),
-        ({"constraint": any_of("bash", "read")}, {"tool_choice": "required"}),
+        ({"constraint": require_tools("bash", "read")}, {"tool_choice": "required"}),
         (
-            {"constraint": any_of("bash")},
+            {"constraint": require_tools("bash")},
             {
                 "tool_choice": {
                     "type": "allowed_tools",
@@ -209,46 +227,46 @@ async def test_foreign_dialect_is_translated() -> None:
     ],
 )
 async def test_constraints_and_thinking_are_translated(fields: Json, body: Json) -> None:
-    async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
-        chunks = await heard(relay, meant(HI, tools=[TOOL, OTHER], **fields))
+    async with serving(StandIn(OK)) as server, started(make_relay(server.url)) as relay:
+        chunks = await relay_call(relay, foreign_call(HI, tools=[TOOL, OTHER], **fields))
     usual = ("model", "stream", "store", "input", "include", "tools")
-    rest = {name: value for name, value in server.asked.items() if name not in usual}
-    assert rest == {"reasoning": {"summary": "auto"}} | body and lost(chunks) == ()
+    rest = {name: value for name, value in server.last_body.items() if name not in usual}
+    assert rest == {"reasoning": {"summary": "auto"}} | body and lost_fields(chunks) == ()
 
 
 async def test_unsupported_parameters_are_rejected() -> None:
     with pytest.raises(BadRequest, match="stop strings"):
-        await answered(make, OK, meant(HI, stop=("X",)))
+        await relay_answer(make_relay, OK, foreign_call(HI, stop=("X",)))
     with pytest.raises(EngineRejected, match="pins top_k"):
-        await answered(make, OK, own("responses", BODY), sampling=Sampling(top_k=5))
+        await relay_answer(make_relay, OK, native_call("responses", BODY), sampling=Sampling(top_k=5))
 
 
-class Picky(StandIn):
+class StrictServer(StandIn):
     def __init__(self, *refusals: tuple[str, str]) -> None:
-        super().__init__(self.judge)
+        super().__init__(self.respond)
         self.refused = refusals
 
-    async def judge(self, request: Any) -> Any:
+    async def respond(self, request: Any) -> Any:
         for sign, words in self.refused:
             if sign in self.bodies[-1].decode():
-                return await says({"error": {"message": words, "type": "invalid_request_error"}}, 400)(request)
+                return await answer_with({"error": {"message": words, "type": "invalid_request_error"}}, 400)(request)
         return await OK(request)
 
 
 async def test_parameters_unknown_to_model_are_dropped_and_reported() -> None:
-    server = Picky(
+    server = StrictServer(
         (SEALS, "Encrypted content is not supported with this model."),
         ('"effort"', "Unsupported parameter: 'reasoning.effort' is not supported with this model."),
         ('"summary"', "Unsupported parameter: 'reasoning.summary' is not supported with this model."),
         ('"temperature"', "Unsupported parameter: 'temperature' is not supported with this model."),
     )
-    call = meant(HI, template_hints={"reasoning_effort": "high"}, sampling={"temperature": 0.5})
-    async with serving(server), started(make(server.url)) as relay:
-        chunks = await heard(relay, call)
-        assert lost(chunks) == ("reasoning_effort", "temperature")
-        assert set(server.asked) == {"model", "stream", "store", "input"}
-        await heard(relay, own("responses", BODY, model="m"))
-        assert "include" not in server.asked and len(server.bodies) == 6
+    call = foreign_call(HI, template_hints={"reasoning_effort": "high"}, sampling={"temperature": 0.5})
+    async with serving(server), started(make_relay(server.url)) as relay:
+        chunks = await relay_call(relay, call)
+        assert lost_fields(chunks) == ("reasoning_effort", "temperature")
+        assert set(server.last_body) == {"model", "stream", "store", "input"}
+        await relay_call(relay, native_call("responses", BODY, model="m"))
+        assert "include" not in server.last_body and len(server.bodies) == 6
 
 
 # ── responses ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -282,8 +300,8 @@ ANSWER = stream(
 
 
 async def test_stream_yields_text_reasoning_calls_and_usage() -> None:
-    chunks = await answered(make, ANSWER, own("responses", BODY))
-    assert said(chunks) == [
+    chunks = await relay_answer(make_relay, ANSWER, native_call("responses", BODY))
+    assert events_of(chunks) == [
         Delta("reasoning", "hm"),
         Delta("reasoning", "\n\n"),
         Delta("reasoning", "so"),
@@ -312,7 +330,7 @@ async def test_call_kinds_map_to_tool_names() -> None:
     )
     calls = [
         event.call
-        for event in said(await answered(make, answer, own("responses", BODY)))
+        for event in events_of(await relay_answer(make_relay, answer, native_call("responses", BODY)))
         if isinstance(event, CallDelta)
     ]
     assert calls == [
@@ -323,28 +341,30 @@ async def test_call_kinds_map_to_tool_names() -> None:
 
 
 async def test_sealed_turn_is_replayed_verbatim_for_foreign_dialect() -> None:
-    chunks = await answered(make, ANSWER, meant(HI))
-    assert not [event for event in said(chunks) if isinstance(event, Delta) and event.kind == "seal"]
+    chunks = await relay_answer(make_relay, ANSWER, foreign_call(HI))
+    assert not [event for event in events_of(chunks) if isinstance(event, Delta) and event.kind == "seal"]
     turn = Message("assistant", "grüße", tool_calls=(ToolCall("renamed", "bash", '{"c":1}'),))
-    call = meant(HI, turn, Message("tool", "1", tool_call_id="renamed"))
-    async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
-        await heard(relay, call, verbatim={1: chunks[-1].verbatim})
+    call = foreign_call(HI, turn, Message("tool", "1", tool_call_id="renamed"))
+    async with serving(StandIn(OK)) as server, started(make_relay(server.url)) as relay:
+        await relay_call(relay, call, verbatim={1: chunks[-1].verbatim})
     result = {"type": "function_call_output", "call_id": "call_1", "output": "1"}
-    assert server.asked["input"][1:] == [REASONING, message("grüße"), CALL, result]
+    assert server.last_body["input"][1:] == [REASONING, message("grüße"), CALL, result]
 
 
 async def test_message_phase_is_preserved() -> None:
     commentary = message("x", phase="commentary")
-    chunks = await answered(make, stream(delta("output_text", "x"), done(commentary), over()), meant(HI))
-    async with serving(StandIn(OK)) as server, started(make(server.url)) as relay:
-        await heard(relay, meant(HI, Message("assistant", "x"), HI), verbatim={1: chunks[-1].verbatim})
-    assert server.asked["input"][1] == commentary
+    chunks = await relay_answer(
+        make_relay, stream(delta("output_text", "x"), done(commentary), over()), foreign_call(HI)
+    )
+    async with serving(StandIn(OK)) as server, started(make_relay(server.url)) as relay:
+        await relay_call(relay, foreign_call(HI, Message("assistant", "x"), HI), verbatim={1: chunks[-1].verbatim})
+    assert server.last_body["input"][1] == commentary
 
 
 async def test_plain_text_reasoning() -> None:
     item = {"id": "rs_1", "type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
     answer = stream(delta("reasoning_text", "hm"), done(item), delta("output_text", "x"), done(message("x")), over())
-    assert said(await answered(make, answer, own("responses", BODY))) == [
+    assert events_of(await relay_answer(make_relay, answer, native_call("responses", BODY))) == [
         Delta("reasoning", "hm"),
         Delta("content", "x"),
     ]
@@ -353,23 +373,25 @@ async def test_plain_text_reasoning() -> None:
 async def test_logprobs_are_requested_when_captured() -> None:
     tokens = [{"token": "o", "logprob": -0.5, "top_logprobs": []}, {"token": "k", "logprob": -9999.0}]
     answer = stream(delta("output_text", "ok", logprobs=tokens), done(message("ok")), over())
-    for call in (own("responses", BODY), meant(HI)):
+    for call in (native_call("responses", BODY), foreign_call(HI)):
         async with serving(StandIn(answer)) as server, started(ResponsesRelay(server.url, capture="logprobs")) as relay:
-            chunks = await heard(relay, call)
-        assert "message.output_text.logprobs" in server.asked["include"]
+            chunks = await relay_call(relay, call)
+        assert "message.output_text.logprobs" in server.last_body["include"]
         assert (chunks[0].ids, chunks[0].logprobs) == (None, [-0.5, None])
 
 
 async def test_finish_reasons() -> None:
     refused = stream(delta("refusal", "I won't."), done(message("")), over())
-    assert said(await answered(make, refused, meant(HI))) == [Delta("content", "I won't.")]
+    assert events_of(await relay_answer(make_relay, refused, foreign_call(HI))) == [Delta("content", "I won't.")]
     cut = over("incomplete", incomplete_details={"reason": "max_output_tokens"})
-    assert (await answered(make, stream(delta("output_text", "x"), cut), meant(HI)))[-1].finish == "length"
+    assert (await relay_answer(make_relay, stream(delta("output_text", "x"), cut), foreign_call(HI)))[
+        -1
+    ].finish == "length"
     filtered = over("incomplete", incomplete_details={"reason": "content_filter"})
-    last = (await answered(make, stream(delta("output_text", "x"), filtered), meant(HI)))[-1]
+    last = (await relay_answer(make_relay, stream(delta("output_text", "x"), filtered), foreign_call(HI)))[-1]
     assert (last.finish, last.fault) == ("stop", "responses withheld the answer (content_filter)")
     with pytest.raises(EngineRejected, match="withheld the answer"):
-        await answered(make, stream(filtered), meant(HI))
+        await relay_answer(make_relay, stream(filtered), foreign_call(HI))
 
 
 async def test_unsupported_content_raises() -> None:
@@ -378,7 +400,7 @@ async def test_unsupported_content_raises() -> None:
         [over("incomplete", incomplete_details={"reason": "steered"})],
     ):
         with pytest.raises(EngineError, match="which is not supported"):
-            await answered(make, stream(*events), meant(HI))
+            await relay_answer(make_relay, stream(*events), foreign_call(HI))
 
 
 # ── errors ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -398,31 +420,37 @@ async def test_error_responses_map_to_exceptions(
 ) -> None:
     error = {"message": message, "type": "x", "code": code, "param": None}
     for answer in (
-        says({"error": error}, status),
+        answer_with({"error": error}, status),
         stream(over("failed", error={"code": code, "message": message})),
         stream({"type": "error", "code": code, "message": message, "param": None, "sequence_number": 1}),
         stream({"type": "error", "error": error}),
     ):
         with pytest.raises(raised) as caught:
-            await answered(make, answer, meant(HI))
+            await relay_answer(make_relay, answer, foreign_call(HI))
         assert type(caught.value) is raised and message in caught.value.message
 
 
 async def test_other_errors() -> None:
     with pytest.raises(EngineError, match="rejected the gateway's API key"):
-        await answered(make, says({"error": {"message": "Incorrect API key provided: sk-se***"}}, 401), meant(HI))
+        await relay_answer(
+            make_relay,
+            answer_with({"error": {"message": "Incorrect API key provided: sk-se***"}}, 401),
+            foreign_call(HI),
+        )
     with pytest.raises(EngineError, match="unknown error"):
-        await answered(make, stream({"type": "response.failed", "response": {"error": None}}), meant(HI))
+        await relay_answer(
+            make_relay, stream({"type": "response.failed", "response": {"error": None}}), foreign_call(HI)
+        )
     with pytest.raises(EngineUnavailable, match="before the generation finished"):
-        await answered(make, stream(delta("output_text", "x")), meant(HI))
+        await relay_answer(make_relay, stream(delta("output_text", "x")), foreign_call(HI))
     with pytest.raises(BadRequest, match="JSON object"):
-        await answered(make, OK, own("responses", b"[]"))
+        await relay_answer(make_relay, OK, native_call("responses", b"[]"))
 
 
 async def test_early_exit_closes_connection() -> None:
-    server = StandIn(streams(named_event(delta("output_text", "x")), 3600.0))
-    async with serving(server), started(make(server.url)) as relay:
-        async with relay.relay(RelayRequest(call=meant(HI))) as chunks:
+    server = StandIn(answer_stream(named_event(delta("output_text", "x")), 3600.0))
+    async with serving(server), started(make_relay(server.url)) as relay:
+        async with relay.relay(RelayRequest(call=foreign_call(HI))) as chunks:
             assert (await anext(chunks)).events
         await asyncio.wait_for(server.hung_up.wait(), scaled(2))
 
@@ -431,19 +459,22 @@ async def test_early_exit_closes_connection() -> None:
 
 
 async def test_count_uses_endpoint_if_available() -> None:
-    counted = says({"object": "response.input_tokens", "input_tokens": 42})
-    async with serving(StandIn(counted)) as server, started(make(server.url)) as relay:
-        assert await relay.count(RelayRequest(call=own("responses", BODY), model="m")) == 42
-        assert server.paths == ["/v1/responses/input_tokens"] and server.asked == BODY | {"model": "m"}
-        call = meant(Message("system", "s"), HI, tools=[TOOL], max_tokens=5)
+    counted = answer_with({"object": "response.input_tokens", "input_tokens": 42})
+    async with serving(StandIn(counted)) as server, started(make_relay(server.url)) as relay:
+        assert await relay.count(RelayRequest(call=native_call("responses", BODY), model="m")) == 42
+        assert server.paths == ["/v1/responses/input_tokens"] and server.last_body == BODY | {"model": "m"}
+        call = foreign_call(Message("system", "s"), HI, tools=[TOOL], max_tokens=5)
         assert await relay.count(RelayRequest(call=call)) == 42
-        assert set(server.asked) == {"model", "instructions", "input", "tools", "reasoning"}
-    async with serving(StandIn(says("Not Found", 404))) as server, started(make(server.url)) as relay:
+        assert set(server.last_body) == {"model", "instructions", "input", "tools", "reasoning"}
+    async with serving(StandIn(answer_with("Not Found", 404))) as server, started(make_relay(server.url)) as relay:
         with pytest.raises(NotFound, match="estimate"):
             await relay.count(RelayRequest(call=call))
 
 
 async def test_health() -> None:
-    async with serving(StandIn(documents={"/v1/models": {"data": []}})) as server, started(make(server.url)) as relay:
+    async with (
+        serving(StandIn(documents={"/v1/models": {"data": []}})) as server,
+        started(make_relay(server.url)) as relay,
+    ):
         [health] = await relay.health()
         assert health.ok and "sk-secret" not in repr(relay)

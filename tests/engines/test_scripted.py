@@ -9,19 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.engines.standins import collect, make_request
 from tests.speed import scaled
 from turngate.engines.base import Engine, Generate
 from turngate.engines.scripted import Scripted, ScriptedTurn, derive_logprobs
 from turngate.errors import ContextOverflow, EngineBusy, EngineError, EngineTimeout, EngineUnavailable, TurngateError
 from turngate.types import Sampling
 
-from .standins import ask, collected
-
 pytestmark = pytest.mark.asyncio
 
 
 async def play(engine: Engine, **fields: Any) -> list[list[int]]:
-    async with engine.generate(ask(**fields)) as chunks:
+    async with engine.generate(make_request(**fields)) as chunks:
         return [list(chunk.ids) async for chunk in chunks]
 
 
@@ -34,12 +33,12 @@ async def test_scripted_ids_chunks_and_finish() -> None:
             ScriptedTurn([]),
         ]
     )
-    async with engine.generate(ask()) as chunks:
+    async with engine.generate(make_request()) as chunks:
         seen = [chunk async for chunk in chunks]
     assert [list(chunk.ids) for chunk in seen] == [[5, 6], [7, 8], [9]]
     assert [chunk.finish for chunk in seen] == [None, None, "stop"]
-    async with engine.generate(ask()) as chunks:
-        assert (await collected(chunks)).finish == "abort"
+    async with engine.generate(make_request()) as chunks:
+        assert (await collect(chunks)).finish == "abort"
     assert await play(engine) == [[3, 4]]
     assert await play(engine) == [[]]
 
@@ -53,22 +52,22 @@ async def test_derived_logprobs_depend_on_full_prefix() -> None:
     assert np.array(values, np.float32).tolist() == values  # exact in float32
     assert values[2] != derive_logprobs(prompt, [5, 8, 7])[2]
     assert values[0] != derive_logprobs(np.array([1, 2, 4], np.int32), [5])[0]
-    async with Scripted([ScriptedTurn([5, 6, 7])]).generate(ask(prompt)) as chunks:
-        assert (await collected(chunks)).logprobs == values
+    async with Scripted([ScriptedTurn([5, 6, 7])]).generate(make_request(prompt)) as chunks:
+        assert (await collect(chunks)).logprobs == values
 
 
 async def test_given_logprobs_are_used() -> None:
-    async with Scripted([ScriptedTurn([5, 6], [-1.0, None])]).generate(ask()) as chunks:
-        assert (await collected(chunks)).logprobs == [-1.0, None]
+    async with Scripted([ScriptedTurn([5, 6], [-1.0, None])]).generate(make_request()) as chunks:
+        assert (await collect(chunks)).logprobs == [-1.0, None]
 
 
 async def test_max_tokens_and_max_context() -> None:
     engine = Scripted([ScriptedTurn([5, 6, 7])] * 3, max_context=5)
-    async with engine.generate(ask(max_tokens=2)) as chunks:
-        whole = await collected(chunks)
+    async with engine.generate(make_request(max_tokens=2)) as chunks:
+        whole = await collect(chunks)
     assert (whole.ids, whole.finish) == ([5, 6], "length")
-    async with engine.generate(ask([1, 2, 3, 4])) as chunks:
-        assert ((await collected(chunks)).ids) == [5]
+    async with engine.generate(make_request([1, 2, 3, 4])) as chunks:
+        assert ((await collect(chunks)).ids) == [5]
     with pytest.raises(ContextOverflow):
         await play(engine, prompt=[1, 2, 3, 4, 5])
     [health] = await engine.health()
@@ -123,7 +122,7 @@ async def test_scripted_faults_raise(turn: ScriptedTurn, expected: type[Turngate
     engine = Scripted([turn], silence_s=0.02)
     seen: list[int] = []
     with pytest.raises(TurngateError) as raised:
-        async with engine.generate(ask()) as chunks:
+        async with engine.generate(make_request()) as chunks:
             async for chunk in chunks:
                 assert chunk.finish is None
                 seen += chunk.ids
@@ -132,17 +131,17 @@ async def test_scripted_faults_raise(turn: ScriptedTurn, expected: type[Turngate
 
 
 async def test_null_logprobs() -> None:
-    async with Scripted([ScriptedTurn([5, 6], null_logprobs=True)]).generate(ask()) as chunks:
-        assert (await collected(chunks)).logprobs == [None, None]
+    async with Scripted([ScriptedTurn([5, 6], null_logprobs=True)]).generate(make_request()) as chunks:
+        assert (await collect(chunks)).logprobs == [None, None]
 
 
 async def test_aborts_are_counted() -> None:
     engine = Scripted(lambda request, index: ScriptedTurn([5, 6, 7]))
-    async with engine.generate(ask()) as chunks:
+    async with engine.generate(make_request()) as chunks:
         await anext(chunks)
         assert engine.in_flight == 1
     assert (engine.aborted, engine.in_flight) == (1, 0)
-    async with engine.generate(ask(max_tokens=1)) as chunks:
+    async with engine.generate(make_request(max_tokens=1)) as chunks:
         await anext(chunks)  # the final chunk, so not an early exit
     assert engine.aborted == 1
     hung = Scripted([ScriptedTurn(hang=True)])
@@ -164,10 +163,10 @@ async def test_delay_and_pace() -> None:
 
 async def test_prompt_is_echoed_on_request() -> None:
     engine = Scripted([ScriptedTurn([1, 2]), ScriptedTurn([1, 2])])
-    async with engine.generate(ask([4, 5], echo_prompt=True)) as chunks:
+    async with engine.generate(make_request([4, 5], echo_prompt=True)) as chunks:
         assert [chunk.prompt async for chunk in chunks] == [[4, 5], None]
-    async with engine.generate(ask([4, 5])) as chunks:
-        assert (await collected(chunks)).prompt is None
+    async with engine.generate(make_request([4, 5])) as chunks:
+        assert (await collect(chunks)).prompt is None
 
 
 async def test_random_is_reproducible_and_varied() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.engines.standins import DONE, StandIn, answer_stream, answer_with, collect, event, make_request, serving
 from tests.speed import scaled
 from turngate.engines.sglang import SGLang
 from turngate.errors import (
@@ -22,8 +23,6 @@ from turngate.errors import (
     TurngateError,
 )
 from turngate.types import Constraint, Sampling
-
-from .standins import DONE, StandIn, ask, collected, event, says, serving, streams
 
 pytestmark = pytest.mark.asyncio
 
@@ -87,8 +86,8 @@ async def test_cumulative_and_incremental_streams(cumulative_ids: bool, cumulati
     parts: list[bytes | float] = []
     for data in events:
         parts += [data, 0.02] if apart else [data]
-    server = StandIn(streams(*(parts if apart else [b"".join(events)]), DONE))
-    async with serving(server), engine_of(server) as engine, engine.generate(ask()) as chunks:
+    server = StandIn(answer_stream(*(parts if apart else [b"".join(events)]), DONE))
+    async with serving(server), engine_of(server) as engine, engine.generate(make_request()) as chunks:
         seen = [chunk async for chunk in chunks]
     assert [token for chunk in seen for token in chunk.ids] == IDS
     assert [value for chunk in seen for value in chunk.logprobs or ()] == LOGPROBS
@@ -97,24 +96,24 @@ async def test_cumulative_and_incremental_streams(cumulative_ids: bool, cumulati
 
 
 async def test_ids_only_in_logprobs() -> None:
-    server = StandIn(streams(*stream(cumulative_ids=True, cumulative_logprobs=True, with_ids=False), DONE))
-    async with serving(server), engine_of(server) as engine, engine.generate(ask()) as chunks:
-        whole = await collected(chunks)
+    server = StandIn(answer_stream(*stream(cumulative_ids=True, cumulative_logprobs=True, with_ids=False), DONE))
+    async with serving(server), engine_of(server) as engine, engine.generate(make_request()) as chunks:
+        whole = await collect(chunks)
     assert (whole.ids, whole.logprobs, whole.finish) == (IDS, LOGPROBS, "stop")
 
 
 async def test_non_streaming_response() -> None:
-    server = StandIn(says(output(IDS, [position(i) for i in range(6)], 6, {"type": "length", "length": 6})))
-    async with serving(server), engine_of(server) as engine, engine.generate(ask(stream=False)) as chunks:
-        whole = await collected(chunks)
+    server = StandIn(answer_with(output(IDS, [position(i) for i in range(6)], 6, {"type": "length", "length": 6})))
+    async with serving(server), engine_of(server) as engine, engine.generate(make_request(stream=False)) as chunks:
+        whole = await collect(chunks)
     assert (whole.ids, whole.logprobs, whole.finish) == (IDS, LOGPROBS, "length")
-    assert server.asked["stream"] is False
+    assert server.last_body["stream"] is False
 
 
 async def test_request_body_and_headers() -> None:
-    server = StandIn(says(output([5], [[-0.1, 5, None]], 1, STOP)))
+    server = StandIn(answer_with(output([5], [[-0.1, 5, None]], 1, STOP)))
     async with serving(server), engine_of(server, key="k", rank=1) as engine:
-        request = ask(
+        request = make_request(
             [0, 5, 151_643],
             stream=False,
             max_tokens=9,
@@ -127,12 +126,12 @@ async def test_request_body_and_headers() -> None:
             constraint=Constraint("json_schema", {"type": "object"}),
         )
         async with engine.generate(request) as chunks:
-            await collected(chunks)
+            await collect(chunks)
     assert b'"input_ids":[0,5,151643]' in server.bodies[0]
-    asked = server.asked
-    rid = asked.pop("rid")
+    body_sent = server.last_body
+    rid = body_sent.pop("rid")
     assert rid.startswith("r1-") and len(rid) == len("r1-") + 32
-    assert asked == {
+    assert body_sent == {
         "input_ids": [0, 5, 151_643],
         "return_logprob": True,
         "logprob_start_len": -1,
@@ -168,11 +167,11 @@ async def test_request_body_and_headers() -> None:
 
 
 async def test_json_object_constraint() -> None:
-    server = StandIn(says(output([5], [[-0.1, 5, None]], 1, STOP)))
-    request = ask(stream=False, constraint=Constraint("json_object"))
+    server = StandIn(answer_with(output([5], [[-0.1, 5, None]], 1, STOP)))
+    request = make_request(stream=False, constraint=Constraint("json_object"))
     async with serving(server), engine_of(server) as engine, engine.generate(request) as chunks:
-        await collected(chunks)
-    assert json.loads(server.asked["sampling_params"]["json_schema"]) == {"type": "object"}
+        await collect(chunks)
+    assert json.loads(server.last_body["sampling_params"]["json_schema"]) == {"type": "object"}
 
 
 async def test_prompt_is_echoed_once() -> None:
@@ -180,17 +179,17 @@ async def test_prompt_is_echoed_once() -> None:
         event(output([5], [[-0.1, 5, None]], 1, prompt_token_ids=[1, 2, 3])),
         event(output([5, 6], [[-0.1, 5, None], [-0.2, 6, None]], 2, STOP, prompt_token_ids=[1, 2, 3])),
     ]
-    server = StandIn(streams(events[0], 0.02, events[1], DONE))
-    async with serving(server), engine_of(server) as engine, engine.generate(ask(echo_prompt=True)) as chunks:
+    server = StandIn(answer_stream(events[0], 0.02, events[1], DONE))
+    async with serving(server), engine_of(server) as engine, engine.generate(make_request(echo_prompt=True)) as chunks:
         assert [chunk.prompt async for chunk in chunks] == [[1, 2, 3], None]
-    assert server.asked["return_prompt_token_ids"] is True
+    assert server.last_body["return_prompt_token_ids"] is True
 
 
 async def test_null_logprobs_stay_null() -> None:
     for positions in ([[None, 5, None]], None):
-        server = StandIn(says(output([5], positions, 1, STOP)))
-        async with serving(server), engine_of(server) as engine, engine.generate(ask(stream=False)) as chunks:
-            assert (await collected(chunks)).logprobs == [None]
+        server = StandIn(answer_with(output([5], positions, 1, STOP)))
+        async with serving(server), engine_of(server) as engine, engine.generate(make_request(stream=False)) as chunks:
+            assert (await collect(chunks)).logprobs == [None]
 
 
 @pytest.mark.parametrize(
@@ -207,11 +206,11 @@ async def test_null_logprobs_stay_null() -> None:
 )
 async def test_inconsistent_response_raises(body: dict[str, Any], expected: str) -> None:
     for streamed in (True, False):
-        server = StandIn(streams(event(body), DONE) if streamed else says(body))
+        server = StandIn(answer_stream(event(body), DONE) if streamed else answer_with(body))
         async with serving(server), engine_of(server) as engine:
             with pytest.raises(EngineError, match=expected):
-                async with engine.generate(ask(stream=streamed)) as chunks:
-                    await collected(chunks)
+                async with engine.generate(make_request(stream=streamed)) as chunks:
+                    await collect(chunks)
 
 
 @pytest.mark.parametrize(
@@ -226,47 +225,47 @@ async def test_inconsistent_response_raises(body: dict[str, Any], expected: str)
 )
 async def test_abort_with_error_status_raises(status: int, message: str, expected: type[TurngateError]) -> None:
     finish = {"type": "abort", "message": message, "status_code": status, "err_type": "X"}
-    server = StandIn(streams(event(output([], [], 0, finish)), DONE))
+    server = StandIn(answer_stream(event(output([], [], 0, finish)), DONE))
     async with serving(server), engine_of(server) as engine:
         with pytest.raises(TurngateError) as raised:
-            async with engine.generate(ask()) as chunks:
-                await collected(chunks)
+            async with engine.generate(make_request()) as chunks:
+                await collect(chunks)
     assert type(raised.value) is expected and message in raised.value.message
 
 
 async def test_engine_abort_finishes_call() -> None:
     finish = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
     five = [[-0.1, 5, None]]
-    server = StandIn(streams(event(output([5], five, 1)), event(output([5], five, 1, finish))))
-    async with serving(server), engine_of(server) as engine, engine.generate(ask()) as chunks:
-        whole = await collected(chunks)
+    server = StandIn(answer_stream(event(output([5], five, 1)), event(output([5], five, 1, finish))))
+    async with serving(server), engine_of(server) as engine, engine.generate(make_request()) as chunks:
+        whole = await collect(chunks)
     assert (whole.ids, whole.finish) == ([5], "abort")
 
 
 async def test_abort_before_first_token_is_busy() -> None:
     finish = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
-    server = StandIn(streams(event(output([], [], 0, finish)), DONE))
+    server = StandIn(answer_stream(event(output([], [], 0, finish)), DONE))
     async with serving(server), engine_of(server) as engine:
         with pytest.raises(EngineBusy, match="before its first token"):
-            async with engine.generate(ask()) as chunks:
-                await collected(chunks)
+            async with engine.generate(make_request()) as chunks:
+                await collect(chunks)
 
 
 async def test_error_event_raises() -> None:
     text = "The input (9 tokens) is longer than the model's context length (5 tokens)."
-    server = StandIn(streams(event({"error": {"message": text}}), DONE))
+    server = StandIn(answer_stream(event({"error": {"message": text}}), DONE))
     async with serving(server), engine_of(server) as engine:
         with pytest.raises(ContextOverflow):
-            async with engine.generate(ask()) as chunks:
-                await collected(chunks)
+            async with engine.generate(make_request()) as chunks:
+                await collect(chunks)
 
 
 async def test_unfinished_stream_is_unavailable() -> None:
-    server = StandIn(streams(event(output([5], [[-0.1, 5, None]], 1)), DONE))
+    server = StandIn(answer_stream(event(output([5], [[-0.1, 5, None]], 1)), DONE))
     async with serving(server), engine_of(server) as engine:
         with pytest.raises(EngineUnavailable):
-            async with engine.generate(ask()) as chunks:
-                await collected(chunks)
+            async with engine.generate(make_request()) as chunks:
+                await collect(chunks)
 
 
 class Aborting(StandIn):
@@ -278,15 +277,15 @@ class Aborting(StandIn):
 
     async def generate(self, request: Any) -> Any:
         if request.path == "/abort_request":
-            self.aborted.put_nowait(self.asked["rid"])
-            return await says("")(request)
-        return await streams(event(output([5], [[-0.1, 5, None]], 1)), 3600.0)(request)
+            self.aborted.put_nowait(self.last_body["rid"])
+            return await answer_with("")(request)
+        return await answer_stream(event(output([5], [[-0.1, 5, None]], 1)), 3600.0)(request)
 
 
 async def test_early_exit_aborts_and_closes_connection() -> None:
     server = Aborting()
     async with serving(server), engine_of(server) as engine:
-        async with engine.generate(ask(request_id="r")) as chunks:
+        async with engine.generate(make_request(request_id="r")) as chunks:
             await anext(chunks)
         rid = await asyncio.wait_for(server.aborted.get(), scaled(2))
         assert rid == json.loads(server.bodies[0])["rid"]
@@ -297,17 +296,17 @@ async def test_silence_timeout_aborts() -> None:
     server = Aborting()
     async with serving(server), engine_of(server, silence_s=0.1) as engine:
         with pytest.raises(EngineTimeout):
-            async with engine.generate(ask()) as chunks:
-                await collected(chunks)
+            async with engine.generate(make_request()) as chunks:
+                await collect(chunks)
         await asyncio.wait_for(server.aborted.get(), scaled(2))
 
 
 async def test_finished_generation_is_not_aborted() -> None:
-    server = StandIn(streams(event(output([5], [[-0.1, 5, None]], 1, STOP)), DONE))
+    server = StandIn(answer_stream(event(output([5], [[-0.1, 5, None]], 1, STOP)), DONE))
     async with serving(server), engine_of(server) as engine:
-        async with engine.generate(ask()) as chunks:
+        async with engine.generate(make_request()) as chunks:
             await anext(chunks)
-        async with engine.generate(ask()):
+        async with engine.generate(make_request()):
             pass  # never read
     assert server.paths == ["/generate"]
 

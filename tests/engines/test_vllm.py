@@ -11,6 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.engines.standins import (
+    DONE,
+    StandIn,
+    answer_stream,
+    answer_with,
+    collect,
+    event,
+    free_port,
+    make_request,
+    serving,
+)
 from tests.speed import scaled
 from turngate.engines.base import Chunk
 from turngate.engines.vllm import VLLM
@@ -24,8 +35,6 @@ from turngate.errors import (
     TurngateError,
 )
 from turngate.types import Constraint, Sampling
-
-from .standins import DONE, StandIn, ask, collected, event, free_port, says, serving, streams
 
 pytestmark = pytest.mark.asyncio
 
@@ -65,14 +74,14 @@ async def engine_of(server: StandIn, **settings: Any) -> AsyncIterator[VLLM]:
 
 
 async def whole_of(engine: VLLM, **fields: Any) -> Chunk:
-    async with engine.generate(ask(**fields)) as chunks:
-        return await collected(chunks)
+    async with engine.generate(make_request(**fields)) as chunks:
+        return await collect(chunks)
 
 
 async def test_request_body_and_headers() -> None:
-    server = StandIn(says(completion([7], [-0.5], "stop")))
+    server = StandIn(answer_with(completion([7], [-0.5], "stop")))
     async with serving(server), engine_of(server, key="k", rank=3) as engine:
-        request = ask(
+        request = make_request(
             [0, 5, 151_643],
             max_tokens=9,
             stream=False,
@@ -83,10 +92,10 @@ async def test_request_body_and_headers() -> None:
             cache_salt="v7",
         )
         async with engine.generate(request) as chunks:
-            await collected(chunks)
+            await collect(chunks)
     assert server.paths == ["/v1/completions"]
     assert b'"prompt":[0,5,151643]' in server.bodies[0]
-    assert server.asked == {
+    assert server.last_body == {
         "prompt": [0, 5, 151_643],
         "model": "m",
         "stream": False,
@@ -119,24 +128,24 @@ async def test_request_body_and_headers() -> None:
 
 
 async def test_sampling_parameters_are_sent() -> None:
-    server = StandIn(says(completion([7], [-0.5], "stop")))
+    server = StandIn(answer_with(completion([7], [-0.5], "stop")))
     sampling = Sampling(temperature=0.7, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.1, seed=0, min_tokens=2)
     async with serving(server), engine_of(server) as engine:
         await whole_of(engine, sampling=sampling, stream=False)
-    asked = server.asked
-    assert (asked["temperature"], asked["top_p"], asked["top_k"], asked["min_p"]) == (0.7, 0.9, 20, 0.1)
-    assert (asked["repetition_penalty"], asked["seed"], asked["min_tokens"]) == (1.1, 0, 2)
+    body_sent = server.last_body
+    assert (body_sent["temperature"], body_sent["top_p"], body_sent["top_k"], body_sent["min_p"]) == (0.7, 0.9, 20, 0.1)
+    assert (body_sent["repetition_penalty"], body_sent["seed"], body_sent["min_tokens"]) == (1.1, 0, 2)
     assert "X-data-parallel-rank" not in server.headers[0] and "X-Session-ID" not in server.headers[0]
 
 
 async def test_long_and_strided_prompts_arrive_exactly() -> None:
-    server = StandIn(says(completion([7], [-0.5], "stop")))
+    server = StandIn(answer_with(completion([7], [-0.5], "stop")))
     long = np.random.default_rng(0).integers(0, 151_936, 73_000).astype(np.int32)
     async with serving(server), engine_of(server) as engine:
         for prompt in (long, long[::2], np.tile(long, 5)):  # the last is over 2 MB of JSON
-            async with engine.generate(ask(prompt, stream=False)) as chunks:
-                await collected(chunks)
-            assert server.asked["prompt"] == prompt.tolist()
+            async with engine.generate(make_request(prompt, stream=False)) as chunks:
+                await collect(chunks)
+            assert server.last_body["prompt"] == prompt.tolist()
 
 
 @pytest.mark.parametrize(
@@ -149,23 +158,23 @@ async def test_long_and_strided_prompts_arrive_exactly() -> None:
     ],
 )
 async def test_constraints_become_structured_outputs(constraint: Constraint, expected: dict[str, Any]) -> None:
-    server = StandIn(says(completion([7], [-0.5], "stop")))
+    server = StandIn(answer_with(completion([7], [-0.5], "stop")))
     async with serving(server), engine_of(server) as engine:
         await whole_of(engine, constraint=constraint, stream=False)
-    assert server.asked["structured_outputs"] == expected
+    assert server.last_body["structured_outputs"] == expected
 
 
 async def test_missing_schema_is_rejected_before_sending() -> None:
-    server = StandIn(says({}))
+    server = StandIn(answer_with({}))
     async with serving(server), engine_of(server) as engine:
         with pytest.raises(EngineRejected, match="schema"):
-            async with engine.generate(ask(constraint=Constraint("tools"))) as chunks:
-                await collected(chunks)
+            async with engine.generate(make_request(constraint=Constraint("tools"))) as chunks:
+                await collect(chunks)
     assert server.bodies == []
 
 
 async def test_stream_yields_one_chunk_per_read() -> None:
-    answer = streams(
+    answer = answer_stream(
         event(completion([5], [-0.1])) + event(completion([6, 7], [-0.2, None])),
         0.05,
         b": keep-alive\n\n",
@@ -175,12 +184,12 @@ async def test_stream_yields_one_chunk_per_read() -> None:
         event(completion([9], [-0.5], "stop")) + DONE,
     )
     server = StandIn(answer)
-    async with serving(server), engine_of(server) as engine, engine.generate(ask()) as chunks:
+    async with serving(server), engine_of(server) as engine, engine.generate(make_request()) as chunks:
         seen = [chunk async for chunk in chunks]
     assert [list(chunk.ids) for chunk in seen] == [[5, 6, 7], [8], [9]]  # one chunk per read
     assert [list(chunk.logprobs or ()) for chunk in seen] == [[-0.1, -0.2, None], [-0.4], [-0.5]]
     assert [chunk.finish for chunk in seen] == [None, None, "stop"]
-    assert server.asked["stream"] is True
+    assert server.last_body["stream"] is True
 
 
 async def test_stream_split_at_any_byte() -> None:
@@ -188,22 +197,22 @@ async def test_stream_split_at_any_byte() -> None:
     cut = 0
 
     async def answer(request: Any) -> Any:
-        return await streams(wire[:cut], 0.001, wire[cut:])(request)
+        return await answer_stream(wire[:cut], 0.001, wire[cut:])(request)
 
     server = StandIn(answer)
     async with serving(server), engine_of(server) as engine:
         for at in range(1, len(wire), 3):
             cut = at
-            async with engine.generate(ask()) as chunks:
-                whole = await collected(chunks)
+            async with engine.generate(make_request()) as chunks:
+                whole = await collect(chunks)
             assert (whole.ids, whole.logprobs, whole.finish) == ([5, 6, 7], [-0.25, -0.5, -0.75], "length")
 
 
 async def test_non_streaming_response_is_one_chunk() -> None:
     usage = {"prompt_tokens": 3, "total_tokens": 5, "completion_tokens": 2}
     body = completion([5, 6], [-0.1, -0.2], "length", prompt_token_ids=[1, 2, 3], prompt_logprobs=None)
-    server = StandIn(says({**body, "usage": usage}))
-    async with serving(server), engine_of(server) as engine, engine.generate(ask(stream=False)) as chunks:
+    server = StandIn(answer_with({**body, "usage": usage}))
+    async with serving(server), engine_of(server) as engine, engine.generate(make_request(stream=False)) as chunks:
         seen = [chunk async for chunk in chunks]
     assert len(seen) == 1
     assert (seen[0].ids, seen[0].logprobs, seen[0].finish, seen[0].prompt) == ([5, 6], [-0.1, -0.2], "length", None)
@@ -211,26 +220,26 @@ async def test_non_streaming_response_is_one_chunk() -> None:
 
 async def test_prompt_is_echoed_on_request() -> None:
     first = event(completion([5], [-0.1], prompt_token_ids=[1, 2, 3]))
-    server = StandIn(streams(first, event(completion([6], [-0.1], "stop")), DONE))
+    server = StandIn(answer_stream(first, event(completion([6], [-0.1], "stop")), DONE))
     async with serving(server), engine_of(server) as engine:
         for echo, expected in ((True, [1, 2, 3]), (False, None)):
-            async with engine.generate(ask(echo_prompt=echo)) as chunks:
-                assert (await collected(chunks)).prompt == expected
+            async with engine.generate(make_request(echo_prompt=echo)) as chunks:
+                assert (await collect(chunks)).prompt == expected
 
 
 async def test_engine_abort_finishes_call() -> None:
-    server = StandIn(streams(event(completion([5], [-0.1])), event(completion([], [], "abort")), DONE))
-    async with serving(server), engine_of(server) as engine, engine.generate(ask()) as chunks:
-        whole = await collected(chunks)
+    server = StandIn(answer_stream(event(completion([5], [-0.1])), event(completion([], [], "abort")), DONE))
+    async with serving(server), engine_of(server) as engine, engine.generate(make_request()) as chunks:
+        whole = await collect(chunks)
     assert (whole.ids, whole.finish) == ([5], "abort")
 
 
 @pytest.mark.parametrize(
     ("api", "answer"),
     [
-        ("completions", streams(DONE)),  # what vLLM 0.32 sends: no choice at all
-        ("completions", streams(event(completion([], [], "abort")), DONE)),
-        ("generate", streams(event(generated([], [], "abort")), DONE)),
+        ("completions", answer_stream(DONE)),  # what vLLM 0.32 sends: no choice at all
+        ("completions", answer_stream(event(completion([], [], "abort")), DONE)),
+        ("generate", answer_stream(event(generated([], [], "abort")), DONE)),
     ],
 )
 async def test_abort_before_first_token_is_busy(api: Any, answer: Any) -> None:
@@ -243,9 +252,9 @@ async def test_abort_before_first_token_is_busy(api: Any, answer: Any) -> None:
 
 async def test_missing_logprobs_stay_none() -> None:
     for given in (None, [None, None], [-9999.0, -9999.0]):
-        server = StandIn(says(completion([5, 6], given, "stop")))  # type: ignore[arg-type]
-        async with serving(server), engine_of(server) as engine, engine.generate(ask(stream=False)) as chunks:
-            assert (await collected(chunks)).logprobs == [None, None]
+        server = StandIn(answer_with(completion([5, 6], given, "stop")))  # type: ignore[arg-type]
+        async with serving(server), engine_of(server) as engine, engine.generate(make_request(stream=False)) as chunks:
+            assert (await collect(chunks)).logprobs == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -259,29 +268,33 @@ async def test_missing_logprobs_stay_none() -> None:
 )
 async def test_inconsistent_response_raises(body: dict[str, Any], expected: str) -> None:
     for stream in (True, False):
-        server = StandIn(streams(event(body), DONE) if stream else says(body))
+        server = StandIn(answer_stream(event(body), DONE) if stream else answer_with(body))
         async with serving(server), engine_of(server) as engine:
             with pytest.raises(EngineError, match=expected):
-                async with engine.generate(ask(stream=stream)) as chunks:
-                    await collected(chunks)
+                async with engine.generate(make_request(stream=stream)) as chunks:
+                    await collect(chunks)
 
 
 async def test_malformed_json_raises() -> None:
-    for answer in (streams(b"data: {nonsense}\n\n", DONE), streams(b'data: {"choices": 1}\n\n', DONE)):
+    for answer in (answer_stream(b"data: {nonsense}\n\n", DONE), answer_stream(b'data: {"choices": 1}\n\n', DONE)):
         server = StandIn(answer)
         async with serving(server), engine_of(server) as engine:
             with pytest.raises(EngineError, match="cannot be decoded"):
-                async with engine.generate(ask()) as chunks:
-                    await collected(chunks)
+                async with engine.generate(make_request()) as chunks:
+                    await collect(chunks)
 
 
 async def test_unfinished_stream_is_unavailable() -> None:
-    for answer in (streams(event(completion([5], [-0.1])), DONE), streams(event(completion([5], [-0.1]))), streams()):
+    for answer in (
+        answer_stream(event(completion([5], [-0.1])), DONE),
+        answer_stream(event(completion([5], [-0.1]))),
+        answer_stream(),
+    ):
         server = StandIn(answer)
         async with serving(server), engine_of(server) as engine:
             with pytest.raises(EngineUnavailable, match="before the generation finished"):
-                async with engine.generate(ask()) as chunks:
-                    await collected(chunks)
+                async with engine.generate(make_request()) as chunks:
+                    await collect(chunks)
 
 
 @pytest.mark.parametrize(
@@ -295,44 +308,44 @@ async def test_unfinished_stream_is_unavailable() -> None:
 )
 async def test_error_event_maps_to_exception(code: int, message: str, expected: type[TurngateError]) -> None:
     error = {"error": {"message": message, "type": "x", "param": None, "code": code}}
-    server = StandIn(streams(event(error), DONE))
+    server = StandIn(answer_stream(event(error), DONE))
     async with serving(server), engine_of(server) as engine:
         with pytest.raises(TurngateError, match=message) as raised:
-            async with engine.generate(ask()) as chunks:
-                await collected(chunks)
+            async with engine.generate(make_request()) as chunks:
+                await collect(chunks)
     assert type(raised.value) is expected
 
 
 async def test_busy_silent_and_unreachable_engine() -> None:
-    busy = StandIn(says({"error": {"message": "slow down"}}, 429))
+    busy = StandIn(answer_with({"error": {"message": "slow down"}}, 429))
     async with serving(busy), engine_of(busy) as engine:
         with pytest.raises(EngineBusy):
-            async with engine.generate(ask()) as chunks:
-                await collected(chunks)
-    silent = StandIn(streams(event(completion([5], [-0.1])), 3600.0))
+            async with engine.generate(make_request()) as chunks:
+                await collect(chunks)
+    silent = StandIn(answer_stream(event(completion([5], [-0.1])), 3600.0))
     async with serving(silent), engine_of(silent, silence_s=0.1) as engine:
         with pytest.raises(EngineTimeout):
-            async with engine.generate(ask()) as chunks:
-                await collected(chunks)
+            async with engine.generate(make_request()) as chunks:
+                await collect(chunks)
     gone = StandIn()
     gone.url = f"http://127.0.0.1:{free_port()}"
     async with engine_of(gone) as engine:
         with pytest.raises(EngineUnavailable):
-            async with engine.generate(ask()) as chunks:
-                await collected(chunks)
+            async with engine.generate(make_request()) as chunks:
+                await collect(chunks)
 
 
 async def test_early_exit_closes_connection() -> None:
-    server = StandIn(streams(event(completion([5], [-0.1])), 3600.0))
+    server = StandIn(answer_stream(event(completion([5], [-0.1])), 3600.0))
     async with serving(server), engine_of(server) as engine:
-        async with engine.generate(ask()) as chunks:
+        async with engine.generate(make_request()) as chunks:
             await anext(chunks)
         await asyncio.wait_for(server.hung_up.wait(), scaled(2))
 
 
 async def test_generate_api() -> None:
     server = StandIn(
-        streams(
+        answer_stream(
             event(generated([5], [-0.1], prompt_token_ids=[1, 2, 3])),
             event(generated([6, 7], [-0.2, -0.3])),
             event(generated([8], [-9999.0], "stop")),
@@ -340,13 +353,13 @@ async def test_generate_api() -> None:
         )
     )
     async with serving(server), engine_of(server, api="generate", rank=0) as engine:
-        request = ask(session="s", request_id="r", cache_salt="v1", stop_ids=(9,), echo_prompt=True)
+        request = make_request(session="s", request_id="r", cache_salt="v1", stop_ids=(9,), echo_prompt=True)
         async with engine.generate(request) as chunks:
-            whole = await collected(chunks)
+            whole = await collect(chunks)
         assert (whole.ids, whole.logprobs) == ([5, 6, 7, 8], [-0.1, -0.2, -0.3, None])
         assert (whole.finish, whole.prompt) == ("stop", [1, 2, 3])
-        async with engine.generate(ask(stop=("END",), constraint=Constraint("json_object"))) as chunks:
-            await collected(chunks)
+        async with engine.generate(make_request(stop=("END",), constraint=Constraint("json_object"))) as chunks:
+            await collect(chunks)
     assert server.paths == ["/inference/v1/generate"] * 2
     first = json.loads(server.bodies[0])
     assert b'"token_ids":[1,2,3]' in server.bodies[0]
@@ -356,7 +369,7 @@ async def test_generate_api() -> None:
     assert first["sampling_params"]["logprobs"] == 0
     assert (first["return_token_ids"], first["cache_salt"], first["model"]) == (True, "v1", "m")
     assert server.headers[0]["X-data-parallel-rank"] == "0"
-    second = server.asked["sampling_params"]
+    second = server.last_body["sampling_params"]
     assert (second["stop"], second["detokenize"]) == (["END"], True)  # stop strings need detokenization
     assert second["structured_outputs"] == {"json_object": True}
 
@@ -364,11 +377,11 @@ async def test_generate_api() -> None:
 async def test_generate_api_rejects_mismatched_logprobs() -> None:
     body = generated([5], [-0.1], "stop")
     body["choices"][0]["token_ids"] = [6]
-    server = StandIn(says(body))
+    server = StandIn(answer_with(body))
     async with serving(server), engine_of(server, api="generate") as engine:
         with pytest.raises(EngineError, match="tokens that it did not sample"):
-            async with engine.generate(ask(stream=False)) as chunks:
-                await collected(chunks)
+            async with engine.generate(make_request(stream=False)) as chunks:
+                await collect(chunks)
 
 
 async def test_health() -> None:
@@ -398,12 +411,12 @@ async def _unreachable_health() -> Any:
 
 
 async def test_url_with_v1_suffix() -> None:
-    server = StandIn(says(completion([7], [-0.5], "stop")))
+    server = StandIn(answer_with(completion([7], [-0.5], "stop")))
     async with serving(server):
         engine = VLLM(server.url + "/v1/", "m", key="sk-secret")
         assert "sk-secret" not in repr(engine)
         await engine.start()
-        async with engine.generate(ask(stream=False)) as chunks:
-            await collected(chunks)
+        async with engine.generate(make_request(stream=False)) as chunks:
+            await collect(chunks)
         await engine.close()
     assert server.paths == ["/v1/completions"]

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
+from tests.engines.standins import StandIn, answer_with, collect, make_request, serving
 from turngate.engines.pool import Pool
 from turngate.engines.scripted import Scripted
 from turngate.engines.sglang import SGLang
 from turngate.engines.vllm import VLLM
 from turngate.engines.weights import PolicyWeights, UpdatableReplica, list_updatable_replicas
 from turngate.errors import EngineRejected
-
-from .standins import StandIn, ask, collected, says, serving
 
 MODEL = PolicyWeights(version=3, path="/m/3")
 ADAPTER = PolicyWeights(version=3, lora_path="/a/3", name="policy-v3")
@@ -35,7 +34,7 @@ async def started(engine: Any) -> Any:
 
 
 async def test_vllm_update_requests() -> None:
-    server = StandIn(says({}), {"/v1/models": {"data": [{"id": "m"}]}})
+    server = StandIn(answer_with({}), {"/v1/models": {"data": [{"id": "m"}]}})
     async with serving(server), started(VLLM(server.url, "m")) as engine:
         await engine.pause()
         await engine.load(MODEL, frozen=True)
@@ -82,7 +81,7 @@ async def test_vllm_with_wrong_weights_is_unhealthy(mark: str, expected: PolicyW
 
 
 async def test_sglang_update_requests() -> None:
-    server = StandIn(says({"success": True, "message": "ok"}), {"/get_model_info": {"model_path": "/m/0"}})
+    server = StandIn(answer_with({"success": True, "message": "ok"}), {"/get_model_info": {"model_path": "/m/0"}})
     async with serving(server), started(SGLang(server.url)) as engine:
         with pytest.raises(EngineRejected, match="cannot restore its initial weights because their path is unknown"):
             await engine.reload_initial_weights(frozen=False)
@@ -92,7 +91,7 @@ async def test_sglang_update_requests() -> None:
         await engine.reload_initial_weights(frozen=False)
         await engine.load(ADAPTER, frozen=False)
         await engine.unload("policy-v3")
-        server.answer = says({"success": False, "message": "no such folder"})
+        server.answer = answer_with({"success": False, "message": "no such folder"})
         with pytest.raises(EngineRejected, match="/update_weights_from_disk failed: no such folder"):
             await engine.load(MODEL, frozen=False)
     assert sent_requests(server)[:-1] == [
@@ -107,18 +106,18 @@ async def test_sglang_update_requests() -> None:
 
 async def test_requests_name_the_adapter() -> None:
     choice = {"text": "x", "logprobs": {"token_logprobs": [-1.0], "tokens": ["token_id:5"]}, "finish_reason": "stop"}
-    server = StandIn(says({"choices": [choice]}))
+    server = StandIn(answer_with({"choices": [choice]}))
     async with serving(server), started(VLLM(server.url, "m")) as engine:
         for model in ("", "policy-v3"):
-            async with engine.generate(ask(stream=False, model=model)) as chunks:
-                await collected(chunks)
+            async with engine.generate(make_request(stream=False, model=model)) as chunks:
+                await collect(chunks)
     assert [json.loads(body)["model"] for body in server.bodies] == ["m", "policy-v3"]
     end = {"completion_tokens": 1, "finish_reason": {"type": "stop"}, "output_token_logprobs": [[-0.1, 5, None]]}
-    server = StandIn(says({"output_ids": [5], "meta_info": end}))
+    server = StandIn(answer_with({"output_ids": [5], "meta_info": end}))
     async with serving(server), started(SGLang(server.url)) as engine:
         for model in ("", "policy-v3"):
-            async with engine.generate(ask(stream=False, model=model)) as chunks:
-                await collected(chunks)
+            async with engine.generate(make_request(stream=False, model=model)) as chunks:
+                await collect(chunks)
     assert [json.loads(body).get("lora_path") for body in server.bodies if b"input_ids" in body] == [None, "policy-v3"]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from openai._streaming import SSEDecoder
 
-from tests.engines.standins import StandIn, says, serving
+from tests.engines.standins import StandIn, answer_with, serving
 from tests.kit import gateway, say, user
 from tests.speed import scaled
 
@@ -181,7 +181,7 @@ async def test_observed_turn_with_biasing_field_is_not_trained() -> None:
     position = {"token": "t", "logprob": -0.1, "bytes": None, "top_logprobs": []}
     choice = {"index": 0, "message": {"role": "assistant", "content": "yes"}, "finish_reason": "stop"}
     choice |= {"token_ids": [5, 6], "logprobs": {"content": [position] * 2}}
-    server = StandIn(says({"choices": [choice], "prompt_token_ids": [1, 2, 3]}))
+    server = StandIn(answer_with({"choices": [choice], "prompt_token_ids": [1, 2, 3]}))
     async with serving(server), gateway(observe="openai", engine_url=[server.url]) as g:
         for fields, biases in (({"user": "u"}, []), ({"bad_words": ["no"]}, ["field bad_words"])):
             session = await g.open(sampling={"temperature": 1.0})

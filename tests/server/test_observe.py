@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.engines.providers import KEY, PROVIDERS, ChatProvider, Provider, Says
+from tests.engines.providers import KEY, PROVIDERS, ChatProvider, ModelTurn, Provider
 from tests.engines.standins import serving
 from tests.kit import OpenSession, Running, gateway
 from tests.sdk_agents import DIALECTS, SYSTEM, Agent, agent
@@ -19,9 +19,11 @@ from tests.sdk_agents import DIALECTS, SYSTEM, Agent, agent
 OWN = {"openai": "chat", "anthropic": "messages", "gemini": "gemini", "responses": "responses"}
 RESULTS = {"read_file": "the text", "list_files": "a b"}
 SCRIPT = (
-    Says("Let me look.", "I should look around.", (("read_file", {"path": "a.py"}), ("list_files", {"path": "."}))),
-    Says("", "One more.", (("read_file", {"path": "b.py"}),)),
-    Says("All is well: grüße 🙂.", "Now I know."),
+    ModelTurn(
+        "Let me look.", "I should look around.", (("read_file", {"path": "a.py"}), ("list_files", {"path": "."}))
+    ),
+    ModelTurn("", "One more.", (("read_file", {"path": "b.py"}),)),
+    ModelTurn("All is well: grüße 🙂.", "Now I know."),
 )
 every_endpoint = pytest.mark.parametrize("endpoint", PROVIDERS, ids=lambda kind: kind.name)
 every_dialect = pytest.mark.parametrize("dialect", DIALECTS)
@@ -100,11 +102,11 @@ async def test_vllm_token_ids_make_one_row_in_every_dialect(
     dialect: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stand-in's template renders everything, so a lost thought or argument would start a new row."""
-    provider = ChatProvider(*SCRIPT, tells=True)
+    provider = ChatProvider(*SCRIPT, returns_ids=True)
     async with scene(provider, dialect, monkeypatch, stream=stream, sampling={"temperature": 1.0}) as s:
         await converse(s.agent)
         [row] = await s.gateway.samples(s.session.id)
         assert [span["trained"] for span in row["spans"]] == [True] * 3
         assert row["ids"][: row["spans"][-1]["start"]] == provider.prompt_ids()
-        assert bytes(row["ids"]).decode().endswith(provider.shown(SCRIPT[2].thought, SCRIPT[2].text, []))
+        assert bytes(row["ids"]).decode().endswith(provider.render(SCRIPT[2].thought, SCRIPT[2].text, []))
         assert {turn["capture"] for turn in await s.gateway.turns(s.session.id)} == {"tokens"}

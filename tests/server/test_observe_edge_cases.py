@@ -20,11 +20,11 @@ from tests.engines.providers import (
     AnthropicProvider,
     ChatProvider,
     GeminiProvider,
+    ModelTurn,
     Provider,
     ResponsesProvider,
-    Says,
 )
-from tests.engines.standins import StandIn, event, says, serving
+from tests.engines.standins import StandIn, answer_with, event, serving
 from tests.kit import gateway, until
 from tests.sdk_agents import DIALECTS, Agent, MessagesAgent, agent
 from tests.server.test_observe import OWN, RESULTS, SCRIPT, every_dialect, every_endpoint, scene
@@ -112,7 +112,7 @@ class FailingEndpoint(StandIn):
             body = {"type": "error", "error": {"type": "invalid_request_error", "message": message}}
         if kind is GeminiProvider:
             body = {"error": {"code": code, "message": message, "status": "X"}}
-        super().__init__(says(body, code))
+        super().__init__(answer_with(body, code))
         self.name = kind.name
 
 
@@ -162,7 +162,7 @@ async def test_busy_provider_is_rate_limit(
 @every_dialect
 async def test_disconnect_reaches_provider(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow(AnthropicProvider):
-        def stream(self, said: Says, turn: int) -> Any:
+        def stream(self, said: ModelTurn, turn: int) -> Any:
             return [*super().stream(said, turn)[:8], 3600.0]
 
     async with scene(Slow(*SCRIPT), dialect, monkeypatch) as s:
@@ -181,7 +181,7 @@ async def test_disconnect_reaches_provider(dialect: str, monkeypatch: pytest.Mon
 
 async def test_provider_stream_error_is_recorded_and_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     class Failing(AnthropicProvider):
-        def stream(self, said: Says, turn: int) -> list[bytes]:
+        def stream(self, said: ModelTurn, turn: int) -> list[bytes]:
             error = {"type": "error", "error": {"type": "overloaded_error", "message": "Overloaded"}}
             return [*super().stream(said, turn)[:8], b"event: error\n" + event(error)]
 
@@ -239,9 +239,9 @@ async def test_session_model_and_sampling_override_agent(
         config: Json = {"model": "m", "max_tokens": 77, "sampling": {"temperature": 0.5}}
         async with scene(endpoint(*SCRIPT), dialect, monkeypatch, **config) as s:
             await s.agent.ask("Hi")
-            request = json.dumps(s.provider.asked)
+            request = json.dumps(s.provider.last_body)
             assert "77" in request and '"temperature": 0.5' in request
-            assert s.provider.asked.get("model", "m") == "m" and "/m:" in s.provider.paths[0] + "/m:"
+            assert s.provider.last_body.get("model", "m") == "m" and "/m:" in s.provider.paths[0] + "/m:"
 
 
 async def test_fields_lost_in_translation_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,10 +254,10 @@ async def test_fields_lost_in_translation_are_recorded(monkeypatch: pytest.Monke
 
 async def test_filtered_answer_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
     class Filtered(GeminiProvider):
-        def finish(self, said: Says) -> str:
+        def finish(self, said: ModelTurn) -> str:
             return "SAFETY"
 
-    async with scene(Filtered(Says("I would")), "messages", monkeypatch) as s:
+    async with scene(Filtered(ModelTurn("I would")), "messages", monkeypatch) as s:
         reply = await s.agent.ask("Hi")
         assert (reply.text, reply.finish) == ("I would", "stop")
         [turn] = await s.gateway.turns(s.session.id)
@@ -266,14 +266,14 @@ async def test_filtered_answer_is_marked(monkeypatch: pytest.MonkeyPatch) -> Non
 
 async def test_redacted_thinking_round_trips(monkeypatch: pytest.MonkeyPatch) -> None:
     class RedactedThinking(AnthropicProvider):
-        def blocks(self, said: Says, turn: int) -> list[Json]:
+        def blocks(self, said: ModelTurn, turn: int) -> list[Json]:
             return [{"type": "redacted_thinking", "data": f"hidden {turn}"}, *super().blocks(said, turn)]
 
     for dialect in ("messages", "chat"):
         async with scene(RedactedThinking(*SCRIPT), dialect, monkeypatch) as s:
             await s.agent.ask("Look around.")
             await s.agent.answer(RESULTS)
-            block = s.provider.asked["messages"][1]["content"][0]
+            block = s.provider.last_body["messages"][1]["content"][0]
             assert block == {"type": "redacted_thinking", "data": "hidden 0"}
 
 
@@ -283,11 +283,11 @@ async def test_separately_signed_thoughts_stay_separate(
     dialect: str, endpoint: type[Provider], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class TwoThoughts(endpoint):  # type: ignore[valid-type, misc]
-        def blocks(self, said: Says, turn: int) -> list[Json]:
+        def blocks(self, said: ModelTurn, turn: int) -> list[Json]:
             first = {"type": "thinking", "thinking": "Hm.", "signature": self.signature("Hm.")}
             return [first, *super().blocks(said, turn)]
 
-        def items(self, said: Says, turn: int) -> list[Json]:
+        def items(self, said: ModelTurn, turn: int) -> list[Json]:
             first, *rest = super().items(said, turn)
             return [first, {**first, "id": f"rs_{turn}"}, *rest]
 
@@ -295,41 +295,41 @@ async def test_separately_signed_thoughts_stay_separate(
         await s.agent.ask("Look around.")
         await s.agent.answer(RESULTS)
         if endpoint is AnthropicProvider:
-            kinds = [block["type"] for block in s.provider.asked["messages"][1]["content"]]
+            kinds = [block["type"] for block in s.provider.last_body["messages"][1]["content"]]
             assert kinds == ["thinking", "thinking", "text", "tool_use", "tool_use"]
         else:
-            kinds = [item.get("type", "message") for item in s.provider.asked["input"]]
+            kinds = [item.get("type", "message") for item in s.provider.last_body["input"]]
             assert kinds[1:6] == ["reasoning", "reasoning", "message", "function_call", "function_call"]
 
 
 async def test_truncated_answers_and_stop_strings(monkeypatch: pytest.MonkeyPatch) -> None:
     for endpoint in PROVIDERS:
         for dialect in DIALECTS:
-            async with scene(endpoint(Says("It is", cut=True)), dialect, monkeypatch) as s:
+            async with scene(endpoint(ModelTurn("It is", cut=True)), dialect, monkeypatch) as s:
                 assert (await s.agent.ask("Hi")).finish == "length"
                 assert (await s.gateway.show(s.session.id))["roles"] == {"main": 1}
 
     class Stopping(ChatProvider):
-        def stream(self, said: Says, turn: int) -> list[bytes]:
+        def stream(self, said: ModelTurn, turn: int) -> list[bytes]:
             return [
                 part.replace(b'"finish_reason": "stop"', b'"finish_reason": "stop", "stop_reason": "END"')
                 for part in super().stream(said, turn)
             ]
 
-    async with scene(Stopping(Says("It is")), "messages", monkeypatch) as s:
+    async with scene(Stopping(ModelTurn("It is")), "messages", monkeypatch) as s:
         assert isinstance(s.agent, MessagesAgent)
         reply = await s.agent.client.messages.create(
             model="m", max_tokens=9, messages=[{"role": "user", "content": "Hi"}], stop_sequences=["END"]
         )
         assert (reply.stop_reason, reply.stop_sequence) == ("stop_sequence", "END")
-        assert s.provider.asked["stop"] == ["END"]
+        assert s.provider.last_body["stop"] == ["END"]
 
 
 async def test_sampled_token_limit_with_reported_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limits = {"sampled_tokens": 10}
-    async with scene(ChatProvider(*SCRIPT, tells=True), "chat", monkeypatch, limits=limits) as s:
+    async with scene(ChatProvider(*SCRIPT, returns_ids=True), "chat", monkeypatch, limits=limits) as s:
         await s.agent.ask("Look around.")
         assert "limit (sampled tokens)" in (await s.agent.answer(RESULTS)).text
         assert len(s.provider.seen) == 1
@@ -359,7 +359,7 @@ async def test_endpoint_counts_tokens_if_supported(
                 await count_tokens(s.agent)
             assert status(caught.value) == 404
             return
-        assert await count_tokens(s.agent) == len(json.dumps(s.provider.asked))
+        assert await count_tokens(s.agent) == len(json.dumps(s.provider.last_body))
         assert s.provider.refusals == [] and await s.gateway.turns(s.session.id) == []
 
 
