@@ -1,7 +1,7 @@
-"""What an agent that wants out tries, from inside its sandbox. Run there by `test_escape.py`; prints what came of it as JSON.
+"""The escape attempts of a hostile agent. `test_escape.py` runs it in a sandbox; it prints the results as JSON.
 
-Knows only what an agent can know, and `GUESSES`, which the test gives it: what it might have found out about the host. Secrets to
-look for come scrambled, so that looking for them does not find this. Standard library only, Python 3.8 and newer.
+It knows only what an agent can know, and `GUESSES` about the host, which the test passes. Secrets to search for are scrambled, so that the
+search does not find its own input. Standard library only, Python 3.8 and newer.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ BASE, KEY = os.environ["TURNGATE_BASE_URL"], os.environ["TURNGATE_API_KEY"]
 PORT = int(BASE.rpartition(":")[2])
 HOME = os.environ["HOME"]
 GUESSES = json.loads(base64.b64decode(sys.argv[1]))
-WAIT_S, QUIET_S = GUESSES["wait_s"], GUESSES["quiet_s"]  # for an answer, and for another one behind it
+WAIT_S, QUIET_S = GUESSES["wait_s"], GUESSES["quiet_s"]  # for the first reply, and for further ones
 with open(f"{HOME}/.turngate/target") as file:
     TARGET = file.read().strip()
 
 
-def connected(way):
-    """A connection to the relay, or past it to the door."""
+def connect(way):
+    """Connect to the relay, or directly to the door."""
     if way == "relay":
         return socket.create_connection(("127.0.0.1", PORT), timeout=WAIT_S)
     door = socket.socket(socket.AF_UNIX)
@@ -32,31 +32,31 @@ def connected(way):
     return door
 
 
-def raw(data, way="relay"):
-    """What is answered to some bytes, as text. Several answers come one after the other; who keeps the connection is not waited for."""
-    answer = b""
+def send_raw(data, way="relay"):
+    """Send bytes, and return all replies as text without waiting for the end of a kept connection."""
+    reply = b""
     try:
-        with connected(way) as connection:
+        with connect(way) as connection:
             connection.sendall(data)
-            while len(answer) < 200_000:
-                connection.settimeout(QUIET_S if answer else WAIT_S)
+            while len(reply) < 200_000:
+                connection.settimeout(QUIET_S if reply else WAIT_S)
                 piece = connection.recv(65536)
                 if not piece:
                     break
-                answer += piece
+                reply += piece
     except OSError as error:
-        return answer.decode("latin-1") or f"error {error}"
-    return answer.decode("latin-1")
+        return reply.decode("latin-1") or f"error {error}"
+    return reply.decode("latin-1")
 
 
 def call(method, path, body=None, way="relay", headers=()):
     data = b"" if body is None else json.dumps(body).encode()
     lines = [f"{method} {path} HTTP/1.1", "host: localhost", "connection: close", f"content-length: {len(data)}"]
-    return raw(("\r\n".join([*lines, *headers]) + "\r\n\r\n").encode("latin-1") + data, way)
+    return send_raw(("\r\n".join([*lines, *headers]) + "\r\n\r\n").encode("latin-1") + data, way)
 
 
-def keys(key):
-    """A key in every form in which some server takes one."""
+def key_headers(key):
+    """Return the headers in which servers accept a key."""
     return [f"authorization: Bearer {key}", f"x-api-key: {key}", f"x-goog-api-key: {key}"]
 
 
@@ -67,7 +67,7 @@ def chat(**more):
 # ---- the admin API and other sessions ----
 
 OWN, OTHER = GUESSES["session"], GUESSES["other"]
-BEHIND = [
+ADMIN_PATHS = [
     "/admin/sessions",
     "/admin/sessions?limit=1000",
     f"/admin/sessions/{OWN}",
@@ -83,7 +83,7 @@ BEHIND = [
     f"/v1/rollouts/{OWN}/trajectory",
     f"/v1/rollouts/{OTHER}/trajectory",
 ]
-TRICKS = [
+OBFUSCATED_PATHS = [
     "//admin/sessions",
     "/./admin/sessions",
     "/v1/../admin/sessions",
@@ -105,7 +105,7 @@ TRICKS = [
     "/\\admin\\sessions",
     "/v1/models/\x01/../admin",
 ]
-POSTED = [
+POST_REQUESTS = [
     ("/admin/sessions", {}),
     (f"/admin/sessions/{OWN}/seal", {}),
     (f"/admin/sessions/{OTHER}/cancel", {}),
@@ -119,7 +119,7 @@ POSTED = [
     (f"/v1beta/models/x:generateContent/../../../admin/sessions/{OTHER}", {}),
 ]
 SMUGGLED = f"GET /admin/sessions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\n\r\n"
-HIDDEN = {
+SMUGGLING_REQUESTS = {
     "behind a request": f"GET /v1/models HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n\r\n{SMUGGLED}",
     "two lengths": f"POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\ncontent-length: {len(SMUGGLED)}\r\n\r\n{SMUGGLED}",
     "length and chunks": "POST /v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
@@ -136,38 +136,38 @@ HIDDEN = {
 }
 
 
-def doors():
-    """Every way to the admin API, with every key that an agent has or can guess."""
+def try_admin_api():
+    """Try every path to the admin API with every key that an agent has or can guess."""
     found = {}
     for way in ("relay", "door"):
         for key in (KEY, "", "admin", OTHER):
-            for path in BEHIND + TRICKS:
-                found[f"{way} GET {path} {key[:5]}"] = call("GET", path, None, way, keys(key) if key else ())
-            for path, body in POSTED:
-                found[f"{way} POST {path} {key[:5]}"] = call("POST", path, body, way, keys(key) if key else ())
-            found[f"{way} DELETE {key[:5]}"] = call("DELETE", f"/admin/sessions/{OTHER}", None, way, keys(key))
-        for name, data in HIDDEN.items():
-            found[f"{way} {name}"] = raw(data.encode("latin-1"), way)
+            for path in ADMIN_PATHS + OBFUSCATED_PATHS:
+                found[f"{way} GET {path} {key[:5]}"] = call("GET", path, None, way, key_headers(key) if key else ())
+            for path, body in POST_REQUESTS:
+                found[f"{way} POST {path} {key[:5]}"] = call("POST", path, body, way, key_headers(key) if key else ())
+            found[f"{way} DELETE {key[:5]}"] = call("DELETE", f"/admin/sessions/{OTHER}", None, way, key_headers(key))
+        for name, data in SMUGGLING_REQUESTS.items():
+            found[f"{way} {name}"] = send_raw(data.encode("latin-1"), way)
     return found
 
 
-def keyless():
-    """Model calls without the right key."""
+def call_without_key():
+    """Make model calls without the right key."""
     found = {}
     for key in ("", "admin", OTHER, OWN, KEY[:-1], KEY.upper(), GUESSES["other_digest"]):
         for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1beta/models/m:generateContent"):
             body = chat(input="Hi", max_tokens=5, contents=[{"parts": [{"text": "Hi"}]}])
-            found[f"{path} {key[:6]!r}"] = call("POST", path, body, "relay", keys(key) if key else ())
+            found[f"{path} {key[:6]!r}"] = call("POST", path, body, "relay", key_headers(key) if key else ())
     return found
 
 
 # ---- token ids and log-probabilities ----
 
 
-def asked_for_tokens():
-    """Everything that some provider or engine would give them for."""
+def request_token_data():
+    """Make every request for which some provider or engine returns token data."""
     model = os.environ["TURNGATE_MODEL"]
-    greedy = {
+    options = {
         "logprobs": True,
         "top_logprobs": 5,
         "return_token_ids": True,
@@ -177,9 +177,9 @@ def asked_for_tokens():
         "return_logprob": True,
         "include_token_ids": True,
     }
-    said = {"contents": [{"role": "user", "parts": [{"text": "Hi"}]}]}
-    wanted = {
-        **{f"chat, {name}": ("/v1/chat/completions", chat(**{name: value})) for name, value in greedy.items()},
+    prompt = {"contents": [{"role": "user", "parts": [{"text": "Hi"}]}]}
+    requests = {
+        **{f"chat, {name}": ("/v1/chat/completions", chat(**{name: value})) for name, value in options.items()},
         "chat": ("/v1/chat/completions", chat()),
         "completions": ("/v1/completions", {"model": model, "prompt": "Hi", "logprobs": 5, "echo": True}),
         "responses": ("/v1/responses", {"model": model, "input": "Hi"}),
@@ -189,27 +189,27 @@ def asked_for_tokens():
             {"model": model, "input": "Hi", "include": ["message.output_text.logprobs"]},
         ),
         "messages": ("/v1/messages", {**chat(), "max_tokens": 50, "logprobs": True, "return_token_ids": True}),
-        "gemini": (f"/v1beta/models/{model}:generateContent", said),
+        "gemini": (f"/v1beta/models/{model}:generateContent", prompt),
         "gemini, logprobs": (
             f"/v1beta/models/{model}:generateContent",
-            {**said, "generationConfig": {"responseLogprobs": True, "logprobs": 5}},
+            {**prompt, "generationConfig": {"responseLogprobs": True, "logprobs": 5}},
         ),
         "models": ("/v1/models", None),
     }
     found = {}
-    for name, (path, body) in wanted.items():
-        found[name] = call("GET" if body is None else "POST", path, body, "relay", keys(KEY))
+    for name, (path, body) in requests.items():
+        found[name] = call("GET" if body is None else "POST", path, body, "relay", key_headers(KEY))
         if body is not None:
             stream = path.replace(":generateContent", ":streamGenerateContent?alt=sse")
             more = {} if "gemini" in name else {"stream": True}
-            found[f"{name}, streamed"] = call("POST", stream, {**body, **more}, "relay", keys(KEY))
+            found[f"{name}, streamed"] = call("POST", stream, {**body, **more}, "relay", key_headers(KEY))
     return found
 
 
 # ---- files and processes ----
 
 
-def files():
+def access_files():
     found = {}
     for path in GUESSES["files"]:
         try:
@@ -228,8 +228,8 @@ def files():
     return found
 
 
-def processes():
-    """Command lines and environments of every process that can be seen."""
+def read_processes():
+    """Read command lines and environments of all visible processes."""
     found = []
     for folder in glob.glob("/proc/[0-9]*"):
         for name in ("cmdline", "environ"):
@@ -241,33 +241,33 @@ def processes():
     return found
 
 
-def secrets():
-    """Where the secrets of others can be found: variables, processes, files."""
+def find_secrets():
+    """Search variables, processes and files for secrets of others."""
     needles = {name: base64.b64decode(text)[::-1] for name, text in GUESSES["secrets"].items()}
     found = []
-    here = [(f"variable {name}", value.encode("utf-8", "surrogateescape")) for name, value in os.environ.items()]
+    places = [(f"variable {name}", value.encode("utf-8", "surrogateescape")) for name, value in os.environ.items()]
     if GUESSES["look_at_processes"]:
-        here += processes()
+        places += read_processes()
     for top in GUESSES["look_in"] + [HOME, os.getcwd()]:
-        for place, _, names in os.walk(top):
+        for folder, _, names in os.walk(top):
             for name in names:
-                path = os.path.join(place, name)
+                path = os.path.join(folder, name)
                 try:
                     if os.path.isfile(path) and os.path.getsize(path) < 5_000_000:
                         with open(path, "rb") as file:
-                            here.append((path, file.read()))
+                            places.append((path, file.read()))
                 except OSError:
                     pass
-    for where, data in here:
+    for where, data in places:
         found += [f"{name} in {where}" for name, needle in needles.items() if needle in data]
-    own = [where for where, data in processes() if where.endswith("cmdline") and KEY.encode() in data]
-    return {"found": found, "own key in": own, "looked at": len(here)}
+    own = [where for where, data in read_processes() if where.endswith("cmdline") and KEY.encode() in data]
+    return {"found": found, "own key in": own, "looked at": len(places)}
 
 
 # ---- the network ----
 
 
-def network():
+def reach_network():
     found = {}
     for host, port in GUESSES["addresses"]:
         try:
@@ -310,11 +310,11 @@ def network():
 
 
 ATTEMPTS = {
-    "doors": doors,
-    "keyless": keyless,
-    "tokens": asked_for_tokens,
-    "files": files,
-    "secrets": secrets,
-    "network": network,
+    "doors": try_admin_api,
+    "keyless": call_without_key,
+    "tokens": request_token_data,
+    "files": access_files,
+    "secrets": find_secrets,
+    "network": reach_network,
 }
 print(json.dumps({name: ATTEMPTS[name]() for name in GUESSES["attempts"]}))

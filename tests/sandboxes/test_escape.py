@@ -1,7 +1,7 @@
-"""An agent that wants out: to the admin API, to other sessions, to the host's files, processes and secrets, to the network.
+"""A hostile agent tries to reach the admin API, other sessions, the host's files, processes and secrets, and the network.
 
-`escape.py` is that agent. It runs in a real rollout in each sandbox, tries everything it knows, and tells what came of it; the
-tests judge that. For `local`, which is no wall, they say what is open there, so that nobody believes otherwise.
+`escape.py` is that agent. It runs in a real rollout in each sandbox and reports the results of its attempts, which the tests check.
+`local` does not isolate: for it, the tests document what is open.
 """
 
 from __future__ import annotations
@@ -42,52 +42,52 @@ BACKENDS = kit.backends()
 PROGRAM = Path(__file__).with_name("escape.py")
 REPOSITORY = Path(__file__).parents[2]
 OWN, OTHER = "the-agents-own-session", "somebody-elses-session"
-NAP = f"64{os.getpid():07d}"  # seconds that nobody else on this machine sleeps: by them a process is known again
-WORDS = "A secret conversation of somebody else."
+NAP = f"64{os.getpid():07d}"  # a unique number of seconds, which identifies the process that sleeps
+OTHER_MESSAGE = "A secret conversation of somebody else."
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """What the agent told, and what was true meanwhile."""
+    """The agent's results, and the state of the gateway and the host."""
 
     backend: str
-    told: dict[str, Any]
+    results: dict[str, Any]
     outcome: Outcome
-    trace: DecodedTrace  # of its session
-    other: Any  # of the other session, afterwards
-    sessions: list[str]  # all there are, afterwards
+    trace: DecodedTrace  # of the agent's session
+    other: Any  # the other session afterwards
+    sessions: list[str]  # all sessions afterwards
     paused: bool
     admin_key: str
-    knocks: int  # that were heard at a port of the host
-    argv: list[str]  # command lines of the host in which a secret was seen
-    written: list[str]  # files of the host that were made from inside
+    connections: int  # to a port of the host
+    argv: list[str]  # command lines on the host that contained a secret
+    written: list[str]  # files on the host created from inside
 
 
 @cache
-def _attempt(backend: str) -> Attempt:
-    """Once for all tests."""
+def get_attempt(backend: str) -> Attempt:
+    """Run the agent once for all tests of a backend."""
     kit.need(backend)
-    return asyncio.run(_attempted(backend))
+    return asyncio.run(run_attempt(backend))
 
 
 @pytest.fixture(params=BACKENDS)
 def attempt(request: pytest.FixtureRequest) -> Attempt:
-    return _attempt(request.param)
+    return get_attempt(request.param)
 
 
 @pytest.fixture
-def walled(closed: str) -> Attempt:
-    """The same, where there are walls."""
-    return _attempt(closed)
+def isolated(isolated_backend: str) -> Attempt:
+    """An attempt in a sandbox with isolation."""
+    return get_attempt(isolated_backend)
 
 
 @pytest.fixture(params=kit.backends(*kit.ISOLATED))
-def closed(request: pytest.FixtureRequest) -> str:
+def isolated_backend(request: pytest.FixtureRequest) -> str:
     kit.need(request.param)
     return str(request.param)
 
 
-class Named(GatewayClient):
-    """Opens its session under a name that an agent can guess, and remembers the secret, to look for it."""
+class NamedSessionClient(GatewayClient):
+    """Opens its session with an id that an agent can guess, and keeps the key to search for it."""
 
     key = ""
 
@@ -97,12 +97,12 @@ class Named(GatewayClient):
         return opened
 
 
-async def _attempted(backend: str) -> Attempt:
-    """One rollout of the agent that wants out, beside another session and another sandbox."""
+async def run_attempt(backend: str) -> Attempt:
+    """Run a rollout of the hostile agent next to another session and another sandbox."""
     async with open_harness(lambda request, n: say("Nothing to see here.")) as harness, AsyncExitStack() as stack:
         gateway = harness.gateway
         other = await gateway.open(id=OTHER)
-        await gateway.ask(other.key, WORDS)
+        await gateway.ask(other.key, OTHER_MESSAGE)
         neighbour = await kit.MAKE[backend](harness.root).create(
             SandboxSpec(env={"NEIGHBOUR": "the neighbour's variable"})
         )
@@ -114,50 +114,62 @@ async def _attempted(backend: str) -> Attempt:
         stack.callback(bystander.kill)
         outside = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="turngate-outside-")))
         outside.chmod(0o777)
-        door = stack.enter_context(socket.create_server(("0.0.0.0", 0)))
+        listener = stack.enter_context(socket.create_server(("0.0.0.0", 0)))
         abstract = stack.enter_context(socket.socket(socket.AF_UNIX))
         abstract.bind(f"\0turngate-{outside.name}")
         abstract.listen()
-        client = await stack.enter_async_context(Named(gateway.root, gateway.app.admin_key))
+        client = await stack.enter_async_context(NamedSessionClient(gateway.root, gateway.app.admin_key))
         assert neighbour.shared is not None
-        guesses = _guesses(harness, other.key, bystander.pid, neighbour.shared[0].parent, outside, door, backend)
+        guesses = build_guesses(
+            harness, other.key, bystander.pid, neighbour.shared[0].parent, outside, listener, backend
+        )
         argv: list[str] = []
         watching = asyncio.create_task(_watch_argv(client, gateway.app.admin_key, argv))
         files = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (files / "escape.py").write_bytes(PROGRAM.read_bytes())
-        said = base64.b64encode(json.dumps(guesses).encode()).decode()
+        arguments = base64.b64encode(json.dumps(guesses).encode()).decode()
         task = Task(id="escape", instruction="Get out.", files=files)
         outcome = await harness.run(
-            task=task, backend=backend, client=client, command=f"exec python3 escape.py {said}", timeout_s=scaled(240)
+            task=task,
+            backend=backend,
+            client=client,
+            command=f"exec python3 escape.py {arguments}",
+            timeout_s=scaled(240),
         )
         watching.cancel()
         assert outcome.status == "finished", (outcome, outcome.collected.stderr)
-        door.settimeout(0)
+        listener.settimeout(0)
         return Attempt(
             backend=backend,
-            told=json.loads((harness.folder / outcome.session / "stdout").read_bytes()),
+            results=json.loads((harness.folder / outcome.session / "stdout").read_bytes()),
             outcome=outcome,
             trace=await gateway.trace(outcome.session),
             other={**await gateway.show(OTHER), "turns": await gateway.turns(OTHER)},
             sessions=[row["id"] for row in (await gateway._ask("GET", "/admin/sessions"))["sessions"]],
             paused=(await gateway._ask("GET", "/admin/fence"))["paused"],
             admin_key=gateway.app.admin_key,
-            knocks=_knocks(door),
+            connections=_count_connections(listener),
             argv=argv,
             written=[path.name for path in outside.iterdir()],
         )
 
 
-def _guesses(
-    harness: Harness, other_key: str, bystander: int, neighbour: Path, outside: Path, door: socket.socket, backend: str
+def build_guesses(
+    harness: Harness,
+    other_key: str,
+    bystander: int,
+    neighbour: Path,
+    outside: Path,
+    listener: socket.socket,
+    backend: str,
 ) -> dict[str, Any]:
     data = harness.gateway.database.parent
-    ours = f"/proc/{os.getpid()}"
+    own_process = f"/proc/{os.getpid()}"
     port = int(harness.gateway.root.rpartition(":")[2])
-    secret = {
+    secrets = {
         "the admin key": harness.gateway.app.admin_key,
         "another session's key": other_key,
-        "another session's words": WORDS,
+        "another session's words": OTHER_MESSAGE,
         "the neighbour's variable": "the neighbour's variable",
         "the neighbour's file": "the neighbour's file",
         "the neighbour's process": "the neighbour's process",
@@ -165,7 +177,7 @@ def _guesses(
     }
     return {
         "attempts": ["doors", "keyless", "tokens", "files", "secrets", "network"],
-        **_patience(),
+        **_timeouts(),
         "session": OWN,
         "other": OTHER,
         "other_digest": hashlib.sha256(other_key.encode()).hexdigest(),
@@ -175,7 +187,13 @@ def _guesses(
             *(str(neighbour), f"{neighbour}/home/private", f"{neighbour}/shared/gateway.sock", str(outside)),
             *(str(REPOSITORY), str(Path(__file__)), str(Path.home()), f"{Path.home()}/.ssh", "/root", "/work"),
             *("/var/run/docker.sock", "/run/docker.sock", "/run/containerd/containerd.sock", "/var/lib/docker"),
-            *(f"{ours}/environ", f"{ours}/cwd", f"{ours}/root/etc/passwd", f"{ours}/mem", f"{ours}/fd"),
+            *(
+                f"{own_process}/environ",
+                f"{own_process}/cwd",
+                f"{own_process}/root/etc/passwd",
+                f"{own_process}/mem",
+                f"{own_process}/fd",
+            ),
             *(f"/proc/{bystander}/environ", f"/proc/{bystander}/cmdline", "/proc/1/root/etc/shadow", "/proc/1/environ"),
             *("/etc/shadow", "/dev/mem", "/dev/kmsg", "/proc/kcore", "/sys/kernel/debug", "/proc/sysrq-trigger"),
         ],
@@ -183,27 +201,27 @@ def _guesses(
             *(f"{outside}/from-inside", f"{data}/from-inside", "/proc/sys/kernel/core_pattern", "/proc/sysrq-trigger"),
             *("/etc/ld.so.preload", "/etc/cron.d/evil", "/usr/bin/evil", "/run/turngate/evil"),
         ]
-        if backend != "local"  # there it would
+        if backend != "local"  # local would write them
         else [f"{outside}/from-inside"],
-        "secrets": {name: base64.b64encode(text.encode()[::-1]).decode() for name, text in secret.items()},
-        # What a plain process of the same user can look at is no secret from it.
+        "secrets": {name: base64.b64encode(text.encode()[::-1]).decode() for name, text in secrets.items()},
+        # In `local`, the agent can read everything of its user, so only its own variables and files are searched.
         "look_at_processes": backend != "local",
         "look_in": ["/tmp", "/run", "/etc", "/opt", "/var", "/home", "/dev/shm"] if backend != "local" else [],
         "abstract": f"turngate-{outside.name}",
         "addresses": [
-            *(("127.0.0.1", port), ("127.0.0.1", door.getsockname()[1]), ("172.17.0.1", door.getsockname()[1])),
+            *(("127.0.0.1", port), ("127.0.0.1", listener.getsockname()[1]), ("172.17.0.1", listener.getsockname()[1])),
             *(("1.1.1.1", 53), ("1.1.1.1", 443), ("169.254.169.254", 80), ("::1", port), ("2606:4700:4700::1111", 443)),
-            *((address, door.getsockname()[1]) for address in _addresses()),
+            *((address, listener.getsockname()[1]) for address in _own_addresses()),
         ],
     }
 
 
-def _patience() -> dict[str, float]:
+def _timeouts() -> dict[str, float]:
     return {"wait_s": scaled(10), "quiet_s": scaled(0.5)}
 
 
-def _addresses() -> list[str]:
-    """Of this machine."""
+def _own_addresses() -> list[str]:
+    """Return the network addresses of this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))
@@ -212,22 +230,22 @@ def _addresses() -> list[str]:
             return []
 
 
-def _knocks(door: socket.socket) -> int:
+def _count_connections(listener: socket.socket) -> int:
     count = 0
     while True:
         try:
-            door.accept()[0].close()
+            listener.accept()[0].close()
         except BlockingIOError:
             return count
         count += 1
 
 
-async def _watch_argv(client: Named, admin_key: str, found: list[str]) -> None:
-    """Every user of a machine can read every command line."""
+async def _watch_argv(client: NamedSessionClient, admin_key: str, found: list[str]) -> None:
+    """Collect command lines that contain a secret: every user can read them."""
     while True:
-        for place in Path("/proc").glob("[0-9]*/cmdline"):
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
             try:
-                line = place.read_bytes()
+                line = path.read_bytes()
             except OSError:
                 continue
             if admin_key.encode() in line or (client.key and client.key.encode() in line):
@@ -245,46 +263,46 @@ def _status(answer: str) -> int:
 
 @pytest.mark.real
 @pytest.mark.promise(7)
-def test_no_way_leads_to_the_admin_api(attempt: Attempt) -> None:
-    doors = attempt.told["doors"]
-    assert len(doors) > 300
-    for what, answer in doors.items():
-        first = answer.partition("\r\n\r\n")[0]
+def test_admin_api_is_unreachable(attempt: Attempt) -> None:
+    replies = attempt.results["doors"]
+    assert len(replies) > 300
+    for what, answer in replies.items():
+        head = answer.partition("\r\n\r\n")[0]
         assert attempt.admin_key not in answer, what
         assert "opened" not in answer and '"sessions"' not in answer and "engines" not in answer, (what, answer)
-        assert WORDS not in answer, what
+        assert OTHER_MESSAGE not in answer, what
         if "behind a request" in what or "in the path" in what:
-            continue  # what comes first there is allowed
+            continue  # the first request there is allowed
         if "/v1/models?/" in what or "/v1/models/x#" in what:
-            continue  # a model's name, or a question about models
-        assert _status(answer) in (0, 400, 401, 404, 405, 501), (what, first)
+            continue  # a valid path of the models API
+        assert _status(answer) in (0, 400, 401, 404, 405, 501), (what, head)
 
 
-def test_the_path_after_a_good_one_is_judged_by_itself(attempt: Attempt) -> None:
+def test_pipelined_path_is_checked(attempt: Attempt) -> None:
     for way in ("relay", "door"):
-        answer = attempt.told["doors"][f"{way} behind a request"]
+        answer = attempt.results["doors"][f"{way} behind a request"]
         statuses = re.findall(r"HTTP/1\.1 (\d{3})", answer)
         assert statuses == ["200", "404"], answer
 
 
-def test_nothing_was_changed_behind_the_door(attempt: Attempt) -> None:
+def test_gateway_state_is_unchanged(attempt: Attempt) -> None:
     assert sorted(attempt.sessions) == sorted([OWN, OTHER])
     assert attempt.other["status"] == "open"
-    assert len(attempt.other["turns"]) == 1  # nobody called in its name
+    assert len(attempt.other["turns"]) == 1  # no call was made in its name
     assert not attempt.paused
 
 
-def test_no_model_call_is_answered_without_the_right_key(attempt: Attempt) -> None:
-    for what, answer in attempt.told["keyless"].items():
-        refused = 400 if "/v1beta/" in what else 401  # as Google has it
+def test_model_calls_need_right_key(attempt: Attempt) -> None:
+    for what, answer in attempt.results["keyless"].items():
+        refused = 400 if "/v1beta/" in what else 401  # as in Google's API
         assert _status(answer) == refused and "key" in answer, (what, answer)
         assert "Nothing to see" not in answer
 
 
-def test_the_refusals_do_not_tell_a_session_that_exists_from_one_that_does_not(attempt: Attempt) -> None:
-    told = {what: answer.partition("\r\n\r\n")[2] for what, answer in attempt.told["keyless"].items()}
+def test_refusals_do_not_reveal_sessions(attempt: Attempt) -> None:
+    results = {what: answer.partition("\r\n\r\n")[2] for what, answer in attempt.results["keyless"].items()}
     by_path: dict[str, set[str]] = {}
-    for what, body in told.items():
+    for what, body in results.items():
         path, _, key = what.partition(" ")
         if key != "''":
             by_path.setdefault(path, set()).add(re.sub(r'"(request_id|id)":"[^"]*"', "", body))
@@ -294,12 +312,12 @@ def test_the_refusals_do_not_tell_a_session_that_exists_from_one_that_does_not(a
 # ── token ids and log-probabilities ─────────────────────────────────────────────────────────────────────────────────
 
 
-def test_no_dialect_tells_token_ids_or_log_probabilities(attempt: Attempt) -> None:
+def test_no_dialect_reveals_token_ids_or_logprobs(attempt: Attempt) -> None:
     turns = [node for node in attempt.trace.nodes if isinstance(node, TraceTurn)]
     secret = {f"{p:.4f}"[:7] for turn in turns if turn.logprobs is not None for p in turn.logprobs.tolist()}
     ids = {",".join(map(str, turn.ids[:3])) for turn in turns}
     answered = set()
-    for what, answer in attempt.told["tokens"].items():
+    for what, answer in attempt.results["tokens"].items():
         if "Nothing" in answer:
             answered.add(what)
         else:
@@ -317,30 +335,30 @@ def test_no_dialect_tells_token_ids_or_log_probabilities(attempt: Attempt) -> No
 # ── files, processes, secrets ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_files_and_processes_of_the_host_cannot_be_read(walled: Attempt) -> None:
-    for path, what in walled.told["files"].items():
-        if path == "/proc/1/environ" and walled.backend == "docker":
+def test_host_files_and_processes_are_unreadable(isolated: Attempt) -> None:
+    for path, what in isolated.results["files"].items():
+        if path == "/proc/1/environ" and isolated.backend == "docker":
             continue  # process 1 is the container's own
         if not path.startswith("write "):
             assert what.startswith("no: ") or what in ("read 0", "listed "), (path, what)
 
 
-def test_nothing_can_be_written_outside(walled: Attempt) -> None:
-    for path, what in walled.told["files"].items():
+def test_nothing_is_written_outside(isolated: Attempt) -> None:
+    for path, what in isolated.results["files"].items():
         if path.startswith("write "):
             assert what.startswith("no: "), (path, what)
-    assert walled.written == []
+    assert isolated.written == []
 
 
-def test_the_secrets_of_others_are_nowhere(attempt: Attempt) -> None:
-    """In the local sandbox: not in its variables and its own files."""
-    secrets = attempt.told["secrets"]
+def test_secrets_of_others_are_not_found(attempt: Attempt) -> None:
+    """In the local sandbox, only its variables and own files are searched."""
+    secrets = attempt.results["secrets"]
     assert secrets["looked at"] > 20
     assert secrets["found"] == []
 
 
-def test_no_key_is_in_a_command_line(attempt: Attempt) -> None:
-    assert attempt.told["secrets"]["own key in"] == []
+def test_no_key_in_command_lines(attempt: Attempt) -> None:
+    assert attempt.results["secrets"]["own key in"] == []
     assert attempt.argv == []
 
 
@@ -349,40 +367,42 @@ def test_no_key_is_in_a_command_line(attempt: Attempt) -> None:
 
 @pytest.mark.real
 @pytest.mark.promise(7)
-def test_the_network_is_closed(walled: Attempt) -> None:
-    network = dict(walled.told["network"])
+def test_network_is_closed(isolated: Attempt) -> None:
+    network = dict(isolated.results["network"])
     assert network.pop("interfaces") == "lo"
-    assert walled.knocks == 0
-    for what, came in network.items():
-        assert came.startswith("no: "), (what, came)
+    assert isolated.connections == 0
+    for what, result in network.items():
+        assert result.startswith("no: "), (what, result)
 
 
-# ── what was allowed ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── allowed calls ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_all_of_it_is_in_the_agents_own_trace_and_nothing_else(attempt: Attempt) -> None:
-    """It had its model calls: whatever else it tried, those were recorded."""
+def test_all_model_calls_are_in_trace_of_agent(attempt: Attempt) -> None:
+    """All model calls that succeeded were recorded."""
     assert attempt.outcome.turns == len([n for n in attempt.trace.nodes if isinstance(n, TraceTurn)])
     assert attempt.outcome.turns >= 6
 
 
-# ── local is no wall ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── local does not isolate ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_same_attempts_succeed_where_there_is_no_wall() -> None:
-    """So that nobody takes an attempt that never could succeed for a wall."""
-    told, knocks = _attempt("local").told, _attempt("local").knocks
-    read = [path for path, what in told["files"].items() if re.match(r"read [1-9]|listed .", what)]
+def test_same_attempts_succeed_in_local() -> None:
+    """Check that the attempts can succeed at all, so that their failure elsewhere shows isolation."""
+    results, connections = get_attempt("local").results, get_attempt("local").connections
+    read = [path for path, what in results["files"].items() if re.match(r"read [1-9]|listed .", what)]
     assert any(path.endswith("/admin-key") for path in read) and any(path.endswith("/home/private") for path in read)
     assert any(path.endswith("/environ") for path in read)
-    assert [came for what, came in told["network"].items() if what.startswith("tcp 127.0.0.1")] == ["reached"] * 2
-    assert told["network"]["abstract socket"] == "reached"
-    assert knocks >= 1
-    assert _attempt("local").written == ["from-inside"]
+    assert [result for what, result in results["network"].items() if what.startswith("tcp 127.0.0.1")] == [
+        "reached"
+    ] * 2
+    assert results["network"]["abstract socket"] == "reached"
+    assert connections >= 1
+    assert get_attempt("local").written == ["from-inside"]
 
 
-async def test_what_the_local_sandbox_does_not_close() -> None:
-    """So the documentation says: for trusted agents and tests. An agent there is its user, and can do what that user can."""
+async def test_local_sandbox_is_open() -> None:
+    """As documented, `local` is for trusted agents and tests: an agent can do what its user can."""
     async with open_harness() as harness:
         data = harness.gateway.database.parent
         program = f"""
@@ -436,7 +456,7 @@ while True:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-async def test_killing_the_relay_does_not_end_the_rollout(backend: str) -> None:
+async def test_rollout_survives_killed_relay(backend: str) -> None:
     kit.need(backend)
     async with open_harness([say("Hello."), say("Still here.")]) as harness:
         program = (
@@ -452,8 +472,8 @@ async def test_killing_the_relay_does_not_end_the_rollout(backend: str) -> None:
         assert (outcome.turns, outcome.rows) == (2, 1)
 
 
-async def test_a_relay_of_the_agents_own_reaches_no_further(closed: str) -> None:
-    """It may put another program in the relay's place, and name another target: both are inside, where it could do that anyway."""
+async def test_replaced_relay_gains_no_privileges(isolated_backend: str) -> None:
+    """The agent may replace the relay's program and target, but gains no privileges by that."""
     async with open_harness([say("Hello.")] * 3) as harness:
         program = """
 import glob, signal
@@ -467,16 +487,19 @@ for name in glob.glob("/proc/[0-9]*/cmdline"):
 while not os.path.exists("/tmp/mine"): time.sleep(0.1)
 print([line.split()[1] for line in open("/tmp/mine") if line.startswith(("Uid", "CapEff"))])
 """
-        outcome = await harness.run(program, backend=closed)
+        outcome = await harness.run(program, backend=isolated_backend)
         assert outcome.status == "finished", outcome.collected.stderr
-        assert outcome.collected.stdout == "['1000', '0000000000000000']\n"  # as whom the agent runs, too
+        # The user and capabilities of the agent itself.
+        assert outcome.collected.stdout == "['1000', '0000000000000000']\n"
 
 
-async def test_two_agents_at_once_cannot_use_each_others_door(closed: str) -> None:
-    """Each has a door of its own in a folder of its own, and a key of its own."""
+async def test_concurrent_agents_have_separate_doors(isolated_backend: str) -> None:
+    """Each agent has its own door in its own folder, and its own key."""
     async with open_harness(lambda request, n: say("Hello.")) as harness:
         program = 'print(ask("Hi"), os.listdir("/run/turngate"), sorted(os.listdir("/run")))\ntime.sleep(1)'
-        first, second = (harness.rollout(program, backend=closed, folder=harness.folder / str(n)) for n in range(2))
+        first, second = (
+            harness.rollout(program, backend=isolated_backend, folder=harness.folder / str(n)) for n in range(2)
+        )
         outcomes = await asyncio.gather(first.run(), second.run())
         for outcome in outcomes:
             assert outcome.status == "finished"
@@ -484,11 +507,11 @@ async def test_two_agents_at_once_cannot_use_each_others_door(closed: str) -> No
             assert (outcome.turns, outcome.calls) == (1, 1)
 
 
-# ── what it leaves behind ───────────────────────────────────────────────────────────────────────────────────────────
+# ── collected files ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_what_is_left_behind_leads_nowhere_on_the_host(closed: str, tmp_path: Path) -> None:
-    """Links, pipes, odd names, a terminal's commands: they are copied as they are, or left out, and nothing is written elsewhere."""
+async def test_collected_files_cannot_reach_host(isolated_backend: str, tmp_path: Path) -> None:
+    """Links, pipes, odd names and terminal commands are copied unchanged or skipped, and nothing is written elsewhere."""
     secret = tmp_path / "secret"
     secret.write_text("secret of the host")
     tmp_path.chmod(0o755)
@@ -501,7 +524,7 @@ os.unlink(out); os.symlink({str(secret)!r}, out)
 print("\\x1b]0;owned\\x07 done")
 """
     async with open_harness() as harness:
-        outcome = await harness.run(program, backend=closed)
+        outcome = await harness.run(program, backend=isolated_backend)
         assert outcome.status == "finished", outcome
         kept = harness.folder / outcome.session
         assert sorted(os.fsencode(path.name) for path in (kept / "work").iterdir()) == sorted(
@@ -518,13 +541,13 @@ print("\\x1b]0;owned\\x07 done")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_keys_of_turngate_run_are_not_to_be_had_from_inside(backend: str, tmp_path: Path) -> None:
-    """The process has the admin key and the engine's in its environment; the agent that it runs must not."""
+def test_keys_of_turngate_run_are_hidden_from_agent(backend: str, tmp_path: Path) -> None:
+    """The process has the admin key and the engine's key in its environment, and its agent must not."""
     kit.need(backend)
     keys = {"TURNGATE_ADMIN_KEY": "admin-" + os.urandom(16).hex(), "MY_ENGINE_KEY": "engine-" + os.urandom(16).hex()}
     guesses = {
         "attempts": ["secrets"],
-        **_patience(),
+        **_timeouts(),
         "session": "x",
         "other": "y",
         "other_digest": "z",
@@ -533,21 +556,21 @@ def test_the_keys_of_turngate_run_are_not_to_be_had_from_inside(backend: str, tm
         "look_at_processes": backend != "local",
         "look_in": ["/tmp", "/run", "/etc", "/opt", "/var", "/home"] if backend != "local" else [],
     }
-    said = base64.b64encode(json.dumps(guesses).encode()).decode()
+    arguments = base64.b64encode(json.dumps(guesses).encode()).decode()
     (tmp_path / "task" / "files").mkdir(parents=True)
     (tmp_path / "task" / "instruction.md").write_text("Get out.")
     (tmp_path / "task" / "files" / "escape.py").write_bytes(PROGRAM.read_bytes())
     command = [
         *(sys.executable, "-m", "turngate", "run", "--agent", "shell", "--sandbox", backend, "--json"),
         *("--task", str(tmp_path / "task"), "--data", str(tmp_path / "data"), "--engine-key-env", "MY_ENGINE_KEY"),
-        *("--set", f"command=exec python3 escape.py {shlex.quote(said)}", "--timeout", str(scaled(60))),
+        *("--set", f"command=exec python3 escape.py {shlex.quote(arguments)}", "--timeout", str(scaled(60))),
     ]
     env, limit = {**os.environ, **keys}, scaled(120)
     done = subprocess.run(command, env=env, cwd=REPOSITORY, capture_output=True, text=True, timeout=limit, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     outcome = json.loads(done.stdout)
-    told = json.loads((tmp_path / "data" / "rollouts" / outcome["session"] / "stdout").read_bytes())
-    assert told["secrets"]["found"] == [] and told["secrets"]["looked at"] > 10
+    results = json.loads((tmp_path / "data" / "rollouts" / outcome["session"] / "stdout").read_bytes())
+    assert results["secrets"]["found"] == [] and results["secrets"]["looked at"] > 10
     for text in keys.values():
         assert text not in done.stdout + done.stderr
         assert not any(text.encode() in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
