@@ -47,8 +47,8 @@ class Harness:
     def plan(self, *names: str, **fields: Any) -> BatchPlan:
         return plan(self.out, self.root / "s", names, **{"n": 2, **fields})
 
-    def batch(self, wanted: BatchPlan, **how: Any) -> Batch:
-        return Batch(wanted, self.client, self.connector, **how)
+    def batch(self, plan: BatchPlan, **options: Any) -> Batch:
+        return Batch(plan, self.client, self.connector, **options)
 
     def leftovers(self) -> list[str]:
         return [path.name for path in (self.root / "s").iterdir() if path.name != "agent.py"] + sandbox_processes(
@@ -83,8 +83,8 @@ async def test_rollouts_are_classified_by_their_fault() -> None:
         def watch(tally: BatchProgress) -> None:
             seen.append(tally.done)
 
-        wanted = harness.plan("well-0", "sandbox-0", "engine-0", "setup-0", retries=1)
-        result = await run_batch(wanted, harness.client, harness.connector, watch)
+        plan = harness.plan("well-0", "sandbox-0", "engine-0", "setup-0", retries=1)
+        result = await run_batch(plan, harness.client, harness.connector, watch)
         kinds = {task.task: dict(task.kinds) for task in result.summary.tasks}
         assert kinds == {
             "well-0": {"graded": 2},
@@ -102,19 +102,19 @@ async def test_rollouts_are_classified_by_their_fault() -> None:
         assert (finished.boundary, finished.stage, finished.reward) == ("engine", "agent", None)
         outcome = json.loads((harness.out / "rollouts" / finished.session / "outcome.json").read_bytes())
         assert (outcome["rollout"], outcome["attempt"]) == (finished.rollout, 2)
-        again = await run_batch(wanted, harness.client, harness.connector)
+        again = await run_batch(plan, harness.client, harness.connector)
         assert again.finished == result.finished, "a complete batch ran again"
 
 
 async def test_rollouts_stream_as_they_finish_until_closed() -> None:
     async with open_harness() as harness:
-        wanted = harness.plan("well-0", "hang-0", n=2, bounds=Bounds(running=3))
-        async with aclosing(rollouts(wanted, harness.client, harness.connector)) as finished:
+        plan = harness.plan("well-0", "hang-0", n=2, bounds=Bounds(running=3))
+        async with aclosing(rollouts(plan, harness.client, harness.connector)) as finished:
             first = await anext(finished)
             assert first.kind == "graded"
-        known = read_ledger(harness.out)
-        assert first.rollout in known.finished and known.open == {} and len(known.finished) < 4
-        streamed = [rollout async for rollout in rollouts(wanted, harness.client, harness.connector)]
+        state = read_ledger(harness.out)
+        assert first.rollout in state.finished and state.open == {} and len(state.finished) < 4
+        streamed = [rollout async for rollout in rollouts(plan, harness.client, harness.connector)]
         assert streamed[0] == first, "rollouts of an earlier run must come first"
         assert {rollout.rollout for rollout in streamed} == set(read_ledger(harness.out).finished) and len(
             streamed
@@ -123,19 +123,19 @@ async def test_rollouts_stream_as_they_finish_until_closed() -> None:
 
 async def test_cancelled_batch_cleans_up_and_resumes() -> None:
     async with open_harness() as harness:
-        wanted = harness.plan("hang-0", "well-0", n=2, bounds=Bounds(running=2, warm=1))
-        batch = harness.batch(wanted)
+        plan = harness.plan("hang-0", "well-0", n=2, bounds=Bounds(running=2, warm=1))
+        batch = harness.batch(plan)
         running = asyncio.create_task(batch.run())
         await kit.until(lambda: batch.progress.states["run"] == 2 and batch.progress.sampled_tokens > 0, 60)
         with pytest.raises(ConfigError, match="another batch is running in"):
-            await run_batch(wanted, harness.client, harness.connector)
+            await run_batch(plan, harness.client, harness.connector)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
         assert harness.leftovers() == [] and not batch.result.complete
-        known = read_ledger(harness.out)
-        assert known.open == {} and known.faults == {}, "a cancelled attempt is not a fault"
-        result = await run_batch(wanted, harness.client, harness.connector)
+        state = read_ledger(harness.out)
+        assert state.open == {} and state.faults == {}, "a cancelled attempt is not a fault"
+        result = await run_batch(plan, harness.client, harness.connector)
         assert result.complete
         assert result.summary.overall.kinds == {"graded": 2, "agent failed": 2}
 
@@ -143,13 +143,13 @@ async def test_cancelled_batch_cleans_up_and_resumes() -> None:
 async def test_outcome_known_to_gateway_is_adopted() -> None:
     """The runner was killed after recording at the gateway and before writing its ledger."""
     async with open_harness() as harness:
-        wanted = harness.plan("well-0", n=3)
-        first = await run_batch(wanted, harness.client, harness.connector)
+        plan = harness.plan("well-0", n=3)
+        first = await run_batch(plan, harness.client, harness.connector)
         lines = (harness.out / LEDGER_NAME).read_bytes().splitlines(keepends=True)
         cut = next(n for n, line in enumerate(lines) if b'"finished"' in line)
         lost = msgspec.json.decode(lines[cut], type=FinishedRollout)
         (harness.out / LEDGER_NAME).write_bytes(b"".join(lines[:cut] + lines[cut + 1 :]))
-        again = await run_batch(wanted, harness.client, harness.connector)
+        again = await run_batch(plan, harness.client, harness.connector)
         [adopted] = [rollout for rollout in again.finished if rollout.rollout == lost.rollout]
         assert (adopted.session, adopted.reward, adopted.kind) == (lost.session, lost.reward, lost.kind)
         assert len(await every_session(harness.gateway)) == 3 and again.complete == first.complete is True
@@ -158,8 +158,8 @@ async def test_outcome_known_to_gateway_is_adopted() -> None:
 async def test_sessions_of_killed_runner_are_cancelled() -> None:
     """One session was open, and one had not been opened yet."""
     async with open_harness() as harness:
-        wanted = harness.plan("well-0", n=2)
-        batch = (await run_batch(wanted, harness.client, harness.connector)).batch
+        plan = harness.plan("well-0", n=2)
+        batch = (await run_batch(plan, harness.client, harness.connector)).batch
         head = (harness.out / LEDGER_NAME).read_bytes().splitlines(keepends=True)[0]
         (harness.out / LEDGER_NAME).write_bytes(head)
         opened = await harness.client.open({"model": "m"})
@@ -169,15 +169,15 @@ async def test_sessions_of_killed_runner_are_cancelled() -> None:
                 AttemptStarted(rollout=f"{batch}.well-0.{index}", attempt=1, session=session, at=timestamp())
             )
         await ledger.close()
-        again = await run_batch(wanted, harness.client, harness.connector)
+        again = await run_batch(plan, harness.client, harness.connector)
         assert [(rollout.attempt, rollout.kind) for rollout in again.finished] == [(2, "graded")] * 2
         assert (await harness.client.show(opened.id)).status == "cancelled"
 
 
 async def test_remaining_rollouts_of_invalid_task_are_skipped() -> None:
     async with open_harness() as harness:
-        wanted = harness.plan("setup-0", n=8, bounds=Bounds(running=1, warm=0, grading=1))
-        batch = harness.batch(wanted)
+        plan = harness.plan("setup-0", n=8, bounds=Bounds(running=1, warm=0, grading=1))
+        batch = harness.batch(plan)
         result = await batch.run()
         assert result.summary.overall.kinds == {"invalid task": 8}
         tried = Counter(rollout.attempt for rollout in result.finished)
@@ -224,32 +224,32 @@ class ExhaustedBackend(LocalBackend):
 
 async def test_unavailable_sandboxes_stop_batch() -> None:
     async with open_harness() as harness:
-        wanted = harness.plan("well-0", n=5, bounds=Bounds(running=1, warm=0))
-        broken = msgspec.structs.replace(wanted, backend=ExhaustedBackend(harness.root / "s", after=4))
+        plan = harness.plan("well-0", n=5, bounds=Bounds(running=1, warm=0))
+        broken = msgspec.structs.replace(plan, backend=ExhaustedBackend(harness.root / "s", after=4))
         result = await run_batch(broken, harness.client, harness.connector)
         assert result.stopped == "sandboxes cannot be created: the daemon is gone; start it"
         assert not result.complete and read_ledger(harness.out).faults == {}
         assert all(rollout.kind == "graded" for rollout in result.finished), "rollouts were used up"
         with pytest.raises(SandboxUnavailable):
             await run_batch(broken, harness.client, harness.connector)
-        assert (await run_batch(wanted, harness.client, harness.connector)).summary.overall.kinds == {"graded": 5}
+        assert (await run_batch(plan, harness.client, harness.connector)).summary.overall.kinds == {"graded": 5}
 
 
 async def test_unreachable_gateway_stops_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("turngate.rollout.health.RESTART_S", scaled(0.5))
     async with open_harness() as harness:
-        wanted = harness.plan("well-0", n=2, bounds=Bounds(running=1, warm=0))
+        plan = harness.plan("well-0", n=2, bounds=Bounds(running=1, warm=0))
         async with GatewayClient("http://127.0.0.1:9", "x") as unreachable:
             with pytest.raises(BatchStopped, match="cannot be reached"):
-                _ = [rollout async for rollout in rollouts(wanted, unreachable, harness.connector)]
+                _ = [rollout async for rollout in rollouts(plan, unreachable, harness.connector)]
         assert read_ledger(harness.out).finished == {}
-        assert (await run_batch(wanted, harness.client, harness.connector)).complete
+        assert (await run_batch(plan, harness.client, harness.connector)).complete
 
 
 async def test_batch_stops_early_if_every_attempt_fails() -> None:
     async with open_harness() as harness:
-        wanted = harness.plan(*(f"sandbox-{n}" for n in range(40)), n=4, retries=0, bounds=Bounds(running=4))
-        result = await run_batch(wanted, harness.client, harness.connector)
+        plan = harness.plan(*(f"sandbox-{n}" for n in range(40)), n=4, retries=0, bounds=Bounds(running=4))
+        result = await run_batch(plan, harness.client, harness.connector)
         assert "attempts were all infrastructure faults" in result.stopped
         assert result.summary.overall.finished < 40
 
@@ -341,8 +341,8 @@ def test_ctrl_c_stops_cleanly_and_command_resumes(folder: Path) -> None:
     output, _ = process.communicate(timeout=scaled(60))
     assert process.returncode == 130, output
     assert "Run the same command to resume the batch" in output
-    known = read_ledger(ledger.parent)
-    assert known.open == {} and known.finished == {}
+    state = read_ledger(ledger.parent)
+    assert state.open == {} and state.finished == {}
     result = run_cli(*command(folder, "--n", "2", "--concurrency", "4"))
     assert result.exit_code == 0, result.stderr
     assert len(read_ledger(ledger.parent).finished) == 4

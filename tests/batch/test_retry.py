@@ -73,8 +73,8 @@ async def find_fault(client: httpx.AsyncClient) -> dict[str, Any]:
 async def test_running_batch_retries_at_once() -> None:
     async with open_harness() as harness:
         backend = FailOnceBackend(harness.root / "s")
-        wanted = harness.plan("once-0", "hang-0", n=1, retries=0, backend=backend, bounds=Bounds(running=2))
-        running = asyncio.create_task(run_batch(wanted, harness.client, harness.connector))
+        plan = harness.plan("once-0", "hang-0", n=1, retries=0, backend=backend, bounds=Bounds(running=2))
+        running = asyncio.create_task(run_batch(plan, harness.client, harness.connector))
         client = await log_in(harness)
         failed_row = await find_fault(client)
         assert (failed_row["status"], failed_row["turns"], failed_row["attempt"], failed_row["task"]) == (
@@ -102,8 +102,8 @@ async def test_resumed_batch_retries_once(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(rollout, "_ANSWER_S", 0.2)
     async with open_harness() as harness:
         backend = FailOnceBackend(harness.root / "s")
-        wanted = harness.plan("once-0", "well-0", n=1, retries=0, backend=backend)
-        first = await run_batch(wanted, harness.client, harness.connector)
+        plan = harness.plan("once-0", "well-0", n=1, retries=0, backend=backend)
+        first = await run_batch(plan, harness.client, harness.connector)
         assert first.complete and {finished.kind for finished in first.finished} == {
             "graded",
             "infrastructure fault",
@@ -113,12 +113,12 @@ async def test_resumed_batch_retries_once(monkeypatch: pytest.MonkeyPatch) -> No
         for _ in range(2):  # two requests give one retry
             reply = (await client.post(f"/page/api/rollouts/{failed_row['id']}/retry", headers=PAGE_HEADERS)).json()
             assert reply["taken"] is None and "run the batch again on its folder" in reply["message"]
-        second = await run_batch(wanted, harness.client, harness.connector)
+        second = await run_batch(plan, harness.client, harness.connector)
         assert [(finished.task, finished.kind, finished.attempt) for finished in second.finished] == [
             ("once-0", "graded", 2),
             ("well-0", "graded", 1),
         ]
-        third = await run_batch(wanted, harness.client, harness.connector)
+        third = await run_batch(plan, harness.client, harness.connector)
         assert third.finished == second.finished and read_ledger(harness.out).attempts[failed_row["name"]] == 2
 
 
@@ -145,8 +145,8 @@ async def list_answers(harness: Harness, seq: int | None = None) -> list[bool | 
 
 async def test_cancelled_rollout_can_be_retried_at_once() -> None:
     async with open_harness() as harness:
-        wanted = harness.plan("hang-0", "hang-1", n=1, retries=0, bounds=Bounds(running=2))
-        running = asyncio.create_task(run_batch(wanted, harness.client, harness.connector))
+        plan = harness.plan("hang-0", "hang-1", n=1, retries=0, bounds=Bounds(running=2))
+        running = asyncio.create_task(run_batch(plan, harness.client, harness.connector))
         client = await log_in(harness)
         running_row = await wait_for_row(client, status="running")
         assert (
@@ -156,7 +156,7 @@ async def test_cancelled_rollout_can_be_retried_at_once() -> None:
         first = await running
         again = [finished.attempt for finished in first.finished if finished.rollout == running_row["name"]]
         assert reply["taken"] in (True, None) and again == [2] and (await list_answers(harness))[-1] is True
-        second = await run_batch(wanted, harness.client, harness.connector)
+        second = await run_batch(plan, harness.client, harness.connector)
         assert second.finished == first.finished
 
 
@@ -171,8 +171,8 @@ async def test_early_request_waits_for_end_of_attempt(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Ledger, "_append", slowly)
     async with open_harness() as harness:
-        wanted = harness.plan("once-0", n=1, retries=0, backend=FailOnceBackend(harness.root / "s"))
-        running = asyncio.create_task(run_batch(wanted, harness.client, harness.connector))
+        plan = harness.plan("once-0", n=1, retries=0, backend=FailOnceBackend(harness.root / "s"))
+        running = asyncio.create_task(run_batch(plan, harness.client, harness.connector))
         client = await log_in(harness)
         failed_row = await find_fault(client)
         reply = (await client.post(f"/page/api/rollouts/{failed_row['id']}/retry", headers=PAGE_HEADERS)).json()
@@ -185,17 +185,17 @@ async def test_early_request_waits_for_end_of_attempt(monkeypatch: pytest.Monkey
 
 async def test_request_is_answered_once_and_refusal_is_final() -> None:
     async with open_harness() as harness:
-        wanted = harness.plan("once-0", "well-0", n=1, retries=0, backend=FailOnceBackend(harness.root / "s"))
-        first = await run_batch(wanted, harness.client, harness.connector)
+        plan = harness.plan("once-0", "well-0", n=1, retries=0, backend=FailOnceBackend(harness.root / "s"))
+        first = await run_batch(plan, harness.client, harness.connector)
         stream, request = batch_stream(first.batch), build_request(harness, "once-0", "infrastructure fault")
         refused = harness.gateway.app.events.announce(stream, "retry", request)
         await harness.client.announce(stream, "note", {"retry": refused, "taken": False, "message": "no"})
-        assert (await run_batch(wanted, harness.client, harness.connector)).finished == first.finished
+        assert (await run_batch(plan, harness.client, harness.connector)).finished == first.finished
         put_off = harness.gateway.app.events.announce(stream, "retry", request)
         await harness.client.announce(stream, "note", {"retry": put_off, "taken": None, "message": "later"})
         nonsense = harness.gateway.app.events.announce(stream, "retry", build_request(harness, "well-0", "graded"))
         for _ in range(3):
-            last = await run_batch(wanted, harness.client, harness.connector)
+            last = await run_batch(plan, harness.client, harness.connector)
             assert [(finished.kind, finished.attempt) for finished in last.finished] == [("graded", 2), ("graded", 1)]
         replies = [await list_answers(harness, seq) for seq in (refused, put_off, nonsense)]
         assert replies == [[False], [None, True], [False]]
@@ -216,8 +216,8 @@ async def test_batch_waits_for_request_being_recorded(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Ledger, "add", late)
     async with open_harness() as harness:
         backend = FailOnceBackend(harness.root / "s")
-        wanted = harness.plan("once-0", "hang-0", n=1, retries=0, backend=backend, bounds=Bounds(running=2))
-        running = asyncio.create_task(run_batch(wanted, harness.client, harness.connector, watch))
+        plan = harness.plan("once-0", "hang-0", n=1, retries=0, backend=backend, bounds=Bounds(running=2))
+        running = asyncio.create_task(run_batch(plan, harness.client, harness.connector, watch))
         client = await log_in(harness)
         failed_row = await find_fault(client)
         await client.post(f"/page/api/rollouts/{failed_row['id']}/retry", headers=PAGE_HEADERS)
@@ -242,8 +242,8 @@ class GatedBackend(FailOnceBackend):
 async def test_retry_before_its_group_starts_runs_once() -> None:
     async with open_harness() as harness:
         backend = GatedBackend(harness.root / "s")
-        wanted = harness.plan("well-0", "well-1", "once-0", n=1, retries=0, backend=backend, bounds=Bounds(running=3))
-        running = asyncio.create_task(run_batch(wanted, harness.client, harness.connector))
+        plan = harness.plan("well-0", "well-1", "once-0", n=1, retries=0, backend=backend, bounds=Bounds(running=3))
+        running = asyncio.create_task(run_batch(plan, harness.client, harness.connector))
         client = await log_in(harness)
         failed_row = await find_fault(client)
         async with asyncio.timeout(scaled(20)):
@@ -264,7 +264,7 @@ async def test_retry_before_its_group_starts_runs_once() -> None:
             if tally.kinds["graded"] == 2:
                 backend.allowed["once"].set()
 
-        running = asyncio.create_task(run_batch(wanted, harness.client, harness.connector, watch, throttle=pace))
+        running = asyncio.create_task(run_batch(plan, harness.client, harness.connector, watch, throttle=pace))
         await first_done.wait()
         reply = (await client.post(f"/page/api/rollouts/{failed_row['id']}/retry", headers=PAGE_HEADERS)).json()
         allow_second.set()

@@ -44,8 +44,8 @@ class FakeGroups:
 async def test_each_group_of_each_round_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeGroups(monkeypatch, failures=2)
     async with open_harness() as harness:
-        wanted = harness.plan("well-0", "sandbox-0", n=2, rounds=2, retries=0)
-        result = await run_batch(wanted, harness.client, harness.connector)
+        plan = harness.plan("well-0", "sandbox-0", n=2, rounds=2, retries=0)
+        result = await run_batch(plan, harness.client, harness.connector)
         batch = result.batch
         groups = {f"{batch}.well-0", f"{batch}.sandbox-0", f"{batch}.well-0@1", f"{batch}.sandbox-0@1"}
         assert set(fake.closed) == groups and len(fake.closed) == 4, "groups with faults must be closed too"
@@ -61,21 +61,21 @@ async def test_each_group_of_each_round_is_closed_once(monkeypatch: pytest.Monke
 
         # Resume with more rounds: finished rollouts count, and their groups are closed again.
         fake.closed.clear()
-        more = await run_batch(msgspec.structs.replace(wanted, rounds=3), harness.client, harness.connector)
+        more = await run_batch(msgspec.structs.replace(plan, rounds=3), harness.client, harness.connector)
         assert more.complete and more.finished[:8] == result.finished and len(more.finished) == 12
         assert set(fake.closed) == {*groups, f"{batch}.well-0@2", f"{batch}.sandbox-0@2"}
         with pytest.raises(ConfigError, match="rounds must be at least 3, not 1: "):
-            await run_batch(msgspec.structs.replace(wanted, rounds=1), harness.client, harness.connector)
+            await run_batch(msgspec.structs.replace(plan, rounds=1), harness.client, harness.connector)
 
 
 async def test_attempt_of_later_round_is_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeGroups(monkeypatch)
     async with open_harness() as harness:
-        wanted = harness.plan("well-0", n=1, rounds=2)
-        first = await run_batch(wanted, harness.client, harness.connector)
+        plan = harness.plan("well-0", n=1, rounds=2)
+        first = await run_batch(plan, harness.client, harness.connector)
         lines = (harness.out / LEDGER_NAME).read_bytes().splitlines(keepends=True)
         (harness.out / LEDGER_NAME).write_bytes(b"".join(lines[:-1]))
-        again = await run_batch(wanted, harness.client, harness.connector)
+        again = await run_batch(plan, harness.client, harness.connector)
         assert [(rollout.round, rollout.session) for rollout in again.finished] == [
             (o.round, o.session) for o in first.finished
         ]
@@ -94,8 +94,8 @@ async def test_groups_wait_for_throttle_and_failed_group_frees_its_place(
             await throttle(number)
 
         names = ("well-0", "sandbox-0", "well-1", "well-2")
-        wanted = harness.plan(*names, n=1, retries=0, bounds=Bounds(running=4))
-        batch = harness.batch(wanted, throttle=record)
+        plan = harness.plan(*names, n=1, retries=0, bounds=Bounds(running=4))
+        batch = harness.batch(plan, throttle=record)
         running = asyncio.create_task(batch.run())
         await kit.until(lambda: len(fake.closed) == 3, 60)
         await asyncio.sleep(0.1)
@@ -128,10 +128,10 @@ def batch_of(group: str) -> str:
 async def test_trainer_receives_every_group_once_at_its_pace() -> None:
     """Use a real feed. The groups of one task are lost to faults: they are not delivered, and the runner does not wait for them."""
     async with open_harness() as harness:
-        wanted = harness.plan("well-0", "sandbox-0", n=2, rounds=2, retries=0)
+        plan = harness.plan("well-0", "sandbox-0", n=2, rounds=2, retries=0)
         async with await Feed.open(harness.client, "train", FeedConfig(n=2)) as feed:
             throttle = TrainerThrottle(1, trained=feed.committed)
-            running = asyncio.create_task(run_batch(wanted, harness.client, harness.connector, throttle=throttle))
+            running = asyncio.create_task(run_batch(plan, harness.client, harness.connector, throttle=throttle))
             seen = []
             async with asyncio.timeout(scaled(60)):
                 async for delivery in feed:
@@ -152,11 +152,11 @@ async def test_trainer_receives_every_group_once_at_its_pace() -> None:
 async def test_rollout_made_stale_by_new_policy_runs_again() -> None:
     async with open_harness() as harness:
         async with await Feed.open(harness.client, "train", FeedConfig(n=1, max_staleness=0)):
-            wanted = harness.plan("hang-0", n=1, retries=0)
+            plan = harness.plan("hang-0", n=1, retries=0)
             # Offer a tool: a single question might be taken for a title, which is not trained.
             offering = AGENT.replace('"messages":', f'"tools": {[kit.tool()]!r}, "messages":')
             (harness.root / "s" / "agent.py").write_text(offering)
-            batch = harness.batch(wanted)
+            batch = harness.batch(plan)
             running = asyncio.create_task(batch.run())
             await kit.until(lambda: batch.progress.sampled_tokens > 0, 60)
             await harness.gateway.resume(1)
@@ -171,10 +171,10 @@ async def test_stale_rollout_at_its_limit_runs_again(monkeypatch: pytest.MonkeyP
     two_calls = AGENT.replace("with socket", "for _ in range(2):\n  with socket").replace("sys.exit(1)", "pass")
     async with open_harness() as harness:
         async with await Feed.open(harness.client, "train", FeedConfig(n=1, max_staleness=0)):
-            wanted = harness.plan("hang-0", n=1, retries=0, session={"limits": {"turns": 1}})
+            plan = harness.plan("hang-0", n=1, retries=0, session={"limits": {"turns": 1}})
             offering = two_calls.replace('"messages":', f'"tools": {[kit.tool()]!r}, "messages":')
             (harness.root / "s" / "agent.py").write_text(offering)
-            running = asyncio.create_task(run_batch(wanted, harness.client, harness.connector))
+            running = asyncio.create_task(run_batch(plan, harness.client, harness.connector))
             async with asyncio.timeout(scaled(60)):
                 async for event in harness.client.events():
                     if event.kind == "limit":
@@ -225,8 +225,8 @@ async def test_stale_rollout_is_retried_or_excluded_without_fault(
 ) -> None:
     fake = FakeGroups(monkeypatch)
     async with open_harness() as harness:
-        wanted = harness.plan("hang-0", n=1, retries=0, stale_retries=retries)
-        running = asyncio.create_task(run_batch(wanted, harness.client, harness.connector))
+        plan = harness.plan("hang-0", n=1, retries=0, stale_retries=retries)
+        running = asyncio.create_task(run_batch(plan, harness.client, harness.connector))
         await asyncio.wait_for(mark_hanging_sessions_stale(harness, cancelled), scaled(60))
         [rollout] = (await asyncio.wait_for(running, scaled(60))).finished
         assert (rollout.kind, rollout.attempt, rollout.reward) == (kind, attempt, None)
@@ -242,15 +242,15 @@ async def test_wind_up_ends_agents_and_grades_finished_work(monkeypatch: pytest.
 
     real = rollout_module.grade_with_retries
 
-    async def slow(*given: Any) -> Any:
+    async def slow(*arguments: Any) -> Any:
         grading.set()
         await go.wait()
-        return await real(*given)
+        return await real(*arguments)
 
     monkeypatch.setattr(rollout_module, "grade_with_retries", slow)
     async with open_harness() as harness:
-        wanted = harness.plan("well-0", "hang-0", "well-1", n=1, bounds=Bounds(running=1, warm=0, grading=1))
-        batch = harness.batch(wanted)
+        plan = harness.plan("well-0", "hang-0", "well-1", n=1, bounds=Bounds(running=1, warm=0, grading=1))
+        batch = harness.batch(plan)
         running = asyncio.create_task(batch.run())
         await asyncio.wait_for(grading.wait(), scaled(60))
         await kit.until(lambda: batch.progress.states["run"] == 1, 60)
@@ -262,4 +262,4 @@ async def test_wind_up_ends_agents_and_grades_finished_work(monkeypatch: pytest.
             ("well-0", "graded")
         ] and not result.complete
         assert read_ledger(harness.out).open == {}
-        assert (await run_batch(wanted, harness.client, harness.connector)).complete
+        assert (await run_batch(plan, harness.client, harness.connector)).complete

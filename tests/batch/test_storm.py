@@ -124,14 +124,14 @@ async def test_batch_survives_faults_kill_and_full_disk(disk: Path, root: Path, 
         (disk / "filler").unlink()
         assert_kept(before, read_ledger(out))
         before = read_ledger(out)
-        assert before.open == {}, "the runner stopped by itself and left rollouts open"
+        assert before.open == {}, "the runner stopped and left rollouts open"
         async with run() as third:
             assert await third.wait() == (0, "\n")
-        known = read_ledger(out)
-        assert_kept(before, known)
-        assert_classes(known, names)
+        state = read_ledger(out)
+        assert_kept(before, state)
+        assert_classes(state, names)
         sessions = await every_session(gateway)
-        assert_sessions(known, sessions)
+        assert_sessions(state, sessions)
     ours = ("agent.py", f"turngate-{os.getuid()}")  # the second is where sandboxes put their folders
     assert [str(path) for path in root.rglob("*") if path.name not in ours] == []
     assert sandbox_processes(root) == []
@@ -144,26 +144,26 @@ def assert_kept(before: LedgerState, after: LedgerState) -> None:
     assert all(after.attempts.get(id, 0) == before.attempts.get(id, 0) for id in before.finished)
 
 
-def assert_classes(known: LedgerState, names: list[str]) -> None:
+def assert_classes(state: LedgerState, names: list[str]) -> None:
     """Every planned rollout is recorded once, in the class that fits its fault, and only graded ones have a reward."""
-    assert known.head is not None
-    wanted = {f"{known.head.batch}.{name}.{index}" for name in names for index in range(4)}
-    assert set(known.finished) == wanted
-    for rollout in known.finished.values():
+    assert state.head is not None
+    expected = {f"{state.head.batch}.{name}.{index}" for name in names for index in range(4)}
+    assert set(state.finished) == expected
+    for rollout in state.finished.values():
         assert rollout.kind == ENDS[rollout.task.partition("-")[0]], rollout
         assert (rollout.reward in (0.0, 1.0)) == (rollout.kind == "graded"), rollout
         assert (rollout.reward is None) == (rollout.kind != "graded"), rollout
-    counts = Counter(rollout.kind for rollout in known.finished.values())
+    counts = Counter(rollout.kind for rollout in state.finished.values())
     assert counts == Counter(ENDS[name.partition("-")[0]] for name in names for _ in range(4))
-    skipped = [rollout for rollout in known.finished.values() if not rollout.attempt]
+    skipped = [rollout for rollout in state.finished.values() if not rollout.attempt]
     assert {rollout.kind for rollout in skipped} <= {"invalid task"}
-    assert {rollout.reward for rollout in known.finished.values() if rollout.kind == "graded"} == {0.0, 1.0}
+    assert {rollout.reward for rollout in state.finished.values() if rollout.kind == "graded"} == {0.0, 1.0}
 
 
-def assert_sessions(known: LedgerState, sessions: dict[str, Any]) -> None:
+def assert_sessions(state: LedgerState, sessions: dict[str, Any]) -> None:
     """No session is open, each belongs to one attempt, and only that of a rollout's last attempt has the reward."""
     assert [session["id"] for session in sessions.values() if session["status"] == "open"] == []
-    finished = {rollout.session: rollout for rollout in known.finished.values() if rollout.session}
+    finished = {rollout.session: rollout for rollout in state.finished.values() if rollout.session}
     for session in sessions.values():
         outcome = session["outcome"]
         rollout = finished.get(session["id"])

@@ -29,12 +29,12 @@ class Failing:
         self._real, self._error = getattr(of, verb), error
         monkeypatch.setattr(of, verb, self)
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
         self.tried += 1
         if self.left:
             self.left -= 1
             raise self._error
-        return self._real(*given, **named)
+        return self._real(*arguments, **named)
 
 
 FULL = StoreError("the disk is full")
@@ -77,18 +77,18 @@ async def test_unrecorded_outcome_stops_batch_and_is_recorded_on_resume(
             assert (
                 "could not be recorded at the gateway (gateway: the disk is full); resume the batch" in result.stopped
             )
-            [late] = read_ledger(harness.out).unrecorded.values()
-            assert read_ledger(harness.out).open == {} and late.finished.kind == "graded"
-            assert (harness.out / "rollouts" / late.finished.session / "outcome.json").is_file()
+            [unrecorded] = read_ledger(harness.out).unrecorded.values()
+            assert read_ledger(harness.out).open == {} and unrecorded.finished.kind == "graded"
+            assert (harness.out / "rollouts" / unrecorded.finished.session / "outcome.json").is_file()
         assert await feed.next(0.1) is None
         failing.left = 0
         result = await run_plan(harness)
-        assert result.complete and result.stopped == "" and result.finished == (late.finished,)
+        assert result.complete and result.stopped == "" and result.finished == (unrecorded.finished,)
         assert len(await every_session(harness.gateway)) == 1, "an agent ran again"
         delivery = await feed.next(scaled(10))
         assert delivery is not None
         assert [(rollout.session, rollout.reward) for rollout in delivery.rollouts] == [
-            (late.finished.session, late.finished.reward)
+            (unrecorded.finished.session, unrecorded.finished.reward)
         ]
         assert (await run_plan(harness)).finished == result.finished
 
@@ -116,26 +116,26 @@ async def test_gateway_state_wins_over_unrecorded_outcome(meanwhile: str, monkey
     async with open_harness() as harness:
         failing = Failing(monkeypatch, harness.gateway.app.outcomes, "record", FOR_GOOD, FULL)
         await run_plan(harness)
-        [late] = read_ledger(harness.out).unrecorded.values()
+        [unrecorded] = read_ledger(harness.out).unrecorded.values()
         failing.left = 0
         if meanwhile == "deleted":
-            await harness.gateway.app.sessions.delete(late.finished.session)
+            await harness.gateway.app.sessions.delete(unrecorded.finished.session)
         else:
             await harness.client.record(
-                late.finished.session, RecordedOutcome(kind="graded", reward=0.25, task="well-0")
+                unrecorded.finished.session, RecordedOutcome(kind="graded", reward=0.25, task="well-0")
             )
         [rollout] = (await run_plan(harness)).finished
         assert read_ledger(harness.out).unrecorded == {}
         if meanwhile == "deleted":
             assert (rollout.attempt, rollout.kind) == (2, "graded"), "the session of the first attempt is gone"
         else:
-            assert (rollout.attempt, rollout.session, rollout.reward) == (1, late.finished.session, 0.25)
+            assert (rollout.attempt, rollout.session, rollout.reward) == (1, unrecorded.finished.session, 0.25)
 
 
 async def test_early_agent_failure_is_recorded_after_seal_retries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def missing(*given: Any) -> None:
+    async def missing(*arguments: Any) -> None:
         raise AgentError("there is no such program")
 
     monkeypatch.setattr("turngate.rollout.rollout.check_program", missing)

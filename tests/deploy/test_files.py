@@ -92,8 +92,8 @@ def test_compose_publishes_only_gateway_and_sets_logprobs_mode() -> None:
     assert [COMPOSE["networks"][name] for name in shared] == [{"internal": True}]
     words = vllm["command"]
     assert words[words.index("--logprobs-mode") + 1] == "processed_logprobs"
-    given: dict[str, Any] = {**flags(gateway["command"])}
-    settings = load_config(DEPLOY / "docker" / "serve.toml", given)
+    overrides: dict[str, Any] = {**flags(gateway["command"])}
+    settings = load_config(DEPLOY / "docker" / "serve.toml", overrides)
     assert settings.engine_url == ["http://vllm:8000"] and settings.model == words[0]
 
 

@@ -55,8 +55,8 @@ def image(scratch: Path, python: str) -> Iterator[str]:
         (context / planted).parent.mkdir(exist_ok=True)
         (context / planted).write_text(PLANTED_PASSWORD)
     index = f"PIP_EXTRA_INDEX_URL=https://somebody:{PLANTED_PASSWORD}@127.0.0.1:9/simple"
-    given = [f"BASE={python}", "PIP_NO_INDEX=1", index, "VERSION=1.2.3"]
-    words = [word for argument in given for word in ("--build-arg", argument)]
+    build_args = [f"BASE={python}", "PIP_NO_INDEX=1", index, "VERSION=1.2.3"]
+    words = [word for argument in build_args for word in ("--build-arg", argument)]
     file = context / "deploy" / "Dockerfile"
     with kit.temporary_image("turngate-test:serve", context, "--file", file, *words) as tag:
         yield tag
@@ -181,8 +181,8 @@ def test_space_image_builds_from_upload_and_runs_as_its_user(
     command = [sys.executable, script, "someone/gate", "--dry-run", "--stage", space]
     subprocess.run([*map(str, command)], check=True, capture_output=True, timeout=scaled(60))
     shutil.copytree(kit.download_wheels(), space / "wheels")
-    given = ("--build-arg", f"BASE={python}", "--build-arg", "PIP_NO_INDEX=1")
-    with kit.temporary_image("turngate-test:space", space, *given) as image:
+    build_args = ("--build-arg", f"BASE={python}", "--build-arg", "PIP_NO_INDEX=1")
+    with kit.temporary_image("turngate-test:space", space, *build_args) as image:
         _check_space(image)
 
 

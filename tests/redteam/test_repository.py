@@ -167,7 +167,7 @@ async def test_settings_unrelated_to_pytest_are_kept(isolated: GradingEnvironmen
     fix = {"shop/prices.py": kit.FIX, "tox.ini": "[tox]\n", "lib/pyproject.toml": '[project]\nname = "x"\n'}
     cfg = files["setup.cfg"].replace("name = shop", "name = shop\nversion = 2")
     look = "grep -q version setup.cfg && test -e tox.ini && test -e lib/pyproject.toml && "
-    ours = msgspec.structs.replace(
+    kept_task = msgspec.structs.replace(
         task,
         grader=msgspec.structs.replace(
             kit.SWE,
@@ -175,7 +175,9 @@ async def test_settings_unrelated_to_pytest_are_kept(isolated: GradingEnvironmen
             timeout_s=scaled(60),
         ),
     )
-    result = await kit.grade_and_check(ours, kit.make_work(tmp_path / "a", {**fix, "setup.cfg": cfg}, files), isolated)
+    result = await kit.grade_and_check(
+        kept_task, kit.make_work(tmp_path / "a", {**fix, "setup.cfg": cfg}, files), isolated
+    )
     assert (result.reward, result.notes) == (1.0, ()), result.log
     cfg = files["setup.cfg"] + "  -p shop.evil\n"
     result = await kit.grade_and_check(task, kit.make_work(tmp_path / "b", {**fix, "setup.cfg": cfg}, files), isolated)

@@ -1,4 +1,4 @@
-"""The work is collected whatever an agent leaves in its sandbox, and the sandbox holds nothing of the grader."""
+"""Any work that an agent leaves can be collected, and its sandbox contains nothing of the grader."""
 
 from __future__ import annotations
 

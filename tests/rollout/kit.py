@@ -84,11 +84,11 @@ class Harness:
         **fields: Any,
     ) -> Rollout:
         """Prepare a rollout of a Python `program`, or of a `task` with a shell `command`."""
-        self.stages = seen = []
+        self.stages = stages = []
 
         def record_stage(progress: RolloutProgress) -> None:
-            if not seen or seen[-1] != progress.stage:
-                seen.append(progress.stage)
+            if not stages or stages[-1] != progress.stage:
+                stages.append(progress.stage)
             watch(progress)
 
         spec = RolloutSpec(
@@ -102,8 +102,8 @@ class Harness:
         )
         return Rollout(spec, client or self.client, self.connector, record_stage)
 
-    async def run(self, program: str = "", **how: Any) -> Outcome:
-        return await self.rollout(program, **how).run()
+    async def run(self, program: str = "", **options: Any) -> Outcome:
+        return await self.rollout(program, **options).run()
 
     def read_work(self, outcome: Outcome, name: str) -> bytes:
         """Read a file that the agent left in its working folder."""

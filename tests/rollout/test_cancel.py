@@ -33,21 +33,21 @@ async def assert_cancelled(harness: Harness, rollout: Rollout, running: asyncio.
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.05], ids=["at once", "a little later"])
-@pytest.mark.parametrize("where", STAGES)
-async def test_cancelled_rollout_leaves_nothing_behind(where: str, delay_s: float, tmp_path: Any) -> None:
+@pytest.mark.parametrize("stage", STAGES)
+async def test_cancelled_rollout_leaves_nothing_behind(stage: str, delay_s: float, tmp_path: Any) -> None:
     (tmp_path / "file").write_text("x")
     async with open_harness() as harness:
         before = asyncio.all_tasks()
 
         def watch(progress: RolloutProgress) -> None:
-            if progress.stage == where and not cancellations:
+            if progress.stage == stage and not cancellations:
                 cancellations.append(asyncio.get_running_loop().call_later(delay_s, running.cancel))
 
         def leftover_tasks() -> list[asyncio.Task[Any]]:
             return [task for task in asyncio.all_tasks() - before if "turngate/rollout" in repr(task)]
 
         cancellations: list[Any] = []
-        program = PROGRAM.replace("sleep 1", "sleep 3600") if where == "agent" else PROGRAM
+        program = PROGRAM.replace("sleep 1", "sleep 3600") if stage == "agent" else PROGRAM
         task = Task(
             id="t", instruction=harness.rollout(program)._spec.task.instruction, files=tmp_path, setup="sleep 0.1"
         )
@@ -56,7 +56,7 @@ async def test_cancelled_rollout_leaves_nothing_behind(where: str, delay_s: floa
         await asyncio.wait([running], timeout=scaled(60))
         if not running.cancelled():  # it finished before the cancellation
             assert running.result().status == "finished"
-            assert delay_s and where != "agent"
+            assert delay_s and stage != "agent"
         else:
             await assert_cancelled(harness, rollout, running)
         await until(lambda: leftover_tasks() == [])

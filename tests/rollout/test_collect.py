@@ -50,8 +50,8 @@ def list_files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir() or path.is_symlink())
 
 
-async def run_writer(harness: Harness, program: str, **how: Any) -> Outcome:
-    outcome = await harness.run(program, agent=parse_agent(WRITER), **how)
+async def run_writer(harness: Harness, program: str, **options: Any) -> Outcome:
+    outcome = await harness.run(program, agent=parse_agent(WRITER), **options)
     assert outcome.status == "finished", outcome
     msgspec.json.encode(outcome)  # any content must be serializable
     return outcome
@@ -260,8 +260,8 @@ async def test_forged_file_list_cannot_escape_folder(tmp_path: Path) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(sandbox, name)
 
-        async def exec(self, command: Sequence[str], **how: Any) -> ExecResult:
-            return ExecResult(0, listed) if "find" in command[2] else await sandbox.exec(command, **how)
+        async def exec(self, command: Sequence[str], **options: Any) -> ExecResult:
+            return ExecResult(0, listed) if "find" in command[2] else await sandbox.exec(command, **options)
 
         async def read(self, path: str, *, limit: int = 0) -> bytes:
             return b"read"

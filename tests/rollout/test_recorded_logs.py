@@ -42,4 +42,6 @@ async def test_log_tails_are_shown_without_secrets(tmp_path: Path) -> None:
         for text in (*logs.values(), events, shown):
             assert "marked-secret-0001" not in text and "abcdefgh12345678" not in text
             assert not re.search(r"tga?-[\w-]{20,}", text) and harness.gateway.app.admin_key not in text
-        assert header["stages"][0]["stage"] == "sandbox" and all(one["seconds"] is not None for one in header["stages"])
+        assert header["stages"][0]["stage"] == "sandbox" and all(
+            stage["seconds"] is not None for stage in header["stages"]
+        )

@@ -208,8 +208,8 @@ def fault(outcome: Outcome) -> tuple[str, str, str]:
 async def test_failing_setup_is_task_fault(harness: Harness) -> None:
     task = Task(id="t", instruction="x", setup="echo about to fail\ncat /no/such/file\necho not reached")
     outcome = await harness.run(task=task)
-    boundary, where, message = fault(outcome)
-    assert (boundary, where) == ("task", "setup")
+    boundary, stage, message = fault(outcome)
+    assert (boundary, stage) == ("task", "setup")
     assert message.startswith("setup.sh failed with exit code 1: ") and "/no/such/file" in message
     assert outcome.session == "" and await harness.open_sessions() == []
     assert harness.stages == ["sandbox", "files", "setup", "clean", "done"]
@@ -234,8 +234,8 @@ async def test_missing_program_is_agent_fault(harness: Harness) -> None:
         'name = "mine"\ntitle = "Mine"\ndialect = "chat"\ncommand = ["no-such-program"]\nstdin = "{prompt}"'
     )
     outcome = await harness.run(agent=agent)
-    boundary, where, message = fault(outcome)
-    assert (boundary, where) == ("agent", "launch")
+    boundary, stage, message = fault(outcome)
+    assert (boundary, stage) == ("agent", "launch")
     assert message.startswith("mine: no-such-program not found in the local sandbox; install it there")
     assert (await harness.gateway.show(outcome.session))["status"] == "sealed"
     assert (await harness.gateway.show(outcome.session))["stop"] == "error"
@@ -253,22 +253,22 @@ async def test_failing_install_check_is_agent_fault(harness: Harness) -> None:
 
 
 async def test_unknown_agent_option_is_agent_fault(harness: Harness) -> None:
-    boundary, where, message = fault(await harness.run("", options={"comand": "true"}))
-    assert (boundary, where) == ("agent", "launch") and "did you mean command?" in message
+    boundary, stage, message = fault(await harness.run("", options={"comand": "true"}))
+    assert (boundary, stage) == ("agent", "launch") and "did you mean command?" in message
 
 
 async def test_failing_sandbox_creation_is_sandbox_fault(harness: Harness, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     outcome = await harness.run("", backend=LocalBackend(tmp_path / "file"))
-    boundary, where, message = fault(outcome)
-    assert (boundary, where) == ("sandbox", "sandbox")
+    boundary, stage, message = fault(outcome)
+    assert (boundary, stage) == ("sandbox", "sandbox")
     assert str(tmp_path / "file") in message
     assert (outcome.session, outcome.turns) == ("", 0)
 
 
 async def test_dockerfile_task_without_docker_is_task_fault(harness: Harness, tmp_path: Path) -> None:
-    boundary, where, message = fault(await harness.run(task=Task(id="t", instruction="x", dockerfile=tmp_path)))
-    assert (boundary, where) == ("task", "sandbox") and "--sandbox docker" in message
+    boundary, stage, message = fault(await harness.run(task=Task(id="t", instruction="x", dockerfile=tmp_path)))
+    assert (boundary, stage) == ("task", "sandbox") and "--sandbox docker" in message
 
 
 class BreakingBackend(LocalBackend):
@@ -293,11 +293,11 @@ class BreakingBackend(LocalBackend):
         return sandbox
 
 
-@pytest.mark.parametrize(("verb", "where"), [("upload", "files"), ("write", "relay"), ("start", "relay")])
-async def test_broken_sandbox_is_sandbox_fault(verb: str, where: str, harness: Harness, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("verb", "stage"), [("upload", "files"), ("write", "relay"), ("start", "relay")])
+async def test_broken_sandbox_is_sandbox_fault(verb: str, stage: str, harness: Harness, tmp_path: Path) -> None:
     task = Task(id="t", instruction="x", files=tmp_path)
     outcome = await harness.run(task=task, backend=BreakingBackend(harness.root, verb))
-    assert fault(outcome) == ("sandbox", where, "it broke")
+    assert fault(outcome) == ("sandbox", stage, "it broke")
     assert await harness.open_sessions() == []
 
 
@@ -315,8 +315,8 @@ async def test_failing_copy_is_named(harness: Harness) -> None:
 
 async def test_unwritable_results_folder_is_fault(harness: Harness, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    boundary, where, message = fault(await harness.run(TWO_TURNS, folder=tmp_path / "file"))
-    assert (boundary, where) == ("gateway", "collect") and "--out" in message
+    boundary, stage, message = fault(await harness.run(TWO_TURNS, folder=tmp_path / "file"))
+    assert (boundary, stage) == ("gateway", "collect") and "--out" in message
 
 
 async def test_slow_stage_times_out(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,21 +365,21 @@ async def test_exit_after_truncated_reply_is_limit() -> None:
 async def test_wrong_admin_key_is_client_fault(harness: Harness) -> None:
     async with GatewayClient(harness.gateway.root, "wrong" * 8) as wrong:
         outcome = await harness.run("", client=wrong)
-    boundary, where, message = fault(outcome)
-    assert (boundary, where) == ("client", "session") and "TURNGATE_ADMIN_KEY" in message
+    boundary, stage, message = fault(outcome)
+    assert (boundary, stage) == ("client", "session") and "TURNGATE_ADMIN_KEY" in message
     assert outcome.session == ""
 
 
 async def test_invalid_session_config_is_gateway_fault(harness: Harness) -> None:
-    boundary, where, message = fault(await harness.run("", session={"limits": {"turn": 1}}))
-    assert (boundary, where) == ("gateway", "session")
+    boundary, stage, message = fault(await harness.run("", session={"limits": {"turn": 1}}))
+    assert (boundary, stage) == ("gateway", "session")
     assert message.startswith("gateway: limits.turn is not a known field") and "did you mean turns?" in message
 
 
 async def test_unreachable_gateway_is_gateway_fault(harness: Harness) -> None:
     async with GatewayClient("http://127.0.0.1:9", "k" * 20) as unreachable:
-        boundary, where, message = fault(await harness.run("", client=unreachable))
-    assert (boundary, where) == ("gateway", "session")
+        boundary, stage, message = fault(await harness.run("", client=unreachable))
+    assert (boundary, stage) == ("gateway", "session")
     assert message.startswith("gateway: http://127.0.0.1:9 cannot be reached")
 
 
@@ -410,8 +410,8 @@ async def test_gateway_lost_before_seal_is_gateway_fault(
     async with Leaving(harness.gateway.root, harness.gateway.app.admin_key) as leaving:
         program = SYNCED_TURNS.replace("FOLDER", str(tmp_path))
         outcome = await harness.run(program, client=leaving, watch=lambda progress: touch_turn_file(tmp_path, progress))
-    boundary, where, message = fault(outcome)
-    assert (boundary, where) == ("gateway", "seal") and "cannot be reached" in message
+    boundary, stage, message = fault(outcome)
+    assert (boundary, stage) == ("gateway", "seal") and "cannot be reached" in message
     assert outcome.turns == 2  # as far as the client knows
     assert any("could not be ended" in note for note in outcome.notes)
     assert any("the recording could not be read from the gateway" in note for note in outcome.notes)
@@ -478,8 +478,8 @@ default = "quiet"
 
 async def test_prompt_too_long_for_argument_is_agent_fault(harness: Harness) -> None:
     agent = parse_agent('name = "mine"\ntitle = "Mine"\ndialect = "chat"\ncommand = ["echo", "{prompt}"]')
-    boundary, where, message = fault(await harness.run(task=Task(id="t", instruction=PROMPTS["much"]), agent=agent))
-    assert (boundary, where) == ("agent", "launch") and "stdin" in message
+    boundary, stage, message = fault(await harness.run(task=Task(id="t", instruction=PROMPTS["much"]), agent=agent))
+    assert (boundary, stage) == ("agent", "launch") and "stdin" in message
 
 
 async def test_concurrent_rollouts_are_separate() -> None:

@@ -22,9 +22,9 @@ from turngate.errors import SandboxError, SandboxFileMissing
 from turngate.sandboxes.base import Backend, Sandbox, SandboxSpec
 
 
-async def sh(sandbox: Sandbox, script: str, *arguments: str, **how: object) -> str:
+async def sh(sandbox: Sandbox, script: str, *arguments: str, **options: object) -> str:
     """Run a script that must succeed, and return its output."""
-    done = await sandbox.exec(["/bin/sh", "-c", script, "sh", *arguments], **how)  # type: ignore[arg-type]
+    done = await sandbox.exec(["/bin/sh", "-c", script, "sh", *arguments], **options)  # type: ignore[arg-type]
     assert done.exit_code == 0, done
     return done.stdout.decode()
 

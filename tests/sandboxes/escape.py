@@ -22,9 +22,9 @@ with open(f"{HOME}/.turngate/target") as file:
     TARGET = file.read().strip()
 
 
-def connect(way):
+def connect(route):
     """Connect to the relay, or directly to the door."""
-    if way == "relay":
+    if route == "relay":
         return socket.create_connection(("127.0.0.1", PORT), timeout=WAIT_S)
     door = socket.socket(socket.AF_UNIX)
     door.settimeout(WAIT_S)
@@ -32,11 +32,11 @@ def connect(way):
     return door
 
 
-def send_raw(data, way="relay"):
+def send_raw(data, route="relay"):
     """Send bytes, and return all replies as text without waiting for the end of a kept connection."""
     reply = b""
     try:
-        with connect(way) as connection:
+        with connect(route) as connection:
             connection.sendall(data)
             while len(reply) < 200_000:
                 connection.settimeout(QUIET_S if reply else WAIT_S)
@@ -49,10 +49,10 @@ def send_raw(data, way="relay"):
     return reply.decode("latin-1")
 
 
-def call(method, path, body=None, way="relay", headers=()):
+def call(method, path, body=None, route="relay", headers=()):
     data = b"" if body is None else json.dumps(body).encode()
     lines = [f"{method} {path} HTTP/1.1", "host: localhost", "connection: close", f"content-length: {len(data)}"]
-    return send_raw(("\r\n".join([*lines, *headers]) + "\r\n\r\n").encode("latin-1") + data, way)
+    return send_raw(("\r\n".join([*lines, *headers]) + "\r\n\r\n").encode("latin-1") + data, route)
 
 
 def key_headers(key):
@@ -139,15 +139,19 @@ SMUGGLING_REQUESTS = {
 def try_admin_api():
     """Try every path to the admin API with every key that an agent has or can guess."""
     found = {}
-    for way in ("relay", "door"):
+    for route in ("relay", "door"):
         for key in (KEY, "", "admin", OTHER):
             for path in ADMIN_PATHS + OBFUSCATED_PATHS:
-                found[f"{way} GET {path} {key[:5]}"] = call("GET", path, None, way, key_headers(key) if key else ())
+                found[f"{route} GET {path} {key[:5]}"] = call("GET", path, None, route, key_headers(key) if key else ())
             for path, body in POST_REQUESTS:
-                found[f"{way} POST {path} {key[:5]}"] = call("POST", path, body, way, key_headers(key) if key else ())
-            found[f"{way} DELETE {key[:5]}"] = call("DELETE", f"/admin/sessions/{OTHER}", None, way, key_headers(key))
+                found[f"{route} POST {path} {key[:5]}"] = call(
+                    "POST", path, body, route, key_headers(key) if key else ()
+                )
+            found[f"{route} DELETE {key[:5]}"] = call(
+                "DELETE", f"/admin/sessions/{OTHER}", None, route, key_headers(key)
+            )
         for name, data in SMUGGLING_REQUESTS.items():
-            found[f"{way} {name}"] = send_raw(data.encode("latin-1"), way)
+            found[f"{route} {name}"] = send_raw(data.encode("latin-1"), route)
     return found
 
 

@@ -180,15 +180,15 @@ def test_failed_removal_is_error_and_keeps_owner_file(tmp_path: Path, monkeypatc
 
 
 def test_owner_is_identified_by_host_boot_namespace_and_start() -> None:
-    here = owner.current_owner()
-    assert owner.parse_owner(str(here)) == here
-    assert not here.gone
+    current = owner.current_owner()
+    assert owner.parse_owner(str(current)) == current
+    assert not current.gone
     assert owner.Owner(
-        here.host, here.boot, here.namespace, here.pid, here.started + 1
+        current.host, current.boot, current.namespace, current.pid, current.started + 1
     ).gone  # the process id was reused
-    assert owner.Owner(here.host, here.boot, here.namespace, 2**22 - 1, 5).gone
-    assert owner.Owner(here.host, "another-boot", here.namespace, here.pid, here.started).gone
+    assert owner.Owner(current.host, current.boot, current.namespace, 2**22 - 1, 5).gone
+    assert owner.Owner(current.host, "another-boot", current.namespace, current.pid, current.started).gone
     assert not owner.Owner("another-host", "x", "y", 1, 1).gone
-    assert not owner.Owner(here.host, here.boot, "another-container", 1, 1).gone
+    assert not owner.Owner(current.host, current.boot, "another-container", 1, 1).gone
     for nonsense in ("", "a b c", "a b c d e"):
         assert owner.parse_owner(nonsense) is None

@@ -193,11 +193,11 @@ async def test_unreachable_gateway_is_502_without_turngate_header() -> None:
 
 
 async def test_client_disconnect_reaches_gateway() -> None:
-    gone = asyncio.Event()
+    disconnected = asyncio.Event()
 
     async def script(call: Call) -> None:
         if await call.wait_for_hang_up():
-            gone.set()
+            disconnected.set()
 
     async with upstream(script) as gateway, door.open_door(gateway.url) as opened_door:
         _, writer = await asyncio.open_connection("127.0.0.1", int(opened_door.address.rpartition(":")[2]))
@@ -205,7 +205,7 @@ async def test_client_disconnect_reaches_gateway() -> None:
         while not gateway.requests:
             await asyncio.sleep(0.01)
         writer.close()
-        await asyncio.wait_for(gone.wait(), scaled(2))
+        await asyncio.wait_for(disconnected.wait(), scaled(2))
 
 
 async def test_concurrent_doors_keep_umask(tmp_path: Path) -> None:

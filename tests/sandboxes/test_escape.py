@@ -279,8 +279,8 @@ def test_admin_api_is_unreachable(attempt: Attempt) -> None:
 
 
 def test_pipelined_path_is_checked(attempt: Attempt) -> None:
-    for way in ("relay", "door"):
-        answer = attempt.results["doors"][f"{way} behind a request"]
+    for route in ("relay", "door"):
+        answer = attempt.results["doors"][f"{route} behind a request"]
         statuses = re.findall(r"HTTP/1\.1 (\d{3})", answer)
         assert statuses == ["200", "404"], answer
 
@@ -526,13 +526,13 @@ print("\\x1b]0;owned\\x07 done")
     async with open_harness() as harness:
         outcome = await harness.run(program, backend=isolated_backend)
         assert outcome.status == "finished", outcome
-        kept = harness.folder / outcome.session
-        assert sorted(os.fsencode(path.name) for path in (kept / "work").iterdir()) == sorted(
+        collected = harness.folder / outcome.session
+        assert sorted(os.fsencode(path.name) for path in (collected / "work").iterdir()) == sorted(
             [b"fine", b"inner", b"\xff\x1b[2J\n.txt"]
         )
         assert secret.read_text() == "secret of the host"
         assert sorted(path.name for path in tmp_path.iterdir()) == ["secret"]
-        for path in kept.rglob("*"):
+        for path in collected.rglob("*"):
             assert not path.is_file() or b"secret of the host" not in path.read_bytes()
         assert outcome.collected.stderr == ""
 

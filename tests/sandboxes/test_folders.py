@@ -16,9 +16,9 @@ async def test_working_folder_and_extra_folders(backend: Backend) -> None:
     assert ("workdir" in backend.not_enforced(spec)) == (backend.name == "local")
     sandbox = await backend.create(spec)
     try:
-        here = (await sandbox.exec(["pwd"])).stdout.decode().strip()
-        assert here == sandbox.workdir and (backend.name == "local" or here == "/testbed/repo")
-        for folder in (here, *spec.folders):
+        workdir = (await sandbox.exec(["pwd"])).stdout.decode().strip()
+        assert workdir == sandbox.workdir and (backend.name == "local" or workdir == "/testbed/repo")
+        for folder in (workdir, *spec.folders):
             done = await sandbox.exec(["/bin/sh", "-c", 'ls -A "$1" && touch "$1/file"', "sh", folder])
             assert (done.exit_code, done.stdout) == (0, b""), done.stderr
     finally:

@@ -316,7 +316,7 @@ def test_install_command_sees_no_secrets(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_host_id_includes_machine_id() -> None:
-    here = owner.current_owner()
+    current = owner.current_owner()
     if Path("/etc/machine-id").exists() and Path("/etc/machine-id").read_text().strip():
-        assert "/" in here.host and Path("/etc/machine-id").read_text().strip() not in here.host
-    assert not owner.Owner(here.host.partition("/")[0] + "/other", "x", "y", 1, 1).gone
+        assert "/" in current.host and Path("/etc/machine-id").read_text().strip() not in current.host
+    assert not owner.Owner(current.host.partition("/")[0] + "/other", "x", "y", 1, 1).gone

@@ -87,10 +87,10 @@ async def test_commands_share_one_loopback(sandbox: Sandbox) -> None:
 
 
 async def test_host_files_are_unreadable(sandbox: Sandbox, secret: Path) -> None:
-    here = str(Path(__file__).resolve())
+    this_file = str(Path(__file__).resolve())
     for path in (
         str(secret),
-        here,
+        this_file,
         str(Path.home() / ".cache" / "turngate"),
         f"/proc/{os.getpid()}/environ",
         "/etc/shadow",

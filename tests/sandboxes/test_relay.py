@@ -362,13 +362,13 @@ async def test_cut_reply_is_cut_for_agent(start: Start, cut: str) -> None:
 
 @pytest.mark.parametrize("before", ["the reply", "its end"])
 async def test_agent_disconnect_ends_upstream_call(start: Start, before: str) -> None:
-    gone = asyncio.Event()
+    disconnected = asyncio.Event()
 
     async def script(call: Call) -> None:
         if before == "its end":
             await call.send(CHUNKED + "6\r\nfirst\n\r\n")
         if await call.wait_for_hang_up():
-            gone.set()
+            disconnected.set()
 
     async with upstream(script) as gateway, start(gateway.url) as running:
         reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
@@ -378,7 +378,7 @@ async def test_agent_disconnect_ends_upstream_call(start: Start, before: str) ->
         else:
             await kit.wait_until(lambda: gateway.requests)
         writer.close()
-        await asyncio.wait_for(gone.wait(), scaled(5))
+        await asyncio.wait_for(disconnected.wait(), scaled(5))
         await asyncio.sleep(0.5)
         assert len(gateway.requests) == 1
 

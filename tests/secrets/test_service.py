@@ -196,7 +196,7 @@ class Run:
 
     def from_python(self) -> None:
         """Print results as text and as HTML for a notebook."""
-        given = {
+        arguments = {
             "model": f"{HOSTED}@{self.provider.url}",
             "where": {"key_env": PROVIDER_KEY, "data": str(self.workspace.folder / "api")},
             "programs": [search_program(isolated=False), search_program(isolated=False, then='print(ask("FAIL-500"))')],
@@ -204,7 +204,9 @@ class Run:
             "bad": f"http://me:{self.workspace.planted['a password in a URL']}@127.0.0.1:1",
         }
         program = (sys.executable, "-c", API)
-        self.results["api"] = self.workspace.run(program=program, input=json.dumps(given), TURNGATE_ADMIN_KEY="x" * 20)
+        self.results["api"] = self.workspace.run(
+            program=program, input=json.dumps(arguments), TURNGATE_ADMIN_KEY="x" * 20
+        )
 
 
 @pytest.fixture(scope="module")

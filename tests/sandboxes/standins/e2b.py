@@ -83,11 +83,11 @@ class E2BStandIn(StandIn):
         )
 
     def list_sandboxes(self, request: web.Request) -> web.Response:
-        wanted = {
+        labels = {
             urllib.parse.unquote(k): urllib.parse.unquote(v)
             for k, v in urllib.parse.parse_qsl(request.query.get("metadata", ""))
         }
-        found = [m for m in self.machines.values() if m.alive and wanted.items() <= m.labels.items()]
+        found = [m for m in self.machines.values() if m.alive and labels.items() <= m.labels.items()]
         start, size = int(request.query.get("nextToken", 0)), min(self.page, int(request.query.get("limit", 100)))
         now = datetime.now(UTC).isoformat()
         body = [

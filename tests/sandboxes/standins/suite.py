@@ -174,11 +174,13 @@ class RemoteSuite:
 
     async def test_output_files_in_missing_folders(self, remote: Remote) -> None:
         async with remote.sandbox() as sandbox:
-            one, two = f"{sandbox.workdir}/a/one", f"{sandbox.workdir}/b/two"
-            both = await sandbox.start(["sh", "-c", "echo x; echo y >&2; echo z"], stdout=one, stderr=one)
-            separate = await sandbox.start(["sh", "-c", "echo x; echo y >&2"], stderr=two)
+            shared_file, stderr_file = f"{sandbox.workdir}/a/one", f"{sandbox.workdir}/b/two"
+            both = await sandbox.start(
+                ["sh", "-c", "echo x; echo y >&2; echo z"], stdout=shared_file, stderr=shared_file
+            )
+            separate = await sandbox.start(["sh", "-c", "echo x; echo y >&2"], stderr=stderr_file)
             assert (await both.wait(), await separate.wait()) == (0, 0)
-            assert (await sandbox.read(one), await sandbox.read(two)) == (b"x\ny\nz\n", b"y\n")
+            assert (await sandbox.read(shared_file), await sandbox.read(stderr_file)) == (b"x\ny\nz\n", b"y\n")
 
     # ---- broken connections and a failing service
 
@@ -266,14 +268,14 @@ class RemoteSuite:
                     await call
 
     async def test_folder_upload_and_download(self, remote: Remote, tmp_path: Path) -> None:
-        there, back = tmp_path / "there", tmp_path / "back"
-        (there / "sub").mkdir(parents=True)
-        (there / "sub/run").write_bytes(b"\x00\xff")
-        (there / "sub/run").chmod(0o755)
-        (there / "link").symlink_to("sub/run")
+        source, back = tmp_path / "there", tmp_path / "back"
+        (source / "sub").mkdir(parents=True)
+        (source / "sub/run").write_bytes(b"\x00\xff")
+        (source / "sub/run").chmod(0o755)
+        (source / "link").symlink_to("sub/run")
         async with remote.sandbox() as sandbox:
             target = f"{sandbox.workdir}/it's here"
-            await sandbox.upload(there, target)
+            await sandbox.upload(source, target)
             await sandbox.exec(["ln", "-s", "/etc/passwd", f"{target}/out"])
             await sandbox.download(target, back)
             with pytest.raises(SandboxFileMissing):
@@ -345,9 +347,9 @@ class RemoteSuite:
         remote.machine(dead).labels["turngate-process"] = "4194305-1"
         remote.machine(other).labels.update({"turngate-process": "4194305-1", "turngate-host": "elsewhere"})
         assert await backend.sweep() == 1
-        assert [remote.machine(each).alive for each in (mine, dead, other)] == [True, False, True]
-        for each in (mine, dead, other):
-            await each.stop()
+        assert [remote.machine(sandbox).alive for sandbox in (mine, dead, other)] == [True, False, True]
+        for sandbox in (mine, dead, other):
+            await sandbox.stop()
 
     async def test_job_ends_when_sandbox_life_ends(self, remote: Remote) -> None:
         async with remote.sandbox(life_s=paced(1)) as sandbox:
