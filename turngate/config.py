@@ -93,7 +93,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     durability: Annotated[
         Literal["process", "disk"],
         _about(
-            "Recorded turns survive a crash of the gateway (process), or also a crash of the machine (disk).", GATEWAY
+            "Crashes that recorded turns survive: those of the gateway (process), or also of the machine (disk).",
+            GATEWAY,
         ),
     ] = "process"
     idle_s: Annotated[float, _about("Seal sessions that have been idle for this many seconds.", LIMITS)] = 24 * 3600
@@ -169,7 +170,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         if self.verify_every < 0:
             raise ConfigError(
-                f"verify_every must be 0 (no session), 1 (every session) or greater, not {self.verify_every}",
+                f"verify_every must be 0 (verify no sessions), 1 (all) or n (every n-th), not {self.verify_every}",
                 param="verify_every",
             )
         if self.max_context is not None and self.max_context < 1:

@@ -47,7 +47,7 @@ class BadRequest(TurngateError):
 class ContextOverflow(BadRequest):
     """The prompt does not fit into the context.
 
-    Every dialect must phrase this as its provider does, so that agents recognise it and compact their history.
+    Every dialect must phrase this as its provider does, so that agents recognize it and compact their history.
     """
 
     kind = "context_length_exceeded"
@@ -116,7 +116,7 @@ class TooLarge(TurngateError):
 
 
 class Unprocessable(TurngateError):
-    """A 422 response, which the contract of a compatibility API requires."""
+    """A status 422 error, for compatibility APIs that require this status."""
 
     boundary = "client"
     status = 422

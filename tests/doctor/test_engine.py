@@ -63,7 +63,7 @@ async def test_vocabulary_mismatch_fails_and_template_mismatch_warns() -> None:
         shifted = await run_check(config, "tokenizer")
     async with engine(prefix="Hello ") as config:
         vocabulary, template = await run_checks(config, "tokenizer")
-    assert shifted.state == "failure" and "the engine tokenises a text differently" in shifted.message
+    assert shifted.state == "failure" and "the engine tokenizes a text differently" in shifted.message
     assert vocabulary.state == "ok"
     assert (
         template.state == "warning"
@@ -75,7 +75,7 @@ async def test_vocabulary_mismatch_fails_and_template_mismatch_warns() -> None:
 async def test_engine_without_tokenizer_endpoint_is_not_checked() -> None:
     async with engine(tokenises=False) as config:
         finding = await run_check(config, "tokenizer")
-    assert finding.state == "not checked" and "failed to tokenise" in finding.message
+    assert finding.state == "not checked" and "failed to tokenize" in finding.message
 
 
 async def test_engine_key_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,7 +226,7 @@ async def test_resume_can_name_externally_loaded_adapter(tmp_path: Path) -> None
                         without_model.status_code == 409 and "set model to the name of version 8" in without_model.text
                     )
                     other = await g.admin.post("/admin/fence/resume", json={"version": 7, "model": "x"})
-                    assert other.status_code == 409 and "is already active as trl-policy-v7" in other.text
+                    assert other.status_code == 409 and "is already served as trl-policy-v7" in other.text
                     without_version = await g.admin.post("/admin/fence/resume", json={"model": "x"})
                     assert without_version.status_code == 409
                 session = await g.open()

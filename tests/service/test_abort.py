@@ -105,6 +105,6 @@ async def test_concurrent_aborts_and_abort_on_close(tmp_path: Path) -> None:
         result = await service.rollouts.finalize(second)
         assert (result.status, result.stop, result.model_key) == (
             "cancelled",
-            "aborted: the service is being stopped",
+            "aborted: the service is stopping",
             KEY,
         )

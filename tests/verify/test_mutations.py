@@ -399,7 +399,7 @@ _OUTCOMES = {
     ),
     "a reward as text": ('{"kind": "graded", "reward": "1.0"}', "its reward is '1.0', which is neither"),
     "a reward of true": ('{"kind": "graded", "reward": true}', "its reward is True, which is neither"),
-    "two rewards": ('{"kind": "graded", "reward": 1.0, "reward": 0.0}', "the same name twice"),
+    "two rewards": ('{"kind": "graded", "reward": 1.0, "reward": 0.0}', "a duplicate key"),
     "a reward for a fault": (
         '{"kind": "infrastructure fault", "reward": 0.0}',
         "its reward is 0.0, but a rollout that ended as",

@@ -144,7 +144,7 @@ def ensure_node(report: Report = print) -> Path:
 def find_node() -> Path | None:
     """Return a Node binary from the PATH if it is recent enough, or else from the cache. Return None if there is neither.
 
-    A Node in /usr or /bin is not used: it may need this machine's libraries, and mounting its folder would hide that of the
+    A Node in /usr or /bin is not used: it may need this machine's libraries, and mounting its folder would hide the same folder in the
     sandbox's image.
     """
     on_path = shutil.which("node")

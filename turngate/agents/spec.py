@@ -1,7 +1,7 @@
 """The description of one agent, loaded from TOML: how to install, configure and start it, and how to read its transcript.
 
 Presets are in `catalog/`. Users add their own files with `--agent ./my.toml`, `$TURNGATE_AGENTS` (files or folders) and
-`~/.config/turngate/agents/`. A user's file with a preset's name replaces the preset, and Turngate shows this. A description is fully
+`~/.config/turngate/agents/`. A user's file with the same name as a preset overrides it, and Turngate prints a note. A description is fully
 validated when it is loaded: unknown fields, unknown placeholders and keys that would end up in a command line are errors.
 """
 
@@ -314,7 +314,7 @@ def _placeholder_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
 
 
 def _key_faults(spec: AgentSpec) -> Iterator[tuple[str, str]]:
-    """Check that the key stays private: other processes can read command lines, and other users can read files with an open mode."""
+    """Check that the key stays private: other processes can read command lines, and other users can read files with permissive modes."""
     for field, text in spec.texts():
         if (
             "api_key" in placeholders.find_names(text)

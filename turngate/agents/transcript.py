@@ -85,7 +85,7 @@ def compare_turns(
 
     The transcript must contain the turns of `trace` and may contain those of `side`, because only some agents record their own summaries
     as turns. Text is compared without surrounding whitespace, arguments as parsed JSON, and reasoning only if the transcript has any. The
-    calls of one turn may be in any order, because agents record them as they end. Set `fills_in` if the agent adds arguments that the
+    calls of one turn may be in any order, because agents record them as they finish. Set `fills_in` if the agent adds arguments that the
     model left out.
     """
     trace_shapes = [_shape(turn) for turn in trace]

@@ -64,7 +64,7 @@ class BlockingClient:
 
     def close(self) -> None:
         """End the rollouts that are still running, and release all resources. May be called more than once. Does nothing in a forked
-        child process, such as `multiprocessing` may start: the client belongs to the parent."""
+        child process, such as one that `multiprocessing` starts: the client belongs to the parent."""
         _OPEN.discard(self)
         try:
             if self._loop.is_running:

@@ -92,8 +92,8 @@ def certify(
     """Check that extending sampled ids yields the same prompt as rendering the whole conversation with the chat template.
 
     Exit codes:
-    0 if it does;
-    1 if it does not;
+    0 if the prompts are the same;
+    1 if they differ;
     2 if an option is invalid.
     """
     from turngate.cli.certify import certify_tokenizer
@@ -116,7 +116,7 @@ def show(
         bool, typer.Option("--tokens", help="Print tokens instead of text, coloured by log-probability.")
     ] = False,
     tokenizer: Annotated[
-        str, typer.Option(help="Tokenizer that decodes the ids, if the recorded one is not on this machine.")
+        str, typer.Option(help="Tokenizer to decode the ids with, if the recorded one is not on this machine.")
     ] = "",
     full: Annotated[bool, typer.Option("--full", help="Print long messages in full.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

@@ -138,7 +138,7 @@ class RunOptions(RolloutOptions):
     command: Annotated[
         Optional[list[str]],
         typer.Argument(
-            help="Command for `--agent shell`: everything after --. It needs neither --task nor --prompt.",
+            help="Command for `--agent shell`: everything after --. Needs neither --task nor --prompt.",
             metavar="[-- COMMAND ...]",
             show_default=False,
         ),
@@ -151,7 +151,7 @@ class RunOptions(RolloutOptions):
             default="a small bundled task, if there is no --prompt either",
         ),
     ] = None
-    prompt: Annotated[Optional[str], _flag("Instruction for the agent; use it instead of --task.", WHAT)] = None
+    prompt: Annotated[Optional[str], _flag("Instruction for the agent, in place of --task.", WHAT)] = None
     out: Annotated[Optional[Path], _flag("Folder for the agent's files and logs.", OUTPUT, default="DATA/rollouts")] = (
         None
     )
@@ -197,9 +197,7 @@ class BatchOptions(RolloutOptions):
         _flag("Number of sandboxes to start ahead of time.", LIMITS, default="the number of CPU cores"),
     ] = None
     out: Annotated[Optional[Path], _flag("Folder for the batch.", OUTPUT, default="DATA/batches/FINGERPRINT")] = None
-    resume: Annotated[
-        bool, _flag("Resume an existing batch; fail instead of starting a new one.", BATCH, "--resume")
-    ] = False
+    resume: Annotated[bool, _flag("Only resume an existing batch; fail if there is none.", BATCH, "--resume")] = False
     keep_work: Annotated[bool, _flag("Keep the agents' working folders after grading.", OUTPUT, "--keep-work")] = False
     as_json: Annotated[bool, _json("Print the summary as JSON.")] = False
 
@@ -260,7 +258,7 @@ class VerifyCommandOptions:
     engine_key_env: Annotated[str, _flag("Name of the environment variable with its API key.", SCORING)] = ""
     model: Annotated[str, _flag("Model name on that engine.", SCORING)] = ""
     policy_version: Annotated[Optional[int], _flag("Score only turns sampled at this policy version.", SCORING)] = None
-    tolerance: Annotated[float, _flag("Largest difference between log-probabilities to accept.", SCORING)] = 0.02
+    tolerance: Annotated[float, _flag("Maximum accepted difference between log-probabilities.", SCORING)] = 0.02
     tokenizer: Annotated[
         str, _flag("Tokenizer to render with, if the recorded one is not on this machine.", "Rendering")
     ] = ""
@@ -351,7 +349,7 @@ class McpOptions:
     ] = None
     allow_host: Annotated[
         Optional[list[str]],
-        _flag("Additional host name to accept, of this machine or of a web page that calls it; repeatable.", "HTTP"),
+        _flag("Additional host name to accept in the Host and Origin headers; repeatable.", "HTTP"),
     ] = None
     log_format: Annotated[str, _LOG_FORMAT] = "text"
     spans: Annotated[bool, _SPANS] = False

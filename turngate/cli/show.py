@@ -203,7 +203,7 @@ def _print_head(view: ShownSession, console: Console) -> None:
 
 
 def _describe_outcome(outcome: RecordedOutcome | None) -> str:
-    """Describe how the rollout ended. Return an empty string if no outcome is recorded. An unknown reward is not 0."""
+    """Describe how the rollout ended. Return an empty string if no outcome is recorded. An unknown reward is not shown as 0."""
     if outcome is None:
         return ""
     reward = "no reward" if outcome.reward is None else f"reward {outcome.reward:g}"

@@ -20,8 +20,8 @@ STOPPING = "Stopping: ending the agent and removing its sandbox; the recording i
 async def cancel_on_signal(work: Coroutine[Any, Any, T], console: Console, *messages: str) -> T:
     """Run work, and cancel it on Ctrl-C, SIGTERM or SIGHUP.
 
-    Work that stops in several steps is cancelled once per message. The next signal prints that cleanup is in progress, and the one
-    after that ends the process.
+    Each signal prints the next of `messages` and cancels the work again, for work that stops in several steps. After the last message, one
+    more signal prints that cleanup is in progress, and another one ends the process.
     """
     steps = messages or (STOPPING,)
     task = asyncio.ensure_future(work)

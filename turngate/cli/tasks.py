@@ -118,7 +118,7 @@ async def _check_all(
 
 
 def _provable(task: Task) -> bool:
-    """Return whether a proof can run. It needs a grader, but even without a solution it shows that the grader works."""
+    """Return whether the task can be proven. Only a grader is needed: even without a solution, the proof shows that it works."""
     return task.grader is not None
 
 

@@ -272,7 +272,8 @@ def _read_key(variable: str) -> str:
     key = os.environ.get(variable, "") if variable else ""
     if variable and not key:
         raise ConfigError(
-            f"engine_key_env names the environment variable {variable}, which is not set", param="engine_key_env"
+            f"engine_key_env names the environment variable {variable}, which is not set; set it to the engine's API key",
+            param="engine_key_env",
         )
     return key
 

@@ -403,7 +403,7 @@ def _decode_row(wire: WireRow, rolled: WireRollout) -> Row:
     where = f"session {rolled.session}, branch {wire.branch}"
     ids = np.frombuffer(wire.ids, "<i4").astype(ID_DTYPE)
     if len(wire.mask) != -(-len(ids) // 8):
-        raise DamagedDelivery(f"{where}: the mask has {len(wire.mask)} bytes, which does not fit {len(ids)} tokens")
+        raise DamagedDelivery(f"{where}: the mask has {len(wire.mask)} bytes, which does not match {len(ids)} tokens")
     mask = np.unpackbits(np.frombuffer(wire.mask, np.uint8), count=len(ids)).astype(np.bool_)
     sampled = np.frombuffer(wire.logprobs, "<f4")
     if len(sampled) != sum(span.end - span.start for span in wire.spans):

@@ -1,4 +1,4 @@
-"""Encoding of Gemini replies, streamed and whole, and errors."""
+"""Encoding of Gemini replies (streamed or not) and errors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class GeminiStream:
                 return self._chunk([{"text": ""}], done) + (b"" if self._options.sse else b"]")
 
     def error(self, error: TurngateError) -> bytes:
-        """Encode an error. In a stream of server-sent events it is a bare object, which the SDKs recognise as an error."""
+        """Encode an error. In a stream of server-sent events it is a bare object, which the SDKs recognize as an error."""
         body = orjson.dumps(error_body(error))
         return body + b"\n\n" if self._options.sse else self._comma() + body + b"]"
 

@@ -125,7 +125,7 @@ class Messages:
         items = [*wire.known_items, *map(bytes, request.messages)]
         history = MessagesHistory(items, tools, _decode_system_prompt(request.system), wire.history)
         if not history.raws:
-            raise field_error("messages", "must contain at least one message that is not empty")
+            raise field_error("messages", "must contain at least one non-empty message")
         if history.last == "assistant" and wire.verb != "count":
             raise BadRequest(
                 "messages: This model does not support assistant message prefill. The conversation must end with a user "

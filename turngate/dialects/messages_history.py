@@ -291,7 +291,7 @@ def _decode_result(block: _Block, where: str, tools: MessagesTools | None) -> Me
     parts = [_Block("text", text=block.content)] if isinstance(block.content, str) else block.content or ()
     text, unsupported = _decode_text([(part, f"{where}.content.{n}") for n, part in enumerate(parts)], tools)
     if block.is_error and not text.lower().startswith(_ERROR_PREFIXES):
-        text = f"Error: {text}" if text else "Error"  # the model has no other way to recognise an error
+        text = f"Error: {text}" if text else "Error"  # the model has no other way to recognize an error
     return Message("tool", text, tool_call_id=call_id_from_wire(block.tool_use_id), unsupported=unsupported)
 
 

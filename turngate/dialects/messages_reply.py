@@ -1,4 +1,4 @@
-"""Encoding of Anthropic Messages replies (streamed and whole), models and errors.
+"""Encoding of Anthropic Messages replies (streamed or not), models and errors.
 
 For speed, stream events are templates with placeholders: a reply has about ten events besides its text.
 """
@@ -33,7 +33,7 @@ from turngate.types import Call, CallDelta, Delta, Done, Json, KeepAlive, Messag
 
 
 class ThreadsUnsupported(BadRequest):
-    """A request to continue a stored conversation. Anthropic's own tool runner reacts to this code by sending all messages."""
+    """The request continues a stored conversation, which is not supported. Anthropic's tool runner then resends all messages."""
 
     kind = "thread_unsupported_request"
 

@@ -175,7 +175,7 @@ class PrefixCache:
         return self._frames.intern(_Frame(head, tail, _request_key(wire), plain))
 
     def _opens_list(self, head: bytes) -> bool:
-        """Return whether the list starts where `head` ends. Closed there, it must be the last field of a valid request, and empty."""
+        """Return whether the list starts where `head` ends: closed there, it must be the last, empty field of a valid request."""
         try:
             fields = _fields.decode(head + b"]}")
         except DECODE_ERRORS:

@@ -42,7 +42,7 @@ _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high", "ultra": "high"}
 
 
 class PreviousResponseNotFound(BadRequest):
-    """A request that refers to an earlier response by its id, although responses are not stored."""
+    """The request refers to an earlier response by its id, but responses are not stored."""
 
     kind = "previous_response_not_found"
 
@@ -186,7 +186,7 @@ class Responses:
         return orjson.dumps(error_body(error, code="model_not_found" if missing else None))
 
     def sends_in_stream(self, error: TurngateError) -> bool:
-        # Agents detect an overflow in the stream and then compact. They recognise every other error by its HTTP status.
+        # Agents detect an overflow in the stream and then compact. They recognize every other error by its HTTP status.
         return isinstance(error, ContextOverflow)
 
 

@@ -157,7 +157,7 @@ class _OpenItem(msgspec.Struct):
 
 
 class ResponsesStream:
-    """One reply, streamed or whole."""
+    """One reply, streamed or not."""
 
     media = "text/event-stream; charset=utf-8"
 
@@ -317,7 +317,7 @@ class ResponsesStream:
 
 
 def error_message(error: TurngateError) -> str:
-    """Return the error's message in the wording that agents recognise."""
+    """Return the error's message in the wording that agents recognize."""
     if isinstance(error, ContextOverflow):
         known = error.limit is not None and error.size is not None
         sizes = f" (The maximum context length is {error.limit} tokens; your input has {error.size}.)" if known else ""

@@ -237,6 +237,6 @@ async def measure_skew(url: str) -> CheckOutcome:
     if abs(off) > _SKEW_S:
         return warning(
             f"this machine's clock is {abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} the clock of {url}",
-            "synchronise both clocks (chrony, systemd-timesyncd)",
+            "synchronize both clocks (chrony, systemd-timesyncd)",
         )
     return ok(f"within about a second of {url}" if abs(off) < 1.5 else f"within {abs(off):.0f} s of {url}")

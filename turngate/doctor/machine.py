@@ -80,7 +80,7 @@ async def check_python(context: DoctorContext) -> list[CheckOutcome]:
 
 
 async def check_extras(context: DoctorContext) -> list[CheckOutcome]:
-    """Check that the extras that the settings need are installed."""
+    """Check that the extras required by the settings are installed."""
     installed = {extra for extra, module in EXTRAS.items() if _is_installed(module)}
     needed = {
         "local": context.config.engine == "local",

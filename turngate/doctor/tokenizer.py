@@ -73,7 +73,7 @@ async def check_agreement(context: DoctorContext) -> list[CheckOutcome]:
                 _EngineTokenizer(client, health.model, config.engine), f"{config.engine} at {url}", renderer
             )
         except TurngateError as error:
-            results.append(not_checked(f"{config.engine} at {url} failed to tokenise: {error.message}"))
+            results.append(not_checked(f"{config.engine} at {url} failed to tokenize: {error.message}"))
         finally:
             await client.close()
     return results
@@ -114,7 +114,7 @@ async def _compare_tokens(engine: _EngineTokenizer, name: str, renderer: Rendere
     fix = "set --tokenizer to the folder of the model that the engine serves"
     ours, theirs = tokenizer.encode(_TEXT), await engine.encode(_TEXT)
     if ours != theirs:
-        return [failure(f"{name}: the engine tokenises a text differently: {_describe_difference(ours, theirs)}", fix)]
+        return [failure(f"{name}: the engine tokenizes a text differently: {_describe_difference(ours, theirs)}", fix)]
     size = tokenizer.vocab_size
     ids = sorted({*renderer.stop_ids, *ours[:4], size // 3, size // 2, size - 1})
     for token in ids:

@@ -42,8 +42,8 @@ class Chunk(msgspec.Struct, frozen=True):
     """Tokens sampled since the last chunk.
 
     `ids` includes a sampled stop token. `logprobs` has one entry per id, or is None if the engine returned no log-probabilities.
-    `prompt` has the prompt ids that the engine echoed, if requested. `versions` has the policy versions of the first and the last of
-    these tokens, if the engine reports them.
+    `prompt` contains the prompt ids that the engine echoed, if requested. `versions` contains the policy versions of the first and the last
+    of these tokens, if the engine reports them.
     """
 
     ids: Sequence[int]

@@ -184,7 +184,8 @@ class Gate:
     ) -> list[GateCall]:
         """Wait for calls, and take up to `limit` of the oldest. Return an empty list after `wait_s`, or if the gateway stops.
 
-        A call that makes no progress for `lease_s` returns to the queue. `None`, for a trainer in the gateway's process, means never.
+        A call that makes no progress for `lease_s` returns to the queue. With `None`, for a trainer in the gateway's process, it never
+        does.
         """
         loop, woken = asyncio.get_running_loop(), asyncio.Event()
         end = None if wait_s is None else loop.time() + wait_s

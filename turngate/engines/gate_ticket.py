@@ -98,7 +98,7 @@ class EndedCall(msgspec.Struct, frozen=True):
 
 
 def digest_piece(lease: str, at: int, ids: Ids, logprobs: Logprobs | None, finish: GateFinish | None) -> bytes:
-    """Compute a digest of part of an answer, to recognise one that is sent twice."""
+    """Compute a digest of part of an answer, to recognize one that is sent twice."""
     digest = hashlib.blake2b(f"{lease} {at} {finish} {logprobs is None}".encode(), digest_size=16)
     digest.update(ids.tobytes())
     digest.update(b"" if logprobs is None else logprobs.tobytes())

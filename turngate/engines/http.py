@@ -251,7 +251,7 @@ class EventParser:
 
 
 class Reply:
-    """A POST request and its reply. It is sent by the first read, and closed when `EngineClient.post` is left.
+    """A POST request and its reply. It is sent by the first read, and closed when the `EngineClient.post` block exits.
 
     `sent` is set once the engine may be working on the request. The engine's implementation sets `finished` when the generation has
     ended; the rest of the reply is then only drained. `done` is set if the engine ended the stream properly.

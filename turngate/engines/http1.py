@@ -1,7 +1,7 @@
 """A minimal HTTP/1.1 client for one engine, with keep-alive and streamed replies.
 
 Every turn uses this client, and a general-purpose one would take as much time as the rest of the turn. It has no cookies, redirects,
-proxies or compression, because engines that accept token ids do not need them. Relays use aiohttp (`http.py`). Like the server, it
+proxies or compression, because engines that accept token ids do not need them. Relays use aiohttp (`http.py`). Like the server, this client
 parses with httptools.
 """
 

@@ -71,7 +71,7 @@ class Scripted:
     """An engine that follows a script.
 
     `script` is a list of turns, or a function of the request and its index. The index counts the calls of a session, so
-    sessions are independent. `received` has the last `keep` requests, newest last. As with the HTTP engines, a call fails after
+    sessions are independent. `received` contains the last `keep` requests, newest last. As with the HTTP engines, a call fails after
     `silence_s` without data.
     """
 

@@ -325,7 +325,7 @@ class VLLM:
 class VLLMGeneration:
     """A call as a stream of chunks. Leaving it before its end aborts the call.
 
-    This is an iterator, not a generator: if a generator is left early, the event loop has to start a task to close it.
+    This is an iterator, not a generator: closing a generator early makes the event loop start a task.
     """
 
     def __init__(self, engine: VLLM, request: Generate) -> None:

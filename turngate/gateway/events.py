@@ -49,7 +49,7 @@ class Events:
             raise BadRequest(f"session must be a valid session id, not {session[:200]!r}", param="session")
         size = len(msgspec.json.encode(data))
         if size > LARGEST:
-            raise BadRequest(f"data has {size} bytes; the limit is {LARGEST}", param="data")
+            raise BadRequest(f"data is {size} bytes long; the limit is {LARGEST}", param="data")
         return self.add(session, kind, data)
 
     def wake(self, session: str) -> None:

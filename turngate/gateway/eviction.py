@@ -1,4 +1,4 @@
-"""Evict the traces of idle and ended sessions from memory, after the setting `rest_s`. See docs/decisions/0013-eviction.md.
+"""Evict the traces of ended sessions, and of those idle for `rest_s` seconds, from memory. See docs/decisions/0013-eviction.md.
 
     a call ─► no other call for `rest_s` ─► evicted: the trace is only in the store ─► next call: it is read back, as after a restart
 

@@ -72,7 +72,7 @@ class Fence:
         if version == self.version and model is not None and model != self.model:
             present = self.model or "the engine's own model"
             raise Conflict(
-                f"version {version} is already active as {present}; use a higher version for {model!r}", param="version"
+                f"version {version} is already served as {present}; use a higher version for {model!r}", param="version"
             )
         if version > self.version and model is None and self.model:
             raise Conflict(

@@ -45,7 +45,7 @@ class FenceState:
         return self._read_load(f"weights:{version}")
 
     def write_weights(self, load: PolicyWeights) -> None:
-        """Record the weights of a version before it becomes current, so that a crash in between leaves nothing incomplete."""
+        """Record the weights of a version before it becomes current, so that a crash in between leaves a consistent state."""
         self._store.set_setting(f"weights:{load.version}", msgspec.json.encode(load).decode())
 
     def read_unfinished_load(self) -> PolicyWeights | None:

@@ -57,7 +57,7 @@ class Prompt(msgspec.Struct, frozen=True):
 
     @property
     def is_rerendered(self) -> bool:
-        """Whether it extends a turn in meaning, but with different ids."""
+        """Whether the prompt continues a recorded turn in meaning, but its ids do not extend that turn's ids."""
         return self.parent is None and self.location.node is not None
 
 

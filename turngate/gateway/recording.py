@@ -127,7 +127,7 @@ class TurnRecorder:
             self._journal.note_stop(session.key, limit)
 
     def announce_limit(self, session: Session, limit: str) -> None:
-        """Add an event for a reached limit, only once however often the agent calls again."""
+        """Add an event for a reached limit, once per session and limit."""
         if limit not in session.limits_announced:
             session.limits_announced.add(limit)
             self._events.add(session.id, "limit", {"limit": limit})

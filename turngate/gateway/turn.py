@@ -1,4 +1,4 @@
-"""THE pipeline of one model call. Read this file first.
+"""The pipeline of one model call. Read this file first.
 
     admit → locate → render → generate → parse → commit → reply
 
@@ -422,7 +422,7 @@ class _TimedIterator(Generic[T]):
 def _check(chunk: Chunk, request: Generate) -> None:
     """Raise `EngineError` if the chunk does not match the request."""
     if chunk.prompt is not None and not np.array_equal(np.asarray(chunk.prompt, ID_DTYPE), request.prompt):
-        raise EngineError("the engine reports a different prompt than it was sent, so the turn was rejected")
+        raise EngineError("the engine echoed a different prompt from the one it was sent, so the turn was rejected")
     if chunk.logprobs is not None and len(chunk.logprobs) != len(chunk.ids):
         raise EngineError(f"the engine returned {len(chunk.logprobs)} log-probabilities for {len(chunk.ids)} tokens")
 

@@ -1,6 +1,6 @@
 """Run the rollout service on its own event loop, in its own thread.
 
-So a rollout never blocks the OpenEnv server, and a session that is cancelled or disconnects never ends a rollout.
+A rollout therefore never blocks the OpenEnv server, and a session that is cancelled or disconnects never ends a rollout.
 """
 
 from __future__ import annotations

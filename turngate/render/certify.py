@@ -1,8 +1,8 @@
 """Certify a renderer: check that extending the sampled ids gives the same result as rendering the whole conversation.
 
 In each probe conversation, for each assistant turn, the prompt, the turn and the bridge must together match a render of the whole
-conversation. Past thinking may differ, since templates drop it and we keep it. If a renderer derived from a template fails, every turn is
-rendered whole.
+conversation. Past thinking may differ, since templates drop it and we keep it. If a renderer derived from a template fails, the whole
+conversation is rendered on every turn.
 """
 
 from __future__ import annotations

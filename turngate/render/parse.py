@@ -1,8 +1,8 @@
 """Parse sampled text into reasoning, content and tool calls, incrementally.
 
-The same parser serves streamed and whole replies. Its output is sent to the agent and stored in the trace as the turn's message. A `Syntax`
-describes how a model marks reasoning and calls, and `detect_syntax` derives it from a template. Text that does not parse as a call is never
-dropped or guessed at, but delivered as content. `template_fallbacks.py` writes the Hermes syntax that is parsed here.
+The same parser serves streamed and non-streamed replies. Its output is sent to the agent and stored in the trace as the turn's message. A
+`Syntax` describes how a model marks reasoning and calls, and `detect_syntax` derives it from a template. Text that does not parse as a call
+is never dropped or guessed at, but delivered as content. `template_fallbacks.py` writes the Hermes syntax that is parsed here.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Renderer(Protocol):
 class ReplyReader:
     """An incremental reader of sampled ids.
 
-    It detokenises the ids, drops stop and special tokens, cuts at stop strings and parses the text.
+    It detokenizes the ids, drops stop and special tokens, cuts at stop strings and parses the text.
     """
 
     def __init__(

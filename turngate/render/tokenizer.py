@@ -45,7 +45,7 @@ _LINE = re.compile(r"[^\n]*\n(?:\s*[\r\n])?|[^\n]+")  # a line with the blank li
 _MAX_CACHED_LINES = 16_384  # in each of two generations
 _MAX_CACHED_LINE = 400  # characters; longer lines rarely repeat
 _MAX_TEXT_BY_LINES = 64_000  # characters; longer texts are encoded whole, which releases the interpreter lock
-# Characters other than Latin, punctuation, symbols, CJK and Hangul, whose normalisation is the same in all Unicode versions.
+# Characters other than Latin, punctuation, symbols, CJK and Hangul, whose normalization is the same in all Unicode versions.
 _UNSETTLED = re.compile("[^\u0000-\u02ff\u2000-\u9fff\uac00-\ud7a3]")
 
 
@@ -99,7 +99,7 @@ class Tokenizer:
         return self._fast is not None
 
     def encode(self, text: str, *_: Any, remember: bool = False, **__: Any) -> list[int]:
-        """Encode `text`. Added tokens in the text are recognised, but no tokens are added before or after it.
+        """Encode `text`. Added tokens in the text are recognized, but no tokens are added before or after it.
 
         With `remember`, cache its long segments, because they will be encoded again.
         """

@@ -109,7 +109,7 @@ def _single_pattern(pre: Json) -> str | None:
 
 
 def _is_nfc(normalizer: Json) -> bool | None:
-    """Return whether text is normalised to NFC, or None if the fast path does not support the normalizer."""
+    """Return whether text is normalized to NFC, or None if the fast path does not support the normalizer."""
     if normalizer is None or (normalizer["type"] == "Sequence" and not normalizer["normalizers"]):
         return False
     return True if normalizer["type"] == "NFC" else None

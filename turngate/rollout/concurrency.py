@@ -65,7 +65,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Concurrency:
-    """The semaphores of one batch. `states` contains the number of rollouts in each state."""
+    """The semaphores of one batch. `states` counts the rollouts in each state."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.states: Counter[SlotState] = Counter()

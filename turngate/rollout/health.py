@@ -29,7 +29,7 @@ class BatchHealth:
         self._probing = asyncio.Lock()
 
     def count_success(self) -> None:
-        """Reset the count of infrastructure faults in a row."""
+        """Reset the count of consecutive infrastructure faults."""
         self._faults_in_a_row = 0
 
     async def check_after_fault(self, message: str) -> str:

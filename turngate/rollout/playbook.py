@@ -1,7 +1,7 @@
 """A script for the scripted engine that chooses each reply by the content of the agent's prompt.
 
 An agent controls its own loop, so a fixed list of replies is not enough: requests for titles, sub-agents and retries come in between. A
-scene is recognised by words in the prompt, and the number of turns in the prompt determines its next step.
+scene is recognized by words in the prompt, and the number of turns in the prompt determines its next step.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class BatchResults:
     async def postpone(
         self, item: RolloutItem, started: AttemptStarted, outcome: Outcome, verdict: Classification
     ) -> FinishedRollout:
-        """Write that a rollout is done but not recorded at the gateway. It is recorded when the batch is resumed."""
+        """Note in the ledger that a rollout is done but not yet recorded at the gateway. Resuming the batch records it."""
         await self.save_outcome(started.session, outcome)
         finished = build_finished(item, started, outcome, verdict)
         await self.ledger.add(

@@ -95,14 +95,14 @@ class RetryListener:
         return pending
 
     def _consider(self, seq: int, request: RetryRequest) -> None:
-        """Decide a request in a separate task, because its attempt may take a while to end. The batch waits for the decision."""
+        """Decide on a request in a separate task, because its attempt may take a while to end. The batch waits for the decision."""
         self._schedule.hold()
         task = asyncio.create_task(self._answer(seq, request))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
     async def _answer(self, seq: int, request: RetryRequest) -> None:
-        """Decide a request once its attempt is settled, and reply.
+        """Decide on a request once its attempt is settled, and reply.
 
         The attempt may still be running: the web UI shows an attempt as ended slightly before the ledger has it, and a cancelled one while
         its agent is still being killed.
@@ -123,7 +123,7 @@ class RetryListener:
         await self._reply(seq, reply)
 
     async def _decide(self, request: RetryRequest) -> RetryReply:
-        """Decide a request, and reopen the rollout before the reply is sent. If this run is ending, a later run decides."""
+        """Decide on a request, and reopen the rollout before the reply is sent. If this run is ending, a later run decides."""
         if self._schedule.is_running(request.rollout, request.attempt):
             return _ENDING
         if objection := self._find_objection(request):

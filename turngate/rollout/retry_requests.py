@@ -1,8 +1,8 @@
 """Requests to retry a rollout, and the replies to them, in the event stream of a batch.
 
 The gateway's web UI adds a `retry` event to the stream, whether or not the batch is running. The reply is a `note` event with the
-request's position in the stream: accepted, rejected or postponed. A request that is neither accepted nor rejected stays open, and this
-run of the batch or a later one decides it.
+request's position in the stream: accepted, rejected or postponed. A request that is neither accepted nor rejected stays open, and this run
+of the batch or a later one decides on it.
 """
 
 from __future__ import annotations

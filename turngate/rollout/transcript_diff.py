@@ -77,7 +77,7 @@ def _compare_files(
 def _compare_subagents(
     written: Sequence[Sequence[TranscriptTurn]], recorded: Sequence[DeliveredTurn], *, fills_in: bool
 ) -> list[Difference]:
-    """Compare each written conversation with the most similar recorded one. Sub-agents run in parallel, and their names do not help."""
+    """Compare each sub-agent's transcript with the most similar recorded conversation: neither order nor names identify it."""
     conversations = _group_conversations(recorded, "subagent")
     differences: list[Difference] = []
     for turns in written:

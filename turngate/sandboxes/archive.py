@@ -1,6 +1,6 @@
 """Pack folders into tar streams and unpack them. The content of a sandbox is written by an agent, so it is not trusted.
 
-Unpacking opens each folder of a path separately and never follows a link. Links are created last, and only if they cannot lead outside.
+Unpacking opens each folder of a path separately and never follows a link. Links are created last, and only if they cannot point outside.
 (`tarfile`'s own filter is not enough: Python releases in use accept some crafted link chains.) A small stream cannot expand into large
 data on the host either: hard links stay links, and the size of headers that `tarfile` keeps in memory is limited.
 """
@@ -105,7 +105,7 @@ def unpack(
 ) -> tuple[str, ...]:
     """Unpack a stream into a host folder, which is created if necessary, and return the skipped entries with reasons.
 
-    Devices, pipes and links that lead outside are skipped. `is_cancelled` is polled, and unpacking stops when it returns true. Raises
+    Devices, pipes and links that point outside are skipped. `is_cancelled` is polled, and unpacking stops when it returns true. Raises
     only `SandboxError`.
     """
     deadline = time.monotonic() + timeout_s
@@ -122,7 +122,7 @@ def unpack(
         finally:
             os.close(root)
     except OSError as error:
-        raise SandboxError(f"cannot write the folder: {error.strerror or error}") from error
+        raise SandboxError(f"cannot write to the folder: {error.strerror or error}") from error
     except (tarfile.TarError, ValueError, IndexError, OverflowError, RecursionError, MemoryError) as error:
         raise SandboxError(f"the folder was not copied completely: {error or type(error).__name__}") from error
 
@@ -171,7 +171,7 @@ def _unpack(stream: IO[bytes], root: int, limit: int, check_deadline: Callable[[
         if place and _stays_inside(len(place) - 1, target):
             _make_symlink(root, list(place), target)
         else:
-            skipped.add("/".join(place), "the link leads out of the folder")
+            skipped.add("/".join(place), "the link points outside the folder")
     return skipped.summary()
 
 
@@ -198,7 +198,7 @@ def parse_tar_errors(stderr: bytes) -> tuple[str, ...]:
 def _split_path(name: str) -> list[str]:
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if name.startswith("/") or ".." in parts or "\0" in name:
-        raise SandboxError("the folder contains a file name that leads out of it")
+        raise SandboxError("the folder contains a file name that points outside it")
     return parts
 
 
@@ -234,7 +234,7 @@ def _make_hard_link(root: int, source: list[str], path: list[str]) -> str:
     there = here = -1
     try:
         there, here = _open_folder(root, source[:-1]), _open_folder(root, path[:-1])
-        # Regular files only, because a symbolic link could lead outside from its new location.
+        # Regular files only, because a symbolic link could point outside from its new location.
         if not stat.S_ISREG(os.stat(source[-1], dir_fd=there, follow_symlinks=False).st_mode):
             return "the link's target is not a file"
         if source != path:

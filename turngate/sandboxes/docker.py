@@ -283,8 +283,8 @@ class DockerJob:
 class DockerBackend:
     """Creates Docker sandboxes.
 
-    `root` is the parent folder of the sandboxes' socket folders, as for `LocalBackend`. `image` is the default image; if it is empty,
-    that is our own base image if it was built here, and otherwise a public one.
+    `root` is the parent folder of the sandboxes' socket folders, as for `LocalBackend`. `image` is the default image. If it is empty, the
+    default is our own base image if it was built here, otherwise a public one.
     """
 
     name = KIND
@@ -386,7 +386,7 @@ def _mount_option(source: str, target: str, *, writable: bool) -> str:
 
 
 def _make_readable(folder: Path) -> None:
-    """Make the folder readable for the container's user, who may be anyone. On the host, its parent folder is private."""
+    """Make the folder accessible to the container's user, which may be any user. On the host, its parent folder is private."""
     folder.chmod(0o755)
 
 

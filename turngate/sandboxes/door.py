@@ -106,7 +106,7 @@ def _compile_route(path: str) -> re.Pattern[str]:
 
 
 def _socket_mode(folder: Path) -> int:
-    """Return the mode for a socket in a folder. If the folder is open to others, for a container's user, its parent is private."""
+    """Return the mode for a socket in a folder: 0o666 if a container's user may enter the folder, whose parent is then private."""
     return 0o666 if folder.stat().st_mode & 0o007 else 0o600
 
 

@@ -68,7 +68,7 @@ class E2BBackend:
         e2b = _import_sdk()
         if spec.dockerfile:
             raise SandboxUnavailable(
-                "E2B cannot build a Dockerfile: build an E2B template from it, and pass the template's name as the image"
+                "E2B cannot build from a Dockerfile; build an E2B template from it, and pass the template's name as the image"
             )
         if spec.resources.cpus or spec.resources.memory_mb or spec.resources.pids:
             log.warning("the requested resources are not applied: an E2B sandbox has the size of its template")

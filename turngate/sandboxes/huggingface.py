@@ -89,7 +89,7 @@ class HuggingFaceBackend:
         hub, api = _import_sdk(), _create_api()
         if spec.dockerfile:
             raise SandboxUnavailable(
-                "Hugging Face cannot build a Dockerfile: push an image to a registry, and pass its name as the image"
+                "Hugging Face cannot build from a Dockerfile; push an image to a registry, and pass its name as the image"
             )
         if spec.network == "none" and not self._warned:
             self._warned = True

@@ -31,7 +31,7 @@ const { values: options } = parseArgs({
 const giveUpMs = Number(options["give-up-s"]) * 1000;
 const bodyLimit = Number(options["body-limit"]);
 
-class NoAnswer extends Error {} // the gateway has not answered, so the request may be sent again
+class NoAnswer extends Error {} // the gateway has not answered, so it is safe to send the request again
 class TooLarge extends Error {}
 
 function readTarget() {

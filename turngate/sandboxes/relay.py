@@ -6,7 +6,7 @@ without Python. On the host, `door.py` uses the same classes. The target file co
 
 A request is read completely, then sent until it is answered. If the connection fails or ends before a reply, the request is sent again.
 The same applies to a 404 or 5xx reply without the gateway's `x-turngate` header, because a dead tunnel also sends those. A reply is
-forwarded as it arrives. If it breaks off, it also breaks off for the agent. When the agent disconnects, the upstream call ends immediately.
+forwarded as it arrives. If it is cut off, it is also cut off for the agent. When the agent disconnects, the upstream call ends immediately.
 
 One file, standard library only, Python 3.8 and newer.
 """
@@ -69,7 +69,7 @@ class HttpReply(NamedTuple):
 
 
 class RequestRefused(Exception):
-    """A request that the relay answers itself."""
+    """A request that the relay rejects without forwarding it."""
 
     headers = ""  # an additional header line for the reply
 
@@ -80,11 +80,11 @@ class RequestRefused(Exception):
 
 
 class NoAnswer(Exception):
-    """The gateway has not answered, so the request may be sent again."""
+    """The gateway has not answered, so it is safe to send the request again."""
 
 
 class TruncatedReply(Exception):
-    """A reply that broke off before its end."""
+    """A reply that was cut off."""
 
 
 class ClientDisconnected(Exception):
@@ -195,7 +195,7 @@ class ClientConnection:
         while True:
             size = chunk_size(await self.read_until(b"\r\n", 4096))
             if size is None:
-                raise RequestRefused(400, "a chunk has no valid size")
+                raise RequestRefused(400, "a chunk has an invalid size")
             if len(body) + size > limit:
                 raise RequestRefused(413, f"the body is larger than {limit} bytes")
             if not size:
@@ -225,7 +225,7 @@ def body_length(headers: list[tuple[str, str]], limit: int) -> Optional[int]:
 
 
 def parse_head(head: bytes) -> tuple[str, list[tuple[str, str]]]:
-    """Split a head into first line and headers. It is strict, because requests that two programs parse differently enable attacks."""
+    """Split a head into first line and headers. Strict, because requests that two programs parse differently can be used in attacks."""
     first, *lines = head[:-4].decode("latin-1").split("\r\n")
     headers = []
     for line in lines:
@@ -417,7 +417,7 @@ async def connect(target: str) -> tuple[StreamReader, StreamWriter, str, str]:
 
 
 def enable_tcp_keepalive(connection: socket.socket) -> None:
-    """Make the system detect a peer that disappeared without closing the connection."""
+    """Let the operating system detect a peer that disappeared without closing the connection."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, option):

@@ -374,7 +374,7 @@ mkdir -p "$base/home" "$base/work" "$base/jobs" && chmod 700 "$base/jobs" && cd 
 def run_script(
     folder: str, command: Sequence[str], env: Mapping[str, str], cwd: str, out: str, err: str, has_input: bool
 ) -> str:
-    """Return the script that becomes the command. It sets the variables itself, because a login shell's profile may change them."""
+    """Return the script that execs the command. It sets the variables itself, because a login shell's profile may change them."""
     if not command or any("\0" in word for word in (*command, cwd, out, err, *env, *env.values())):
         raise SandboxError(
             "a command must not be empty, and its arguments and variables must not contain a NUL character"

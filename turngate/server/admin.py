@@ -48,7 +48,7 @@ class SealBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class EventBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of `POST /admin/events`.
 
-    The session need not be open yet. It is empty if the event does not concern a session.
+    `session` need not be open yet, and is empty if the event does not concern a session.
     """
 
     kind: RunnerEventKind

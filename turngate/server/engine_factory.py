@@ -106,7 +106,7 @@ def read_engine_key(config: ServeConfig) -> str | None:
     key = read_key(config.engine_key_env)
     if not key:
         raise ConfigError(
-            f"the environment variable {config.engine_key_env} is not set, but engine_key_env names it; set it to the engine's API key",
+            f"engine_key_env names the environment variable {config.engine_key_env}, which is not set; set it to the engine's API key",
             param="engine_key_env",
         )
     return key

@@ -66,7 +66,7 @@ def _prompt_lengths(view: TraceView) -> dict[int, int]:
 
 
 def _take_logprobs(index: int, turn: TurnView, truncator: Truncator, remaining: int) -> tuple[list[float] | None, int]:
-    """Return a turn's log-probabilities, or None if the result has no room for all of them, and the remaining room."""
+    """Return a turn's log-probabilities, or None if they do not all fit in the result, and the remaining capacity."""
     if turn.logprobs is None or (turn.capture != "tokens" and not turn.ids):
         return None, remaining
     if not truncator.clamp.logprobs:

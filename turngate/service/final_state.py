@@ -63,7 +63,7 @@ def from_broken_report(active: ActiveRollout, error: BaseException) -> RolloutSt
 def from_events(state: RolloutState, events: list[RolloutEvent]) -> RolloutState:
     """Build the final state of a rollout that was running when the process was killed.
 
-    It ends with its last event. A recorded grade is kept.
+    The time of its last event counts as its end. A recorded grade is kept.
     """
     turns = [event.data for event in events if event.kind == "turn"]
     stages = [event.data.get("stage", "") for event in events if event.kind == "stage"]

@@ -87,7 +87,7 @@ class Finalizer:
         return view, await _attempt(active, "its conversation could not be built", build, [])
 
     async def _release(self, active: ActiveRollout) -> None:
-        """Close the rollout's connections. An aborted rollout may still be writing its inputs."""
+        """Close the rollout's connections. First wait for its inputs to be written, which may still be in progress after an abort."""
         writing = active.writing_inputs
         if writing is not None and not writing.done():
             await asyncio.wait([writing])

@@ -98,7 +98,7 @@ class RolloutHistory:
             log.error("the result of rollout %s is lost because it could not be written", rollout)
 
     async def delete_oldest(self) -> None:
-        """Delete the rollouts beyond `config.keep`."""
+        """Delete the oldest rollouts, so that `config.keep` remain."""
         surplus = list(self._states)[: max(0, len(self._states) - self._config.keep)]
         if not surplus:
             return

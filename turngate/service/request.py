@@ -1,6 +1,6 @@
 """Requests for rollouts of an instruction, of a row of a SWE data set, or of a `Task`. They are validated before anything starts.
 
-A request may come from an untrusted caller, over MCP or HTTP. So sizes are limited, paths stay inside the working folder, and errors
+A request may come from an untrusted caller, over MCP or HTTP. Sizes are therefore limited, paths stay inside the working folder, and errors
 name the argument. Keys, images, sandboxes and networks are not arguments but settings of the server (`config.py`).
 """
 
@@ -142,7 +142,7 @@ class SweRolloutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         except UnicodeEncodeError:
             raise BadRequest("task contains characters that UTF-8 cannot encode", param="task") from None
         if size > MAX_ROW:
-            raise BadRequest(f"task has {size:,} bytes; at most {MAX_ROW:,} are allowed", param="task")
+            raise BadRequest(f"task is {size:,} bytes long; the limit is {MAX_ROW:,}", param="task")
         _check_common(self)
         return self
 
@@ -235,7 +235,7 @@ def _check_text(name: str, text: str, most: int, *, needed: bool = False) -> Non
     if needed and not text.strip():
         raise BadRequest(f"{name} is empty; describe what the agent should do", param=name)
     if len(text) > most:
-        raise BadRequest(f"{name} has {len(text):,} characters; at most {most:,} are allowed", param=name)
+        raise BadRequest(f"{name} is {len(text):,} characters long; the limit is {most:,}", param=name)
     if "\0" in text:
         raise BadRequest(f"{name} contains a NUL character; remove it", param=name)
     if not text.isascii():

@@ -133,9 +133,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
         self._closing = True
         parts = self._open_parts
         if parts is not None:
-            await asyncio.gather(
-                *(self.abort(rollout, "the service is being stopped") for rollout in list(self._active))
-            )
+            await asyncio.gather(*(self.abort(rollout, "the service is stopping") for rollout in list(self._active)))
             await parts.runner.wait()
             await self._flush()
             parts.history.log_unwritten()
@@ -154,7 +152,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
     def start(self, request: AnyRequest) -> str:
         """Start a rollout and return its id immediately. Raise `BadRequest` for an invalid argument, `Busy` if the queue is full."""
         if self._closing:
-            raise Stopping("the service is being stopped")
+            raise Stopping("the service is stopping")
         request = request.check()
         choice = self._catalog.choose(request.model_key, request.mode, request.thinking, request.endpoint_url)
         agent = self._agents.find(request.agent)
@@ -228,7 +226,7 @@ class Rollouts(AbstractAsyncContextManager["Rollouts"]):
                 await asyncio.wait_for(active.changed.wait(), remaining_s)
 
     async def abort(self, rollout: str, reason: str = "") -> RolloutState:
-        """Stop a rollout at any stage, and return when its generation, agent and sandbox are gone. Ignored if it has ended."""
+        """Stop a rollout at any stage, and return when its generation, agent and sandbox are gone. Does nothing if it has ended."""
         active = self._active.get(rollout)
         if active is None:
             return self._parts.history.find(rollout)

@@ -120,7 +120,7 @@ class ServiceStorage:
         return self.folder / "inputs" / rollout
 
     def write_result(self, result: RolloutResult, messages: Sequence[ConversationMessage]) -> None:
-        """Write the conversation, then the result. So if a result exists, the conversation exists too."""
+        """Write the conversation, then the result, so that every stored result has its conversation."""
         _write_atomically(self._messages_file(result.rollout_id), msgspec.json.encode(messages))
         _write_atomically(self._result_file(result.rollout_id), msgspec.json.encode(result))
 

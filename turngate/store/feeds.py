@@ -223,7 +223,7 @@ class FeedLog:
     # ── delivering ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def members(self, feed: int, number: int) -> list[DeliveryMember]:
-        """Return the rollouts of a delivery, in the order of recording."""
+        """Return the rollouts of a delivery, in the order in which they were recorded."""
         query = "SELECT session, id, team, CAST(outcome AS BLOB) FROM rolled WHERE feed=? AND number=? ORDER BY place"
         with self._reading() as db:
             rows = db.execute(query, (feed, number)).fetchall()

@@ -46,7 +46,7 @@ class Journal:
             raise
 
     def mark_undelivered(self, session: int, node: int) -> None:
-        """Mark a stored turn whose reply did not reach the agent completely."""
+        """Mark a stored turn whose reply was not fully delivered to the agent."""
         self._store.mark_undelivered(session, node)
 
     def note_stop(self, session: int, stop: str) -> None:

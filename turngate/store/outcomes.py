@@ -52,7 +52,7 @@ class RecordedOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         }
 
     def encode(self) -> bytes:
-        """Validate the outcome and encode it for the store. Equal outcomes have equal bytes. Raise `BadRequest` if it is invalid."""
+        """Validate the outcome and encode it for the store, equal outcomes as equal bytes. Raise `BadRequest` if it is invalid."""
         if self.reward is not None and not math.isfinite(self.reward):
             raise BadRequest(f"reward must be a finite number or null, not {self.reward}", param="reward")
         if self.reward is not None and self.kind in NO_REWARD:
@@ -66,7 +66,7 @@ class RecordedOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise BadRequest(f"data cannot be encoded as JSON ({error})", param="data") from None
         if len(written) > MAX_BYTES:
             raise BadRequest(
-                f"data is too large: the outcome has {len(written)} bytes, and the limit is {MAX_BYTES}", param="data"
+                f"data is too large: the outcome is {len(written)} bytes long; the limit is {MAX_BYTES}", param="data"
             )
         return written
 

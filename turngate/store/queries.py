@@ -147,7 +147,7 @@ class RolloutQueries:
         return self._facts("seq>? ORDER BY seq LIMIT ?", values=(after, limit))
 
     def list_changed(self, after: int, limit: int) -> list[str]:
-        """Return the ids of sessions with events after a number, without duplicates. Return at most `limit` + 1."""
+        """Return the ids of sessions with events after event number `after`, without duplicates. Return at most `limit` + 1."""
         query = "SELECT DISTINCT session FROM (SELECT session FROM events WHERE seq>? AND session!='' ORDER BY seq LIMIT 20000) LIMIT ?"
         with self._reading() as db:
             return [session for (session,) in db.execute(query, (after, limit + 1)).fetchall()]

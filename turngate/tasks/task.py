@@ -113,7 +113,7 @@ def check_instruction(instruction: str, where: str) -> str:
         raise TaskError(f"task: {where} is empty; describe what the agent should do", param="task")
     if len(instruction) > MAX_INSTRUCTION:
         raise TaskError(
-            f"task: {where} has {len(instruction)} characters, but at most {MAX_INSTRUCTION} are allowed", param="task"
+            f"task: {where} is {len(instruction)} characters long; the limit is {MAX_INSTRUCTION}", param="task"
         )
     if "\0" in instruction:
         raise TaskError(

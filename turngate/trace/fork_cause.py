@@ -129,7 +129,7 @@ def _structural_cause(trace: Trace, request: RequestMessages, has_tools: bool) -
         return "subagent"
     longest = max((node.count for node in trace.nodes if node.root in same), default=0)
     if any(_first_question_of(root) == question for root in same):
-        # Some agents keep the user's first message and summarise the rest.
+        # Some agents keep the user's first message and summarize the rest.
         return "compaction" if longest > len(request) + 1 and not _has_answers(request) else "edited"
     if any(_repeats_first_answer(root, request) for root in same):
         return "edited"  # only the question changed; a summary would not keep the first answer

@@ -1,7 +1,8 @@
 """Drift by cause: where a call did not continue an existing branch, why, and what that costs.
 
 The gateway records a cause for every fork. The check `cause` compares it with the stored messages. Where the messages reveal more, the
-report is more precise: a template that rewrote the past dropped thinking, changed the spelling of JSON, or trimmed text.
+report is more precise. For example, it states whether a template that rewrote the history dropped thinking, reformatted JSON or trimmed
+text.
 """
 
 from __future__ import annotations

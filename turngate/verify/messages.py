@@ -177,7 +177,7 @@ def _sort_run(run: list[tuple[int, Message]]) -> list[Message]:
 
 
 def same_meaning(was: Message, now: Message) -> bool:
-    """Return whether two messages mean the same. Trimmed ends, JSON spelling, missing thinking and call ids are ignored."""
+    """Return whether two messages mean the same. Trimmed ends, JSON formatting, missing thinking and call ids are ignored."""
     if was.role != now.role or was.name != now.name or len(was.tool_calls) != len(now.tool_calls):
         return False
     trimmed = str.strip if was.role == "assistant" else str.rstrip

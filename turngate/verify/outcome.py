@@ -60,10 +60,10 @@ def _check_stored_outcome(session: StoredSession, raw: object, recorded: object,
 
 
 def _reject_duplicate_names(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
-    """Build a JSON object. Raise `ValueError` if a name occurs twice."""
+    """Build a JSON object. Raise `ValueError` for a duplicate key."""
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        raise ValueError("an object contains the same name twice")
+        raise ValueError("an object contains a duplicate key")
     return fields
 
 

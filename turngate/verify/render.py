@@ -199,7 +199,7 @@ class _RenderCheck:
         return np.array(self._renderer.render(messages, tools, kwargs), np.int32)
 
     def _render_following(self, context: StoredContext, turn: StoredTurn) -> Ids | None:
-        """Render what the template writes between a turn and the next one. A mark that replaces the end of the turn locates it."""
+        """Render what the template writes between a turn and the next one. A mark replaces the turn's end to show where this starts."""
         before, new = self._messages.up_to(turn.parent), self._messages.of(context)
         if any(message.role == "assistant" for message in new):
             return None  # the agent wrote assistant messages itself, so the turn was not extended

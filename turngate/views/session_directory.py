@@ -89,7 +89,7 @@ def describe_session(
 def _summarize(
     row: SessionRow, live: Session | None, outcome: RecordedOutcome | DamagedOutcome | None
 ) -> dict[str, Json]:
-    """Return the fields of a `Summary`."""
+    """Return the fields of a `SessionSummary`."""
     damaged = outcome.message if isinstance(outcome, DamagedOutcome) else ""
     return {
         "id": row.id,

@@ -1,6 +1,6 @@
 """The in-process engine (extra `local`): runs a dense Llama, Qwen2 or Qwen3 model on the CPU or on one GPU.
 
-    shape     the network's sizes, from config.json
+    shape     the network's dimensions, from config.json
     model     the network; training and sampling use the same parameters
     weights   load and save models as Hugging Face folders
     cache     keys and values of current and earlier calls: slots, shared prefixes

@@ -147,8 +147,8 @@ class LocalEngine:
     async def updating(self, version: int | None = None, *, drain: bool = False) -> AsyncIterator[Model]:
         """Pause sampling to change the weights.
 
-        With `drain`, calls in flight end first. Otherwise they continue afterwards with the new weights. Everything computed with the
-        old weights is computed again, so every log-probability belongs to one set of weights over the whole context.
+        With `drain`, calls in flight end first. Otherwise they continue afterwards with the new weights. Everything computed with the old
+        weights is recomputed, so each log-probability is computed with a single set of weights.
 
         `version` is the policy version after the update. If it is set, chunks carry the version that sampled them. Otherwise the
         gateway's fence determines their version.
@@ -207,7 +207,7 @@ class LocalEngine:
             self._worker.resume(self._version)
 
     async def load(self, weights: PolicyWeights, *, frozen: bool) -> None:
-        """Load weights. Calls in flight continue with them over their whole context, whether frozen or not."""
+        """Load weights. Calls in flight recompute their context with the new weights, whether `frozen` is set or not."""
         if weights.is_adapter:
             raise EngineRejected(
                 f"{self.name} does not support adapters; merge {weights.name!r} into a whole model and load that"

@@ -1,4 +1,4 @@
-"""The sizes of the network, from a model folder's config.json."""
+"""The dimensions of the network, read from config.json in the model folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Rope(msgspec.Struct, frozen=True):
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """The network's sizes."""
+    """The network's dimensions."""
 
     kind: str
     vocabulary: int
@@ -42,7 +42,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     qkv_bias: bool
     out_bias: bool
     inner_bias: bool
-    head_norm: bool  # queries and keys are normalised (Qwen3)
+    head_norm: bool  # queries and keys are normalized (Qwen3)
 
 
 class _Config(msgspec.Struct, kw_only=True):

@@ -1,6 +1,6 @@
 """Load and save models as Hugging Face folders.
 
-The network joins matrices that have the same input (see `model.py`), but a folder has them separately. `list_weights` yields a model's
+The network joins matrices that have the same input (see `model.py`), but a folder stores them separately. `list_weights` yields a model's
 parameters under the folder's names without a copy, to send weights to another engine.
 """
 

@@ -56,7 +56,7 @@ class _Hold(msgspec.Struct):
 
 
 class _Running:
-    """A call that the worker has accepted. `ids` has the prompt, and the tokens sampled before a weight update interrupted the call."""
+    """A call that the worker has accepted. `ids` contains the prompt, and any tokens sampled before a weight update."""
 
     __slots__ = ("adjusted", "drawn", "ids", "order", "seed", "was_interrupted")
 
@@ -131,11 +131,11 @@ class Worker:
         return hold.reached
 
     def resume(self, version: int | None = None) -> None:
-        """Resume sampling with weights of this version. Everything computed with the old weights is computed again."""
+        """Resume sampling with weights of this version. Everything computed with the old weights is recomputed."""
         self._commands.put(lambda: self._resume(version))
 
     def end(self) -> None:
-        """Fail all calls, end the thread, and wait until it has ended."""
+        """Fail all calls, stop the thread, and wait for it to exit."""
         self._commands.put(lambda: setattr(self, "_ending", True))
         if self._thread.is_alive():
             self._thread.join()
@@ -276,7 +276,7 @@ class Worker:
             self._decoder.arm([self._start_slot(slot) for slot in ready])
 
     def _filling_is_due(self) -> bool:
-        """Return whether to compute prompts now. On a GPU, many cost about as much as one, so the first waits briefly for others."""
+        """Return whether to compute prompts now. On a GPU, many cost little more than one, so the first prompt waits for others."""
         waited = time.monotonic() - self._filling_since >= self._fill_s
         return waited or 8 * len(self._filling) >= self._slots.count or not self._serial.any()
 

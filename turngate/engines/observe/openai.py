@@ -311,7 +311,7 @@ def _biases(body: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _override_sampling(body: dict[str, Any], sampling: Sampling, *, everything: bool) -> None:
-    """Set the session's sampling. `everything` also sends neutral extensions, for a server that supports them."""
+    """Set the session's sampling. With `everything`, also send non-standard fields with neutral values, for servers that support them."""
     values, neutral = msgspec.structs.asdict(sampling), msgspec.structs.asdict(Sampling())
     for name in _STANDARD:
         if values[name] is not None:
@@ -407,7 +407,7 @@ def _constraint_fields(constraint: Constraint | None, tools: Sequence[Tool]) -> 
 def _thinking(
     request: RelayRequest, without: frozenset[str], optional: dict[str, tuple[str, ...]], lost: list[str]
 ) -> dict[str, Json]:
-    """Build the fields for thinking. OpenAI has no field to disable it; open models do."""
+    """Build the fields for thinking. OpenAI has no field to disable it; servers of open models do."""
     effort = reasoning_effort(request.call)
     fields: dict[str, Json] = {}
     if effort:

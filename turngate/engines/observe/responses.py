@@ -412,9 +412,7 @@ class _Answer:
         self._usage = _usage(response.usage)
         if response.incomplete_details is not None and (reason := response.incomplete_details.reason):
             if reason not in _INCOMPLETE:
-                raise EngineError(
-                    f"{self._client.engine} sent the incomplete reason {reason!r}, which is not supported"
-                )
+                raise EngineError(f"{self._client.engine} stopped with the reason {reason!r}, which is not supported")
             self.finish = _INCOMPLETE[reason]
             if reason == "content_filter":
                 self._fault = f"{self._client.engine} withheld the answer ({reason})"

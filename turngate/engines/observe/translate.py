@@ -28,7 +28,7 @@ _NEVER_FORWARDED = re.compile(
 class RelayBody(msgspec.Struct, frozen=True):
     """A body for an endpoint.
 
-    `optional` maps each field that may be left out to words by which a rejection of it is recognised.
+    `optional` maps each field that may be left out to words that identify it in a rejection.
     """
 
     body: dict[str, Any]

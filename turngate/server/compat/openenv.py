@@ -187,7 +187,7 @@ class OpenEnvRoutes:
 
 
 def _usage(live: Session | None, last_used: float) -> dict[str, Json]:
-    """Return the idle time, and as `upstream_errors` whether the last call failed. The events list all failures."""
+    """Return the idle time, and whether the last call failed (`upstream_errors`). The events list all failures."""
     used = last_used if live is None else live.last_used
     failed = live is not None and live.last_error is not None
     return {"idle_s": round(max(0.0, time.time() - used), 1), "upstream_errors": int(failed)}

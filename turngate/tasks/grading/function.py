@@ -69,7 +69,7 @@ class Subject:
         stdin: bytes = b"",
         timeout_s: float = 60.0,
     ) -> ExecResult:
-        """Do the same as `exec`, for a function that is not async."""
+        """Run a command like `exec`, for a function that is not async."""
         coroutine = self._sandbox_owner.exec(command, env, stdin, timeout_s)
         return asyncio.run_coroutine_threadsafe(coroutine, self._sandbox_owner.loop).result()
 

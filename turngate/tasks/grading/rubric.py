@@ -42,7 +42,5 @@ async def grade_rubric(rubric: Rubric, grade_part: Callable[[Part], Awaitable[Gr
         return msgspec.structs.replace(combined, kind=next((kind for kind in _WORST if kind in kinds), "invalid task"))
     reward = sum(part.weight * (grades[part.name].reward or 0.0) for part in rubric.parts) / total
     if not math.isfinite(reward):
-        raise TaskError(
-            "task: the weights and rewards of the rubric are too large to add up; use smaller weights", param="rubric"
-        )
+        raise TaskError("task: the sum of the rubric's weighted rewards overflows; use smaller weights", param="rubric")
     return msgspec.structs.replace(combined, reward=reward)

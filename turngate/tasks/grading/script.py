@@ -2,7 +2,7 @@
 
 Without a probe, one sandbox is used: the work is copied in, then /tests, and then the script runs. After it ends, all processes that it
 left running are killed, and only then is the reward read. The work's code runs as the same user as the script, so code written
-for this setup can overwrite the reward file while the tests run. The single sandbox stops common cheats, but not a determined one.
+for this setup can overwrite the reward file while the tests run. The single sandbox stops common cheats, but not determined ones.
 
 With a probe, two sandboxes are used. The probe runs the work where only `tests/run.sh` and `tests/inputs/` are present. The second sandbox,
 the judge's, receives only what the probe left in /logs/probe. The agent's code never runs where the reward is decided or where the answers

@@ -242,7 +242,7 @@ def _steers_runner(parts: Sequence[str]) -> bool:
 async def _upload_work_around_tests(
     sandbox: Sandbox, work: Work, test_files: _TestFiles, checksums: Mapping[str, str], base: set[str]
 ) -> tuple[str, ...]:
-    """Copy the work in around the tests. Return notes on what was set aside.
+    """Copy in the work without changing the tests. Return notes on what was set aside.
 
     `checksums` contains the checksums of the tests' files as the agent found them.
     """
@@ -487,7 +487,7 @@ def _find_doubtful(grader: Swe, evidence: RunEvidence) -> frozenset[str]:
 def _weigh_doubts(
     grader: Swe, evidence: RunEvidence, doubt: frozenset[str], base: RunEvidence | None
 ) -> tuple[RunEvidence, tuple[str, ...]]:
-    """Decide doubtful cases. Doubts are ignored if the untouched task's tests cause doubts too."""
+    """Resolve doubtful cases. Doubts are ignored if the untouched task's tests cause doubts too."""
     assert base is not None
     if not base.report.ended or _find_doubtful(grader, _without_tampering(base)):
         return evidence, ("the witness cannot watch this task's tests, so the log alone decides",)

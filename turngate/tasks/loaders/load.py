@@ -2,7 +2,7 @@
 
 a folder with an instruction.md          one task, in Harbor's format (`harbor.py`)
 a folder of such folders                 all of them, sorted by name
-a .jsonl, .json or .parquet file         rows in our own format (`rows.py`) or of a SWE data set (`swe.py`), recognised by their fields
+a .jsonl, .json or .parquet file         rows in our own format (`rows.py`) or of a SWE data set (`swe.py`), recognized by their fields
 a folder with such files                 the rows of all files
 hf://org/name[@split]                    a data set on the Hugging Face hub, or in its local cache
 module:function, file.py:function        the tasks or rows that the function returns

@@ -189,7 +189,7 @@ class SweRow:
         return tuple(value)
 
     def table(self, field: str) -> SweRow | None:
-        """Return an object with the field's name as a prefix of its own fields. The field must be an object, or one encoded as JSON."""
+        """Return an object as a row whose field names start with `field` and a dot. The object may be encoded as JSON."""
         value = self._fields.get(field)
         if isinstance(value, str) and value.strip():
             try:
@@ -402,7 +402,7 @@ def _config_from_swebench(row: SweRow, repo: str) -> EvalConfig:
 
 
 def _reinstall_command(install: str) -> str:
-    """Return the command that installs the project again after the work was copied in.
+    """Return the command that reinstalls the project after the work was copied in.
 
     It may fail, as in the data sets' own harnesses: the image already has everything installed, and pip cannot download build dependencies
     here.
@@ -414,7 +414,7 @@ def _reinstall_command(install: str) -> str:
 
 
 def find_test_files(patch: str) -> tuple[str, ...]:
-    """Return the files that a test patch adds or changes, without those that test runners do not accept."""
+    """Return the files that a test patch adds or changes, except those that test runners do not accept."""
     parts = _DIFF_HEADER.split(patch)
     files = {}
     for new, rest in zip(parts[2::3], parts[3::3], strict=True):

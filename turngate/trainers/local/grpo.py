@@ -241,8 +241,8 @@ class _UpdateTotals:
     def summarize(self, rows: Sequence[Row], tokens: int) -> UpdateMetrics:
         if len(self.compared) > 1 and len(self.differ) > _MISMATCH_SHARE * len(self.compared):
             raise LogprobMismatch(
-                f"{len(self.differ)} of {len(self.compared)} rows differ from their recorded log-probabilities, although the "
-                f"weights are the same ({self.differ[0]}); check that the trainer and the sessions use the same temperature, "
+                f"the log-probabilities of {len(self.differ)} of {len(self.compared)} rows differ from the recorded ones, although "
+                f"the weights are the same ({self.differ[0]}); check that the trainer and the sessions use the same temperature, "
                 "and that the gateway's engine samples from this model"
             )
         differences = np.concatenate(self.compared) if self.compared else None

@@ -90,7 +90,7 @@ class TrainingResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def new_steps(self) -> tuple[Step, ...]:
-        """Steps made by this process, without those loaded from the checkpoint."""
+        """Steps taken by this process, excluding those loaded from the checkpoint."""
         return self.steps[len(self.steps) - len(self.shares) :]
 
     def compare(self) -> list[report.Comparison]:
@@ -164,7 +164,7 @@ async def _evaluate(
 
 
 def write_files(result: TrainingResult, folder: Path, title: str) -> Path:
-    """Write the reward curve and the numbers, and return the path of the curve."""
+    """Write the reward curve and the steps, and return the path of the curve."""
     note = f"{len(result.steps)} steps, {sum(len(step.rewards) for step in result.steps)} rollouts"
     if result.new_steps:
         since = "" if result.new_steps == result.steps else f" from step {result.new_steps[0].step} on"

@@ -144,7 +144,7 @@ async def open_environment(config: ServeConfig, engine: TimedEngine) -> AsyncIte
 async def evaluate(
     environment: TrainingEnvironment, plan: BatchPlan, watch: Callable[[BatchProgress], None] = lambda progress: None
 ) -> BatchResult:
-    """Run rollouts that are not trained on. Their plan must have a different name than the training, so that the feed ignores them."""
+    """Run rollouts that are not trained on. Their plan must not have the name of the training plan, so that the feed ignores them."""
     result = await run_batch(plan, environment.gateway, environment.connector, watch)
     if result.stopped:
         raise TurngateError(f"the evaluation stopped: {result.stopped}")

@@ -150,7 +150,7 @@ class TurngateSessions(ResourceSessionFactory):  # type: ignore[misc]
         self._connector: GatewayConnector | None = None
 
     def create(self, task: Any, seed: int | None = None, episode_id: str | None = None) -> TurngateSession:
-        """Start a rollout. `task` is a prompt from `prompts`, or its text. `seed` is TRL's number of the group.
+        """Start a rollout. `task` is a prompt from `prompts`, or its text. `seed` is TRL's group number.
 
         Wait if the gateway is down, because otherwise TRL would keep requesting new sessions.
         """

@@ -2,7 +2,7 @@
 
 Groups are identified by name, because a feed and a plan count them differently. A feed may contain deliveries of an earlier plan or of
 another runner. A plan may have groups from before the feed was created, which are never delivered. Groups may also finish in a different
-sequence than they start.
+order than they started.
 """
 
 from __future__ import annotations

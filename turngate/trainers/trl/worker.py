@@ -195,7 +195,7 @@ class TurngateWorker:
         return FeedState(feed=self.config.feed, mark=self._mark, delivery=delivery, rows=rows)
 
     def commit(self, delivery: int) -> None:
-        """Commit the deliveries up to a number. Their checkpoint must be on disk."""
+        """Commit all deliveries up to number `delivery`. A checkpoint that covers them must already be on disk."""
         feed = self._feed
         if feed is not None and delivery > feed.committed:
             self._thread.run(retry_while_unreachable(lambda: feed.commit(delivery)))
