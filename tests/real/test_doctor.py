@@ -34,9 +34,10 @@ def test_wrong_tokenizer_or_model_name_fails(model: Model) -> None:
     settings = ("--engine", "vllm", "--engine-url", model.url, "--tokenizer", "turngate/render/builtin", "--json")
     wrong = run_cli("doctor", *settings, "--model", model.name, "--only", "tokenizer")
     [finding] = json.loads(wrong.stdout)["findings"]
-    assert (wrong.exit_code, finding["state"]) == (1, "failure") and "the engine tokenizes a text differently" in finding[
-        "seen"
-    ]
+    assert (wrong.exit_code, finding["state"]) == (
+        1,
+        "failure",
+    ) and "the engine tokenizes a text differently" in finding["seen"]
     unknown = run_cli("doctor", *settings, "--model", "nobody", "--only", "engine", "--only", "engine call")
     states = {f["check"]: f["state"] for f in json.loads(unknown.stdout)["findings"]}
     assert (unknown.exit_code, states) == (1, {"engine": "failure", "engine call": "not checked"})
