@@ -1,4 +1,4 @@
-"""A planned run: placeholders, prompts of every kind, and where the key goes."""
+"""Planned launches: placeholders, prompts of every kind, and where the key goes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROMPTS = {
 PRESETS = list(spec.load_catalog())
 
 
-def planned(agent: spec.AgentSpec, prompt: str = "Do it.", model: str = "Qwen/Qwen3-8B", **more: object) -> Launch:
+def plan(agent: spec.AgentSpec, prompt: str = "Do it.", model: str = "Qwen/Qwen3-8B", **more: object) -> Launch:
     options = {"command": "true"} if agent.name == "shell" else None
     return plan_launch(
         agent,
@@ -50,8 +50,8 @@ def agent(text: str) -> spec.AgentSpec:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_key_is_only_where_nobody_else_can_read_it(name: str) -> None:
-    run = planned(spec.find_agent(name).spec)
+def test_key_is_only_in_env_or_private_files(name: str) -> None:
+    run = plan(spec.find_agent(name).spec)
     assert not [word for word in run.command if KEY in word]
     open_files = [file.path for file in run.files if KEY.encode() in file.data and file.mode & 0o077]
     assert open_files == []
@@ -61,21 +61,21 @@ def test_the_key_is_only_where_nobody_else_can_read_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
-def test_every_preset_takes_every_prompt(name: str, prompt: str) -> None:
-    run = planned(spec.find_agent(name).spec, prompt)
+def test_preset_accepts_any_prompt(name: str, prompt: str) -> None:
+    run = plan(spec.find_agent(name).spec, prompt)
     assert not [word for word in run.command if len(word) > 1000]
-    held = [
+    files_with_prompt = [
         file.data
         for file in run.files
         if prompt.encode() in file.data or placeholders.escape_quoted(prompt).encode() in file.data
     ]
-    assert held
+    assert files_with_prompt
 
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("model", ["plain", "Qwen/Qwen3-8B", 'odd"name\\'])
-def test_files_stay_what_they_are(name: str, model: str) -> None:
-    for file in planned(spec.find_agent(name).spec, PROMPTS["quotes"], model).files:
+def test_generated_files_stay_valid(name: str, model: str) -> None:
+    for file in plan(spec.find_agent(name).spec, PROMPTS["quotes"], model).files:
         if file.path.endswith(".json"):
             json.loads(file.data)
         if file.path.endswith(".toml"):
@@ -83,21 +83,21 @@ def test_files_stay_what_they_are(name: str, model: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name not in ("pi", "codex", "mini-swe-agent")])
-def test_calls_to_the_small_model_are_side_calls(name: str) -> None:
-    signals = planned(spec.find_agent(name).spec, model="a[1]*").signals
+def test_small_model_calls_are_side_calls(name: str) -> None:
+    signals = plan(spec.find_agent(name).spec, model="a[1]*").signals
     assert signals.models == {"a[[]1][*]-small": "side"}
 
 
-def test_what_is_written_into_yaml_is_read_back(tmp_path: Path) -> None:
+def test_prompt_in_yaml_round_trips(tmp_path: Path) -> None:
     yaml = pytest.importorskip("yaml")
     mini = spec.find_agent("mini-swe-agent").spec
     for prompt in PROMPTS.values():
-        [file] = planned(mini, prompt).files
+        [file] = plan(mini, prompt).files
         assert yaml.safe_load(file.data.decode())["run"]["task"] == prompt
 
 
 @pytest.mark.process
-def test_standard_input_comes_from_a_file(tmp_path: Path) -> None:
+def test_stdin_comes_from_file(tmp_path: Path) -> None:
     cat = agent('command = ["cat", "-"]\nstdin = "{prompt}"')
     run = plan_launch(
         cat,
@@ -116,7 +116,7 @@ def test_standard_input_comes_from_a_file(tmp_path: Path) -> None:
     assert done.stdout == PROMPTS["lines"].encode()
 
 
-def test_numbers_can_be_calculated_with() -> None:
+def test_placeholder_arithmetic() -> None:
     values: dict[str, placeholders.Value] = {"n": 40000, "name": "x"}
     assert (
         placeholders.fill('{"a": {n}, "b": {n*8//10}, "c": {n*8/10485760}}', values)
@@ -124,27 +124,27 @@ def test_numbers_can_be_calculated_with() -> None:
     )
 
 
-def test_other_peoples_braces_are_left_alone() -> None:
+def test_other_braces_are_kept() -> None:
     text = '{"a": {}} {{name}} {env:NAME} {Name} ${name} $x'
     assert placeholders.fill(text, {"name": "x"}) == '{"a": {}} {{name}} {env:NAME} {Name} $x $x'
 
 
-def test_a_prompt_that_an_argument_cannot_carry_is_refused() -> None:
+def test_prompt_too_long_or_with_nul_is_rejected_as_argument() -> None:
     by_argument = agent('command = ["mine", "--", "{prompt}"]')
-    assert planned(by_argument, PROMPTS["quotes"]).command == ("mine", "--", PROMPTS["quotes"])
+    assert plan(by_argument, PROMPTS["quotes"]).command == ("mine", "--", PROMPTS["quotes"])
     with pytest.raises(AgentError, match=r"command\[2\] is 200000 bytes long, .* stdin or in \{prompt_file\}"):
-        planned(by_argument, PROMPTS["long"])
+        plan(by_argument, PROMPTS["long"])
     with pytest.raises(AgentError, match="contains a NUL character"):
-        planned(by_argument, "a\0b")
+        plan(by_argument, "a\0b")
 
 
-def test_the_prompts_file_is_there_when_it_is_named() -> None:
-    run = planned(agent('command = ["mine", "@{prompt_file}"]'), "the task")
+def test_prompt_file_is_written_if_referenced() -> None:
+    run = plan(agent('command = ["mine", "@{prompt_file}"]'), "the task")
     assert run.command[1] == "@/home/agent/.turngate/prompt.txt"
     assert [(file.path, file.data, file.mode) for file in run.files] == [(run.command[1][1:], b"the task", 0o600)]
 
 
-def test_options_are_asked_for_and_checked() -> None:
+def test_options_are_required_and_checked() -> None:
     shell = spec.find_agent("shell").spec
     values = {"base_url": "x", "api_key": KEY, "model": "m", "prompt": "p", "home": "/h", "workdir": "/w"}
     assert (
@@ -160,8 +160,8 @@ def test_options_are_asked_for_and_checked() -> None:
         plan_launch(shell, Installation(), **values, options={"comand": "x"})
 
 
-def test_the_installation_is_mounted_where_it_is() -> None:
-    run = planned(spec.find_agent("codex").spec)
+def test_installation_is_mounted_at_same_path() -> None:
+    run = plan(spec.find_agent("codex").spec)
     assert [(mount.source, mount.target, mount.writable) for mount in run.mounts] == [
         ("/cache/agents/x-1", "/cache/agents/x-1", False),
         ("/cache/node/bin", "/cache/node/bin", False),
@@ -169,10 +169,10 @@ def test_the_installation_is_mounted_where_it_is() -> None:
     assert run.command[4:6] == ("/cache/node/bin/node", "/cache/agents/x-1/x")
 
 
-def test_the_gateways_address_has_no_slash_too_many() -> None:
-    assert b'base_url = "http://127.0.0.1:8700/v1"' in planned(spec.find_agent("codex").spec).files[0].data
+def test_base_url_has_no_double_slash() -> None:
+    assert b'base_url = "http://127.0.0.1:8700/v1"' in plan(spec.find_agent("codex").spec).files[0].data
 
 
-def test_our_own_folder_is_in_the_agents_home() -> None:
-    run = planned(spec.find_agent("opencode").spec)
+def test_own_folder_is_in_agent_home() -> None:
+    run = plan(spec.find_agent("opencode").spec)
     assert run.stdout == f"/home/agent/{launch.OWN_FOLDER}/stdout"

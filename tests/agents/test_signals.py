@@ -1,4 +1,4 @@
-"""What requests tell: on headers and bodies as the real agents sent them."""
+"""Signals in the headers and bodies of real agents' requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from turngate.types import Call, CallSignals
 
 
 class Request(NamedTuple):
-    """What of a request signals are read from."""
+    """The parts of a request that signals are read from."""
 
     headers: dict[str, str]
     body: Any = {}
@@ -25,10 +25,10 @@ class Request(NamedTuple):
 
     def call(self) -> Call:
         tools = json.dumps([{"type": "function", "function": {"name": name}} for name in self.tools]).encode()
-        said = json.dumps({"role": "user", "content": self.last}).encode()
+        message = json.dumps({"role": "user", "content": self.last}).encode()
         return Call(
             model=self.model,
-            history=ChatHistory([said]),
+            history=ChatHistory([message]),
             tools=ChatTools(tools) if self.tools else None,
             body=json.dumps(self.body).encode(),
         )
@@ -43,7 +43,7 @@ def codex(kind: str, **headers: str) -> Request:
 
 
 @pytest.mark.parametrize(
-    ("agent", "request_", "told"),
+    ("agent", "request_", "expected"),
     [
         ("claude-code", Request(headers={"x-claude-code-session-id": "s"}, model="m"), CallSignals("s")),
         (
@@ -81,14 +81,14 @@ def codex(kind: str, **headers: str) -> Request:
         ("shell", Request(headers={}, body="not an object", model="m"), CallSignals()),
     ],
 )
-def test_requests_tell_their_conversation(agent: str, request_: Request, told: CallSignals) -> None:
+def test_signals_of_requests(agent: str, request_: Request, expected: CallSignals) -> None:
     assert (
         read_signals(resolve_signals(spec.find_agent(agent).spec.signals, "m"), request_.headers, request_.call())
-        == told
+        == expected
     )
 
 
-def test_what_is_no_json_tells_nothing() -> None:
+def test_invalid_json_has_no_signals() -> None:
     signals = spec.find_agent("codex").spec.signals
     request = Request(headers={"x-codex-turn-metadata": "{"}, body={"client_metadata": [1]})
     assert read_signals(signals, request.headers, request.call()) == CallSignals()

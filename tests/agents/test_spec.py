@@ -1,4 +1,4 @@
-"""Descriptions of agents: every preset reads, and what is wrong with one is said with its file, its field and the fix."""
+"""Agent specs: presets load, and errors name the file, the field and the fix."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ def no_user_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("TURNGATE_AGENTS", raising=False)
 
 
-def test_every_preset_reads() -> None:
+def test_catalog_has_every_preset() -> None:
     assert list(spec.load_catalog()) == PRESETS
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_says_what_people_need(name: str) -> None:
+def test_preset_is_documented(name: str) -> None:
     agent = spec.find_agent(name).spec
     assert agent.limits
     if name == "shell":
         return
     assert agent.install.version
-    assert agent.off, "what is switched off"
+    assert agent.off, "features that are switched off"
     assert agent.transcript is not None
     assert agent.homepage.startswith("https://")
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name not in ("shell", "qwen-code", "gemini-cli")])
-def test_what_the_agent_starts_does_not_inherit_a_key_that_sdks_read(name: str) -> None:
+def test_key_is_not_in_variables_that_sdks_read(name: str) -> None:
     agent = spec.find_agent(name).spec
     holders = [variable for variable, text in agent.env.items() if "{api_key}" in text]
     assert not [variable for variable in holders if not variable.startswith("TURNGATE_")]
@@ -107,7 +107,7 @@ def test_what_the_agent_starts_does_not_inherit_a_key_that_sdks_read(name: str) 
         ("[transcript]\nstdout = true", "transcript.turn is missing"),
     ],
 )
-def test_what_is_wrong_is_said_with_file_field_and_fix(change: str, message: str) -> None:
+def test_invalid_spec_names_file_field_and_fix(change: str, message: str) -> None:
     field = change.split(" ", 1)[0]
     kept = "\n".join(line for line in GOOD.splitlines() if not line.startswith(f"{field} "))
     with pytest.raises(AgentError) as raised:
@@ -116,19 +116,19 @@ def test_what_is_wrong_is_said_with_file_field_and_fix(change: str, message: str
     assert message in str(raised.value)
 
 
-def test_an_unknown_agent_is_answered_with_the_nearest() -> None:
+def test_unknown_agent_suggests_nearest() -> None:
     with pytest.raises(AgentError, match="unknown agent 'claude'; did you mean claude-code"):
         spec.find_agent("claude")
 
 
-def test_a_file_is_given_by_its_path(tmp_path: Path) -> None:
+def test_agent_file_by_path(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(GOOD)
     assert spec.find_agent("./mine.toml", cwd=tmp_path).spec.title == "Mine"
     with pytest.raises(AgentError, match=r"other\.toml cannot be read \(No such file"):
         spec.find_agent("./other.toml", cwd=tmp_path)
 
 
-def test_a_users_file_takes_a_presets_place_visibly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_file_overrides_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "config" / "turngate" / "agents"
     folder.mkdir(parents=True)
     (folder / "pi.toml").write_text(GOOD.replace('"mine"', '"pi"', 1))
@@ -140,7 +140,7 @@ def test_a_users_file_takes_a_presets_place_visibly(tmp_path: Path, monkeypatch:
     assert (spec.find_agent("pi").spec.title, spec.find_agent("pi").shadows) == ("Stronger", folder / "pi.toml")
 
 
-def test_two_files_of_one_name_in_one_folder_are_a_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_duplicate_name_in_folder_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for file in ("a.toml", "b.toml"):
         (tmp_path / file).write_text(GOOD)
     monkeypatch.setenv("TURNGATE_AGENTS", str(tmp_path))
@@ -148,7 +148,7 @@ def test_two_files_of_one_name_in_one_folder_are_a_mistake(tmp_path: Path, monke
         spec.load_catalog()
 
 
-def test_a_folder_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_agents_folder_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TURNGATE_AGENTS", "/no/such/folder")
     with pytest.raises(AgentError, match="TURNGATE_AGENTS: /no/such/folder does not exist"):
         spec.load_catalog()

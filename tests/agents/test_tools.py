@@ -1,4 +1,4 @@
-"""Host tools as commands: the script calls the gateway with whatever the sandbox has, and its key is nowhere to be read."""
+"""Host tools as commands: the script works with any interpreter in the sandbox, and its key stays unreadable."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOOL = HostTool(**ANSWER)  # type: ignore[arg-type]
 NEEDED = ("sh", "cat", "mktemp", "rm")
 
 
-class Said(NamedTuple):
+class Result(NamedTuple):
     code: int
     out: str
     err: str
@@ -44,8 +44,8 @@ def _interpreter(name: str) -> Path:
     return Path(found)
 
 
-def place(folder: Path, interpreter: str, key: str) -> Path:
-    """A PATH with nothing but the shell's own needs, the tool and one interpreter."""
+def install_tool(folder: Path, interpreter: str, key: str) -> Path:
+    """Create a PATH with only the basic programs, the tool and one interpreter."""
     programs = folder / "bin"
     programs.mkdir()
     for name in NEEDED:
@@ -60,7 +60,7 @@ def place(folder: Path, interpreter: str, key: str) -> Path:
     return programs
 
 
-async def run(folder: Path, *arguments: str, said: str | None = None, **env: str) -> Said:
+async def run(folder: Path, *arguments: str, stdin: str | None = None, **env: str) -> Result:
     process = await asyncio.create_subprocess_exec(
         str(folder / "bin" / "answer"),
         *arguments,
@@ -70,40 +70,40 @@ async def run(folder: Path, *arguments: str, said: str | None = None, **env: str
         cwd=folder,
         env={"PATH": str(folder / "bin"), "http_proxy": "http://127.0.0.1:9", **env},
     )
-    out, err = await asyncio.wait_for(process.communicate((said or "").encode()), scaled(20))
-    return Said(process.returncode or 0, out.decode(), err.decode())
+    out, err = await asyncio.wait_for(process.communicate((stdin or "").encode()), scaled(20))
+    return Result(process.returncode or 0, out.decode(), err.decode())
 
 
-async def opened(g: Running, folder: Path, interpreter: str, **tool: object) -> str:
+async def open_session(g: Running, folder: Path, interpreter: str, **tool: object) -> str:
     session = await g.open(tools=[{**ANSWER, **tool}])
-    place(folder, interpreter, session.key)
+    install_tool(folder, interpreter, session.key)
     return session.id
 
 
 @pytest.mark.parametrize("interpreter", ["python3", "node", "curl"])
-async def test_a_tool_is_called_with_whatever_is_there(tmp_path: Path, interpreter: str) -> None:
+async def test_tool_call_with_each_interpreter(tmp_path: Path, interpreter: str) -> None:
     async with gateway() as g:
-        session = await opened(g, tmp_path, interpreter, reply={"taken": "ja, schön"})
-        (tmp_path / "json.py").write_text("raise SystemExit('the agent's own')")  # is not imported
+        session = await open_session(g, tmp_path, interpreter, reply={"taken": "ja, schön"})
+        (tmp_path / "json.py").write_text("raise SystemExit('the agent's own')")  # must not be imported
         text = 'it\'s "quoted"\n$HOME `x` ü'
         sent = '{"text": "it\'s \\"quoted\\"\\n$HOME `x` ü"}'
-        for said in (
+        for result in (
             await run(tmp_path, sent, GATE_URL=g.root),
-            await run(tmp_path, said=sent, GATE_URL=g.root + "/v1/"),
+            await run(tmp_path, stdin=sent, GATE_URL=g.root + "/v1/"),
         ):
-            assert said == Said(0, '{"taken":"ja, schön"}\n', "")
+            assert result == Result(0, '{"taken":"ja, schön"}\n', "")
         wrong = await run(tmp_path, '{"txt": 1}', GATE_URL=g.root)
         assert wrong.code == 1 and "text" in wrong.err and not wrong.out
         calls = (await g.admin.get(f"/admin/sessions/{session}/tools")).json()["calls"]
         assert [c["arguments"] for c in calls] == [{"text": text}] * 2
-        nobody = await run(tmp_path, sent, GATE_URL="http://127.0.0.1:9")
-        assert nobody.code == 1 and nobody.err and not nobody.out
+        unreachable = await run(tmp_path, sent, GATE_URL="http://127.0.0.1:9")
+        assert unreachable.code == 1 and unreachable.err and not unreachable.out
 
 
 @pytest.mark.parametrize("interpreter", ["python3", "node", "curl"])
-async def test_the_key_is_in_no_command_line_and_no_environment(tmp_path: Path, interpreter: str) -> None:
+async def test_key_is_not_in_command_lines_or_environments(tmp_path: Path, interpreter: str) -> None:
     async with gateway() as g:
-        session = await opened(g, tmp_path, interpreter, wait_s=600)
+        session = await open_session(g, tmp_path, interpreter, wait_s=600)
         key = (tmp_path / "key").read_text().strip()
         running = g.start(run(tmp_path, '{"text": "x"}', GATE_URL=g.root))
         await until(lambda: g.app.sessions.find(session).pending_tool_calls, 15)
@@ -116,13 +116,13 @@ async def test_the_key_is_in_no_command_line_and_no_environment(tmp_path: Path, 
         assert not any(key in path.read_text() for path in (tmp_path / "bin").iterdir() if not path.is_symlink())
         answered = await g.admin.post(f"/admin/sessions/{session}/tools/1/answer", json={"reply": {"hint": 7}})
         assert answered.status_code == 200
-        assert await running == Said(0, '{"hint":7}\n', "")
+        assert await running == Result(0, '{"hint":7}\n', "")
 
 
-async def test_through_the_door_of_a_sandbox(tmp_path: Path) -> None:
-    async with gateway() as g, door.open_door(g.root) as way:
-        session = await opened(g, tmp_path, "python3")
-        assert await run(tmp_path, '{"text": "x"}', GATE_URL=way.address) == Said(0, '{"ok":true}\n', "")
+async def test_tool_call_through_sandbox_door(tmp_path: Path) -> None:
+    async with gateway() as g, door.open_door(g.root) as sandbox_door:
+        session = await open_session(g, tmp_path, "python3")
+        assert await run(tmp_path, '{"text": "x"}', GATE_URL=sandbox_door.address) == Result(0, '{"ok":true}\n', "")
         [call] = (await g.admin.get(f"/admin/sessions/{session}/tools")).json()["calls"]
         assert call["arguments"] == {"text": "x"}
         connection = Connection("", 0)
@@ -131,15 +131,15 @@ async def test_through_the_door_of_a_sandbox(tmp_path: Path) -> None:
         assert connection.generations == 0  # a tool call samples nothing
 
 
-async def test_what_is_missing_is_said(tmp_path: Path) -> None:
-    place(tmp_path, "", "k")
-    assert (await run(tmp_path, "{}", GATE_URL="http://127.0.0.1:9")) == Said(
+async def test_usage_errors_and_help(tmp_path: Path) -> None:
+    install_tool(tmp_path, "", "k")
+    assert (await run(tmp_path, "{}", GATE_URL="http://127.0.0.1:9")) == Result(
         2, "", "answer: needs python3, node or curl\n"
     )
-    assert (await run(tmp_path, "{}")) == Said(2, "", "answer: GATE_URL is not set\n")
+    assert (await run(tmp_path, "{}")) == Result(2, "", "answer: GATE_URL is not set\n")
     two = await run(tmp_path, "a", "b", GATE_URL="http://127.0.0.1:9")
     assert two.code == 2 and "one JSON object" in two.err
-    told = await run(tmp_path, "--help")
-    assert told.code == 0 and "it's final" in told.out and '"required"' in told.out
+    help_text = await run(tmp_path, "--help")
+    assert help_text.code == 0 and "it's final" in help_text.out and '"required"' in help_text.out
     with pytest.raises(AgentError, match="environment variable"):
         build_shim(TOOL, "A-B; rm", "/key")

@@ -1,4 +1,4 @@
-"""Transcripts of real runs, trimmed, read by the expressions of the presets; and how they are held against a trace."""
+"""Transcripts of real runs, trimmed: read with the presets' expressions and compared with a trace."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from turngate.agents import spec, transcript
 from turngate.agents.transcript import Difference, TranscriptCall, TranscriptTurn, compare_turns, read_transcripts
 
 SAMPLES = Path(__file__).parent / "samples"
-# Where the agent had put the file, below its HOME.
-PLACES = {
+# The path of each file below the agent's HOME.
+PATHS = {
     "claude-code": ".claude/projects/-work/4a895d83.jsonl",
     "codex": ".codex/sessions/2026/11/15/rollout-2026-11-15T05-36-00-01a1.jsonl",
     "gemini-cli": ".gemini/tmp/work/chats/session-2026-11-15T05-36-4613.jsonl",
@@ -31,7 +31,7 @@ def expected(
     *,
     reasoning: bool = True,
 ) -> list[TranscriptTurn]:
-    """What the stand-in had answered in each of the runs."""
+    """The replies of the scripted model in each run."""
     return [
         TranscriptTurn(
             text="I will read the file.", reasoning="I read first." if reasoning else "", calls=(read_call,)
@@ -119,36 +119,36 @@ TRACES = {
 }
 
 
-def of(name: str) -> spec.Transcript:
+def transcript_of(name: str) -> spec.Transcript:
     found = spec.find_agent(name).spec.transcript
     assert found is not None
     return found
 
 
-def put(home: Path, sample: str, place: str) -> None:
-    (home / place).parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(SAMPLES / sample, home / place)
+def copy_sample(home: Path, sample: str, file: str) -> None:
+    (home / file).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(SAMPLES / sample, home / file)
 
 
-@pytest.mark.parametrize("name", PLACES)
-def test_a_real_transcript_agrees_with_what_was_answered(name: str, tmp_path: Path) -> None:
-    put(tmp_path, f"{name}{Path(PLACES[name]).suffix}", PLACES[name])
-    found = read_transcripts(of(name), tmp_path)
+@pytest.mark.parametrize("name", PATHS)
+def test_real_transcript_matches_trace(name: str, tmp_path: Path) -> None:
+    copy_sample(tmp_path, f"{name}{Path(PATHS[name]).suffix}", PATHS[name])
+    found = read_transcripts(transcript_of(name), tmp_path)
     assert len(found.main) == 5
-    assert compare_turns(found.main, TRACES[name], fills_in=of(name).fills_in) == []
+    assert compare_turns(found.main, TRACES[name], fills_in=transcript_of(name).fills_in) == []
 
 
 @pytest.mark.parametrize("name", ["claude-code", "codex", "pi", "mini-swe-agent"])
-def test_its_turns_have_the_ids_of_the_replies(name: str, tmp_path: Path) -> None:
-    put(tmp_path, f"{name}{Path(PLACES[name]).suffix}", PLACES[name])
-    ids = [turn.id for turn in read_transcripts(of(name), tmp_path).main]
+def test_turns_have_reply_ids(name: str, tmp_path: Path) -> None:
+    copy_sample(tmp_path, f"{name}{Path(PATHS[name]).suffix}", PATHS[name])
+    ids = [turn.id for turn in read_transcripts(transcript_of(name), tmp_path).main]
     assert len(set(ids)) == 5
     assert all(id.startswith(("msg_", "resp_", "chatcmpl-")) for id in ids)
 
 
-def test_opencode_prints_its_transcript_with_the_summary_of_a_compaction(tmp_path: Path) -> None:
+def test_opencode_transcript_includes_compaction_summary(tmp_path: Path) -> None:
     found = read_transcripts(
-        of("opencode"), tmp_path, (SAMPLES / "opencode.jsonl").read_bytes() + b"not json\n{cut off"
+        transcript_of("opencode"), tmp_path, (SAMPLES / "opencode.jsonl").read_bytes() + b"not json\n{cut off"
     )
     assert [turn.text.strip()[:9] for turn in found.main] == [
         "I will re", "", "Run it.", "<summary>", "", "Run it.", "", "All done:",
@@ -159,65 +159,71 @@ def test_opencode_prints_its_transcript_with_the_summary_of_a_compaction(tmp_pat
     assert [one.what for one in compare_turns(found.main, trace)] == ["missing in trace"]
 
 
-def test_claudes_subagents_are_read_apart(tmp_path: Path) -> None:
-    put(tmp_path, "claude-code-sub.jsonl", ".claude/projects/-work/b1aa.jsonl")
-    put(tmp_path, "claude-code-sub-agent.jsonl", ".claude/projects/-work/b1aa/subagents/agent-ac93.jsonl")
-    found = read_transcripts(of("claude-code"), tmp_path)
+def test_claude_subagents_are_separate(tmp_path: Path) -> None:
+    copy_sample(tmp_path, "claude-code-sub.jsonl", ".claude/projects/-work/b1aa.jsonl")
+    copy_sample(tmp_path, "claude-code-sub-agent.jsonl", ".claude/projects/-work/b1aa/subagents/agent-ac93.jsonl")
+    found = read_transcripts(transcript_of("claude-code"), tmp_path)
     assert [call.name for turn in found.main for call in turn.calls] == ["Agent", "Read", "Edit"]
     assert [[call.name for turn in one for call in turn.calls] for one in found.subagents] == [["Bash"]]
 
 
-def test_codexs_subagents_lie_beside_the_main_transcript(tmp_path: Path) -> None:
-    put(tmp_path, "codex-sub-agent.jsonl", ".codex/sessions/2026/11/15/rollout-1.jsonl")
-    put(tmp_path, "codex-sub.jsonl", ".codex/sessions/2026/11/15/rollout-2.jsonl")
-    found = read_transcripts(of("codex"), tmp_path)
-    named = [call.name.removeprefix("multi_agent_v1__") for turn in found.main for call in turn.calls]
-    assert named == ["spawn_agent", "wait_agent", "close_agent"]
-    assert found.main[0].calls[0].name == "multi_agent_v1__spawn_agent"  # as the model sees it
+def test_codex_subagents_are_separate(tmp_path: Path) -> None:
+    copy_sample(tmp_path, "codex-sub-agent.jsonl", ".codex/sessions/2026/11/15/rollout-1.jsonl")
+    copy_sample(tmp_path, "codex-sub.jsonl", ".codex/sessions/2026/11/15/rollout-2.jsonl")
+    found = read_transcripts(transcript_of("codex"), tmp_path)
+    names = [call.name.removeprefix("multi_agent_v1__") for turn in found.main for call in turn.calls]
+    assert names == ["spawn_agent", "wait_agent", "close_agent"]
+    assert found.main[0].calls[0].name == "multi_agent_v1__spawn_agent"  # the name that the model sees
     assert [[turn.text for turn in one] for one in found.subagents] == [["", "three lines"]]
 
 
-def test_a_codex_subagents_transcript_begins_after_its_parents_history(tmp_path: Path) -> None:
+def test_codex_subagent_transcript_excludes_parent_history(tmp_path: Path) -> None:
     begins = {"type": "event_msg", "payload": {"type": "task_started"}}
     inherited = {"type": "function_call", "name": "spawn_agent", "namespace": "collaboration", "arguments": "{}"}
-    own = {"type": "custom_tool_call", "name": "exec", "namespace": "functions", "input": "ls"}
+    own_call = {"type": "custom_tool_call", "name": "exec", "namespace": "functions", "input": "ls"}
     records = [
         {"type": "session_meta", "payload": {"thread_source": "subagent"}},
         *(begins, {"type": "response_item", "payload": inherited}),
-        *(begins, {"type": "response_item", "payload": own}),
+        *(begins, {"type": "response_item", "payload": own_call}),
         {"type": "token_usage_record", "payload": {"response_id": "resp_1"}},
     ]
     write(tmp_path / ".codex/sessions/2026/11/15/rollout-1.jsonl", records)
-    assert read_transcripts(of("codex"), tmp_path).subagents == (
+    assert read_transcripts(transcript_of("codex"), tmp_path).subagents == (
         (TranscriptTurn(calls=(TranscriptCall("exec", {"input": "ls"}),), id="resp_1"),),
     )
 
 
-def test_a_qwen_subagents_calls_belong_to_the_text_before_them(tmp_path: Path) -> None:
+def test_qwen_subagent_calls_belong_to_preceding_text(tmp_path: Path) -> None:
     calls = [{"functionCall": {"name": name, "args": {}}} for name in ("read", "run")]
     counted = {"usageMetadata": {"totalTokenCount": 1}}
-    said, last = (
+    first, last = (
         {"uuid": uuid, **counted, "message": {"parts": [{"text": text}]}}
         for uuid, text in (("u1", "Look."), ("u4", "Done."))
     )
-    records = [said]
+    records = [first]
     records += [{"uuid": f"u{n}", "message": {"parts": [part]}} for n, part in enumerate(calls, 2)]
-    place = tmp_path / ".qwen/projects/-work/subagents/33d7/agent-1.jsonl"
-    write(place, [{"type": "assistant", **record} for record in (*records, last)])
-    [found] = read_transcripts(of("qwen-code"), tmp_path).subagents
+    file = tmp_path / ".qwen/projects/-work/subagents/33d7/agent-1.jsonl"
+    write(file, [{"type": "assistant", **record} for record in (*records, last)])
+    [found] = read_transcripts(transcript_of("qwen-code"), tmp_path).subagents
     assert [(turn.text, [call.name for call in turn.calls]) for turn in found] == [
         ("Look.", ["read", "run"]),
         ("Done.", []),
     ]
 
 
-def test_mini_swe_agents_unusable_replies_are_turns_too(tmp_path: Path) -> None:
+def test_mini_swe_agent_rejected_replies_are_turns(tmp_path: Path) -> None:
     reply = {"id": "chatcmpl-1", "choices": [{"message": {"content": "No call.", "tool_calls": None}}]}
-    asked = {"role": "user", "content": "Call a tool.", "extra": {"interrupt_type": "FormatError", "response": reply}}
-    place = tmp_path / PLACES["mini-swe-agent"]
-    place.parent.mkdir(parents=True)
-    place.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}, asked]}))
-    assert read_transcripts(of("mini-swe-agent"), tmp_path).main == (TranscriptTurn(text="No call.", id="chatcmpl-1"),)
+    interrupted = {
+        "role": "user",
+        "content": "Call a tool.",
+        "extra": {"interrupt_type": "FormatError", "response": reply},
+    }
+    file = tmp_path / PATHS["mini-swe-agent"]
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}, interrupted]}))
+    assert read_transcripts(transcript_of("mini-swe-agent"), tmp_path).main == (
+        TranscriptTurn(text="No call.", id="chatcmpl-1"),
+    )
 
 
 def write(file: Path, records: list[dict[str, object]]) -> None:
@@ -225,26 +231,28 @@ def write(file: Path, records: list[dict[str, object]]) -> None:
     file.write_text("\n".join(json.dumps(record) for record in records))
 
 
-def test_nothing_written_is_nothing_found(tmp_path: Path) -> None:
-    for name in (*PLACES, "opencode"):
-        assert read_transcripts(of(name), tmp_path) == transcript.Transcripts()
+def test_missing_transcripts_are_empty(tmp_path: Path) -> None:
+    for name in (*PATHS, "opencode"):
+        assert read_transcripts(transcript_of(name), tmp_path) == transcript.Transcripts()
 
 
-def test_a_link_is_not_followed(tmp_path: Path) -> None:
-    put(tmp_path / "host", "pi.jsonl", PLACES["pi"])
+def test_symlink_is_not_followed(tmp_path: Path) -> None:
+    copy_sample(tmp_path / "host", "pi.jsonl", PATHS["pi"])
     home = tmp_path / "home"
     (home / ".pi" / "agent").mkdir(parents=True)
     (home / ".pi" / "agent" / "sessions").symlink_to(tmp_path / "host" / ".pi" / "agent" / "sessions")
-    assert read_transcripts(of("pi"), home).main == ()
+    assert read_transcripts(transcript_of("pi"), home).main == ()
 
 
-def test_what_an_agent_writes_cannot_stop_us(tmp_path: Path) -> None:
-    place = tmp_path / PLACES["claude-code"]
-    place.parent.mkdir(parents=True)
-    place.write_bytes(
+def test_malformed_transcript_is_tolerated(tmp_path: Path) -> None:
+    file = tmp_path / PATHS["claude-code"]
+    file.parent.mkdir(parents=True)
+    file.write_bytes(
         b'{"type": "assistant"}\n{"type": "assistant", "message": {"content": 3}}\n[]\nnull\n\xff\xfe\n"x"\n'
     )
-    assert [turn for turn in read_transcripts(of("claude-code"), tmp_path).main if turn.text or turn.calls] == []
+    assert [
+        turn for turn in read_transcripts(transcript_of("claude-code"), tmp_path).main if turn.text or turn.calls
+    ] == []
 
 
 def test_differences_are_named() -> None:
@@ -260,7 +268,7 @@ def test_differences_are_named() -> None:
     ]
 
 
-def test_only_what_does_not_matter_is_forgiven() -> None:
+def test_only_insignificant_differences_are_ignored() -> None:
     calls = (TranscriptCall("a", {"x": 1, "y": [2]}), TranscriptCall("b", {}))
     ours = TranscriptTurn(text=" text\n", reasoning="", calls=calls)
     assert compare_turns([ours], [TranscriptTurn(text="text", reasoning="thought", calls=calls[::-1])]) == []

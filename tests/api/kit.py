@@ -1,6 +1,6 @@
-"""What the tests of the Python API are written with: a scripted model, an agent that is a small program, and results out of thin air.
+"""Helpers for the tests of the Python API: a scripted model, an agent that is a small program, and made-up results.
 
-with opened(tmp_path, ["Hello."]) as client:
+with open_client(tmp_path, ["Hello."]) as client:
     result = client.run(program('print(ask("Hi"))'))
 """
 
@@ -18,8 +18,8 @@ import turngate as tg
 from tests.rollout.kit import PRELUDE
 from turngate.trace.sample import Sample
 
-NAP = f"66{os.getpid():07d}"  # seconds that nobody else on this machine sleeps: by them a process is known again
-# The agent is the catalogue's `shell`, whose command here is a Python; its program is the task.
+SLEEP_S = f"66{os.getpid():07d}"  # a unique duration, by which a sleeping process is found
+# The catalogue's `shell` agent with Python as its command; its program is the task.
 AGENT: Any = {"agent": "shell", "options": {"command": "exec python3 -"}, "sandbox": "local"}
 
 
@@ -27,19 +27,19 @@ def program(text: str) -> str:
     return PRELUDE + text + "\n"
 
 
-def scripted(folder: Path, replies: Sequence[str]) -> str:
-    """A model that says these."""
+def write_script(folder: Path, replies: Sequence[str]) -> str:
+    """Write a script file and return its model key."""
     file = folder / "replies.json"
     file.write_text(json.dumps([*replies]))
     return f"scripted://{file}"
 
 
-def opened(folder: Path, replies: Sequence[str] = ("Hello.",), **where: Any) -> tg.BlockingClient:
-    return tg.open(scripted(folder, replies), **AGENT, **where)
+def open_client(folder: Path, replies: Sequence[str] = ("Hello.",), **where: Any) -> tg.BlockingClient:
+    return tg.open(write_script(folder, replies), **AGENT, **where)
 
 
-def turn(number: int = 1, **fields: Any) -> tg.Turn:
-    """A turn that nobody took."""
+def make_turn(number: int = 1, **fields: Any) -> tg.Turn:
+    """A made-up turn."""
     count = fields.pop("tokens", 4)
     given = {
         "node": 2 * number - 1,
@@ -65,8 +65,8 @@ def turn(number: int = 1, **fields: Any) -> tg.Turn:
     return tg.Turn(number=number, **{**given, **fields})
 
 
-def result(**fields: Any) -> tg.Result:
-    """A result that nobody has earned."""
+def make_result(**fields: Any) -> tg.Result:
+    """A made-up result."""
     given = {
         "rollout_id": "r1",
         "session": "s1",
@@ -83,8 +83,8 @@ def result(**fields: Any) -> tg.Result:
         "stop": "",
         "wall_s": 2.0,
         "seconds": {"agent": 1.5},
-        "turns": (turn(),),
-        "rows": (row(),),
+        "turns": (make_turn(),),
+        "rows": (make_row(),),
         "files": {},
         "work": None,
         "logs": {},
@@ -96,5 +96,5 @@ def result(**fields: Any) -> tg.Result:
     return tg.Result(**{**given, **fields})
 
 
-def row() -> Sample:
+def make_row() -> Sample:
     return Sample(1, np.arange(3, dtype=np.int32), np.array([False, True, True]), np.zeros(3, np.float32), ())

@@ -1,4 +1,4 @@
-"""How results look: nothing that an agent, a model or a test wrote can be markup, formulas or commands, and large ones are cut."""
+"""How results are displayed: all text is escaped, and large results are truncated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 import turngate as tg
-from tests.api.kit import result, turn
+from tests.api.kit import make_result, make_turn
 from turngate.api import display
 from turngate.errors import BadRequest
 from turngate.service.result import ErrorInfo
@@ -28,7 +28,7 @@ ATTRIBUTES = {"class", "style", "title", "open"}
 
 
 class Page(HTMLParser):
-    """Reads a page as a browser would: every tag and attribute, and the text."""
+    """Collects the tags, attributes and text of a page."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -53,16 +53,16 @@ class Page(HTMLParser):
         self.text += data
 
 
-def everywhere(text: str) -> tg.Result:
-    """A result that has a text wherever one can be."""
-    said: Any = {
+def result_with(text: str) -> tg.Result:
+    """A result with a text in every text field."""
+    message: Any = {
         "role": text,
         "content": [{"type": "text", "text": text}],
         "tool_calls": [{"function": {"name": text, "arguments": text}}],
     }
-    spoken = turn(
+    first_turn = make_turn(
         1,
-        heard=(said, {"role": "user", "content": text}),
+        heard=(message, {"role": "user", "content": text}),
         pieces=(text,) * 4,
         text=text,
         reasoning=text,
@@ -71,7 +71,7 @@ def everywhere(text: str) -> tg.Result:
         untrained=text,
         cause=text,
     )
-    return result(
+    return make_result(
         task_id=text,
         group=text,
         session=text,
@@ -81,7 +81,10 @@ def everywhere(text: str) -> tg.Result:
         status=text,
         stop=text,
         seconds={text: 1.0},
-        turns=(spoken, turn(2, ids=np.empty(0, np.int32), logprobs=None, pieces=(), text=text, heard=(said,))),
+        turns=(
+            first_turn,
+            make_turn(2, ids=np.empty(0, np.int32), logprobs=None, pieces=(), text=text, heard=(message,)),
+        ),
         files={text: text},
         logs={text: text},
         verifier=text,
@@ -92,84 +95,84 @@ def everywhere(text: str) -> tg.Result:
 
 
 @pytest.mark.parametrize("shape", ["page", "words", "full", "table", "live"])
-def test_nothing_of_an_agents_can_be_markup(shape: str) -> None:
-    one = everywhere(HOSTILE)
+def test_html_escapes_all_text(shape: str) -> None:
+    hostile = result_with(HOSTILE)
     pages = {
-        "page": lambda: one._repr_html_(),
-        "words": lambda: display.render_html(one, tokens=False),
-        "full": lambda: display.render_html(one, full=True),
-        "table": lambda: tg.Results([one, one])._repr_html_(),
+        "page": lambda: hostile._repr_html_(),
+        "words": lambda: display.render_html(hostile, tokens=False),
+        "full": lambda: display.render_html(hostile, full=True),
+        "table": lambda: tg.Results([hostile, hostile])._repr_html_(),
         "live": lambda: display._render_lines([HOSTILE]),
     }
     found = pages[shape]()
     page = Page(found)
     assert set(page.tags) <= TAGS and {name for name, _ in page.attributes} <= ATTRIBUTES
     assert page.depth == 0 and not page.closed_early and page.tags.count("style") == 1
-    assert "<script>alert(1)</script>" in page.text  # it is to be read
+    assert "<script>alert(1)</script>" in page.text  # shown as text
     assert not any(ord(letter) < 32 and letter not in "\n\t" for letter in found) and "\u202e" not in found
-    assert found.startswith(
-        '<div class="tg tex2jax_ignore mathjax_ignore">'
-    )  # formulas are left alone: they can hold links
+    assert found.startswith('<div class="tg tex2jax_ignore mathjax_ignore">')  # no formulas, which can contain links
     found.encode()
 
 
-def test_a_terminal_is_not_commanded_either() -> None:
-    one = everywhere(HOSTILE)
-    for shown in (one, tg.Results([one]), display.render_text(one, turns=None, tokens=True, full=True)):
-        written = io.StringIO()
-        Console(file=written, width=200, color_system=None).print(shown)
-        assert (
-            "\x1b" not in written.getvalue() and "\x07" not in written.getvalue() and "\u202e" not in written.getvalue()
-        )
-        assert "alert(1)" in written.getvalue()
-    assert "\x1b" not in repr(one) and "\x1b" not in repr(tg.Results([one]))
+def test_text_output_escapes_control_characters() -> None:
+    hostile = result_with(HOSTILE)
+    for value in (hostile, tg.Results([hostile]), display.render_text(hostile, turns=None, tokens=True, full=True)):
+        output = io.StringIO()
+        Console(file=output, width=200, color_system=None).print(value)
+        assert "\x1b" not in output.getvalue() and "\x07" not in output.getvalue() and "\u202e" not in output.getvalue()
+        assert "alert(1)" in output.getvalue()
+    assert "\x1b" not in repr(hostile) and "\x1b" not in repr(tg.Results([hostile]))
 
 
-def test_tokens_are_coloured_by_their_log_probability_and_one_that_is_not_known_is_marked() -> None:
+def test_tokens_are_coloured_and_unknown_logprobs_marked() -> None:
     logprobs = np.array([-0.01, -9.0, np.nan], np.float32)
-    page = result(turns=(turn(tokens=3, logprobs=logprobs, pieces=("sure", "odd", "")),))._repr_html_()
+    page = make_result(turns=(make_turn(tokens=3, logprobs=logprobs, pieces=("sure", "odd", "")),))._repr_html_()
     assert '<i class="tg-p9" title="0: -0.010, p 0.990">sure</i>' in page
     assert '<i class="tg-p0" title="1: -9.000, p 0.000">odd</i>' in page
     assert '<i class="tg-u" title="2: log-probability unknown">⟨2⟩</i>' in page
-    unknown = result(turns=(turn(tokens=2, logprobs=None),))._repr_html_()
+    unknown = make_result(turns=(make_turn(tokens=2, logprobs=None),))._repr_html_()
     assert unknown.count('class="tg-u"') == 2
 
 
-def test_what_is_not_known_is_not_shown_as_0() -> None:
-    page = Page(result(reward=None, kind="infrastructure fault", status="error")._repr_html_())
+def test_unknown_reward_is_not_shown_as_zero() -> None:
+    page = Page(make_result(reward=None, kind="infrastructure fault", status="error")._repr_html_())
     assert "reward unknown" in page.text and "reward 0" not in page.text
-    assert "reward 0" in Page(result(reward=0.0)._repr_html_()).text
+    assert "reward 0" in Page(make_result(reward=0.0)._repr_html_()).text
 
 
-def test_a_large_result_is_cut_and_says_so() -> None:
+def test_large_result_is_truncated() -> None:
     long = "x" * 300_000
-    many = tuple(turn(n, tokens=2_000, text=long, heard=({"role": "user", "content": long},)) for n in range(1, 201))
-    large = result(turns=many, files={f"f{n}": long for n in range(500)}, logs={"stdout": long})
+    many = tuple(
+        make_turn(n, tokens=2_000, text=long, heard=({"role": "user", "content": long},)) for n in range(1, 201)
+    )
+    large = make_result(turns=many, files={f"f{n}": long for n in range(500)}, logs={"stdout": long})
     page = large._repr_html_()
     assert len(page) < 2_000_000
     text = Page(page).text
     assert "200 turns, 400,000 sampled tokens" in text and "160 turns not shown" in text
     assert "characters not shown" in text and "470 more not shown" in text
-    one = Page(display.render_html(result(turns=many), turns=[7], tokens=False, full=True)).text
-    assert "turn 7 ·" in one and "turn 8 ·" not in one and long in one
-    assert "4,800 more not shown" in Page(tg.Results([result()] * 5_000)._repr_html_()).text
+    hostile = Page(display.render_html(make_result(turns=many), turns=[7], tokens=False, full=True)).text
+    assert "turn 7 ·" in hostile and "turn 8 ·" not in hostile and long in hostile
+    assert "4,800 more not shown" in Page(tg.Results([make_result()] * 5_000)._repr_html_()).text
 
 
-def test_a_turn_that_is_not_there_is_named() -> None:
+def test_missing_turn_is_named() -> None:
     with pytest.raises(BadRequest, match="turns: turn 5 not found; choose from 1 to 1"):
-        result().show(turns=[5])
+        make_result().show(turns=[5])
 
 
-def test_show_prints_where_there_is_no_notebook(capsys: pytest.CaptureFixture[str]) -> None:
-    result(files={"main.py": "x"}).show(tokens=False)
+def test_show_prints_outside_notebooks(capsys: pytest.CaptureFixture[str]) -> None:
+    make_result(files={"main.py": "x"}).show(tokens=False)
     out = capsys.readouterr().out
     assert "fix-add  finished  reward 1" in out and "main.py" in out and "turn 1 · main · 4 tokens" in out
-    tg.Results([result(), result(reward=None)]).show()
+    tg.Results([make_result(), make_result(reward=None)]).show()
     assert "2, mean reward 1, 1 without a reward" in capsys.readouterr().out
 
 
-def test_results_count_only_what_is_known() -> None:
-    results = tg.Results([result(), result(reward=0.0), result(reward=None, rows=()), result(group="g", task_id="t")])
+def test_statistics_ignore_unknown_rewards() -> None:
+    results = tg.Results(
+        [make_result(), make_result(reward=0.0), make_result(reward=None, rows=()), make_result(group="g", task_id="t")]
+    )
     assert results.rewards == [1.0, 0.0, None, 1.0] and results.mean_reward == pytest.approx(2 / 3)
     assert results.pass_at(1) == pytest.approx(0.75) and results.pass_at(2) == 1.0 and results.pass_at(3) is None
     first, second, third, alone = results.advantages()
@@ -181,5 +184,5 @@ def test_results_count_only_what_is_known() -> None:
         results.pass_at(0)
 
 
-def test_the_package_says_that_it_is_typed() -> None:
+def test_package_has_py_typed() -> None:
     assert (Path(tg.__file__).parent / "py.typed").is_file()

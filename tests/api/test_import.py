@@ -1,4 +1,4 @@
-"""`import turngate` is for everybody who has it installed: it loads nothing before something is used."""
+"""`import turngate` is lazy: it loads nothing before something is used."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ pytestmark = pytest.mark.process
 HEAVY = ("typing", "numpy", "msgspec", "aiohttp", "rich", "starlette", "tokenizers", "IPython", "torch", "asyncio")
 
 
-def ran(code: str) -> str:
+def run_code(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 
-def test_importing_the_package_loads_nothing() -> None:
-    told = ran("import sys; before = set(sys.modules); import turngate; print(*sorted(set(sys.modules) - before))")
-    loaded = told.split()
+def test_import_loads_nothing() -> None:
+    output = run_code(
+        "import sys; before = set(sys.modules); import turngate; print(*sorted(set(sys.modules) - before))"
+    )
+    loaded = output.split()
     assert [name for name in loaded if name.startswith("turngate")] == ["turngate", "turngate._moved"]
     assert not [name for name in loaded if name.partition(".")[0] in HEAVY]
 
 
-def test_the_api_does_not_load_what_few_need() -> None:
-    told = ran(
+def test_api_does_not_load_optional_packages() -> None:
+    output = run_code(
         "import sys, turngate as tg; tg.run; print(*(n for n in ('IPython', 'torch', 'typer', 'mcp') if n in sys.modules))"
     )
-    assert told.strip() == ""
+    assert output.strip() == ""
 
 
-def test_every_name_is_there_and_documented() -> None:
+def test_every_public_name_exists_and_is_documented() -> None:
     for name in tg.__all__:
         value = getattr(tg, name)
         assert value.__doc__, name
@@ -43,7 +45,7 @@ def test_every_name_is_there_and_documented() -> None:
         tg.rum  # noqa: B018
 
 
-def test_what_is_checked_is_what_is_typed() -> None:
-    """The arguments are listed twice: for type checkers, and for whoever has none."""
+def test_typed_arguments_match_checked_arguments() -> None:
+    """The arguments are declared twice: for type checkers, and for checks at run time."""
     assert {*get_type_hints(arguments.ClientArguments)} == {*arguments.ClientSettings.__struct_fields__}
     assert {*get_type_hints(arguments.RunArguments)} == {*arguments.RunSettings.__struct_fields__}

@@ -1,4 +1,4 @@
-"""A model in one line, and the settings of a service that come of it."""
+"""Model strings, the service settings that follow from them, and progress display."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 import turngate as tg
-from tests.api.kit import result
+from tests.api.kit import make_result
 from turngate.api.models import ModelOptions, resolve_model
 from turngate.api.progress import ProgressBoard, ProgressScreen
 from turngate.service.result import RolloutState
 
 
-def entry(model: Any, config: Any = None, **wanted: Any) -> tg.Endpoint:
-    settings, key = resolve_model(model, ModelOptions(**wanted), config, {})
+def entry(model: Any, config: Any = None, **options: Any) -> tg.Endpoint:
+    settings, key = resolve_model(model, ModelOptions(**options), config, {})
     return settings.endpoints[key]
 
 
 @pytest.mark.parametrize(
-    ("model", "told"),
+    ("model", "expected"),
     [
         (
             "vllm://Qwen/Qwen3-8B@http://127.0.0.1:8000",
@@ -36,34 +36,34 @@ def entry(model: Any, config: Any = None, **wanted: Any) -> tg.Endpoint:
         ("local:///models/tiny", ("local://models/tiny", [], "tiny", "", "", "exact")),
     ],
 )
-def test_a_model_in_one_line(model: str, told: Any) -> None:
+def test_model_string_is_parsed(model: str, expected: Any) -> None:
     found = entry(model)
-    assert (found.key, found.urls, found.served, found.tokenizer, found.key_env, found.default) == told
+    assert (found.key, found.urls, found.served, found.tokenizer, found.key_env, found.default) == expected
 
 
-def test_what_is_given_apart_counts() -> None:
+def test_separate_options_override() -> None:
     found = entry("sglang://m@https://h", tokenizer="/models/m", key_env="MINE")
     assert (found.tokenizer, found.key_env, found.thinking) == ("/models/m", "MINE", True)
     gateway = entry("", gateway="http://127.0.0.1:8700")
     assert (gateway.key, gateway.urls, gateway.served) == ("gateway://127.0.0.1:8700", ["http://127.0.0.1:8700"], "")
 
 
-def test_a_catalog_is_chosen_from(tmp_path: Path) -> None:
+def test_model_from_catalog(tmp_path: Path) -> None:
     file = tmp_path / "service.toml"
     file.write_text('sandbox = "local"\n[endpoints."scripted://one"]\n[endpoints."scripted://two"]\nmodel = "second"\n')
     assert entry("scripted://two", file).served == "second"
-    with pytest.raises(tg.TurngateError, match="model is missing") as wrong:
+    with pytest.raises(tg.TurngateError, match="model is missing") as raised:
         entry("", file)
-    assert "the catalog has scripted://one, scripted://two" in wrong.value.message
-    whole = tg.ServiceConfig(endpoints={"scripted://only": tg.Endpoint()})
-    assert entry(whole).key == entry("", whole).key == "scripted://only"
+    assert "the catalog has scripted://one, scripted://two" in raised.value.message
+    config = tg.ServiceConfig(endpoints={"scripted://only": tg.Endpoint()})
+    assert entry(config).key == entry("", config).key == "scripted://only"
     with pytest.raises(tg.TurngateError, match="config must not be set if model is a ServiceConfig"):
-        entry(whole, file)
-    own = tg.Endpoint(key="vllm://two", url=["http://a:1", "http://b:1"], model="m", tokenizer="/t")
-    assert entry(own).urls == ["http://a:1", "http://b:1"]
+        entry(config, file)
+    endpoint = tg.Endpoint(key="vllm://two", url=["http://a:1", "http://b:1"], model="m", tokenizer="/t")
+    assert entry(endpoint).urls == ["http://a:1", "http://b:1"]
 
 
-def test_what_is_wrong_with_settings_is_told_by_their_names(tmp_path: Path) -> None:
+def test_invalid_settings_are_named(tmp_path: Path) -> None:
     with pytest.raises(tg.TurngateError, match=r"network must be one of .*, not 'shut'"):
         tg.Client("scripted://any", network="shut")  # type: ignore[arg-type]
     with pytest.raises(tg.TurngateError, match=r"config file .* cannot be read"):
@@ -85,7 +85,7 @@ def state(rollout: str, **fields: Any) -> RolloutState:
     return RolloutState(rollout_id=rollout, **{**given, **fields})
 
 
-def test_the_board_tells_how_far_they_are() -> None:
+def test_progress_board_lines() -> None:
     board = ProgressBoard()
     board.follow("one")
     board.put(state("one", turns=3, sampled_tokens=1234, wall_s=65.0))
@@ -101,7 +101,7 @@ def test_the_board_tells_how_far_they_are() -> None:
     assert len(running) == 12 and more == "and 8 more" and "\x1b" not in "".join(running)
 
 
-def test_nothing_is_shown_where_nobody_looks(capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_progress_without_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     with ProgressScreen(ProgressBoard(), None) as screen:
         screen.refresh()
     assert capfd.readouterr() == ("", "")
@@ -109,5 +109,5 @@ def test_nothing_is_shown_where_nobody_looks(capfd: pytest.CaptureFixture[str]) 
 
 def test_ipython_in_a_terminal_shows_text() -> None:
     pretty: Any = pytest.importorskip("IPython.lib.pretty")
-    assert pretty.pretty(result()).startswith("fix-add  finished  reward 1  2.0 s\n")
-    assert "Results(2, mean reward 1)" in pretty.pretty(tg.Results([result(), result()]))
+    assert pretty.pretty(make_result()).startswith("fix-add  finished  reward 1  2.0 s\n")
+    assert "Results(2, mean reward 1)" in pretty.pretty(tg.Results([make_result(), make_result()]))

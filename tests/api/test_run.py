@@ -1,4 +1,4 @@
-"""Rollouts from Python, as a person writes them: what comes back, in which order, and that nothing is left when somebody interrupts."""
+"""Rollouts from Python: results, order, errors, and cleanup after interrupts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import pytest
 
 import turngate as tg
 from tests import kit as kits
-from tests.api.kit import AGENT, NAP, opened, program, scripted
+from tests.api.kit import AGENT, SLEEP_S, open_client, program, write_script
 from tests.cli.kit import ROOT
 from tests.sandboxes.kit import processes, wait_until
 from tests.speed import scaled
@@ -29,35 +29,35 @@ from turngate.errors import BadRequest
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
 
-PATIENCE_S = 60  # with a script: a machine that is busy takes long to start Python, a gateway and an agent
-SLEEPING = program(f"import subprocess; ask('Hi'); subprocess.run(['sleep', '{NAP}'])")
+TIMEOUT_S = 60  # to start Python, a gateway and an agent on a busy machine
+SLEEPING = program(f"import subprocess; ask('Hi'); subprocess.run(['sleep', '{SLEEP_S}'])")
 WRITES = program("open('out.txt', 'w').write(ask('Hi'))")
 
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[tg.BlockingClient]:
-    """One for all tests that need nothing of their own: to start a gateway takes most of a second."""
-    with tempfile.TemporaryDirectory() as folder, opened(Path(folder), ["Hello <b>you</b>.", "Again."]) as client:
+    """A shared client, since starting a gateway takes most of a second."""
+    with tempfile.TemporaryDirectory() as folder, open_client(Path(folder), ["Hello <b>you</b>.", "Again."]) as client:
         yield client
 
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder for temporary things, where nobody else has any. Its path is short, because a unix socket's must be."""
-    with tempfile.TemporaryDirectory(prefix="tg-") as place:
-        monkeypatch.setattr(tempfile, "tempdir", place)
-        yield Path(place)
+    """An empty folder for temporary files, with a path short enough for unix sockets."""
+    with tempfile.TemporaryDirectory(prefix="tg-") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
 
 
-def left(place: Path) -> list[Path]:
-    """What is there, but for the empty folder that all sandboxes of this user have in common."""
-    return [path for path in place.rglob("*") if path != place / f"turngate-{os.getuid()}"]
+def leftovers(folder: Path) -> list[Path]:
+    """The remaining files, except the folder that all sandboxes of this user share."""
+    return [path for path in folder.rglob("*") if path != folder / f"turngate-{os.getuid()}"]
 
 
-def test_a_result_says_how_it_ended_and_has_every_token(client: tg.BlockingClient) -> None:
-    talks = program("first = ask('Hi'); print(first); open('a/out.txt', 'w').write(ask('Hi', first, 'And?'))")
+def test_result_has_outcome_files_and_tokens(client: tg.BlockingClient) -> None:
+    task = program("first = ask('Hi'); print(first); open('a/out.txt', 'w').write(ask('Hi', first, 'And?'))")
     result = client.run(
-        talks,
+        task,
         setup="test -f a/in.bin",
         files={"a/in.bin": b"\0\1"},
         test_script="grep -q Again a/out.txt",
@@ -81,9 +81,9 @@ def test_a_result_says_how_it_ended_and_has_every_token(client: tg.BlockingClien
     assert np.array_equal(again.turns[1].ids, second.ids) and again.reward == 1.0
 
 
-def test_a_group_is_compared_with_itself(client: tg.BlockingClient) -> None:
-    wins = program("ask('Hi'); import os, uuid; open('out.txt', 'w').write(os.environ['TURNGATE_MODEL'])")
-    results = client.group(wins, n=3, test_script="test -s out.txt", task_id="three").all()
+def test_group_statistics_and_advantages(client: tg.BlockingClient) -> None:
+    task = program("ask('Hi'); import os, uuid; open('out.txt', 'w').write(os.environ['TURNGATE_MODEL'])")
+    results = client.group(task, n=3, test_script="test -s out.txt", task_id="three").all()
     assert results.rewards == [1.0, 1.0, 1.0] and results.mean_reward == 1.0 and results.pass_at(2) == 1.0
     [name] = results.groups
     assert name.startswith("three-") and len({one.session for one in results}) == 3
@@ -91,7 +91,7 @@ def test_a_group_is_compared_with_itself(client: tg.BlockingClient) -> None:
     assert [row.advantage for row in rows] == [0.0, 0.0, 0.0] and all(row.weight == 1.0 for row in rows)
 
 
-def test_a_batch_takes_rows_and_keeps_their_order(client: tg.BlockingClient, tmp_path: Path) -> None:
+def test_batch_of_rows_keeps_order(client: tg.BlockingClient, tmp_path: Path) -> None:
     rows = [{"id": f"row-{n}", "instruction": program(f"time.sleep({0.5 - n / 2}); ask('Hi')")} for n in range(2)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert [one.task_id for one in client.batch(tmp_path / "rows.jsonl").all()] == ["row-0", "row-1"]
@@ -99,68 +99,70 @@ def test_a_batch_takes_rows_and_keeps_their_order(client: tg.BlockingClient, tmp
     assert [one.task_id for one in client.batch(wanted)] == ["row-1"] * 3
 
 
-def test_what_goes_wrong_with_a_task_is_a_result(client: tg.BlockingClient) -> None:
+def test_failed_setup_is_a_result(client: tg.BlockingClient) -> None:
     result = client.run("Do it.", setup="echo broken >&2; exit 3")
     assert result.error is not None and (result.error.boundary, result.error.stage) == ("task", "setup")
     assert (result.status, result.kind, result.reward, result.turns) == ("error", "invalid task", None, ())
     assert result.wall_s > 0 and "broken" in result.error.message
 
 
-def test_limits_are_met(client: tg.BlockingClient) -> None:
+def test_max_turns_ends_rollout(client: tg.BlockingClient) -> None:
     result = client.run(program("ask('Hi'); ask('Hi'); ask('Hi')"), max_turns=2)
     assert (result.status, len(result.turns)) == ("limit", 2)
 
 
-def test_leaving_the_loop_early_ends_the_rest(client: tg.BlockingClient) -> None:
+def test_breaking_out_of_batch_ends_remaining_rollouts(client: tg.BlockingClient) -> None:
     for result in client.batch([WRITES, SLEEPING], test_script="test -s out.txt"):
         assert result.reward == 1.0
         break
-    assert processes(NAP) == []
-    assert client.run(WRITES).status == "finished"  # it is still of use
+    assert processes(SLEEP_S) == []
+    assert client.run(WRITES).status == "finished"  # the client still works
 
 
-async def test_with_await_and_without_it_inside_a_running_loop(tmp_path: Path, temporary: Path) -> None:
-    model = scripted(tmp_path, ["Hello."])
+async def test_async_and_sync_run_inside_running_loop(tmp_path: Path, temporary: Path) -> None:
+    model = write_script(tmp_path, ["Hello."])
     result = await tg.run(WRITES, model=model, **AGENT)
     assert (result.status, result.files) == ("finished", {"out.txt": "Hello."})
-    same = tg.run_sync(WRITES, model=model, **AGENT)  # as a cell of a notebook does
+    same = tg.run_sync(WRITES, model=model, **AGENT)  # as in a notebook cell
     assert (same.status, same.files) == ("finished", {"out.txt": "Hello."})
-    assert left(temporary) == []
+    assert leftovers(temporary) == []
 
 
-async def test_results_come_as_they_are_ready_and_two_models_do_not_meet(tmp_path: Path) -> None:
+async def test_concurrent_runs_keep_their_models(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
-    one, other = scripted(tmp_path, ["One."]), scripted(tmp_path / "other", ["Other."])
+    one, other = write_script(tmp_path, ["One."]), write_script(tmp_path / "other", ["Other."])
 
-    async def grouped() -> list[str]:
+    async def run_group() -> list[str]:
         return [result.turns[0].text async for result in tg.group(WRITES, n=2, model=one, **AGENT)]
 
-    apart = tg.run(WRITES, model=other, data=tmp_path / "data", **AGENT)
-    texts, result = await asyncio.gather(grouped(), apart)
+    other_run = tg.run(WRITES, model=other, data=tmp_path / "data", **AGENT)
+    texts, result = await asyncio.gather(run_group(), other_run)
     assert texts == ["One.", "One."] and result.turns[0].text == "Other."
-    assert result.work is not None and (result.work / "out.txt").read_text() == "Other."  # where a folder was given
+    assert result.work is not None and (result.work / "out.txt").read_text() == "Other."  # in the given folder
 
 
-async def test_being_cancelled_ends_the_agent_and_leaves_nothing(tmp_path: Path, temporary: Path) -> None:
-    running = asyncio.create_task(tg.run(SLEEPING, model=scripted(tmp_path, ["Hello."]), **AGENT))
-    await wait_until(lambda: processes(NAP) or running.done(), 30)
+async def test_cancellation_ends_agent_and_cleans_up(tmp_path: Path, temporary: Path) -> None:
+    running = asyncio.create_task(tg.run(SLEEPING, model=write_script(tmp_path, ["Hello."]), **AGENT))
+    await wait_until(lambda: processes(SLEEP_S) or running.done(), 30)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert processes(NAP) == [] and left(temporary) == []
+    assert processes(SLEEP_S) == [] and leftovers(temporary) == []
 
 
-@pytest.mark.parametrize("how", ["interrupted", "forgotten"])
-def test_a_script_that_is_interrupted_or_ends_too_early_leaves_nothing(
-    tmp_path: Path, temporary: Path, how: str
-) -> None:
-    """In a process of its own, as Ctrl-C is."""
-    nap = NAP.replace("66", "67", 1)
+@pytest.mark.parametrize("ending", ["interrupted", "forgotten"])
+def test_interrupted_or_ending_script_cleans_up(tmp_path: Path, temporary: Path, ending: str) -> None:
+    """In a separate process, to send SIGINT."""
+    sleep_s = SLEEP_S.replace("66", "67", 1)
     file = tmp_path / "script.py"
-    sleeps = program(f"import subprocess; ask('Hi'); subprocess.run(['sleep', '{nap}'])")
-    heard = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background has it ignored
-    begun = f"{heard}import turngate as tg\nclient = tg.open({scripted(tmp_path, ['Hello.'])!r}, **{AGENT!r})\n"
-    if how == "interrupted":
+    sleeps = program(f"import subprocess; ask('Hi'); subprocess.run(['sleep', '{sleep_s}'])")
+    enable_sigint = (
+        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # background shells ignore it
+    )
+    header = (
+        f"{enable_sigint}import turngate as tg\nclient = tg.open({write_script(tmp_path, ['Hello.'])!r}, **{AGENT!r})\n"
+    )
+    if ending == "interrupted":
         rest = f"""
             try:
                 client.run({sleeps!r})
@@ -173,38 +175,38 @@ def test_a_script_that_is_interrupted_or_ends_too_early_leaves_nothing(
             next(results)
             print("forgotten")
         """
-    file.write_text(begun + dedent(rest))
+    file.write_text(header + dedent(rest))
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
     with subprocess.Popen(
         [sys.executable, str(file)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as child:
         try:
-            end = time.monotonic() + scaled(PATIENCE_S)
-            while how == "interrupted" and not processes(f"sleep\0{nap}"):
+            end = time.monotonic() + scaled(TIMEOUT_S)
+            while ending == "interrupted" and not processes(f"sleep\0{sleep_s}"):
                 if child.poll() is not None or time.monotonic() > end:
-                    child.kill()  # or it would be listened to for as long as it sleeps
-                    pytest.fail(f"the agent did not come to sleep: {child.communicate()[0]}")
+                    child.kill()  # so that communicate() returns
+                    pytest.fail(f"the agent did not start to sleep: {child.communicate()[0]}")
                 time.sleep(0.05)
-            if how == "interrupted":
+            if ending == "interrupted":
                 child.send_signal(signal.SIGINT)
-            assert (child.communicate(timeout=scaled(PATIENCE_S))[0], child.returncode) == (f"{how}\n", 0)
+            assert (child.communicate(timeout=scaled(TIMEOUT_S))[0], child.returncode) == (f"{ending}\n", 0)
         finally:
             child.kill()
-    assert processes(f"sleep\0{nap}") == [] and left(temporary) == []
+    assert processes(f"sleep\0{sleep_s}") == [] and leftovers(temporary) == []
 
 
-def test_a_client_that_is_closed_says_so(tmp_path: Path) -> None:
-    client = opened(tmp_path)
+def test_closed_client_is_rejected(tmp_path: Path) -> None:
+    client = open_client(tmp_path)
     client.close()
     client.close()
     with pytest.raises(BadRequest, match="the client is closed"):
         client.run("Do it.")
 
 
-def test_a_process_that_was_forked_has_no_part_in_it(tmp_path: Path, temporary: Path) -> None:
-    """In a script: to fork is not for a process with as many threads as this one."""
+def test_forked_process_cannot_use_client(tmp_path: Path, temporary: Path) -> None:
+    """In a script, since this process has too many threads to fork."""
     file = tmp_path / "script.py"
-    begun = f"import turngate as tg\nmodel, given = {scripted(tmp_path, ['Hello.'])!r}, {AGENT!r}\n"
+    header = f"import turngate as tg\nmodel, given = {write_script(tmp_path, ['Hello.'])!r}, {AGENT!r}\n"
     rest = f"""
         import multiprocessing, os, sys
 
@@ -226,17 +228,17 @@ def test_a_process_that_was_forked_has_no_part_in_it(tmp_path: Path, temporary: 
             sys.exit(0)
         print(os.waitpid(child, 0)[1], client.run({WRITES!r}).status)
     """
-    file.write_text(begun + dedent(rest))
+    file.write_text(header + dedent(rest))
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
-    # Newer ones warn of fork itself.
+    # Newer Python versions warn about fork.
     command = ["timeout", f"{scaled(60):.0f}", sys.executable, "-W", "ignore", str(file)]
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    said = ["finished", "a worker", "0", "client True", "its own finished", "0 finished"]
-    assert (done.stdout.splitlines(), done.returncode) == (said, 0)
-    assert left(temporary) == []
+    expected = ["finished", "a worker", "0", "client True", "its own finished", "0 finished"]
+    assert (done.stdout.splitlines(), done.returncode) == (expected, 0)
+    assert leftovers(temporary) == []
 
 
-async def test_a_gateway_that_runs_is_used_with_its_own_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_running_gateway_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with kits.gateway([kits.say("From there.")]) as gateway:
         monkeypatch.setenv("TURNGATE_ADMIN_KEY", gateway.app.admin_key)
         result = await tg.run(WRITES, gateway=gateway.root, **AGENT)
@@ -245,69 +247,69 @@ async def test_a_gateway_that_runs_is_used_with_its_own_engine(tmp_path: Path, m
             {"out.txt": "From there."},
             "From there.",
         )
-        assert result.turns[0].pieces == ()  # its tokenizer is not here
-        assert [session["id"] for session in (await gateway._ask("GET", "/admin/sessions"))["sessions"]] == [
+        assert result.turns[0].pieces == ()  # the tokenizer is not available here
+        assert [session["id"] for session in (await gateway._request("GET", "/admin/sessions"))["sessions"]] == [
             result.session
         ]
 
 
-async def test_a_gateway_is_not_used_without_its_key() -> None:
+async def test_gateway_needs_admin_key() -> None:
     with pytest.raises(tg.TurngateError) as wrong:
         await tg.run("Do it.", gateway="http://127.0.0.1:9", **AGENT)
     assert "TURNGATE_ADMIN_KEY" in wrong.value.message
 
 
-def _with(**given: Any) -> dict[str, Any]:
-    return {"model": "scripted://any", "sandbox": "local", **given}
+def arguments(**options: Any) -> dict[str, Any]:
+    return {"model": "scripted://any", "sandbox": "local", **options}
 
 
 @pytest.mark.parametrize(
-    ("task", "given", "told"),
+    ("task", "options", "message"),
     [
-        ("Do it.", _with(timeout=3), "timeout is not a known argument; did you mean timeout_s?"),
-        ("Do it.", _with(timeout_s="soon"), "timeout_s: Expected `float | null`, got `str`"),
-        ("Do it.", _with(timeout_s=-1.0), "timeout_s must be a finite number of seconds greater than 0, not -1.0"),
-        ("Do it.", _with(timeout_s=0.0), "timeout_s must be a finite number of seconds greater than 0, not 0.0"),
-        ("Do it.", _with(sanbox="local"), "sanbox is not a known argument; did you mean sandbox?"),
-        ("Do it.", _with(data=3), "data must be a path, not int"),
-        ("Do it.", _with(model=None), "model must be an Endpoint, a ServiceConfig or a string such as vllm://"),
-        ("Do it.", _with(max_turns=0), "max_turns: Expected `int` >= 1"),
-        ("Do it.", _with(agent="py"), "unknown agent 'py'"),
-        ("Do it.", _with(mode="exactly"), "mode must be one of exact, observe"),
-        ("Do it.", _with(sandbox="moon"), "sandbox must be one of local, bubblewrap"),
-        ("Do it.", _with(files={"/etc/passwd": "x"}), "files['/etc/passwd'] must be the path of a file below"),
-        ("Do it.", _with(files={"a": 3}), "files['a'] must be str or bytes, not int"),
-        ("Do it.", _with(concurrency=0), "concurrency: Expected `int` >= 1"),
-        ("Do it.", _with(options={"command": "true"}), "options is set without an agent; pass agent= too"),
-        ("", _with(), "task is empty; describe what the agent should do"),
-        (3, _with(), "task must be a Task, a path, a row (a dict) or an instruction, not int"),
-        ("examples/tasks/fix-ad", _with(), "task: examples/tasks/fix-ad does not exist"),
-        ("examples/tasks", _with(), "task: examples/tasks contains several tasks; select one"),
+        ("Do it.", arguments(timeout=3), "timeout is not a known argument; did you mean timeout_s?"),
+        ("Do it.", arguments(timeout_s="soon"), "timeout_s: Expected `float | null`, got `str`"),
+        ("Do it.", arguments(timeout_s=-1.0), "timeout_s must be a finite number of seconds greater than 0, not -1.0"),
+        ("Do it.", arguments(timeout_s=0.0), "timeout_s must be a finite number of seconds greater than 0, not 0.0"),
+        ("Do it.", arguments(sanbox="local"), "sanbox is not a known argument; did you mean sandbox?"),
+        ("Do it.", arguments(data=3), "data must be a path, not int"),
+        ("Do it.", arguments(model=None), "model must be an Endpoint, a ServiceConfig or a string such as vllm://"),
+        ("Do it.", arguments(max_turns=0), "max_turns: Expected `int` >= 1"),
+        ("Do it.", arguments(agent="py"), "unknown agent 'py'"),
+        ("Do it.", arguments(mode="exactly"), "mode must be one of exact, observe"),
+        ("Do it.", arguments(sandbox="moon"), "sandbox must be one of local, bubblewrap"),
+        ("Do it.", arguments(files={"/etc/passwd": "x"}), "files['/etc/passwd'] must be the path of a file below"),
+        ("Do it.", arguments(files={"a": 3}), "files['a'] must be str or bytes, not int"),
+        ("Do it.", arguments(concurrency=0), "concurrency: Expected `int` >= 1"),
+        ("Do it.", arguments(options={"command": "true"}), "options is set without an agent; pass agent= too"),
+        ("", arguments(), "task is empty; describe what the agent should do"),
+        (3, arguments(), "task must be a Task, a path, a row (a dict) or an instruction, not int"),
+        ("examples/tasks/fix-ad", arguments(), "task: examples/tasks/fix-ad does not exist"),
+        ("examples/tasks", arguments(), "task: examples/tasks contains several tasks; select one"),
         (
             "examples/tasks/fix-add",
-            _with(test_script="true"),
+            arguments(test_script="true"),
             "test_script applies only to a task that is an instruction",
         ),
-        ({"id": "a", "instruction": "b", "grade": 1}, _with(), "grade is not a known field"),
-        ("Do it.", _with(model="vllm://Qwen/Qwen3-8B"), "model 'vllm://Qwen/Qwen3-8B' has no URL"),
-        ("Do it.", _with(model="Qwen3-8B"), "model 'Qwen3-8B' is neither a catalog key nor KIND://MODEL"),
-        ("Do it.", _with(model=""), "model is missing; pass one such as vllm://"),
-        ("Do it.", _with(model="scripted://no.json"), "model: file no.json not found"),
+        ({"id": "a", "instruction": "b", "grade": 1}, arguments(), "grade is not a known field"),
+        ("Do it.", arguments(model="vllm://Qwen/Qwen3-8B"), "model 'vllm://Qwen/Qwen3-8B' has no URL"),
+        ("Do it.", arguments(model="Qwen3-8B"), "model 'Qwen3-8B' is neither a catalog key nor KIND://MODEL"),
+        ("Do it.", arguments(model=""), "model is missing; pass one such as vllm://"),
+        ("Do it.", arguments(model="scripted://no.json"), "model: file no.json not found"),
         (
             "Do it.",
-            _with(gateway="localhost:8700"),
+            arguments(gateway="localhost:8700"),
             "gateway must be an http(s) URL such as http://127.0.0.1:8700, not 'localhost:8700'",
         ),
     ],
 )
-async def test_a_mistake_is_told_by_the_name_of_the_argument(task: Any, given: Any, told: str) -> None:
+async def test_invalid_argument_is_named(task: Any, options: Any, message: str) -> None:
     with pytest.raises(tg.TurngateError) as wrong:
-        await tg.run(task, **given)
-    assert told in wrong.value.message, wrong.value.message
-    assert wrong.value.param is not None or told.startswith("agent")
+        await tg.run(task, **options)
+    assert message in wrong.value.message, wrong.value.message
+    assert wrong.value.param is not None or message.startswith("agent")
 
 
-async def test_a_key_that_is_not_set_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unset_api_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with pytest.raises(BadRequest, match="no key for the model openai://gpt-5; set OPENAI_API_KEY") as wrong:
         await tg.run("Do it.", model="openai://gpt-5", sandbox="local")
@@ -315,6 +317,6 @@ async def test_a_key_that_is_not_set_is_told_by_its_name(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("n", "tasks"), [(0, ["a"]), (True, ["a"]), (1, []), (1, "Do it."), (1, 3)])
-async def test_many_are_asked_for_in_a_way_that_can_be_done(n: Any, tasks: Any) -> None:
+async def test_invalid_batch_size_or_tasks_are_rejected(n: Any, tasks: Any) -> None:
     with pytest.raises(BadRequest, match=r"^(n|tasks) "):
-        await tg.batch(tasks, n, **_with())
+        await tg.batch(tasks, n, **arguments())

@@ -180,7 +180,7 @@ async def every_session(gateway: kit.Running) -> dict[str, Any]:
     found: dict[str, Any] = {}
     before = ""
     while True:
-        page = (await gateway._ask("GET", f"/admin/sessions?limit=1000{before}"))["sessions"]
+        page = (await gateway._request("GET", f"/admin/sessions?limit=1000{before}"))["sessions"]
         found |= {session["id"]: session for session in page}
         if len(page) < 1000:
             return found

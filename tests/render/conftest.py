@@ -1,3 +1,3 @@
-"""Shares the loaded renderers."""
+"""Load renderers once."""
 
 from tests.renderer_fixtures import renderers  # noqa: F401

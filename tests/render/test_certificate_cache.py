@@ -1,4 +1,4 @@
-"""What was found out about a tokenizer before is found again, and only for the very same one."""
+"""The certificate cache: results are reused only for exactly the same tokenizer files."""
 
 from __future__ import annotations
 
@@ -25,13 +25,11 @@ def records(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "cache" / "certified").glob("*"))
 
 
-def test_the_second_start_probes_nothing_and_is_the_same(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_load_uses_cached_certificate(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, certificate = load_renderer(folder)
     assert len(records(tmp_path)) == 1
     for name in ("read_vocabulary", "_load_backend"):
-        monkeypatch.setattr(module, name, lambda *_: pytest.fail("it is known"))
+        monkeypatch.setattr(module, name, lambda *_: pytest.fail("not read from the cache"))
     second, again = load_renderer(folder)
     assert again == certificate and second.bridges == first.bridges
     assert second.tokenizer.fast and second.tokenizer.digest == first.tokenizer.digest
@@ -40,11 +38,11 @@ def test_the_second_start_probes_nothing_and_is_the_same(
         assert ids == first.tokenizer.encode(text)
         assert second.tokenizer.decode(ids) == first.tokenizer.decode(ids)
     monkeypatch.undo()
-    assert second.tokenizer.vocab_size == first.tokenizer.vocab_size  # reads the true encoder after all
+    assert second.tokenizer.vocab_size == first.tokenizer.vocab_size  # loads the slow encoder
     assert second.tokenizer._encode_slow("Hello") == second.tokenizer.encode("Hello")
 
 
-def test_the_vocabulary_is_known_whatever_it_was_loaded_for(folder: Path, tmp_path: Path) -> None:
+def test_vocabulary_is_cached_for_any_model(folder: Path, tmp_path: Path) -> None:
     assert certificate_cache.load_any_record(folder) is None
     renderer, _ = load_renderer(folder, model="some-model", family="template")
     found = certificate_cache.load_any_record(folder)
@@ -58,7 +56,7 @@ def test_the_vocabulary_is_known_whatever_it_was_loaded_for(folder: Path, tmp_pa
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
-def test_another_file_is_another_tokenizer(folder: Path, tmp_path: Path, file: str) -> None:
+def test_changed_file_is_another_tokenizer(folder: Path, tmp_path: Path, file: str) -> None:
     load_renderer(folder)
     path = folder / file
     path.write_bytes((path.read_bytes() if path.exists() else (folder / "x").read_bytes()) + b"\n")
@@ -68,7 +66,7 @@ def test_another_file_is_another_tokenizer(folder: Path, tmp_path: Path, file: s
     assert len(records(tmp_path)) == 3
 
 
-def test_a_damaged_record_is_no_record(folder: Path, tmp_path: Path) -> None:
+def test_damaged_record_is_ignored(folder: Path, tmp_path: Path) -> None:
     _, certificate = load_renderer(folder)
     (record,) = records(tmp_path)
     for damage in (b"", b"nonsense", record.read_bytes()[:-100]):
@@ -77,12 +75,12 @@ def test_a_damaged_record_is_no_record(folder: Path, tmp_path: Path) -> None:
     assert len(records(tmp_path)) == 1
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(folder: Path, tmp_path: Path) -> None:
+def test_unwritable_cache_is_ignored(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     assert load_renderer(folder)[1].passed
 
 
-def test_what_is_wrong_with_a_folder_is_said_though_nothing_is_known_of_it(folder: Path) -> None:
+def test_invalid_tokenizer_folder_is_reported(folder: Path) -> None:
     for text in ("{}", "[]", '{"model": {"type": "BPE"}}', '{"model": 3, "added_tokens": [{}]}'):
         (folder / "tokenizer.json").write_text(text)
         with pytest.raises(ConfigError, match="is not a valid tokenizer file"):
@@ -91,8 +89,8 @@ def test_what_is_wrong_with_a_folder_is_said_though_nothing_is_known_of_it(folde
         load_renderer(folder / "nowhere")
 
 
-def test_a_fault_is_remembered_as_one(folder: Path, tmp_path: Path) -> None:
-    """A template that rewrites what was said is not certified the second time either."""
+def test_failed_certificate_is_cached(folder: Path, tmp_path: Path) -> None:
+    """A template that rewrites history is not certified the second time either."""
     config = json.loads((folder / "tokenizer_config.json").read_text())
     template = "{% for m in messages %}{{ loop.length }}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
@@ -102,7 +100,7 @@ def test_a_fault_is_remembered_as_one(folder: Path, tmp_path: Path) -> None:
     assert not certificate.passed and not first.bridges and not second.bridges and again == certificate
 
 
-def test_only_so_many_are_kept(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_size_is_bounded(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(certificate_cache, "_MAX_RECORDS", 2)
     for model in ("a", "b", "c", "d"):
         load_renderer(folder, model=model)

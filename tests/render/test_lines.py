@@ -1,4 +1,4 @@
-"""Texts encoded line by line, with lines remembered, against the same texts encoded whole."""
+"""Encoding line by line with cached lines gives the same ids as encoding a whole text."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hypothesis import strategies as some
 from turngate.render import tokenizer
 from turngate.render.tokenizer import _LINE_SAFE_PATTERNS, _FastEncoder
 
-# What can stand around a line break, of every kind that the patterns tell apart.
+# One character of every kind that the patterns distinguish.
 _CHARACTERS = " \t\n\r\x0b\x0c\x1c\x85\xa0\u2028\u3000aZé1٣.;/'_中\u0301"
 
 
 def _encoder(pattern: str) -> _FastEncoder:
-    """Over bytes, with every pair of these characters merged: so whatever a pattern leaves in one piece becomes one token."""
+    """A byte encoder that merges every pair of these characters, so that each piece of a pattern becomes one token."""
     ranks = {bytes([byte]): byte for byte in range(256)}
     for first, second in itertools.product(_CHARACTERS, repeat=2):
         pair = (first + second).encode()
@@ -34,17 +34,17 @@ _ENCODERS = [_encoder(pattern) for pattern in sorted(_LINE_SAFE_PATTERNS)]
 @pytest.mark.parametrize("encoder", _ENCODERS, ids=["llama", "qwen"])
 @given(text=some.text(_CHARACTERS, max_size=40))
 @settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_line_by_line_is_the_same(encoder: _FastEncoder, text: str) -> None:
+def test_line_by_line_encoding_is_the_same(encoder: _FastEncoder, text: str) -> None:
     assert encoder.encode(text) == encoder._encoding.encode_ordinary(text)
 
 
-def test_a_pattern_that_looks_across_lines_is_encoded_whole() -> None:
+def test_pattern_across_lines_is_not_split() -> None:
     gpt2 = _encoder(r"'s| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
     assert gpt2.encode("a\n  b\n") == gpt2._encoding.encode_ordinary("a\n  b\n")
     assert not gpt2._lines
 
 
-def test_no_more_lines_are_kept_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "_MAX_CACHED_LINES", 10)
     encoder = _encoder(min(_LINE_SAFE_PATTERNS))
     for n in range(100):

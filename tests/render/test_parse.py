@@ -1,4 +1,4 @@
-"""The incremental parser: whatever way the text is cut, the same message comes out, and nothing of it is lost."""
+"""The incremental parser gives the same message for any chunking, and loses no text."""
 
 from __future__ import annotations
 
@@ -89,17 +89,17 @@ def test_other_syntaxes(syntax: Syntax, text: str, content: str) -> None:
         assert [(c.name, c.arguments) for c in parsed.message.tool_calls] == [("read", '{"path": "a"}')]
 
 
-def test_text_that_only_begins_like_a_bare_call_is_content() -> None:
+def test_json_without_call_is_content() -> None:
     _, parsed = parse('{"just": "json"}', syntax=LLAMA)
     assert parsed.message.content == '{"just": "json"}'
 
 
-def test_reasoning_that_never_closes_is_reasoning_and_says_so() -> None:
+def test_unclosed_reasoning_is_flagged() -> None:
     _, parsed = parse("half a thought", in_reasoning=True)
     assert (parsed.message.reasoning, parsed.message.content, parsed.reasoning_open) == ("half a thought", "", True)
 
 
-def test_a_call_inside_unclosed_reasoning_counts() -> None:
+def test_call_inside_unclosed_reasoning_counts() -> None:
     _, parsed = parse(f"<think>\nI call now. {CALL}")
     assert [c.name for c in parsed.message.tool_calls] == ["read"]
 
@@ -109,7 +109,7 @@ def test_without_tools_call_markup_is_text() -> None:
     assert parsed.message.content == CALL
 
 
-def test_one_call_is_enough_when_asked_for() -> None:
+def test_one_call_option_stops_after_first_call() -> None:
     parser = Parser(HERMES, tools=TOOLS, one_call=True)
     parser.feed(CALL)
     assert parser.satisfied
@@ -127,7 +127,7 @@ def test_forced_calls() -> None:
     assert parsed.message.content == '{"path": '
 
 
-def test_stop_strings_cut_wherever_the_chunks_fall() -> None:
+def test_stop_strings_across_chunks() -> None:
     for seed in range(50):
         stops, draw, text, shown = StopStrings(["END", "\n\n"]), random.Random(seed), "one EN two\nEND three", ""
         while text:

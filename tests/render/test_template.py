@@ -1,4 +1,4 @@
-"""Our rendering against `transformers`' own, on real tokenizers and templates; and templates that are not what they seem."""
+"""Rendering compared with `transformers` on real tokenizers and templates, and templates that fail certification."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REAL = ["qwen3", "qwen2_5", "llama3_1", "deepseek_v3"]
 
 
 @pytest.mark.parametrize("name", renderer_params([*REAL, "builtin"]))
-def test_rendering_is_what_transformers_renders(name: str, renderers: Any) -> None:
+def test_rendering_matches_transformers(name: str, renderers: Any) -> None:
     transformers = pytest.importorskip("transformers")
     renderer: TemplateRenderer = renderers(name)
     theirs = transformers.PreTrainedTokenizerFast(
@@ -42,7 +42,7 @@ def test_rendering_is_what_transformers_renders(name: str, renderers: Any) -> No
 
 
 @pytest.mark.parametrize("name", renderer_params([*REAL, "smollm2", "builtin"]))
-def test_decoding_in_pieces_is_decoding_at_once(name: str, renderers: Any) -> None:
+def test_incremental_decoding_matches_full_decoding(name: str, renderers: Any) -> None:
     tokenizer = renderers(name).tokenizer
     for text in probe_corpus(tokenizer.added)[:60]:
         ids = tokenizer.encode(text)
@@ -51,7 +51,7 @@ def test_decoding_in_pieces_is_decoding_at_once(name: str, renderers: Any) -> No
 
 
 @pytest.mark.parametrize("name", renderer_params(["qwen3", "qwen2_5", "llama3_1", "smollm2", "builtin"]))
-def test_the_fast_encoder_is_in_use(name: str, renderers: Any) -> None:
+def test_fast_encoder_is_used(name: str, renderers: Any) -> None:
     assert renderers(name).tokenizer.fast
 
 
@@ -77,7 +77,7 @@ CHATML = (
 )
 
 
-def test_a_template_that_counts_its_messages_is_found_out(tmp_path: Path) -> None:
+def test_template_that_counts_messages_is_not_certified(tmp_path: Path) -> None:
     """Every message is numbered from the end, so that a new one rewrites all before it."""
     counting = CHATML.replace("{{ m.role }}", "{{ m.role }} {{ loop.revindex }}")
     renderer, certificate = load_renderer(folder_with(tmp_path, counting))
@@ -85,12 +85,12 @@ def test_a_template_that_counts_its_messages_is_found_out(tmp_path: Path) -> Non
     assert not renderer.bridges
 
 
-def test_a_template_that_drops_old_messages_is_found_out(tmp_path: Path) -> None:
+def test_template_that_drops_old_messages_is_not_certified(tmp_path: Path) -> None:
     _, certificate = load_renderer(folder_with(tmp_path, CHATML.replace("in messages %}", "in messages[-2:] %}")))
     assert not certificate.passed
 
 
-def test_a_template_without_tools_gets_them_in_hermes_form(tmp_path: Path) -> None:
+def test_template_without_tools_gets_hermes_format(tmp_path: Path) -> None:
     renderer, certificate = load_renderer(folder_with(tmp_path, CHATML))
     assert certificate.passed
     case = next(c for c in CASES if c.name == "parallel calls")
@@ -102,7 +102,7 @@ def test_a_template_without_tools_gets_them_in_hermes_form(tmp_path: Path) -> No
     )
 
 
-def test_a_template_that_refuses_system_messages_gets_them_in_the_question(tmp_path: Path) -> None:
+def test_rejected_system_message_moves_into_question(tmp_path: Path) -> None:
     refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
     renderer, _ = load_renderer(folder_with(tmp_path, refusing))
     text = renderer.tokenizer.decode(renderer.render([Message("system", "Be kind."), Message("user", "hi")], (), {}))
@@ -110,7 +110,7 @@ def test_a_template_that_refuses_system_messages_gets_them_in_the_question(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("damage", "message"),
     [
         (lambda f: (f / "tokenizer.json").unlink(), "does not exist"),
         (lambda f: (f / "tokenizer.json").write_text("{"), "not valid JSON"),
@@ -118,14 +118,14 @@ def test_a_template_that_refuses_system_messages_gets_them_in_the_question(tmp_p
         (lambda f: (f / "chat_template.jinja").write_text("{% if %}"), "chat template has a syntax error on line 1"),
     ],
 )
-def test_a_broken_folder_is_named(tmp_path: Path, spoil: Any, message: str) -> None:
+def test_broken_folder_is_named(tmp_path: Path, damage: Any, message: str) -> None:
     folder = folder_with(tmp_path, CHATML)
-    spoil(folder)
+    damage(folder)
     with pytest.raises(ConfigError, match=message):
         load_renderer(folder)
 
 
-def test_the_fast_encoder_is_given_up_when_it_disagrees(tmp_path: Path) -> None:
+def test_fast_encoder_is_disabled_if_it_disagrees(tmp_path: Path) -> None:
     spec = json.loads((BUILTIN_TOKENIZER / "tokenizer.json").read_text())
     spec["pre_tokenizer"]["pretokenizers"].insert(0, {"type": "Punctuation", "behavior": "Isolated"})
     folder = folder_with(tmp_path, CHATML)

@@ -111,7 +111,7 @@ class Harness:
 
     async def open_sessions(self) -> list[str]:
         return [
-            session["id"] for session in (await self.gateway._ask("GET", "/admin/sessions?status=open"))["sessions"]
+            session["id"] for session in (await self.gateway._request("GET", "/admin/sessions?status=open"))["sessions"]
         ]
 
     def alive(self) -> list[str]:

@@ -89,11 +89,11 @@ async def test_trl_worker_trains_on_gateway_traces(key: Any, tmp_path: Path, mon
         finally:
             await apart(worker.stop)
         assert [sample.metrics["rewards/harness_reward"] for sample in samples] == [1.0, 1.0]
-        listed = (await g._ask("GET", "/admin/sessions"))["sessions"]
+        listed = (await g._request("GET", "/admin/sessions"))["sessions"]
         rows = [row for session in listed for row in await g.samples(session["id"])]
         assert all(any(same(sample, row) for row in rows) for sample in samples)
         assert all(sample.completion_mask.sum() == sum(len(turn.ids) for turn in MEND) for sample in samples)
-        assert (await g._ask("GET", "/admin/sessions?status=open"))["sessions"] == []
+        assert (await g._request("GET", "/admin/sessions?status=open"))["sessions"] == []
 
 
 async def test_session_lifecycle(key: Any, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ async def test_close_ends_session_and_missing_gateway_raises(
         with pytest.raises(TimeoutError):
             await apart(session.wait_for_completion, 0.05)
         await apart(session.close)
-        assert (await g._ask("GET", "/admin/sessions?status=open"))["sessions"] == []
+        assert (await g._request("GET", "/admin/sessions?status=open"))["sessions"] == []
         assert session.verify([]).env_reward is None
     monkeypatch.setattr(retry, "RESTART_S", 0.5)
     with pytest.raises(GatewayUnreachable):  # the gateway has stopped
