@@ -22,8 +22,8 @@ sys.path.insert(0, str(ROOT))
 from processes import cpu_s  # noqa: E402
 
 from gauntlet.gateways.turngate import Turngate  # noqa: E402
-from gauntlet.scenarios import load  # noqa: E402
-from gauntlet.trial import Trial, engine, started  # noqa: E402
+from gauntlet.scenarios import build_load  # noqa: E402
+from gauntlet.trial import Trial, run_engine, start_gateway  # noqa: E402
 
 
 class Checkout(Turngate):
@@ -39,19 +39,21 @@ class Checkout(Turngate):
 async def batch(trial: Trial, dialect: str, streamed: bool, sessions: int, turns: int) -> float:
     """CPU ms per turn."""
     before = cpu_s(trial.pid)
-    played = await asyncio.gather(*(trial.live(load(turns), dialect, streamed) for _ in range(sessions)))
+    played = await asyncio.gather(
+        *(trial.run_open_session(build_load(turns), dialect, streamed) for _ in range(sessions))
+    )
     spent = cpu_s(trial.pid) - before
-    trouble = next((each.trouble for each in played if each.trouble), "")
-    if trouble:
-        raise SystemExit(f"bench: {dialect}: {trouble}")
+    error = next((each.error for each in played if each.error), "")
+    if error:
+        raise SystemExit(f"bench: {dialect}: {error}")
     return spent * 1000 / sum(len(each.taken) for each in played)
 
 
 async def compare(trees: list[Path], dialects: list[str], sessions: int, turns: int, repeats: int) -> None:
     async with AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
-        mock = await stack.enter_async_context(engine(http))
-        trials = [await stack.enter_async_context(started(Checkout(tree), http, mock)) for tree in trees]
+        mock = await stack.enter_async_context(run_engine(http))
+        trials = [await stack.enter_async_context(start_gateway(Checkout(tree), http, mock)) for tree in trees]
         for dialect in dialects:
             for streamed in (False, True):
                 rounds = []

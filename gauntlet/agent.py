@@ -1,4 +1,4 @@
-"""Plays a scenario: an agent that speaks one dialect to a gateway, with the scenario's habits."""
+"""Play a scenario: an agent that talks to a gateway in one dialect, with the scenario's habits."""
 
 from __future__ import annotations
 
@@ -12,6 +12,17 @@ from dataclasses import asdict, dataclass, field
 import aiohttp
 import orjson
 
+from gauntlet.clients.base import (
+    TOOLS,
+    Client,
+    Conversation,
+    Event,
+    Json,
+    Message,
+    ReceivedCall,
+    ReplyError,
+    extra_tool,
+)
 from gauntlet.sampler import MODEL, Behaviour
 from gauntlet.scenario import (
     Answer,
@@ -28,29 +39,28 @@ from gauntlet.scenario import (
     Together,
     Tools,
 )
-from gauntlet.voices.base import TOOLS, Broken, Called, Conversation, Event, Json, Said, Voice, further_tool
 
-_ATTEMPTS = 5  # after which an agent takes a gateway for broken
+_ATTEMPTS = 5  # before the agent gives up on the gateway
 
 
-class GaveUp(Exception):
-    """The gateway would not answer: the rollout ends here."""
+class AgentGaveUp(Exception):
+    """The gateway did not answer, so the rollout ends."""
 
 
 @dataclass
-class Played:
-    """What the agent lived through."""
+class AgentRun:
+    """What happened to the agent in a rollout."""
 
-    taken: dict[int, int] = field(
-        default_factory=dict
-    )  # of each call that was answered, the attempt whose answer it took
-    latencies: list[tuple[str, float]] = field(default_factory=list)  # cue and seconds of each answer that it took
-    errors_right: int = 0  # faults that it was told of in a way it can act on, or was spared
-    trouble: str = ""  # why it could not go on
+    taken: dict[int, int] = field(default_factory=dict)  # by call: the attempt whose answer the agent used
+    latencies: list[tuple[str, float]] = field(
+        default_factory=list
+    )  # cue and seconds of each answer that the agent used
+    errors_right: int = 0  # faults reported in a way the agent can act on, or hidden from it by a retry
+    error: str = ""  # why the agent could not continue
 
 
-def script(scenario: Scenario, rollout: str) -> dict[str, list[Json]]:
-    """What the engine has to know beforehand."""
+def build_script(scenario: Scenario, rollout: str) -> dict[str, list[Json]]:
+    """Build the script for the engine: the behaviours of each step."""
     steps = {}
     for n, call in enumerate(scenario.calls()):
         steps[f"{rollout}.{n}"] = [asdict(_behaviour(attempt)) for attempt in call.attempts]
@@ -60,10 +70,10 @@ def script(scenario: Scenario, rollout: str) -> dict[str, list[Json]]:
 def _behaviour(attempt: Answer | Fault) -> Behaviour:
     if isinstance(attempt, Fault):
         cut = attempt.cut_after or None
-        spelled = attempt.answer.spelled()
-        return Behaviour(spelled, status=attempt.status, drop=attempt.drop, cut_after=cut, pace_s=0.01)
+        text = attempt.answer.to_text()
+        return Behaviour(text, status=attempt.status, drop=attempt.drop, cut_after=cut, pace_s=0.01)
     return Behaviour(
-        attempt.spelled(),
+        attempt.to_text(),
         attempt.odd,
         attempt.finish,
         delay_s=attempt.delay_s,
@@ -73,12 +83,12 @@ def _behaviour(attempt: Answer | Fault) -> Behaviour:
 
 
 class Agent:
-    """One rollout under way."""
+    """An agent that plays one rollout."""
 
     def __init__(
         self,
         http: aiohttp.ClientSession,
-        voice: Voice,
+        client: Client,
         scenario: Scenario,
         rollout: str,
         base_url: str,
@@ -86,122 +96,122 @@ class Agent:
         *,
         stream: bool,
     ) -> None:
-        self.played = Played()
-        self._http, self._voice, self._scenario = http, voice, scenario
+        self.played = AgentRun()
+        self._http, self._client, self._scenario = http, client, scenario
         self._rollout, self._base_url, self._key, self._stream = rollout, base_url, key, stream
         self._lines: dict[str, Conversation] = {}
         self._numbers = {id(call): n for n, call in enumerate(scenario.calls())}
         self._renamed = 0
 
-    async def play(self) -> Played:
+    async def play(self) -> AgentRun:
         try:
-            await self._steps(self._scenario.steps)
-        except GaveUp as trouble:
-            self.played.trouble = str(trouble)
+            await self._run_steps(self._scenario.steps)
+        except AgentGaveUp as error:
+            self.played.error = str(error)
         except ExceptionGroup as group:
-            self.played.trouble = str(group.exceptions[0])
+            self.played.error = str(group.exceptions[0])
         return self.played
 
-    async def _steps(self, steps: tuple[Step, ...]) -> None:
+    async def _run_steps(self, steps: tuple[Step, ...]) -> None:
         for step in steps:
             if isinstance(step, Together):
                 async with asyncio.TaskGroup() as group:
                     for each in step.lists:
-                        group.create_task(self._steps(each))
+                        group.create_task(self._run_steps(each))
             elif isinstance(step, Call):
                 await self._call(step)
             else:
-                self._tell(step)
+                self._apply(step)
 
-    def _tell(self, step: Start | Say | Results | System | Tools | Edit) -> None:
+    def _apply(self, step: Start | Say | Results | System | Tools | Edit) -> None:
         if isinstance(step, Start):
-            self._lines[step.line] = Conversation(step.system, _tools(step), [Said("user", step.task)])
+            self._lines[step.line] = Conversation(step.system, _list_tools(step), [Message("user", step.task)])
             return
         line = self._lines[step.line]
         if isinstance(step, Say):
-            line.said.append(Said("user", step.text))
+            line.messages.append(Message("user", step.text))
         elif isinstance(step, System):
             line.system = step.text
         elif isinstance(step, Tools):
             line.tools = tuple(tool for tool in TOOLS if tool["name"] in step.names)
         elif isinstance(step, Edit):
-            answers = [said for said in line.said if said.role == "assistant"]
+            answers = [message for message in line.messages if message.role == "assistant"]
             answers[step.turn].text = step.text
             answers[step.turn].reasoning = ""
         else:
-            calls = line.said[-1].calls
+            calls = line.messages[-1].calls
             if len(calls) != len(step.texts):
-                raise GaveUp(f"the gateway told of {len(calls)} tool calls, and the model made {len(step.texts)}")
+                raise AgentGaveUp(f"the gateway returned {len(calls)} tool calls, but the model made {len(step.texts)}")
             for call, text in zip(calls, step.texts, strict=True):
-                line.said.append(Said("tool", text, answers=call))
+                line.messages.append(Message("tool", text, answers=call))
 
     async def _call(self, call: Call) -> None:
         line = self._lines[call.line]
         number = self._numbers[id(call)]
         cue = f"{self._rollout}.{number}"
-        _mark(line, cue)
+        _add_cue(line, cue)
         for attempt in range(_ATTEMPTS):
             planned = call.attempts[min(attempt, len(call.attempts) - 1)]
             began = time.perf_counter()
             try:
                 async with asyncio.timeout(call.hang_up_s if call.hang_up_s and attempt == 0 else None):
-                    said = await self._ask(line, attempt)
+                    message = await self._request(line, attempt)
             except TimeoutError:
                 if call.gives_up:
                     return
                 continue
-            except Broken as broken:
+            except ReplyError as broken:
                 if isinstance(planned, Fault):
-                    self.played.errors_right += not broken.status or broken.status in planned.told
+                    self.played.errors_right += not broken.status or broken.status in planned.expected_statuses
                 elif attempt == _ATTEMPTS - 1 or (400 <= broken.status < 500 and broken.status != 429):
-                    raise GaveUp(f"{cue}: {broken.status} {broken}") from None
+                    raise AgentGaveUp(f"{cue}: {broken.status} {broken}") from None
                 if call.gives_up:
                     return
                 await asyncio.sleep(0.05)
                 continue
             spent = time.perf_counter() - began
-            # A gateway that asked the engine again itself has spared the agent what was planned.
+            # A gateway that retried the engine itself has hidden the planned faults from the agent.
             self.played.errors_right += sum(isinstance(each, Fault) for each in call.attempts[attempt:])
-            self.played.taken[number] = _which(call, said)
+            self.played.taken[number] = _find_attempt(call, message)
             self.played.latencies.append((cue, spent))
-            line.said.append(self._kept(said))
+            line.messages.append(self._apply_habits(message))
             return
-        raise GaveUp(f"{cue}: no answer after {_ATTEMPTS} attempts")
+        raise AgentGaveUp(f"{cue}: no answer after {_ATTEMPTS} attempts")
 
-    async def _ask(self, line: Conversation, attempt: int) -> Said:
-        request = self._voice.request(line, model=MODEL, key=self._key, stream=self._stream)
+    async def _request(self, line: Conversation, attempt: int) -> Message:
+        request = self._client.build_request(line, model=MODEL, key=self._key, stream=self._stream)
         headers = {**request.headers, "x-stainless-retry-count": str(attempt)}
         body = orjson.dumps(request.body)
         headers["content-type"] = "application/json"
         try:
             async with self._http.post(self._base_url + request.path, data=body, headers=headers) as response:
                 if response.status != 200:
-                    raise Broken((await response.text())[:300], response.status)
+                    raise ReplyError((await response.text())[:300], response.status)
                 if not self._stream:
-                    return self._voice.whole(orjson.loads(await response.read()))
+                    return self._client.read_reply(orjson.loads(await response.read()))
                 events: list[Event] = []
-                async for event in _events(response):
+                async for event in _read_events(response):
                     events.append(event)
-                    if self._voice.ended(event):
+                    if self._client.is_last_event(event):
                         break
-                return self._voice.streamed(events)
+                return self._client.read_events(events)
         except aiohttp.ClientError as error:
-            raise Broken(f"{type(error).__name__}: {error}") from None
+            raise ReplyError(f"{type(error).__name__}: {error}") from None
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise Broken(f"a reply that is none: {type(error).__name__}: {error}") from None
+            raise ReplyError(f"invalid reply: {type(error).__name__}: {error}") from None
 
-    def _kept(self, said: Said) -> Said:
-        """The answer, as this agent will send it back."""
+    def _apply_habits(self, message: Message) -> Message:
+        """Change the answer as this agent will send it back."""
         habits = self._scenario.habits
         if "drop_thinking" in habits:
-            said.reasoning = ""
+            message.reasoning = ""
         if "trim" in habits:
-            said.text, said.reasoning = said.text.strip(), said.reasoning.strip()
-        for call in said.calls:
+            message.text, message.reasoning = message.text.strip(), message.reasoning.strip()
+        for call in message.calls:
             self._change(call, habits)
-        return said
+        return message
 
-    def _change(self, call: Called, habits: tuple[Habit, ...]) -> None:
+    def _change(self, call: ReceivedCall, habits: tuple[Habit, ...]) -> None:
         if "respell" in habits:
             arguments = json.loads(call.arguments)
             call.arguments = json.dumps(dict(reversed(arguments.items())), indent=1, ensure_ascii=True)
@@ -211,33 +221,33 @@ class Agent:
             call.opaque = {name: value for name, value in call.opaque.items() if name != "id"}
 
 
-def _which(call: Call, said: Said) -> int:
-    """The attempt that an answer belongs to: a gateway may give one to a question that was asked again."""
+def _find_attempt(call: Call, message: Message) -> int:
+    """Find the attempt that an answer belongs to. A gateway may answer a retry with an earlier attempt's answer."""
     for n, attempt in enumerate(call.attempts):
         if isinstance(attempt, Answer) and [each.arguments for each in attempt.calls] == [
-            json.loads(each.arguments) for each in said.calls
+            json.loads(each.arguments) for each in message.calls
         ]:
             return n
     return len(call.attempts) - 1
 
 
-def _mark(line: Conversation, cue: str) -> None:
-    """The cue goes into everything that was said since the last answer."""
-    for said in _since_answer(line):
-        if "[cue " not in said.text:
-            said.text += f"\n[cue {cue}]"
+def _add_cue(line: Conversation, cue: str) -> None:
+    """Add the cue to every message since the last answer."""
+    for message in _since_answer(line):
+        if "[cue " not in message.text:
+            message.text += f"\n[cue {cue}]"
 
 
-def _since_answer(line: Conversation) -> Iterator[Said]:
-    for said in reversed(line.said):
-        if said.role == "assistant":
+def _since_answer(line: Conversation) -> Iterator[Message]:
+    for message in reversed(line.messages):
+        if message.role == "assistant":
             return
-        yield said
+        yield message
 
 
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[Event]:
+async def _read_events(response: aiohttp.ClientResponse) -> AsyncIterator[Event]:
     name, data = "", b""
-    async for raw in _lines(response):
+    async for raw in _read_lines(response):
         if raw.startswith(b"event:"):
             name = raw[6:].strip().decode()
         elif raw.startswith(b"data:"):
@@ -249,8 +259,8 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[Event]:
             name, data = "", b""
 
 
-async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Lines of any length."""
+async def _read_lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Read lines of any length."""
     rest = b""
     async for chunk in response.content.iter_any():
         rest += chunk
@@ -262,5 +272,5 @@ async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     yield b""
 
 
-def _tools(step: Start) -> tuple[Json, ...]:
-    return (*TOOLS, *(further_tool(n) for n in range(step.more_tools))) if step.tools else ()
+def _list_tools(step: Start) -> tuple[Json, ...]:
+    return (*TOOLS, *(extra_tool(n) for n in range(step.more_tools))) if step.tools else ()

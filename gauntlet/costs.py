@@ -1,5 +1,7 @@
-"""What gateways cost: CPU per turn, added latency, memory per live session. All of them run, and take turns, so that what else the
-machine does hits all alike."""
+"""Measure the costs of gateways: CPU per turn, added latency, and memory per open session.
+
+All gateways run, and are measured in turn, so that other load on the machine affects all of them equally.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +12,25 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from gauntlet.agent import Played
+from gauntlet.agent import AgentRun
 from gauntlet.gateways.base import CannotStart
 from gauntlet.processes import cpu_seconds, memory_mb
-from gauntlet.scenarios import load
+from gauntlet.scenarios import build_load
 from gauntlet.trial import Trial
 
 CELL_LIMIT_S = 600.0
-WARM_UP = (2, 3)  # sessions and turns that are not counted, for each dialect, streamed and not
-LIVE = {20: (48, 48), 100: (2, 6)}  # by turns: sessions that pay for buffers and caches, then those that are counted
+WARM_UP = (2, 3)  # sessions and turns that are not measured, for each dialect, streamed and not
+OPEN_SESSIONS = {
+    20: (48, 48),
+    100: (2, 6),
+}  # by turns: sessions that fill buffers and caches, then sessions that are measured
 NOISE_MB = 0.05  # growth below this is noise
-LATER_S = 80.0  # how long those are left alone until memory is looked at once more
+LATER_S = 80.0  # idle time before memory is measured again
 
 
 @dataclass(frozen=True)
 class Shape:
-    """So many sessions side by side, each of so many turns."""
+    """A number of concurrent sessions, and the turns of each."""
 
     sessions: int
     turns: int
@@ -46,18 +51,18 @@ class Cell:
 
 @dataclass
 class Cost:
-    """Of one gateway in one cell."""
+    """The cost of one gateway in one cell."""
 
     cell: Cell
     cpu_ms: list[float] = field(default_factory=list)  # per turn, once for each repeat
     added_ms: list[float] = field(
         default_factory=list
-    )  # of each turn of a session alone: round trip less the engine's own time
-    trouble: str = ""
+    )  # per turn of a single session: round trip minus the engine's own time
+    error: str = ""
 
     @property
     def cpu(self) -> float:
-        """The best repeat: noise only ever adds."""
+        """The best repeat, because noise only adds time."""
         return min(self.cpu_ms)
 
     @property
@@ -71,16 +76,14 @@ class Cost:
 
 @dataclass
 class Costs:
-    """Of one gateway."""
+    """The costs of one gateway."""
 
-    base_mb: float = 0.0  # once it is ready
-    session_mb: dict[int, float] = field(
-        default_factory=dict
-    )  # by turns: what each further session that stays open adds
-    later_mb: dict[int, float] = field(default_factory=dict)  # what is left of that when nobody used it for a while
+    base_mb: float = 0.0  # after startup
+    session_mb: dict[int, float] = field(default_factory=dict)  # by turns: memory added by each open session
+    later_mb: dict[int, float] = field(default_factory=dict)  # the same after an idle time
     cells: list[Cost] = field(default_factory=list)
-    trouble: str = ""
-    before_mb: float = 0.0  # before the sessions that are counted
+    error: str = ""
+    before_mb: float = 0.0  # before the measured sessions
 
     def session(self, turns: int) -> float | None:
         return self.session_mb.get(turns)
@@ -88,82 +91,82 @@ class Costs:
     def later(self, turns: int) -> float | None:
         return self.later_mb.get(turns)
 
-    def cell(self, wanted: Cell) -> Cost | None:
-        return next((cost for cost in self.cells if cost.cell == wanted and not cost.trouble), None)
+    def cell(self, cell: Cell) -> Cost | None:
+        return next((cost for cost in self.cells if cost.cell == cell and not cost.error), None)
 
 
-def cells(shapes: Sequence[Shape], dialects: Sequence[str]) -> list[Cell]:
+def list_cells(shapes: Sequence[Shape], dialects: Sequence[str]) -> list[Cell]:
     return [Cell(dialect, streamed, shape) for shape in shapes for dialect in dialects for streamed in (False, True)]
 
 
-async def measure(
+async def measure_costs(
     trials: Sequence[Trial], shapes: Sequence[Shape], dialects: Sequence[str], repeats: int, say: Callable[[str], None]
 ) -> dict[str, Costs]:
-    """By gateway. One that fails in a cell has none there, and goes on."""
-    found = {trial.gateway.name: Costs() for trial in trials}
+    """Measure all gateways, and return the costs by gateway. A gateway that fails in one cell continues with the next."""
+    costs_by_gateway = {trial.gateway.name: Costs() for trial in trials}
     for trial in trials:
-        costs = found[trial.gateway.name]
+        costs = costs_by_gateway[trial.gateway.name]
         try:
             costs.base_mb = memory_mb(trial.pid)
             await _warm_up(trial, dialects)
         except (CannotStart, TimeoutError, aiohttp.ClientError) as error:
-            costs.trouble = f"{type(error).__name__}: {error}"
+            costs.error = f"{type(error).__name__}: {error}"
     for turns in dict.fromkeys(shape.turns for shape in shapes):
-        for trial in _able(trials, found):
+        for trial in _working(trials, costs_by_gateway):
             say(f"memory of {trial.gateway.name} at {turns} turns")
-            await _memory(trial, found[trial.gateway.name], turns)
+            await _measure_memory(trial, costs_by_gateway[trial.gateway.name], turns)
         say(f"memory at {turns} turns, {LATER_S:.0f} seconds later")
         await asyncio.sleep(LATER_S)
-        for trial in _able(trials, found):
-            _later(trial, found[trial.gateway.name], turns)
-    for cell in cells(shapes, dialects):
+        for trial in _working(trials, costs_by_gateway):
+            _measure_later_memory(trial, costs_by_gateway[trial.gateway.name], turns)
+    for cell in list_cells(shapes, dialects):
         for repeat in range(repeats):
-            for trial in _able(trials, found):
+            for trial in _working(trials, costs_by_gateway):
                 if cell.dialect not in trial.gateway.dialects:
                     continue
                 say(f"cost of {trial.gateway.name}, {cell}, {repeat + 1} of {repeats}")
-                await _cost(trial, found[trial.gateway.name], cell)
-    return found
+                await _measure_cell(trial, costs_by_gateway[trial.gateway.name], cell)
+    return costs_by_gateway
 
 
-def _able(trials: Sequence[Trial], found: dict[str, Costs]) -> Iterator[Trial]:
-    return (trial for trial in trials if not found[trial.gateway.name].trouble)
+def _working(trials: Sequence[Trial], costs_by_gateway: dict[str, Costs]) -> Iterator[Trial]:
+    return (trial for trial in trials if not costs_by_gateway[trial.gateway.name].error)
 
 
 async def _warm_up(trial: Trial, dialects: Sequence[str]) -> None:
-    """What only the first calls of a kind cost."""
+    """Make the first calls of each kind, which cost more than later ones."""
     sessions, turns = WARM_UP
     async with asyncio.timeout(CELL_LIMIT_S):
         for dialect in dialects:
             if dialect in trial.gateway.dialects:
                 for streamed in (False, True):
-                    await _side_by_side(trial, dialect, streamed, sessions, turns)
+                    await _run_sessions(trial, dialect, streamed, sessions, turns)
 
 
-async def _memory(trial: Trial, costs: Costs, turns: int) -> None:
-    """Two at a time, none of which ends."""
-    first, sessions = LIVE.get(turns, (2, 8))
+async def _measure_memory(trial: Trial, costs: Costs, turns: int) -> None:
+    """Measure the memory per open session. Sessions run two at a time, and none is closed."""
+    first, sessions = OPEN_SESSIONS.get(turns, (2, 8))
     try:
         async with asyncio.timeout(CELL_LIMIT_S):
             for _ in range(first // 2):
-                await _side_by_side(trial, trial.gateway.dialects[0], False, 2, turns)
+                await _run_sessions(trial, trial.gateway.dialects[0], False, 2, turns)
             costs.before_mb = memory_mb(trial.pid)
             for _ in range(sessions // 2):
-                await _side_by_side(trial, trial.gateway.dialects[0], False, 2, turns)
+                await _run_sessions(trial, trial.gateway.dialects[0], False, 2, turns)
             costs.session_mb[turns] = max(0.0, memory_mb(trial.pid) - costs.before_mb) / sessions
     except (CannotStart, TimeoutError, aiohttp.ClientError) as error:
-        costs.trouble = f"{type(error).__name__}: {error}"
+        costs.error = f"{type(error).__name__}: {error}"
 
 
-def _later(trial: Trial, costs: Costs, turns: int) -> None:
+def _measure_later_memory(trial: Trial, costs: Costs, turns: int) -> None:
     try:
-        costs.later_mb[turns] = max(0.0, memory_mb(trial.pid) - costs.before_mb) / LIVE.get(turns, (2, 8))[1]
+        costs.later_mb[turns] = max(0.0, memory_mb(trial.pid) - costs.before_mb) / OPEN_SESSIONS.get(turns, (2, 8))[1]
     except CannotStart as error:
-        costs.trouble = f"{type(error).__name__}: {error}"
+        costs.error = f"{type(error).__name__}: {error}"
 
 
-async def _cost(trial: Trial, costs: Costs, cell: Cell) -> None:
-    """CPU of sessions that run side by side, then the latency of one alone."""
+async def _measure_cell(trial: Trial, costs: Costs, cell: Cell) -> None:
+    """Measure the CPU time of concurrent sessions, then the latency of a single one."""
     cost = next((cost for cost in costs.cells if cost.cell == cell), None)
     if cost is None:
         cost = Cost(cell)
@@ -172,18 +175,18 @@ async def _cost(trial: Trial, costs: Costs, cell: Cell) -> None:
     try:
         async with asyncio.timeout(CELL_LIMIT_S):
             before = cpu_seconds(trial.pid)
-            played = await _side_by_side(trial, cell.dialect, cell.streamed, shape.sessions, shape.turns)
+            played = await _run_sessions(trial, cell.dialect, cell.streamed, shape.sessions, shape.turns)
             spent = cpu_seconds(trial.pid) - before
-            (alone,) = await _side_by_side(trial, cell.dialect, cell.streamed, 1, shape.turns)
+            (alone,) = await _run_sessions(trial, cell.dialect, cell.streamed, 1, shape.turns)
     except (CannotStart, TimeoutError, aiohttp.ClientError) as error:
-        cost.trouble = f"{type(error).__name__}: {error}"
+        cost.error = f"{type(error).__name__}: {error}"
         return
-    cost.trouble = next((each.trouble for each in [*played, alone] if each.trouble), "")
-    if not cost.trouble:
+    cost.error = next((each.error for each in [*played, alone] if each.error), "")
+    if not cost.error:
         cost.cpu_ms.append(1000 * spent / sum(len(each.taken) for each in played))
         cost.added_ms += [1000 * seconds for _, seconds in alone.latencies]
 
 
-async def _side_by_side(trial: Trial, dialect: str, streamed: bool, sessions: int, turns: int) -> list[Played]:
-    scenario = load(turns)
-    return list(await asyncio.gather(*(trial.live(scenario, dialect, streamed) for _ in range(sessions))))
+async def _run_sessions(trial: Trial, dialect: str, streamed: bool, sessions: int, turns: int) -> list[AgentRun]:
+    scenario = build_load(turns)
+    return list(await asyncio.gather(*(trial.run_open_session(scenario, dialect, streamed) for _ in range(sessions))))

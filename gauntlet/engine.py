@@ -1,9 +1,9 @@
-"""The mock engine: a process that speaks what gateways need of vLLM, and says what the scenario tells it to say.
+"""The mock engine: a process that implements the parts of vLLM's API that gateways need, and samples what the scenario says.
 
     python -m gauntlet.engine --port 8001
 
-`POST /gauntlet/steps` tells it what to sample. `GET /gauntlet/log?rollout=…` is the truth: every generation with its prompt's
-length and digest, the ids that were sampled, how it ended, and what of the agent's words was missing from the prompt.
+`POST /gauntlet/steps` sets what to sample. `GET /gauntlet/log?rollout=…` returns the ground truth: every generation with the length and
+digest of its prompt, the sampled ids, how it ended, and which expected text was missing from the prompt.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from gauntlet import native
+from gauntlet import native_apis
 from gauntlet.replies import ChatReply, CompletionReply, GenerateReply, Reply, SglangReply
-from gauntlet.sampler import MODEL, Dropped, Engine, Refused
-from gauntlet.tokens import Json, Model, default_model
+from gauntlet.sampler import MODEL, ConnectionDropped, Engine, RequestRefused
+from gauntlet.tokens import Json, Model, model_folder
 
 MAX_MODEL_LEN = 262_144
 _BEGAN: web.RequestKey[float] = web.RequestKey("began", float)
@@ -36,13 +36,13 @@ _FAULTS: dict[int, tuple[str, str]] = {
 
 
 class Api:
-    """The routes."""
+    """The HTTP routes."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=2**30, middlewares=[_clock])
+        app = web.Application(client_max_size=2**30, middlewares=[_record_start])
         app.add_routes(
             [
                 web.post("/v1/completions", self.completions),
@@ -57,7 +57,7 @@ class Api:
                 web.get("/v1/models", self.models),
                 web.get("/health", self.health),
                 web.get("/version", self.version),
-                web.post("/gauntlet/steps", self.learn),
+                web.post("/gauntlet/steps", self.add_steps),
                 web.get("/gauntlet/log", self.log),
                 web.delete("/gauntlet/log", self.forget),
             ]
@@ -73,19 +73,19 @@ class Api:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         body = orjson.loads(await request.read())
         wanted = body.get("max_completion_tokens") or body.get("max_tokens")
-        return await self._answer(request, body, self._rendered(body), wanted, ChatReply)
+        return await self._answer(request, body, self._render_ids(body), wanted, ChatReply)
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
         body = orjson.loads(await request.read())
-        chat = native.chat_of_responses(body)
+        chat = native_apis.responses_to_chat(body)
         return await self._answer(
-            request, body, self._rendered(chat), body.get("max_output_tokens"), native.ResponsesReply
+            request, body, self._render_ids(chat), body.get("max_output_tokens"), native_apis.ResponsesReply
         )
 
     async def messages(self, request: web.Request) -> web.StreamResponse:
         body = orjson.loads(await request.read())
-        chat = native.chat_of_messages(body)
-        return await self._answer(request, body, self._rendered(chat), body["max_tokens"], native.MessagesReply)
+        chat = native_apis.messages_to_chat(body)
+        return await self._answer(request, body, self._render_ids(chat), body["max_tokens"], native_apis.MessagesReply)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = orjson.loads(await request.read())
@@ -102,57 +102,57 @@ class Api:
         self, request: web.Request, body: Json, prompt: list[int], wanted: int | None, kind: type[Reply]
     ) -> web.StreamResponse:
         try:
-            told = self._engine.begin(prompt, wanted)
-        except Refused as refusal:
-            return _failure(refusal.status)
-        except Dropped:
+            sample = self._engine.start_generation(prompt, wanted)
+        except RequestRefused as refusal:
+            return _error_response(refusal.status)
+        except ConnectionDropped:
             return _hang_up(request)
-        reply = kind(self._engine, told, body)
+        reply = kind(self._engine, sample, body)
         try:
             return await (self._stream(request, reply) if body.get("stream") else self._whole(request, reply))
         finally:
-            told.generation.seconds = time.perf_counter() - request[_BEGAN]
+            sample.generation.seconds = time.perf_counter() - request[_BEGAN]
 
     async def _whole(self, request: web.Request, reply: Reply) -> web.StreamResponse:
         try:
-            async for _ in self._engine.tokens(reply.told):
+            async for _ in self._engine.sample_tokens(reply.sample):
                 pass
-        except Dropped:
+        except ConnectionDropped:
             return _hang_up(request)
-        return web.Response(body=orjson.dumps(reply.whole()), content_type="application/json")
+        return web.Response(body=orjson.dumps(reply.full()), content_type="application/json")
 
     async def _stream(self, request: web.Request, reply: Reply) -> web.StreamResponse:
-        told = reply.told
+        sample = reply.sample
         response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
-        paced = told.behaviour.pace_s > 0 or told.behaviour.cut_after is not None
+        paced = sample.behaviour.pace_s > 0 or sample.behaviour.cut_after is not None
         start = 0
         try:
-            async for n in self._engine.tokens(told):
-                last = n + 1 == len(told.ids)
-                if paced or last or n + 1 - start == 8:  # tokens that come at once share an event, as in a busy engine
+            async for n in self._engine.sample_tokens(sample):
+                last = n + 1 == len(sample.ids)
+                if paced or last or n + 1 - start == 8:  # tokens without a pause share an event, as in a busy engine
                     events = reply.event(start, n + 1, last)
-                    await response.write(b"".join(_line(reply, event) for event in events))
+                    await response.write(b"".join(_encode_event(reply, event) for event in events))
                     start = n + 1
-        except Dropped:
+        except ConnectionDropped:
             return _hang_up(request, response)
         if not reply.named:
             await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
 
-    def _rendered(self, body: Json) -> list[int]:
+    def _render_ids(self, body: Json) -> list[int]:
         variables = body.get("chat_template_kwargs") or {}
         model = self._engine.model
         return model.encode(model.render(body["messages"], body.get("tools"), **variables))
 
     async def render(self, request: web.Request) -> web.Response:
         body = orjson.loads(await request.read())
-        return web.json_response([{"prompt_token_ids": self._rendered(body)}])
+        return web.json_response([{"prompt_token_ids": self._render_ids(body)}])
 
     async def tokenize(self, request: web.Request) -> web.Response:
         body = orjson.loads(await request.read())
-        ids = self._engine.model.encode(body["prompt"]) if "prompt" in body else self._rendered(body)
+        ids = self._engine.model.encode(body["prompt"]) if "prompt" in body else self._render_ids(body)
         return web.json_response({"count": len(ids), "max_model_len": MAX_MODEL_LEN, "tokens": ids})
 
     async def detokenize(self, request: web.Request) -> web.Response:
@@ -169,8 +169,8 @@ class Api:
     async def version(self, _: web.Request) -> web.Response:
         return web.json_response({"version": "0.32.0"})
 
-    async def learn(self, request: web.Request) -> web.Response:
-        self._engine.learn(orjson.loads(await request.read()))
+    async def add_steps(self, request: web.Request) -> web.Response:
+        self._engine.add_steps(orjson.loads(await request.read()))
         return web.json_response({})
 
     async def log(self, request: web.Request) -> web.Response:
@@ -182,13 +182,13 @@ class Api:
 
 
 @web.middleware
-async def _clock(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Everything from here on is the engine's own time."""
+async def _record_start(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Record when the request arrived, to measure the engine's own time."""
     request[_BEGAN] = time.perf_counter()
     return await handler(request)
 
 
-def _failure(status: int) -> web.Response:
+def _error_response(status: int) -> web.Response:
     kind, message = _FAULTS[status]
     error = {"message": message, "type": kind, "param": "input_tokens" if status == 400 else None, "code": status}
     return web.json_response({"error": error}, status=status)
@@ -200,16 +200,16 @@ def _hang_up(request: web.Request, begun: web.StreamResponse | None = None) -> w
     return begun or web.Response()
 
 
-def _line(reply: Reply, event: Json) -> bytes:
+def _encode_event(reply: Reply, event: Json) -> bytes:
     name = f"event: {event['type']}\n".encode() if reply.named else b""
     return name + b"data: " + orjson.dumps(event) + b"\n\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m gauntlet.engine", description="The Gauntlet's mock engine.")
+    parser = argparse.ArgumentParser(prog="python -m gauntlet.engine", description="Run the Gauntlet's mock engine.")
     parser.add_argument("--port", type=int, required=True)
     args = parser.parse_args(arguments)
-    app = Api(Engine(Model(default_model()))).app()
+    app = Api(Engine(Model(model_folder()))).app()
     web.run_app(app, host="127.0.0.1", port=args.port, print=None, access_log=None, handler_cancellation=True)
 
 

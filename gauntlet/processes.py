@@ -1,4 +1,4 @@
-"""What a process and its children cost, from /proc."""
+"""Measure CPU time and memory of a process and its children, from /proc."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from pathlib import Path
 _TICK = os.sysconf("SC_CLK_TCK")
 
 
-def family(pid: int) -> list[int]:
-    """A process and everything below it."""
-    out = [pid]
+def list_family(pid: int) -> list[int]:
+    """List a process and all of its descendants."""
+    pids = [pid]
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
             children = task.read_text(encoding="ascii").split()
         except OSError:
             continue
         for child in children:
-            out += family(int(child))
-    return out
+            pids += list_family(int(child))
+    return pids
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time, that of children which have ended included."""
+    """Return user and system time, including that of ended children."""
     total = 0
-    for each in family(pid):
+    for each in list_family(pid):
         try:
             stat = Path(f"/proc/{each}/stat").read_text(encoding="utf-8")
         except OSError:
@@ -35,9 +35,9 @@ def cpu_seconds(pid: int) -> float:
 
 
 def memory_mb(pid: int) -> float:
-    """Resident memory; pages that several processes share are counted once."""
+    """Return the resident memory. Shared pages are counted once."""
     kilobytes = 0
-    for each in family(pid):
+    for each in list_family(pid):
         try:
             rollup = Path(f"/proc/{each}/smaps_rollup").read_text(encoding="ascii")
         except OSError:

@@ -1,32 +1,32 @@
-"""What the mock engine answers: one kind of reply for each of its APIs, whole or as events."""
+"""Replies of the mock engine, for each of its APIs, in full or as events."""
 
 from __future__ import annotations
 
 import time
 from typing import ClassVar
 
-from gauntlet.sampler import MODEL, Engine, Told
-from gauntlet.speech import Heard, hear
+from gauntlet.reply_format import ParsedReply, parse_reply
+from gauntlet.sampler import MODEL, Engine, Sample
 from gauntlet.tokens import Json
 
 
 class Reply:
-    """A reply on its way: whole, or as events. One subclass for each API."""
+    """A reply, in full or as events. Each API has a subclass."""
 
-    named: ClassVar[bool] = False  # its events have names, and no [DONE] comes after them
+    named: ClassVar[bool] = False  # events have names, and no [DONE] follows them
 
-    def __init__(self, engine: Engine, told: Told, body: Json) -> None:
-        self.engine, self.told, self.body = engine, told, body
+    def __init__(self, engine: Engine, sample: Sample, body: Json) -> None:
+        self.engine, self.sample, self.body = engine, sample, body
 
-    def whole(self) -> Json:
+    def full(self) -> Json:
         raise NotImplementedError
 
     def event(self, start: int, end: int, last: bool) -> list[Json]:
-        """What goes out when the tokens from `start` to `end` are there."""
+        """Return the events to send once the tokens from `start` to `end` are sampled."""
         raise NotImplementedError
 
     def usage(self) -> Json:
-        prompt, sampled = len(self.told.prompt), len(self.told.ids)
+        prompt, sampled = len(self.sample.prompt), len(self.sample.ids)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": sampled,
@@ -38,7 +38,7 @@ class Reply:
         return bool((self.body.get("stream_options") or {}).get("include_usage"))
 
     def names(self, start: int, end: int) -> list[str]:
-        ids = self.told.ids[start:end]
+        ids = self.sample.ids[start:end]
         if self.body.get("return_tokens_as_token_ids"):
             return [f"token_id:{token}" for token in ids]
         return [self.engine.name(token) for token in ids]
@@ -47,17 +47,17 @@ class Reply:
 class CompletionReply(Reply):
     """`/v1/completions`."""
 
-    def __init__(self, engine: Engine, told: Told, body: Json) -> None:
-        super().__init__(engine, told, body)
+    def __init__(self, engine: Engine, sample: Sample, body: Json) -> None:
+        super().__init__(engine, sample, body)
         self.head = {
-            "id": engine.serial("cmpl"),
+            "id": engine.new_id("cmpl"),
             "object": "text_completion",
             "created": int(time.time()),
             "model": MODEL,
         }
 
-    def whole(self) -> Json:
-        choice = self._choice(0, len(self.told.ids), True)
+    def full(self) -> Json:
+        choice = self._choice(0, len(self.sample.ids), True)
         return {**self.head, "choices": [choice], "usage": self.usage()}
 
     def event(self, start: int, end: int, last: bool) -> list[Json]:
@@ -67,31 +67,31 @@ class CompletionReply(Reply):
         return events
 
     def _choice(self, start: int, end: int, last: bool) -> Json:
-        told, ids = self.told, self.told.ids[start:end]
+        sample, ids = self.sample, self.sample.ids[start:end]
         asked = self.body.get("return_token_ids")
         logprobs = None
         if self.body.get("logprobs") is not None:
-            names, values = self.names(start, end), told.logprobs[start:end]
+            names, values = self.names(start, end), sample.logprobs[start:end]
             top = [{name: value} for name, value in zip(names, values, strict=True)]
             logprobs = {"text_offset": [0] * len(names), "token_logprobs": values, "tokens": names, "top_logprobs": top}
         return {
             "index": 0,
             "text": self.engine.model.decode(ids),
             "logprobs": logprobs,
-            "finish_reason": told.finish if last else None,
+            "finish_reason": sample.finish if last else None,
             "stop_reason": None,
             "token_ids": ids if asked else None,
-            "prompt_token_ids": told.prompt if asked and start == 0 else None,
+            "prompt_token_ids": sample.prompt if asked and start == 0 else None,
         }
 
 
 class GenerateReply(Reply):
     """`/inference/v1/generate`."""
 
-    def whole(self) -> Json:
+    def full(self) -> Json:
         return {
-            "request_id": self.engine.serial("generate-tokens"),
-            "choices": [self._choice(0, len(self.told.ids), True)],
+            "request_id": self.engine.new_id("generate-tokens"),
+            "choices": [self._choice(0, len(self.sample.ids), True)],
             "prompt_logprobs": None,
             "kv_transfer_params": None,
             "usage": self.usage(),
@@ -103,42 +103,42 @@ class GenerateReply(Reply):
     def _choice(self, start: int, end: int, last: bool) -> Json:
         content: list[Json] = [
             {"token": f"token_id:{token}", "token_id": token, "logprob": value, "bytes": None, "top_logprobs": []}
-            for token, value in zip(self.told.ids[start:end], self.told.logprobs[start:end], strict=True)
+            for token, value in zip(self.sample.ids[start:end], self.sample.logprobs[start:end], strict=True)
         ]
         return {
             "index": 0,
-            "token_ids": self.told.ids[start:end],
+            "token_ids": self.sample.ids[start:end],
             "logprobs": {"content": content},
-            "finish_reason": self.told.finish if last else None,
+            "finish_reason": self.sample.finish if last else None,
         }
 
 
 class ChatReply(Reply):
-    """`/v1/chat/completions`: the engine reads what was sampled."""
+    """`/v1/chat/completions`, where the engine parses the sampled text."""
 
-    def __init__(self, engine: Engine, told: Told, body: Json) -> None:
-        super().__init__(engine, told, body)
-        self.head: Json = {"id": engine.serial("chatcmpl"), "created": int(time.time()), "model": MODEL}
-        self._asked = bool(body.get("return_token_ids") or (body.get("extra_body") or {}).get("return_token_ids"))
-        self.sent = Heard()
+    def __init__(self, engine: Engine, sample: Sample, body: Json) -> None:
+        super().__init__(engine, sample, body)
+        self.head: Json = {"id": engine.new_id("chatcmpl"), "created": int(time.time()), "model": MODEL}
+        self._returns_ids = bool(body.get("return_token_ids") or (body.get("extra_body") or {}).get("return_token_ids"))
+        self.sent = ParsedReply()
 
-    def whole(self) -> Json:
-        heard = self.heard(len(self.told.ids), True)
-        calls = [self.call(n, heard) for n in range(len(heard.calls))]
+    def full(self) -> Json:
+        parsed = self.parse(len(self.sample.ids), True)
+        calls = [self.call(n, parsed) for n in range(len(parsed.calls))]
         message = {
             "role": "assistant",
-            "content": heard.content or (None if calls else ""),
-            "reasoning": heard.reasoning or None,
-            "reasoning_content": heard.reasoning or None,
+            "content": parsed.content or (None if calls else ""),
+            "reasoning": parsed.reasoning or None,
+            "reasoning_content": parsed.reasoning or None,
             "tool_calls": calls,
         }
         choice = {
             "index": 0,
             "message": message,
-            "logprobs": self._logprobs(0, len(self.told.ids)),
-            "finish_reason": self.finish(heard),
+            "logprobs": self._logprobs(0, len(self.sample.ids)),
+            "finish_reason": self.finish(parsed),
             "stop_reason": None,
-            "token_ids": self.told.ids if self._asked else None,
+            "token_ids": self.sample.ids if self._returns_ids else None,
         }
         return {
             **self.head,
@@ -146,22 +146,22 @@ class ChatReply(Reply):
             "choices": [choice],
             "usage": self.usage(),
             "prompt_logprobs": None,
-            "prompt_token_ids": self.told.prompt if self._asked else None,
+            "prompt_token_ids": self.sample.prompt if self._returns_ids else None,
         }
 
     def event(self, start: int, end: int, last: bool) -> list[Json]:
         events: list[Json] = []
         if start == 0:
-            prompt = {"prompt_token_ids": self.told.prompt} if self._asked else {}
+            prompt = {"prompt_token_ids": self.sample.prompt} if self._returns_ids else {}
             events.append({**self._chunk({"role": "assistant", "content": ""}), **prompt})
-        heard = self.heard(end, last)
-        event = self._chunk(self._delta(heard))
+        parsed = self.parse(end, last)
+        event = self._chunk(self._delta(parsed))
         choice = event["choices"][0]
         choice["logprobs"] = self._logprobs(start, end)
-        choice["token_ids"] = self.told.ids[start:end] if self._asked else None
+        choice["token_ids"] = self.sample.ids[start:end] if self._returns_ids else None
         if last:
-            choice["finish_reason"] = self.finish(heard)
-        self.sent = heard
+            choice["finish_reason"] = self.finish(parsed)
+        self.sent = parsed
         events.append(event)
         if last and self.wants_usage():
             events.append({**self._chunk({}), "choices": [], "usage": self.usage()})
@@ -171,36 +171,36 @@ class ChatReply(Reply):
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
         return {**self.head, "object": "chat.completion.chunk", "choices": [choice]}
 
-    def _delta(self, heard: Heard) -> Json:
+    def _delta(self, parsed: ParsedReply) -> Json:
         delta: Json = {}
-        reasoning = heard.reasoning[len(self.sent.reasoning) :]
+        reasoning = parsed.reasoning[len(self.sent.reasoning) :]
         if reasoning:
             delta["reasoning"] = delta["reasoning_content"] = reasoning
-        if content := heard.content[len(self.sent.content) :]:
+        if content := parsed.content[len(self.sent.content) :]:
             delta["content"] = content
-        if new := range(len(self.sent.calls), len(heard.calls)):
-            delta["tool_calls"] = [{"index": n, **self.call(n, heard)} for n in new]
+        if new := range(len(self.sent.calls), len(parsed.calls)):
+            delta["tool_calls"] = [{"index": n, **self.call(n, parsed)} for n in new]
         return delta
 
-    def call(self, n: int, heard: Heard) -> Json:
-        name, arguments = heard.calls[n]
+    def call(self, n: int, parsed: ParsedReply) -> Json:
+        name, arguments = parsed.calls[n]
         function = {"name": name, "arguments": arguments}
         return {"id": f"chatcmpl-tool-{self.head['id'][-8:]}{n}", "type": "function", "function": function}
 
-    def heard(self, end: int, over: bool) -> Heard:
-        ids = self.told.ids[:end]
-        if over and self.told.finish == "stop":
+    def parse(self, end: int, complete: bool) -> ParsedReply:
+        ids = self.sample.ids[:end]
+        if complete and self.sample.finish == "stop":
             ids = ids[:-1]
         text = self.engine.model.decode(ids, special=False)
-        return hear(text, tools=bool(self.body.get("tools")), over=over)
+        return parse_reply(text, tools=bool(self.body.get("tools")), complete=complete)
 
-    def finish(self, heard: Heard) -> str:
-        return "tool_calls" if heard.calls and self.told.finish == "stop" else self.told.finish
+    def finish(self, parsed: ParsedReply) -> str:
+        return "tool_calls" if parsed.calls and self.sample.finish == "stop" else self.sample.finish
 
     def _logprobs(self, start: int, end: int) -> Json | None:
         if not self.body.get("logprobs") or self.body.get("top_logprobs", 0) is None:
             return None
-        values = zip(self.names(start, end), self.told.logprobs[start:end], strict=True)
+        values = zip(self.names(start, end), self.sample.logprobs[start:end], strict=True)
         return {
             "content": [
                 {"token": name, "logprob": value, "bytes": list(name.encode()), "top_logprobs": []}
@@ -212,17 +212,17 @@ class ChatReply(Reply):
 class SglangReply(Reply):
     """SGLang's `/generate`."""
 
-    def whole(self) -> Json:
-        told = self.told
-        triples = [[value, token, None] for value, token in zip(told.logprobs, told.ids, strict=True)]
+    def full(self) -> Json:
+        sample = self.sample
+        triples = [[value, token, None] for value, token in zip(sample.logprobs, sample.ids, strict=True)]
         return {
-            "text": self.engine.model.decode(told.ids),
-            "output_ids": told.ids,
+            "text": self.engine.model.decode(sample.ids),
+            "output_ids": sample.ids,
             "meta_info": {
-                "id": self.engine.serial("sglang"),
-                "finish_reason": {"type": told.finish},
-                "prompt_tokens": len(told.prompt),
-                "completion_tokens": len(told.ids),
+                "id": self.engine.new_id("sglang"),
+                "finish_reason": {"type": sample.finish},
+                "prompt_tokens": len(sample.prompt),
+                "completion_tokens": len(sample.ids),
                 "output_token_logprobs": triples,
             },
         }

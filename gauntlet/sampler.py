@@ -1,8 +1,8 @@
-"""The mock model: what it samples at which prompt, and the log of it, which is the truth.
+"""The mock model: it decides what to sample for each prompt, and keeps a log, which is the ground truth.
 
-Prompts carry cues such as `[cue 3fa9.2]` in what the agent said last. The last cue in a prompt names the step; `learn` told
-beforehand what is sampled at it, attempt by attempt. So no gateway has to pass anything on, and a request is answered rightly in
-whatever order it comes. Prompts without a known cue (probes) get a short standard answer and are not logged.
+The agent's last messages contain cues such as `[cue 3fa9.2]`. The last cue in a prompt names the step, and `add_steps` has set what to
+sample for it, attempt by attempt. So gateways need not forward anything, and requests may arrive in any order. Prompts without a known cue
+(probes) get a short standard answer and are not logged.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from gauntlet.tokens import Json, Model
 
 MODEL = "gauntlet"
 _CUE = re.compile(r"\[cue ([0-9a-z]+\.[0-9]+)\]")
-_TAIL = 256  # tokens in which the last cue is looked for first
+_TAIL = 256  # tokens at the end of the prompt that are searched for a cue first
 
 
 @dataclass(frozen=True)
 class Behaviour:
-    """What happens at one attempt of one step."""
+    """The engine's behaviour for one attempt of one step."""
 
     text: str = ""
-    odd: bool = False  # tokenised as no tokenizer would
+    odd: bool = False  # encoded to tokens that a tokenizer would not choose
     finish: str = "stop"  # or "length": the model was cut off
     status: int = 0  # refuse with this status
-    drop: bool = False  # hang up without a word
-    cut_after: int | None = None  # hang up after so many tokens
+    drop: bool = False  # close the connection without a reply
+    cut_after: int | None = None  # close the connection after this many tokens
     delay_s: float = 0.0  # before the first token
     pace_s: float = 0.0  # between tokens
-    sees: tuple[str, ...] = ()  # what must stand in the prompt
+    sees: tuple[str, ...] = ()  # text that the prompt must contain
 
 
 @dataclass
 class Generation:
-    """One call, as the engine saw it."""
+    """One call in the engine's log."""
 
     cue: str
-    attempt: int  # which of the step's behaviours it was
+    attempt: int  # index of the step's behaviour
     prompt_tokens: int
     prompt_digest: int
     ids: list[int]
-    state: str = "open"  # then whole, cut, aborted or refused
+    state: str = "open"  # later: whole, cut, aborted or refused
     unseen: list[str] = field(default_factory=list)
-    seconds: float = 0.0  # the engine's own time, rendering and reading included
+    seconds: float = 0.0  # the engine's own time, including rendering and parsing
 
 
 @dataclass(frozen=True)
-class Told:
-    """Everything about a generation that a reply may be made of."""
+class Sample:
+    """A generation with everything that a reply may contain."""
 
     prompt: list[int]
     ids: list[int]
@@ -62,13 +62,13 @@ class Told:
     generation: Generation
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     def __init__(self, status: int) -> None:
         self.status = status
         super().__init__(str(status))
 
 
-class Dropped(Exception):
+class ConnectionDropped(Exception):
     """The connection is closed without an answer."""
 
 
@@ -82,9 +82,9 @@ class Engine:
         self._names: dict[int, str] = {}
         self._serial = itertools.count(1)
 
-    # -- the script and the truth -------------------------------------------------
+    # -- the script and the log ----------------------------------------------------
 
-    def learn(self, steps: dict[str, list[Json]]) -> None:
+    def add_steps(self, steps: dict[str, list[Json]]) -> None:
         for cue, behaviours in steps.items():
             self._steps[cue] = [Behaviour(**{**each, "sees": tuple(each.get("sees", ()))}) for each in behaviours]
 
@@ -99,12 +99,12 @@ class Engine:
 
     # -- generating ---------------------------------------------------------------
 
-    def begin(self, prompt: list[int], max_tokens: int | None) -> Told:
-        """Find the step, log the call, and say what will be sampled. Raises what goes wrong before the first token."""
-        cue, text = self._cue(prompt)
+    def start_generation(self, prompt: list[int], max_tokens: int | None) -> Sample:
+        """Find the step, log the call, and return what will be sampled. Raise faults that occur before the first token."""
+        cue, text = self._find_cue(prompt)
         behaviours = self._steps.get(cue)
         if behaviours is None:
-            return self._told(prompt, Behaviour(text="Hello."), Generation("", 0, 0, 0, []), max_tokens)
+            return self._build_sample(prompt, Behaviour(text="Hello."), Generation("", 0, 0, 0, []), max_tokens)
         attempt = self._attempts.get(cue, 0)
         self._attempts[cue] = attempt + 1
         attempt = min(attempt, len(behaviours) - 1)
@@ -112,20 +112,22 @@ class Engine:
         generation = Generation(cue, attempt, len(prompt), proof.digest(prompt), [])
         if behaviour.sees:
             text = self.model.decode(prompt)
-            generation.unseen = [said for said in behaviour.sees if said not in text]
+            generation.unseen = [expected for expected in behaviour.sees if expected not in text]
         self._log.setdefault(cue.partition(".")[0], []).append(generation)
         if behaviour.drop or behaviour.status:
             generation.state = "refused"
-            raise Dropped if behaviour.drop else Refused(behaviour.status)
-        return self._told(prompt, behaviour, generation, max_tokens)
+            raise ConnectionDropped if behaviour.drop else RequestRefused(behaviour.status)
+        return self._build_sample(prompt, behaviour, generation, max_tokens)
 
-    def _told(self, prompt: list[int], behaviour: Behaviour, generation: Generation, max_tokens: int | None) -> Told:
-        ids, finish = self._sampled(behaviour), behaviour.finish
+    def _build_sample(
+        self, prompt: list[int], behaviour: Behaviour, generation: Generation, max_tokens: int | None
+    ) -> Sample:
+        ids, finish = self._encode_answer(behaviour), behaviour.finish
         if max_tokens is not None and max_tokens < len(ids):
             ids, finish = ids[:max_tokens], "length"
-        return Told(prompt, ids, proof.logprobs(prompt, ids), finish, behaviour, generation)
+        return Sample(prompt, ids, proof.logprobs(prompt, ids), finish, behaviour, generation)
 
-    def _sampled(self, behaviour: Behaviour) -> list[int]:
+    def _encode_answer(self, behaviour: Behaviour) -> list[int]:
         known = self._ids.get(behaviour)
         if known is None:
             encode = self.model.encode
@@ -135,8 +137,8 @@ class Engine:
             self._ids[behaviour] = known
         return known
 
-    def _cue(self, prompt: list[int]) -> tuple[str, str]:
-        """The last cue in the prompt. It stands near the end, so most of a long prompt need not be decoded."""
+    def _find_cue(self, prompt: list[int]) -> tuple[str, str]:
+        """Find the last cue in the prompt. It is near the end, so most of a long prompt need not be decoded."""
         size = _TAIL
         while True:
             text = self.model.decode(prompt[-size:])
@@ -145,18 +147,18 @@ class Engine:
                 return (found[-1] if found else ""), text
             size *= 8
 
-    async def tokens(self, told: Told) -> AsyncIterator[int]:
-        """Indexes of the tokens as they are sampled. What the log says about the end is decided here."""
-        generation, behaviour = told.generation, told.behaviour
+    async def sample_tokens(self, sample: Sample) -> AsyncIterator[int]:
+        """Yield the indexes of the tokens as they are sampled, and log how the generation ended."""
+        generation, behaviour = sample.generation, sample.behaviour
         try:
-            for n in range(len(told.ids)):
+            for n in range(len(sample.ids)):
                 pause = behaviour.delay_s if n == 0 else behaviour.pace_s
                 if pause:
                     await asyncio.sleep(pause)
                 if behaviour.cut_after is not None and n >= behaviour.cut_after:
                     generation.state = "cut"
-                    raise Dropped
-                generation.ids.append(told.ids[n])
+                    raise ConnectionDropped
+                generation.ids.append(sample.ids[n])
                 yield n
             generation.state = "whole"
         finally:
@@ -168,5 +170,5 @@ class Engine:
             self._names[token] = self.model.token(token)
         return self._names[token]
 
-    def serial(self, kind: str) -> str:
+    def new_id(self, kind: str) -> str:
         return f"{kind}-{next(self._serial):032x}"

@@ -1,6 +1,6 @@
-"""What a scenario is made of: steps of an agent's life, what the model says at each, and what a perfect gateway would record.
+"""The data of a scenario: an agent's steps, the model's answer at each, and what a perfect gateway would record.
 
-Pure data. `agent.py` plays it in the voice of a dialect, `engine.py` samples what it says, `score.py` holds the record against it.
+`agent.py` plays a scenario in a dialect, `engine.py` samples its answers, and `score.py` compares the record with it.
 """
 
 from __future__ import annotations
@@ -9,71 +9,71 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from gauntlet.speech import ToolCall, spell
+from gauntlet.reply_format import ToolCall, format_reply
 
-# What an agent does to its history when it sends it back. All of them leave the meaning alone.
+# Changes that an agent makes to its history when it sends it back. None of them changes the meaning.
 Habit = Literal["drop_thinking", "respell", "rename_ids", "trim"]
 Role = Literal["main", "subagent", "side"]
-# Why a call does not go on where the last one ended. A gateway's adapter translates its own words into these.
+# Reasons why a call does not continue the previous one. A gateway's adapter translates its own terms into these.
 Cause = Literal[
     "compaction",  # the history was replaced by a summary
-    "sub-agent",  # a helper with a conversation of its own
+    "sub-agent",  # a helper with its own conversation
     "side call",  # a title, a summary, a probe
-    "retry",  # a call whose answer was lost is made again
-    "branch",  # an answer was given up, and the talk went on from before it
-    "edited",  # something that was said was rewritten
+    "retry",  # a call is repeated because its answer was lost
+    "branch",  # an answer was discarded, and the conversation continued from before it
+    "edited",  # an earlier message was rewritten
     "system prompt changed",
     "tools changed",
     "thinking dropped",  # by the agent, or by the template
-    "json spelling",  # the same arguments as other bytes
+    "json spelling",  # the same arguments, encoded differently
     "whitespace",
     "ids renamed",
-    "template",  # the template writes the past in another way, or the tokenizer with other ids
+    "template",  # the template renders earlier messages differently, or the tokenizer encodes them to other ids
 ]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model samples."""
+    """An answer that the model samples."""
 
     text: str = ""
     think: str = ""
     calls: tuple[ToolCall, ...] = ()
-    raw: str = ""  # spelled out, instead of all that
-    odd: bool = False  # in tokens that no tokenizer would choose
+    raw: str = ""  # the literal text, instead of the fields above
+    odd: bool = False  # encoded to tokens that a tokenizer would not choose
     finish: Literal["stop", "length"] = "stop"
     delay_s: float = 0.0
     pace_s: float = 0.0
-    sees: tuple[str, ...] = ()  # what must stand in its prompt
+    sees: tuple[str, ...] = ()  # text that the prompt must contain
 
-    def spelled(self) -> str:
-        return self.raw or spell(self.think, self.text, self.calls)
+    def to_text(self) -> str:
+        return self.raw or format_reply(self.think, self.text, self.calls)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong at the engine."""
+    """A failure of the engine."""
 
     status: int = 0
     drop: bool = False  # the connection ends before the first token
-    cut_after: int = 0  # the connection ends after so many tokens of the answer
+    cut_after: int = 0  # the connection ends after this many tokens of the answer
     answer: Answer = Answer()
 
     @property
-    def told(self) -> range:
-        """The statuses by which an agent knows what to do: wait, try again, or make the conversation shorter."""
+    def expected_statuses(self) -> range:
+        """The statuses that tell an agent what to do: wait, retry, or shorten the conversation."""
         return range(400, 414) if self.status == 400 else range(429, 430) if self.status == 429 else range(429, 600)
 
 
 @dataclass(frozen=True)
 class Start:
-    """A conversation begins, in place of whatever the line held before."""
+    """A conversation starts, and replaces the previous one on the same line."""
 
     task: str
     line: str = "main"
     system: str = ""
     tools: bool = True
-    more_tools: int = 0  # that are offered besides, and never called
+    more_tools: int = 0  # additional tools that are offered but never called
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Say:
 
 @dataclass(frozen=True)
 class Results:
-    """What the tools gave, for each call of the last reply."""
+    """Tool results for the calls of the last reply."""
 
     texts: tuple[str, ...]
     line: str = "main"
@@ -92,7 +92,7 @@ class Results:
 
 @dataclass(frozen=True)
 class System:
-    """The system prompt changes under a running conversation."""
+    """The system prompt changes during a conversation."""
 
     text: str
     line: str = "main"
@@ -100,7 +100,7 @@ class System:
 
 @dataclass(frozen=True)
 class Tools:
-    """The tools that are offered change under a running conversation."""
+    """The offered tools change during a conversation."""
 
     names: tuple[str, ...]
     line: str = "main"
@@ -108,7 +108,7 @@ class Tools:
 
 @dataclass(frozen=True)
 class Edit:
-    """An earlier answer of the model is rewritten in the history."""
+    """The agent rewrites an earlier answer of the model in the history."""
 
     turn: int
     text: str
@@ -117,15 +117,15 @@ class Edit:
 
 @dataclass(frozen=True)
 class Call:
-    """A model call. One entry for each attempt; an agent tries again after a fault unless it gives up."""
+    """A model call, with one entry per attempt. The agent retries after a fault unless it gives up."""
 
     attempts: tuple[Answer | Fault, ...]
     line: str = "main"
     role: Role = "main"
-    hang_up_s: float = 0.0  # the agent hangs up on the first attempt after so long
-    gives_up: bool = False  # and does not ask again
-    causes: tuple[Cause, ...] = ()  # why it forks; more than one where the wire does not tell them apart
-    forks: bool = True  # with causes: whether it must; else only where the gateway kept the answer that was lost
+    hang_up_s: float = 0.0  # the agent closes the connection of the first attempt after this time
+    gives_up: bool = False  # the agent does not retry
+    causes: tuple[Cause, ...] = ()  # acceptable causes of the fork; several if the wire format cannot distinguish them
+    forks: bool = True  # whether the call must fork; if not, it forks only if the gateway kept the lost answer
 
     @property
     def delivered(self) -> bool:
@@ -134,7 +134,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Together:
-    """Lists of steps that run at the same time."""
+    """Lists of steps that run concurrently."""
 
     lists: tuple[tuple[Step, ...], ...]
 
@@ -147,18 +147,18 @@ class Scenario:
     name: str
     about: str
     steps: tuple[Step, ...]
-    rows: int = 1  # the fewest in which all of it can be trained
+    rows: int = 1  # the smallest number of rows that can train everything
     habits: tuple[Habit, ...] = ()
-    drift: tuple[Cause, ...] = ()  # right names for forks that a better gateway would not have
-    streamed: bool | None = None  # None: both ways
-    dialects: tuple[str, ...] = ()  # none: all
+    drift: tuple[Cause, ...] = ()  # acceptable causes of forks that a better gateway would avoid
+    streamed: bool | None = None  # None: both streamed and not streamed
+    dialects: tuple[str, ...] = ()  # empty: all
 
     def calls(self) -> list[Call]:
         return list(_calls(self.steps))
 
     @property
     def turns(self) -> int:
-        """Answers that the agent took."""
+        """The number of answers that the agent uses."""
         return sum(call.delivered for call in self.calls())
 
     @property

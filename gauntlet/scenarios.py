@@ -1,4 +1,4 @@
-"""The scenarios. To add one, add it to the list: every dialect and every gateway gets it."""
+"""The scenarios. A scenario added to the list runs in every dialect and on every gateway."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import inspect
 import tarfile
 
+from gauntlet.reply_format import ToolCall
 from gauntlet.scenario import (
     Answer,
     Call,
@@ -22,13 +23,12 @@ from gauntlet.scenario import (
     ask,
     bash,
 )
-from gauntlet.speech import ToolCall
 
 SYSTEM = "You are a careful programmer. You have a shell. Work step by step, and say when you are done."
 TASK = "The test in tests/test_sum.py fails. Find out why, and mend it."
 
 
-def _look(n: int, **more: object) -> Answer:
+def _read_file(n: int, **more: object) -> Answer:
     return Answer(think=f"I should look at file {n} first.", calls=(bash(f"cat src/part_{n}.py", timeout=30, **more),))
 
 
@@ -47,7 +47,7 @@ _START = Start(TASK, system=SYSTEM)
 
 
 def _loop(*answers: Answer) -> tuple[Step, ...]:
-    """An agent's usual life: a call, its results, the next call."""
+    """Build an agent's usual loop: a call, its results, the next call."""
     steps: list[Step] = [_START]
     for n, answer in enumerate(answers):
         steps.append(ask(answer))
@@ -56,7 +56,7 @@ def _loop(*answers: Answer) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-_PLAIN = _loop(_look(1), _look(2), _look(3), _DONE)
+_PLAIN = _loop(_read_file(1), _read_file(2), _read_file(3), _DONE)
 _WIDE = Answer(
     think="Both at once.",
     text="Let me look at two files.",
@@ -75,19 +75,24 @@ def _helper(name: str) -> tuple[Step, ...]:
 
 
 SCENARIOS: tuple[Scenario, ...] = (
-    Scenario("append-only", "Every request is the last one, its answer, and tool results.", _PLAIN),
+    Scenario("append-only", "Every request is the previous one plus its answer and tool results.", _PLAIN),
     Scenario(
         "odd-tokens",
         "The same, but the model samples tokens that its tokenizer would not choose for that text.",
-        _loop(*(Answer(think=a.think, text=a.text, calls=a.calls, odd=True) for a in (_look(4), _look(5), _DONE))),
+        _loop(
+            *(
+                Answer(think=a.think, text=a.text, calls=a.calls, odd=True)
+                for a in (_read_file(4), _read_file(5), _DONE)
+            )
+        ),
         drift=("template",),
     ),
     Scenario(
         "follow-up",
-        "The user speaks again after an answer; stock templates drop earlier thinking there.",
+        "The user replies to an answer; stock templates then drop earlier thinking.",
         (
             _START,
-            ask(_look(1)),
+            ask(_read_file(1)),
             Results((_listing(1),)),
             ask(Answer(think="It is the minus sign.", text="The minus sign is wrong. Shall I mend it?")),
             Say("Yes, and tell me how you found it."),
@@ -95,7 +100,7 @@ SCENARIOS: tuple[Scenario, ...] = (
             Say("Thank you. Anything else?"),
             ask(Answer(think="Let me think about tests.", text="A test for the empty list would be good.")),
         ),
-        drift=("thinking dropped", "template"),  # the template drops it: both are true
+        drift=("thinking dropped", "template"),  # the template drops the thinking, so both causes are right
     ),
     Scenario(
         "thinking-dropped",
@@ -106,21 +111,21 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "json-respelled",
-        "Arguments of tool calls come back as other bytes for the same JSON.",
-        _loop(_look(1, env={"b": 1, "a": [1.5, None]}), _look(2), _DONE),
+        "Arguments of tool calls are sent back as the same JSON with different bytes.",
+        _loop(_read_file(1, env={"b": 1, "a": [1.5, None]}), _read_file(2), _DONE),
         habits=("respell",),
         drift=("json spelling",),
     ),
     Scenario(
         "ids-renamed",
-        "The agent gives tool calls ids of its own.",
+        "The agent replaces the ids of tool calls.",
         _PLAIN,
         habits=("rename_ids",),
         drift=("ids renamed",),
     ),
     Scenario(
         "whitespace-trimmed",
-        "Text comes back without the white space around it.",
+        "Text is sent back without surrounding whitespace.",
         _loop(
             Answer(think="Look first.", text="\n\nLet me have a look.  \n", calls=(bash("ls "),)),
             Answer(think="I see.", text="  The file is there.\n\n", calls=(bash("cat a.py"),)),
@@ -129,14 +134,14 @@ SCENARIOS: tuple[Scenario, ...] = (
         habits=("trim",),
         drift=("whitespace",),
     ),
-    Scenario("parallel-calls", "Two tool calls in one turn.", _loop(_WIDE, _look(7), _DONE)),
+    Scenario("parallel-calls", "Two tool calls in one turn.", _loop(_WIDE, _read_file(7), _DONE)),
     Scenario(
         "compaction",
-        "The history is replaced by a summary, and the work goes on.",
+        "The agent replaces the history with a summary, and continues.",
         (
-            *_loop(_look(1), _look(2)),
+            *_loop(_read_file(1), _read_file(2)),
             Start(f"{TASK}\n\nSo far: parts 1 and 2 were read; part 3 is next.", system=SYSTEM),
-            ask(_look(3), causes=("compaction",)),
+            ask(_read_file(3), causes=("compaction",)),
             Results((_listing(3),)),
             ask(_DONE),
         ),
@@ -144,7 +149,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "subagents",
-        "Two helpers with conversations of their own work at the same time.",
+        "Two sub-agents work concurrently in their own conversations.",
         (
             _START,
             ask(Answer(calls=(ToolCall("delegate", {"to": "src"}), ToolCall("delegate", {"to": "lib"})))),
@@ -156,12 +161,12 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "side-calls",
-        "A title and a topic check, without tools, beside the work.",
+        "A title and a topic check without tools, in addition to the main conversation.",
         (
             Start(f"Give this conversation a title: {TASK}", line="title", system="You write titles.", tools=False),
-            # It comes first: a gateway may find out only later what it was.
+            # This is the first call, so a gateway may recognise it as a side call only later.
             ask(Answer(text="Mending a sum"), line="title", role="side", causes=("side call",), forks=False),
-            *_loop(_look(1), _look(2)),
+            *_loop(_read_file(1), _read_file(2)),
             Start("Is this a new topic? Mend the test.", line="topic", system="Answer with yes or no.", tools=False),
             ask(Answer(text="No."), line="topic", role="side", causes=("side call",)),
             ask(_DONE),
@@ -169,14 +174,14 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "cut-stream",
-        "The engine's connection ends in the middle of an answer; the agent asks again.",
+        "The engine's connection ends in the middle of an answer; the agent retries.",
         (
             _START,
-            ask(_look(1)),
+            ask(_read_file(1)),
             Results((_listing(1),)),
             ask(
                 Fault(cut_after=6, answer=Answer(text="This will never be whole, whatever is said.")),
-                _look(2),
+                _read_file(2),
                 causes=("retry",),
                 forks=False,
             ),
@@ -186,13 +191,13 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "lost-reply",
-        "The agent hangs up in the middle of an answer and asks the same again.",
+        "The agent closes the connection in the middle of an answer and retries.",
         (
             _START,
-            ask(_look(1)),
+            ask(_read_file(1)),
             Results((_listing(1),)),
-            # Longer than the agent waits. Either answer will do: a gateway may hand the first one to whoever asks again.
-            Call((_slow(bash("cat src/part_8.py")), _look(2)), hang_up_s=0.8, causes=("retry",), forks=False),
+            # The first answer takes longer than the agent waits. Both answers are fine: a gateway may answer the retry with the first one.
+            Call((_slow(bash("cat src/part_8.py")), _read_file(2)), hang_up_s=0.8, causes=("retry",), forks=False),
             Results((_listing(2),)),
             ask(_DONE),
         ),
@@ -200,14 +205,14 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "aborted",
-        "The user interrupts an answer and says something else.",
+        "The user interrupts an answer and sends another message.",
         (
             _START,
             ask(Answer(text="What shall I do first?")),
             Say("Look at part 9."),
             Call((_slow(),), hang_up_s=0.8, gives_up=True),
             Say("Stop. Look at part 1."),
-            ask(_look(1), causes=("branch",), forks=False),
+            ask(_read_file(1), causes=("branch",), forks=False),
             Results((_listing(1),)),
             ask(_DONE),
         ),
@@ -215,7 +220,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "edited-history",
-        "An earlier answer of the model is rewritten by the agent.",
+        "The agent rewrites an earlier answer of the model.",
         (
             _START,
             ask(Answer(text="I will look at everything.")),
@@ -229,9 +234,9 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "system-changed",
-        "The system prompt changes once, half-way.",
+        "The system prompt changes once, halfway through.",
         (
-            *_loop(_look(1), _look(2)),
+            *_loop(_read_file(1), _read_file(2)),
             System(f"{SYSTEM}\nYou are in plan mode now."),
             ask(
                 Answer(think="A plan, then.", text="First part 1, then part 2.", sees=("You are in plan mode now.",)),
@@ -242,10 +247,10 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "system-line",
-        "A line of the system prompt is another one in every request: Claude Code's, for its provider's books and no part of the prompt.",
+        "One line of the system prompt changes with every request: Claude Code's billing header, which is not part of the prompt.",
         tuple(
             step
-            for n, answer in enumerate((_look(1), _look(2), _look(3), _DONE))
+            for n, answer in enumerate((_read_file(1), _read_file(2), _read_file(3), _DONE))
             for step in (
                 _START if n == 0 else Results((_listing(n),)),
                 System(f"x-anthropic-billing-header: cc_version=2.1.{n}; cc_entrypoint=cli; cch={n:05x};\n{SYSTEM}"),
@@ -257,11 +262,11 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "tools-changed",
-        "A tool is taken away half-way.",
+        "A tool is removed halfway through.",
         (
-            *_loop(_look(1), _look(2)),
+            *_loop(_read_file(1), _read_file(2)),
             Tools(("bash", "read_file")),
-            ask(_look(3), causes=("tools changed",)),
+            ask(_read_file(3), causes=("tools changed",)),
             Results((_listing(3),)),
             ask(_DONE),
         ),
@@ -269,12 +274,12 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "huge-result",
-        "A tool's result of 280 kilobytes.",
-        (_START, ask(_look(1)), Results((_HUGE,)), ask(_look(2)), Results((_listing(2),)), ask(_DONE)),
+        "A tool result of 280 kilobytes.",
+        (_START, ask(_read_file(1)), Results((_HUGE,)), ask(_read_file(2)), Results((_listing(2),)), ask(_DONE)),
     ),
     Scenario(
         "unicode",
-        "Emoji, combining and right-to-left letters, in what is said and in what is sampled.",
+        "Emoji, combining characters and right-to-left text in messages and sampled text.",
         (
             Start("Übersetze «naïve» 👩🏽‍💻 ins Türkische, नमस्ते.", system=SYSTEM),
             ask(Answer(think="Zwölf Boxkämpfer 🥊 …", calls=(bash("echo 'ğüşİ' 🏳️‍🌈 → שלום"),), odd=True)),
@@ -287,12 +292,12 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "malformed-call",
-        "The model makes a tool call that is no JSON, and is told so.",
+        "The model makes a tool call that is not valid JSON, and the agent reports it.",
         (
             _START,
             ask(Answer(raw='I will try.\n<tool_call>\n{"name": "bash", "arguments": {"command": "ls}\n</tool_call>')),
             Say("That was not a tool call. Try again."),
-            ask(_look(2)),
+            ask(_read_file(2)),
             Results((_listing(2),)),
             ask(_DONE),
         ),
@@ -300,7 +305,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "cut-off",
-        "The model runs out of tokens in the middle of an answer, and is told to go on.",
+        "The model reaches its token limit in the middle of an answer, and is told to continue.",
         (
             _START,
             ask(Answer(text="The first half of a long explanation, which then", finish="length")),
@@ -310,7 +315,7 @@ SCENARIOS: tuple[Scenario, ...] = (
     ),
     Scenario(
         "slow-engine",
-        "Two seconds until the first token, and then a trickle.",
+        "The first token takes two seconds, and the rest arrive slowly.",
         (
             _START,
             ask(Answer(think="Slowly.", calls=(bash("sleep 1"),), delay_s=2.0, pace_s=0.02)),
@@ -322,20 +327,31 @@ SCENARIOS: tuple[Scenario, ...] = (
         Scenario(
             name,
             about,
-            (_START, ask(_look(1)), Results((_listing(1),)), ask(fault, _look(2)), Results((_listing(2),)), ask(_DONE)),
+            (
+                _START,
+                ask(_read_file(1)),
+                Results((_listing(1),)),
+                ask(fault, _read_file(2)),
+                Results((_listing(2),)),
+                ask(_DONE),
+            ),
         )
         for name, about, fault in (
-            ("engine-429", "The engine is busy once; the agent asks again.", Fault(status=429)),
-            ("engine-500", "The engine fails once; the agent asks again.", Fault(status=500)),
-            ("engine-503", "The engine is away once; the agent asks again.", Fault(status=503)),
-            ("engine-drop", "The engine hangs up before the first token; the agent asks again.", Fault(drop=True)),
+            ("engine-429", "The engine is busy once; the agent retries.", Fault(status=429)),
+            ("engine-500", "The engine fails once; the agent retries.", Fault(status=500)),
+            ("engine-503", "The engine is unavailable once; the agent retries.", Fault(status=503)),
+            (
+                "engine-drop",
+                "The engine closes the connection before the first token; the agent retries.",
+                Fault(drop=True),
+            ),
         )
     ),
     Scenario(
         "overflow",
-        "The prompt does not fit any more; the agent is told so, and makes its history shorter.",
+        "The prompt exceeds the context; the agent receives an error and shortens its history.",
         (
-            *_loop(_look(1), _look(2)),
+            *_loop(_read_file(1), _read_file(2)),
             Call((Fault(status=400),), gives_up=True),
             Start(f"{TASK}\n\nSo far: parts 1 and 2 are fine.", system=SYSTEM),
             ask(_DONE, causes=("compaction",)),
@@ -347,18 +363,20 @@ SCENARIOS: tuple[Scenario, ...] = (
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 
 
-def load(turns: int) -> Scenario:
-    """What a coding agent costs, by the sizes of real ones: 6 KB of system prompt, ten tools, a task with 14 KB of code, and two
-    kilobytes of code each turn."""
+def build_load(turns: int) -> Scenario:
+    """Build the load of a coding agent with realistic sizes.
+
+    It has a 6 KB system prompt, ten tools, a task with 14 KB of code, and 2 KB of code per turn.
+    """
     system = SYSTEM + "\n" + "\n".join(f"Rule {n}: {_listing(n)}" for n in range(50))
-    steps: list[Step] = [Start(f"{TASK}\n\n{_code(0, 14_000)}", system=system, more_tools=9)]
+    steps: list[Step] = [Start(f"{TASK}\n\n{_sample_code(0, 14_000)}", system=system, more_tools=9)]
     for n in range(turns):
-        steps += [ask(_look(1000 + n)), Results((_code(n + 1, 1_850),))]
+        steps += [ask(_read_file(1000 + n)), Results((_sample_code(n + 1, 1_850),))]
     return Scenario("load", f"{turns} turns of a coding agent", tuple(steps[:-1]))
 
 
-def _code(place: int, size: int) -> str:
-    """Some real code, another one for each place: the standard library's."""
+def _sample_code(index: int, size: int) -> str:
+    """Return real code from the standard library, different for each index."""
     text = "\n".join(inspect.getsource(module) for module in (argparse, tarfile))
-    start = place * 1_777 % (len(text) - size)
+    start = index * 1_777 % (len(text) - size)
     return text[start : start + size]

@@ -1,4 +1,4 @@
-"""The gateways that can be put through the Gauntlet. A new one is a file and a line here."""
+"""The gateways that the Gauntlet can test. To add one, write a module and add it to the list."""
 
 from __future__ import annotations
 

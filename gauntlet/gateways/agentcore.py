@@ -1,6 +1,7 @@
-"""agentcore-rl-toolkit's rollout gateway: renders itself, vLLM's `/inference/v1/generate`, rows from a tree of messages.
+"""agentcore-rl-toolkit's rollout gateway.
 
-It is a library without a program: `inside/agentcore_serve.py` runs it as its own backends do, and adds two routes for sessions.
+It renders prompts itself, calls vLLM's `/inference/v1/generate`, and builds rows from a message tree. It is a library without a program.
+`inside/agentcore_serve.py` runs it as its own backends do, and adds two routes for sessions.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from pathlib import Path
 
 import aiohttp
 
-from gauntlet.gateways.base import PACKAGE, Gateway, Record, Row, Session, runs
-from gauntlet.tokens import default_model
+from gauntlet.gateways.base import PACKAGE, Gateway, Record, Row, Session, trained_spans
+from gauntlet.tokens import model_folder
 
 
 class AgentCore(Gateway):
@@ -22,7 +23,7 @@ class AgentCore(Gateway):
 
     def command(self, engine_url: str, folder: Path) -> tuple[list[str], dict[str, str]]:
         program = str(PACKAGE / "inside" / "agentcore_serve.py")
-        return [str(self.python), program, str(self.port), engine_url, str(default_model()), self.mode], {}
+        return [str(self.python), program, str(self.port), engine_url, str(model_folder()), self.mode], {}
 
     @property
     def health(self) -> str:
@@ -37,7 +38,7 @@ class AgentCore(Gateway):
         async with http.post(f"{self.url}/gauntlet/finish/{session.id}") as response:
             response.raise_for_status()
             rows = [Row(row["ids"], row["mask"], row["logprobs"]) for row in await response.json()]
-        return Record(list({turn for row in rows for turn in runs(row)}), rows)
+        return Record(list({turn for row in rows for turn in trained_spans(row)}), rows)
 
 
 class AgentCoreLinear(AgentCore):

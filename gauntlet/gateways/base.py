@@ -1,6 +1,6 @@
-"""What the Gauntlet needs of a gateway: start it in front of an engine, open a session, fetch what was recorded.
+"""The interface of a gateway under test: start it in front of an engine, open a session, and fetch the record.
 
-A gateway declares what it can do; what it does not claim is shown as a dash and not tried.
+A gateway declares what it supports. The rest is not tested, and is shown as a dash.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pathlib import Path
 
 import aiohttp
 
-from gauntlet.tokens import cache
+from gauntlet.tokens import cache_folder
 
 PACKAGE = Path(__file__).resolve().parent.parent
 INSTALL_LIMIT_S = 1800.0
 
 
 class CannotStart(Exception):
-    """The gateway is not here, or does not come up. Says why."""
+    """The gateway is not installed or does not start."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Row:
-    """One training row, as a trainer gets it. `logprobs` may be anything where the mask is 0."""
+    """One training row as a trainer receives it. `logprobs` is ignored where the mask is 0."""
 
     ids: Sequence[int]
     mask: Sequence[int]
@@ -48,7 +48,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Turn:
-    """One recorded model call: its sampled ids, or its text where no ids are kept."""
+    """One recorded model call: its sampled ids, or its text if ids are not recorded."""
 
     ids: tuple[int, ...] = ()
     text: str = ""
@@ -57,19 +57,19 @@ class Turn:
 @dataclass(frozen=True)
 class Record:
     turns: list[Turn] = field(default_factory=list)
-    rows: list[Row] | None = None  # None: this gateway makes no rows
-    # By the sampled ids of a turn at which the record forks: why, in the words of `scenario.Cause`, or "" for none.
+    rows: list[Row] | None = None  # None: the gateway builds no rows
+    # By the sampled ids of the turn at which the record forks: a `scenario.Cause`, or "" if unknown.
     forks: dict[tuple[int, ...], str] = field(default_factory=dict)
 
 
 class Gateway(ABC):
     name: str
-    about: str  # which version, how it is run
+    about: str  # version, and how it is run
     dialects: tuple[str, ...]
-    trains: bool = True  # gives tokens that can be trained
-    names_causes: bool = False  # says why its record forks
-    by_default: bool = True  # put through when none is named
-    requirements: tuple[str, ...] = ()  # from PyPI, into an environment of its own
+    trains: bool = True  # returns tokens that can be trained
+    names_causes: bool = False  # reports why its record forks
+    by_default: bool = True  # run if no gateway is named
+    requirements: tuple[str, ...] = ()  # PyPI packages, installed into a separate environment
 
     def __init__(self) -> None:
         self.port = free_port()
@@ -81,30 +81,30 @@ class Gateway(ABC):
 
     @property
     def home(self) -> Path:
-        """Where a peer's environment is."""
-        return cache() / "gauntlet" / self.name.partition("-")[0]
+        """The folder of a peer's environment."""
+        return cache_folder() / "gauntlet" / self.name.partition("-")[0]
 
     @property
     def python(self) -> Path:
         return self.home / "bin" / "python"
 
     async def install(self) -> None:
-        """Make the environment, once."""
+        """Create the environment, unless it exists."""
         ready = self.home / ".gauntlet"
-        wanted = "\n".join(self.requirements)
-        if not self.requirements or (ready.exists() and ready.read_text(encoding="utf-8") == wanted):
+        requirements = "\n".join(self.requirements)
+        if not self.requirements or (ready.exists() and ready.read_text(encoding="utf-8") == requirements):
             return
-        print(f"gauntlet: making an environment for {self.name} in {self.home} …", file=sys.stderr)
+        print(f"gauntlet: creating an environment for {self.name} in {self.home} …", file=sys.stderr)
         if not self.python.exists():
             await _run([sys.executable, "-m", "venv", str(self.home)])
         await _run(
             [str(self.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *self.requirements]
         )
-        ready.write_text(wanted, encoding="utf-8")
+        ready.write_text(requirements, encoding="utf-8")
 
     @abstractmethod
     def command(self, engine_url: str, folder: Path) -> tuple[list[str], dict[str, str]]:
-        """The command line and what it adds to the environment."""
+        """Return the command line and additional environment variables."""
 
     @property
     def health(self) -> str:
@@ -115,14 +115,14 @@ class Gateway(ABC):
 
     @abstractmethod
     async def record(self, http: aiohttp.ClientSession, session: Session) -> Record:
-        """What the gateway has of a session whose agent has ended."""
+        """Return the record of a session whose agent has ended."""
 
     async def start(self, http: aiohttp.ClientSession, engine_url: str, folder: Path, limit_s: float = 120.0) -> None:
         command, added = self.command(engine_url, folder)
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", **added}
         log = (folder / f"{self.name}.log").open("wb")
         try:
-            self.process = subprocess.Popen(  # noqa: ASYNC220, S603  # our own command, and it returns at once
+            self.process = subprocess.Popen(  # noqa: ASYNC220, S603  # our own command; returns immediately
                 command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=folder, start_new_session=True
             )
         except OSError as error:
@@ -132,7 +132,7 @@ class Gateway(ABC):
         until = time.monotonic() + limit_s
         while True:
             if self.process.poll() is not None:
-                raise CannotStart(f"it ended with {self.process.returncode}: {_last_words(log.name)}")
+                raise CannotStart(f"exited with code {self.process.returncode}: {_log_tail(log.name)}")
             try:
                 async with http.get(self.url + self.health) as response:
                     if response.status < 500:
@@ -140,7 +140,7 @@ class Gateway(ABC):
             except aiohttp.ClientError:
                 pass
             if time.monotonic() > until:
-                raise CannotStart(f"not ready after {limit_s:.0f} s: {_last_words(log.name)}")
+                raise CannotStart(f"not ready after {limit_s:.0f} s: {_log_tail(log.name)}")
             await asyncio.sleep(0.1)
 
     def stop(self) -> None:
@@ -154,17 +154,19 @@ class Gateway(ABC):
             pass
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # whatever it left: nothing else is in its session
+                os.killpg(
+                    process.pid, signal.SIGKILL
+                )  # and the processes that it left; nothing else is in its process group
             process.wait()
 
 
-def _last_words(log: str) -> str:
-    """The end of what a program wrote; its folder is about to go."""
-    return " ".join(Path(log).read_text(encoding="utf-8", errors="replace").split())[-300:] or "it said nothing"
+def _log_tail(log: str) -> str:
+    """Return the end of a log file, whose folder is about to be deleted."""
+    return " ".join(Path(log).read_text(encoding="utf-8", errors="replace").split())[-300:] or "no output"
 
 
-def runs(row: Row) -> list[Turn]:
-    """The stretches of a row that are trained, for gateways that tell of turns in no other way."""
+def trained_spans(row: Row) -> list[Turn]:
+    """Return the trained spans of a row, for gateways that do not report turns."""
     turns: list[Turn] = []
     current: list[int] = []
     for token, trained in zip(row.ids, row.mask, strict=True):
@@ -178,10 +180,10 @@ def runs(row: Row) -> list[Turn]:
     return turns
 
 
-def merged(calls: Sequence[tuple[Sequence[int], Sequence[int], Sequence[float | None] | None]]) -> list[Row]:
-    """Rows from single calls (prompt, sampled, log-probabilities), joined where one goes on exactly from another.
+def merge_calls(calls: Sequence[tuple[Sequence[int], Sequence[int], Sequence[float | None] | None]]) -> list[Row]:
+    """Build rows from single calls (prompt, sampled, log-probabilities), merging calls that extend one another exactly.
 
-    For gateways that hand out calls and leave rows to the trainer: the best that a trainer can do with exact ids.
+    This is the best that a trainer can do with gateways that return calls instead of rows.
     """
     rows: list[Row] = []
     for prompt, sampled, values in sorted(calls, key=lambda call: len(call[0])):
@@ -214,12 +216,12 @@ async def _run(command: list[str]) -> None:
     )
     try:
         async with asyncio.timeout(INSTALL_LIMIT_S):
-            _, told = await process.communicate()
+            _, errors = await process.communicate()
     except TimeoutError:
-        raise CannotStart(f"{' '.join(command[:4])} …: not done after {INSTALL_LIMIT_S:.0f} s") from None
+        raise CannotStart(f"{' '.join(command[:4])} … did not finish within {INSTALL_LIMIT_S:.0f} s") from None
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
     if process.returncode:
-        raise CannotStart(f"{' '.join(command[:4])} …: {told.decode(errors='replace').strip()[-300:]}")
+        raise CannotStart(f"{' '.join(command[:4])} …: {errors.decode(errors='replace').strip()[-300:]}")

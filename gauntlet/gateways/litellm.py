@@ -1,6 +1,6 @@
-"""LiteLLM's proxy: what people put in front of a model today. It keeps what its log callbacks are told.
+"""LiteLLM's proxy, which records what its log callbacks receive.
 
-Asked for vLLM's ids, it passes them to the callback for whole replies of chat and messages; of all else it keeps text.
+If vLLM is asked for ids, the callback receives them for non-streamed replies of chat and messages. For everything else it receives text.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from gauntlet.gateways.base import PACKAGE, Gateway, Record, Session, Turn, merged
+from gauntlet.gateways.base import PACKAGE, Gateway, Record, Session, Turn, merge_calls
 from gauntlet.sampler import MODEL
 
 _CUE = re.compile(r"\[cue ([0-9a-z]+)\.")
@@ -72,7 +72,7 @@ class LiteLLM(Gateway):
         return Session(rollout, self.url, "sk-gauntlet")
 
     async def record(self, http: aiohttp.ClientSession, session: Session) -> Record:
-        await asyncio.sleep(0.3)  # its callbacks run behind the agent's back
+        await asyncio.sleep(0.3)  # its callbacks run after the reply is sent
         async with self._reading:
             await asyncio.to_thread(self._read)
         entries = self._entries.pop(session.id, [])
@@ -80,10 +80,10 @@ class LiteLLM(Gateway):
         calls = [
             (entry["prompt"], entry["ids"], entry["logprobs"]) for entry in entries if entry["ids"] and entry["prompt"]
         ]
-        return Record(turns, merged(calls))
+        return Record(turns, merge_calls(calls))
 
     def _read(self) -> None:
-        """What is new in the log. It knows no sessions: entries are told apart by the cues in them."""
+        """Read new log entries. LiteLLM has no sessions, so entries are assigned to rollouts by their cues."""
         if not self._log.exists():
             return
         with self._log.open("rb") as log:

@@ -1,4 +1,7 @@
-"""OpenEnv's capture proxy (`openenv`): four dialects onto vLLM's chat endpoint; calls are linked where ids are a prefix."""
+"""OpenEnv's capture proxy (`openenv`).
+
+It translates four dialects to vLLM's chat endpoint, and links calls whose ids are a prefix of another call's ids.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from pathlib import Path
 
 import aiohttp
 
-from gauntlet.gateways.base import Gateway, Record, Row, Session, runs
+from gauntlet.gateways.base import Gateway, Record, Row, Session, trained_spans
 from gauntlet.sampler import MODEL
 
 
@@ -32,6 +35,6 @@ class OpenEnv(Gateway):
             response.raise_for_status()
             rollout = await response.json()
         sequences = [(s["role"], Row(s["input_ids"], s["loss_mask"], s["logprobs"])) for s in rollout["sequences"]]
-        turns = {turn for _, row in sequences for turn in runs(row)}
-        # The trainer takes what is labelled as the agent's own work.
+        turns = {turn for _, row in sequences for turn in trained_spans(row)}
+        # A trainer uses only sequences that are labelled as the agent's own.
         return Record(list(turns), [row for role, row in sequences if role == "agent"])

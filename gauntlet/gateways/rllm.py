@@ -1,4 +1,4 @@
-"""rLLM's model gateway (`rllm-model-gateway`): relays chat to vLLM and keeps the ids and log-probabilities of each call."""
+"""rLLM's model gateway (`rllm-model-gateway`): relays chat to vLLM, and records the ids and log-probabilities of each call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import aiohttp
 
-from gauntlet.gateways.base import Gateway, Record, Session, Turn, merged
+from gauntlet.gateways.base import Gateway, Record, Session, Turn, merge_calls
 
 
 class Rllm(Gateway):
@@ -28,11 +28,11 @@ class Rllm(Gateway):
         return Session(opened["session_id"], f"{self.url}/sessions/{opened['session_id']}", "EMPTY")
 
     async def record(self, http: aiohttp.ClientSession, session: Session) -> Record:
-        await asyncio.sleep(0.2)  # it stores behind the agent's back, and has no call that waits for it
+        await asyncio.sleep(0.2)  # it stores calls after the reply is sent, and has no route that waits for that
         async with http.post(f"{self.url}/admin/flush") as response:
             response.raise_for_status()
         async with http.get(f"{self.url}/sessions/{session.id}/traces") as response:
             traces = await response.json()
-        told = [trace for trace in traces if trace["completion_token_ids"]]
-        calls = [(trace["prompt_token_ids"], trace["completion_token_ids"], trace["logprobs"]) for trace in told]
-        return Record([Turn(tuple(trace["completion_token_ids"])) for trace in told], merged(calls))
+        recorded = [trace for trace in traces if trace["completion_token_ids"]]
+        calls = [(trace["prompt_token_ids"], trace["completion_token_ids"], trace["logprobs"]) for trace in recorded]
+        return Record([Turn(tuple(trace["completion_token_ids"])) for trace in recorded], merge_calls(calls))

@@ -13,17 +13,17 @@ import aiohttp
 
 from gauntlet.gateways.base import CannotStart, Gateway, Record, Row, Session, Turn
 from gauntlet.sampler import MODEL
-from gauntlet.tokens import default_model
+from gauntlet.tokens import model_folder
 
 _KEY = "gauntlet-admin-key"
 _ADMIN = {"authorization": f"Bearer {_KEY}"}
 _ROOT = str(Path(__file__).resolve().parents[2])
-_NAMES = {  # its words, in the Gauntlet's; those of `turngate verify` are nearly the same
+_CAUSES = {  # Turngate's names of causes → the Gauntlet's; `turngate verify` uses nearly the same ones
     "compaction": "compaction",
     "subagent": "sub-agent",
     "side": "side call",
     "retry": "retry",
-    "resample": "retry",  # the same question once more: on the wire it is one
+    "resample": "retry",  # on the wire, resampling looks like a retry
     "asked again": "retry",
     "branch": "branch",
     "edited": "edited",
@@ -47,7 +47,7 @@ class Turngate(Gateway):
         self._data = folder / "data"
         command = [sys.executable, "-m", "turngate", "serve", "--port", str(self.port), "--data", str(self._data)]
         command += ["--engine", "vllm", "--engine-url", engine_url, "--model", MODEL]
-        command += ["--tokenizer", str(default_model())]
+        command += ["--tokenizer", str(model_folder())]
         return command, {"TURNGATE_ADMIN_KEY": _KEY, "PYTHONPATH": _ROOT}
 
     async def open(self, http: aiohttp.ClientSession, rollout: str) -> Session:
@@ -70,25 +70,25 @@ class Turngate(Gateway):
         return Record(turns, rows, await self.causes(session, nodes))
 
     async def causes(self, session: Session, nodes: Sequence[dict[str, Any]]) -> dict[tuple[int, ...], str]:
-        """Every turn at which the tree forks, and the cause that is recorded with it."""
+        """Return the recorded cause of every turn at which the tree forks."""
         forks: dict[tuple[int, ...], str] = {}
-        later: set[int] = set()  # nodes that are not the first below their parent
+        later: set[int] = set()  # nodes that are not the first child of their parent
         parents: set[int | None] = set()
         for node in nodes:
             if node["parent"] in parents:
                 later.add(node["id"])
             parents.add(node["parent"])
             if node["kind"] == "sampled" and (node["cause"] or later & {node["id"], node["parent"]}):
-                forks[tuple(node["ids"])] = _NAMES[node["cause"]] if node["cause"] else ""
+                forks[tuple(node["ids"])] = _CAUSES[node["cause"]] if node["cause"] else ""
                 later.discard(node["parent"])
         return forks
 
 
 class TurngateDrop(Turngate):
-    """Told to follow the template, it renders anew and forks; `turngate verify` then says why, fork by fork."""
+    """Turngate configured to follow the template, so that it renders again and forks. `turngate verify` reports the cause of each fork."""
 
     name = "turngate-drop"
-    about = "the same, thinking as the template has it; causes from `turngate verify`"
+    about = "the same, with thinking dropped as in the template; causes from `turngate verify`"
     by_default = False
     settings = {"thinking": "drop"}
 
@@ -97,17 +97,17 @@ class TurngateDrop(Turngate):
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, cwd=_ROOT)
         out, _ = await process.communicate()
         if not out:
-            raise CannotStart(f"turngate verify ended with {process.returncode}")
-        told = {fork["node"]: fork["cause"] for fork in _verdict(json.loads(out))["forks"]}
+            raise CannotStart(f"turngate verify failed with exit code {process.returncode}")
+        causes = {fork["node"]: fork["cause"] for fork in _first_session(json.loads(out))["forks"]}
         return {
-            tuple(node["ids"]): _NAMES.get(told[place], told[place])
+            tuple(node["ids"]): _CAUSES.get(causes[place], causes[place])
             for node in nodes
             if node["kind"] == "sampled"
             for place in (node["id"], node["parent"])
-            if place in told
+            if place in causes
         }
 
 
-def _verdict(told: Any) -> dict[str, Any]:
-    first: dict[str, Any] = told[0] if isinstance(told, list) else told.get("sessions", [told])[0]
+def _first_session(data: Any) -> dict[str, Any]:
+    first: dict[str, Any] = data[0] if isinstance(data, list) else data.get("sessions", [data])[0]
     return first

@@ -1,7 +1,8 @@
-"""verifiers' interception server. With its training client it renders chat itself and asks vLLM's `/inference/v1/generate`; with
-its evaluation client it relays three dialects to an endpoint that speaks them, and keeps what was said, without ids.
+"""verifiers' interception server.
 
-It is a library without a program: `inside/verifiers_serve.py` runs it as a rollout does, and adds a port for sessions.
+With its training client, it renders chat itself and calls vLLM's `/inference/v1/generate`. With its evaluation client, it relays three
+dialects to an endpoint that supports them, and records text without ids. It is a library without a program. `inside/verifiers_serve.py`
+runs it as a rollout does, and adds a port for sessions.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from pathlib import Path
 
 import aiohttp
 
-from gauntlet.gateways.base import PACKAGE, Gateway, Record, Row, Session, Turn, runs
+from gauntlet.gateways.base import PACKAGE, Gateway, Record, Row, Session, Turn, trained_spans
 from gauntlet.sampler import MODEL
-from gauntlet.tokens import default_model
+from gauntlet.tokens import model_folder
 
 
 class Verifiers(Gateway):
@@ -24,7 +25,7 @@ class Verifiers(Gateway):
 
     def command(self, engine_url: str, folder: Path) -> tuple[list[str], dict[str, str]]:
         program = str(PACKAGE / "inside" / "verifiers_serve.py")
-        return [str(self.python), program, str(self.port), engine_url, str(default_model()), MODEL, self.client], {}
+        return [str(self.python), program, str(self.port), engine_url, str(model_folder()), MODEL, self.client], {}
 
     async def open(self, http: aiohttp.ClientSession, rollout: str) -> Session:
         async with http.post(f"{self.url}/open/{rollout}") as response:
@@ -35,11 +36,11 @@ class Verifiers(Gateway):
     async def record(self, http: aiohttp.ClientSession, session: Session) -> Record:
         async with http.post(f"{self.url}/finish/{session.id}") as response:
             response.raise_for_status()
-            told = await response.json()
+            data = await response.json()
         if not self.trains:
-            return Record([Turn(text="kept as text")] * told["answered"])
-        rows = [Row(row["ids"], row["mask"], row["logprobs"]) for row in told["rows"]]
-        return Record(list({turn for row in rows for turn in runs(row)}), rows)
+            return Record([Turn(text="recorded as text")] * data["answered"])
+        rows = [Row(row["ids"], row["mask"], row["logprobs"]) for row in data["rows"]]
+        return Record(list({turn for row in rows for turn in trained_spans(row)}), rows)
 
 
 class VerifiersRelay(Verifiers):

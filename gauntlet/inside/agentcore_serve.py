@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Runs in agentcore's environment: its gateway, with two routes to open and to finish sessions. PORT ENGINE TOKENIZER MODE."""
+"""Run agentcore's gateway in its own environment, with two routes to open and finish sessions. Arguments: PORT ENGINE TOKENIZER MODE."""
 
 import hashlib
 import sys
@@ -12,9 +12,9 @@ from transformers import AutoTokenizer
 
 def main(port: int, engine_url: str, folder: str, mode: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    # It knows templates by their bytes, and of Qwen3's it knows another revision. Its own advice: add the hash.
-    known = hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
-    response_schemas._TEMPLATE_HASHES.setdefault(known, "qwen3")
+    # It identifies templates by hash, and has another revision of Qwen3's. Its own documentation says to add the hash.
+    template_hash = hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
+    response_schemas._TEMPLATE_HASHES.setdefault(template_hash, "qwen3")
     gateway = RolloutGateway(
         backend=VllmHttpBackend(engine_url),
         renderer=HfTemplateRenderer(tokenizer),
@@ -36,7 +36,7 @@ def main(port: int, engine_url: str, folder: str, mode: str) -> None:
 
 
 def row(record) -> dict:
-    """Its mask and log-probabilities begin after the first prompt."""
+    """Convert a record. Its mask and log-probabilities start after the first prompt."""
     before = len(record.token_ids) - len(record.loss_mask)
     return {
         "ids": record.token_ids,

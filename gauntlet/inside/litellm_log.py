@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Runs in LiteLLM's environment: a callback, its own way to keep what passed through, that writes one line for each call."""
+"""A log callback for LiteLLM, run in its environment, that writes one line per call."""
 
 import json
 import os
@@ -15,16 +15,16 @@ class Log(CustomLogger):
         logprobs = (choice.get("logprobs") or {}).get("content") or []
         entry = {
             "asked": json.dumps(kwargs.get("messages") or kwargs.get("input"), ensure_ascii=False, default=str),
-            "text": told(choice.get("message") or {}),
+            "text": message_text(choice.get("message") or {}),
             "ids": extra.get("token_ids") or choice.get("token_ids") or [],
             "prompt": reply.get("prompt_token_ids") or [],
             "logprobs": [each["logprob"] for each in logprobs],
         }
-        with open(os.environ["GAUNTLET_LOG"], "a", encoding="utf-8") as out:  # noqa: ASYNC230  # in order, and out of the agent's way
+        with open(os.environ["GAUNTLET_LOG"], "a", encoding="utf-8") as out:  # noqa: ASYNC230  # keeps the order, and does not delay the agent
             out.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
 
-def told(message: dict) -> str:
+def message_text(message: dict) -> str:
     parts = [message.get("reasoning_content") or "", message.get("content") or ""]
     for call in message.get("tool_calls") or []:
         parts.append(json.dumps(call["function"], ensure_ascii=False))

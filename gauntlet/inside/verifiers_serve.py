@@ -1,7 +1,7 @@
 # mypy: ignore-errors
-"""Runs in verifiers' environment: its interception server and one of its clients, and a port to open and to finish sessions.
+"""Run verifiers' interception server and one of its clients in their own environment, with a port to open and finish sessions.
 
-PORT ENGINE TOKENIZER MODEL CLIENT, which is `train` or `eval`.
+Arguments: PORT ENGINE TOKENIZER MODEL CLIENT. CLIENT is `train` or `eval`.
 """
 
 import asyncio
@@ -20,26 +20,26 @@ from verifiers.v1.types import Sampling
 
 class Sessions:
     def __init__(self, engine_url: str, folder: str, model: str, client: str) -> None:
-        where = {"base_url": f"{engine_url}/v1", "api_key_var": "GAUNTLET_NO_KEY"}
+        endpoint = {"base_url": f"{engine_url}/v1", "api_key_var": "GAUNTLET_NO_KEY"}
         if client == "train":
-            config = TrainClientConfig(**where, renderer=Qwen3RendererConfig(), renderer_model_name=folder)
+            config = TrainClientConfig(**endpoint, renderer=Qwen3RendererConfig(), renderer_model_name=folder)
         else:
-            config = EvalClientConfig(**where)
-        # Sampling comes from here alone, never from the agent; a trainer sets the length.
+            config = EvalClientConfig(**endpoint)
+        # Sampling settings come only from here, never from the agent; a trainer sets the length.
         self.context = ModelContext(model=model, client=config, sampling=Sampling(max_tokens=4096, temperature=1.0))
         self.server = InterceptionServer()
-        self.open_ones: dict[str, tuple[RolloutSession, str, str]] = {}
+        self.open_sessions: dict[str, tuple[RolloutSession, str, str]] = {}
 
     async def open(self, request: web.Request) -> web.Response:
         name = request.match_info["id"]
         task = TraceTask(type="Gauntlet", data=vf.TaskData(idx=0, prompt="gauntlet"), key=name, hash=name)
         trace = Trace(task=task, agent=AgentInfo(config=vf.AgentConfig()))
         session = RolloutSession(ctx=self.context, trace=trace)
-        self.open_ones[name] = (session, *self.server.register(session))
-        return web.json_response({"base_url": self.server.base_url, "key": self.open_ones[name][1]})
+        self.open_sessions[name] = (session, *self.server.register(session))
+        return web.json_response({"base_url": self.server.base_url, "key": self.open_sessions[name][1]})
 
     async def finish(self, request: web.Request) -> web.Response:
-        session, model_secret, state_secret = self.open_ones.pop(request.match_info["id"])
+        session, model_secret, state_secret = self.open_sessions.pop(request.match_info["id"])
         self.server.unregister(model_secret, state_secret)
         rows = [
             {"ids": branch.token_ids, "mask": [int(m) for m in branch.sampled_mask], "logprobs": branch.logprobs}

@@ -12,17 +12,17 @@ import pytest
 from aiohttp.test_utils import TestServer
 
 from gauntlet import proof
-from gauntlet.agent import Agent, script
+from gauntlet.agent import Agent, build_script
+from gauntlet.clients import CLIENTS
+from gauntlet.clients.base import TOOLS, Conversation, Event, Message, ReceivedCall
 from gauntlet.engine import Api
-from gauntlet.gateways.base import Record, Turn, merged
+from gauntlet.gateways.base import Record, Turn, merge_calls
+from gauntlet.reply_format import ToolCall, format_reply, parse_reply
 from gauntlet.sampler import Engine
 from gauntlet.scenario import Scenario
 from gauntlet.scenarios import BY_NAME, SCENARIOS
-from gauntlet.score import judge
-from gauntlet.speech import ToolCall, hear, spell
+from gauntlet.score import score_rollout
 from gauntlet.tokens import Model
-from gauntlet.voices import VOICES
-from gauntlet.voices.base import TOOLS, Called, Conversation, Event, Said
 
 PLAIN = [s for s in SCENARIOS if not s.faults and s.name not in ("slow-engine", "lost-reply", "aborted", "huge-result")]
 
@@ -78,13 +78,13 @@ async def log_of(http: aiohttp.ClientSession, engine: str, rollout: str) -> list
 async def test_agent_completes_every_scenario(
     http: aiohttp.ClientSession, engine: str, scenario: Scenario, dialect: str, stream: bool
 ) -> None:
-    await learn(http, engine, script(scenario, "aa"))
-    agent = Agent(http, VOICES[dialect], scenario, "aa", engine, "none", stream=stream)
+    await learn(http, engine, build_script(scenario, "aa"))
+    agent = Agent(http, CLIENTS[dialect], scenario, "aa", engine, "none", stream=stream)
     played = await agent.play()
-    assert not played.trouble
+    assert not played.error
     log = await log_of(http, engine, "aa")
     record = Record([Turn(tuple(entry["ids"])) for entry in log])
-    score = judge(scenario, log, record, taken=played.taken, told=played.errors_right)
+    score = score_rollout(scenario, log, record, taken=played.taken, faults_reported=played.errors_right)
     assert (score.captured, score.finished, score.unseen) == (scenario.turns, 1, 0)
 
 
@@ -92,15 +92,15 @@ async def test_agent_completes_every_scenario(
 @pytest.mark.parametrize("stream", [False, True])
 async def test_agent_sees_faults_and_retries(http: aiohttp.ClientSession, engine: str, name: str, stream: bool) -> None:
     scenario = BY_NAME[name]
-    await learn(http, engine, script(scenario, "ab"))
-    played = await Agent(http, VOICES["chat"], scenario, "ab", engine, "none", stream=stream).play()
-    assert (played.trouble, played.errors_right, len(played.taken)) == ("", 1, scenario.turns)
+    await learn(http, engine, build_script(scenario, "ab"))
+    played = await Agent(http, CLIENTS["chat"], scenario, "ab", engine, "none", stream=stream).play()
+    assert (played.error, played.errors_right, len(played.taken)) == ("", 1, scenario.turns)
 
 
 async def test_disconnected_agent_has_not_taken_answer(http: aiohttp.ClientSession, engine: str) -> None:
     scenario = BY_NAME["lost-reply"]
-    await learn(http, engine, script(scenario, "ac"))
-    played = await Agent(http, VOICES["chat"], scenario, "ac", engine, "none", stream=True).play()
+    await learn(http, engine, build_script(scenario, "ac"))
+    played = await Agent(http, CLIENTS["chat"], scenario, "ac", engine, "none", stream=True).play()
     assert played.taken == {0: 0, 1: 1, 2: 0}
 
 
@@ -129,23 +129,23 @@ async def test_token_apis_return_ids_and_proof_logprobs(http: aiohttp.ClientSess
             ids, values = choice["token_ids"], [each["logprob"] for each in choice["logprobs"]["content"]]
         assert ids == sampled
         assert values == proof.logprobs(prompt, sampled)
-        assert all(merged([(prompt, ids, values)])[0].mask[len(prompt) :])
+        assert all(merge_calls([(prompt, ids, values)])[0].mask[len(prompt) :])
 
 
 async def test_streamed_chat_reply_equals_whole_reply(http: aiohttp.ClientSession, engine: str) -> None:
-    text = spell("Hm…", "Look:", (ToolCall("bash", {"command": "ls 🎉"}), ToolCall("bash", {"command": "pwd"})))
+    text = format_reply("Hm…", "Look:", (ToolCall("bash", {"command": "ls 🎉"}), ToolCall("bash", {"command": "pwd"})))
     await learn(http, engine, {"ae.0": [{"text": text}]})
-    voice = VOICES["chat"]
+    client = CLIENTS["chat"]
     said = []
     for stream in (False, True):
-        line = Conversation("Be brief.", TOOLS, [Said("user", "What? [cue ae.0]")])
-        request = voice.request(line, model="gauntlet", key="none", stream=stream)
+        line = Conversation("Be brief.", TOOLS, [Message("user", "What? [cue ae.0]")])
+        request = client.build_request(line, model="gauntlet", key="none", stream=stream)
         async with http.post(engine + request.path, json=request.body) as response:
             if not stream:
-                said.append(voice.whole(await response.json()))
+                said.append(client.read_reply(await response.json()))
                 continue
             lines = [line for line in (await response.text()).split("\n") if line.startswith("data: {")]
-            said.append(voice.streamed([Event("", json.loads(line[6:])) for line in lines]))
+            said.append(client.read_events([Event("", json.loads(line[6:])) for line in lines]))
     whole, streamed = said
     assert (whole.text, whole.reasoning) == (streamed.text, streamed.reasoning) == ("Look:", "Hm…")
     assert [(c.name, c.arguments) for c in whole.calls] == [(c.name, c.arguments) for c in streamed.calls]
@@ -161,26 +161,28 @@ async def test_text_missing_from_prompt_is_logged(http: aiohttp.ClientSession, e
 
 def test_malformed_tool_call_is_text() -> None:
     text = 'Look.\n<tool_call>\n{"name": "bash", "argu\n</tool_call>'
-    assert hear(text, tools=True).content == text
-    assert not hear(text, tools=True).calls
+    assert parse_reply(text, tools=True).content == text
+    assert not parse_reply(text, tools=True).calls
 
 
 def test_partial_parses_only_grow() -> None:
-    text = spell("Well, well.", "Look here:\n", (ToolCall("bash", {"command": "ls <tool"}),))
-    heard = [hear(text[:n], tools=True, over=False) for n in range(len(text))] + [hear(text, tools=True)]
-    for one, next_one in pairwise(heard):
+    text = format_reply("Well, well.", "Look here:\n", (ToolCall("bash", {"command": "ls <tool"}),))
+    parsed = [parse_reply(text[:n], tools=True, complete=False) for n in range(len(text))] + [
+        parse_reply(text, tools=True)
+    ]
+    for one, next_one in pairwise(parsed):
         assert next_one.reasoning.startswith(one.reasoning)
         assert next_one.content.startswith(one.content)
         assert next_one.calls[: len(one.calls)] == one.calls
 
 
-@pytest.mark.parametrize("dialect", VOICES)
+@pytest.mark.parametrize("dialect", CLIENTS)
 def test_voices_send_full_history(dialect: str) -> None:
-    call = Called("call_1", "bash", '{"command": "ls"}')
+    call = ReceivedCall("call_1", "bash", '{"command": "ls"}')
     opaque = {"reasoning": {"type": "reasoning", "summary": [{"text": "Hm."}]}} if dialect == "responses" else {}
-    answer = Said("assistant", "Look:", "Hm.", [call], opaque=opaque)
-    line = Conversation("Be brief.", TOOLS, [Said("user", "What?"), answer, Said("tool", "a.py", answers=call)])
-    request = VOICES[dialect].request(line, model="gauntlet", key="secret", stream=False)
+    answer = Message("assistant", "Look:", "Hm.", [call], opaque=opaque)
+    line = Conversation("Be brief.", TOOLS, [Message("user", "What?"), answer, Message("tool", "a.py", answers=call)])
+    request = CLIENTS[dialect].build_request(line, model="gauntlet", key="secret", stream=False)
     body = json.dumps(request.body)
     places = [body.index(said) for said in ("What?", "Look:", "ls", "a.py")]
     assert places == sorted(places)

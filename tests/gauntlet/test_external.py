@@ -18,12 +18,12 @@ from gauntlet.__main__ import main
 from gauntlet.engine import Api
 from gauntlet.gateways.base import CannotStart, Session
 from gauntlet.gateways.external import Address, CommandFailed, External
-from gauntlet.run import Result, put_through
+from gauntlet.run import Result, run_scenarios
 from gauntlet.sampler import Engine
 from gauntlet.scenario import Cause
 from gauntlet.scenarios import BY_NAME
 from gauntlet.tokens import Model
-from gauntlet.trial import Mock, engine
+from gauntlet.trial import MockEngine, run_engine
 from tests.gauntlet import external_commands
 from tests.gauntlet.test_engine_and_agent import Letters
 from turngate.trace import tree
@@ -40,10 +40,10 @@ async def http() -> AsyncIterator[aiohttp.ClientSession]:
 
 
 @pytest.fixture
-async def mock(http: aiohttp.ClientSession) -> AsyncIterator[Mock]:
+async def mock(http: aiohttp.ClientSession) -> AsyncIterator[MockEngine]:
     server = TestServer(Api(Engine(cast(Model, Letters()))).app())
     await server.start_server()
-    yield Mock(http, str(server.make_url("")).rstrip("/"))
+    yield MockEngine(http, str(server.make_url("")).rstrip("/"))
     await server.close()
 
 
@@ -51,9 +51,9 @@ def print_command(output: object) -> str:
     return shlex.join(["echo", output if isinstance(output, str) else json.dumps(output)])
 
 
-async def run_external(mock: Mock, http: aiohttp.ClientSession, **commands: str) -> Result:
+async def run_external(mock: MockEngine, http: aiohttp.ClientSession, **commands: str) -> Result:
     gateway = External(Address(mock.url, **commands), ("chat",))
-    return await put_through(gateway, http, mock, [BY_NAME["append-only"]], ["chat"])
+    return await run_scenarios(gateway, http, mock, [BY_NAME["append-only"]], ["chat"])
 
 
 async def record_error(http: aiohttp.ClientSession, output: object) -> str:
@@ -93,7 +93,7 @@ async def test_unknown_record_fields_are_ignored(http: aiohttp.ClientSession) ->
         ("hello", "printed 'hello', which is not JSON"),
         ("", "printed nothing"),
         ({"rows": [ROW, {"ids": [1], "logprobs": [None]}]}, "missing required field `mask` - at `$.rows[1]`"),
-        ({"rows": [{**ROW, "mask": [1]}]}, "not of one length: 2, 1, 2 - at `$.rows[0]`"),
+        ({"rows": [{**ROW, "mask": [1]}]}, "differ in length: 2, 1, 2 - at `$.rows[0]`"),
         ({"rows": [{**ROW, "ids": [1, 2**40]}]}, "at `$.rows[0].ids[1]`"),
         ({"turns": [1]}, "at `$.turns[0]`"),
         ({"forks": [{"ids": [1]}]}, "missing required field `cause` - at `$.forks[0]`"),
@@ -110,7 +110,7 @@ async def test_invalid_output_error_names_option_and_path(
 
 async def test_last_stderr_line_is_the_reason(http: aiohttp.ClientSession, capsys: pytest.CaptureFixture[str]) -> None:
     command = "sh -c 'echo looking >&2; echo no session {rollout} >&2; exit 3'"
-    with pytest.raises(CommandFailed, match=r"^--open .*: ended with 3: no session aa$"):
+    with pytest.raises(CommandFailed, match=r"^--open .*: failed with exit code 3: no session aa$"):
         await External(Address("", open=command), ("chat",)).open(http, "aa")
     assert capsys.readouterr().err == "looking\nno session aa\n"
 
@@ -118,17 +118,19 @@ async def test_last_stderr_line_is_the_reason(http: aiohttp.ClientSession, capsy
 # ── a run ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_failed_record_affects_only_its_rollout(http: aiohttp.ClientSession, mock: Mock, tmp_path: Path) -> None:
+async def test_failed_record_affects_only_its_rollout(
+    http: aiohttp.ClientSession, mock: MockEngine, tmp_path: Path
+) -> None:
     once = shlex.join(["sh", "-c", f"mkdir {tmp_path}/taken && echo '{{}}'"])  # fails for the other rollout
     result = await run_external(mock, http, record=once)
-    assert (result.trouble, result.misused) == ("", False)
+    assert (result.error, result.misused) == ("", False)
     assert sorted(rollout.failed for rollout in result.rollouts) == [False, True]
     assert result.score.finished == 2
     assert all(rollout.score.wanted for rollout in result.rollouts)  # missing records count against the score
-    (output,) = report.trouble([result])
+    (output,) = report.list_errors([result])
     assert output.startswith("external, append-only, chat, ")
     assert "--record" in output
-    assert "ended with 1" in output
+    assert "failed with exit code 1" in output
     assert "1 failed" in report.by_scenario([result])
 
 
@@ -136,16 +138,16 @@ async def test_failed_record_affects_only_its_rollout(http: aiohttp.ClientSessio
     ("commands", "why"),
     [
         ({"open": print_command("hello")}, "--open 'echo hello': printed 'hello', which is not JSON"),
-        ({"record": "false"}, "--record 'false': ended with 1: it said nothing"),
+        ({"record": "false"}, "--record 'false': failed with exit code 1: no output"),
         ({"record": print_command([])}, "Expected `object`"),
     ],
 )
 async def test_command_failing_every_time_did_not_run(
-    http: aiohttp.ClientSession, mock: Mock, commands: dict[str, str], why: str
+    http: aiohttp.ClientSession, mock: MockEngine, commands: dict[str, str], why: str
 ) -> None:
     result = await run_external(mock, http, **commands)
     assert result.misused
-    (output,) = report.trouble([result])
+    (output,) = report.list_errors([result])
     assert output.startswith("external: did not run: --")
     assert why in output
 
@@ -154,10 +156,10 @@ def test_unusable_commands_exit_with_usage_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     async def run(args: object) -> list[Result]:
-        return [Result("external", "", ("chat",), True, trouble="--record 'echo []': no", misused=True)]
+        return [Result("external", "", ("chat",), True, error="--record 'echo []': no", misused=True)]
 
     (tmp_path / "tokenizer.json").touch()
-    monkeypatch.setattr("gauntlet.__main__.tokenizer", lambda: tmp_path)
+    monkeypatch.setattr("gauntlet.__main__.tokenizer_folder", lambda: tmp_path)
     monkeypatch.setattr("gauntlet.__main__._run", run)
     monkeypatch.setattr("sys.argv", ["gauntlet", "--url", "http://127.0.0.1:1", "--record", "echo []"])
     assert main() == 2
@@ -169,8 +171,8 @@ async def test_port_in_use_is_one_line_error(http: aiohttp.ClientSession, capfd:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(CannotStart, match=f"does not start on port {port}: Address already in use"):
-            async with engine(http, port):
+        with pytest.raises(CannotStart, match=f"cannot listen on port {port}: Address already in use"):
+            async with run_engine(http, port):
                 pass
     assert capfd.readouterr().err == ""
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from gauntlet import proof
-from gauntlet.gateways.base import Record, Row, Turn, merged, runs
+from gauntlet.gateways.base import Record, Row, Turn, merge_calls, trained_spans
 from gauntlet.scenario import Answer, Results, Scenario, Start, ask, bash
-from gauntlet.score import judge
+from gauntlet.score import score_rollout
 
 PROMPT, FIRST, BRIDGE, SECOND = [1, 2, 3], [10, 11], [20, 21], [30, 31, 32]
 TWO_TURNS = Scenario(
@@ -44,15 +44,15 @@ def call(prompt: list[int], ids: list[int]) -> tuple[list[int], list[int], list[
 
 
 def whole_row() -> Row:
-    return merged([call(PROMPT, FIRST), call(PROMPT + FIRST + BRIDGE, SECOND)])[0]
+    return merge_calls([call(PROMPT, FIRST), call(PROMPT + FIRST + BRIDGE, SECOND)])[0]
 
 
 def score_rows(*rows: Row, log: list[dict[str, Any]] = LOG, scenario: Scenario = TWO_TURNS, **taken: int):  # type: ignore[no-untyped-def]
-    record = Record([turn for row in rows for turn in runs(row)], list(rows))
+    record = Record([turn for row in rows for turn in trained_spans(row)], list(rows))
     answers = {int(name[1:]): attempt for name, attempt in taken.items()} or dict.fromkeys(
         range(len(scenario.calls())), 0
     )
-    return judge(scenario, log, record, taken=answers, told=0)
+    return score_rollout(scenario, log, record, taken=answers, faults_reported=0)
 
 
 def test_perfect_row_has_full_score() -> None:
@@ -92,38 +92,38 @@ def test_retokenised_turn_is_not_captured() -> None:
 
 
 def test_turn_in_two_rows_counts_as_trained_twice() -> None:
-    score = score_rows(*merged([call(PROMPT, FIRST)]), whole_row())
+    score = score_rows(*merge_calls([call(PROMPT, FIRST)]), whole_row())
     assert (score.rows, score.twice) == (2, len(FIRST))
     assert score.learned == score.wanted
 
 
 def test_trained_side_call_is_counted() -> None:
     log = [generation(0, PROMPT, FIRST)]
-    assert score_rows(*merged([call(PROMPT, FIRST)]), log=log, scenario=TITLE).side == 1
+    assert score_rows(*merge_calls([call(PROMPT, FIRST)]), log=log, scenario=TITLE).side == 1
 
 
 def test_trained_answer_the_agent_never_took_is_lost() -> None:
     log = [generation(0, PROMPT, [10, 99], state="aborted"), generation(0, PROMPT, FIRST, attempt=1), LOG[1]]
     kept = score_rows(whole_row(), log=log, _0=1, _1=0)
     assert (kept.lost, kept.learned) == (0, 5)
-    trained = score_rows(whole_row(), *merged([call(PROMPT, [10, 99])]), log=log, _0=1, _1=0)
+    trained = score_rows(whole_row(), *merge_calls([call(PROMPT, [10, 99])]), log=log, _0=1, _1=0)
     assert (trained.lost, trained.learned) == (1, 5)
 
 
 def test_merging_ignores_order_but_not_prompt_differences() -> None:
     first, second = call(PROMPT, FIRST), call(PROMPT + FIRST + BRIDGE, SECOND)
-    assert merged([second, first]) == merged([first, second])
-    assert len(merged([first, call([1, 2, 4, *FIRST, *BRIDGE], SECOND)])) == 2
+    assert merge_calls([second, first]) == merge_calls([first, second])
+    assert len(merge_calls([first, call([1, 2, 4, *FIRST, *BRIDGE], SECOND)])) == 2
 
 
 def test_call_without_logprobs_is_context() -> None:
-    row = merged([(PROMPT, FIRST, None)])[0]
+    row = merge_calls([(PROMPT, FIRST, None)])[0]
     assert not any(row.mask)
 
 
 def test_text_only_turns_count_as_captured() -> None:
     record = Record([Turn(text="one"), Turn(text="two"), Turn(text="three")])
-    assert judge(TWO_TURNS, LOG, record, taken={0: 0, 1: 0}, told=0).captured == 2
+    assert score_rollout(TWO_TURNS, LOG, record, taken={0: 0, 1: 0}, faults_reported=0).captured == 2
 
 
 FORKING = Scenario(
@@ -137,7 +137,7 @@ FORKING = Scenario(
 
 def causes(forks: dict[tuple[int, ...], str]) -> tuple[int, int]:
     record = Record([Turn(tuple(FIRST)), Turn(tuple(SECOND))], [], forks)
-    score = judge(FORKING, LOG, record, taken={0: 0, 1: 0}, told=0, names_causes=True)
+    score = score_rollout(FORKING, LOG, record, taken={0: 0, 1: 0}, faults_reported=0, names_causes=True)
     return score.forks_right, score.forks
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gauntlet import paper, report
+from gauntlet import publish, report
 from gauntlet.__main__ import main
 from gauntlet.costs import Cell, Cost, Costs, Shape
 from gauntlet.run import Result
@@ -26,12 +26,17 @@ def result(name: str, kept: int, whole_ms: float, streamed_ms: float, mb: float,
 
 
 OURS, EXACT, RELAY = result("turngate", 100, 1, 2, 0.1), result("rllm", 100, 8, 8, 0.5), result("litellm", 0, 6, 3, 0.2)
-ABSENT = Result("openenv", "", ("chat",), True, trouble="it ended with 1")
+ABSENT = Result("openenv", "", ("chat",), True, error="it ended with 1")
 ALL = [OURS, EXACT, RELAY, ABSENT]
 
 
 def test_record_level_of_each_gateway() -> None:
-    assert [report.records(each) for each in ALL] == ["exact tokens", "exact tokens", "relays only", report.DASH]
+    assert [report.describe_records(each) for each in ALL] == [
+        "exact tokens",
+        "exact tokens",
+        "relays only",
+        report.DASH,
+    ]
 
 
 def test_compare_uses_best_repeat_and_worst_cell() -> None:
@@ -52,20 +57,20 @@ def test_compare_uses_best_repeat_and_worst_cell() -> None:
 
 def test_gateway_that_did_not_run_has_a_row() -> None:
     assert "| openenv | did not run |" in report.table(ALL)
-    assert report.trouble(ALL) == ["openenv: did not run: it ended with 1"]
+    assert report.list_errors(ALL) == ["openenv: did not run: it ended with 1"]
     widths = {line.count("|") for line in report.table(ALL).splitlines()}
     assert len(widths) == 1
 
 
 def test_readme_is_replaced_only_between_marks(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
-    readme.write_text(f"# Ours\n\n{paper.BEGIN}\nstale\n{paper.END}\n\nThe end.\n")
-    assert paper.marked(readme)
+    readme.write_text(f"# Ours\n\n{publish.BEGIN}\nstale\n{publish.END}\n\nThe end.\n")
+    assert publish.has_marks(readme)
     for _ in range(2):
-        paper.write_readme(readme, ALL, ABOUT, "turngate")
+        publish.write_readme(readme, ALL, ABOUT, "turngate")
     text = readme.read_text()
-    assert text.startswith(f"# Ours\n\n{paper.BEGIN}\n\n| gateway |")
-    assert text.endswith(f"{paper.END}\n\nThe end.\n")
+    assert text.startswith(f"# Ours\n\n{publish.BEGIN}\n\n| gateway |")
+    assert text.endswith(f"{publish.END}\n\nThe end.\n")
     assert text.count("| rllm |") == 1
     assert "stale" not in text
 
@@ -73,7 +78,7 @@ def test_readme_is_replaced_only_between_marks(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_results_page_has_json_file(tmp_path: Path) -> None:
     page = tmp_path / "results.md"
-    paper.write_page(page, ALL, ABOUT, "turngate")
+    publish.write_page(page, ALL, ABOUT, "turngate")
     assert "openenv: did not run: it ended with 1" in page.read_text()
     output = json.loads(page.with_suffix(".json").read_text())
     assert [each["gateway"] for each in output["gateways"]] == ["turngate", "rllm", "litellm", "openenv"]
@@ -89,22 +94,22 @@ def test_results_page_has_json_file(tmp_path: Path) -> None:
         (["--dialect", "nope"], "choose from 'chat'"),
         (["--load", "3y4"], "16x20"),
         (["--repeats", "0"], "at least 1"),
-        (["--url", "localhost"], "not an http address"),
+        (["--url", "localhost"], "must be an HTTP URL, not localhost"),
         (["--record", "cat"], "need --url"),
         (["--compare", "nope"], "choose from 'turngate'"),
-        (["--url", "http://here", "--load", "1x2"], "--load 1x2: costs are not measured"),
+        (["--url", "http://here", "--load", "1x2"], "--load cannot be combined with --url"),
         (
             ["--url", "http://here", "--open", "my-open {rollout}"],
-            "--open 'my-open {rollout}': there is no command my-open",
+            "--open 'my-open {rollout}': command not found: my-open",
         ),
         (
             ["--url", "http://here", "--record", "./my-record"],
-            "--record './my-record': there is no command ./my-record",
+            "--record './my-record': command not found: ./my-record",
         ),
         (["--url", "http://here", "--record", "cat '"], "No closing quotation"),
-        (["--engine-port", "70000"], "not a port"),
+        (["--engine-port", "70000"], "must be a port number, not 70000"),
         (["--readme", "/nowhere/README.md"], "<!-- gauntlet -->"),
-        (["--results", "/nowhere/results.md"], "no such folder"),
+        (["--results", "/nowhere/results.md"], "folder not found"),
     ],
 )
 def test_invalid_option_is_rejected_at_start(

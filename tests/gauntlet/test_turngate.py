@@ -17,14 +17,14 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from gauntlet.clients import CLIENTS
 from gauntlet.gateways.base import Gateway, free_port
 from gauntlet.gateways.turngate import Turngate, TurngateDrop
-from gauntlet.run import Result, put_through
+from gauntlet.run import Result, run_scenarios
 from gauntlet.scenarios import BY_NAME, SCENARIOS
-from gauntlet.score import total
-from gauntlet.tokens import default_model
-from gauntlet.trial import engine
-from gauntlet.voices import VOICES
+from gauntlet.score import sum_scores
+from gauntlet.tokens import model_folder
+from gauntlet.trial import run_engine
 from tests.kit import real_tokenizer
 from tests.speed import scaled
 
@@ -36,14 +36,14 @@ DRIFTS = [s.name for s in SCENARIOS if s.drift and not s.dialects and s.name not
 
 
 async def run_gateway(gateway: Gateway, names: list[str], dialects: list[str]) -> Result:
-    async with aiohttp.ClientSession() as http, engine(http) as mock:
-        return await put_through(gateway, http, mock, [BY_NAME[name] for name in names], dialects)
+    async with aiohttp.ClientSession() as http, run_engine(http) as mock:
+        return await run_scenarios(gateway, http, mock, [BY_NAME[name] for name in names], dialects)
 
 
 @pytest.fixture(scope="module")
 def result() -> Result:
     real_tokenizer("qwen3")  # skips if it is missing
-    return asyncio.run(run_gateway(Turngate(), list(BY_NAME), list(VOICES)))
+    return asyncio.run(run_gateway(Turngate(), list(BY_NAME), list(CLIENTS)))
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +52,14 @@ def dropped() -> Result:
     return asyncio.run(run_gateway(TurngateDrop(), DRIFTS, ["chat"]))
 
 
-@pytest.mark.parametrize("dialect", VOICES)
+@pytest.mark.parametrize("dialect", CLIENTS)
 @pytest.mark.real
 @pytest.mark.promise(1)
 def test_turngate_has_full_score(result: Result, dialect: str) -> None:
-    assert not result.trouble
+    assert not result.error
     rollouts = [rollout for rollout in result.rollouts if rollout.dialect == dialect]
-    assert [rollout for rollout in rollouts if rollout.trouble] == []
-    score = total(rollout.score for rollout in rollouts)
+    assert [rollout for rollout in rollouts if rollout.error] == []
+    score = sum_scores(rollout.score for rollout in rollouts)
     assert score.rollouts == score.finished >= len(SCENARIOS)
     assert score.captured == score.turns
     assert score.exact == score.trained == score.learned == score.wanted > 0
@@ -80,7 +80,7 @@ def test_continued_history_is_one_row(result: Result) -> None:
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_fork_causes_are_correct(result: Result, name: str) -> None:
-    score = total(rollout.score for rollout in result.rollouts if rollout.scenario == name)
+    score = sum_scores(rollout.score for rollout in result.rollouts if rollout.scenario == name)
     must = any(call.causes and call.forks for call in BY_NAME[name].calls())
     assert bool(score.forks) or not must
     assert score.forks_right == score.forks
@@ -88,8 +88,8 @@ def test_fork_causes_are_correct(result: Result, name: str) -> None:
 
 @pytest.mark.parametrize("name", DRIFTS)
 def test_dropped_reasoning_forks_name_their_cause(dropped: Result, name: str) -> None:
-    assert not dropped.trouble
-    score = total(rollout.score for rollout in dropped.rollouts if rollout.scenario == name)
+    assert not dropped.error
+    score = sum_scores(rollout.score for rollout in dropped.rollouts if rollout.scenario == name)
     assert score.exact == score.trained == score.learned == score.wanted > 0
     assert score.forks_right == score.forks > 0
 
@@ -100,7 +100,7 @@ def external_gateway(engine_port: int, data: Path) -> Iterator[str]:
     port = free_port()
     command = [sys.executable, "-m", "turngate", "serve", "--port", str(port), "--data", str(data)]
     command += ["--engine", "vllm", "--engine-url", f"http://127.0.0.1:{engine_port}"]
-    command += ["--model", "gauntlet", "--tokenizer", str(default_model())]
+    command += ["--model", "gauntlet", "--tokenizer", str(model_folder())]
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "TURNGATE_ADMIN_KEY": "outside-the-gauntlet"})
     url = f"http://127.0.0.1:{port}"
     try:

@@ -1,7 +1,7 @@
-"""How the mock model spells thinking and tool calls, and how an inference server reads them back.
+"""Write thinking and tool calls as text, as the mock model samples them, and parse that text as an inference server does.
 
-The spelling is Qwen3's; the reading is what vLLM does with `--reasoning-parser qwen3 --tool-call-parser hermes`, for gateways that
-leave reading to the engine.
+The format is Qwen3's. The parser behaves like vLLM with `--reasoning-parser qwen3 --tool-call-parser hermes`, for gateways that leave
+parsing to the engine.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
-class Heard:
-    """Sampled text, taken apart."""
+class ParsedReply:
+    """Parsed text of a reply."""
 
     reasoning: str = ""
     content: str = ""
     calls: tuple[tuple[str, str], ...] = field(default=())  # names and arguments as JSON
 
 
-def spell(think: str, text: str, calls: tuple[ToolCall, ...]) -> str:
-    """The text that the model samples, but for the token that ends it."""
+def format_reply(think: str, text: str, calls: tuple[ToolCall, ...]) -> str:
+    """Return the text that the model samples, without the end-of-turn token."""
     out = f"<think>\n{think}\n</think>\n\n" if think else ""
     out += text
     for n, call in enumerate(calls):
@@ -41,41 +41,41 @@ def spell(think: str, text: str, calls: tuple[ToolCall, ...]) -> str:
     return out
 
 
-def hear(sampled: str, *, tools: bool, over: bool = True) -> Heard:
-    """What an inference server makes of it. Before it is `over`, only what can no longer change is told."""
+def parse_reply(sampled: str, *, tools: bool, complete: bool = True) -> ParsedReply:
+    """Parse sampled text as an inference server does. If it is not `complete`, return only what can no longer change."""
     reasoning, body = "", sampled
     if sampled.startswith("<think>"):
         reasoning, closed, body = sampled.removeprefix("<think>").partition("</think>")
         if not closed:
-            return Heard(reasoning=_settled(reasoning, over).removeprefix("\n"))
+            return ParsedReply(reasoning=_stable_prefix(reasoning, complete).removeprefix("\n"))
         reasoning, body = reasoning.strip("\n"), body.lstrip("\n")
-    elif not over and "<think>".startswith(sampled):
-        return Heard()
+    elif not complete and "<think>".startswith(sampled):
+        return ParsedReply()
     if not tools:
-        return Heard(reasoning, _settled(body, over))
+        return ParsedReply(reasoning, _stable_prefix(body, complete))
     head, found, _ = body.partition("<tool_call>")
     if not found:
-        return Heard(reasoning, _settled(body, over))
-    calls = _calls(body)
-    if calls is None:  # one that cannot be read makes all of it text
-        return Heard(reasoning, body if over else head)
-    return Heard(reasoning, head if not calls and over else head.rstrip("\n"), calls)
+        return ParsedReply(reasoning, _stable_prefix(body, complete))
+    calls = _parse_calls(body)
+    if calls is None:  # if a call is malformed, everything is text
+        return ParsedReply(reasoning, body if complete else head)
+    return ParsedReply(reasoning, head if not calls and complete else head.rstrip("\n"), calls)
 
 
-def _calls(body: str) -> tuple[tuple[str, str], ...] | None:
+def _parse_calls(body: str) -> tuple[tuple[str, str], ...] | None:
     calls = []
-    for spelled in _CALL.findall(body):
+    for text in _CALL.findall(body):
         try:
-            call = json.loads(spelled)
+            call = json.loads(text)
             calls.append((str(call["name"]), json.dumps(call["arguments"], ensure_ascii=False)))
         except (ValueError, KeyError, TypeError):
             return None
     return tuple(calls)
 
 
-def _settled(text: str, over: bool) -> str:
-    """Without an end that may still become a tag, a stripped newline, or the rest of a character."""
-    if over:
+def _stable_prefix(text: str, complete: bool) -> str:
+    """Return the text without an end that may still become a tag, a stripped newline, or part of a character."""
+    if complete:
         return text
     text = text.rstrip("\n\ufffd")
     for tag in _TAGS:

@@ -1,6 +1,6 @@
-"""The mock engine's OpenAI Responses and Anthropic Messages APIs, which vLLM has too: for gateways that relay those as they are.
+"""The mock engine's OpenAI Responses and Anthropic Messages APIs, which vLLM also has, for gateways that relay them unchanged.
 
-Neither tells token ids. What comes in is turned into chat messages and rendered like them.
+Neither returns token ids. Requests are converted to chat messages and rendered like those.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from gauntlet.replies import ChatReply
-from gauntlet.sampler import MODEL, Engine, Told
+from gauntlet.sampler import MODEL, Engine, Sample
 from gauntlet.tokens import Json
 
 _FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def chat_of_responses(body: Json) -> Json:
+def responses_to_chat(body: Json) -> Json:
     messages: list[Json] = [{"role": "system", "content": body.get("instructions") or ""}]
     for item in body["input"]:
         if item["type"] == "function_call_output":
@@ -24,12 +24,12 @@ def chat_of_responses(body: Json) -> Json:
         elif item["type"] == "message" and item["role"] != "assistant":
             messages.append({"role": item["role"], "content": item["content"]})
         else:
-            _join(messages, _answer_of_item(item))
+            _extend_answer(messages, _item_to_chat(item))
     tools = [{"type": "function", "function": _function(tool, "parameters")} for tool in body.get("tools") or []]
     return {"messages": messages, "tools": tools}
 
 
-def _answer_of_item(item: Json) -> Json:
+def _item_to_chat(item: Json) -> Json:
     if item["type"] == "reasoning":
         parts = [*(item.get("content") or []), *(item.get("summary") or [])]
         return {"reasoning_content": "".join(part["text"] for part in parts)}
@@ -39,7 +39,7 @@ def _answer_of_item(item: Json) -> Json:
     return {"tool_calls": [{"id": item["call_id"], "type": "function", "function": function}]}
 
 
-def chat_of_messages(body: Json) -> Json:
+def messages_to_chat(body: Json) -> Json:
     messages: list[Json] = [{"role": "system", "content": body.get("system") or ""}]
     for message in body["messages"]:
         blocks = message["content"]
@@ -47,14 +47,14 @@ def chat_of_messages(body: Json) -> Json:
             if block["type"] == "tool_result":
                 messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": block["content"]})
             elif message["role"] == "assistant":
-                _join(messages, _answer_of_block(block))
+                _extend_answer(messages, _block_to_chat(block))
             else:
                 messages.append({"role": "user", "content": block["text"]})
     tools = [{"type": "function", "function": _function(tool, "input_schema")} for tool in body.get("tools") or []]
     return {"messages": messages, "tools": tools}
 
 
-def _answer_of_block(block: Json) -> Json:
+def _block_to_chat(block: Json) -> Json:
     if block["type"] == "thinking":
         return {"reasoning_content": block["thinking"]}
     if block["type"] == "text":
@@ -63,8 +63,8 @@ def _answer_of_block(block: Json) -> Json:
     return {"tool_calls": [{"id": block["id"], "type": "function", "function": function}]}
 
 
-def _join(messages: list[Json], answer: Json) -> None:
-    """Parts of one answer that stand side by side are one message."""
+def _extend_answer(messages: list[Json], answer: Json) -> None:
+    """Add a part of an answer to the assistant message at the end, or start one."""
     if messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     last = messages[-1]
@@ -81,12 +81,12 @@ class ResponsesReply(ChatReply):
 
     named = True
 
-    def whole(self) -> Json:
+    def full(self) -> Json:
         items = self._items()
-        ended = self.told.finish == "length"
-        prompt, sampled = len(self.told.prompt), len(self.told.ids)
+        ended = self.sample.finish == "length"
+        prompt, sampled = len(self.sample.prompt), len(self.sample.ids)
         return {
-            **self._begun("incomplete" if ended else "completed"),
+            **self._head("incomplete" if ended else "completed"),
             "incomplete_details": {"reason": "max_output_tokens"} if ended else None,
             "output": items,
             "usage": {
@@ -101,20 +101,20 @@ class ResponsesReply(ChatReply):
     def event(self, start: int, end: int, last: bool) -> list[Json]:
         events: list[Json] = []
         if start == 0:
-            events.append({"type": "response.created", "response": self._begun("in_progress")})
-        heard = self.heard(end, last)
-        content = heard.content[len(self.sent.content) :]
+            events.append({"type": "response.created", "response": self._head("in_progress")})
+        parsed = self.parse(end, last)
+        content = parsed.content[len(self.sent.content) :]
         if content:
             events.append({"type": "response.output_text.delta", "delta": content, "output_index": 0})
-        self.sent = heard
+        self.sent = parsed
         if last:
-            whole = self.whole()
-            for index, item in enumerate(whole["output"]):
+            full = self.full()
+            for index, item in enumerate(full["output"]):
                 events.append({"type": "response.output_item.done", "output_index": index, "item": item})
-            events.append({"type": f"response.{whole['status']}", "response": whole})
+            events.append({"type": f"response.{full['status']}", "response": full})
         return [{**event, "sequence_number": 1000 * end + n} for n, event in enumerate(events)]
 
-    def _begun(self, status: str) -> Json:
+    def _head(self, status: str) -> Json:
         return {
             "id": self.head["id"],
             "object": "response",
@@ -135,18 +135,18 @@ class ResponsesReply(ChatReply):
         }
 
     def _items(self) -> list[Json]:
-        heard = self.heard(len(self.told.ids), True)
+        parsed = self.parse(len(self.sample.ids), True)
         name = self.head["id"]
         items: list[Json] = []
-        if heard.reasoning:
-            content = [{"type": "reasoning_text", "text": heard.reasoning}]
+        if parsed.reasoning:
+            content = [{"type": "reasoning_text", "text": parsed.reasoning}]
             items.append({"type": "reasoning", "id": f"rs_{name}", "summary": [], "content": content})
-        if heard.content:
-            content = [{"type": "output_text", "text": heard.content, "annotations": []}]
+        if parsed.content:
+            content = [{"type": "output_text", "text": parsed.content, "annotations": []}]
             more = {"id": f"msg_{name}", "role": "assistant", "status": "completed"}
             items.append({"type": "message", **more, "content": content})
-        for n in range(len(heard.calls)):
-            call = self.call(n, heard)
+        for n in range(len(parsed.calls)):
+            call = self.call(n, parsed)
             more = {"id": f"fc_{call['id']}", "call_id": call["id"], "status": "completed"}
             items.append({"type": "function_call", **more, **call["function"]})
         return items
@@ -157,58 +157,58 @@ class MessagesReply(ChatReply):
 
     named = True
 
-    def __init__(self, engine: Engine, told: Told, body: Json) -> None:
-        super().__init__(engine, told, body)
-        self._open = ""  # the kind of the block that is being told
+    def __init__(self, engine: Engine, sample: Sample, body: Json) -> None:
+        super().__init__(engine, sample, body)
+        self._open = ""  # the type of the current block
         self._blocks = 0
 
-    def whole(self) -> Json:
-        heard = self.heard(len(self.told.ids), True)
+    def full(self) -> Json:
+        parsed = self.parse(len(self.sample.ids), True)
         blocks: list[Json] = []
-        if heard.reasoning:
-            blocks.append({"type": "thinking", "thinking": heard.reasoning, "signature": "mock"})
-        if heard.content:
-            blocks.append({"type": "text", "text": heard.content})
-        for n in range(len(heard.calls)):
-            call = self.call(n, heard)
+        if parsed.reasoning:
+            blocks.append({"type": "thinking", "thinking": parsed.reasoning, "signature": "mock"})
+        if parsed.content:
+            blocks.append({"type": "text", "text": parsed.content})
+        for n in range(len(parsed.calls)):
+            call = self.call(n, parsed)
             arguments = json.loads(call["function"]["arguments"])
             blocks.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
-        return {**self._begun(blocks), "stop_reason": _FINISH[self.finish(heard)], "usage": self._usage()}
+        return {**self._head(blocks), "stop_reason": _FINISH[self.finish(parsed)], "usage": self._usage()}
 
     def event(self, start: int, end: int, last: bool) -> list[Json]:
         events: list[Json] = []
         if start == 0:
-            message = {**self._begun([]), "stop_reason": None, "usage": self._usage()}
+            message = {**self._head([]), "stop_reason": None, "usage": self._usage()}
             events.append({"type": "message_start", "message": message})
-        heard = self.heard(end, last)
+        parsed = self.parse(end, last)
         for kind, new in (
-            ("thinking", heard.reasoning[len(self.sent.reasoning) :]),
-            ("text", heard.content[len(self.sent.content) :]),
+            ("thinking", parsed.reasoning[len(self.sent.reasoning) :]),
+            ("text", parsed.content[len(self.sent.content) :]),
         ):
             if new:
                 events += self._block(kind, {kind: ""})
                 events.append(self._delta({"type": f"{kind}_delta", kind: new}))
-        for n in range(len(self.sent.calls), len(heard.calls)):
-            call = self.call(n, heard)
+        for n in range(len(self.sent.calls), len(parsed.calls)):
+            call = self.call(n, parsed)
             events += self._block("tool_use", {"id": call["id"], "name": call["function"]["name"], "input": {}})
             events.append(self._delta({"type": "input_json_delta", "partial_json": call["function"]["arguments"]}))
-        self.sent = heard
+        self.sent = parsed
         if last:
-            events += self._closed()
-            stop = {"stop_reason": _FINISH[self.finish(heard)], "stop_sequence": None}
+            events += self._close_block()
+            stop = {"stop_reason": _FINISH[self.finish(parsed)], "stop_sequence": None}
             events += [{"type": "message_delta", "delta": stop, "usage": self._usage()}, {"type": "message_stop"}]
         return events
 
     def _block(self, kind: str, begun: Json) -> Sequence[Json]:
         if self._open == kind != "tool_use":
             return ()
-        closed = self._closed()
+        closed = self._close_block()
         self._open = kind
         self._blocks += 1
         index = self._blocks - 1
         return (*closed, {"type": "content_block_start", "index": index, "content_block": {"type": kind, **begun}})
 
-    def _closed(self) -> Sequence[Json]:
+    def _close_block(self) -> Sequence[Json]:
         if not self._open:
             return ()
         stop: Json = {"type": "content_block_stop", "index": self._blocks - 1}
@@ -219,9 +219,9 @@ class MessagesReply(ChatReply):
     def _delta(self, delta: Json) -> Json:
         return {"type": "content_block_delta", "index": self._blocks - 1, "delta": delta}
 
-    def _begun(self, blocks: list[Json]) -> Json:
+    def _head(self, blocks: list[Json]) -> Json:
         head = {"id": self.head["id"], "type": "message", "role": "assistant", "model": MODEL}
         return {**head, "content": blocks, "stop_sequence": None}
 
     def _usage(self) -> dict[str, Any]:
-        return {"input_tokens": len(self.told.prompt), "output_tokens": len(self.told.ids)}
+        return {"input_tokens": len(self.sample.prompt), "output_tokens": len(self.sample.ids)}

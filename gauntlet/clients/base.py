@@ -1,4 +1,4 @@
-"""What a voice does: a conversation to a request, and a reply, whole or streamed, back to what was said."""
+"""The interface of a client: build a request from a conversation, and read the reply, streamed or not."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, Literal
 Json = dict[str, Any]
 
 
-class Broken(Exception):
-    """The reply is an error, or not whole. `status` is 0 where it came in a stream that had begun."""
+class ReplyError(Exception):
+    """The reply is an error or incomplete. `status` is 0 if the stream had already started."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         self.status = status
@@ -19,24 +19,24 @@ class Broken(Exception):
 
 
 @dataclass
-class Called:
-    """A tool call, as the gateway told it. Arguments are JSON text here, whatever the dialect makes of them."""
+class ReceivedCall:
+    """A tool call as received from the gateway. Its arguments are JSON text in every dialect."""
 
     id: str
     name: str
     arguments: str
-    opaque: Json = field(default_factory=dict)  # what the dialect adds and wants back
+    opaque: Json = field(default_factory=dict)  # fields that the dialect adds and expects back
 
 
 @dataclass
-class Said:
+class Message:
     """One message of a conversation."""
 
     role: Literal["user", "assistant", "tool"]
     text: str = ""
     reasoning: str = ""
-    calls: list[Called] = field(default_factory=list)
-    answers: Called | None = None  # a tool's result: to which call
+    calls: list[ReceivedCall] = field(default_factory=list)
+    answers: ReceivedCall | None = None  # for a tool result: the call that it answers
     opaque: Json = field(default_factory=dict)
 
 
@@ -44,7 +44,7 @@ class Said:
 class Conversation:
     system: str
     tools: tuple[Json, ...]
-    said: list[Said]
+    messages: list[Message]
 
 
 @dataclass(frozen=True)
@@ -60,22 +60,22 @@ class Event:
     data: Json
 
 
-class Voice(ABC):
+class Client(ABC):
     name: str
 
     @abstractmethod
-    def request(self, conversation: Conversation, *, model: str, key: str, stream: bool) -> Request: ...
+    def build_request(self, conversation: Conversation, *, model: str, key: str, stream: bool) -> Request: ...
 
     @abstractmethod
-    def whole(self, reply: Json) -> Said:
-        """A reply that was not streamed."""
+    def read_reply(self, reply: Json) -> Message:
+        """Read a reply that was not streamed."""
 
     @abstractmethod
-    def streamed(self, events: Sequence[Event]) -> Said:
-        """A reply that was. Raises `Broken` if its end is missing or it tells of an error."""
+    def read_events(self, events: Sequence[Event]) -> Message:
+        """Read a streamed reply. Raise `ReplyError` if its end is missing or it contains an error."""
 
-    def ended(self, event: Event) -> bool:
-        """Nothing that matters comes after this event."""
+    def is_last_event(self, event: Event) -> bool:
+        """Return whether no relevant event follows this one."""
         return False
 
 
@@ -114,8 +114,8 @@ TOOLS: tuple[Json, ...] = (
 MAX_TOKENS = 4096
 
 
-def further_tool(n: int) -> Json:
-    """A tool with as much description as those of real agents have: some 600 bytes."""
+def extra_tool(n: int) -> Json:
+    """Build a tool whose description is as long as those of real agents: about 600 bytes."""
     words = f"Tool number {n} of those that an agent has for the rare case. It takes a path and a limit, and says what came of it. "
     path = {"type": "string", "description": "What it is about: a path relative to the root of the repository."}
     limit = {"type": "integer", "description": "At most this many lines, from the first one on.", "minimum": 1}
