@@ -190,7 +190,7 @@ class Steady:
             "body": body,
         }
         headers = {n: self._header(v) for n, v in call.reply_headers if n != "content-length"}
-        said = self.json(recording.said(headers["content-type"], call.reply))
+        said = self.json(recording.decode_payload(headers["content-type"], call.reply))
         return {"request": request, "reply": {"status": call.status, "headers": headers, **said}}
 
     def json(self, value: Json, name: str = "") -> Json:

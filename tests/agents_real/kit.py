@@ -39,7 +39,7 @@ def agents(*names: str) -> list[Any]:
 # ---- scripted model steps ----
 
 
-def says(text: str, *calls: CheckCall, think: str = "") -> CheckStep:
+def model_step(text: str, *calls: CheckCall, think: str = "") -> CheckStep:
     return CheckStep(say=text, think=think, calls=calls)
 
 

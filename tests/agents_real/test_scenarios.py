@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.agents_real import kit
-from tests.agents_real.kit import Branch, Check, Prepare, branches, call, findings, says, shell, turns
+from tests.agents_real.kit import Branch, Check, Prepare, branches, call, findings, model_step, shell, turns
 from tests.speed import scaled
 from turngate.agents.launch import ModelLimits
 from turngate.agents.spec import CheckCall
@@ -43,17 +43,19 @@ def start_subagent(agent: str, task: str) -> CheckCall:
 
 def finish_subagent(agent: str, text: str) -> Any:
     """Make the sub-agent's final step."""
-    return says("", call("complete_task", result={"response": text})) if agent == "gemini-cli" else says(text)
+    return (
+        model_step("", call("complete_task", result={"response": text})) if agent == "gemini-cli" else model_step(text)
+    )
 
 
 @pytest.mark.parametrize("agent", kit.agents("claude-code", "opencode", "gemini-cli", "qwen-code"))
 async def test_concurrent_subagents_are_separate_branches(run: Check, agent: str) -> None:
     def scenes(workdir: str) -> tuple[Scene, ...]:
         counts = (
-            says("Two helpers.", start_subagent(agent, "HELP-1: lines"), start_subagent(agent, "HELP-2: words")),
-            says("Done."),
+            model_step("Two helpers.", start_subagent(agent, "HELP-1: lines"), start_subagent(agent, "HELP-2: words")),
+            model_step("Done."),
         )
-        look = {unit: says("I count.", shell(agent, f"wc -{unit} notes.txt"), think="Hm.") for unit in "lw"}
+        look = {unit: model_step("I count.", shell(agent, f"wc -{unit} notes.txt"), think="Hm.") for unit in "lw"}
         return (
             Scene("MAIN-TASK", counts),
             Scene("HELP-1", (look["l"], finish_subagent(agent, "Three lines.")), pace_s=0.1),
@@ -80,12 +82,12 @@ async def test_concurrent_subagents_are_separate_branches(run: Check, agent: str
 @pytest.mark.real
 @pytest.mark.needs("agent:codex")
 async def test_codex_subagent_is_separate_branch(run: Check) -> None:
-    spawn = says("", call("multi_agent_v1__spawn_agent", message="HELP-1: count the lines"))
-    wait = says("", call("multi_agent_v1__wait_agent", targets=["{helper}"], timeout_ms=int(1000 * scaled(20))))
-    look = says("I count.", shell("codex", "wc -l notes.txt"), think="Hm.")
+    spawn = model_step("", call("multi_agent_v1__spawn_agent", message="HELP-1: count the lines"))
+    wait = model_step("", call("multi_agent_v1__wait_agent", targets=["{helper}"], timeout_ms=int(1000 * scaled(20))))
+    look = model_step("I count.", shell("codex", "wc -l notes.txt"), think="Hm.")
     scenes = (
-        Scene("MAIN-TASK", (spawn, wait, says("Done.")), finds={"helper": r'"agent_id":\s*"([^"]+)"'}),
-        Scene("HELP-1", (look, says("Three lines."))),
+        Scene("MAIN-TASK", (spawn, wait, model_step("Done.")), finds={"helper": r'"agent_id":\s*"([^"]+)"'}),
+        Scene("HELP-1", (look, model_step("Three lines."))),
     )
     report = await run("codex", options=CheckOptions(scenes=lambda workdir: scenes, instruction=TASK))
     assert report.passed, findings(report)
@@ -96,11 +98,15 @@ async def test_codex_subagent_is_separate_branch(run: Check) -> None:
 @pytest.mark.needs("agent:codex")
 async def test_codex_subagent_with_inherited_history_forks(run: Check) -> None:
     look = call("exec", input="text((await tools.exec_command({cmd: 'wc -l notes.txt'})).output)")
-    spawn = says("", call("collaboration__spawn_agent", task_name="count", message="Count the lines."))
-    wait = says("", call("collaboration__wait_agent", timeout_ms=int(1000 * scaled(20))))
+    spawn = model_step("", call("collaboration__spawn_agent", task_name="count", message="Count the lines."))
+    wait = model_step("", call("collaboration__wait_agent", timeout_ms=int(1000 * scaled(20))))
     scenes = (
-        Scene("You are now a newly spawned child agent", (says("I count.", look), says("Three lines.")), begins=1),
-        Scene("MAIN-TASK", (spawn, wait, says("Done."))),
+        Scene(
+            "You are now a newly spawned child agent",
+            (model_step("I count.", look), model_step("Three lines.")),
+            begins=1,
+        ),
+        Scene("MAIN-TASK", (spawn, wait, model_step("Done."))),
     )
     # Codex offers its newer multi-agent tools only to known model names.
     options = CheckOptions(scenes=lambda workdir: scenes, instruction=TASK, model="gpt-6.1-sol")
@@ -128,16 +134,20 @@ def long_work(agent: str, long: int) -> Any:
     """Scenes with `long` long outputs, a short one and an end; after a summary, the agent looks once more."""
 
     def scenes(workdir: str) -> tuple[Scene, ...]:
-        printing = [says(f"Part {n}.", shell(agent, "seq 1 1900")) for n in range(long)]
-        end = says("", call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"))
-        summary = says(f"<summary><state_snapshot>{SUMMARY}</state_snapshot></summary>")
+        printing = [model_step(f"Part {n}.", shell(agent, "seq 1 1900")) for n in range(long)]
+        end = model_step("", call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"))
+        summary = model_step(f"<summary><state_snapshot>{SUMMARY}</state_snapshot></summary>")
         return (
             Scene(SUMMARY_PROMPTS.get(agent, "no such words"), (summary,), tools=False),
-            Scene("LOOKED-AGAIN", (says("Done."),)),
-            Scene("SUMMARY-OF-ALL", (says("Once more.", shell(agent, "echo LOOKED''-AGAIN")),)),
+            Scene("LOOKED-AGAIN", (model_step("Done."),)),
+            Scene("SUMMARY-OF-ALL", (model_step("Once more.", shell(agent, "echo LOOKED''-AGAIN")),)),
             Scene(
                 "MAIN-TASK",
-                (*printing, says("A little.", shell(agent, "seq 1 100")), end if "mini" in agent else says("Done.")),
+                (
+                    *printing,
+                    model_step("A little.", shell(agent, "seq 1 100")),
+                    end if "mini" in agent else model_step("Done."),
+                ),
             ),
         )
 
@@ -202,8 +212,8 @@ SPEECH = "word " * 400
 
 def slow_third_turn(agent: str) -> CheckOptions:
     """Two quick turns, then a slow one."""
-    quick = [says("Look.", shell(agent, "cat notes.txt")), says("Print.", shell(agent, "echo SLOW''LY"))]
-    scenes = (Scene("SLOWLY", (says(SPEECH),), pace_s=0.2), Scene("MAIN-TASK", tuple(quick)))
+    quick = [model_step("Look.", shell(agent, "cat notes.txt")), model_step("Print.", shell(agent, "echo SLOW''LY"))]
+    scenes = (Scene("SLOWLY", (model_step(SPEECH),), pace_s=0.2), Scene("MAIN-TASK", tuple(quick)))
     return CheckOptions(scenes=lambda workdir: scenes, instruction=TASK)
 
 

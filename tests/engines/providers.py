@@ -541,10 +541,10 @@ class ResponsesProvider(Provider):
 
     def stream(self, output: ModelTurn, turn: int) -> list[bytes]:
         items = self.items(output, turn)
-        begun = self.response(output, "in_progress", [])
+        in_progress = self.response(output, "in_progress", [])
         parts: list[Json] = [
-            {"type": "response.created", "response": begun},
-            {"type": "response.in_progress", "response": begun},
+            {"type": "response.created", "response": in_progress},
+            {"type": "response.in_progress", "response": in_progress},
         ]
         for index, item in enumerate(items):
             empty = {**item, **{field: [] for field in ("summary", "content") if field in item}}

@@ -74,7 +74,7 @@ def end(reason: str = "end_turn", **fields: Json) -> list[Json]:
 
 
 def stream(*events: Json | list[Json]) -> Answer:
-    flat = [event for one in events for event in (one if isinstance(one, list) else [one])]
+    flat = [event for item in events for event in (item if isinstance(item, list) else [item])]
     return answer_stream(*(named_event(event) for event in flat))
 
 

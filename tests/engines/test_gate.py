@@ -314,12 +314,12 @@ async def test_calls_answered_from_several_threads(gate: Gate) -> None:
     seen: list[str] = []
 
     async def trainer() -> None:
-        async def one() -> None:
+        async def consume() -> None:
             async for call in gate:
                 seen.append(call.id)
                 await call.answer([int(call.prompt[0]) % 9, STOP], [-1, -1])
 
-        await asyncio.gather(*(one() for _ in range(4)))
+        await asyncio.gather(*(consume() for _ in range(4)))
 
     threads = [in_thread(trainer) for _ in range(3)]
     total = 1500
@@ -403,7 +403,7 @@ async def test_answer_racing_disconnect_ends_call_once(gate: Gate) -> None:
     outcomes = {"answered": 0, "gone": 0}
 
     async def trainer() -> None:
-        async def one() -> None:
+        async def consume() -> None:
             async for call in gate:
                 try:
                     await call.answer([STOP], [-1])
@@ -411,7 +411,7 @@ async def test_answer_racing_disconnect_ends_call_once(gate: Gate) -> None:
                 except Gone:
                     outcomes["gone"] += 1
 
-        await asyncio.gather(*(one() for _ in range(3)))
+        await asyncio.gather(*(consume() for _ in range(3)))
 
     thread = in_thread(trainer)
     rng = random.Random(1)

@@ -55,7 +55,7 @@ def chunk(*parts: Json, finish: str = "", **fields: Json) -> Json:
 
 
 def stream(*chunks: Json) -> Answer:
-    return answer_stream(*(event(one).replace(b"\n\n", b"\r\n\r\n") for one in chunks))
+    return answer_stream(*(event(item).replace(b"\n\n", b"\r\n\r\n") for item in chunks))
 
 
 OK = stream(chunk({"text": "ok"}, finish="STOP") | {"usageMetadata": USAGE})

@@ -265,7 +265,7 @@ def test_concurrent_requests(loop: str) -> None:
     async def scenario() -> None:
         async with connected(reply_with(CHUNKED, b"5\r\nhello\r\n0\r\n\r\n")) as (server, connections):
 
-            async def one() -> bytes:
+            async def post() -> bytes:
                 response = await connections.request("POST", "/", b"y" * 300_000, {})
                 try:
                     return await response.read()
@@ -273,7 +273,7 @@ def test_concurrent_requests(loop: str) -> None:
                     response.close()
 
             for _ in range(3):
-                assert set(await asyncio.gather(*(one() for _ in range(20)))) == {b"hello"}
+                assert set(await asyncio.gather(*(post() for _ in range(20)))) == {b"hello"}
             assert server.connections == 20
             assert all(request.endswith(b"y" * 300_000) for request in server.requests)
 

@@ -117,10 +117,10 @@ async def test_stop_id_ends_reply_and_is_included() -> None:
 
 async def test_greedy_picks_argmax_with_logprob_zero() -> None:
     async with start_engine() as engine:
-        one, two = [await generate(engine, make_request([5, 6], 20, temperature=0)) for _ in range(2)]
+        first, second = [await generate(engine, make_request([5, 6], 20, temperature=0)) for _ in range(2)]
         with torch.no_grad():
-            likeliest = engine.model(torch.tensor([[5, 6, *one.ids]]))[0, 1:-1].argmax(-1).tolist()
-    assert one.ids == two.ids == likeliest and one.logprobs == [0.0] * 20
+            argmax = engine.model(torch.tensor([[5, 6, *first.ids]]))[0, 1:-1].argmax(-1).tolist()
+    assert first.ids == second.ids == argmax and first.logprobs == [0.0] * 20
 
 
 async def test_concurrent_calls_keep_own_sampling_settings() -> None:
@@ -153,11 +153,11 @@ async def test_shared_prefix_is_computed_once(
         computed: list[int] = []
         fill = engine._decoder.fill
 
-        def counted(pieces: Sequence[PromptPiece]) -> None:
+        def count_fill(pieces: Sequence[PromptPiece]) -> None:
             computed.append(sum(len(piece.ids) for piece in pieces))
             fill(pieces)
 
-        monkeypatch.setattr(engine._decoder, "fill", counted)
+        monkeypatch.setattr(engine._decoder, "fill", count_fill)
         prompt = [n % 300 for n in range(7, 107)]
         group = await asyncio.gather(*(generate(engine, make_request(prompt, 12)) for _ in range(8)))
         assert sum(computed) == 99  # the last id is the input of the first step
@@ -481,10 +481,10 @@ async def test_gateway_rows_match_trainer_forward_pass() -> None:
     made = model(vocabulary=kit.tokenizer().vocab_size, context=2048)
     async with kit.gateway(engine=LocalEngine(made, slots=4)) as g:
         session = await g.open(max_tokens=40)
-        heard = [await g.ask(session.key, "Hello there.", mode="async stream")]
-        history = [kit.user("Hello there."), heard[0].message(), kit.user("And now?")]
-        heard.append(await g.ask(session.key, history))
-        assert [reply.usage.completion_tokens for reply in heard] == [40, 40]
+        replies = [await g.ask(session.key, "Hello there.", mode="async stream")]
+        history = [kit.user("Hello there."), replies[0].message(), kit.user("And now?")]
+        replies.append(await g.ask(session.key, history))
+        assert [reply.usage.completion_tokens for reply in replies] == [40, 40]
         await g.seal(session.id)
         [row] = await g.samples(session.id)
         mask = np.array(row["mask"], bool)

@@ -27,19 +27,19 @@ def folder() -> Path:
 async def test_real_model_answers_and_rows_match_trainer(folder: Path) -> None:
     async with kit.gateway(engine=LocalEngine(folder, max_context=1024), tokenizer=str(folder)) as g:
         session = await g.open(max_tokens=24, sampling={"temperature": 0})
-        heard = await g.ask(session.key, "What is the capital of France?", mode="async stream")
-        assert "Paris" in heard.content and heard.finish == "stop"
+        reply = await g.ask(session.key, "What is the capital of France?", mode="async stream")
+        assert "Paris" in reply.content and reply.finish == "stop"
 
         sessions = [await g.open(max_tokens=32) for _ in range(6)]
         questions = [f"Tell me a story about {what}." for what in ("a fox", "two ships", "rain") for _ in range(2)]
         await asyncio.gather(*(g.ask(s.key, q) for s, q in zip(sessions, questions, strict=True)))
         made = g.app.engine
         assert isinstance(made, LocalEngine)
-        off = [_off(made.model, (await g.samples(one.id))[0]) for one in sessions]
-        assert float(np.concatenate(off).mean()) < 1e-4
+        errors = [_errors(made.model, (await g.samples(session.id))[0]) for session in sessions]
+        assert float(np.concatenate(errors).mean()) < 1e-4
 
 
-def _off(model: Model, row: kit.Json) -> np.ndarray:
+def _errors(model: Model, row: kit.Json) -> np.ndarray:
     begin = int(np.argmax(row["mask"]))
     again = rescore(model, row["ids"][:begin], row["ids"][begin:])
     trained = np.array(row["mask"][begin:], bool)

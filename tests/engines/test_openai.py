@@ -407,8 +407,8 @@ async def test_early_exit_closes_connection() -> None:
 
 
 async def test_health_with_base_url_variants() -> None:
-    one: dict[str, Any] = {"data": [{"id": "m", "max_model_len": 99}]}
-    server = StandIn(documents={"/v1/models": one, "/api/models": {"data": []}})
+    models: dict[str, Any] = {"data": [{"id": "m", "max_model_len": 99}]}
+    server = StandIn(documents={"/v1/models": models, "/api/models": {"data": []}})
     async with serving(server):
         for url, model in ((server.url, "m"), (server.url + "/v1/", "m"), (server.url + "/api", "")):
             relay = OpenAIRelay(url, "sk-secret")

@@ -248,20 +248,20 @@ async def test_down_replica_is_tried_if_all_are_down() -> None:
 
 
 async def test_health_checks_remove_and_restore_replicas() -> None:
-    one, two = Replica(0), Replica(1)
-    async with pool_of(one, two) as pool:
-        one.ok = False
+    first, second = Replica(0), Replica(1)
+    async with pool_of(first, second) as pool:
+        first.ok = False
         await eventually(lambda: not pool._replicas[0].up)
         assert [await served_by(pool, f"s{n}") for n in range(4)] == [1] * 4
-        one.ok = True
+        first.ok = True
         await eventually(lambda: pool._replicas[0].up)
         assert await served_by(pool, "new") == 0
 
 
 async def test_single_failed_check_keeps_replica_up() -> None:
-    one = Replica(0)
-    async with pool_of(one, check_s=60) as pool:
-        one.ok = False
+    first = Replica(0)
+    async with pool_of(first, check_s=60) as pool:
+        first.ok = False
         await pool._replicas[0].check()
         assert pool._replicas[0].up
         await pool._replicas[0].check()

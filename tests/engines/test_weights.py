@@ -122,7 +122,7 @@ async def test_requests_name_the_adapter() -> None:
 
 
 def test_list_updatable_replicas() -> None:
-    one, other = VLLM("http://127.0.0.1:1", "m"), SGLang("http://127.0.0.1:2")
-    assert isinstance(one, UpdatableReplica) and isinstance(other, UpdatableReplica)
-    assert list_updatable_replicas(Pool([one, other])) == [one, other] and list_updatable_replicas(one) == [one]
+    vllm, sglang = VLLM("http://127.0.0.1:1", "m"), SGLang("http://127.0.0.1:2")
+    assert isinstance(vllm, UpdatableReplica) and isinstance(sglang, UpdatableReplica)
+    assert list_updatable_replicas(Pool([vllm, sglang])) == [vllm, sglang] and list_updatable_replicas(vllm) == [vllm]
     assert list_updatable_replicas(Scripted([])) == [] and list_updatable_replicas(None) == []

@@ -28,13 +28,13 @@ async def reader_waits(g: Running) -> None:
     await until(lambda: g.app.events._followers)
 
 
-class Trained(NamedTuple):
+class TrainingGateway(NamedTuple):
     """A gateway with a trainer's client."""
 
     g: Running
     client: GatewayClient
 
-    async def opened(self, group: str = "g", turns: int = 1, **config: Any) -> OpenSession:
+    async def open_session(self, group: str = "g", turns: int = 1, **config: Any) -> OpenSession:
         """Open a session and run `turns` turns in it."""
         config.setdefault("metadata", {"group": group})
         session = await self.g.open(**config)
@@ -49,7 +49,7 @@ class Trained(NamedTuple):
             messages = [*messages, said.message(), user(f"Go on {turn}")]
         return messages
 
-    async def branched(self, session: OpenSession, branches: int) -> None:
+    async def branch(self, session: OpenSession, branches: int) -> None:
         """Run one turn and `branches` turns that each continue it, one row per branch."""
         said = await self.g.ask(session.key, "Hi")
         for branch in range(branches):
@@ -62,16 +62,16 @@ class Trained(NamedTuple):
 
     async def rollout(self, reward: float | None, group: str = "g", *, turns: int = 1, **more: Any) -> str:
         """Record a complete rollout and return its session id."""
-        session = await self.opened(group, turns)
+        session = await self.open_session(group, turns)
         await self.g.seal(session.id)
         await self.record(session.id, reward, group, **more)
         return session.id
 
 
 @asynccontextmanager
-async def training(data: Path | None = None, **config: Any) -> AsyncIterator[Trained]:
+async def training(data: Path | None = None, **config: Any) -> AsyncIterator[TrainingGateway]:
     async with (
         gateway(lambda request, index: say(f"Answer {index}."), data=data, **config) as g,
         GatewayClient(g.root, g.app.admin_key) as client,
     ):
-        yield Trained(g, client)
+        yield TrainingGateway(g, client)

@@ -130,7 +130,7 @@ def summarize(delivery: Delivery) -> dict[str, Any]:
     return {
         "number": delivery.number,
         "group": delivery.group,
-        "sessions": [rolled.session for rolled in delivery.rollouts],
+        "sessions": [rollout.session for rollout in delivery.rollouts],
         "rows": len(delivery.rows()),
         "digest": digest.hexdigest(),
     }
@@ -139,7 +139,7 @@ def summarize(delivery: Delivery) -> dict[str, Any]:
 def read_trained(path: Path) -> list[dict[str, Any]]:
     """The complete lines; a partial last line is ignored."""
     text = path.read_text() if path.exists() else ""
-    return [json.loads(one) for one in text[: text.rfind("\n") + 1].splitlines()]
+    return [json.loads(entry) for entry in text[: text.rfind("\n") + 1].splitlines()]
 
 
 async def train(url: str, folder: Path) -> None:
@@ -229,7 +229,7 @@ async def storm(kills: int, *, seed: int = 0, workers: int = 1) -> str:
                 lines = read_trained(folder / "trained")
                 check(lines, groups)
                 async with await Feed.open(client, "storm", CONFIG, after=0) as feed:
-                    again = [summarize(one) for _ in lines if (one := await feed.next(scaled(10))) is not None]
+                    again = [summarize(entry) for _ in lines if (entry := await feed.next(scaled(10))) is not None]
                 assert again == lines, "a delivery changed between two reads"
                 # The trainer may have been killed before its last commit.
                 committed = (await client.show_feed("storm")).committed
@@ -252,12 +252,12 @@ def next_group(folder: Path, lane: int) -> int:
 
 
 def check(lines: list[dict[str, Any]], groups: list[int]) -> None:
-    assert [one["number"] for one in lines] == list(range(1, len(groups) + 1))
-    assert Counter(one["group"] for one in lines) == Counter(f"storm.{group}" for group in groups)
-    for one in lines:
-        group = int(one["group"].removeprefix("storm."))
-        assert sorted(one["sessions"]) == [f"{group}-{rollout}" for rollout in range(size(group))], one
-        assert one["rows"] >= size(group)
+    assert [entry["number"] for entry in lines] == list(range(1, len(groups) + 1))
+    assert Counter(entry["group"] for entry in lines) == Counter(f"storm.{group}" for group in groups)
+    for entry in lines:
+        group = int(entry["group"].removeprefix("storm."))
+        assert sorted(entry["sessions"]) == [f"{group}-{rollout}" for rollout in range(size(group))], entry
+        assert entry["rows"] >= size(group)
 
 
 async def _wait_for_lines(path: Path, count: int, limit_s: float = 60) -> None:

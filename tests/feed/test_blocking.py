@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.feed.kit import Trained, training
+from tests.feed.kit import TrainingGateway, training
 from tests.speed import scaled
 from turngate.client import feed as module
 from turngate.client.feed import BlockingFeed, TakenOver
@@ -21,12 +21,12 @@ from turngate.errors import BadRequest
 PLAIN = FeedConfig(n=1, advantage="none")
 
 
-def blocking(t: Trained) -> BlockingFeed:
+def blocking(t: TrainingGateway) -> BlockingFeed:
     return BlockingFeed(t.g.root, t.g.app.admin_key, "f", PLAIN)
 
 
 async def test_thread_iterates_and_commits() -> None:
-    def train(t: Trained) -> list[int]:
+    def train(t: TrainingGateway) -> list[int]:
         seen = []
         with blocking(t) as feed:
             for delivery in feed:
@@ -50,7 +50,7 @@ async def test_thread_iterates_and_commits() -> None:
 def test_ctrl_c_loses_no_delivery() -> None:
     """A read that is interrupted and repeated gets the same delivery. Signals arrive in the main thread, so that one reads."""
     ready, over = threading.Event(), threading.Event()
-    serving: list[tuple[Trained, asyncio.AbstractEventLoop]] = []
+    serving: list[tuple[TrainingGateway, asyncio.AbstractEventLoop]] = []
 
     async def serve() -> None:
         async with training() as t:
@@ -70,7 +70,7 @@ def test_ctrl_c_loses_no_delivery() -> None:
         thread.join()
 
 
-def _read_with_interrupt(t: Trained, loop: asyncio.AbstractEventLoop) -> None:
+def _read_with_interrupt(t: TrainingGateway, loop: asyncio.AbstractEventLoop) -> None:
     def rollout(reward: float) -> None:
         asyncio.run_coroutine_threadsafe(t.rollout(reward), loop).result(scaled(60))
 
@@ -96,7 +96,7 @@ def _read_with_interrupt(t: Trained, loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def test_errors_are_raised_in_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    def taken_over(t: Trained) -> None:
+    def taken_over(t: TrainingGateway) -> None:
         with blocking(t) as older, blocking(t):
             with pytest.raises(TakenOver):
                 older.next(scaled(5))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.feed.kit import Trained, training
+from tests.feed.kit import TrainingGateway, training
 from tests.speed import scaled
 from turngate.client.feed import DamagedDelivery, Delivery, Feed, _decode_delivery
 from turngate.client.protocol import FeedConfig, WireDelivery, WireRollout, WireRow
@@ -15,7 +15,7 @@ from turngate.trace.advantage import EPSILON
 from turngate.trace.sample import RowSpan
 
 
-async def first_delivery(t: Trained, config: FeedConfig, name: str = "f") -> Delivery:
+async def first_delivery(t: TrainingGateway, config: FeedConfig, name: str = "f") -> Delivery:
     """Open a feed and return its first delivery."""
     async with await Feed.open(t.client, name, config) as feed:
         found = await feed.next(scaled(5))
@@ -26,7 +26,7 @@ async def first_delivery(t: Trained, config: FeedConfig, name: str = "f") -> Del
 async def test_rows_equal_trace() -> None:
     async with training() as t:
         session = await t.g.open()
-        await t.branched(session, 2)
+        await t.branch(session, 2)
         await t.g.seal(session.id)
         await t.record(session.id, 1.0, data={"status": "finished", "mine": [1, None, "é"]}, resolved=True, attempt=3)
         found = await first_delivery(t, FeedConfig(n=1, advantage="none", from_start=True))
@@ -54,7 +54,7 @@ async def test_multi_row_rollout_counts_once() -> None:
     async with training() as t:
         for reward, branches in ((1.0, 0), (0.0, 3), (0.0, 0)):
             session = await t.g.open()
-            await (t.branched(session, branches) if branches else t.talk(session))
+            await (t.branch(session, branches) if branches else t.talk(session))
             await t.g.seal(session.id)
             await t.record(session.id, reward)
         found = await first_delivery(t, FeedConfig(n=3, from_start=True))

@@ -15,7 +15,7 @@ import pytest
 
 import turngate.gateway.deliveries
 import turngate.gateway.feeds
-from tests.feed.kit import Trained, poll_without_end, reader_waits, training
+from tests.feed.kit import TrainingGateway, poll_without_end, reader_waits, training
 from tests.kit import gateway, say, until
 from tests.speed import scaled
 from turngate.client.feed import Delivery, Feed, OtherFeed, TakenOver
@@ -28,7 +28,7 @@ from turngate.trace.session import SessionConfig
 PLAIN = FeedConfig(n=2, advantage="none")
 
 
-async def all_deliveries(t: Trained, name: str = "f", after: int = 0) -> list[Delivery]:
+async def all_deliveries(t: TrainingGateway, name: str = "f", after: int = 0) -> list[Delivery]:
     """All deliveries of a feed after a number."""
     view = await t.client.show_feed(name)
     async with await Feed.open(t.client, name, view.config, after=after) as feed:
@@ -371,7 +371,7 @@ async def test_building_rows_does_not_block_loop(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(turngate.gateway.feeds, "build_delivery", record_thread)
     long = say("word " * 4000)
     async with gateway(lambda request, index: long) as g, GatewayClient(g.root, g.app.admin_key) as client:
-        t = Trained(g, client)
+        t = TrainingGateway(g, client)
         for _ in range(2):
             await t.rollout(1.0, turns=2)
         late = 0.0  # CPU time of this thread, unaffected by other load
@@ -414,7 +414,7 @@ async def test_slow_deliveries_do_not_block_turns(monkeypatch: pytest.MonkeyPatc
         await asyncio.sleep(0.3)
         try:
             async with asyncio.timeout(scaled(5)):
-                await t.opened()
+                await t.open_session()
         finally:
             released.set()
         assert all(await asyncio.gather(*reading))

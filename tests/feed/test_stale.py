@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.feed.kit import Trained, training
+from tests.feed.kit import TrainingGateway, training
 from tests.kit import Gated, gateway, say, until
 from tests.speed import scaled
 from turngate.client.feed import Feed
@@ -16,13 +16,13 @@ from turngate.client.protocol import FeedConfig
 from turngate.trace.advantage import EPSILON
 
 
-async def stop_reason(t: Trained, session: str) -> str:
+async def stop_reason(t: TrainingGateway, session: str) -> str:
     """The stop reason of a cancelled session, or an empty string."""
     shown = await t.g.show(session)
     return str(shown["stop"]) if shown["status"] == "cancelled" else ""
 
 
-async def stale_check_done(t: Trained) -> None:
+async def stale_check_done(t: TrainingGateway) -> None:
     """Wait until the search for stale sessions is done."""
     await until(lambda: not t.g.app.stale.is_busy)
 
@@ -87,11 +87,11 @@ async def test_oldest_turn_decides_staleness() -> None:
 async def test_open_stale_sessions_are_cancelled() -> None:
     async with training() as t:
         await t.client.open_feed("f", FeedConfig(n=4, max_staleness=1, groups="train."))
-        old = await t.opened("train.a", turns=2)
-        fresh = await t.opened("train.a", turns=0)  # no turn yet
-        other = await t.opened("test.a", turns=2)  # in a group without a feed
-        loose = await t.opened(turns=2, metadata={"mine": 1})  # without a group
-        odd = await t.opened(turns=2, metadata={"group": 3})
+        old = await t.open_session("train.a", turns=2)
+        fresh = await t.open_session("train.a", turns=0)  # no turn yet
+        other = await t.open_session("test.a", turns=2)  # in a group without a feed
+        loose = await t.open_session(turns=2, metadata={"mine": 1})  # without a group
+        odd = await t.open_session(turns=2, metadata={"group": 3})
         await t.g.resume(1)
         await stale_check_done(t)
         assert await stop_reason(t, old.id) == ""  # one version is allowed
@@ -110,13 +110,13 @@ async def test_session_is_kept_while_another_feed_accepts_it() -> None:
     async with training() as t:
         await t.client.open_feed("strict", FeedConfig(n=4, max_staleness=0))
         await t.client.open_feed("mild", FeedConfig(n=4, max_staleness=2))
-        session = await t.opened(turns=2)
+        session = await t.open_session(turns=2)
         for version, stop in ((1, ""), (2, ""), (3, "stale")):
             await t.g.resume(version)
             await stale_check_done(t)
             assert await stop_reason(t, session.id) == stop
         await t.client.open_feed("any", FeedConfig(n=4))
-        session = await t.opened(turns=2)
+        session = await t.open_session(turns=2)
         await t.g.resume(100)
         await stale_check_done(t)
         assert await stop_reason(t, session.id) == ""
@@ -145,7 +145,7 @@ async def test_untrained_turns_do_not_make_session_stale() -> None:
 async def test_stale_sessions_are_cancelled_after_restart(tmp_path: Path) -> None:
     async with training(tmp_path) as t:
         await t.client.open_feed("f", FeedConfig(n=4, max_staleness=0))
-        session = await t.opened(turns=2)
+        session = await t.open_session(turns=2)
     async with training(tmp_path) as t:
         await t.g.resume(1)
         await stale_check_done(t)
@@ -155,9 +155,9 @@ async def test_stale_sessions_are_cancelled_after_restart(tmp_path: Path) -> Non
 async def test_call_in_flight_is_aborted_with_stale_session() -> None:
     engine = Gated(lambda request, index: say("Some answer."), tokens=100)
     async with gateway(engine=engine) as g, GatewayClient(g.root, g.app.admin_key) as client:
-        t = Trained(g, client)
+        t = TrainingGateway(g, client)
         await client.open_feed("f", FeedConfig(n=4, max_staleness=0))
-        session = await t.opened(turns=2)
+        session = await t.open_session(turns=2)
         g.gated.tokens = 0
         call = g.start(g.ask(session.key, "And now?"))
         await until(lambda: g.gated.waiting)

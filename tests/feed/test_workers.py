@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.feed.kit import Trained, poll_without_end, reader_waits
+from tests.feed.kit import TrainingGateway, poll_without_end, reader_waits
 from tests.kit import until
 from tests.server.test_forwarding import Crew, crew
 from tests.speed import scaled
@@ -40,9 +40,9 @@ async def test_groups_completed_by_several_workers_are_numbered_once() -> None:
             work = [rollout(workers, n % 2, f"g{n // N}") for n in range(3 * N)]
             await asyncio.gather(*work)
             found = [await waiting, await feed.next(scaled(5)), await feed.next(scaled(5))]
-            assert [one.number for one in found if one is not None] == [1, 2, 3]
-            assert sorted(one.group for one in found if one is not None) == ["g0", "g1", "g2"]
-            sessions = [rolled.session for one in found if one is not None for rolled in one.rollouts]
+            assert [delivery.number for delivery in found if delivery is not None] == [1, 2, 3]
+            assert sorted(delivery.group for delivery in found if delivery is not None) == ["g0", "g1", "g2"]
+            sessions = [member.session for delivery in found if delivery is not None for member in delivery.rollouts]
             assert len(sessions) == len(set(sessions)) == 3 * N
             assert await feed.next(0) is None
 
@@ -69,7 +69,7 @@ async def test_stale_sessions_are_cancelled_on_every_worker() -> None:
             await client.open_feed("f", FeedConfig(n=N, max_staleness=0))
             opened = [await workers.open_at(owner, metadata={"group": "g"}) for owner in (0, 1)]
             for worker, session in zip(workers.workers, opened, strict=True):
-                await Trained(worker, client).talk(session, 2)
+                await TrainingGateway(worker, client).talk(session, 2)
             await workers[1].resume(1)
             await until(lambda: not any(worker.app.stale.is_busy for worker in workers.workers))
             for session in opened:

@@ -43,12 +43,12 @@ _WIDE = 120
 def read(name: str) -> Json:
     """Read and unpack a recording. Do not modify the cached result."""
     found = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
-    return {**found, "exchanges": unpacked(found["exchanges"])}
+    return {**found, "exchanges": unpack(found["exchanges"])}
 
 
 def text(recording: Json) -> str:
     """The file content of a recording."""
-    return _format({**recording, "exchanges": packed(recording["exchanges"])}) + "\n"
+    return _format({**recording, "exchanges": pack(recording["exchanges"])}) + "\n"
 
 
 def value(body: bytes) -> Json:
@@ -61,7 +61,7 @@ def value(body: bytes) -> Json:
         return body.decode(errors="replace")
 
 
-def said(content_type: str, body: bytes) -> Json:
+def decode_payload(content_type: str, body: bytes) -> Json:
     """Decode a reply's events or body for the recording."""
     if not content_type.startswith("text/event-stream"):
         return {"body": value(body)}
@@ -77,7 +77,7 @@ def said(content_type: str, body: bytes) -> Json:
 # ── packing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def packed(exchanges: Sequence[Json]) -> list[Json]:
+def pack(exchanges: Sequence[Json]) -> list[Json]:
     return [_pack_exchange(exchange, exchanges[:n]) for n, exchange in enumerate(exchanges)]
 
 
@@ -161,7 +161,7 @@ def _plain(value: Json) -> str:
 # ── unpacking ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def unpacked(exchanges: Sequence[Json]) -> list[Json]:
+def unpack(exchanges: Sequence[Json]) -> list[Json]:
     whole: list[Json] = []
     for exchange in exchanges:
         request, reply = exchange["request"], exchange["reply"]

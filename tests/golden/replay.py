@@ -22,7 +22,7 @@ from turngate.rollout.agent_check import MODEL
 from turngate.rollout.playbook import format_step
 
 
-class Played(msgspec.Struct):
+class Replay(msgspec.Struct):
     """The recorded trace and replies of a replay."""
 
     turns: list[Json]
@@ -31,7 +31,7 @@ class Played(msgspec.Struct):
     replies: list[Json]
 
 
-async def play(record: Json) -> Played:
+async def play(record: Json) -> Replay:
     exchanges = record["exchanges"]
     script = [kit.say(format_step(decode_reply(record["dialect"], e["reply"])), chunk=8) for e in exchanges]
     async with kit.gateway(engine=Scripted(script, model=MODEL), model=MODEL) as g:
@@ -44,14 +44,14 @@ async def play(record: Json) -> Played:
             body = _replace_ids(json.dumps(request["body"]), new_ids)
             headers = {name: value.replace("REDACTED", session.key) for name, value in request["headers"].items()}
             answer = await client.request(request["method"], request["path"], headers=headers, content=body)
-            payload = recording.said(answer.headers["content-type"], answer.content)
+            payload = recording.decode_payload(answer.headers["content-type"], answer.content)
             new_ids |= dict(zip(_ids(_payload(exchange["reply"])), _ids(payload), strict=True))
             kept = {name: value for name, value in answer.headers.items() if name in exchange["reply"]["headers"]}
             replies.append({"status": answer.status_code, "headers": kept, **payload})
         await g.seal(session.id)
         nodes = (await g.trace(session.id))["nodes"]
         rows = await g.samples(session.id, keep_empty=True)
-    return Played(
+    return Replay(
         [node for node in nodes if node["kind"] == "sampled"],
         [node for node in nodes if node["kind"] == "context"],
         rows,

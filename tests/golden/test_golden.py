@@ -14,7 +14,7 @@ import pytest
 
 from tests.golden import recording
 from tests.golden.recording import FOLDER, IDS, NAMES, Json
-from tests.golden.replay import Played, decode_reply, play, shape
+from tests.golden.replay import Replay, decode_reply, play, shape
 from turngate.agents.spec import load_catalog
 from turngate.dialects import DIALECTS, WireRequest
 from turngate.errors import BadRequest
@@ -79,7 +79,7 @@ def route(request: Json) -> RouteMatch:
     return found
 
 
-def decoded(request: Json, body: Json) -> Call:
+def decode(request: Json, body: Json) -> Call:
     found = route(request)
     query = dict(pair.split("=") for pair in request["path"].partition("?")[2].split("&") if pair)
     return found.dialect.decode(
@@ -88,7 +88,7 @@ def decoded(request: Json, body: Json) -> Call:
 
 
 def conversation(request: Json, body: Json = None) -> list[Message]:
-    history = decoded(request, body or request["body"]).history
+    history = decode(request, body or request["body"]).history
     return [message for n in range(len(history.raws)) for message in history.decode(n)]
 
 
@@ -114,7 +114,7 @@ def test_recording_is_of_catalogue_version(name: str) -> None:
 def test_every_request_decodes(name: str) -> None:
     for exchange in exchanges(name):
         request = exchange["request"]
-        call, history = decoded(request, request["body"]), conversation(request)
+        call, history = decode(request, request["body"]), conversation(request)
         assert route(request).dialect.name == recording.read(name)["dialect"]
         assert not [message.unsupported for message in history if message.unsupported]
         assert history[-1].role != "assistant"
@@ -163,7 +163,7 @@ def _with_nonsense(request: Json, field: str) -> Json:
 def meaning(request: Json, body: Json) -> Json:
     """The decoded call and its encoded reply, or the error message if it is rejected."""
     try:
-        call, history = decoded(request, body), conversation(request, body)
+        call, history = decode(request, body), conversation(request, body)
         tools = None if call.tools is None else call.tools.decode()
     except BadRequest as error:
         return error.message
@@ -196,7 +196,7 @@ async def test_replay_gives_same_conversations(name: str) -> None:
     _check_reply_shapes(name, played)
 
 
-def _forks(played: Played) -> list[Json]:
+def _forks(played: Replay) -> list[Json]:
     """Nodes with several children, and causes of forked calls."""
     nodes = [*played.turns, *played.contexts]
     parents = [node["parent"] for node in nodes if node["parent"] is not None]
@@ -206,7 +206,7 @@ def _forks(played: Played) -> list[Json]:
     return [*twice, *caused]
 
 
-def _check_reply_shapes(name: str, played: Played) -> None:
+def _check_reply_shapes(name: str, played: Replay) -> None:
     """Check that replies have the shape of the recorded ones, which the agent accepts."""
     for n, (exchange, reply) in enumerate(zip(exchanges(name), played.replies, strict=True)):
         before = {**exchange["reply"], "headers": sorted(exchange["reply"]["headers"])}

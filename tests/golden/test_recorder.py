@@ -108,8 +108,8 @@ def test_packing_round_trips() -> None:
         exchange({"role": "user", "content": "another beginning"}, events=[{"data": "[DONE]"}, {"data": LONG}]),
         exchange({"role": "user", "content": TEXT}, {"role": "assistant", "content": LONG}, {"role": "user"}),
     ]
-    packed = recording.packed(made)
-    assert recording.unpacked(json.loads(json.dumps(packed))) == made
+    packed = recording.pack(made)
+    assert recording.unpack(json.loads(json.dumps(packed))) == made
     assert packed[0]["reply"]["events"][0]["data"]["tools"] == {"@sent": "tools"}
     assert packed[1]["request"]["headers"] == {"@same": 0}
     assert packed[3]["request"]["body"]["messages"] == {"@first": 2, "@of": 1, "@then": [{"role": "user"}]}
@@ -118,7 +118,7 @@ def test_packing_round_trips() -> None:
 def test_file_is_json_with_short_values_on_one_line() -> None:
     made = {"name": "x", "exchanges": [exchange({"role": "user", "content": "Hi"})]}
     text = recording.text(made)
-    assert recording.unpacked(json.loads(text)["exchanges"]) == made["exchanges"]
+    assert recording.unpack(json.loads(text)["exchanges"]) == made["exchanges"]
     assert '"messages": [{"role": "user", "content": "Hi"}],\n' in text
 
 
@@ -159,7 +159,7 @@ def test_recording_pi_again_gives_same_requests(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120), check=False)
     assert done.returncode == 0, done.stderr
     made = json.loads((tmp_path / "pi.json").read_text())
-    now = [e["request"]["body"] for e in recording.unpacked(made["exchanges"])]
+    now = [e["request"]["body"] for e in recording.unpack(made["exchanges"])]
     assert now == [e["request"]["body"] for e in recording.read("pi")["exchanges"]]
 
 

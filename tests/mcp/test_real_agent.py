@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests import kit as gateways
-from tests.agents_real.kit import agent, agents, call, says
+from tests.agents_real.kit import agent, agents, call, model_step
 from tests.mcp import kit
 from tests.mcp.kit import KEY, MODEL, asked
 from tests.mcp.test_tools import ROW
@@ -53,8 +53,8 @@ def _calls() -> tuple[tuple[str, dict[str, object]], ...]:
 
 
 def _scene() -> Scene:
-    steps = [says("", call(f"mcp__turngate__{name}", **arguments)) for name, arguments in _calls()]
-    return Scene(PROMPT, (*steps, says("All done.")), finds={"rollout": r'"rollout_id":"([^"]+)"'})
+    steps = [model_step("", call(f"mcp__turngate__{name}", **arguments)) for name, arguments in _calls()]
+    return Scene(PROMPT, (*steps, model_step("All done.")), finds={"rollout": r'"rollout_id":"([^"]+)"'})
 
 
 def _claude(server: kit.Server, home: Path, launch: Launch) -> list[str]:

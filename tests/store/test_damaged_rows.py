@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.feed.kit import Trained, training
+from tests.feed.kit import TrainingGateway, training
 from turngate.client.feed import Delivery, Feed
 from turngate.client.protocol import FeedConfig
 from turngate.store.outcomes import RecordedOutcome
@@ -14,7 +14,7 @@ from turngate.store.outcomes import RecordedOutcome
 INVALID_UTF8 = "CAST(x'7bff' AS TEXT)"  # invalid UTF-8
 
 
-def damage(t: Trained, table: str, cell: str, session: str, written: str = "'{'") -> None:
+def damage(t: TrainingGateway, table: str, cell: str, session: str, written: str = "'{'") -> None:
     """Overwrite a cell of the session's row with `written`, an SQL expression."""
     key = "key" if table == "sessions" else "session"
     with t.g.app.store._writing() as db:
@@ -22,13 +22,13 @@ def damage(t: Trained, table: str, cell: str, session: str, written: str = "'{'"
         assert db.execute(statement, (session,)).rowcount == 1
 
 
-async def list_sessions(t: Trained, limit: int = 100) -> dict[str, Any]:
+async def list_sessions(t: TrainingGateway, limit: int = 100) -> dict[str, Any]:
     answer = await t.g.admin.get(f"/admin/sessions?limit={limit}")
     assert answer.status_code == 200, answer.text
     return {session["id"]: session for session in answer.json()["sessions"]}
 
 
-async def next_delivery(t: Trained, config: FeedConfig) -> Delivery | None:
+async def next_delivery(t: TrainingGateway, config: FeedConfig) -> Delivery | None:
     async with await Feed.open(t.client, "f", config) as feed:
         return await feed.next(5)
 

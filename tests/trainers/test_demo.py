@@ -46,7 +46,7 @@ def test_fast_demo_trains_real_agent(tmp_path: Path, storm_scale: float) -> None
         assert measured["difference"] < 1e-3  # trainer and engine log-probabilities agree
     assert count == 1 or any(step["measured"]["signal"] for step in steps), "no group had both successes and failures"
     assert (out / "reward.svg").read_text().startswith("<svg")
-    assert [one.name for one in (out / "checkpoints").iterdir()] == [f"step-{count:05}"]
+    assert [folder.name for folder in (out / "checkpoints").iterdir()] == [f"step-{count:05}"]
     for expected in ("held-out tasks, before", "held-out tasks, after", "passed, held-out tasks", "before", "Plot:"):
         assert expected in done.stdout
     first = done.stdout[: done.stdout.index("held-out tasks, before")]

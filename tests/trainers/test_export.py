@@ -55,11 +55,11 @@ class Recording:
         self.ids[name] = session.id
         history = [*asked]
         for answer in said:
-            heard = await self.ask(session, history, answer)
-            history += [heard.message(), *(result(call, "hello") for call in heard.calls)]
+            reply = await self.ask(session, history, answer)
+            history += [reply.message(), *(result(call, "hello") for call in reply.calls)]
         return session
 
-    async def ended(self, session: OpenSession, reward: float | None, kind: str = "graded", **fields: Any) -> None:
+    async def end(self, session: OpenSession, reward: float | None, kind: str = "graded", **fields: Any) -> None:
         await self.g.seal(session.id)
         outcome = {"kind": kind, "reward": reward, "group": "run.t", "task": "t", **fields}
         self.g.app.outcomes.record(session.id, msgspec.convert(outcome, RecordedOutcome))
@@ -99,14 +99,14 @@ class Recording:
 async def record_rollouts(r: Recording) -> None:
     """Record a group of four rollouts (good, bad, forked, fault) and an unscored, an open and a cancelled one."""
     async with r.serving() as g:
-        await r.ended(await r.rollout("good", CALL, "It says hello."), 1.0, resolved=True)
-        await r.ended(await r.rollout("bad", "I do not know."), 0.0, resolved=False)
+        await r.end(await r.rollout("good", CALL, "It says hello."), 1.0, resolved=True)
+        await r.end(await r.rollout("bad", "I do not know."), 0.0, resolved=False)
         forked = await r.rollout("forked", CALL)
         first = await r.ask(forked, [*PROMPT, user("Again.")], CALL)
         await r.ask(forked, [*PROMPT, user("Again."), first.message(), result(first.calls[0], "one")], "One.")
         await r.ask(forked, [*PROMPT, user("Again."), first.message(), result(first.calls[0], "two")], "Two, too.")
-        await r.ended(forked, 0.5)
-        await r.ended(await r.rollout("fault", CALL), None, "infrastructure fault")
+        await r.end(forked, 0.5)
+        await r.end(await r.rollout("fault", CALL), None, "infrastructure fault")
         unscored = await r.rollout("unscored", "Hm.")
         await g.seal(unscored.id)
         await r.rollout("open", CALL)
@@ -208,14 +208,18 @@ def test_sft_forms_train_each_allowed_turn_once(recording: Recording) -> None:
     trained = {s["node"] for row in recording.samples(recording.ids["forked"]) for s in row["spans"] if s["trained"]}
     assert len(trained) == 4
     completions, _ = recording.export("sft", form="completions", **only)
-    assert sorted(one["turn"] for one in completions) == sorted(trained)
-    assert all(one["completion"][0]["role"] == "assistant" and len(one["completion"]) == 1 for one in completions)
+    assert sorted(record["turn"] for record in completions) == sorted(trained)
+    assert all(
+        record["completion"][0]["role"] == "assistant" and len(record["completion"]) == 1 for record in completions
+    )
     tokens, _ = recording.export("sft", form="tokens", **only)
     rows = {row["branch"]: row for row in recording.samples(recording.ids["forked"])}
-    for one in tokens:
-        row, size = rows[one["branch"]], len(one["input_ids"])
-        assert one["input_ids"] == row["ids"][:size] and one["assistant_masks"] == [int(m) for m in row["mask"][:size]]
-        assert one["labels"] == [i if m else -100 for i, m in zip(row["ids"], row["mask"], strict=True)][:size]
+    for record in tokens:
+        row, size = rows[record["branch"]], len(record["input_ids"])
+        assert record["input_ids"] == row["ids"][:size] and record["assistant_masks"] == [
+            int(m) for m in row["mask"][:size]
+        ]
+        assert record["labels"] == [i if m else -100 for i, m in zip(row["ids"], row["mask"], strict=True)][:size]
         assert not any(row["mask"][size:]), "a trained token was cut off"
     messages, done = recording.export("sft", **only)
     assert len(messages) == 2, "the third would repeat a turn of the second"
@@ -225,7 +229,7 @@ def test_sft_forms_train_each_allowed_turn_once(recording: Recording) -> None:
 async def test_biased_rollout_is_exported_only_with_imitate(recording: Recording) -> None:
     async with recording.serving():
         session = await recording.rollout("biased", "Hello.", sampling={"top_p": 0.5})
-        await recording.ended(session, 1.0)
+        await recording.end(session, 1.0)
     only = {"sessions": (session.id,)}
     for format in ("rows", "sft", "verl", "slime"):
         with pytest.raises(ConfigError, match=r"1 rollout yielded no records, .*1 × it has nothing to train on"):
@@ -240,17 +244,17 @@ async def test_truncated_turn_is_not_exported_for_imitation(recording: Recording
     async with recording.serving():
         session = await recording.rollout("short")
         await recording.ask(session, [*PROMPT], "Once upon", close=False)
-        await recording.ended(session, 1.0)
+        await recording.end(session, 1.0)
     with pytest.raises(ConfigError, match="1 rollout yielded no records"):
         recording.export("sft", imitate=True, sessions=(session.id,))
 
 
 async def test_rejection_keeps_rewarded_rollouts(recording: Recording) -> None:
     async with recording.serving():
-        await recording.ended(await recording.rollout("shorter", "Hello."), 1.0)
+        await recording.end(await recording.rollout("shorter", "Hello."), 1.0)
 
     def kept(**choices: Any) -> list[str]:
-        return [recording.name(one["session"]) for one in recording.export("rejection", **choices)[0]]
+        return [recording.name(record["session"]) for record in recording.export("rejection", **choices)[0]]
 
     assert kept() == ["good", "shorter"], "the default minimum reward is 1"
     assert kept(keep="best") == ["shorter"], "ties go to the rollout with fewer tokens"
@@ -263,7 +267,7 @@ async def test_rejection_keeps_rewarded_rollouts(recording: Recording) -> None:
 
 def test_dpo_pairs_share_prompt_and_prefer_higher_reward(recording: Recording) -> None:
     pairs, _ = recording.export("dpo")
-    [pair] = [one for one in pairs if one["chosen_session"] == recording.ids["good"]]
+    [pair] = [record for record in pairs if record["chosen_session"] == recording.ids["good"]]
     assert pair["prompt"] == PROMPT and pair["rejected"] == [{"role": "assistant", "content": "I do not know."}]
     assert pair["chosen"][0]["tool_calls"][0]["function"]["name"] == "read_file" and pair["tools"] == TOOLS
     assert (pair["chosen_reward"], pair["rejected_reward"]) == (1.0, 0.0)
@@ -282,9 +286,9 @@ def test_dpo_token_pairs_are_complete_and_masked(recording: Recording) -> None:
 
 async def test_different_prompts_make_no_pair(recording: Recording) -> None:
     async with recording.serving():
-        await recording.ended(await recording.rollout("other", "No.", asked=[user("Something else.")]), -5.0)
+        await recording.end(await recording.rollout("other", "No.", asked=[user("Something else.")]), -5.0)
     pairs, done = recording.export("dpo", pairs=99)
-    assert recording.ids["other"] not in {one["rejected_session"] for one in pairs}
+    assert recording.ids["other"] not in {record["rejected_session"] for record in pairs}
     assert [count for why, count in done.left_out.items() if "prompts differ" in why] and pairs
 
 
@@ -306,21 +310,21 @@ def test_export_without_pairs_fails_and_keeps_old_file(recording: Recording) -> 
 
 def test_verl_prompt_and_response_match_rows(recording: Recording) -> None:
     records, done = recording.export("verl", unscored="drop")
-    assert {recording.name(one["extra_fields"]["session"]) for one in records} == {"good", "bad", "forked"}
-    for one in records:
+    assert {recording.name(record["extra_fields"]["session"]) for record in records} == {"good", "bad", "forked"}
+    for record in records:
         row = next(
             row
-            for row in recording.samples(one["extra_fields"]["session"])
-            if row["branch"] == one["extra_fields"]["branch"]
+            for row in recording.samples(record["extra_fields"]["session"])
+            if row["branch"] == record["extra_fields"]["branch"]
         )
-        first = len(one["prompt_ids"])
-        end = first + len(one["response_ids"])
-        assert one["prompt_ids"] + one["response_ids"] == row["ids"][:end]
-        assert one["response_mask"] == [int(m) for m in row["mask"][first:end]] and one["response_mask"][0] == 1
+        first = len(record["prompt_ids"])
+        end = first + len(record["response_ids"])
+        assert record["prompt_ids"] + record["response_ids"] == row["ids"][:end]
+        assert record["response_mask"] == [int(m) for m in row["mask"][first:end]] and record["response_mask"][0] == 1
         assert not any(row["mask"][:first]) and not any(row["mask"][end:])
-        for got, known in zip(one["response_logprobs"], row["logprobs"][first:end], strict=True):
+        for got, known in zip(record["response_logprobs"], row["logprobs"][first:end], strict=True):
             assert got == (0.0 if known is None else known)
-        assert one["uid"] == "run.t" and one["reward_score"] == one["extra_fields"]["reward"]
+        assert record["uid"] == "run.t" and record["reward_score"] == record["extra_fields"]["reward"]
     assert any("0.0" in line for line in done.lost), "the substitution is reported"
     assert len(recording.export("verl", ".parquet", unscored="drop")[0]) == len(records)
 
@@ -333,19 +337,28 @@ SLIME += "remove_sample status metadata"
 
 def test_slime_samples_have_expected_fields_and_lengths(recording: Recording) -> None:
     records, _ = recording.export("slime")
-    assert {recording.name(one["metadata"]["session"]) for one in records} == {"good", "bad", "forked", "unscored"}
-    for one in records:
-        assert list(one) == SLIME.split()
-        size = one["response_length"]
-        assert len(one["loss_mask"]) == len(one["rollout_log_probs"]) == size <= len(one["tokens"])
-        trained = [t for t, m in zip(one["tokens"][-size:], one["loss_mask"], strict=True) if m]
-        [row] = [r for r in recording.samples(one["metadata"]["session"]) if r["branch"] == one["metadata"]["branch"]]
+    assert {recording.name(record["metadata"]["session"]) for record in records} == {
+        "good",
+        "bad",
+        "forked",
+        "unscored",
+    }
+    for record in records:
+        assert list(record) == SLIME.split()
+        size = record["response_length"]
+        assert len(record["loss_mask"]) == len(record["rollout_log_probs"]) == size <= len(record["tokens"])
+        trained = [t for t, m in zip(record["tokens"][-size:], record["loss_mask"], strict=True) if m]
+        [row] = [
+            r for r in recording.samples(record["metadata"]["session"]) if r["branch"] == record["metadata"]["branch"]
+        ]
         assert trained == [i for i, m in zip(row["ids"], row["mask"], strict=True) if m]
-        assert one["status"] == "completed"
-    assert len({one["group_index"] for one in records}) == 1 and len({one["index"] for one in records}) == len(records)
+        assert record["status"] == "completed"
+    assert len({record["group_index"] for record in records}) == 1 and len(
+        {record["index"] for record in records}
+    ) == len(records)
     # The index consists of the session's key and the row's last node.
-    assert {one["index"] % 2**24 for one in records} == {one["metadata"]["branch"] for one in records}
-    unscored = next(one for one in records if recording.name(one["metadata"]["session"]) == "unscored")
+    assert {record["index"] % 2**24 for record in records} == {record["metadata"]["branch"] for record in records}
+    unscored = next(record for record in records if recording.name(record["metadata"]["session"]) == "unscored")
     assert unscored["reward"] is None
 
 
@@ -357,11 +370,11 @@ AGENTS_ONLY = {"reasoning_content", "tool_calls", "metrics"}
 METRICS = {"prompt_tokens", "completion_tokens", "prompt_token_ids", "completion_token_ids", "logprobs", "extra"}
 
 
-def assert_atif(one: Any) -> None:
-    assert set(one) <= TRAJECTORY | {"subagent_trajectories"} and one["schema_version"] == "ATIF-v1.8"
-    assert set(one["agent"]) <= {"name", "version", "model_name", "tool_definitions"}
-    assert [step["step_id"] for step in one["steps"]] == list(range(1, len(one["steps"]) + 1))
-    for step in one["steps"]:
+def assert_atif(record: Any) -> None:
+    assert set(record) <= TRAJECTORY | {"subagent_trajectories"} and record["schema_version"] == "ATIF-v1.8"
+    assert set(record["agent"]) <= {"name", "version", "model_name", "tool_definitions"}
+    assert [step["step_id"] for step in record["steps"]] == list(range(1, len(record["steps"]) + 1))
+    for step in record["steps"]:
         assert set(step) <= STEP and isinstance(step["message"], str)
         assert step["source"] in ("system", "user", "agent")
         assert step["source"] == "agent" or not set(step) & AGENTS_ONLY
@@ -373,7 +386,7 @@ def assert_atif(one: Any) -> None:
         for seen in step.get("observation", {"results": ()})["results"]:
             assert set(seen) <= {"source_call_id", "content"}
             assert seen.get("source_call_id") is None or seen["source_call_id"] in called
-    embedded = one.get("subagent_trajectories", [])
+    embedded = record.get("subagent_trajectories", [])
     assert len({sub["trajectory_id"] for sub in embedded}) == len(embedded)
     for sub in embedded:
         assert_atif(sub)
@@ -382,11 +395,11 @@ def assert_atif(one: Any) -> None:
 async def test_atif_has_text_and_tokens_of_every_branch(recording: Recording) -> None:
     async with recording.serving():
         broken = await recording.rollout("broken", '<tool_call>\n{"name": "read_file", "arguments": [1]}\n</tool_call>')
-        await recording.ended(broken, 0.0)
-    found = {recording.name(one["session_id"]): one for one in recording.export("atif", "")[0]}
+        await recording.end(broken, 0.0)
+    found = {recording.name(record["session_id"]): record for record in recording.export("atif", "")[0]}
     assert set(found) == {"good", "bad", "forked", "fault", "unscored", "broken"}
-    for one in found.values():
-        assert_atif(one)
+    for record in found.values():
+        assert_atif(record)
     good = found["good"]
     assert [step["source"] for step in good["steps"]] == ["system", "user", "agent", "agent"]
     assert good["steps"][2]["observation"]["results"][0]["content"] == "hello"
@@ -400,8 +413,8 @@ async def test_atif_has_text_and_tokens_of_every_branch(recording: Recording) ->
     every = [found["forked"], *found["forked"]["subagent_trajectories"]]
     fresh = [
         s["metrics"]["extra"]["node"]
-        for one in every
-        for s in one["steps"]
+        for record in every
+        for s in record["steps"]
         if "metrics" in s and not s.get("is_copied_context")
     ]
     assert len(every) == 3 and len(fresh) == len(set(fresh)) == 4
@@ -434,7 +447,7 @@ def test_failed_export_keeps_old_file(recording: Recording, monkeypatch: pytest.
 async def test_export_loads_one_group_at_a_time(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
     async with recording.serving():
         for n in range(12):
-            await recording.ended(await recording.rollout(f"more-{n}", "Hm."), 0.0, group=f"more.{n // 2}")
+            await recording.end(await recording.rollout(f"more-{n}", "Hm."), 0.0, group=f"more.{n // 2}")
     alive: weakref.WeakSet[Session] = weakref.WeakSet()
     most = 0
     real = Store.load
@@ -463,7 +476,7 @@ async def test_lone_surrogate_is_exported(recording: Recording) -> None:
         headers = {"authorization": f"Bearer {session.key}", "content-type": "application/json"}
         response = await g.http().post("/v1/chat/completions", content=body, headers=headers)
         assert response.status_code == 200, response.text
-        await recording.ended(session, 1.0)
+        await recording.end(session, 1.0)
     [record] = recording.export("sft", sessions=(session.id,))[0]
     assert record["messages"][0]["content"].endswith(" cut")
 
@@ -476,11 +489,11 @@ async def test_deeply_nested_arguments_stay_text(recording: Recording) -> None:
     async with recording.serving() as g:
         session = await recording.rollout("deep")
         recording.answers.append(say(calls(("read_file", deep))))
-        heard = await g.ask(session.key, PROMPT, tools=TOOLS)
-        assert heard.calls
-        await recording.ended(session, 1.0)
+        reply = await g.ask(session.key, PROMPT, tools=TOOLS)
+        assert reply.calls
+        await recording.end(session, 1.0)
     records, _ = recording.export("sft", min_reward=1.0)
-    arguments = next(one for one in records if one["session"] == session.id)["messages"][2]["tool_calls"][0][
+    arguments = next(record for record in records if record["session"] == session.id)["messages"][2]["tool_calls"][0][
         "function"
     ]["arguments"]
     assert isinstance(arguments, str) and json.loads(arguments) == deep, "arguments were changed"
@@ -554,15 +567,21 @@ def test_missing_pyarrow_error_says_what_to_install(recording: Recording, monkey
 async def test_huge_rewards_are_left_out_and_reported(recording: Recording) -> None:
     async with recording.serving():
         for number, reward in enumerate((1e308, -1e308, 1e31)):
-            await recording.ended(await recording.rollout(f"huge {number}", CALL), reward)
+            await recording.end(await recording.rollout(f"huge {number}", CALL), reward)
     for choice in ("normalised", "leave_one_out", "none"):
         records, done = recording.export("rows", advantage=choice)
-        assert {recording.name(one["session"]) for one in records} == {"good", "bad", "forked", "unscored", "fault"}
+        assert {recording.name(record["session"]) for record in records} == {
+            "good",
+            "bad",
+            "forked",
+            "unscored",
+            "fault",
+        }
         assert done.left_out["its reward is too large to compute with"] == 3
-        assert all(abs(one["advantage"]) < 2 for one in records if one["advantage"] is not None)
+        assert all(abs(record["advantage"]) < 2 for record in records if record["advantage"] is not None)
     for format in ("verl", "slime", "dpo"):
         assert recording.export(format)[1].left_out["its reward is too large to compute with"] == 3
-    assert any("huge" in recording.name(one["session"]) for one in recording.export("sft")[0])
+    assert any("huge" in recording.name(record["session"]) for record in recording.export("sft")[0])
 
 
 async def test_similar_session_ids_get_separate_files(recording: Recording) -> None:
@@ -573,7 +592,7 @@ async def test_similar_session_ids_get_separate_files(recording: Recording) -> N
             await g.seal(name)
     records, done = recording.export("atif", suffix="")
     assert len(records) == done.records
-    assert {"a:1", "a_1", "a.1", "a-1"} < {one["session_id"] for one in records}
+    assert {"a:1", "a_1", "a.1", "a-1"} < {record["session_id"] for record in records}
 
 
 @pytest.mark.promise(9)
@@ -610,7 +629,7 @@ def test_damaged_outcome_is_left_out_and_reported(recording: Recording, written:
 def test_damaged_settings_are_left_out_and_reported(recording: Recording, written: Any) -> None:
     recording.damage("sessions", "config", "bad", written)
     records, done = recording.export("rows")
-    assert {recording.name(one["session"]) for one in records} == {"good", "forked", "unscored", "fault"}
+    assert {recording.name(record["session"]) for record in records} == {"good", "forked", "unscored", "fault"}
     assert done.left_out["its settings are damaged on disk"] == 1
     assert (
         "its settings are damaged on disk"

@@ -27,19 +27,19 @@ from transformers import AutoTokenizer
 out, tokenizer = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(tokenizer)
 read = lambda name: [json.loads(line) for line in open(f"{out}/{name}.jsonl")]
-told = {}
+result = {}
 for name, fields in (("messages", ("messages",)), ("completions", ("prompt", "completion")), ("dpo", ("prompt", "chosen", "rejected"))):
     made = []
     for record in read(name):
         example = {field: record[field] for field in (*fields, "tools")}
         assert is_conversational(example)
         made.append(maybe_apply_chat_template(example, tokenizer))
-    told[name] = made
+    result[name] = made
 rows = [{field: row[field] for field in ("input_ids", "labels", "assistant_masks")} for row in read("tokens")]
 batch = DataCollatorForLanguageModeling(pad_token_id=0)(rows)
-told["labels"] = [got.tolist()[: len(row["labels"])] == row["labels"] for got, row in zip(batch["labels"], rows)]
-told["rest"] = [set(got.tolist()[len(row["labels"]) :]) <= {-100} for got, row in zip(batch["labels"], rows)]
-json.dump(told, sys.stdout)
+result["labels"] = [got.tolist()[: len(row["labels"])] == row["labels"] for got, row in zip(batch["labels"], rows)]
+result["rest"] = [set(got.tolist()[len(row["labels"]) :]) <= {-100} for got, row in zip(batch["labels"], rows)]
+json.dump(result, sys.stdout)
 """
 
 
@@ -65,8 +65,8 @@ async def test_trl_reads_exports(python: str, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120), env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     read = json.loads(done.stdout)
-    whole = next(one["text"] for one in read["messages"] if "It says hello." in one["text"])
+    whole = next(record["text"] for record in read["messages"] if "It says hello." in record["text"])
     assert '{"name": "read_file", "arguments": {"path": "a"}}' in whole and "<tool_response>\nhello" in whole
-    assert any(one["completion"].endswith("It says hello.<|im_end|>\n") for one in read["completions"])
-    assert any("I do not know." in one["rejected"] and "read_file" in one["chosen"] for one in read["dpo"])
+    assert any(record["completion"].endswith("It says hello.<|im_end|>\n") for record in read["completions"])
+    assert any("I do not know." in record["rejected"] and "read_file" in record["chosen"] for record in read["dpo"])
     assert len(read["labels"]) == 6 and all(read["labels"]) and all(read["rest"])

@@ -30,10 +30,10 @@ def test_kills_lose_nothing_and_train_nothing_twice(tmp_path: Path) -> None:
         _run(tmp_path, kill_after=rng.uniform(0.0, 0.15))
     output = _run(tmp_path)
     found = checkpoint.find_newest(tmp_path / "checkpoints")
-    assert found is not None and [one.name for one in (tmp_path / "checkpoints").glob("step-*")] == [
+    assert found is not None and [entry.name for entry in (tmp_path / "checkpoints").glob("step-*")] == [
         f"step-{STEPS:05d}"
     ]
-    steps = [msgspec.convert(one, Step) for one in found.state.history]
+    steps = [msgspec.convert(entry, Step) for entry in found.state.history]
     # The weights contain every delivery once and in order, two per step.
     assert [(step.first, step.last) for step in steps] == [(2 * n + 1, 2 * n + 2) for n in range(STEPS)]
     assert f"committed {2 * STEPS}" in output

@@ -26,19 +26,19 @@ from openenv.core.harness.training import TrainingTrace
 from openenv.core.harness.capture.validate import check_sequence, check_turn
 
 given = json.load(sys.stdin)
-told = {}
+report = {}
 trace = TrainingTrace.model_validate(given["trace"])
-told["turns"] = len(trace.turns)
-told["trained"] = sum(sum(turn.loss_mask) for turn in trace.turns)
+report["turns"] = len(trace.turns)
+report["trained"] = sum(sum(turn.loss_mask) for turn in trace.turns)
 assert TrainingTrace.from_entries(given["entries"]) == TrainingTrace.from_entries(trace.to_trace_entries())
-told["findings"] = [
+report["findings"] = [
     str(finding)
     for row in given["rollout"]["sequences"]
     for finding in check_sequence(SimpleNamespace(**row)).fatal
     if row["trainable"] or finding.code != "nothing_trainable"
 ]
 assert any(row["trainable"] for row in given["rollout"]["sequences"])
-told["turn_findings"] = [
+report["turn_findings"] = [
     str(finding)
     for turn in trace.turns
     for finding in check_turn(turn.prompt_token_ids, turn.completion_token_ids, turn.per_token_logps).fatal
@@ -46,8 +46,8 @@ told["turn_findings"] = [
 try:
     TrainingTrace.model_validate({**given["trace"], "turngate": 1})
 except ValueError:
-    told["strict"] = True
-json.dump(told, sys.stdout)
+    report["strict"] = True
+json.dump(report, sys.stdout)
 """
 
 
@@ -99,10 +99,10 @@ async def test_openenv_accepts_traces(python: str) -> None:
         history += [again.message(), user("More")]
         await ask(history, tools=tools)
         await ask([user("Now")], tools=tools, tool_choice="required")
-        told = await validate(python, g, opened["id"])
+        report = await validate(python, g, opened["id"])
         rows = await g.samples(opened["id"])
-        assert told["turns"] == 6 and told["trained"] == sum(sum(row["mask"]) for row in rows) > 0
-        assert told["findings"] == told["turn_findings"] == [] and told["strict"]
+        assert report["turns"] == 6 and report["trained"] == sum(sum(row["mask"]) for row in rows) > 0
+        assert report["findings"] == report["turn_findings"] == [] and report["strict"]
 
 
 async def test_openai_client_uses_session_id_as_key(python: str) -> None:

@@ -23,12 +23,12 @@ from turngate.trainers.trl.worker import TurngateWorker, WorkerConfig
 T = TypeVar("T")
 
 
-async def apart(work: Callable[..., T], *given: Any) -> T:
+async def in_thread(work: Callable[..., T], *given: Any) -> T:
     """Call from another thread, as TRL does."""
     return await asyncio.to_thread(work, *given)
 
 
-async def rolled(
+async def run_rollout(
     g: Running,
     group: str,
     reward: float | None,
@@ -43,8 +43,8 @@ async def rolled(
     for conversation in range(conversations):
         history = [user(f"Question {conversation}")]
         for turn in range(turns):
-            heard = await g.ask(session.key, history, way)
-            history += [heard.message(), user(f"And then, {turn}?")]
+            reply = await g.ask(session.key, history, way)
+            history += [reply.message(), user(f"And then, {turn}?")]
     await g.seal(session.id)
     async with GatewayClient(g.root, g.app.admin_key) as client:
         kind = "graded" if reward is not None else "agent failed"
@@ -53,7 +53,7 @@ async def rolled(
 
 
 @asynccontextmanager
-async def following(
+async def running_worker(
     g: Running, *, n: int = 2, version: int = 1, checkpoint: Path | None = None, start: bool = True, **given: Any
 ) -> AsyncIterator[TurngateWorker]:
     """Run a worker on the feed `f` as TRL does, and check that its thread ends."""
@@ -63,27 +63,27 @@ async def following(
     before = threading.active_count()
     try:
         if start:
-            await apart(worker.update_model_version, version)
-            await apart(worker.start)
+            await in_thread(worker.update_model_version, version)
+            await in_thread(worker.start)
         yield worker
     finally:
-        await apart(worker.stop)
+        await in_thread(worker.stop)
         assert not [thread.name for thread in threading.enumerate() if thread.name == "turngate-worker"], before
 
 
-async def taken(worker: TurngateWorker, count: int) -> list[RolloutSample]:
-    return [await apart(worker.rollout_buffer.get, True, scaled(20)) for _ in range(count)]
+async def take_samples(worker: TurngateWorker, count: int) -> list[RolloutSample]:
+    return [await in_thread(worker.rollout_buffer.get, True, scaled(20)) for _ in range(count)]
 
 
-async def none_left(worker: TurngateWorker, seconds: float = 0.5) -> bool:
+async def is_drained(worker: TurngateWorker, seconds: float = 0.5) -> bool:
     try:
-        await apart(worker.rollout_buffer.get, True, seconds)
+        await in_thread(worker.rollout_buffer.get, True, seconds)
     except queue.Empty:
         return True
     return False
 
 
-def told(worker: TurngateWorker) -> dict[str, list[Any]]:
+def read_metrics(worker: TurngateWorker) -> dict[str, list[Any]]:
     """Collect the worker's metrics by name."""
     found: dict[str, list[Any]] = {}
     while not worker.metrics_queue.empty():
@@ -92,7 +92,7 @@ def told(worker: TurngateWorker) -> dict[str, list[Any]]:
     return found
 
 
-def same(sample: RolloutSample, row: Json) -> bool:
+def equals_row(sample: RolloutSample, row: Json) -> bool:
     """Whether TRL's row equals the gateway's exactly."""
     mask = np.asarray(row["mask"], bool)
     logprobs = np.asarray([0.0 if value is None else value for value in row["logprobs"]], np.float32)

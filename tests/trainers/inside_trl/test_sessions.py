@@ -19,7 +19,7 @@ from trl.experimental.async_grpo.openenv_harness import HarnessRolloutWorker
 
 from tests.kit import calls, gateway, say
 from tests.speed import scaled
-from tests.trainers.inside_trl.kit import apart, same
+from tests.trainers.inside_trl.kit import equals_row, in_thread
 from turngate.client import retry
 from turngate.client.gateway import GatewayUnreachable
 from turngate.errors import ConfigError, SandboxUnavailable, TurngateError
@@ -84,14 +84,14 @@ async def test_trl_worker_trains_on_gateway_traces(key: Any, tmp_path: Path, mon
         )
         worker.update_model_version(1)
         try:
-            await apart(worker.start)
-            samples = await apart(drain_rows, worker, 2)
+            await in_thread(worker.start)
+            samples = await in_thread(drain_rows, worker, 2)
         finally:
-            await apart(worker.stop)
+            await in_thread(worker.stop)
         assert [sample.metrics["rewards/harness_reward"] for sample in samples] == [1.0, 1.0]
         listed = (await g._request("GET", "/admin/sessions"))["sessions"]
         rows = [row for session in listed for row in await g.samples(session["id"])]
-        assert all(any(same(sample, row) for row in rows) for sample in samples)
+        assert all(any(equals_row(sample, row) for row in rows) for sample in samples)
         assert all(sample.completion_mask.sum() == sum(len(turn.ids) for turn in MEND) for sample in samples)
         assert (await g._request("GET", "/admin/sessions?status=open"))["sessions"] == []
 
@@ -101,11 +101,11 @@ async def test_session_lifecycle(key: Any, tmp_path: Path) -> None:
         key(g.app.admin_key)
         factory = TurngateSessions(config(g.root, tmp_path), sampling={"temperature": 0.7, "top_k": -1, "top_p": 1.0})
         [row] = prompts(factory.config)
-        session = await apart(factory.create, row["prompt"], 3, "mine")
+        session = await in_thread(factory.create, row["prompt"], 3, "mine")
         assert isinstance(session, TrainableSession)
         assert session.initial_messages() == row["prompt"]
-        assert await apart(session.wait_for_completion) == 0
-        trace = await apart(session.fetch_training_trace)
+        assert await in_thread(session.wait_for_completion) == 0
+        trace = await in_thread(session.fetch_training_trace)
         assert isinstance(trace, TrainingTrace)
         assert [turn.completion_token_ids for turn in trace.turns] == [list(turn.ids) for turn in MEND]
         verdict = session.verify([])
@@ -113,8 +113,8 @@ async def test_session_lifecycle(key: Any, tmp_path: Path) -> None:
         shown = await g.show(session.outcome.session)
         assert shown["config"]["sampling"] == {"temperature": 0.7, "top_p": 1.0}
         assert shown["outcome"]["group"] == "trl.fix-add@3"
-        await apart(session.close)
-        await apart(session.close)
+        await in_thread(session.close)
+        await in_thread(session.close)
         with pytest.raises(ConfigError, match="build the dataset with `prompts`"):
             factory.create("Something else")
 
@@ -126,15 +126,15 @@ async def test_close_ends_session_and_missing_gateway_raises(
         key(g.app.admin_key)
         factory = TurngateSessions(config(g.root, tmp_path))
         [row] = prompts(factory.config)
-        session = await apart(factory.create, row["prompt"])
+        session = await in_thread(factory.create, row["prompt"])
         with pytest.raises(TimeoutError):
-            await apart(session.wait_for_completion, 0.05)
-        await apart(session.close)
+            await in_thread(session.wait_for_completion, 0.05)
+        await in_thread(session.close)
         assert (await g._request("GET", "/admin/sessions?status=open"))["sessions"] == []
         assert session.verify([]).env_reward is None
     monkeypatch.setattr(retry, "RESTART_S", 0.5)
     with pytest.raises(GatewayUnreachable):  # the gateway has stopped
-        await apart(TurngateSessions(config(g.root, tmp_path)).create, row["prompt"])
+        await in_thread(TurngateSessions(config(g.root, tmp_path)).create, row["prompt"])
 
 
 async def test_infrastructure_fault_raises_and_has_no_trace(key: Any, tmp_path: Path) -> None:
@@ -142,12 +142,12 @@ async def test_infrastructure_fault_raises_and_has_no_trace(key: Any, tmp_path: 
         key(g.app.admin_key)
         factory = TurngateSessions(config(g.root, tmp_path))
         factory._backend = _Broken()  # type: ignore[assignment]
-        session = await apart(factory.create, prompts(factory.config)[0]["prompt"])
+        session = await in_thread(factory.create, prompts(factory.config)[0]["prompt"])
         with pytest.raises(TurngateError, match="infrastructure fault: no sandbox today"):
-            await apart(session.wait_for_completion)
-        assert (await apart(session.fetch_training_trace)).turns == []
+            await in_thread(session.wait_for_completion)
+        assert (await in_thread(session.fetch_training_trace)).turns == []
         assert session.verify([]).env_reward is None
-        await apart(session.close)
+        await in_thread(session.close)
 
 
 class _Broken(LocalBackend):

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-from tests.trainers.inside_trl.kit import same
+from tests.trainers.inside_trl.kit import equals_row
 from turngate import tasks
 from turngate.client.gateway import GatewayClient
 from turngate.client.protocol import FeedConfig
@@ -95,7 +95,7 @@ def test_training_resumes_after_crash(given: argparse.Namespace, seen: list[Roll
         served = stage.policy.model.state_dict()
         assert all(torch.equal(served[name], tensor) for name, tensor in after.items())
         rows = asyncio.run(recorded_rows(stage))
-        assert len(seen) >= 10 and all(any(same(sample, row) for row in rows) for sample in seen)
+        assert len(seen) >= 10 and all(any(equals_row(sample, row) for row in rows) for sample in seen)
         assert {sample.model_version for sample in seen} >= {1}
         assert asyncio.run(open_sessions(stage)) == []
 

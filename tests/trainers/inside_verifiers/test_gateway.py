@@ -60,8 +60,8 @@ def task() -> vf.Task:
 
 
 async def run_rollout(g: Running, program: str, **config: Any) -> vf.Trace:
-    async with agent(g, program, **config) as one:
-        return await one.run(task())
+    async with agent(g, program, **config) as running_agent:
+        return await running_agent.run(task())
 
 
 @asynccontextmanager
@@ -70,8 +70,8 @@ async def start_rollout(
 ) -> AsyncIterator[tuple[asyncio.Task[vf.Trace], list[vf.Trace]]]:
     """Start a rollout and yield its task and trace."""
     traces: list[vf.Trace] = []
-    async with agent(g, program, **config) as one:
-        running = asyncio.create_task(one.run(task(), on_trace=traces.append))
+    async with agent(g, program, **config) as running_agent:
+        running = asyncio.create_task(running_agent.run(task(), on_trace=traces.append))
         try:
             yield running, traces
         finally:
@@ -125,13 +125,13 @@ async def test_gateway_enforces_sampling_and_limits() -> None:
 async def test_timeout_kills_agent_and_keeps_trajectory(requests: list[str], tmp_path: Path) -> None:
     """A program that times out in its second turn is killed, and its call is aborted."""
     async with gateway([say("Hello."), ScriptedTurn(hang=True)]) as g:
-        told = tmp_path / "pid"
-        program = f'open({str(told)!r}, "w").write(str(os.getpid())); first = ask("Hi"); ask("Hi", first, "More")'
+        pid_file = tmp_path / "pid"
+        program = f'open({str(pid_file)!r}, "w").write(str(os.getpid())); first = ask("Hi"); ask("Hi", first, "More")'
         trace = await run_rollout(g, program, timeout=scaled(1.5))
         assert trace.is_timeout and trace.stop_condition == "agent_timeout"
         assert requests == ["register", "cancel", "unregister", "trajectory"]
         with pytest.raises(ProcessLookupError):
-            os.kill(int(told.read_text()), 0)
+            os.kill(int(pid_file.read_text()), 0)
         shown = await g.show(trace.id)
         assert shown["status"] == "cancelled" and shown["in_flight"] == 0
         assert trace.num_turns == 1 and trace.branches[0].token_ids  # the completed turn is kept
@@ -173,8 +173,8 @@ async def test_incomplete_trajectory_leaves_trace_unchanged(without: str, monkey
     answer = RolloutApi._send
 
     async def cut(self: RolloutApi, method: str, url: str, body: Any, gone: bool) -> bytes:
-        told = await answer(self, method, url, body, gone)
-        return told.replace(f'"{without}":'.encode(), b'"other":') if url.endswith("/trajectory") else told
+        data = await answer(self, method, url, body, gone)
+        return data.replace(f'"{without}":'.encode(), b'"other":') if url.endswith("/trajectory") else data
 
     async with gateway([say("Hello.")]) as g:
         monkeypatch.setattr(RolloutApi, "_send", cut)
@@ -221,10 +221,10 @@ async def test_missing_gateway_setting_is_error(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.delenv(mixin.GATEWAY, raising=False)
         trace = await run_rollout(g, 'ask("Hi")', harness={"gateway": ""})
         assert trace.last_error.type == "InterceptionError" and mixin.GATEWAY in trace.last_error.message
-        one = agent(g, 'ask("Hi")')
+        running_agent = agent(g, 'ask("Hi")')
         monkeypatch.delenv("TURNGATE_ADMIN_KEY")
-        async with one:
-            trace = await one.run(task())
+        async with running_agent:
+            trace = await running_agent.run(task())
         assert "TURNGATE_ADMIN_KEY" in trace.last_error.message and not trace.ok
 
 
