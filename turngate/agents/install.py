@@ -309,7 +309,7 @@ def _install_pip(spec: AgentSpec, new: Path, report: Report) -> None:
 
 
 def _download_and_install(spec: AgentSpec, new: Path, report: Report) -> None:
-    """Install pinned packages. pip downloads one at a time, so several pips share the work."""
+    """Install pinned packages. A pip process downloads one package at a time, so several processes run in parallel."""
     package = f"{spec.install.pip} {spec.install.version}"
     with tempfile.TemporaryDirectory(dir=new.parent) as scratch, ThreadPoolExecutor(DOWNLOADS) as pool:
         wheels = Path(scratch)

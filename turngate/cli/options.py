@@ -148,7 +148,7 @@ class RunOptions(RolloutOptions):
         _flag(
             "Task to run: a folder with an instruction.md, or a text file.",
             WHAT,
-            default="a small bundled task, if there is no --prompt either",
+            default="a small bundled task, unless --prompt is set",
         ),
     ] = None
     prompt: Annotated[Optional[str], _flag("Instruction for the agent, in place of --task.", WHAT)] = None

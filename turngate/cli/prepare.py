@@ -67,12 +67,14 @@ def add_command(agent: str, options: Sequence[str] | None, command: Sequence[str
         return pairs
     if option is None:
         raise ConfigError(
-            f"{spec.name} takes no command, but the arguments contain one ({shlex.join(command)}); remove it, or pass "
+            f"{spec.name} does not take a command, but one was passed ({shlex.join(command)}); remove it, or pass "
             "--agent shell",
             param="command",
         )
     if is_set:
-        raise ConfigError("the command is set after -- and with --set command=…; remove one of them", param="command")
+        raise ConfigError(
+            "the command is set both after -- and with --set command=…; remove one of them", param="command"
+        )
     return [*pairs, f"command={shlex.join(command)}"]
 
 

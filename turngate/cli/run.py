@@ -94,7 +94,7 @@ def run_rollout(options: RunOptions) -> int:
 
 
 def _load_task(options: RunOptions) -> Task:
-    """Load the task that the flags name. Without one, a command has an empty instruction, and other agents get the bundled task."""
+    """Load the task that the flags name. By default, a command gets an empty instruction, and other agents get the bundled task."""
     if options.task is not None and options.prompt is not None:
         raise ConfigError("pass either --task PATH or --prompt TEXT, not both", param="task")
     if options.task is not None:

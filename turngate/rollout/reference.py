@@ -1,7 +1,7 @@
 """Let the scripted engine solve a task: it replays the reference solution through the agent's own shell tool.
 
-The agent runs as with any model. Only the model's replies are known in advance, so a first rollout needs no model and still earns its
-reward.
+The agent runs as it would with any model. Only the model's replies are known in advance, so a first rollout needs no model and still earns
+its reward.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _WORDS = 60  # characters of the instruction that identify its prompts
 
 
 class ReferenceReplay:
-    """The scripted model's side of one rollout. Without commands, it leaves the replies to the usual scripted engine."""
+    """The scripted replies of one rollout. If there are no commands, the usual scripted engine replies instead."""
 
     def __init__(self, instruction: str, agent: AgentSpec, commands: Sequence[str] = (), *, reason: str = "") -> None:
-        """Prepare a replay. `reason` says why there are no commands; it is empty if the user did not expect any."""
+        """Prepare a replay. `reason` states why there are no commands; it is empty if the user did not expect any."""
         self._instruction = instruction
         self._agent = agent
         self.commands = commands
@@ -40,7 +40,7 @@ class ReferenceReplay:
 
     @property
     def note(self) -> str:
-        """What the scripted engine's replies mean for the outcome."""
+        """A note for the user on what the scripted replies mean for the outcome."""
         if self.commands:
             return REPLAY_NOTE
         if not self._reason:
@@ -51,7 +51,7 @@ class ReferenceReplay:
         )
 
     def build_engine(self, config: ServeConfig, renderer: Renderer) -> Engine | None:
-        """Build the engine that gives the replies, or return None if there is nothing to replay."""
+        """Build the engine that replays the solution, or return None if there is nothing to replay."""
         if not self.commands:
             return None
         return Scripted(
@@ -68,7 +68,7 @@ class ReferenceReplay:
         call = CheckCall(tool=shell.tool, arguments=shell.arguments)
         steps = [
             fill_steps([CheckStep(say=say, calls=(call,))], {"command": command, "workdir": workdir})[0]
-            for say, command in zip_longest(["I apply the reference solution."], self.commands, fillvalue="")
+            for say, command in zip_longest(["Applying the reference solution."], self.commands, fillvalue="")
         ]
         end = self._agent.check[-1].calls if self._agent.check else ()
         steps += fill_steps([CheckStep(say="Done.", calls=end)], {"workdir": workdir})

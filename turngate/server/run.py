@@ -103,7 +103,7 @@ async def run_embedded(
 def run_in_thread(manager: AbstractAsyncContextManager[T], name: str = "gateway") -> Iterator[T]:
     """Keep an async context manager, such as `run_embedded(config)`, open in the event loop of a new thread.
 
-    For programs without an event loop of their own, and for gateways that must not wait for one.
+    For programs without an event loop, and for gateways that must not share a loop with the program.
     """
     thread = LoopThread(name)
     thread.start()

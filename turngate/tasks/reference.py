@@ -42,7 +42,9 @@ def reference_commands(solution: Solution, backend: Backend) -> tuple[str, ...]:
     folder = SOLUTION if backend.relocates else '"$HOME"' + SOLUTION
     files = dict(_read_files(solution))
     if (size := sum(map(len, files.values()))) > MAX_BYTES:
-        raise TaskError(f"its solution has {size} bytes, but at most {MAX_BYTES} can be replayed", param="solution")
+        raise TaskError(
+            f"its solution is {size} bytes long, but at most {MAX_BYTES} bytes can be replayed", param="solution"
+        )
     parents = {f"{folder}/{shlex.quote(str(parent))}" for name in files if (parent := Path(name).parent) != Path()}
     fragments = [f"mkdir -p {' '.join([folder, *sorted(parents)])}"]
     for name, data in files.items():
@@ -98,7 +100,7 @@ def _apply(solution: Solution, folder: str) -> str:
 
 
 def _join(fragments: list[str]) -> Iterator[str]:
-    """Join fragments to commands, each as long as one tool call may be."""
+    """Join fragments into commands that each fit in one tool call."""
     command = ""
     for fragment in fragments:
         if command and len(command) + len(fragment) > _COMMAND_CHARS:

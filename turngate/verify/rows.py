@@ -101,7 +101,7 @@ def _is_superseded(turn: StoredTurn) -> bool:
 
 
 def _find_main_root(session: StoredSession, messages: NodeMessages) -> StoredContext | None:
-    """Find the root of the agent's main conversation: the first with tools that is not a helper's, or else the longest."""
+    """Find the main root: the first with tools that is not a side or sub-agent conversation, or else the longest."""
     for root in session.roots:
         signals = root.info.signals
         is_helper = signals.role in ("side", "subagent") or signals.parent not in ("", signals.thread)

@@ -102,7 +102,7 @@ class _RemainingTime:
         self._phase_done = None
 
     def update(self, done: int) -> None:
-        """Take the number of rollouts finished in this phase. The first one includes those of an earlier process."""
+        """Update the number of rollouts finished in this phase. The first update may include those of an earlier process."""
         if self._phase_done is None:
             self._done += done
         else:

@@ -99,7 +99,7 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimedEngine(LocalEngine):
-    """The in-process engine, with a measurement of the time during which it had calls to answer."""
+    """The in-process engine, which measures how long it had calls to answer."""
 
     busy_s = 0.0
     _calls = 0

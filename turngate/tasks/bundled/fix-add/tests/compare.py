@@ -1,4 +1,4 @@
-"""Whether the lines that come in are the sums. Nothing of the work is imported here."""
+"""Check that stdin contains the expected sums. The agent's code is not imported here."""
 
 import sys
 

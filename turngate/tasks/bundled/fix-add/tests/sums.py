@@ -1,4 +1,4 @@
-"""Prints what main.add makes of some numbers, a line each."""
+"""Print the results of `main.add` for a few pairs of values, one per line."""
 
 import sys
 

@@ -1,5 +1,5 @@
 #!/bin/bash
-# 1 if main.add adds, 0 if not. The work runs in a process of its own; what it prints has to be the sums.
+# Reward 1 if main.add is correct, otherwise 0. The agent's code runs in its own process, and only its output is compared.
 tests="${TURNGATE_TESTS:-/tests}" logs="${TURNGATE_LOGS:-/logs}"
 mkdir -p "$logs/verifier"
 if timeout 20 python3 "$tests/sums.py" | timeout 20 python3 "$tests/compare.py"; then
