@@ -175,7 +175,7 @@ def metrics() -> str:
 def modules() -> str:
     """One table per package, with the first sentence of each module's docstring."""
     parts = []
-    for package in sorted({path.parent for path in (ROOT / "turngate").rglob("*.py")}):
+    for package in sorted(path.parent for path in (ROOT / "turngate").rglob("__init__.py")):
         files = sorted(path for path in package.glob("*.py") if path.name not in ("__init__.py", "__main__.py"))
         if files:
             rows = [f"| `{path.name}` | {_first_sentence(path)} |" for path in files]
