@@ -1,4 +1,4 @@
-"""Cheating works against a script with a reward file, and against a probe with a separate judge."""
+"""Work that tries to cheat: a script with a reward file, and a probe with a separate judge."""
 
 from __future__ import annotations
 
