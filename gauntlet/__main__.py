@@ -119,7 +119,7 @@ def _print_results(args: argparse.Namespace, results: list[Result]) -> None:
     if args.results:
         publish.write_page(args.results, results, about, args.compare)
     if args.readme:
-        publish.write_readme(args.readme, results, about, args.compare)
+        publish.write_readme(args.readme, results, about)
     print(report.to_json(results, about) if args.json else report.full_report(results, args.compare))
     for line in report.list_errors(results):
         print(f"gauntlet: {line}", file=sys.stderr)

@@ -30,18 +30,11 @@ def has_marks(readme: Path) -> bool:
     return text.count(BEGIN) == 1 and END in text.partition(BEGIN)[2]
 
 
-def write_readme(readme: Path, results: Sequence[Result], told: dict[str, str], ours: str) -> None:
+def write_readme(readme: Path, results: Sequence[Result], about: dict[str, str]) -> None:
     before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
-    compared = [line for line in report.compare(results, ours) if not line.startswith("  ")]
-    parts = [
-        BEGIN,
-        report.table(results),
-        *(f"- {line}" for line in compared),
-        f"{told['date']}, {told['machine']}.",
-        END,
-    ]
-    readme.write_text(f"{before}{_join_parts(parts)}{after}", encoding="utf-8")
+    parts = [BEGIN, report.summary(results), f"Measured on {about['date']}: {about['machine']}.", END]
+    readme.write_text(before + "\n\n".join(parts) + after, encoding="utf-8")
 
 
 def write_page(page: Path, results: Sequence[Result], about: dict[str, str], ours: str) -> None:
@@ -57,15 +50,6 @@ def write_page(page: Path, results: Sequence[Result], about: dict[str, str], our
         lines += ["### Errors", "\n".join(f"- {line}" for line in errors)]
     page.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
     page.with_suffix(".json").write_text(report.to_json(results, about, rollouts=False), encoding="utf-8")
-
-
-def _join_parts(parts: Sequence[str]) -> str:
-    """Join Markdown blocks with blank lines, except between list items."""
-    text = ""
-    for previous, part in zip(["", *parts], parts, strict=False):
-        text += "" if not previous else "\n" if previous.startswith("- ") and part.startswith("- ") else "\n\n"
-        text += part
-    return text
 
 
 def _cpu_model() -> str:

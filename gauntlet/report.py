@@ -41,6 +41,30 @@ def table(results: Sequence[Result]) -> str:
     return _markdown(head, [_row(result, results, len(head)) for result in results])
 
 
+def summary(results: Sequence[Result]) -> str:
+    """Six columns for a README: the longest load, and everything that was trained but should not have been."""
+    shapes, turns = _shapes(results)[-1:], _turns(results)[-1:]
+    head = ["gateway", "dialects", "turns captured", "tokens exact", "turns trained wrongly"]
+    head += [f"CPU ms/turn ({shape})" for shape in shapes] or [f"MB/session ({count} turns)" for count in turns]
+    rows = []
+    for result in results:
+        if result.error:
+            rows.append([result.gateway, "did not run", *([DASH] * (len(head) - 2))])
+            continue
+        score, costs = result.score, result.costs or Costs()
+        row = [result.gateway, ", ".join(result.dialects), f"{score.captured}/{score.turns}"]
+        row += (
+            [_share(score.exact, score.trained), str(score.twice + score.side + score.lost)]
+            if result.trains
+            else [DASH] * 2
+        )
+        row += [_mean([cost.cpu for cost in _successful(costs) if str(cost.cell.shape) == shape]) for shape in shapes] or [
+            f"{costs.session_mb[count]:.2f}" if count in costs.session_mb else DASH for count in turns
+        ]
+        rows.append(row)
+    return _markdown(head, rows)
+
+
 def describe_result(result: Result) -> str:
     """Describe the result of one gateway in one line."""
     marks = zip(MARKS, _marks(result, result.score), strict=True)

@@ -117,15 +117,6 @@ def _prose(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def limits() -> str:
-    """The README's list, as it is, with links that work from here."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    section = readme.partition("## Honest limits\n")[2].partition("\nApache-2.0")[0]
-    if not section.strip():
-        raise SystemExit("README.md has no section 'Honest limits' before its last line")
-    return section.strip().replace("](docs/", "](") + "\n"
-
-
 def tools() -> str:
     """Each MCP tool, with its arguments as its schema has them."""
     parts = []
@@ -234,7 +225,6 @@ PARTS = {
     "agents": ("agents.md", agents),
     "tools": ("mcp.md", tools),
     "commands": ("reference/cli.md", commands),
-    "limits": ("limits.md", limits),
 }
 
 

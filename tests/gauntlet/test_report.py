@@ -67,7 +67,7 @@ def test_readme_is_replaced_only_between_marks(tmp_path: Path) -> None:
     readme.write_text(f"# Ours\n\n{publish.BEGIN}\nstale\n{publish.END}\n\nThe end.\n")
     assert publish.has_marks(readme)
     for _ in range(2):
-        publish.write_readme(readme, ALL, ABOUT, "turngate")
+        publish.write_readme(readme, ALL, ABOUT)
     text = readme.read_text()
     assert text.startswith(f"# Ours\n\n{publish.BEGIN}\n\n| gateway |")
     assert text.endswith(f"{publish.END}\n\nThe end.\n")
@@ -120,3 +120,10 @@ def test_invalid_option_is_rejected_at_start(
         main()
     assert ended.value.code == 2
     assert expected in capsys.readouterr().err
+
+
+def test_summary_has_six_columns_and_a_line_per_gateway() -> None:
+    lines = report.summary(ALL).splitlines()
+    assert {line.count("|") for line in lines} == {7}
+    assert [line.split("|")[1].strip() for line in lines[2:]] == ["turngate", "rllm", "litellm", "openenv"]
+    assert "| openenv | did not run |" in lines[-1]
