@@ -58,9 +58,9 @@ def summary(results: Sequence[Result]) -> str:
             if result.trains
             else [DASH] * 2
         )
-        row += [_mean([cost.cpu for cost in _successful(costs) if str(cost.cell.shape) == shape]) for shape in shapes] or [
-            f"{costs.session_mb[count]:.2f}" if count in costs.session_mb else DASH for count in turns
-        ]
+        row += [
+            _mean([cost.cpu for cost in _successful(costs) if str(cost.cell.shape) == shape]) for shape in shapes
+        ] or [f"{costs.session_mb[count]:.2f}" if count in costs.session_mb else DASH for count in turns]
         rows.append(row)
     return _markdown(head, rows)
 
