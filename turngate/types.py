@@ -7,7 +7,7 @@ itself is the data (tool schemas and the wire form of tools).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, get_args
 
 import msgspec
 import numpy as np
@@ -55,9 +55,10 @@ def encode_array(value: object) -> Json:
 
 def decode_array(kind: type, items: list[Any]) -> Ids | Logprobs:
     """Decode a list as an array, with NaN for null. Used as `dec_hook` of `msgspec.json.decode`."""
-    if kind == Ids:
+    dtype = get_args(kind)[-1:]  # compared instead of `kind`, because NDArray is a type alias from numpy 2.5 on
+    if dtype == (np.dtype[np.int32],):
         return np.array(items, ID_DTYPE)
-    if kind == Logprobs:
+    if dtype == (np.dtype[np.float32],):
         return np.array([np.nan if item is None else item for item in items], LOGPROB_DTYPE)
     raise NotImplementedError(f"cannot decode {kind}")
 

@@ -104,3 +104,22 @@ def test_a_decision_has_a_status_and_a_date_and_is_listed(path: Path) -> None:
     index = (path.parent / "README.md").read_text(encoding="utf-8")
     assert f"| [{number}]({path.name}) | {title} | {status} | {date} |" in index
     assert f"decisions/{path.name}" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+
+
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+TO_BE_ADDED = re.compile(r"NAME|my-agent|kto")  # in the paths of files that a contributor creates
+
+
+def test_the_files_that_contributors_are_sent_to_exist() -> None:
+    assert CONTRIBUTING.count("\n") <= 150
+    paths = set(re.findall(r"(?<![\w./-])(?:turngate|tests|tools|docs|examples)/[\w./-]*\w", CONTRIBUTING))
+    paths |= {link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", CONTRIBUTING)}
+    assert len(paths) > 30
+    assert not [path for path in paths if not TO_BE_ADDED.search(path) and not (ROOT / path).exists()]
+    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", CONTRIBUTING, re.M)) <= targets()
+
+
+def test_the_names_that_contributors_have_to_change_exist() -> None:
+    named = re.findall(r"`(\w+)`\s+in\s+`([\w/.]+\.py)`", CONTRIBUTING)
+    assert len(named) > 10
+    assert not [f"{name} in {path}" for name, path in named if name not in (ROOT / path).read_text(encoding="utf-8")]

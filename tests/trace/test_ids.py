@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from turngate.trace.tree import Context, ContextInfo, Sampled, SampledInfo, path_ids, prompt_ids
-from turngate.types import ID_DTYPE, NO_IDS, PromptIds, ids_from_json, ids_to_json
+from turngate.types import ID_DTYPE, NO_IDS, Ids, Logprobs, PromptIds, decode_array, ids_from_json, ids_to_json
 
 _CONTEXT = ContextInfo(b"", b"", "", False)
 _SAMPLED = SampledInfo(b"", b"", b"", "stop", 0, 0, 0.0, 0.0)
@@ -59,3 +60,11 @@ def test_ids_of_read_only_and_strided_arrays() -> None:
     """Arrays may be read-only (from the store) or not contiguous (a slice)."""
     assert ids_to_json(np.frombuffer(_array([7, 8]).tobytes(), ID_DTYPE)) == b"7,8"
     assert ids_to_json(_array([1, 2, 3, 4])[::2]) == b"1,3"
+
+
+def test_arrays_are_decoded_whether_or_not_numpy_defines_their_type_as_an_alias() -> None:
+    for dtype in (np.int32, np.float32):
+        decoded = decode_array(np.ndarray[tuple[int, ...], np.dtype[dtype]], [1, 2])
+        assert decoded.dtype == dtype and decoded.tolist() == [1, 2]
+    assert msgspec.json.decode(b"[1,2]", type=Ids, dec_hook=decode_array).dtype == ID_DTYPE
+    assert np.isnan(msgspec.json.decode(b"[null]", type=Logprobs, dec_hook=decode_array)).all()
