@@ -78,7 +78,7 @@ class Events:
         return self._log.knows(session)
 
     def page(self, session: str = "", after: int = 0, limit: int = PAGE) -> list[GatewayEvent]:
-        """Return the oldest events past `after`, of one session or of all."""
+        """Return the oldest events past `after`, of one session or of all sessions."""
         return self._log.page(session, after, limit)
 
     def prune(self, before: float) -> int:
@@ -88,7 +88,7 @@ class Events:
     async def follow(
         self, session: str = "", after: int = 0, *, wait: bool = True
     ) -> AsyncGenerator[GatewayEvent | None, None]:
-        """Yield the events of one session (or of all) past `after`, until the gateway stops. None is a keep-alive.
+        """Yield the events of one session, or of all sessions, past `after`, until the gateway stops. None is a keep-alive.
 
         With `wait=False`, stop after the last event. A cursor past the newest event belongs to a different data folder, so the
         follower starts at the beginning.

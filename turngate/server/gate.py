@@ -153,7 +153,7 @@ def _parse_array(raw: bytes, kind: type[np.generic], field: str) -> np.ndarray:
     little_endian = np.dtype(kind).newbyteorder("<")
     if len(raw) % little_endian.itemsize:
         raise BadRequest(
-            f"the length of {field} must be a multiple of {little_endian.itemsize} bytes, the size of an element, not {len(raw)} bytes",
+            f"{field} is {len(raw)} bytes long, but its length must be a multiple of {little_endian.itemsize} bytes",
             param=field,
         )
     return np.frombuffer(raw, little_endian).astype(kind)

@@ -77,7 +77,7 @@ class EventTable:
             return insert_event(db, event)
 
     def page(self, session: str, after: int, limit: int) -> list[GatewayEvent]:
-        """Return the oldest events after a number, of one session, or of all if `session` is empty."""
+        """Return the oldest events after a number, of one session, or of all sessions if `session` is empty."""
         only, values = ("session=? AND ", (session,)) if session else ("", ())
         query = f"SELECT seq, time, session, kind, data FROM events WHERE {only}seq>? ORDER BY seq LIMIT ?"
         with self._reading() as db:

@@ -16,7 +16,7 @@ def lock_folder(folder: Path) -> IO[bytes]:
         file = open(folder / "lock", "wb")  # noqa: SIM115  # held open for as long as the store is
     except OSError as error:
         raise ConfigError(
-            f"data: {folder} cannot be written ({error.strerror}); choose another --data folder", param="data"
+            f"data: {folder} cannot be written to ({error.strerror}); choose another --data folder", param="data"
         ) from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -301,7 +301,7 @@ def _image(row: SweRow, data_set: DataSet) -> str:
             return f"swerebench/sweb.eval.x86_64.{name.replace('__', '_1776_')}:latest"
         case "swe-rebench-v2":
             raise row.error(
-                "image_name", "is missing; set it, because the names of SWE-rebench V2 images follow no rule"
+                "image_name", "is missing; set it, because the image names of SWE-rebench V2 cannot be derived"
             )
 
 

@@ -163,7 +163,7 @@ class _FolderOutput(OutputFile):
                 file.write(encode_json(record) + b"\n")
             unfinished.replace(self._folder / f"{name}.json")
         except OSError as error:
-            raise ConfigError(f"out: {self._folder} cannot be written ({error.strerror})", param="out") from None
+            raise ConfigError(f"out: {self._folder} cannot be written to ({error.strerror})", param="out") from None
         finally:
             unfinished.unlink(missing_ok=True)
         self.records += 1

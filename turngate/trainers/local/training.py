@@ -222,7 +222,7 @@ async def _open_feed(gateway: GatewayClient, config: FeedConfig, state: TrainerS
         new = msgspec.structs.asdict(config)
         changes = "; ".join(f"{name} was {old[name]} and is now {new[name]}" for name in new if old[name] != new[name])
         raise ConfigError(
-            f"{changes}; the data folder contains a training run with different settings: use those settings, "
+            f"the data folder contains a training run with different settings ({changes}); use those settings, "
             "or choose another --out folder (and --data)",
             param="data",
         ) from None
