@@ -11,9 +11,9 @@ import pytest
 from turngate import _moved
 
 
-@pytest.mark.filterwarnings("ignore:.*is now:DeprecationWarning")  # of the package that an old module was in
+@pytest.mark.filterwarnings("ignore:.*is now:DeprecationWarning")  # from the package of an old module
 @pytest.mark.parametrize("name", _moved.MODULES)
-def test_an_old_module_imports(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_module_imports(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.warns(DeprecationWarning, match=f"{name} is now {_moved.MODULES[name]}"):
         old = importlib.import_module(name)
@@ -27,7 +27,7 @@ def test_an_old_module_imports(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.filterwarnings("ignore:.*is now:DeprecationWarning")
 @pytest.mark.parametrize("old", _moved.NAMES)
-def test_an_old_name_imports(old: str) -> None:
+def test_old_name_imports(old: str) -> None:
     module, _, name = old.rpartition(".")
     new_module, _, new_name = _moved.NAMES[old].rpartition(".")
     if module.startswith("turngate.trainers.trl.rows") and not find_spec("trl"):
@@ -39,6 +39,6 @@ def test_an_old_name_imports(old: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_an_unknown_name_is_an_import_error() -> None:
+def test_unknown_name_is_an_import_error() -> None:
     with pytest.raises(ImportError, match="Nothing"):
         exec("from turngate.trainers.feed import Nothing")

@@ -61,10 +61,10 @@ async def test_deliveries_are_the_same(data: Path) -> None:
         assert msgspec.msgpack.decode(answer.content) == msgspec.msgpack.decode(base64.b64decode(ANSWERS[DELIVERIES]))
 
 
-async def test_an_open_session_continues_its_branch(data: Path) -> None:
+async def test_open_session_continues_its_branch(data: Path) -> None:
     async with gateway([say("Go on.")], data=data) as g:
-        said = ANSWERS["/admin/sessions/left-open/trace"]["nodes"][1]["message"]
-        reply = {"role": "assistant", "content": said["content"], "reasoning_content": said["reasoning"]}
+        message = ANSWERS["/admin/sessions/left-open/trace"]["nodes"][1]["message"]
+        reply = {"role": "assistant", "content": message["content"], "reasoning_content": message["reasoning"]}
         history = [{"role": "user", "content": "Wait."}, reply, {"role": "user", "content": "Continue."}]
         body = {"model": "scripted", "messages": history}
         answer = await g.admin.post("/s/left-open/v1/chat/completions", json=body)
@@ -81,22 +81,22 @@ def test_exports_are_the_same(name: str, data: Path) -> None:
 
 
 @pytest.mark.parametrize("session", SESSIONS)
-def test_sessions_verify(session: str, data: Path) -> None:
+def test_sessions_pass_verification(session: str, data: Path) -> None:
     with SessionReader(data) as folder, open_row_source(data) as rows:
         verdict = verify(folder, session, VerifyOptions(rows=rows, renderers=Renderers()))
     assert verdict.ok, verdict
 
 
-def test_a_batch_ledger_reads(tmp_path: Path) -> None:
+def test_batch_ledger_is_readable(tmp_path: Path) -> None:
     shutil.copy(RECORDED / "ledger.jsonl", tmp_path / "ledger.jsonl")
     known = ledger.read_ledger(tmp_path)
     assert {one.kind for one in known.finished.values()} == {"graded"} and len(known.finished) == 2
 
 
 def test_settings_mean_the_same() -> None:
-    meant = json.loads((RECORDED / "settings.json").read_text())
+    expected = json.loads((RECORDED / "settings.json").read_text())
     for settings, name in (
         (config.load_config(RECORDED / "serve.toml", {}), "serve"),
         (service_config.load_config(RECORDED / "service.toml"), "service"),
     ):
-        assert json.loads(msgspec.json.encode(settings)) == meant[name]
+        assert json.loads(msgspec.json.encode(settings)) == expected[name]

@@ -1,11 +1,11 @@
-"""Kills a gateway over and over while agents work, and checks that nothing an agent was given is lost.
+"""Kill a gateway repeatedly while agents work, and check that no answer an agent received is lost.
 
-Sixteen agents talk to a real `turngate serve` process, streaming and not. At random moments it is killed with SIGKILL and started
-again on the same data folder. An agent whose connection broke repeats its call, as SDKs do. In the end every answer that an
-agent received in full must stand on its session's path, in order, and every recorded token must have been sampled after exactly
-the ids that are recorded before it (the scripted engine's log-probabilities prove that).
+Sixteen agents talk to a real `turngate serve` process, streaming and not. At random moments it is killed with SIGKILL and restarted on the
+same data folder. An agent whose connection broke repeats its call, as SDKs do. At the end, every answer that an agent received in full must
+be on its session's path, in order, and every recorded token must have been sampled after exactly the recorded ids before it (the scripted
+engine's log-probabilities prove that).
 
-By hand: `python -m tests.crash.storm --kills 200`.
+To run it by hand: `python -m tests.crash.storm --kills 200`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TOOLS = [{"type": "function", "function": {"name": n, "parameters": {"type": "ob
 
 
 class Server:
-    """One `turngate serve` on a fixed port and data folder, killed and started at will."""
+    """A `turngate serve` on a fixed port and data folder that can be killed and restarted."""
 
     def __init__(self, folder: Path, durability: str, workers: int = 1) -> None:
         self.folder = folder
@@ -85,12 +85,12 @@ class Server:
                 await asyncio.sleep(0.02)
         raise AssertionError("the gateway was not ready in time")
 
-    def kill_worker(self, draw: random.Random) -> None:
-        """One of them; the front starts it again."""
+    def kill_worker(self, rng: random.Random) -> None:
+        """Kill a random worker; the front restarts it."""
         assert self.process is not None
         pids = children(self.process.pid)
         if pids:
-            os.kill(draw.choice(pids), signal.SIGKILL)
+            os.kill(rng.choice(pids), signal.SIGKILL)
 
     def kill(self) -> None:
         assert self.process is not None
@@ -99,13 +99,13 @@ class Server:
 
 
 def children(pid: int) -> list[int]:
-    """The processes that this one started."""
+    """The child processes of a process."""
     return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
 
 class Agent:
     def __init__(self, number: int, client: httpx.AsyncClient, url: str, session: str, key: str) -> None:
-        self.draw = random.Random(number)
+        self.rng = random.Random(number)
         self.client, self.url, self.session, self.key = client, url, session, key
         self.messages: list[dict[str, Any]] = [
             {"role": "system", "content": "Work."},
@@ -126,30 +126,30 @@ class Agent:
                 )
             if not message.get("tool_calls"):
                 self.messages.append({"role": "user", "content": f"go on {len(self.messages)}"})
-            await asyncio.sleep(self.draw.random() * 0.02)
+            await asyncio.sleep(self.rng.random() * 0.02)
 
     async def ask(self, over: asyncio.Event) -> dict[str, Any] | None:
-        """One answer, in full; the call is repeated for as long as it fails."""
-        tries = 0
+        """Repeat a call until it returns a complete answer."""
+        attempts = 0
         while True:
             try:
-                return await self.once(tries)
+                return await self.once(attempts)
             except httpx.HTTPError:
-                tries += 1
+                attempts += 1
                 if over.is_set():
                     return None
                 await asyncio.sleep(0.05)
 
-    async def once(self, tries: int) -> dict[str, Any]:
-        stream = self.draw.random() < 0.5
+    async def once(self, attempts: int) -> dict[str, Any]:
+        stream = self.rng.random() < 0.5
         body = {"model": "x", "messages": self.messages, "tools": TOOLS, "stream": stream}
-        headers = {"authorization": f"Bearer {self.key}", "x-stainless-retry-count": str(tries)}
+        headers = {"authorization": f"Bearer {self.key}", "x-stainless-retry-count": str(attempts)}
         async with self.client.stream(
             "POST", f"{self.url}/v1/chat/completions", json=body, headers=headers
         ) as response:
             raw = await response.aread()
             if response.status_code == 503 and b"retry" in raw:
-                raise httpx.ReadError("to be repeated")
+                raise httpx.ReadError("retry")
             assert response.status_code == 200, raw
         if not stream:
             return {k: v for k, v in json.loads(raw)["choices"][0]["message"].items() if v}
@@ -163,8 +163,8 @@ class Agent:
         return {k: v for k, v in message.items() if v}
 
 
-def check(agent: Agent, trace: dict[str, Any]) -> int:
-    """Every answer the agent received, in order, on one path of exact ids. Returns how many turns were recorded."""
+def check_trace(agent: Agent, trace: dict[str, Any]) -> int:
+    """Check that all received answers are on one path, in order, with exact ids. Return the number of recorded turns."""
     nodes = {node["id"]: node for node in trace["nodes"]}
     paths: dict[int | None, list[int]] = {None: []}
     texts: dict[int | None, tuple[tuple[str, int], ...]] = {None: ()}
@@ -177,16 +177,18 @@ def check(agent: Agent, trace: dict[str, Any]) -> int:
             assert node["logprobs"] == expected, f"{agent.session}: node {node['id']} was sampled after other ids"
             message = node["message"]
             texts[node["id"]] += ((message.get("content", ""), len(message.get("tool_calls", []))),)
-    wanted = tuple((m.get("content", ""), len(m.get("tool_calls", []))) for m in agent.received)
-    assert any(text[: len(wanted)] == wanted for text in texts.values()), f"{agent.session}: an answer was lost"
+    expected_texts = tuple((m.get("content", ""), len(m.get("tool_calls", []))) for m in agent.received)
+    assert any(text[: len(expected_texts)] == expected_texts for text in texts.values()), (
+        f"{agent.session}: an answer was lost"
+    )
     forks = {n["cause"] for n in nodes.values() if n["cause"]}
     assert forks <= {"retry", "resample"}, f"{agent.session}: forked by {forks}"
     return sum(node["kind"] == "sampled" for node in nodes.values())
 
 
 async def storm(kills: int, *, agents: int = 16, durability: str = "process", seed: int = 0, workers: int = 1) -> str:
-    """With several workers it is one of them that is killed, and every fifth time the front, whose workers then end."""
-    draw = random.Random(seed)
+    """Run the storm. With several workers, kill one of them, and every fifth time the front, which ends all workers."""
+    rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as name:
         server = Server(Path(name), durability, workers)
         server.start()
@@ -198,36 +200,38 @@ async def storm(kills: int, *, agents: int = 16, durability: str = "process", se
                     (await client.post(f"{server.url}/admin/sessions", json={}, headers=admin)).json()
                     for _ in range(agents)
                 ]
-                crew = [Agent(n, client, server.url, s["id"], s["api_key"]) for n, s in enumerate(opened)]
+                agents_at_work = [Agent(n, client, server.url, s["id"], s["api_key"]) for n, s in enumerate(opened)]
                 over = asyncio.Event()
-                tasks = [asyncio.create_task(agent.work(over)) for agent in crew]
+                tasks = [asyncio.create_task(agent.work(over)) for agent in agents_at_work]
                 for n in range(kills):
                     if workers > 1 and n % 5 != 4:
-                        await asyncio.sleep(draw.uniform(0.3, 1.5))
-                        server.kill_worker(draw)
+                        await asyncio.sleep(rng.uniform(0.3, 1.5))
+                        server.kill_worker(rng)
                         continue
-                    await asyncio.sleep(draw.uniform(0.05, 0.5))
+                    await asyncio.sleep(rng.uniform(0.05, 0.5))
                     server.kill()
                     server.start()
                     await server.ready(client)
                 await asyncio.sleep(0.5)
-                await _all_answered(crew, tasks)
+                await _wait_for_answers(agents_at_work, tasks)
                 over.set()
                 await asyncio.gather(*tasks)
                 turns = 0
-                for agent in crew:
-                    turns += check(agent, await _trace(client, f"{server.url}/admin/sessions/{agent.session}/trace"))
-                received = sum(len(agent.received) for agent in crew)
-                await verified(server.folder / "data", agents)
+                for agent in agents_at_work:
+                    turns += check_trace(
+                        agent, await _read_trace(client, f"{server.url}/admin/sessions/{agent.session}/trace")
+                    )
+                received = sum(len(agent.received) for agent in agents_at_work)
+                await verify_all(server.folder / "data", agents)
                 return f"{kills} kills, {agents} agents, {received} answers received, {turns} turns recorded, none lost"
         finally:
             server.kill()
 
 
-async def _all_answered(crew: list[Agent], tasks: list[asyncio.Task[None]]) -> None:
-    """However slow the machine is, each agent gets something that could be lost."""
+async def _wait_for_answers(agents_at_work: list[Agent], tasks: list[asyncio.Task[None]]) -> None:
+    """Wait until each agent has received an answer."""
     end = time.monotonic() + scaled(60)
-    while not all(agent.received for agent in crew):
+    while not all(agent.received for agent in agents_at_work):
         for task in tasks:
             if task.done():
                 task.result()
@@ -235,8 +239,8 @@ async def _all_answered(crew: list[Agent], tasks: list[asyncio.Task[None]]) -> N
         await asyncio.sleep(0.05)
 
 
-async def _trace(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
-    """Its worker may still be starting."""
+async def _read_trace(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
+    """Read a trace; retry while its worker is starting."""
     end = time.monotonic() + scaled(60)
     while True:
         response = await client.get(url, headers={"authorization": f"Bearer {ADMIN}"})
@@ -248,12 +252,12 @@ async def _trace(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
         await asyncio.sleep(0.1)
 
 
-async def verified(data: Path, sessions: int) -> None:
-    """`turngate verify` has nothing to say against it."""
+async def verify_all(data: Path, sessions: int) -> None:
+    """Run `turngate verify` on all sessions; it must find no errors."""
     argv = [sys.executable, "-m", "turngate", "verify", "--all", "--json", "--data", str(data)]
     process = await asyncio.create_subprocess_exec(*argv, stdout=subprocess.PIPE)
-    said, _ = await process.communicate()
-    assert process.returncode == 0 and len(json.loads(said)["sessions"]) == sessions, said[:3000]
+    output, _ = await process.communicate()
+    assert process.returncode == 0 and len(json.loads(output)["sessions"]) == sessions, output[:3000]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The gateway is killed while agents work: 20 times, or 200 times in `make soak`."""
+"""Kill the gateway while agents work: 20 times, or 200 times in `make soak`."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ pytestmark = [pytest.mark.process, pytest.mark.alone, pytest.mark.soak, pytest.m
 @pytest.mark.real
 @pytest.mark.promise(5)
 @pytest.mark.parametrize(("durability", "kills"), [("process", 150), ("disk", 50)])
-async def test_nothing_that_an_agent_received_is_lost(durability: str, kills: int, storm_scale: float) -> None:
+async def test_no_received_answer_is_lost(durability: str, kills: int, storm_scale: float) -> None:
     print(await storm(round(kills * storm_scale), durability=durability, seed=kills))

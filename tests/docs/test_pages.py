@@ -1,4 +1,4 @@
-"""What the documentation tells people to type: every command and flag exists, and every piece of Python can be read."""
+"""Commands, flags and Python code in the documentation are valid."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```", re.M | re.S)
 
 
 def blocks(page: Path) -> Iterator[tuple[str, str]]:
-    """Language and text of each block of code, the indented ones too."""
+    """Yield the language and text of each code block, including indented ones."""
     text = page.read_text(encoding="utf-8")
     for found in _FENCE.finditer(text):
         yield found[2], re.sub(f"^{found[1]}", "", found[3], flags=re.M)
@@ -38,20 +38,20 @@ def commands(text: str) -> Iterator[list[str]]:
             yield words[1 : ends[0]] if ends else words[1:]
 
 
-def known(words: list[str]) -> str:
-    """What is wrong with them; empty: nothing."""
+def find_problem(words: list[str]) -> str:
+    """Return what is wrong with a command line, or an empty string."""
     command: Any = typer.main.get_command(app)
     words = list(words)
-    while inside := vars(command).get("commands"):
+    while subcommands := vars(command).get("commands"):
         if not words and vars(command).get("invoke_without_command"):
             return ""
         if not words or words[0].startswith("-"):
-            return "" if words in (["--help"], ["--version"]) else f"names no command of {sorted(inside)}"
+            return "" if words in (["--help"], ["--version"]) else f"names no command of {sorted(subcommands)}"
         if words[0] in ("COMMAND", "…", "..."):
             return ""
-        if words[0] not in inside:
+        if words[0] not in subcommands:
             return "" if vars(command).get("invoke_without_command") else f"{words[0]} is no command"
-        command = inside[words.pop(0)]
+        command = subcommands[words.pop(0)]
     flags = {name for param in command.params for name in (*param.opts, *param.secondary_opts)} | {"--help"}
     for word in words:
         if word.startswith("--") and word.partition("=")[0] not in flags:
@@ -60,7 +60,7 @@ def known(words: list[str]) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_is_to_be_typed_exists(page: Path) -> None:
+def test_commands_and_code_are_valid(page: Path) -> None:
     wrong = []
     for language, text in blocks(page):
         if language == "python":
@@ -69,12 +69,16 @@ def test_what_is_to_be_typed_exists(page: Path) -> None:
             except SyntaxError as error:
                 wrong.append(f"{error}: {text.splitlines()[(error.lineno or 1) - 1]}")
         elif language in ("", "bash", "sh", "shell", "console"):
-            wrong += [f"turngate {' '.join(words)}: {why}" for words in commands(text) if (why := known(words))]
+            wrong += [f"turngate {' '.join(words)}: {why}" for words in commands(text) if (why := find_problem(words))]
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_command_that_does_not_exist_is_found() -> None:
-    assert known(["run", "--no-such-flag"]) and known(["nothing"]) and not known(["agents", "install", "pi"])
+def test_unknown_command_is_reported() -> None:
+    assert (
+        find_problem(["run", "--no-such-flag"])
+        and find_problem(["nothing"])
+        and not find_problem(["agents", "install", "pi"])
+    )
     assert list(commands("turngate run --task a \\\n   --agent pi   # why\n")) == [
         ["run", "--task", "a", "--agent", "pi"]
     ]

@@ -51,7 +51,7 @@ def test_github_accepts_the_file(schema: str, path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
-def test_a_workflow_may_only_read_and_runs_make_with_a_time_limit(path: Path) -> None:
+def test_workflow_is_read_only_and_has_timeouts(path: Path) -> None:
     workflow = load(path)
     assert workflow["permissions"] == {"contents": "read"}
     for job in workflow["jobs"].values():
@@ -63,14 +63,14 @@ def test_a_workflow_may_only_read_and_runs_make_with_a_time_limit(path: Path) ->
         assert called and called <= targets()
 
 
-def test_the_tested_versions_of_python_are_the_declared_ones() -> None:
+def test_tested_python_versions_are_the_declared_ones() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     declared = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
     assert load(GITHUB / "workflows" / "test.yml")["jobs"]["test"]["strategy"]["matrix"]["python"] == declared
     assert project["requires-python"] == f">={declared[0]}"
 
 
-def test_the_hooks_use_the_tools_of_this_repository() -> None:
+def test_hooks_use_tools_of_this_repository() -> None:
     hooks = [hook for repo in load(ROOT / ".pre-commit-config.yaml")["repos"] for hook in repo["hooks"]]
     checks = (ROOT / "Makefile").read_text(encoding="utf-8")
     for hook in hooks:
@@ -86,7 +86,7 @@ def test_make_help_lists_every_target() -> None:
     assert targets() - listed == {"help", "setup", "format", "clean"}
 
 
-def test_the_changelog_has_the_current_version_below_unreleased() -> None:
+def test_changelog_has_current_version_below_unreleased() -> None:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     headings = re.findall(r"^## (.+)$", text, re.M)
     assert headings[0] == "[Unreleased]"
@@ -96,7 +96,7 @@ def test_the_changelog_has_the_current_version_below_unreleased() -> None:
 
 
 @pytest.mark.parametrize("path", DECISIONS, ids=lambda path: path.stem)
-def test_a_decision_has_a_status_and_a_date_and_is_listed(path: Path) -> None:
+def test_decision_has_status_and_date_and_is_listed(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     number, title = re.match(r"# (\d{4}): (.+)\n", text).groups()  # type: ignore[union-attr]
     assert path.name.startswith(f"{number}-")

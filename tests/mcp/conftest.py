@@ -1,4 +1,4 @@
-"""Fixtures: a server of the tests' own, over either transport."""
+"""Fixtures for MCP servers over both transports."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from tests.mcp import kit
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    """A new one, with a short path."""
-    made = Path(tempfile.mkdtemp(prefix="tg-"))
-    yield made
-    shutil.rmtree(made, ignore_errors=True)
+    """A new folder with a short path."""
+    path = Path(tempfile.mkdtemp(prefix="tg-"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    with _folder() as made:
-        yield made
+    with _folder() as path:
+        yield path
 
 
 @pytest.fixture(scope="session")
 def http() -> Iterator[kit.Server]:
-    """One that listens, for all tests: a start takes two seconds."""
-    with _folder() as made, kit.over_http(made) as server:
+    """A shared HTTP server, since starting one takes two seconds."""
+    with _folder() as path, kit.serve_http(path) as server:
         yield server
 
 
 @pytest.fixture
 def stdio(folder: Path) -> kit.Server:
-    """One that every client starts anew."""
-    return kit.prepared(folder)
+    """A server that each client starts over stdio."""
+    return kit.prepare(folder)
 
 
 @pytest.fixture(params=["stdio", "http"])

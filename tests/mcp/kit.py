@@ -1,10 +1,10 @@
-"""What the tests of `turngate mcp` are written with: real processes of it, the official SDK's clients, and agents that are small programs.
+"""Helpers for the tests of `turngate mcp`: real server processes, the official SDK's clients, and agents that are small programs.
 
-    async with at(server) as client:
-        result = await called(client, "run_rollout", **asked('print(ask("Hi"))'))
+    async with connect(server) as client:
+        result = await call_tool(client, "run_rollout", **rollout_arguments('print(ask("Hi"))'))
 
-The engine is scripted, the sandbox is the local one, and the agent is the catalogue's `shell` with a Python for a command: its program
-is the instruction.
+The engine is scripted and the sandbox is local. The agent is the catalogue's `shell` with Python as its command: its program is the
+instruction.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ key_env = "TURNGATE_TEST_HOSTED_KEY"
 
 
 class Server(msgspec.Struct, frozen=True):
-    """A `turngate mcp`: how to start it, or where it is."""
+    """A `turngate mcp` server: how to start it, or its URL."""
 
     folder: Path
-    url: str = ""  # empty: over stdin and stdout, with a process for each client
+    url: str = ""  # empty for stdio, with one process per client
 
     @property
     def config(self) -> Path:
@@ -63,7 +63,7 @@ class Server(msgspec.Struct, frozen=True):
 
     @property
     def env(self) -> dict[str, str]:
-        """Sandboxes are made below the folder, so that what is left of them can be seen."""
+        """The environment; sandboxes go below the folder, to find leftovers."""
         return {"TMPDIR": str(self.folder / "tmp"), "PYTHONPATH": str(ROOT), "TURNGATE_MCP_KEY": KEY}
 
     def parameters(self, *program: str) -> StdioServerParameters:
@@ -72,21 +72,21 @@ class Server(msgspec.Struct, frozen=True):
             command=sys.executable, args=[*command, "mcp", "--config", str(self.config)], env=self.env
         )
 
-    def alive(self) -> list[str]:
-        """What is left of its sandboxes: folders, and processes that were started in them."""
+    def leftovers(self) -> list[str]:
+        """Leftover sandbox folders and processes."""
         found = [path.name for path in (self.folder / "tmp").glob("turngate-*/*")]
-        for place in Path("/proc").iterdir():
-            if place.name.isdigit() and int(place.name) != os.getpid():
+        for process in Path("/proc").iterdir():
+            if process.name.isdigit() and int(process.name) != os.getpid():
                 try:
-                    if f"{self.folder}/tmp/".encode() in (place / "environ").read_bytes():
-                        found.append((place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+                    if f"{self.folder}/tmp/".encode() in (process / "environ").read_bytes():
+                        found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
                 except OSError:
                     pass
         return found
 
 
-def prepared(folder: Path) -> Server:
-    """The settings for one, and what its model says. The folder's path is short: unix sockets lie below it."""
+def prepare(folder: Path) -> Server:
+    """Write the settings and the model's script. The path must be short enough for unix sockets."""
     (folder / "tmp").mkdir(parents=True)
     (folder / "script.json").write_text(json.dumps(["Hello.", "And again."]))
     (folder / "turngate.toml").write_text(CONFIG.format(folder=folder, model=MODEL))
@@ -94,23 +94,23 @@ def prepared(folder: Path) -> Server:
 
 
 @contextmanager
-def over_http(folder: Path) -> Iterator[Server]:
-    """One that listens, until the block ends."""
-    server = prepared(folder)
+def serve_http(folder: Path) -> Iterator[Server]:
+    """Run a server over HTTP."""
+    server = prepare(folder)
     with start_cli("mcp", "--config", server.config, "--http", "127.0.0.1:0", **server.env) as running:
-        yield Server(folder, listening(running))
+        yield Server(folder, wait_for_url(running))
 
 
-def listening(running: CliProcess) -> str:
-    """The URL that it says that it serves."""
+def wait_for_url(running: CliProcess) -> str:
+    """Wait until the server prints its URL."""
     running.wait_for_output("serves MCP on")
     running.wait_for_output("/mcp\n")
     return next(word for word in running.output.split() if word.startswith("http") and word.endswith("/mcp"))
 
 
 @asynccontextmanager
-async def at(server: Server, mode: str = "auto", key: str = KEY, **options: Any) -> AsyncIterator[Client]:
-    """A client of it. `mode`: `auto` is the newest protocol, `legacy` that of 2025."""
+async def connect(server: Server, mode: str = "auto", key: str = KEY, **options: Any) -> AsyncIterator[Client]:
+    """Connect a client. `mode`: `auto` for the newest protocol, `legacy` for that of 2025."""
     if not server.url:
         async with Client(server.parameters(), mode=mode, **options) as client:
             yield client
@@ -123,8 +123,8 @@ async def at(server: Server, mode: str = "auto", key: str = KEY, **options: Any)
         yield client
 
 
-async def called(client: Client, tool: str, /, **arguments: Json) -> Json:
-    """What a tool answers. The client itself holds it against the tool's output schema."""
+async def call_tool(client: Client, tool: str, /, **arguments: Json) -> Json:
+    """Call a tool and return its result, which the client validates against the output schema."""
     result = await client.call_tool(tool, arguments)
     assert not result.is_error, result.content
     [block] = result.content
@@ -132,21 +132,21 @@ async def called(client: Client, tool: str, /, **arguments: Json) -> Json:
     return result.structured_content
 
 
-async def refused(client: Client, tool: str, /, **arguments: Json) -> str:
-    """The words of a tool's error."""
+async def call_rejected(client: Client, tool: str, /, **arguments: Json) -> str:
+    """Call a tool that must fail, and return its error message."""
     result = await client.call_tool(tool, arguments)
     assert result.is_error and result.structured_content is None
     [block] = result.content
     return block.text  # type: ignore[union-attr, no-any-return]
 
 
-def asked(program: str, **more: Json) -> dict[str, Json]:
+def rollout_arguments(program: str, **more: Json) -> dict[str, Json]:
     """Arguments for a rollout whose agent is a Python program."""
     return {"model_key": MODEL, "instruction": PRELUDE + program, "agent_timeout_s": scaled(60), **more}
 
 
-def until_there(file: Path) -> str:
-    """A program that says that it runs, waits for a file, and then asks its model."""
+def wait_program(file: Path) -> str:
+    """A program that creates FILE.waits, waits for FILE, and then calls its model."""
     return f"""
 open({str(file) + ".waits"!r}, "w").close()
 while not os.path.exists({str(file)!r}):
@@ -155,14 +155,14 @@ open("answer.txt", "w").write(ask("Hi"))
 """
 
 
-async def there(file: Path, seconds: float = 30.0) -> None:
-    """Waits for a file that an agent writes."""
-    await asyncio.to_thread(wait_for, file, seconds)
+async def wait_for_file_async(file: Path, seconds: float = 30.0) -> None:
+    """Wait for a file that an agent writes."""
+    await asyncio.to_thread(wait_for_file, file, seconds)
 
 
-def wait_for(file: Path, seconds: float = 30.0) -> None:
+def wait_for_file(file: Path, seconds: float = 30.0) -> None:
     limit = scaled(seconds)
     end = time.monotonic() + limit
     while not file.exists():
-        assert time.monotonic() < end, f"there is still no {file} after {limit:.0f} s"
+        assert time.monotonic() < end, f"{file} did not appear within {limit:.0f} s"
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The snippets of docs/mcp.md are run as they stand."""
+"""The snippets of docs/mcp.md run as they are."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def snippets(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.S)
 
 
-def test_the_settings_are_settings(tmp_path: Path) -> None:
+def test_settings_snippets_are_valid(tmp_path: Path) -> None:
     settings, stdio, http = snippets("toml")
     (file := tmp_path / "turngate.toml").write_text(settings)
     assert list(load_config(file).endpoints) == ["vllm://Qwen3-8B", "anthropic://claude"]
@@ -38,7 +38,7 @@ def test_the_settings_are_settings(tmp_path: Path) -> None:
     assert "${TURNGATE_MCP_KEY}" in json.loads(claude)["mcpServers"]["turngate"]["headers"]["Authorization"]
 
 
-def test_the_python_client_over_stdio(stdio: kit.Server) -> None:
+def test_python_client_over_stdio(stdio: kit.Server) -> None:
     program = snippets("python")[0].replace("vllm://Qwen3-8B", kit.MODEL)
     stdio.config.write_text(stdio.config.read_text().replace("exec python3 -", "touch hello.txt"))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -55,7 +55,7 @@ def test_the_python_client_over_stdio(stdio: kit.Server) -> None:
     assert re.fullmatch(r"1\.0 [0-9.]+\n", done.stdout)
 
 
-async def test_the_python_client_over_http(http: kit.Server, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_python_client_over_http(http: kit.Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TURNGATE_MCP_KEY", kit.KEY)
     names: dict[str, Any] = {}
     exec(snippets("python")[1], names)

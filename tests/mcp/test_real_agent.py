@@ -1,6 +1,6 @@
-"""Real agents that speak MCP drive real rollouts: Claude Code and Codex, each over stdio and over HTTP, set up as docs/mcp.md says.
+"""Real MCP clients run real rollouts: Claude Code and Codex, each over stdio and HTTP, set up as docs/mcp.md says.
 
-Their own model is Turngate's scripted engine, which makes them call the tools; what a tool answered is then in their prompt.
+Their own model is Turngate's scripted engine, which makes them call the tools; the tool results then appear in their prompts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from tests import kit as gateways
 from tests.agents_real.kit import agent, agents, call, model_step
 from tests.mcp import kit
-from tests.mcp.kit import KEY, MODEL, asked
+from tests.mcp.kit import KEY, MODEL, rollout_arguments
 from tests.mcp.test_tools import ROW
 from tests.speed import scaled
 from turngate.agents.launch import Launch, plan_launch
@@ -27,25 +27,25 @@ from turngate.service.mcp_tools import TOOLS
 pytestmark = pytest.mark.full
 
 PROMPT = "Try the rollouts, please."
-WITHIN_S = 120.0
+TIMEOUT_S = 120.0
 
 
-ONE: dict[str, object] = {"rollout_id": "{rollout}"}  # that was started
+ROLLOUT: dict[str, object] = {"rollout_id": "{rollout}"}  # the started rollout
 
 
 def _calls() -> tuple[tuple[str, dict[str, object]], ...]:
-    """Every tool, with what it is called with."""
-    order = asked('open("a.txt", "w").write(ask("Hi"))', test_script="grep -q Hello a.txt")
-    # So that it is no placeholder of the playbook's.
+    """Every tool with its arguments."""
+    order = rollout_arguments('open("a.txt", "w").write(ask("Hi"))', test_script="grep -q Hello a.txt")
+    # So that the playbook does not read it as a placeholder.
     order["instruction"] = re.sub(r"\{(\w+)\}", r"{ \1 }", order["instruction"])
     return (
         ("list_endpoints", {}),
         ("start_rollout", order),
-        ("finalize_rollout", {**ONE, "wait_s": scaled(20), "logprobs": False}),
-        ("get_state", ONE),
-        ("get_messages", ONE),
-        ("subscribe_events", ONE),
-        ("abort_rollout", ONE),  # which changes nothing about one that has ended
+        ("finalize_rollout", {**ROLLOUT, "wait_s": scaled(20), "logprobs": False}),
+        ("get_state", ROLLOUT),
+        ("get_messages", ROLLOUT),
+        ("subscribe_events", ROLLOUT),
+        ("abort_rollout", ROLLOUT),  # has no effect on a finished rollout
         ("run_rollout", {**order, "task_id": "at-once", "logprobs": False}),
         ("run_swe_rollout", {"task": ROW, "model_key": MODEL}),
         ("list_rollouts", {}),
@@ -84,11 +84,11 @@ def _codex(server: kit.Server, home: Path, launch: Launch) -> list[str]:
     return list(launch.command)
 
 
-SET_UP = {"claude-code": _claude, "codex": _codex}
+CONFIGURE = {"claude-code": _claude, "codex": _codex}
 
 
-@pytest.mark.parametrize("name", agents(*SET_UP))
-async def test_a_real_agent_calls_every_tool(server: kit.Server, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", agents(*CONFIGURE))
+async def test_real_agent_calls_every_tool(server: kit.Server, name: str, tmp_path: Path) -> None:
     spec, installed = agent(name)
     async with gateways.gateway(Playbook(gateways.renderer(), [_scene()]), max_context=200_000) as gateway:
         session = await gateway.open()
@@ -104,44 +104,44 @@ async def test_a_real_agent_calls_every_tool(server: kit.Server, name: str, tmp_
             workdir=str(work),
         )
         for file in launch.files:
-            place = Path(file.path)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(file.data)
-        own = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "TURNGATE_MCP_KEY": KEY}
-        own["MCP_TIMEOUT"] = f"{scaled(30) * 1000:.0f}"  # Claude Code's, in milliseconds
+            path = Path(file.path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(file.data)
+        env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "TURNGATE_MCP_KEY": KEY}
+        env["MCP_TIMEOUT"] = f"{scaled(30) * 1000:.0f}"  # Claude Code's, in milliseconds
         process = await asyncio.create_subprocess_exec(
-            *SET_UP[name](server, tmp_path, launch),
+            *CONFIGURE[name](server, tmp_path, launch),
             cwd=work,
-            env={**own, **launch.env},
+            env={**env, **launch.env},
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
         try:
-            said, _ = await asyncio.wait_for(process.communicate(), scaled(WITHIN_S))
+            output, _ = await asyncio.wait_for(process.communicate(), scaled(TIMEOUT_S))
         finally:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-        heard = [gateways.tokenizer().decode(node.ids) for node in (await gateway.trace(session.id)).nodes]
-    assert process.returncode == 0 and "All done." in said.decode(), said.decode()
+        prompts = [gateways.tokenizer().decode(node.ids) for node in (await gateway.trace(session.id)).nodes]
+    assert process.returncode == 0 and "All done." in output.decode(), output.decode()
 
-    def told(mark: str) -> list[str]:
-        return [text for text in heard if mark in text]
+    def find(mark: str) -> list[str]:
+        return [text for text in prompts if mark in text]
 
     assert {name for name, _ in _calls()} == set(TOOLS)
-    [endpoints] = told('"endpoints":[')
+    [endpoints] = find('"endpoints":[')
     assert MODEL in endpoints
-    results = told('"workdir_files":')
+    results = find('"workdir_files":')
     for result in results[:2]:  # of finalize_rollout and run_rollout
         assert '"status":"finished"' in result and '"a.txt":"Hello."' in result
         assert '"reward":1' in result
     assert '"task_id":"at-once"' in results[1]
-    assert ROW["instance_id"] in results[2] and "docker" in results[2]  # which this server's sandbox is not
-    [messages] = told('"messages":[')
+    assert ROW["instance_id"] in results[2] and "docker" in results[2]  # but the sandbox is local
+    [messages] = find('"messages":[')
     assert "Hello." in messages
-    [events] = told('"events":[')
+    [events] = find('"events":[')
     assert '"kind":"queued"' in events and '"kind":"ended"' in events
-    [listing] = told('"rollouts":[')
+    [listing] = find('"rollouts":[')
     assert "at-once" in listing
-    states = [text for text in told('"started":') if text is not listing]
+    states = [text for text in find('"started":') if text is not listing]
     assert len(states) == 2 and all('"stage":"done"' in text for text in states)  # of get_state and abort_rollout

@@ -1,4 +1,4 @@
-"""Every tool, by the official SDK's client, over both transports: what it answers, and what it says to wrong arguments."""
+"""Every tool with the official SDK's client over both transports: results, and errors for invalid arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from mcp.shared.exceptions import MCPError
 
 from tests.mcp import kit
-from tests.mcp.kit import MODEL, asked, at, called, refused, until_there
+from tests.mcp.kit import MODEL, call_rejected, call_tool, connect, rollout_arguments, wait_program
 from turngate.service.mcp_tools import TOOLS
 
 pytestmark = [pytest.mark.process, pytest.mark.full]
@@ -30,84 +30,84 @@ ROW = {
 
 
 @pytest.mark.real
-async def test_a_rollout_step_by_step(server: kit.Server, folder: Path) -> None:
+async def test_rollout_step_by_step(server: kit.Server, folder: Path) -> None:
     gate = folder / "gate"
-    async with at(server) as client:
-        catalog = await called(client, "list_endpoints")
+    async with connect(server) as client:
+        catalog = await call_tool(client, "list_endpoints")
         assert catalog["agents"] == ["shell"]
         [small, hosted] = catalog["endpoints"]
         assert (small["key"], small["modes"], small["capture"]) == (MODEL, ["exact", "gate"], "tokens")
         assert (hosted["key"], hosted["key_is_set"]) == ("openai://hosted", False)
 
-        order = asked(until_there(gate), test_script="grep -q Hello answer.txt", task_id="greet")
-        rollout = await called(client, "start_rollout", **order)
-        state = await called(client, "get_state", **rollout)
+        order = rollout_arguments(wait_program(gate), test_script="grep -q Hello answer.txt", task_id="greet")
+        rollout = await call_tool(client, "start_rollout", **order)
+        state = await call_tool(client, "get_state", **rollout)
         assert (state["task_id"], state["agent"], state["done"]) == ("greet", "shell", False)
-        early = await called(client, "finalize_rollout", **rollout, wait_s=0)
+        early = await call_tool(client, "finalize_rollout", **rollout, wait_s=0)
         assert (early["done"], early["reward"]) == (False, None)
         assert rollout["rollout_id"] in [
-            one["rollout_id"] for one in (await called(client, "list_rollouts"))["rollouts"]
+            one["rollout_id"] for one in (await call_tool(client, "list_rollouts"))["rollouts"]
         ]
 
         gate.touch()
         events, cursor, over = [], 0, False
         while not over:
-            page = await called(client, "subscribe_events", **rollout, after=cursor, wait_s=20)
+            page = await call_tool(client, "subscribe_events", **rollout, after=cursor, wait_s=20)
             events += page["events"]
             cursor, over = page["cursor"], page["over"]
-        assert [event["cursor"] for event in events] == [*range(1, len(events) + 1)]  # none lost, none twice
+        assert [event["cursor"] for event in events] == [*range(1, len(events) + 1)]  # no gaps, no duplicates
         assert "ended" in [event["kind"] for event in events]
 
-        result = await called(client, "finalize_rollout", **rollout)
+        result = await call_tool(client, "finalize_rollout", **rollout)
         assert (result["done"], result["status"], result["reward"]) == (True, "finished", 1.0), result
         assert result["exit_code"] == 0 and result["wall_s"] > 0 and result["error"] is None
         assert result["workdir_files"]["answer.txt"] == "Hello."
         [turn] = result["turns"]
         assert turn["text"] == "Hello." and turn["finish_reason"] == "stop"
         assert len(turn["logprobs"]) == turn["sampled_tokens"] > 0
-        assert await called(client, "finalize_rollout", **rollout) == result  # as often as one likes
+        assert await call_tool(client, "finalize_rollout", **rollout) == result  # repeatable
 
-        lean = await called(client, "finalize_rollout", **rollout, logprobs=False)
+        lean = await call_tool(client, "finalize_rollout", **rollout, logprobs=False)
         assert lean["turns"][0]["logprobs"] is None and "logprobs" in lean["clamped"][-1]
 
-        said = (await called(client, "get_messages", **rollout))["messages"]
-        assert [(one["role"], one["text"]) for one in said] == [("user", "Hi"), ("assistant", "Hello.")]
+        conversation = (await call_tool(client, "get_messages", **rollout))["messages"]
+        assert [(one["role"], one["text"]) for one in conversation] == [("user", "Hi"), ("assistant", "Hello.")]
 
 
-async def test_rollouts_in_one_call(server: kit.Server, folder: Path) -> None:
-    told: list[str] = []
+async def test_rollout_in_one_call(server: kit.Server, folder: Path) -> None:
+    messages: list[str] = []
 
     async def progress(done: float, total: float | None, message: str | None) -> None:
-        told.append(message or "")
+        messages.append(message or "")
 
-    async with at(server) as client:
-        given = asked(
+    async with connect(server) as client:
+        arguments = rollout_arguments(
             'print(ask("Hi"))', upload_files={"a/b.txt": "1", "c": {"base64": "AP8="}}, setup_shell="echo 2 > d"
         )
-        result = (await client.call_tool("run_rollout", given, progress_callback=progress)).structured_content
-        assert (result["status"], result["reward"]) == ("finished", None)  # nobody was asked for a grade
+        result = (await client.call_tool("run_rollout", arguments, progress_callback=progress)).structured_content
+        assert (result["status"], result["reward"]) == ("finished", None)  # no test script
         assert result["workdir_files"]["a/b.txt"] == "1" and result["workdir_files"]["d"] == "2\n"
-        assert result["rollout_id"] in told[0]
+        assert result["rollout_id"] in messages[0]
 
-        # What goes wrong with a task is a result.
-        failed = await called(client, "run_rollout", **asked("", setup_shell="exit 7"))
+        # A failed task is a result.
+        failed = await call_tool(client, "run_rollout", **rollout_arguments("", setup_shell="exit 7"))
         assert (failed["error"]["stage"], failed["error"]["boundary"], failed["reward"]) == ("setup", "task", None)
         assert failed["wall_s"] > 0
-        row = await called(client, "run_swe_rollout", task=ROW, model_key=MODEL)
+        row = await call_tool(client, "run_swe_rollout", task=ROW, model_key=MODEL)
         assert row["task_id"] == ROW["instance_id"] and "docker" in row["error"]["message"], row["error"]
 
         # Aborting ends agent and sandbox.
-        rollout = await called(client, "start_rollout", **asked(until_there(folder / "never")))
-        await kit.there(folder / "never.waits")
-        state = await called(client, "abort_rollout", **rollout, reason="enough of it")
+        rollout = await call_tool(client, "start_rollout", **rollout_arguments(wait_program(folder / "never")))
+        await kit.wait_for_file_async(folder / "never.waits")
+        state = await call_tool(client, "abort_rollout", **rollout, reason="enough of it")
         assert (state["done"], state["status"]) == (True, "cancelled")
-        assert server.alive() == []
-        assert (await called(client, "abort_rollout", **rollout))["status"] == "cancelled"
-        result = await called(client, "finalize_rollout", **rollout)
+        assert server.leftovers() == []
+        assert (await call_tool(client, "abort_rollout", **rollout))["status"] == "cancelled"
+        result = await call_tool(client, "finalize_rollout", **rollout)
         assert result["status"] == "cancelled" and result["wall_s"] > 0 and result["reward"] is None
 
 
-async def test_wrong_arguments_are_named(http: kit.Server) -> None:
+async def test_invalid_arguments_are_named(http: kit.Server) -> None:
     fine = {"model_key": MODEL, "instruction": "x"}
     wrong: list[tuple[str, dict[str, object], str]] = [
         ("run_rollout", {"instruction": "x"}, "model_key is missing"),
@@ -138,22 +138,22 @@ async def test_wrong_arguments_are_named(http: kit.Server) -> None:
     ]
     for secret in ("api_key", "key", "sandbox", "image", "network"):
         wrong.append(("start_rollout", {**fine, secret: "x"}, f"{secret} is not a known argument"))
-    async with at(http) as client:
-        before = (await called(client, "list_rollouts"))["rollouts"][:1]
+    async with connect(http) as client:
+        before = (await call_tool(client, "list_rollouts"))["rollouts"][:1]
         for tool, arguments, words in wrong:
-            said = await refused(client, tool, **arguments)
-            assert re.search(words, said), (tool, arguments, said)
+            conversation = await call_rejected(client, tool, **arguments)
+            assert re.search(words, conversation), (tool, arguments, conversation)
         with pytest.raises(MCPError, match=r"start_rolout.*did you mean start_rollout"):
             await client.call_tool("start_rolout", {})
-        assert (await called(client, "list_rollouts"))["rollouts"][:1] == before  # nothing came of any of them
+        assert (await call_tool(client, "list_rollouts"))["rollouts"][:1] == before  # nothing was started
 
 
-@pytest.mark.parametrize(("door", "mode"), [("http", "auto"), ("http", "legacy"), ("stdio", "legacy")])
-async def test_clients_are_told_what_there_is(request: pytest.FixtureRequest, door: str, mode: str) -> None:
-    async with at(request.getfixturevalue(door), mode) as client:
+@pytest.mark.parametrize(("transport", "mode"), [("http", "auto"), ("http", "legacy"), ("stdio", "legacy")])
+async def test_server_info_and_tool_schemas(request: pytest.FixtureRequest, transport: str, mode: str) -> None:
+    async with connect(request.getfixturevalue(transport), mode) as client:
         assert client.server_info.name == "turngate" and "run_rollout" in (client.instructions or "")
         tools = {tool.name: tool for tool in (await client.list_tools()).tools}
-        assert len(await asyncio.gather(*(called(client, "list_endpoints") for _ in range(5)))) == 5
+        assert len(await asyncio.gather(*(call_tool(client, "list_endpoints") for _ in range(5)))) == 5
     assert list(tools) == list(TOOLS)
     for tool in tools.values():
         assert tool.description and tool.annotations and tool.output_schema and tool.output_schema["type"] == "object"

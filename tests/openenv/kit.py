@@ -1,6 +1,6 @@
-"""What the tests of the environment are written with: its server as a process of its own, with an agent that is a small program.
+"""Helpers for the tests of the OpenEnv environment: its server in a separate process, with an agent that is a small program.
 
-The agent is the catalogue's `shell`, whose command is a Python; so an instruction is a program, and `ask()` in it asks the model.
+The agent is the catalogue's `shell` with Python as its command, so an instruction is a program.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tests.speed import scaled
 
 ROOT = Path(__file__).parents[2]
 MODEL = "scripted://demo"
-SAYS = "Four."
-# A program that asks the model once, and leaves what it said.
-ASK = """\
+REPLY = "Four."
+# A program that calls the model once and writes its answer to a file.
+CALL_MODEL = """\
 import json, os, pathlib, time, urllib.request
 asked = {"model": os.environ["TURNGATE_MODEL"], "messages": [{"role": "user", "content": "2 and 2?"}]}
 headers = {"content-type": "application/json", "authorization": "Bearer " + os.environ["TURNGATE_API_KEY"]}
@@ -30,7 +30,7 @@ with urllib.request.urlopen(urllib.request.Request(url, json.dumps(asked).encode
 pathlib.Path("answer.txt").write_text(answer)
 print(answer, flush=True)
 """
-SLOW = ASK + "time.sleep(3600)\n"
+SLOW = CALL_MODEL + "time.sleep(3600)\n"
 GOOD = "grep -q Four answer.txt"
 BAD = "grep -q Five answer.txt"
 
@@ -54,7 +54,7 @@ key_env = "KEPT_KEY"
 
 
 class Server:
-    """One that runs."""
+    """A running server."""
 
     def __init__(self, process: subprocess.Popen[str], url: str, folder: Path) -> None:
         self.process = process
@@ -75,19 +75,19 @@ def environment(**more: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **more}
 
 
-def settings(folder: Path) -> Path:
-    """The service's file."""
-    (folder / "replies.json").write_text(f'["{SAYS}"]')
+def write_settings(folder: Path) -> Path:
+    """Write the settings file of the service."""
+    (folder / "replies.json").write_text(f'["{REPLY}"]')
     file = folder / "service.toml"
     file.write_text(SETTINGS.format(folder=folder, model=MODEL, python=sys.executable))
     return file
 
 
 @contextmanager
-def serving(folder: Path, *, package: Path | None = None, **env: str) -> Iterator[Server]:
-    """The server, on a port of its own. `package`: as OpenEnv starts it, from such a folder; else by Turngate's own command."""
+def run_server(folder: Path, *, package: Path | None = None, **env: str) -> Iterator[Server]:
+    """Run the server on a free port. `package`: start it from that folder, as OpenEnv does, instead of with Turngate's command."""
     module = ["server.app"] if package else ["turngate.openenv"]
-    given = {} if package else {"TURNGATE_SERVICE": str(settings(folder))}
+    given = {} if package else {"TURNGATE_SERVICE": str(write_settings(folder))}
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", *module, "--port", "0"],
@@ -99,7 +99,7 @@ def serving(folder: Path, *, package: Path | None = None, **env: str) -> Iterato
             text=True,
         )
     try:
-        yield Server(process, _place(process, folder / "log"), folder)
+        yield Server(process, _wait_for_url(process, folder / "log"), folder)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
@@ -110,8 +110,8 @@ def serving(folder: Path, *, package: Path | None = None, **env: str) -> Iterato
                 raise
 
 
-def _place(process: subprocess.Popen[str], log: Path) -> str:
-    """Where it listens, when it says so."""
+def _wait_for_url(process: subprocess.Popen[str], log: Path) -> str:
+    """Wait until the server logs its URL."""
     while process.poll() is None:
         if found := re.search(r"environment on (http://\S+)", log.read_text()):
             return found[1]

@@ -1,4 +1,4 @@
-"""The real `openenv` from PyPI, in an environment of its own: its server, its clients and its validator with our environment."""
+"""The real `openenv` package in its own Python environment: its server, clients and validator with our environment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tools import parts
 pytestmark = [pytest.mark.needs("trl"), pytest.mark.full]
 
 PART = "trl"  # its environment has openenv
-AT_LEAST = 3  # tests that stand for the others in `make test-real`
+REAL_TESTS = 3  # tests that run in `make test-real`
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def python() -> str:
 
 
 @pytest.mark.parametrize("marks", TIERS)
-def test_its_own_classes_with_ours(python: str, marks: str) -> None:
-    """The tests of `inside/`, run there. Its warnings are its own business."""
+def test_openenv_integration(python: str, marks: str) -> None:
+    """Run the tests of `inside/`, without turning the package's warnings into errors."""
     passed = run_tests(python, "tests/openenv/inside", marks, "-W", "default")
-    assert passed >= (AT_LEAST if marks == "real" else 30 - AT_LEAST)
+    assert passed >= (REAL_TESTS if marks == "real" else 30 - REAL_TESTS)

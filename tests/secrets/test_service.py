@@ -20,7 +20,7 @@ import pytest
 from mcp import Client, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 
-from tests.mcp.kit import called, refused
+from tests.mcp.kit import call_rejected, call_tool
 from tests.sandboxes.kit import need
 from tests.secrets.kit import (
     PROCESSES,
@@ -133,7 +133,7 @@ class Run:
         record = self.workspace.evidence.add
 
         async def call(tool: str, /, **arguments: Json) -> Json:
-            answer = await called(client, tool, **arguments)
+            answer = await call_tool(client, tool, **arguments)
             record(f"the answer of {tool}", answer)
             return answer
 
@@ -166,7 +166,7 @@ class Run:
             {"model_key": HOSTED, "mode": "direct"},
             {"model_key": "nobody://x"},
         ):
-            record("a refusal", await refused(client, "start_rollout", **{"instruction": "x", **wrong}))
+            record("a refusal", await call_rejected(client, "start_rollout", **{"instruction": "x", **wrong}))
         if "aborted" in started:
             await self._wait_for_turn(call, started["aborted"])
             await call("abort_rollout", rollout_id=started["aborted"], reason="enough")

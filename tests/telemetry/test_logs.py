@@ -1,4 +1,4 @@
-"""Log lines: JSON that machines can read, about which session and rollout, and never with a secret."""
+"""Log lines: valid JSON with the session and rollout, and never a secret."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ log = logging.getLogger("turngate.test")
 
 
 @contextmanager
-def lines(format: logs.Format = "json", worker: int | None = None) -> Iterator[list[Any]]:
-    """What is logged inside, a line each; JSON ones are read."""
+def captured_lines(format: logs.Format = "json", worker: int | None = None) -> Iterator[list[Any]]:
+    """Collect the lines logged inside the block, parsed if they are JSON."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logs.JsonFormatter(worker) if format == "json" else logs.TextFormatter(worker))
@@ -41,12 +41,12 @@ def lines(format: logs.Format = "json", worker: int | None = None) -> Iterator[l
     finally:
         root.removeHandler(handler)
         root.setLevel(level)
-        written = stream.getvalue()
-        found += map(json.loads, written.splitlines()) if format == "json" else written.splitlines()
+        output = stream.getvalue()
+        found += map(json.loads, output.splitlines()) if format == "json" else output.splitlines()
 
 
-def test_a_line_is_one_object_with_what_is_known() -> None:
-    with lines(worker=3) as found:
+def test_json_line_has_context_fields() -> None:
+    with captured_lines(worker=3) as found:
         log.info("hello %s", "two\nlines")
         with logs.log_context("s1", {"rollout": "r1", "group": "g1", "other": "x"}):
             log.warning("inside")
@@ -57,26 +57,26 @@ def test_a_line_is_one_object_with_what_is_known() -> None:
     assert (inside["session"], inside["rollout"], inside["group"]) == ("s1", "r1", "g1")
     assert "session" not in outside
     wrong = log.makeRecord(log.name, logging.INFO, "", 0, "%d of them", ("no number",), None)
-    assert "no number" in json.loads(logs.JsonFormatter().format(wrong))["message"]  # a line all the same
+    assert "no number" in json.loads(logs.JsonFormatter().format(wrong))["message"]  # still logged
 
 
-def test_an_error_has_its_traceback_in_a_field() -> None:
-    with lines() as found:
+def test_exception_has_traceback_field() -> None:
+    with captured_lines() as found:
         try:
             raise ValueError("it is broken")
         except ValueError:
             log.exception("failed")
     [line] = found
     assert (line["message"], line["error"]) == ("failed", "ValueError: it is broken")
-    assert "test_an_error_has_its_traceback" in line["traceback"]
+    assert "test_exception_has_traceback" in line["traceback"]
 
 
 @pytest.mark.parametrize("format", ["json", "text"])
-def test_secrets_are_kept_out_wherever_they_are(format: logs.Format) -> None:
+def test_secrets_are_redacted(format: logs.Format) -> None:
     session, admin = "tg-0a1b" + "x" * 43, "tga-" + "y" * 43
     engine, quoted = "engine-key-0123456789", 'with"quotes\\and-more'
     logs.register_secrets(engine, quoted, "short")
-    with lines(format) as found:
+    with captured_lines(format) as found:
         log.error("keys %s %s %s %s", session, admin, engine, quoted)
         log.error("Authorization: Bearer %s and http://me:%s@host/v1", "abcdefgh12345678", "password")
         try:
@@ -91,55 +91,57 @@ def test_secrets_are_kept_out_wherever_they_are(format: logs.Format) -> None:
     assert "a short word stays, and so does tg-cafe" in text
 
 
-class Unspeakable:
+class Unprintable:
     def __str__(self) -> str:
         raise RuntimeError("unspeakable-key-0123456789")
 
 
 @pytest.mark.parametrize("format", ["json", "text"])
-def test_secrets_are_kept_out_of_lines_that_cannot_be_written_as_they_are(
+def test_secrets_are_redacted_in_unencodable_lines(
     format: logs.Format, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own does not take such lines
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's handler rejects such lines
     secret = "unspeakable-key-0123456789"
     odd = 'odd"key\\of-the-engine'
     logs.register_secrets(secret, odd)
     with logs.log_to_stderr(format), logs.log_context("s\ud800", {"rollout": f"a\ud800b {secret}", "group": "g\udc80"}):
-        ours = logging.getLogger("turngate")
+        logger = logging.getLogger("turngate")
         try:
             raise ValueError(f"a name \udc80 and {secret}")
         except ValueError:
-            ours.exception("failed with %s", f"\udc80 {secret}")
-        ours.warning("%d and %d", secret, odd)
-        ours.warning("%(what)d", {"what": odd})
-        ours.warning("this one cannot be told: %s, %s", secret, Unspeakable())
-    written = capsys.readouterr().err
+            logger.exception("failed with %s", f"\udc80 {secret}")
+        logger.warning("%d and %d", secret, odd)
+        logger.warning("%(what)d", {"what": odd})
+        logger.warning("this one cannot be told: %s, %s", secret, Unprintable())
+    output = capsys.readouterr().err
     for word in (secret, odd, repr(odd)[1:-1], json.dumps(odd)[1:-1], "Logging error"):
-        assert word not in written
-    lines = written.splitlines()
-    assert "could not write a log line from test_logs.py" in lines[-1] and ": RuntimeError" in lines[-1]
+        assert word not in output
+    captured_lines = output.splitlines()
+    assert (
+        "could not write a log line from test_logs.py" in captured_lines[-1] and ": RuntimeError" in captured_lines[-1]
+    )
     if format == "json":
-        first, *_ = told = [json.loads(line) for line in lines]
-        assert len(told) == 4 and first["rollout"] == f"a\\ud800b {logs.REDACTED}"
+        first, *_ = parsed = [json.loads(line) for line in captured_lines]
+        assert len(parsed) == 4 and first["rollout"] == f"a\\ud800b {logs.REDACTED}"
         assert first["error"] == f"ValueError: a name \\udc80 and {logs.REDACTED}"
 
 
-async def test_the_lines_of_a_call_say_whose_it_is(tmp_path: Path) -> None:
+async def test_call_lines_name_session_and_rollout(tmp_path: Path) -> None:
     async with gateway([say("x", fail_before=True)], data=tmp_path) as g:
         one = await g.open(metadata={"rollout": "task-7/2", "group": "task-7"})
-        with lines() as found:
+        with captured_lines() as found:
             with pytest.raises(openai.APIStatusError):
                 await g.ask(one.key, "Hi")
             logging.getLogger("turngate").warning("of nobody; %s", g.app.admin_key)
-    [told] = [line for line in found if "engine error" in line["message"]]
-    assert (told["session"], told["rollout"], told["group"]) == (one.id, "task-7/2", "task-7")
+    [parsed] = [line for line in found if "engine error" in line["message"]]
+    assert (parsed["session"], parsed["rollout"], parsed["group"]) == (one.id, "task-7/2", "task-7")
     [other] = [line for line in found if "of nobody" in line["message"]]
     assert "session" not in other and g.app.admin_key not in other["message"]
     assert one.key not in json.dumps(found)
 
 
 @pytest.mark.process
-def test_every_line_of_a_gateway_is_json(tmp_path: Path) -> None:
+def test_gateway_logs_only_json(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -165,7 +167,7 @@ def test_every_line_of_a_gateway_is_json(tmp_path: Path) -> None:
     assert any("renderer" in line["message"] for line in rest)
 
 
-def test_a_format_that_there_is_not_is_refused(tmp_path: Path) -> None:
+def test_unknown_log_format_is_rejected(tmp_path: Path) -> None:
     assert "log_format" in run_rejected("serve", "--log-format", "xml", "--data", tmp_path)
     assert "log_format must be text or json, not 'xml'" in run_rejected(
         "run", "--agent", "shell", "--prompt", "x", "--log-format", "xml", "--data", tmp_path

@@ -1,4 +1,4 @@
-"""`turngate serve --workers N` as processes: how it starts and stops, what the front does with odd callers, and workers that die."""
+"""`turngate serve --workers N` as processes: start, stop, unusual clients, and workers that die."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ HI = [user("Hi")]
 ENV = {**{k: v for k, v in os.environ.items() if not k.startswith("TURNGATE")}, "PYTHONPATH": str(ROOT)}
 
 
-class Serving:
-    """A front and its workers."""
+class ServeProcess:
+    """A running front and its workers."""
 
     def __init__(self, process: subprocess.Popen[bytes], log: Path, data: Path) -> None:
         self.process, self.log, self.data = process, log, data
@@ -45,7 +45,7 @@ class Serving:
 
     @property
     def workers(self) -> list[int]:
-        """Their ids, by their numbers; one that is being started again is missing."""
+        """Process ids by worker number; a restarting worker is missing."""
         return sorted(children(self.process.pid), key=lambda pid: _command(pid).rstrip("\0").rpartition("\0")[2])
 
     @property
@@ -75,8 +75,10 @@ class Serving:
 
 
 @contextmanager
-def served(data: Path, *arguments: str | Path, workers: int = 2, head_s: float | None = None) -> Iterator[Serving]:
-    """`head_s`: how long the front waits for a caller's head, where it is not the default."""
+def start_serve(
+    data: Path, *arguments: str | Path, workers: int = 2, head_s: float | None = None
+) -> Iterator[ServeProcess]:
+    """Start `turngate serve` with workers. `head_s` overrides how long the front waits for request headers."""
     program = ["-m", "turngate"]
     if head_s is not None:
         start = "import runpy; runpy.run_module('turngate', run_name='__main__', alter_sys=True)"
@@ -86,7 +88,7 @@ def served(data: Path, *arguments: str | Path, workers: int = 2, head_s: float |
     command = [sys.executable, *program, "serve", "--port", "0", "--workers", str(workers), "--data", str(data)]
     with log.open("w") as stderr:
         process = subprocess.Popen([*command, *map(str, arguments)], stderr=stderr, stdout=stderr, cwd=ROOT, env=ENV)
-    running = Serving(process, log, data)
+    running = ServeProcess(process, log, data)
     pids: list[int] = []
     try:
         end = time.monotonic() + scaled(30)
@@ -105,19 +107,19 @@ def served(data: Path, *arguments: str | Path, workers: int = 2, head_s: float |
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        assert gone(pids, 15), "a worker was left behind"
+        assert wait_until_gone(pids, 15), "a worker was left behind"
 
 
-def gone(pids: list[int], seconds: float) -> bool:
+def wait_until_gone(pids: list[int], seconds: float) -> bool:
     end = time.monotonic() + scaled(seconds)
-    while any(_lives(pid) for pid in pids):
+    while any(_is_running(pid) for pid in pids):
         if time.monotonic() > end:
             return False
         time.sleep(0.05)
     return True
 
 
-def _lives(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -132,11 +134,11 @@ def _command(pid: int) -> str:
         return ""
 
 
-def wait_for(holds: Any, seconds: float = 20.0) -> None:
+def wait_until(condition: Any, seconds: float = 20.0) -> None:
     limit = scaled(seconds)
     end = time.monotonic() + limit
-    while not holds():
-        assert time.monotonic() < end, f"still not so after {limit:.0f} s"
+    while not condition():
+        assert time.monotonic() < end, f"condition did not hold within {limit:.0f} s"
         time.sleep(0.05)
 
 
@@ -146,7 +148,7 @@ def data() -> Iterator[Path]:
         yield Path(folder) / "data"
 
 
-def written(path: Path, texts: list[str]) -> Path:
+def write_script(path: Path, texts: list[str]) -> Path:
     path.write_text(json.dumps(texts))
     return path
 
@@ -155,9 +157,9 @@ def written(path: Path, texts: list[str]) -> Path:
 
 
 @pytest.mark.real
-def test_it_serves_stops_and_leaves_nothing_behind(data: Path) -> None:
-    script = written(data.with_name("script.json"), ["Hello.", "And again."])
-    with served(data, "--script", script, "--model", "m") as s:
+def test_serve_and_stop_leave_nothing_behind(data: Path) -> None:
+    script = write_script(data.with_name("script.json"), ["Hello.", "And again."])
+    with start_serve(data, "--script", script, "--model", "m") as s:
         assert len(s.workers) == 2
         note = json.loads((data / "gateway.json").read_bytes())
         assert note == {"url": s.url, "pid": s.process.pid}
@@ -171,32 +173,32 @@ def test_it_serves_stops_and_leaves_nothing_behind(data: Path) -> None:
         pids = s.workers
         s.process.terminate()
         assert s.process.wait(scaled(15)) == 0
-        assert gone(pids, 0)
+        assert wait_until_gone(pids, 0)
     assert not (data / "sockets").exists() and not (data / "gateway.json").exists()
     log = s.log.read_text()
-    left = b"".join(f.read_bytes() for f in data.iterdir() if f.name != "admin-key")
+    files = b"".join(f.read_bytes() for f in data.iterdir() if f.name != "admin-key")
     assert "2 workers" in log and log.count("certified") == 1 and "Traceback" not in log
     for secret in (key, *(opened["api_key"] for opened in sessions)):
-        assert secret not in log and secret.encode() not in left
+        assert secret not in log and secret.encode() not in files
 
 
-def test_ctrl_c_reaches_every_process_and_still_ends_in_order(data: Path) -> None:
-    with served(data) as s:
+def test_ctrl_c_on_all_processes_stops_cleanly(data: Path) -> None:
+    with start_serve(data) as s:
         pids = s.workers
         for pid in (*pids, s.process.pid):
             os.kill(pid, signal.SIGINT)
-        assert s.process.wait(scaled(15)) == 0 and gone(pids, 0)
+        assert s.process.wait(scaled(15)) == 0 and wait_until_gone(pids, 0)
     assert "Traceback" not in s.log.read_text() and "started again" not in s.log.read_text()
 
 
-def test_workers_whose_front_is_killed_end_too_and_the_folder_can_be_served_again(data: Path) -> None:
-    with served(data) as s:
+def test_workers_end_with_killed_front_and_folder_is_reusable(data: Path) -> None:
+    with start_serve(data) as s:
         opened = s.open()
         pids = s.workers
         s.process.kill()
         s.process.wait()
-        with served(data, workers=3) as again:  # at once: it waits until they are gone
-            assert gone(pids, 0)
+        with start_serve(data, workers=3) as again:  # waits until the old workers are gone
+            assert wait_until_gone(pids, 0)
             assert "scripted" in again.say(opened["api_key"])
 
 
@@ -209,7 +211,7 @@ def test_workers_whose_front_is_killed_end_too_and_the_folder_can_be_served_agai
         (["--host", "203.0.113.1"], "cannot listen"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(data: Path, arguments: list[str], named: str) -> None:
+def test_invalid_options_are_one_line_errors(data: Path, arguments: list[str], named: str) -> None:
     command = [
         sys.executable,
         "-m",
@@ -229,24 +231,24 @@ def test_what_is_wrong_is_said_in_one_line(data: Path, arguments: list[str], nam
     assert line.startswith("turngate: ") and named in line
 
 
-async def test_a_folder_that_is_in_use(data: Path) -> None:
+async def test_folder_in_use_is_rejected(data: Path) -> None:
     command = [sys.executable, "-m", "turngate", "serve", "--workers", "2", "--port", "0", "--data", str(data)]
     async with gateway(data=data):
         failed = await asyncio.to_thread(subprocess.run, command, cwd=ROOT, env=ENV, capture_output=True, text=True)
     assert failed.returncode == 2 and "in use by another turngate" in failed.stderr
 
 
-def test_a_folder_whose_path_is_too_long_for_a_socket(data: Path) -> None:
+def test_folder_path_too_long_for_socket(data: Path) -> None:
     deep = data / ("x" * 60) / ("y" * 60)
-    with served(deep) as s:
+    with start_serve(deep) as s:
         sessions = [s.open() for _ in range(4)]
         http = httpx.Client(base_url=s.url, headers=s.admin, trust_env=False, timeout=scaled(30))
-        with http:  # one connection for all of them
+        with http:  # one connection for all requests
             for opened in sessions:
                 assert http.get(f"/admin/sessions/{opened['id']}").status_code == 200
 
 
-# ── the front and odd callers ───────────────────────────────────────────────────────────────────────────────────────
+# ── unusual clients ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def _head(path: str, key: str = "") -> bytes:
@@ -254,7 +256,7 @@ def _head(path: str, key: str = "") -> bytes:
 
 
 @contextmanager
-def connecting(s: Serving) -> Iterator[Callable[[], socket.socket]]:
+def connections(s: ServeProcess) -> Iterator[Callable[[], socket.socket]]:
     with ExitStack() as stack:
 
         def connect() -> socket.socket:
@@ -265,9 +267,9 @@ def connecting(s: Serving) -> Iterator[Callable[[], socket.socket]]:
         yield connect
 
 
-def test_slow_silent_and_odd_callers_keep_nobody_else_waiting(data: Path) -> None:
-    """A caller that waited for the verdicts would never return."""
-    with served(data, head_s=1e6) as s, connecting(s) as connect:
+def test_slow_or_malformed_clients_do_not_block_others(data: Path) -> None:
+    """With an unlimited header timeout, a blocked client would hang the test."""
+    with start_serve(data, head_s=1e6) as s, connections(s) as connect:
         key = s.open()["api_key"]
         for _ in range(40):
             connect()
@@ -279,10 +281,10 @@ def test_slow_silent_and_odd_callers_keep_nobody_else_waiting(data: Path) -> Non
         huge = connect()
         huge.sendall(b"GET /" + b"x" * 40_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n")
         assert re.match(rb"HTTP/1.1 4\d\d", huge.recv(100))
-        for wire in (connect(), connect()):  # gone before they said anything, or after half a word
+        for wire in (connect(), connect()):  # disconnect after a partial request
             wire.sendall(b"GE")
             wire.close()
-        half = connect()  # has said everything, and says so; uvicorn takes that for a hang-up
+        half = connect()  # half-closed after the request; uvicorn treats it as a disconnect
         half.sendall(_head("/health"))
         half.shutdown(socket.SHUT_WR)
         half.recv(100)
@@ -290,9 +292,9 @@ def test_slow_silent_and_odd_callers_keep_nobody_else_waiting(data: Path) -> Non
         for byte in _head("/health"):
             in_pieces.sendall(bytes([byte]))
         assert in_pieces.recv(100).startswith(b"HTTP/1.1 200")
-        two = connect()  # one after the other, in one packet
+        two = connect()  # two pipelined requests
         two.sendall(_head("/health") * 2)
-        wait_for(lambda: two.recv(4096, socket.MSG_PEEK).count(b"HTTP/1.1 200") == 2)
+        wait_until(lambda: two.recv(4096, socket.MSG_PEEK).count(b"HTTP/1.1 200") == 2)
         body = b'{"model": "m", "messages": [{"role": "user", "content": "' + b"x" * 100_000 + b'"}]}'
         large = connect()
         large.sendall(
@@ -303,11 +305,11 @@ def test_slow_silent_and_odd_callers_keep_nobody_else_waiting(data: Path) -> Non
     assert "Traceback" not in s.log.read_text()
 
 
-def test_a_caller_whose_head_takes_long_is_handed_over_and_served(data: Path) -> None:
-    with served(data, head_s=0.2) as s, connecting(s) as connect:
+def test_client_with_slow_headers_is_served(data: Path) -> None:
+    with start_serve(data, head_s=0.2) as s, connections(s) as connect:
         silent, slow = connect(), connect()
         slow.sendall(b"GET /health HTT")
-        time.sleep(scaled(0.25))  # by now they were handed over
+        time.sleep(scaled(0.25))  # by now they are handed over to a worker
         slow.sendall(b"P/1.1\r\nhost: x\r\n\r\n")
         assert slow.recv(100).startswith(b"HTTP/1.1 200")
         silent.sendall(_head("/health"))
@@ -318,34 +320,34 @@ def test_a_caller_whose_head_takes_long_is_handed_over_and_served(data: Path) ->
 # ── workers that die ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_connection_to_a_worker_that_is_being_started_again_waits(data: Path) -> None:
-    with served(data) as s:
+def test_connection_waits_for_restarting_worker(data: Path) -> None:
+    with start_serve(data) as s:
         sessions = [s.open(owner=n) for n in (0, 1)]
         for owner, opened in enumerate(sessions):
             before = s.workers
             os.kill(before[owner], signal.SIGKILL)
-            wait_for(lambda owner=owner: s.log.read_text().count("; restarting") == owner + 1)  # the front knows
-            how: Any = {"max_retries": 0, "timeout": scaled(30)}
-            with openai.OpenAI(base_url=f"{s.url}/v1", api_key=opened["api_key"], **how) as client:
+            wait_until(lambda owner=owner: s.log.read_text().count("; restarting") == owner + 1)  # the front noticed
+            options: Any = {"max_retries": 0, "timeout": scaled(30)}
+            with openai.OpenAI(base_url=f"{s.url}/v1", api_key=opened["api_key"], **options) as client:
                 reply = client.chat.completions.create(model="m", messages=HI)  # type: ignore[arg-type]
             assert reply.choices[0].message.content
-            wait_for(lambda before=before: len(s.workers) == 2 and s.workers != before)
-            # And by way of the other worker, which passes it on.
+            wait_until(lambda before=before: len(s.workers) == 2 and s.workers != before)
+            # Also through the other worker, which forwards it.
             with httpx.Client(base_url=s.url, headers=s.admin, trust_env=False, timeout=scaled(30)) as http:
                 for other in sessions:
                     assert http.get(f"/admin/sessions/{other['id']}").status_code == 200
         assert s.log.read_text().count("; restarting") == 2
 
 
-def test_a_worker_that_dies_in_a_pause_comes_back_paused_and_at_the_right_version(data: Path) -> None:
-    with served(data) as s:
+def test_restarted_worker_keeps_pause_and_version(data: Path) -> None:
+    with start_serve(data) as s:
         sessions = [s.open(owner=n) for n in (0, 1)]
         s.ask("POST", "/admin/fence/resume", json={"version": 5})
         assert s.ask("POST", "/admin/fence/pause", json={"mode": "drain"})["paused"] is True
         for owner in (1, 0):
             before = s.workers
             os.kill(before[owner], signal.SIGKILL)
-            wait_for(lambda before=before: len(s.workers) == 2 and s.workers != before)
+            wait_until(lambda before=before: len(s.workers) == 2 and s.workers != before)
             assert s.ask("GET", "/admin/fence") == {"version": 5, "paused": True, "in_flight": 0}
         for opened in sessions:
             with (
@@ -361,18 +363,18 @@ def test_a_worker_that_dies_in_a_pause_comes_back_paused_and_at_the_right_versio
         s.ask("POST", "/admin/fence/pause")
         s.process.terminate()
         s.process.wait(scaled(15))
-    with served(data) as again:  # all of it was started again, perhaps in the middle of somebody's sending of weights
+    with start_serve(data) as again:  # still paused after a full restart
         assert again.ask("GET", "/admin/fence") == {"version": 6, "paused": True, "in_flight": 0}
         assert "POST /admin/fence/resume" in again.log.read_text()
         assert again.ask("POST", "/admin/fence/resume")["paused"] is False
 
 
-async def test_events_outlive_workers_and_the_gateway_and_none_is_lost_or_told_twice(data: Path) -> None:
+async def test_event_stream_has_no_gaps_or_duplicates_after_restarts(data: Path) -> None:
     seen: list[Any] = []
-    made: list[str] = []
+    opened_ids: list[str] = []
 
-    async def follow(s: Serving) -> None:
-        """As a client does that comes back with the id of the last event it has seen."""
+    async def follow(s: ServeProcess) -> None:
+        """Follow events and reconnect with the id of the last one."""
         while True:
             headers = {**s.admin, "last-event-id": str(seen[-1]["seq"]) if seen else ""}
             with suppress(httpx.HTTPError):
@@ -385,38 +387,38 @@ async def test_events_outlive_workers_and_the_gateway_and_none_is_lost_or_told_t
                             seen.append(json.loads(line[6:]))
             await asyncio.sleep(0.05)
 
-    async def life(s: Serving, kills: bool) -> None:
+    async def run_and_follow(s: ServeProcess, kills: bool) -> None:
         following = asyncio.create_task(follow(s))
         if kills:
-            made.extend([(await asyncio.to_thread(s.open))["id"] for _ in range(4)])
-            os.kill(s.workers[1], signal.SIGKILL)  # the stream is told by one of the two, and may end with it
+            opened_ids.extend([(await asyncio.to_thread(s.open))["id"] for _ in range(4)])
+            os.kill(s.workers[1], signal.SIGKILL)  # this may end the event stream
         opened = [await asyncio.to_thread(s.open) for _ in range(4)]
-        made.extend(o["id"] for o in opened)
+        opened_ids.extend(o["id"] for o in opened)
         for session in opened:
             await asyncio.to_thread(s.say, session["api_key"])
         await until(lambda: [e["kind"] for e in seen].count("turn") == (4 if kills else 8), 20)
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
 
-    for workers, kills in ((2, True), (1, False)):  # and another number of workers has the same stream
+    for workers, kills in ((2, True), (1, False)):  # the stream continues with another number of workers
         with ExitStack() as stack:
-            s = await asyncio.to_thread(stack.enter_context, served(data, workers=workers))
-            await life(s, kills)
+            s = await asyncio.to_thread(stack.enter_context, start_serve(data, workers=workers))
+            await run_and_follow(s, kills)
             await asyncio.to_thread(stack.close)
     assert [e["seq"] for e in seen] == sorted({e["seq"] for e in seen})
-    assert [e["session"] for e in seen if e["kind"] == "opened"] == made
+    assert [e["session"] for e in seen if e["kind"] == "opened"] == opened_ids
     assert [e["kind"] for e in seen].count("turn") == 8
 
 
-def in_front_of(engine: Any) -> tuple[str | Path, ...]:
+def engine_options(engine: Any) -> tuple[str | Path, ...]:
     where = ("--engine", "vllm", "--engine-url", engine.url)
     return (*where, "--model", "m", "--tokenizer", BUILTIN_TOKENIZER)
 
 
-async def test_a_caller_that_hangs_up_at_a_worker_aborts_the_engine_s_call(data: Path) -> None:
+async def test_client_disconnect_aborts_engine_call(data: Path) -> None:
     async with slow_engine() as engine:
         with ExitStack() as stack:
-            s = await asyncio.to_thread(stack.enter_context, served(data, *in_front_of(engine)))
+            s = await asyncio.to_thread(stack.enter_context, start_serve(data, *engine_options(engine)))
             opened = await asyncio.to_thread(s.open)
             async with openai.AsyncOpenAI(base_url=f"{s.url}/v1", api_key=opened["api_key"]) as client:
                 stream: Any = await client.chat.completions.create(model="m", messages=HI, stream=True)  # type: ignore[arg-type]
@@ -428,13 +430,15 @@ async def test_a_caller_that_hangs_up_at_a_worker_aborts_the_engine_s_call(data:
             await asyncio.to_thread(stack.close)
 
 
-async def test_a_passed_on_reply_whose_owner_dies_breaks_off_and_the_session_goes_on(data: Path) -> None:
+async def test_forwarded_reply_breaks_if_owner_dies_and_session_continues(data: Path) -> None:
     async with slow_engine() as engine:
         with ExitStack() as stack:
-            s = await asyncio.to_thread(stack.enter_context, served(data, *in_front_of(engine)))
+            s = await asyncio.to_thread(stack.enter_context, start_serve(data, *engine_options(engine)))
             near, far = [await asyncio.to_thread(s.open, owner) for owner in (0, 1)]
-            one = httpx.Limits(max_connections=1)
-            async with httpx.AsyncClient(base_url=s.url, limits=one, trust_env=False, timeout=scaled(40)) as http:
+            single_connection = httpx.Limits(max_connections=1)
+            async with httpx.AsyncClient(
+                base_url=s.url, limits=single_connection, trust_env=False, timeout=scaled(40)
+            ) as http:
                 # The connection belongs to worker 0 by its first request.
                 assert (await http.get(f"/admin/sessions/{near['id']}", headers=s.admin)).status_code == 200
                 body = {"model": "m", "messages": HI, "stream": True}
@@ -444,9 +448,9 @@ async def test_a_passed_on_reply_whose_owner_dies_breaks_off_and_the_session_goe
                     async with http.stream("POST", "/v1/chat/completions", json=body, headers=key) as reply:
                         assert reply.status_code == 200
                         async for _ in reply.aiter_bytes():
-                            with suppress(ProcessLookupError):  # killed by what came before this
+                            with suppress(ProcessLookupError):  # already killed
                                 os.kill(owner, signal.SIGKILL)
-                # The same worker, asked again, waits for the owner's next life.
+                # The same worker waits until the owner has restarted.
                 shown = await http.get(f"/admin/sessions/{far['id']}", headers=s.admin)
                 assert shown.status_code == 200 and shown.json()["turns"] == 0
             log = s.log.read_text()
@@ -456,5 +460,5 @@ async def test_a_passed_on_reply_whose_owner_dies_breaks_off_and_the_session_goe
 
 @pytest.mark.real
 @pytest.mark.parametrize(("durability", "kills"), [("process", 12), ("disk", 5)])
-async def test_nothing_that_an_agent_received_is_lost(durability: str, kills: int) -> None:
+async def test_no_received_answer_is_lost(durability: str, kills: int) -> None:
     print(await storm(kills, durability=durability, seed=kills, workers=2))

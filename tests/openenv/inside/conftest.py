@@ -1,4 +1,4 @@
-"""These run where `openenv` is installed: `tests/openenv/test_openenv_env.py` starts them there. Elsewhere they are not collected."""
+"""`tests/openenv/test_openenv_env.py` runs these tests where `openenv` is installed; elsewhere they are not collected."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ collect_ignore_glob = [] if find_spec("openenv") else ["test_*.py"]
 
 
 @pytest.fixture(autouse=True)
-def _not_for_ever() -> Iterator[None]:
-    """What waits for something that does not come is told where it stood."""
+def dump_traceback_on_hang() -> Iterator[None]:
+    """Dump tracebacks and exit if a test hangs."""
     faulthandler.dump_traceback_later(scaled(120), exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
@@ -24,6 +24,6 @@ def _not_for_ever() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of one server, for all tests that leave it as it is."""
-    with kit.serving(tmp_path_factory.mktemp("served")) as server:
+    """The URL of a shared server."""
+    with kit.run_server(tmp_path_factory.mktemp("served")) as server:
         yield server.url
