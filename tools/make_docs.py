@@ -99,9 +99,11 @@ def _command(path: str, command: Any) -> Iterator[str]:
             if not inner.hidden:
                 yield from _command(f"{path} {name}", inner)
         return
-    arguments = [param.name.upper() for param in command.params if param.param_type_name == "argument"]
+    arguments = [param for param in command.params if param.param_type_name == "argument"]
     yield f"## `{path}`\n\n{_prose(command.help or '')}\n"
-    yield f"    {' '.join([path, *arguments, '[OPTIONS]'])}\n"
+    single = [param.name.upper() for param in arguments if param.nargs == 1]
+    several = [param.metavar or f"{param.name.upper()} ..." for param in arguments if param.nargs != 1]
+    yield f"    {' '.join([path, *single, '[OPTIONS]', *several])}\n"
     yield "| option | default | |\n|---|---|---|"
     for param in command.params:
         if param.param_type_name != "option" or param.hidden:

@@ -92,7 +92,10 @@ def test_key_is_not_in_variables_that_sdks_read(name: str) -> None:
         ('[options.model]\nabout = "x"', "options.model is a built-in placeholder"),
         ('[signals]\nthread = ["cookie:x"]', "signals.thread[0]: unknown source 'cookie:x'; use header:NAME"),
         ('[signals]\nmodels = { "{home}" = "side" }', "signals.models.{home}: only {model} and {small_model}"),
-        ('[signals]\nmodels = { "x" = "aside" }', "signals.models[...]: Invalid enum value 'aside'"),
+        (
+            '[signals]\nmodels = { "x" = "aside" }',
+            "signals.models[...] must be one of main, subagent, side, not 'aside'",
+        ),
         ('[transcript]\nturn = "a"', "transcript must set exactly one of path and stdout = true"),
         ('[transcript]\nturn = "a ||"\nstdout = true', "transcript.turn is not valid JMESPath"),
         (
@@ -105,6 +108,15 @@ def test_key_is_not_in_variables_that_sdks_read(name: str) -> None:
             'transcript.records is required if format = "json"',
         ),
         ("[transcript]\nstdout = true", "transcript.turn is missing"),
+        (
+            '[shell_call]\ntool = "bash"\narguments = { cmd = "ls" }',
+            'shell_call.arguments must contain {command}, such as { command = "{command}" }',
+        ),
+        (
+            '[shell_call]\ntool = "bash"\narguments = { cmd = "{command}", cwd = "{home}" }',
+            "shell_call.arguments: {home} cannot be used here; use {command} or {workdir}",
+        ),
+        ('[shell_call]\ntool = "bash"', "shell_call.arguments is missing"),
     ],
 )
 def test_invalid_spec_names_file_field_and_fix(change: str, message: str) -> None:

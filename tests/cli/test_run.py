@@ -23,6 +23,7 @@ from tests.cli.kit import ROOT, SLEEP_S, run_cli, run_rejected, start_cli
 from tests.kit import gateway
 from tests.sandboxes import kit as sandboxes
 from tests.speed import paced, scaled
+from turngate import tasks
 from turngate.server.bind import RunningGateway
 from turngate.store.sqlite import Store
 
@@ -82,8 +83,8 @@ def sessions(data: Path) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ([], "pass exactly one of --task PATH and --prompt TEXT"),
-        (["--task", "x", "--prompt", "y"], "pass exactly one of --task PATH and --prompt TEXT"),
+        (["--task", "x", "--prompt", "y"], "pass either --task PATH or --prompt TEXT, not both"),
+        (["--prompt", ""], "task: prompt is empty; describe what the agent should do"),
         (["--task", "/no/such/task"], "task: /no/such/task does not exist; specify a folder with an instruction.md"),
         (["--prompt", " "], "task: prompt is empty; describe what the agent should do"),
         (["--prompt", "x", "--network", "some"], "network must be none or open, not 'some'"),
@@ -91,9 +92,11 @@ def sessions(data: Path) -> list[tuple[str, str]]:
             ["--prompt", "x", "--sandbox", "vm"],
             "sandbox must be one of local, bubblewrap, docker, e2b, huggingface, not 'vm'",
         ),
+        (["--prompt", "x"], "shell needs a command; add it after --, as in: turngate run --agent shell -- COMMAND"),
+        ([], "shell needs a command; add it after --, as in: turngate run --agent shell -- COMMAND"),
         (
-            ["--prompt", "x"],
-            "options.command: shell requires this option; pass --set command=… (the command line to run",
+            ["--set", "command=x", "--", "y"],
+            "the command is set both after -- and with --set command=…; remove one of them",
         ),
         (["--prompt", "x", "--set", "command"], "--set must be NAME=VALUE, not 'command'"),
         (["--prompt", "x", "--set", "comand=x"], "options.comand: shell has no such option; did you mean command?"),
@@ -120,9 +123,16 @@ def sessions(data: Path) -> list[tuple[str, str]]:
     ],
 )
 def test_invalid_option_is_named(arguments: list[str], line: str, data: Path) -> None:
-    command = ["--set", "command=true"] if "shell requires this option" not in line and "--set" not in arguments else []
+    command = ["--set", "command=true"] if "needs a command" not in line and "--set" not in arguments else []
     assert run_rejected("run", "--agent", "shell", "--data", data, *command, *arguments).startswith(line)
     assert not (data / "rollouts").exists()
+
+
+def test_only_shell_accepts_a_command(data: Path) -> None:
+    line = run_rejected("run", "--data", data, "--", "echo", "two words")
+    assert line == (
+        "mini-swe-agent takes no command, but the arguments contain one (echo 'two words'); remove it, or pass --agent shell"
+    )
 
 
 def test_unknown_agent_suggests_name(data: Path) -> None:
@@ -184,6 +194,32 @@ def test_finished_run(data: Path) -> None:
     assert (outcome["status"], outcome["exit_code"], outcome["agent"]) == ("finished", 0, "shell")
     assert sessions(data) == [("sealed", "")]
     assert oct((data).stat().st_mode & 0o777) == "0o700"
+
+
+def test_words_after_dashes_are_the_command(data: Path) -> None:
+    """They arrive unchanged, even flags. No task is needed."""
+    words = ["printf", "%s\\n", "two  words", "it's", "$HOME", "--task", "*"]
+    done = run_cli("run", "--agent", "shell", "--data", data, "--", *words)
+    assert done.exit_code == 0, done.output
+    outcome = outcome_of(data)
+    assert outcome["collected"]["stdout"].splitlines() == ["two  words", "it's", "$HOME", "--task", "*"]
+    assert (outcome["task"], outcome["kind"], outcome["reward"]) == ("command", None, None)
+    assert "note" not in done.stdout
+
+
+def test_command_exit_code_is_the_agents(data: Path) -> None:
+    done = run_cli("run", "--agent", "shell", "--data", data, "--json", "--", "sh", "-c", "exit 7")
+    outcome = json.loads(done.stdout)
+    assert (done.exit_code, outcome["status"], outcome["exit_code"]) == (1, "failed", 7)
+
+
+def test_missing_replay_is_explained(data: Path, tmp_path: Path) -> None:
+    """A scripted model cannot solve the task with the shell agent, which has no shell tool."""
+    done = run_cli(*shell_run(data, CALL_ONCE, "--task", tasks.BUNDLED_TASK))
+    [note] = [line for line in done.stdout.splitlines() if line.startswith("  note ")]
+    assert "  grade   reward 0 (graded)" in done.stdout
+    assert "no reference solution was replayed, because the description of the agent shell has no [shell_call]" in note
+    assert "--engine" in note and "--script FILE" in note
 
 
 def test_inspect_command_is_one_quoted_line(tmp_path: Path) -> None:
@@ -333,7 +369,7 @@ def test_concurrent_runs_on_one_folder_are_rejected(data: Path) -> None:
         line = run_rejected(*shell_run(data, "true"))
         assert line == (
             f"data folder {data} is in use by another turngate process; to share it between runs, start "
-            f"`turngate serve --data {data}` first, or choose another --data folder"
+            f"`turngate serve --data {data}` first, or choose a different --data folder"
         )
         first.send(signal.SIGINT)
         assert first.wait_for_exit() == 130

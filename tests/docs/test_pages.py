@@ -53,7 +53,7 @@ def find_problem(words: list[str]) -> str:
             return "" if vars(command).get("invoke_without_command") else f"{words[0]} is no command"
         command = subcommands[words.pop(0)]
     flags = {name for param in command.params for name in (*param.opts, *param.secondary_opts)} | {"--help"}
-    for word in words:
+    for word in words[: words.index("--")] if "--" in words else words:
         if word.startswith("--") and word.partition("=")[0] not in flags:
             return f"{word} is no flag of it"
     return ""

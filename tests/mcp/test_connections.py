@@ -114,7 +114,9 @@ async def test_http_access_control(http: kit.Server) -> None:
 
 def test_invalid_options_fail_before_serving(folder: Path) -> None:
     server = kit.prepare(folder)
-    assert cli.run_rejected("mcp").startswith("no endpoints are configured")
+    empty = folder / "empty.toml"
+    empty.write_text('sandbox = "local"\n')
+    assert cli.run_rejected("mcp", "--config", empty).startswith("no endpoints are configured")
     assert cli.run_rejected("mcp", "--config", server.config, "--http", "nowhere").startswith(
         "http must be HOST:PORT, such as 127.0.0.1:8710, not 'nowhere'"
     )

@@ -25,13 +25,19 @@ try:
 except ModuleNotFoundError as error:
     raise ConfigError(f"turngate mcp needs {error.name}; run pip install 'turngate[mcp]'", param="mcp") from None
 
+# The catalog of a server that is started without a configuration.
+SCRIPTED_ENDPOINTS = {"scripted://demo": {"about": "Gives fixed replies. For trying out the tools without a model."}}
+NO_CONFIG = (
+    "No --config: the only endpoint is scripted://demo, which gives fixed replies. For a real model, pass --config FILE, with a "
+    'table such as [endpoints."vllm://Qwen3-8B"] (see docs/service.md).'
+)
 STOPPING = "Stopping: aborting rollouts and removing their sandboxes; the recordings are kept …"
 
 
 def serve_mcp(options: McpOptions) -> None:
     """Serve MCP until the client disconnects or a signal stops the server."""
     overrides = {"data": options.data, "sandbox": options.sandbox, "running": options.running}
-    config = load_config(options.config, overrides)
+    config = load_config(options.config, overrides | ({"endpoints": SCRIPTED_ENDPOINTS} if not options.config else {}))
     if not config.endpoints and not config.allowed_hosts:
         raise ConfigError(
             'no endpoints are configured; add some to a TOML file, such as [endpoints."vllm://Qwen3-8B"], and pass it as --config',
@@ -41,6 +47,8 @@ def serve_mcp(options: McpOptions) -> None:
     rollouts = Rollouts(config)
     raise_file_limit()
     to = console(stderr=True)
+    if options.config is None:
+        say(to, NO_CONFIG, "dim")
     if place is None and sys.stdin.isatty():
         say(
             to,

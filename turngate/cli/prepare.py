@@ -56,10 +56,11 @@ def add_command(agent: str, options: Sequence[str] | None, command: Sequence[str
     """Return the agent's options, with the words after -- as its option `command`."""
     spec = find_agent(agent).spec
     pairs = list(options or ())
-    is_set = any(pair.partition("=")[0] == "command" for pair in pairs)
+    names = {pair.partition("=")[0] for pair in pairs}
     option = spec.options.get("command")
     if not command:
-        if option is not None and option.default is None and not is_set:
+        is_missing = option is not None and option.default is None and "command" not in names
+        if is_missing and names <= set(spec.options):  # otherwise --set has a name that may be misspelled
             raise ConfigError(
                 f"{spec.name} needs a command; add it after --, as in: turngate run --agent {shlex.quote(agent)} -- COMMAND",
                 param="command",
@@ -71,7 +72,7 @@ def add_command(agent: str, options: Sequence[str] | None, command: Sequence[str
             "--agent shell",
             param="command",
         )
-    if is_set:
+    if "command" in names:
         raise ConfigError(
             "the command is set both after -- and with --set command=…; remove one of them", param="command"
         )

@@ -250,7 +250,9 @@ def print_outcome(outcome: Outcome, show_flags: str, folder: Path, console: Cons
         counted = f"{turns} ({roles})" if roles else turns
         _print_line(console, "trace", f"{counted}, {outcome.sampled_tokens:,} sampled tokens, {rows}{suffix}")
         _print_line(console, "inspect", f"turngate show {outcome.session}{show_flags}")
-        if outcome.sampled_tokens:
+        if (
+            outcome.sampled_tokens and "--gateway" not in show_flags
+        ):  # a remote gateway's tokenizer may not be on this machine
             _print_line(console, "", f"turngate show {outcome.session}{show_flags} --tokens")
         _print_line(console, "files", str(folder / outcome.session))
     if outcome.not_enforced:

@@ -1,0 +1,102 @@
+"""The scripted engine in a model's place: it replays a task's reference solution with the agent's own shell tool."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.kit import tokenizer
+from turngate.agents.spec import find_agent, load_catalog
+from turngate.config import ServeConfig
+from turngate.engines.base import Generate
+from turngate.engines.scripted import SYNTHETIC_NOTE, Scripted
+from turngate.render import BUILTIN_TOKENIZER, load_renderer
+from turngate.rollout.reference import REPLAY_NOTE, ReferenceReplay, play_reference
+from turngate.sandboxes import get_backend
+from turngate.tasks import BUNDLED_TASK, Task, load_task
+from turngate.types import Sampling
+
+TASK = load_task(BUNDLED_TASK)
+MINI = find_agent("mini-swe-agent").spec
+
+
+def replies(replay: ReferenceReplay, *prompts: str) -> list[str]:
+    """What the replay's engine answers to prompts."""
+    renderer, _ = load_renderer(BUILTIN_TOKENIZER, model="", family="auto")
+    engine = replay.build_engine(ServeConfig(), renderer)
+    assert isinstance(engine, Scripted)
+    replay.set_workdir("/w")
+    said = []
+    for prompt in prompts:
+        request = Generate(
+            prompt=np.array(tokenizer().encode(prompt), np.int32), session="s", max_tokens=1000, sampling=Sampling()
+        )
+        said.append(tokenizer().decode(list(engine._begin(request).ids)))
+    return said
+
+
+def prompt(text: str, turns: int, *, tools: str = "<tools>") -> str:
+    return f"{tools}{text}" + "<|im_start|>assistant\nx<|im_end|>\n" * turns + "<|im_start|>assistant\n"
+
+
+def test_catalog_declares_shell_calls() -> None:
+    agents = {name: entry.spec for name, entry in load_catalog().items()}
+    assert [name for name, agent in agents.items() if agent.shell_call is None] == ["shell"]
+
+
+def test_replay_calls_the_shell_and_ends() -> None:
+    first, last = replies(
+        play_reference(TASK, MINI, get_backend("local"), ServeConfig()),
+        prompt(TASK.instruction, 0),
+        prompt(TASK.instruction, 1),
+    )
+    assert first.startswith('I apply the reference solution.\n<tool_call>\n{"name": "bash", "arguments": {"command": ')
+    assert "s/return a - b/return a + b/" in first
+    assert "Done." in last and "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT" in last and "colour" not in last
+
+
+def test_title_request_gets_no_tool_call() -> None:
+    [title] = replies(
+        play_reference(TASK, MINI, get_backend("local"), ServeConfig()), prompt(TASK.instruction, 0, tools="")
+    )
+    assert "tool_call" not in title
+
+
+def test_workdir_is_filled_in() -> None:
+    call = msgspec.structs.replace(MINI.shell_call, arguments={"line": ["{command}"], "cwd": "{workdir}"})
+    agent = msgspec.structs.replace(MINI, shell_call=call)
+    [first] = replies(play_reference(TASK, agent, get_backend("local"), ServeConfig()), prompt(TASK.instruction, 0))
+    assert '"cwd": "/w"' in first and '"line": ["mkdir' in first
+
+
+@pytest.mark.parametrize(
+    ("task", "agent", "config", "reason"),
+    [
+        ({"solution": None}, {}, {}, "the task has no solution/solve.sh"),
+        ({}, {"shell_call": None}, {}, "the description of the agent mini-swe-agent has no [shell_call]"),
+        ({}, {}, {"tokenizer": "x"}, "the replies are written for the built-in tokenizer (remove --tokenizer)"),
+    ],
+)
+def test_note_explains_missing_replay(
+    task: dict[str, Any], agent: dict[str, Any], config: dict[str, Any], reason: str
+) -> None:
+    replay = play_reference(_replace(TASK, task), _replace(MINI, agent), get_backend("local"), ServeConfig(**config))
+    assert not replay.commands
+    assert f"because {reason};" in replay.note and "--engine" in replay.note and "--script" in replay.note
+
+
+def test_note_without_expected_replay(tmp_path: Path) -> None:
+    for task, config in [
+        (TASK, ServeConfig(script=str(tmp_path / "x.json"))),
+        (Task(id="x", instruction="Do it."), ServeConfig()),
+    ]:
+        assert play_reference(task, MINI, get_backend("local"), config).note == SYNTHETIC_NOTE
+    assert play_reference(TASK, MINI, get_backend("local"), ServeConfig()).note == REPLAY_NOTE
+
+
+def _replace(struct: Any, fields: dict[str, Any]) -> Any:
+    return msgspec.structs.replace(struct, **fields)
