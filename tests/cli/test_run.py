@@ -131,7 +131,7 @@ def test_invalid_option_is_named(arguments: list[str], line: str, data: Path) ->
 def test_only_shell_accepts_a_command(data: Path) -> None:
     line = run_rejected("run", "--data", data, "--", "echo", "two words")
     assert line == (
-        "mini-swe-agent takes no command, but the arguments contain one (echo 'two words'); remove it, or pass --agent shell"
+        "mini-swe-agent does not take a command, but one was passed (echo 'two words'); remove it, or pass --agent shell"
     )
 
 

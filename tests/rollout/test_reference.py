@@ -54,7 +54,7 @@ def test_replay_calls_the_shell_and_ends() -> None:
         prompt(TASK.instruction, 0),
         prompt(TASK.instruction, 1),
     )
-    assert first.startswith('I apply the reference solution.\n<tool_call>\n{"name": "bash", "arguments": {"command": ')
+    assert first.startswith('Applying the reference solution.\n<tool_call>\n{"name": "bash", "arguments": {"command": ')
     assert "s/return a - b/return a + b/" in first
     assert "Done." in last and "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT" in last and "colour" not in last
 

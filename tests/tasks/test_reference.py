@@ -84,7 +84,9 @@ def test_patch_is_applied(tmp_path: Path) -> None:
 def test_unsupported_solutions_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "solve.sh").write_bytes(b"#" * (MAX_BYTES + 1))
     solution = Solution(files=tmp_path)
-    with pytest.raises(TaskError, match=f"has {MAX_BYTES + 1} bytes, but at most {MAX_BYTES} can be replayed"):
+    with pytest.raises(
+        TaskError, match=f"is {MAX_BYTES + 1} bytes long, but at most {MAX_BYTES} bytes can be replayed"
+    ):
         reference_commands(solution, get_backend("local"))
     with pytest.raises(TaskError, match="needs environment variables, which a trace must not contain"):
         reference_commands(msgspec.structs.replace(solution, env={"KEY": "secret"}), get_backend("local"))
