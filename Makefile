@@ -1,4 +1,4 @@
-# make demo       train a real agent on two cores in less than ten minutes (FAST=1: two to three minutes; SEED=2; SANDBOX=docker)
+# make demo       run a real agent and show its tokens in the first minute, then train it on two cores, in less than ten minutes (FAST=1: three; SEED=2; SANDBOX=docker)
 # make test       run all tests without heavy parts, and one real agent: ten minutes from a bare machine; no root, Docker or npm
 # make test-real  run at least one test for every real part and every promise: eight minutes, once the parts are installed
 # make test-all   run all tests: 25 minutes, once the parts are installed
@@ -11,6 +11,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+INSTALLED := .venv/.installed
 READY := .venv/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The tests start hundreds of Python processes: cache the bytecode.
@@ -28,10 +29,15 @@ help:
 
 setup: $(READY)
 
-$(READY): pyproject.toml
+$(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "Installing turngate and its development tools into .venv …"
+	@echo "Installing turngate into .venv …"
+	@$(BIN)/python -m pip install --quiet --no-compile --editable .
+	@touch $@
+
+$(READY): $(INSTALLED)
+	@echo "Installing the development tools and torch into .venv …"
 	@$(BIN)/python -m pip install --quiet --no-compile --editable '.[dev]' 2>&1 | grep -v -e '^WARNING: Location' -e '^$$' || true
 	@$(BIN)/python -c 'import turngate, openai, anthropic, google.genai, e2b, renderers, pytest'
 	@$(BIN)/python -c 'import torch, safetensors' 2> /dev/null \
@@ -40,7 +46,10 @@ $(READY): pyproject.toml
 		|| { echo "torch could not be installed: no local engine (.venv/torch.log says why)"; test "$$CI" != true; }
 	@touch $@
 
-demo: $(READY)
+# A bare machine shows a first result with a scripted model before torch and the model are installed.
+demo: $(INSTALLED)
+	@test -e $(READY) || { $(BIN)/turngate run && $(BIN)/turngate show last --tokens; } || echo "The first run failed. The demo continues."
+	@$(MAKE) --no-print-directory setup
 	@$(BIN)/python -c 'import gguf, accelerate' 2> /dev/null || $(BIN)/python -m pip install --quiet $(GGUF)
 	@command -v bwrap > /dev/null || $(BIN)/python tools/base_image.py bubblewrap || true
 	@$(BIN)/python examples/demo.py $(if $(FAST),--fast) $(if $(SEED),--seed $(SEED)) $(if $(SANDBOX),--sandbox $(SANDBOX))
