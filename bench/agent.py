@@ -1,8 +1,7 @@
-"""The benchmark's agents: what they say, and the HTTP by which they say it. Used by `overhead.py`.
+"""The benchmark's agents and their HTTP client. Used by `overhead.py`.
 
-An agent here does what a coding agent built on the openai package does: it keeps its messages, sends all of them each turn,
-appends the assistant's message as it came back and then a tool's result. Messages are serialised once, when they are appended,
-so that the driver does not become the bottleneck of what it measures.
+An agent behaves like a coding agent built on the openai package: it keeps its messages, sends all of them each turn, and appends the
+assistant's message and a tool result. Messages are serialised once, when they are appended, so that the driver is not the bottleneck.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _OTHER_TOOLS = ("search_text", "run_command", "run_tests", "show_changes", "sear
 
 
 class Http:
-    """One kept-alive connection."""
+    """One persistent connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -35,7 +34,7 @@ class Http:
         return cls(*await asyncio.open_connection("127.0.0.1", port, limit=2**24))
 
     async def send(self, method: str, path: str, body: bytes = b"", key: str = "") -> tuple[int, bytes]:
-        """Status and body. A chunked body is put together."""
+        """Send a request, and return the status and the body. A chunked body is joined."""
         head = (
             f"{method} {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {key}\r\naccept: application/json\r\n"
             f"content-type: application/json\r\nuser-agent: OpenAI/Python\r\nx-stainless-retry-count: 0\r\n"
@@ -62,14 +61,17 @@ class Http:
 
 
 class Agent:
-    """One session's agent. `said` is its conversation with all reasoning, for checking; `sizes` the bytes of each request."""
+    """The agent of one session.
+
+    `conversation` includes all reasoning, for checking. `sizes` is the number of bytes of each request.
+    """
 
     def __init__(self, http: Http, session: str, key: str, *, stream: bool, seed: int) -> None:
         self.session = session
         self._http, self._key, self._stream = http, key, stream
         self._seed = seed
-        self.said = [Message("system", system_prompt()), Message("user", task(seed))]
-        self._messages = [_dumps({"role": m.role, "content": m.content}) for m in self.said]
+        self.conversation = [Message("system", system_prompt()), Message("user", task(seed))]
+        self._messages = [_dumps({"role": m.role, "content": m.content}) for m in self.conversation]
         self._tail = b'],"model":"bench","max_tokens":4096,"stream":%b,"temperature":1.0,"tools":%b}' % (
             b"true" if stream else b"false",
             _dumps([tool.wire for tool in tools()]),
@@ -85,21 +87,21 @@ class Agent:
         self.latencies.append(time.perf_counter() - began)
         if status != 200:
             raise SystemExit(f"bench: the gateway answered {status}: {reply[:500]!r}")
-        self._take(_collected(reply) if self._stream else json.loads(reply)["choices"][0])
+        self._append_reply(_collect_stream(reply) if self._stream else json.loads(reply)["choices"][0])
 
-    def _take(self, choice: dict[str, Any]) -> None:
+    def _append_reply(self, choice: dict[str, Any]) -> None:
         message = choice["message"]
         calls = message.get("tool_calls") or []
         if choice["finish_reason"] != "tool_calls" or len(calls) != 1 or calls[0]["function"]["name"] != "read_file":
-            raise SystemExit(f"bench: not the tool call that was sampled: {choice}")
+            raise SystemExit(f"bench: the reply is not the tool call that was sampled: {choice}")
         result = tool_result(self._seed, len(self.sizes))
         function = calls[0]["function"]
         call = ToolCall(calls[0]["id"], function["name"], function["arguments"])
-        self.said += [
+        self.conversation += [
             Message("assistant", message.get("content") or "", message["reasoning_content"], (call,)),
             Message("tool", result, tool_call_id=call.id),
         ]
-        if self._stream:  # an agent that puts a stream together keeps what it knows of, and reasoning is not among it
+        if self._stream:  # an agent that joins a stream keeps only the fields it knows, without reasoning
             message = {"role": "assistant", "content": message["content"], "tool_calls": calls}
         self._messages.append(_dumps(message))
         self._messages.append(_dumps({"role": "tool", "tool_call_id": call.id, "content": result}))
@@ -108,8 +110,8 @@ class Agent:
         self._http.close()
 
 
-def _collected(reply: bytes) -> dict[str, Any]:
-    """A streamed reply as the choice it amounts to."""
+def _collect_stream(reply: bytes) -> dict[str, Any]:
+    """Join a streamed reply into a choice."""
     text: dict[str, str] = {"content": "", "reasoning_content": ""}
     calls: list[Any] = []
     finish = None
@@ -139,7 +141,7 @@ def task(seed: int) -> str:
 
 
 def tool_result(seed: int, turn: int) -> str:
-    """About 2 KB of code once it is JSON, another one for every session and turn."""
+    """Return about 2 KB of code (as JSON), different for every session and turn."""
     return _code(1 + seed * 101 + turn * 7, RESULT_BYTES)
 
 
@@ -156,19 +158,19 @@ def _tool(name: str) -> Tool:
         "parameters": {"type": "object", "properties": {"path": text, "limit": number}, "required": ["path"]},
     }
     wire = {"type": "function", "function": function}
-    words = (
+    description = (
         f"{name.replace('_', ' ').capitalize()}, and say what came of it. Use it rather than a shell where it will do. "
         * 9
     )
-    function["description"] = words[: TOOL_BYTES - len(_dumps(wire))]
+    function["description"] = description[: TOOL_BYTES - len(_dumps(wire))]
     return Tool(name, wire)
 
 
-def _code(place: int, size: int) -> str:
-    start = place * 1_777 % (len(_CODE) - size)
+def _code(index: int, size: int) -> str:
+    start = index * 1_777 % (len(_CODE) - size)
     return _CODE[start : start + size]
 
 
 def _dumps(value: Any) -> bytes:
-    """As httpx does it for the openai package."""
+    """Encode JSON as httpx does for the openai package."""
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()

@@ -1,7 +1,7 @@
-"""Two versions of the gateway in turns, on one machine, in one run: `python bench/compare.py OTHER_CHECKOUT [--scenario 16x20 …]`.
+"""Compare two versions of the gateway in one run: `python bench/compare.py OTHER_CHECKOUT [--scenario 16x20 …]`.
 
-Round by round, so that noise hits both alike; the median of the rounds' ratios is what counts. `--perf FILE` records the first
-version's stacks with `perf` meanwhile.
+The versions alternate in every round, so that noise affects both equally. The result is the median of the rounds' ratios. `--perf FILE`
+records the stacks of the first version with `perf`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ async def compare(bench: Bench, trees: list[Path], scenarios: list[Scenario], re
             stack.callback(gateway.stop)
             gateways.append(gateway)
         for gateway in gateways:
-            warm = await bench.run(gateway, Scenario(4, 20, stream=True))
-            await bench.leave(gateway, warm.agents)
+            warm_up = await bench.run(gateway, Scenario(4, 20, stream=True))
+            await bench.close_sessions(gateway, warm_up.agents)
         for scenario in scenarios:
-            with _recorded(perf, gateways[0]):
-                rounds = [r for _ in range(repeats) for r in await in_turns(bench, gateways, scenario)]
+            with _record_perf(perf, gateways[0]):
+                rounds = [r for _ in range(repeats) for r in await run_alternating(bench, gateways, scenario)]
             mean = [sum(cpu) / len(rounds) for cpu in zip(*rounds, strict=True)]
             ratio = statistics.median(cpu[0] / cpu[-1] for cpu in rounds)
             cells = "  ".join(f"{cpu:6.2f}" for cpu in mean)
             print(f"{scenario.name:32} {cells}   first/second, median of the rounds {ratio:.3f}", flush=True)
 
 
-async def in_turns(bench: Bench, gateways: list[Gateway], scenario: Scenario) -> list[list[float]]:
-    """One scenario in all gateways, round by round; for each round, CPU ms per turn of each. A noisy minute hits all alike."""
+async def run_alternating(bench: Bench, gateways: list[Gateway], scenario: Scenario) -> list[list[float]]:
+    """Run a scenario in all gateways, round by round. Return the CPU ms per turn of each gateway for each round."""
     await _get(bench.engine.port, f"/bench/pace/{PACE_MS if scenario.paced else 0}")
     agents = [[await bench.agent(g, scenario, seed) for seed in range(scenario.sessions)] for g in gateways]
     rounds = []
@@ -52,12 +52,12 @@ async def in_turns(bench: Bench, gateways: list[Gateway], scenario: Scenario) ->
         rounds.append(spent)
     await bench.check(gateways[0], scenario, agents[0])
     for gateway, some in zip(gateways, agents, strict=True):
-        await bench.leave(gateway, some)
+        await bench.close_sessions(gateway, some)
     return rounds
 
 
 @contextmanager
-def _recorded(file: Path | None, gateway: Gateway):
+def _record_perf(file: Path | None, gateway: Gateway):
     if file is None:
         yield
         return
@@ -70,21 +70,26 @@ def _recorded(file: Path | None, gateway: Gateway):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Two versions of the gateway, in turns.")
-    parser.add_argument("other", type=Path, nargs="?", help="another checkout; left out, this one is measured alone")
+    parser = argparse.ArgumentParser(description="Compare two versions of the gateway.")
+    parser.add_argument("other", type=Path, nargs="?", help="another checkout (default: measure only this one)")
     names = {f"{s.sessions}x{s.turns}{'-paced' if s.paced else '-stream' if s.stream else ''}": s for s in SCENARIOS}
-    parser.add_argument("--scenario", action="append", choices=names, help="[all but the paced one]")
+    parser.add_argument(
+        "--scenario",
+        action="append",
+        choices=names,
+        help="scenario to run; may be repeated (default: all but the paced one)",
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--perf", type=Path, metavar="FILE")
     args = parser.parse_args()
     trees = [HERE.parent, *([args.other.resolve()] if args.other else [])]
-    wanted = [names[name] for name in args.scenario or [n for n, s in names.items() if s.target_cpu_ms]]
+    scenarios = [names[name] for name in args.scenario or [n for n, s in names.items() if s.target_cpu_ms]]
     print(f"CPU ms/turn, mean of {args.repeats} runs: {' and '.join(map(str, trees))}")
     with (
         tempfile.TemporaryDirectory(prefix="turngate-bench-") as folder,
         Bench(Path(folder), QWEN3) as bench,
     ):
-        uvloop.run(compare(bench, trees, wanted, args.repeats, args.perf))
+        uvloop.run(compare(bench, trees, scenarios, args.repeats, args.perf))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Two versions of the gateway in every dialect, streamed and whole: `python bench/dialects.py OTHER_CHECKOUT [--turns 20] [--dialect …]`.
+"""Compare two versions of the gateway in every dialect: `python bench/dialects.py OTHER_CHECKOUT [--turns 20] [--dialect …]`.
 
-The Gauntlet's agents and engine (its cost load), both versions in turns, a batch of sessions each; the median of the batches'
-ratios is what counts. `compare.py` does the same for chat, round by round, and checks what was recorded.
+Uses the agents, the engine and the load of the Gauntlet. The versions alternate, with a batch of sessions each, and the result is the
+median of the batches' ratios. `compare.py` does the same for chat, round by round, and checks the recordings.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from gauntlet.trial import Trial, run_engine, start_gateway  # noqa: E402
 
 
 class Checkout(Turngate):
+    """The gateway of a given checkout."""
+
     def __init__(self, tree: Path) -> None:
         super().__init__()
         self._tree = tree
@@ -36,8 +38,8 @@ class Checkout(Turngate):
         return command, {**added, "PYTHONPATH": str(self._tree)}
 
 
-async def batch(trial: Trial, dialect: str, streamed: bool, sessions: int, turns: int) -> float:
-    """CPU ms per turn."""
+async def run_batch(trial: Trial, dialect: str, streamed: bool, sessions: int, turns: int) -> float:
+    """Run a batch of sessions, and return the CPU ms per turn."""
     before = cpu_s(trial.pid)
     played = await asyncio.gather(
         *(trial.run_open_session(build_load(turns), dialect, streamed) for _ in range(sessions))
@@ -59,9 +61,9 @@ async def compare(trees: list[Path], dialects: list[str], sessions: int, turns: 
                 rounds = []
                 for n in range(repeats + 1):
                     spent = [0.0] * len(trials)
-                    for which in sorted(range(len(trials)), reverse=n % 2 == 1):
-                        spent[which] = await batch(trials[which], dialect, streamed, sessions, turns)
-                    if n:  # the first one warms up
+                    for index in sorted(range(len(trials)), reverse=n % 2 == 1):
+                        spent[index] = await run_batch(trials[index], dialect, streamed, sessions, turns)
+                    if n:  # the first round warms up
                         rounds.append(spent)
                 best = "  ".join(f"{min(cpu):6.2f}" for cpu in zip(*rounds, strict=True))
                 ratio = statistics.median(cpu[0] / cpu[-1] for cpu in rounds)
@@ -70,9 +72,11 @@ async def compare(trees: list[Path], dialects: list[str], sessions: int, turns: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Two versions of the gateway, in every dialect.")
-    parser.add_argument("other", type=Path, nargs="?", help="another checkout; left out, this one is measured alone")
-    parser.add_argument("--dialect", action="append", choices=Turngate.dialects, help="[all]")
+    parser = argparse.ArgumentParser(description="Compare two versions of the gateway in every dialect.")
+    parser.add_argument("other", type=Path, nargs="?", help="another checkout (default: measure only this one)")
+    parser.add_argument(
+        "--dialect", action="append", choices=Turngate.dialects, help="dialect to run; may be repeated (default: all)"
+    )
     parser.add_argument("--sessions", type=int, default=8)
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=5)

@@ -1,13 +1,13 @@
-"""A stand-in for vLLM that costs almost nothing, as a process of its own. Started by `overhead.py`; of no other use.
+"""A mock vLLM that uses almost no CPU. `overhead.py` starts it as a separate process.
 
     python bench/mock_engine.py --port 8001 --answers answers.json [--omit-prompt-ids]
 
-It answers `POST /v1/completions` at once, in the shape that vLLM 0.32 has (fields, order, nulls, one event per token), with ids
-that the driver worked out beforehand, told in the way that was asked for (`return_token_ids`, `return_tokens_as_token_ids`).
-It never parses the prompt: it compares it, as bytes, with what the same session sent last. A prompt that is not exactly the
-last prompt, the last answer and something new is counted as broken.
+It answers `POST /v1/completions` immediately, in the format of vLLM 0.32 (fields, order, nulls, one event per token), with ids that the
+driver has prepared, in the requested form (`return_token_ids`, `return_tokens_as_token_ids`). It never parses the prompt, but compares its
+bytes with the last request of the same session. A prompt that is not the last prompt, the last answer and something new counts as broken.
 
-Besides vLLM's routes: `GET /bench/report` says what each session sent; `GET /bench/pace/MS` sets the time between streamed tokens.
+In addition to vLLM's routes, `GET /bench/report` returns what each session sent, and `GET /bench/pace/MS` sets the time between streamed
+tokens.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ MAX_MODEL_LEN = 1_000_000
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _SESSION = re.compile(rb"\r\nx-session-id: *([^\r]+)", re.IGNORECASE)
 _PROMPT = b'"prompt":['
-_PLACE = b'"@PROMPT@"'
+_PLACEHOLDER = b'"@PROMPT@"'
 
 
-class Told(NamedTuple):
-    """What was sampled, and how it is told."""
+class SampledTokens(NamedTuple):
+    """Sampled tokens, and the form in which they are returned."""
 
     ids: list[int]
     logprobs: list[float]
-    texts: list[str]  # of each token
+    texts: list[str]  # one per token
     as_ids: bool  # `return_token_ids`
     as_names: bool  # `return_tokens_as_token_ids`
 
@@ -43,27 +43,27 @@ class Told(NamedTuple):
         return [f"token_id:{i}" for i in self.ids] if self.as_names else self.texts
 
 
-class Wire:
-    """A reply, serialised. The prompt's ids go between its two halves."""
+class EncodedReply:
+    """A serialised reply. The prompt's ids are inserted between its two halves."""
 
-    def __init__(self, told: Told) -> None:
-        self.whole = _whole(told).split(_PLACE)
-        self.events = _events(told)
-        self.first = self.events[0].split(_PLACE)
+    def __init__(self, sampled: SampledTokens) -> None:
+        self.full = _full_reply(sampled).split(_PLACEHOLDER)
+        self.events = _events(sampled)
+        self.first = self.events[0].split(_PLACEHOLDER)
         self.rest = b"".join(_chunk(event) for event in self.events[1:]) + b"0\r\n\r\n"
 
 
 class Answer:
-    """One turn's reply, in each way to tell it."""
+    """The reply of one turn, in every form."""
 
     def __init__(self, ids: list[int], logprobs: list[float], tokens: list[str]) -> None:
         self.ids = ",".join(map(str, ids)).encode()
         ways = itertools.product((False, True), repeat=2)
-        self.wires = {way: Wire(Told(ids, logprobs, tokens, *way)) for way in ways}
+        self.encoded = {way: EncodedReply(SampledTokens(ids, logprobs, tokens, *way)) for way in ways}
 
 
-class Seen:
-    """What one session has sent."""
+class SessionLog:
+    """What one session has sent so far."""
 
     def __init__(self) -> None:
         self.turns = 0
@@ -71,7 +71,7 @@ class Seen:
         self.prompt_tokens: list[int] = []
         self._expected = b""
 
-    def take(self, prompt: bytes, answer: bytes) -> None:
+    def record(self, prompt: bytes, answer: bytes) -> None:
         if not prompt.startswith(self._expected) or len(prompt) == len(self._expected):
             self.broken += 1
         self.turns += 1
@@ -84,7 +84,7 @@ class Engine:
         self.answers = answers
         self.omit_prompt_ids = omit_prompt_ids
         self.pace_s = 0.0
-        self.sessions: dict[str, Seen] = {}
+        self.sessions: dict[str, SessionLog] = {}
 
     def document(self, path: str) -> bytes:
         if path.startswith("/bench/pace/"):
@@ -101,13 +101,13 @@ class Engine:
         return _json({})
 
     def answer(self, head: bytes, prompt: bytes) -> Answer:
-        """Calls that name no session are not followed: they are the driver's own."""
+        """Return the answer to a call. Calls without a session come from the driver and are not recorded."""
         named = _SESSION.search(head)
         if named is None:
             return self.answers[0]
-        session = self.sessions.setdefault(named[1].decode(), Seen())
+        session = self.sessions.setdefault(named[1].decode(), SessionLog())
         answer = self.answers[session.turns % len(self.answers)]
-        session.take(prompt, answer.ids)
+        session.record(prompt, answer.ids)
         return answer
 
 
@@ -116,7 +116,7 @@ class Connection(asyncio.Protocol):
         self._engine = engine
         self._read: list[bytes] = []
         self._size = 0
-        self._wanted = 0  # bytes of the whole request; 0: its head is not there yet
+        self._wanted = 0  # bytes of the whole request; 0 before its head has arrived
         self._head = 0
         self._pacing: asyncio.Task[None] | None = None
 
@@ -153,18 +153,18 @@ class Connection(asyncio.Protocol):
         prompt, rest = body[start:end], body[end:] + body[:start]
         as_ids = b'"return_token_ids":true' in rest
         answer = self._engine.answer(head, prompt)
-        wire = answer.wires[as_ids, b'"return_tokens_as_token_ids":true' in rest]
+        encoded = answer.encoded[as_ids, b'"return_tokens_as_token_ids":true' in rest]
         ids = b"[" + prompt + b"]" if as_ids and not self._engine.omit_prompt_ids else b"null"
         if b'"stream":true' not in rest:
-            self._reply(ids.join(wire.whole))
+            self._reply(ids.join(encoded.full))
         elif self._engine.pace_s:
-            self._pacing = asyncio.create_task(self._stream_slowly(wire, ids))
+            self._pacing = asyncio.create_task(self._stream_slowly(encoded, ids))
         else:
-            self._transport.write(_STREAM_HEAD + _chunk(ids.join(wire.first)) + wire.rest)
+            self._transport.write(_STREAM_HEAD + _chunk(ids.join(encoded.first)) + encoded.rest)
 
-    async def _stream_slowly(self, wire: Wire, ids: bytes) -> None:
-        self._transport.write(_STREAM_HEAD + _chunk(ids.join(wire.first)))
-        for event in wire.events[1:]:
+    async def _stream_slowly(self, encoded: EncodedReply, ids: bytes) -> None:
+        self._transport.write(_STREAM_HEAD + _chunk(ids.join(encoded.first)))
+        for event in encoded.events[1:]:
             await asyncio.sleep(self._engine.pace_s)
             self._transport.write(_chunk(event))
         self._transport.write(b"0\r\n\r\n")
@@ -190,12 +190,12 @@ def _json(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
 
 
-def _report(session: Seen) -> dict[str, object]:
+def _report(session: SessionLog) -> dict[str, object]:
     return {"turns": session.turns, "broken": session.broken, "prompt_tokens": session.prompt_tokens}
 
 
 def _logprobs(offset: int, logprobs: list[float], names: list[str]) -> dict[str, object]:
-    """vLLM's `CompletionLogProbs` for `logprobs: 0`: the sampled token is its own only alternative."""
+    """Build vLLM's `CompletionLogProbs` for `logprobs: 0`, where the sampled token is the only alternative."""
     offsets = [offset]
     for name in names[:-1]:
         offsets.append(offsets[-1] + len(name))
@@ -203,19 +203,19 @@ def _logprobs(offset: int, logprobs: list[float], names: list[str]) -> dict[str,
     return {"text_offset": offsets, "token_logprobs": logprobs, "tokens": names, "top_logprobs": top}
 
 
-def _whole(told: Told) -> bytes:
+def _full_reply(sampled: SampledTokens) -> bytes:
     choice = {
         "index": 0,
-        "text": "".join(told.texts),
-        "logprobs": _logprobs(0, told.logprobs, told.names()),
+        "text": "".join(sampled.texts),
+        "logprobs": _logprobs(0, sampled.logprobs, sampled.names()),
         "finish_reason": "stop",
-        "stop_reason": told.ids[-1],
-        "token_ids": told.ids if told.as_ids else None,
+        "stop_reason": sampled.ids[-1],
+        "token_ids": sampled.ids if sampled.as_ids else None,
         "prompt_logprobs": None,
         "prompt_token_ids": "@PROMPT@",
         "routed_experts": None,
     }
-    # The prompt's length is not counted for `usage`, which the gateway does not read.
+    # `usage` has a fixed prompt length, because the gateway does not read it.
     usage = {"prompt_tokens": 17_000, "total_tokens": 17_064, "completion_tokens": 64, "prompt_tokens_details": None}
     response = {
         **_HEAD,
@@ -230,21 +230,21 @@ def _whole(told: Told) -> bytes:
     return _json(response)
 
 
-def _events(told: Told) -> list[bytes]:
-    """One for each token, and the end."""
+def _events(sampled: SampledTokens) -> list[bytes]:
+    """Build one event per token, and the end of the stream."""
     events = []
     offset = 0
-    names = told.names()
+    names = sampled.names()
     for n, name in enumerate(names):
         last = n == len(names) - 1
         choice = {
             "index": 0,
-            "text": told.texts[n],
-            "logprobs": _logprobs(offset, told.logprobs[n : n + 1], [name]),
+            "text": sampled.texts[n],
+            "logprobs": _logprobs(offset, sampled.logprobs[n : n + 1], [name]),
             "finish_reason": "stop" if last else None,
-            "stop_reason": told.ids[-1] if last else None,
+            "stop_reason": sampled.ids[-1] if last else None,
             "prompt_token_ids": None if n else "@PROMPT@",
-            "token_ids": told.ids[n : n + 1] if told.as_ids else None,
+            "token_ids": sampled.ids[n : n + 1] if sampled.as_ids else None,
         }
         event = {**_HEAD, "choices": [choice], **({"system_fingerprint": "vllm-0.32.0"} if last else {})}
         events.append(b"data: " + _json(event) + b"\n\n")
@@ -264,7 +264,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="A mock vLLM for bench/overhead.py.")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--answers", type=Path, required=True, help="JSON: a list of {ids, logprobs, tokens}")
-    parser.add_argument("--omit-prompt-ids", action="store_true", help="never send the prompt's ids back")
+    parser.add_argument("--omit-prompt-ids", action="store_true", help="never return the prompt's ids")
     args = parser.parse_args()
-    made = [Answer(**answer) for answer in json.loads(args.answers.read_text(encoding="utf-8"))]
-    uvloop.run(_main(args.port, Engine(made, omit_prompt_ids=args.omit_prompt_ids)))
+    answers = [Answer(**answer) for answer in json.loads(args.answers.read_text(encoding="utf-8"))]
+    uvloop.run(_main(args.port, Engine(answers, omit_prompt_ids=args.omit_prompt_ids)))

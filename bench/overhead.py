@@ -1,10 +1,9 @@
-"""What a turn costs in the gateway: `make bench`, or `python bench/overhead.py [--json FILE] [--profile]`. See README.md.
+"""Measure what a turn costs in the gateway: `make bench`, or `python bench/overhead.py [--json FILE] [--profile]`. See README.md.
 
-    calibrate → start engine and gateway → per scenario: run in lockstep rounds, check what was recorded, ask the engine
-    directly → memory, each scenario in a fresh gateway → table
+    calibrate → start engine and gateway → per scenario: run in lockstep rounds, check the recordings, call the engine directly
+    → measure memory, each scenario in a new gateway → print the table
 
-A run whose work turns out wrong (a prompt that does not chain, a session without exactly one row) ends with an error and no
-numbers.
+If the recordings are wrong (a prompt does not chain, a session does not have exactly one row), the run ends with an error and no numbers.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ from turngate.render import TemplateRenderer, Tokenizer
 
 QWEN3 = Path.home() / ".cache" / "turngate" / "tokenizers" / "qwen3"
 BUILTIN = Path(__file__).parents[1] / "turngate" / "render" / "builtin"
-SAMPLED = 64  # ids per turn, the stop id included
-WATCHED = (5, 20, 50, 100)  # turns whose cost is shown one by one
-PACE_MS = 4.0  # between tokens, in the scenario that streams them one by one
+SAMPLED_IDS = 64  # ids per turn, including the stop id
+SHOWN_TURNS = (5, 20, 50, 100)  # turns whose cost is shown
+PACE_MS = 4.0  # between tokens, in the scenario that streams them singly
 
 
 class Scenario(msgspec.Struct, frozen=True):
     sessions: int
     turns: int
     stream: bool = False
-    paced: bool = False  # the engine sends its tokens one by one, instead of all at once
+    paced: bool = False  # the engine sends its tokens singly, with pauses
     repeats: int = 3
     target_cpu_ms: float | None = None
 
@@ -63,20 +62,20 @@ SCENARIOS = (
     Scenario(8, 10, stream=True, paced=True, repeats=1),
     Scenario(1, 20),
 )
-MEMORY = ((Scenario(64, 20), 1.0), (Scenario(8, 100), 2.5))  # with the most MB that a live session may take
+MEMORY = ((Scenario(64, 20), 1.0), (Scenario(8, 100), 2.5))  # with the target in MB per open session
 READY_S = 3.0
-REFERENCE_MS = 24.0  # what `calibrate` takes on the machine of the published numbers, when it is quiet
-GROWTH = 2.5  # turn 100 may cost this many times what turn 5 costs
+REFERENCE_MS = 24.0  # result of `calibrate` on the idle machine of the published numbers
+MAX_GROWTH = 2.5  # target for the cost of turn 100 relative to turn 5
 
 
 class Result(msgspec.Struct):
-    """One scenario. `cpu_ms` and `cpu_ms_at` are the best of the repeats, the rest are their medians."""
+    """The result of one scenario. `cpu_ms` and `cpu_ms_at` are the best of the repeats; the rest are medians."""
 
     name: str
     cpu_ms: float
     cpu_ms_repeats: list[float]
     cpu_ms_at: dict[int, float]
-    cpu_ms_scaled: float  # to a machine that calibrates in REFERENCE_MS
+    cpu_ms_scaled: float  # scaled to a machine that calibrates in REFERENCE_MS
     calibration_ms: list[float]
     turns_per_s: float
     added_ms_p50: float
@@ -89,9 +88,9 @@ class Result(msgspec.Struct):
 
 
 class Run(msgspec.Struct):
-    """One repeat, as measured."""
+    """The measurements of one repeat."""
 
-    cpu_ms: list[float]  # of the gateway, per turn, for each round
+    cpu_ms: list[float]  # CPU of the gateway per turn, for each round
     wall_s: float
     cpu_s: float
     calibration_ms: float
@@ -99,7 +98,7 @@ class Run(msgspec.Struct):
 
 
 class Bench:
-    """Everything that the scenarios share."""
+    """The tokenizer, the engine and the answers that all scenarios share."""
 
     def __init__(self, folder: Path, tokenizer: Path, *, omit_prompt_ids: bool = False) -> None:
         self.folder = folder
@@ -132,11 +131,11 @@ class Bench:
         for _ in range(scenario.repeats):
             run = await self.run(gateway, scenario)
             rows = await self.check(gateway, scenario, run.agents)
-            if not direct:  # once is enough: the engine does nothing that could vary
-                direct = await self.ask_directly(scenario, rows)
-            await self.leave(gateway, run.agents)
+            if not direct:  # once is enough, because the engine's times do not vary
+                direct = await self.call_engine_directly(scenario, rows)
+            await self.close_sessions(gateway, run.agents)
             runs.append(run)
-        return _result(scenario, runs, direct, [span["start"] for span in rows[0]["spans"]])
+        return _build_result(scenario, runs, direct, [span["start"] for span in rows[0]["spans"]])
 
     async def run(self, gateway: Gateway, scenario: Scenario) -> Run:
         await _get(self.engine.port, f"/bench/pace/{PACE_MS if scenario.paced else 0}")
@@ -151,7 +150,7 @@ class Bench:
             rounds.append((after - before) * 1000 / scenario.sessions)
             before = after
         wall = time.perf_counter() - began
-        await asyncio.sleep(0.05)  # what is done after the last byte counts too
+        await asyncio.sleep(0.05)  # include work done after the last byte
         return Run(rounds, wall, gateway.cpu_s() - first, (speed + calibrate()) / 2, agents)
 
     async def agent(self, gateway: Gateway, scenario: Scenario, seed: int) -> Agent:
@@ -159,18 +158,18 @@ class Bench:
         opened = await _admin(gateway, "POST", "/admin/sessions", 201, b'{"model":"bench"}')
         return Agent(http, opened["id"], opened["api_key"], stream=scenario.stream, seed=seed)
 
-    async def leave(self, gateway: Gateway, agents: Sequence[Agent]) -> None:
+    async def close_sessions(self, gateway: Gateway, agents: Sequence[Agent]) -> None:
         for agent in agents:
             agent.close()
             await _admin(gateway, "POST", f"/admin/sessions/{agent.session}/seal", 200, b"{}")
 
-    async def ask_directly(self, scenario: Scenario, rows: Sequence[dict[str, Any]]) -> list[list[float]]:
-        """The same prompts, straight to the engine, as many at a time: seconds for each round and session."""
+    async def call_engine_directly(self, scenario: Scenario, rows: Sequence[dict[str, Any]]) -> list[list[float]]:
+        """Send the same prompts directly to the engine, with the same concurrency. Return seconds by round and session."""
         connections = [await Http.connect(self.engine.port) for _ in rows]
         rounds = []
         for turn in range(scenario.turns):
-            bodies = [_completion(row, turn, scenario.stream) for row in rows]
-            rounds.append(await asyncio.gather(*map(_timed, connections, bodies)))
+            bodies = [_build_completion(row, turn, scenario.stream) for row in rows]
+            rounds.append(await asyncio.gather(*map(_time_call, connections, bodies)))
         for connection in connections:
             connection.close()
         return [list(seconds) for seconds in rounds]
@@ -178,7 +177,7 @@ class Bench:
     # ── checking ────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def check(self, gateway: Gateway, scenario: Scenario, agents: Sequence[Agent]) -> list[dict[str, Any]]:
-        """Each session's only row, after making sure that it is the right one."""
+        """Check that each session has exactly one correct row, and return the rows."""
         seen = await _get(self.engine.port, "/bench/report")
         rows = []
         for n, agent in enumerate(agents):
@@ -190,59 +189,66 @@ class Bench:
             _require(shown["forks"] == [], "the trace has forks", shown["forks"])
             _require(len(found) == 1, "not exactly one row", len(found))
             self._check_sampled(found[0], scenario.turns)
-            if n < 2:  # rendering is slow; that the others' prompts chain is known
+            if n < 2:  # rendering is slow, and the other sessions' prompts are known to chain
                 self._check_context(found[0], agent)
             rows.append(found[0])
         return rows
 
     def _check_sampled(self, row: dict[str, Any], turns: int) -> None:
-        """The row trains exactly what the engine sampled, with the log-probabilities that it sent."""
+        """Check that the row trains exactly what the engine sampled, with the log-probabilities that it sent."""
         trained = [i for i, wanted in enumerate(row["mask"]) if wanted]
         answers = [self.answers[turn % len(self.answers)] for turn in range(turns)]
-        _require([row["ids"][i] for i in trained] == [i for a in answers for i in a["ids"]], "not what was sampled")
+        _require(
+            [row["ids"][i] for i in trained] == [i for a in answers for i in a["ids"]],
+            "the trained ids differ from the sampled ones",
+        )
         wanted = [p for a in answers for p in a["logprobs"]]
-        _require([_float32(row["logprobs"][i]) for i in trained] == wanted, "other log-probabilities than were sent")
+        _require(
+            [_float32(row["logprobs"][i]) for i in trained] == wanted, "the log-probabilities differ from those sent"
+        )
 
     def _check_context(self, row: dict[str, Any], agent: Agent) -> None:
-        """The row is what the chat template makes of the whole conversation."""
-        whole = self.renderer.render(agent.said[:-1], tools(), {}, generate=False)
+        """Check that the row equals the chat template's rendering of the whole conversation."""
+        whole = self.renderer.render(agent.conversation[:-1], tools(), {}, generate=False)
         size = len(row["ids"])
         _require(
-            whole[:size] == row["ids"] and len(whole) - size <= 1, "not what the template says", (size, len(whole))
+            whole[:size] == row["ids"] and len(whole) - size <= 1,
+            "the row differs from the template's rendering",
+            (size, len(whole)),
         )
 
     # ── memory ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def memory(self, gateway: Gateway, scenario: Scenario) -> tuple[float, float]:
-        """MB per session: by how much a first batch of sessions lets the process grow, and each of two more, all kept open.
+        """Return the MB per open session of a first batch, and of two more batches.
 
-        The first batch also pays for the buffers of as many calls at once, which the next ones find there.
+        The first batch also allocates the buffers for its concurrent calls, which later batches reuse.
         """
-        grown: list[float] = []
+        growth: list[float] = []
         agents: list[Agent] = []
         for _ in range(3):
             before = gateway.rss_mb()
             agents += (await self.run(gateway, scenario)).agents
-            grown.append((gateway.rss_mb() - before) / scenario.sessions)
+            growth.append((gateway.rss_mb() - before) / scenario.sessions)
         await self.check(gateway, scenario, agents)
-        await self.leave(gateway, agents)
-        return grown[0], statistics.mean(grown[1:])
+        await self.close_sessions(gateway, agents)
+        return growth[0], statistics.mean(growth[1:])
 
 
-def _result(
+def _build_result(
     scenario: Scenario, runs: Sequence[Run], direct: Sequence[Sequence[float]], prompt_tokens: Sequence[int]
 ) -> Result:
-    usual = [statistics.median(seconds) for seconds in direct]
+    medians = [statistics.median(seconds) for seconds in direct]
     latencies = [[(turn, s) for a in run.agents for turn, s in enumerate(a.latencies)] for run in runs]
-    added = [sorted((s - usual[turn]) * 1000 for turn, s in run) for run in latencies]
-    watched = [turn for turn in WATCHED if turn <= scenario.turns]
+    added = [sorted((s - medians[turn]) * 1000 for turn, s in run) for run in latencies]
+    watched = [turn for turn in SHOWN_TURNS if turn <= scenario.turns]
     agent = runs[0].agents[0]
     per_turn = [run.cpu_s * 1000 / (scenario.sessions * scenario.turns) for run in runs]
     return Result(
         name=scenario.name,
         cpu_ms=min(per_turn),
         cpu_ms_repeats=per_turn,
-        cpu_ms_at={turn: min(_around(run.cpu_ms, turn) for run in runs) for turn in watched},
+        cpu_ms_at={turn: min(_mean_around(run.cpu_ms, turn) for run in runs) for turn in watched},
         cpu_ms_scaled=statistics.median(
             cpu * REFERENCE_MS / run.calibration_ms for cpu, run in zip(per_turn, runs, strict=True)
         ),
@@ -258,8 +264,8 @@ def _result(
     )
 
 
-def _around(rounds: Sequence[float], turn: int) -> float:
-    """The mean of five rounds: two before and two after, or the last five."""
+def _mean_around(rounds: Sequence[float], turn: int) -> float:
+    """Return the mean of five rounds around a turn, or of the last five."""
     first = min(turn - 3, len(rounds) - 5)
     return statistics.mean(rounds[first : first + 5])
 
@@ -268,12 +274,12 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
 
 
-def _completion(row: dict[str, Any], turn: int, stream: bool) -> bytes:
+def _build_completion(row: dict[str, Any], turn: int, stream: bool) -> bytes:
     prompt = row["ids"][: row["spans"][turn]["start"]]
     return orjson.dumps({"prompt": prompt, "return_tokens_as_token_ids": True, "stream": stream})
 
 
-async def _timed(http: Http, body: bytes) -> float:
+async def _time_call(http: Http, body: bytes) -> float:
     began = time.perf_counter()
     status, _ = await http.send("POST", "/v1/completions", body)
     _require(status == 200, "the mock engine failed", status)
@@ -295,21 +301,21 @@ async def _get(port: int, path: str) -> Any:
     return orjson.loads(reply)
 
 
-def _require(holds: bool, what: str, evidence: object = "") -> None:
+def _require(holds: bool, text: str, evidence: object = "") -> None:
     if not holds:
-        raise SystemExit(f"bench: wrong work, so no numbers: {what} {evidence}")
+        raise SystemExit(f"bench: the recordings are wrong, so there are no numbers: {text} {evidence}")
 
 
-# ── what the engine will say ────────────────────────────────────────────────────────────────────────────────────
+# ── answers of the engine ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def make_answers(renderer: TemplateRenderer, count: int = 100) -> list[dict[str, Any]]:
-    """One for each turn: a thought and a tool call in Hermes form, exactly SAMPLED ids long."""
-    chance = random.Random(0)
-    return [_answer(renderer, turn, chance) for turn in range(count)]
+    """Build one answer per turn: a thought and a tool call in Hermes format, exactly SAMPLED_IDS ids long."""
+    rng = random.Random(0)
+    return [_build_answer(renderer, turn, rng) for turn in range(count)]
 
 
-def _answer(renderer: TemplateRenderer, turn: int, chance: random.Random) -> dict[str, Any]:
+def _build_answer(renderer: TemplateRenderer, turn: int, rng: random.Random) -> dict[str, Any]:
     tokenizer = renderer.tokenizer
     call = f'{{"name": "read_file", "arguments": {{"path": "src/module_{turn}.py"}}}}'
     thought = "Let me look at the next file first, since the test that fails imports it"
@@ -317,12 +323,12 @@ def _answer(renderer: TemplateRenderer, turn: int, chance: random.Random) -> dic
     while True:
         text = f"<think>\n{thought}.\n</think>\n\n<tool_call>\n{call}\n</tool_call>"
         ids = [*tokenizer.encode(text), renderer.stop_ids[0]]
-        if len(ids) == SAMPLED:
+        if len(ids) == SAMPLED_IDS:
             break
-        if len(ids) > SAMPLED:
-            raise SystemExit(f"bench: no answer of {SAMPLED} ids with this tokenizer; {len(ids)} for {text!r}")
+        if len(ids) > SAMPLED_IDS:
+            raise SystemExit(f"bench: no answer of {SAMPLED_IDS} ids with this tokenizer; {len(ids)} for {text!r}")
         thought += f" {next(more)}"
-    logprobs = [_float32(-chance.expovariate(3)) for _ in ids]
+    logprobs = [_float32(-rng.expovariate(3)) for _ in ids]
     return {"ids": ids, "logprobs": logprobs, "tokens": [tokenizer.decode(i) for i in ids]}
 
 
@@ -334,7 +340,7 @@ def _float32(value: float) -> float:
 
 
 def calibrate() -> float:
-    """CPU milliseconds of a fixed piece of Python, the best of three: how fast this machine is just now."""
+    """Measure the current speed of this machine: the CPU milliseconds of a fixed loop, best of three."""
 
     def work() -> float:
         began = time.process_time()
@@ -349,7 +355,7 @@ def calibrate() -> float:
 # ── reporting ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _verdict(value: float, target: float | None) -> str:
+def _describe_target(value: float, target: float | None) -> str:
     if target is None:
         return ""
     return f"≤ {target:g}  {'PASS' if value <= target else 'miss'}"
@@ -360,52 +366,56 @@ def print_table(report: dict[str, Any]) -> None:
     speeds = [ms for r in scenarios for ms in r.calibration_ms]
     print(f"\ntokenizer {report['tokenizer']} · {report['cores']} cores · load {report['load'][0]:.1f} at the start")
     print(f"calibration {min(speeds):.0f} to {max(speeds):.0f} ms, {REFERENCE_MS:.0f} on the reference machine\n")
-    _line("sessions × turns", "CPU ms/turn", "scaled", "turns/s", "added ms p50", "p99")
+    _print_row("sessions × turns", "CPU ms/turn", "scaled", "turns/s", "added ms p50", "p99")
     for r in scenarios:
         cells = (f"{r.cpu_ms:.2f}", f"{r.cpu_ms_scaled:.2f}", f"{r.turns_per_s:.0f}")
         added = (f"{r.added_ms_p50:.1f}", f"{r.added_ms_p99:.1f}")
-        _line(r.name, *cells, *added, note=_verdict(r.cpu_ms, r.target_cpu_ms))
+        _print_row(r.name, *cells, *added, note=_describe_target(r.cpu_ms, r.target_cpu_ms))
     print()
-    _line("CPU ms at turn", *map(str, WATCHED))
+    _print_row("CPU ms at turn", *map(str, SHOWN_TURNS))
     for r in scenarios:
-        cells = tuple(f"{r.cpu_ms_at[t]:.2f}" if t in r.cpu_ms_at else "" for t in WATCHED)
+        cells = tuple(f"{r.cpu_ms_at[t]:.2f}" if t in r.cpu_ms_at else "" for t in SHOWN_TURNS)
         growth = r.cpu_ms_at[100] / r.cpu_ms_at[5] if 100 in r.cpu_ms_at else None
-        note = "" if growth is None else f"turn 100 / turn 5: {growth:.2f}  {_verdict(growth, GROWTH)}"
-        _line(r.name, *cells, note=note)
+        note = "" if growth is None else f"turn 100 / turn 5: {growth:.2f}  {_describe_target(growth, MAX_GROWTH)}"
+        _print_row(r.name, *cells, note=note)
     longest = max(scenarios, key=lambda r: len(r.request_kb_at))
-    _line("request, KB", *(f"{kb:.0f}" for kb in longest.request_kb_at.values()))
-    _line("prompt, tokens", *map(str, longest.prompt_tokens_at.values()))
+    _print_row("request, KB", *(f"{kb:.0f}" for kb in longest.request_kb_at.values()))
+    _print_row("prompt, tokens", *map(str, longest.prompt_tokens_at.values()))
     print()
     for m in report["memory"]:
         name = f"MB per live {m['turns']}-turn session"
-        _line(name, f"{m['mb']:.2f}", note=f"{_verdict(m['mb'], m['target'])}   (the first batch {m['mb_first']:.2f})")
-    _line("MB at the start", f"{report['start_mb']:.0f}")
-    _line("seconds until ready", f"{report['ready_s']:.2f}", note=_verdict(report["ready_s"], READY_S))
+        _print_row(
+            name,
+            f"{m['mb']:.2f}",
+            note=f"{_describe_target(m['mb'], m['target'])}   (the first batch {m['mb_first']:.2f})",
+        )
+    _print_row("MB after startup", f"{report['start_mb']:.0f}")
+    _print_row("seconds until ready", f"{report['ready_s']:.2f}", note=_describe_target(report["ready_s"], READY_S))
     print(
         "\nCPU and ready time are the best of their repeats (other work on the machine only adds); the rest are medians."
     )
 
 
-def _line(name: str, *cells: str, note: str = "") -> None:
+def _print_row(name: str, *cells: str, note: str = "") -> None:
     print(f"{name:32}" + "".join(f"{cell:>13}" for cell in cells) + (f"   {note}" if note else ""))
 
 
-AREAS = (  # the innermost frame that fits says where a sample belongs; the first name that fits, of what it stands for
+AREAS = (  # a sample belongs to the area of its innermost matching frame; the first match wins
     ("reading the request", ("turngate/dialects/", "turngate/server/asgi.py:read_body")),
     (
-        "where it hangs in the tree",
+        "locating the request in the tree",
         ("turngate/trace/", "turngate/gateway/prompt.py:locate", "turngate/gateway/prompt.py:_build_preamble"),
     ),
     (
-        "tokenising and rendering what is new",
+        "tokenising and rendering new messages",
         ("turngate/render/renderer", "turngate/render/template", "tiktoken/", "jinja2/"),
     ),
     (
-        "tokenising and rendering what is new",
+        "tokenising and rendering new messages",
         ("turngate/render/tokenizer.py:encode", "turngate/render/tokenizer.py:_encode"),
     ),
-    ("parsing what was sampled", ("turngate/render/",)),
-    ("talking to the engine", ("turngate/engines/", "aiohttp/")),
+    ("parsing the sampled text", ("turngate/render/",)),
+    ("calling the engine", ("turngate/engines/", "aiohttp/")),
     (
         "recording",
         (
@@ -428,15 +438,15 @@ def print_profile(path: Path, scenario: Scenario, cpu_ms: float) -> None:
     for stack, count in stacks:
         frames = stack.split(";")
         own[frames[-1]] += int(count)
-        areas[_area(frames)] += int(count)
-    print(f"\n{scenario.name}: {cpu_ms:.2f} ms of CPU a turn, {total} samples\n")
+        areas[_find_area(frames)] += int(count)
+    print(f"\n{scenario.name}: {cpu_ms:.2f} ms of CPU per turn, {total} samples\n")
     for counted in (areas, own):
         for name, count in counted.most_common(25):
             print(f"{count / total:6.1%}  {count / total * cpu_ms * 1000:6.0f} µs/turn  {name}")
         print()
 
 
-def _area(frames: list[str]) -> str:
+def _find_area(frames: list[str]) -> str:
     for frame in reversed(frames):
         for name, marks in AREAS:
             if frame.startswith(marks):
@@ -456,17 +466,17 @@ async def bench_all(bench: Bench) -> dict[str, Any]:
     with bench.gateway("cpu") as gateway:
         ready.append(gateway.ready_s)
         rss = gateway.rss_mb()
-        warm = await bench.run(gateway, Scenario(4, 20, stream=True))
-        await bench.leave(gateway, warm.agents)
+        warm_up = await bench.run(gateway, Scenario(4, 20, stream=True))
+        await bench.close_sessions(gateway, warm_up.agents)
         scenarios = []
         for scenario in SCENARIOS:
-            _progress(scenario.name)
+            _log(scenario.name)
             scenarios.append(await bench.measure(gateway, scenario))
     memory = []
-    # The small tokenizer: what the large one leaves free after it was loaded would hide hundreds of sessions.
+    # The large tokenizer leaves so much free heap behind that hundreds of sessions would not be visible, so use the small one.
     with Bench(bench.folder, BUILTIN) as small:
         for scenario, target in MEMORY:
-            _progress(f"memory, {scenario.name}")
+            _log(f"memory, {scenario.name}")
             with small.gateway(f"memory-{scenario.turns}") as gateway:
                 first, mb = await small.memory(gateway, scenario)
             memory.append({"turns": scenario.turns, "mb": mb, "mb_first": first, "target": target})
@@ -486,11 +496,11 @@ async def bench_all(bench: Bench) -> dict[str, Any]:
 async def profile_one(bench: Bench, scenario: Scenario, keep: Path | None) -> None:
     path = bench.folder / "profile"
     with bench.gateway("profiled", path) as gateway:
-        warm = await bench.run(gateway, Scenario(2, 5, stream=scenario.stream))
-        await bench.leave(gateway, warm.agents)
-        gateway.tell(signal.SIGUSR1)
+        warm_up = await bench.run(gateway, Scenario(2, 5, stream=scenario.stream))
+        await bench.close_sessions(gateway, warm_up.agents)
+        gateway.send_signal(signal.SIGUSR1)
         runs = [await bench.run(gateway, scenario) for _ in range(5)]
-        gateway.tell(signal.SIGUSR2)
+        gateway.send_signal(signal.SIGUSR2)
         cpu_ms = sum(run.cpu_s for run in runs) * 1000 / (len(runs) * scenario.sessions * scenario.turns)
         while not path.exists():
             await asyncio.sleep(0.05)
@@ -499,35 +509,38 @@ async def profile_one(bench: Bench, scenario: Scenario, keep: Path | None) -> No
         keep.write_bytes(path.read_bytes())
 
 
-def _progress(what: str) -> None:
-    print(f"· {what}", file=sys.stderr, flush=True)
+def _log(text: str) -> None:
+    print(f"· {text}", file=sys.stderr, flush=True)
 
 
-def _tokenizer(given: Path | None) -> Path:
-    if given is not None:
-        return given
+def _choose_tokenizer(tokenizer: Path | None) -> Path:
+    if tokenizer is not None:
+        return tokenizer
     if QWEN3.exists():
         return QWEN3
     print(
-        f"note: no Qwen3 tokenizer at {QWEN3} (python tools/parts.py tokenizers); the built-in toy one is used instead"
+        f"note: no Qwen3 tokenizer at {QWEN3} (python tools/parts.py tokenizers); using the small built-in one instead"
     )
     return BUILTIN
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What a turn costs in the gateway.")
+    parser = argparse.ArgumentParser(description="Measure what a turn costs in the gateway.")
     parser.add_argument("--tokenizer", type=Path, help="folder with tokenizer.json and a chat template [Qwen3's]")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all results there as well")
-    parser.add_argument("--omit-prompt-ids", action="store_true", help="the engine does not send prompts' ids back")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to this file")
+    parser.add_argument("--omit-prompt-ids", action="store_true", help="do not let the engine return the prompts' ids")
     names = {f"{s.sessions}x{s.turns}{'-stream' if s.stream else ''}": s for s in SCENARIOS if s.target_cpu_ms}
     parser.add_argument("--profile", nargs="?", const="16x20", choices=names, help="profile one scenario instead")
     parser.add_argument(
-        "--flame", type=Path, metavar="FILE", help="with --profile: the stacks, for a flame graph viewer"
+        "--flame",
+        type=Path,
+        metavar="FILE",
+        help="with --profile: write the stacks to this file, for a flame graph viewer",
     )
     args = parser.parse_args()
     with (
         tempfile.TemporaryDirectory(prefix="turngate-bench-") as folder,
-        Bench(Path(folder), _tokenizer(args.tokenizer), omit_prompt_ids=args.omit_prompt_ids) as bench,
+        Bench(Path(folder), _choose_tokenizer(args.tokenizer), omit_prompt_ids=args.omit_prompt_ids) as bench,
     ):
         if args.profile:
             uvloop.run(profile_one(bench, names[args.profile], args.flame))

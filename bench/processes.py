@@ -1,4 +1,4 @@
-"""The processes of a benchmark run: started, watched through /proc, and stopped by their own ids. Used by `overhead.py`."""
+"""Start, measure and stop the processes of a benchmark. Used by `overhead.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TICK = os.sysconf("SC_CLK_TCK")
 
 
 class Process:
-    """One server on 127.0.0.1. `ready_s`: from its start to the first 200 of /health."""
+    """A server on 127.0.0.1. `ready_s` is the time from its start to the first 200 response of /health."""
 
     def __init__(
         self, command: Sequence[str], port: int, log: Path, env: dict[str, str] | None = None, tree: Path = HERE.parent
@@ -43,7 +43,7 @@ class Process:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             if self._popen.poll() is not None:
-                raise SystemExit(f"bench: a process ended with {self._popen.returncode}:\n{self.log()}")
+                raise SystemExit(f"bench: a process exited with code {self._popen.returncode}:\n{self.log()}")
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):
                     return
@@ -58,11 +58,11 @@ class Process:
         return rss_mb(self.pid)
 
     def family(self) -> list[int]:
-        """Its process id and those of its children."""
+        """Return the ids of the process and its children."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text(encoding="utf-8")
         return [self.pid, *map(int, children.split())]
 
-    def tell(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         self._popen.send_signal(number)
 
     def log(self) -> str:
@@ -85,7 +85,7 @@ def start_engine(folder: Path, answers: Path, *, omit_prompt_ids: bool) -> Proce
 
 
 class Gateway(Process):
-    """`turngate serve` of the checkout `tree`, with a data folder of its own."""
+    """`turngate serve` of the checkout `tree`, with its own data folder."""
 
     def __init__(
         self,
@@ -104,20 +104,20 @@ class Gateway(Process):
         port = free_port()
         env = {"TURNGATE_ADMIN_KEY": self.admin_key, **(env or {})}
         if profile is not None:
-            program = HERE / "profiled.py"
+            program = HERE / "profiled_gateway.py"
             env["BENCH_PROFILE"] = str(profile)
         command = [sys.executable, *(["-m", "turngate"] if program is None else [str(program)])]
         command += ["serve", "--port", str(port), "--data", str(folder / name), "--durability", "process"]
         command += ["--workers", str(workers)] if workers > 1 else []
-        where = ["--engine", "vllm", "--engine-url", f"http://127.0.0.1:{engine.port}"]
-        command += [*(["--engine", "scripted", "--script", str(script)] if script else where), "--model", "bench"]
+        vllm = ["--engine", "vllm", "--engine-url", f"http://127.0.0.1:{engine.port}"]
+        command += [*(["--engine", "scripted", "--script", str(script)] if script else vllm), "--model", "bench"]
         super().__init__([*command, "--tokenizer", str(tokenizer)], port, folder / f"{name}.log", env, tree)
 
 
 def cpu_s(pid: int) -> float:
-    """User and system time of all threads. The same as in /proc/PID/stat, which only counts in hundredths of a second."""
+    """Return user and system time of all threads. /proc/PID/stat has the same, but only in hundredths of a second."""
     try:
-        return time.clock_gettime((~pid << 3) | 2)  # what clock_getcpuclockid(3) gives for the process
+        return time.clock_gettime((~pid << 3) | 2)  # the clock id that clock_getcpuclockid(3) returns
     except OSError:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / _TICK

@@ -1,16 +1,18 @@
-"""What a rollout costs beside its agent: `python bench/rollouts.py [--rollouts 60] [--concurrency 8] [--only local …] [--json FILE]`.
+"""Measure what a rollout costs in addition to its agent.
 
-Batches of rollouts whose agent does nothing (`true`), one batch per sandbox and with and without a grader, against a gateway in a
-process of its own with the scripted engine. So everything that is left is ours: the runner, the sandbox, the relay, the gateway.
+    python bench/rollouts.py [--rollouts 60] [--concurrency 8] [--only local …] [--json FILE]
 
-    rollouts/min     of the whole machine, with so many agents at once
+Runs batches of rollouts whose agent does nothing (`true`), for each sandbox with and without a grader, against a gateway with the scripted
+engine in a separate process. So all of the cost is ours: the runner, the sandbox, the relay and the gateway.
+
+    rollouts/min     of the whole machine, with --concurrency agents
     runner           CPU ms per rollout of the process that runs the batch, all threads
-    sandboxes        CPU ms per rollout of the processes that it started and that have ended: supervisors, relays, shells, docker's client.
-                     What runs in a container is the daemon's child, and not in it
+    sandboxes        CPU ms per rollout of its ended child processes: supervisors, relays, shells, docker's client.
+                     Processes in a container are the daemon's children, and not included
     gateway          CPU ms per rollout of the gateway
-    alone, s         how long one rollout takes that has the machine for itself, and in which stages
+    alone, s         seconds of a rollout that runs alone, by stage
 
-A batch in which any rollout did not end as it should gives no numbers. On a shared machine the same run varies by half.
+If any rollout of a batch does not end as expected, no numbers are printed. On a shared machine, results vary by half.
 """
 
 from __future__ import annotations
@@ -80,10 +82,10 @@ def _plan(folder: Path, sandbox: str, *, graded: bool, count: int, running: int)
 
 
 def _check(result: BatchResult, *, graded: bool) -> None:
-    wanted = "graded" if graded else "not graded"
-    wrong = [one for one in result.finished if one.kind != wanted or one.status != "finished"]
-    if wrong or not result.complete:
-        raise SystemExit(f"bench: a rollout did not end as it should: {wrong[:1] or result.stopped}")
+    expected = "graded" if graded else "not graded"
+    failed = [rollout for rollout in result.finished if rollout.kind != expected or rollout.status != "finished"]
+    if failed or not result.complete:
+        raise SystemExit(f"bench: a rollout did not end as expected: {failed[:1] or result.stopped}")
 
 
 async def measure(
@@ -100,12 +102,12 @@ async def measure(
             _check(result, graded=graded)
             return result
 
-        await batch("first", 2, 1)  # what is made once is there from now on
+        await batch("first", 2, 1)  # one-time setup
         speed = calibrate()
         alone = await batch("alone", args.alone, 1)
-        before, began = _spent(gateway), time.perf_counter()
+        before, began = _read_cpu(gateway), time.perf_counter()
         await batch("many", args.rollouts, args.concurrency)
-        wall, after = time.perf_counter() - began, _spent(gateway)
+        wall, after = time.perf_counter() - began, _read_cpu(gateway)
         runner, children, serving = ((b - a) * 1000 / args.rollouts for a, b in zip(before, after, strict=True))
     return Result(
         sandbox=sandbox,
@@ -114,14 +116,14 @@ async def measure(
         runner_ms=runner,
         sandboxes_ms=children,
         gateway_ms=serving,
-        alone_s=statistics.median(sum(one.seconds.values()) for one in alone.finished),
+        alone_s=statistics.median(sum(rollout.seconds.values()) for rollout in alone.finished),
         stages=dict(alone.summary.overall.stages),
         calibration_ms=(speed + calibrate()) / 2,
     )
 
 
-def _spent(gateway: Process) -> tuple[float, float, float]:
-    """Seconds of CPU so far: ours, of children that have ended, the gateway's."""
+def _read_cpu(gateway: Process) -> tuple[float, float, float]:
+    """Return the CPU seconds so far of this process, of ended children, and of the gateway."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time(), children.ru_utime + children.ru_stime, gateway.cpu_s()
 
@@ -162,9 +164,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=int, default=60)
     parser.add_argument("--concurrency", type=int, default=8)
-    parser.add_argument("--alone", type=int, default=5, help="rollouts that run one after the other")
+    parser.add_argument("--alone", type=int, default=5, help="rollouts that run one after another")
     parser.add_argument("--only", nargs="*", choices=list(SANDBOXES), default=list(SANDBOXES))
-    parser.add_argument("--no-grader", action="store_true", help="leave out the batches with a grader")
+    parser.add_argument("--no-grader", action="store_true", help="skip the batches with a grader")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results: list[Result] = []
@@ -178,12 +180,12 @@ def main() -> None:
         try:
             for sandbox in args.only:
                 if reason := SANDBOXES[sandbox]():
-                    print(f"bench: {sandbox} is left out: {reason}", file=sys.stderr)
+                    print(f"bench: skipping {sandbox}: {reason}", file=sys.stderr)
                     continue
                 for graded in (False,) if args.no_grader else (False, True):
                     folder = Path(name) / f"{sandbox}-{graded}"
-                    work = measure(gateway, key, folder, sandbox, graded=graded, args=args)
-                    results.append(asyncio.run(work))
+                    measuring = measure(gateway, key, folder, sandbox, graded=graded, args=args)
+                    results.append(asyncio.run(measuring))
         finally:
             gateway.stop()
     show(results)

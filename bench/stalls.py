@@ -1,8 +1,8 @@
-"""How long the event loop keeps others waiting: `python bench/stalls.py [--sessions 256] [--tokens 100000] [--rate 25]`.
+"""Measure how long the event loop blocks other work: `python bench/stalls.py [--sessions 256] [--tokens 100000] [--rate 25]`.
 
-Each session begins with a prompt of so many tokens, then takes some turns, at random times and `rate` turns a second in all: a gateway in
-use, not one that is flooded. First calls are told apart from later ones: they are the ones that tokenise everything. The work is checked
-as in `overhead.py`: a prompt that does not chain, or a session without exactly one row, and there are no numbers.
+Each session starts with a prompt of `tokens` tokens, then makes some turns at random times. All sessions together make `rate` turns per
+second, like a gateway in normal use. First calls are reported separately, because they tokenise the whole prompt. The recordings are
+checked as in `overhead.py`: if a prompt does not chain or a session does not have exactly one row, no numbers are printed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from processes import HERE, Gateway
 from turngate.types import Message
 
 
-class Long(Agent):
-    """An agent whose task is as long as a book."""
+class LongAgent(Agent):
+    """An agent with a very long task."""
 
     def __init__(self, http: Http, session: str, key: str, text: str, seed: int) -> None:
         super().__init__(http, session, key, stream=seed % 2 == 1, seed=seed)
-        self.said[1] = Message("user", f"Task {seed}.\n{text}")
-        self._messages[1] = _dumps({"role": "user", "content": self.said[1].content})
+        self.conversation[1] = Message("user", f"Task {seed}.\n{text}")
+        self._messages[1] = _dumps({"role": "user", "content": self.conversation[1].content})
 
 
 async def measure(bench: Bench, sessions: int, tokens: int, turns: int, rate: float) -> None:
@@ -40,22 +40,24 @@ async def measure(bench: Bench, sessions: int, tokens: int, turns: int, rate: fl
         bench.engine,
         bench.tokenizer,
         "stalls",
-        program=HERE / "watched.py",
+        program=HERE / "watched_gateway.py",
         env={"BENCH_STALLS": str(file)},
     )
     try:
-        text = text_of(bench, tokens)
-        agents = [await begun(gateway, text, seed) for seed in range(sessions)]
+        text = build_text(bench, tokens)
+        agents = [await open_agent(gateway, text, seed) for seed in range(sessions)]
         print(
-            f"{sessions} sessions of {tokens:,} tokens, {turns} turns each, {rate:g} turns/s in all, every other one streamed\n"
+            f"{sessions} sessions of {tokens:,} tokens, {turns} turns each, {rate:g} turns/s in all, half of the sessions streamed\n"
         )
-        print(f"{'':14}{'p50':>9}{'p99':>9}{'p99.9':>9}{'longest':>9}   ms late, by the wall (of our own computing)")
-        first = await phase(gateway, file, agents, 1, rate / 3)
-        later = await phase(gateway, file, agents, turns - 1, rate)
-        for name, (late, latency, cpu) in (("first calls", first), ("later turns", later)):
-            show(name, late)
+        print(
+            f"{'':14}{'p50':>9}{'p99':>9}{'p99.9':>9}{'longest':>9}   ms late, wall time (CPU time of the loop's thread)"
+        )
+        first = await run_phase(gateway, file, agents, 1, rate / 3)
+        later = await run_phase(gateway, file, agents, turns - 1, rate)
+        for name, (delays, latency, cpu) in (("first calls", first), ("later turns", later)):
+            print_delays(name, delays)
             p50, p99 = (sorted(latency)[int(len(latency) * share)] * 1000 for share in (0.5, 0.99))
-            print(f"{'':14}answered in {p50:.0f} ms p50, {p99:.0f} ms p99; {cpu:.1f} ms of CPU a turn")
+            print(f"{'':14}answered in {p50:.0f} ms p50, {p99:.0f} ms p99; {cpu:.1f} ms of CPU per turn")
         await check(bench, gateway, agents, turns)
         print(f"\n{gateway.rss_mb():.0f} MB resident")
         for agent in agents:
@@ -64,44 +66,44 @@ async def measure(bench: Bench, sessions: int, tokens: int, turns: int, rate: fl
         gateway.stop()
 
 
-async def begun(gateway: Gateway, text: str, seed: int) -> Long:
+async def open_agent(gateway: Gateway, text: str, seed: int) -> LongAgent:
     opened = await _admin(gateway, "POST", "/admin/sessions", 201, b'{"model":"bench"}')
-    return Long(await Http.connect(gateway.port), opened["id"], opened["api_key"], text, seed)
+    return LongAgent(await Http.connect(gateway.port), opened["id"], opened["api_key"], text, seed)
 
 
-async def phase(
-    gateway: Gateway, file: Path, agents: list[Long], turns: int, rate: float
+async def run_phase(
+    gateway: Gateway, file: Path, agents: list[LongAgent], turns: int, rate: float
 ) -> tuple[list[tuple[float, float]], list[float], float]:
-    chance = random.Random(1)
+    rng = random.Random(1)
     seconds = len(agents) * turns / rate
-    gateway.tell(signal.SIGUSR1)
+    gateway.send_signal(signal.SIGUSR1)
     before = gateway.cpu_s()
 
-    async def live(agent: Long) -> None:
-        moments = sorted(chance.uniform(0, seconds) for _ in range(turns))
+    async def run_agent(agent: LongAgent) -> None:
+        moments = sorted(rng.uniform(0, seconds) for _ in range(turns))
         for moment in moments:
             await asyncio.sleep(max(0.0, began + moment - time.perf_counter()))
             await agent.turn()
 
     began = time.perf_counter()
-    await asyncio.gather(*(live(agent) for agent in agents))
+    await asyncio.gather(*(run_agent(agent) for agent in agents))
     cpu = (gateway.cpu_s() - before) * 1000 / (len(agents) * turns)
     file.unlink(missing_ok=True)
-    gateway.tell(signal.SIGUSR2)
+    gateway.send_signal(signal.SIGUSR2)
     while not file.exists():
         await asyncio.sleep(0.05)
     return json.loads(file.read_text()), [s for agent in agents for s in agent.latencies[-turns:]], cpu
 
 
-def show(name: str, late: list[tuple[float, float]]) -> None:
+def print_delays(name: str, delays: list[tuple[float, float]]) -> None:
     cells = []
     for share in (0.5, 0.99, 0.999, 1.0):
-        wall, own = (sorted(v)[min(len(late) - 1, int(share * len(late)))] for v in zip(*late, strict=True))
+        wall, own = (sorted(v)[min(len(delays) - 1, int(share * len(delays)))] for v in zip(*delays, strict=True))
         cells.append(f"{wall:.1f} ({own:.1f})")
-    print(f"{name:14}" + "".join(f"{cell:>15}" for cell in cells) + f"   {len(late)} looks")
+    print(f"{name:14}" + "".join(f"{cell:>15}" for cell in cells) + f"   {len(delays)} measurements")
 
 
-async def check(bench: Bench, gateway: Gateway, agents: list[Long], turns: int) -> None:
+async def check(bench: Bench, gateway: Gateway, agents: list[LongAgent], turns: int) -> None:
     seen = await _get(bench.engine.port, "/bench/report")
     for agent in agents:
         session = seen[agent.session]
@@ -112,19 +114,19 @@ async def check(bench: Bench, gateway: Gateway, agents: list[Long], turns: int) 
         bench._check_context(found[0], agent)
 
 
-def text_of(bench: Bench, tokens: int) -> str:
-    """Code of so many tokens."""
-    many = len(bench.renderer.tokenizer.encode(_CODE))
-    text = _CODE * (tokens // many + 1)
-    return text[: int(len(_CODE) * tokens / many)]
+def build_text(bench: Bench, tokens: int) -> str:
+    """Build a text of code with this many tokens."""
+    total = len(bench.renderer.tokenizer.encode(_CODE))
+    text = _CODE * (tokens // total + 1)
+    return text[: int(len(_CODE) * tokens / total)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="How long the event loop keeps others waiting.")
+    parser = argparse.ArgumentParser(description="Measure how long the event loop blocks other work.")
     parser.add_argument("--sessions", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=100_000)
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--rate", type=float, default=25.0, help="turns a second, of all sessions together")
+    parser.add_argument("--rate", type=float, default=25.0, help="turns per second of all sessions together")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="turngate-bench-") as folder, Bench(Path(folder), QWEN3) as bench:
         uvloop.run(measure(bench, args.sessions, args.tokens, args.turns, args.rate))

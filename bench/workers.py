@@ -1,17 +1,15 @@
-"""What `--workers N` brings: turns per second with one worker and with several, and what sharing costs.
+"""Measure `--workers N`: turns per second with one worker and with several, and the cost of sharing.
 
     python bench/workers.py [--workers 2] [--sessions 32] [--turns 20] [--repeats 3] [--scripted] [--pin]
-    python bench/workers.py --sessions 1000 --think 4 --repeats 1 --only 2      memory and latency of many live sessions
+    python bench/workers.py --sessions 1000 --think 4 --repeats 1 --only 2      memory and latency of many open sessions
 
-Gateways with one and with N workers are started side by side and take turns, so that both see the same machine; the best of the
-repeats counts. Every session sends its next turn as soon as it has the answer to the last one, or `--think` seconds later. The load is
-made as cheap as it can be: one real session is played first, what the model says in each turn is taken from it, and from then on
-requests are joined from pieces that are ready, and replies are only measured, not read. What was recorded is checked afterwards:
-every session has its turns, in one row, without a fork.
+Gateways with one and with N workers run at the same time and are measured alternately, so that both see the same machine. The best of the
+repeats is used. Every session sends its next turn as soon as it has the last answer, or `--think` seconds later. The load is as cheap as
+possible: one real session is played first to record the model's replies. After that, requests are joined from prepared parts, and replies
+are counted but not parsed. The recordings are checked afterwards: every session must have all turns in one row, without a fork.
 
-On a machine of as many cores as workers the load takes its share of them, so look at the CPU per turn too: N workers can at best give
-what N cores have left. `--scripted` puts the engine into the gateway, so that only the driver takes its share; `--pin` gives the gateway
-the first N cores and the load the others.
+If the machine has as many cores as workers, the load uses part of them, so also compare the CPU per turn. `--scripted` runs the engine in
+the gateway, so that only the driver uses the other cores. `--pin` gives the gateway the first N cores, and the load the rest.
 """
 
 from __future__ import annotations
@@ -35,10 +33,10 @@ from overhead import BUILTIN, QWEN3, Bench, _admin, _get, _quantile, _require, c
 from processes import Gateway, cpu_s, rss_mb
 
 
-class Line(asyncio.Protocol):
-    """One session's connection: sends a turn, waits for the reply's last byte, sends the next."""
+class SessionConnection(asyncio.Protocol):
+    """The connection of one session. It sends a turn, waits for the last byte of the reply, and sends the next."""
 
-    def __init__(self, key: str, seed: int, said: Sequence[bytes], tail: bytes, think_s: float) -> None:
+    def __init__(self, key: str, seed: int, replies: Sequence[bytes], tail: bytes, think_s: float) -> None:
         self._head = (
             f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {key}\r\n"
             "accept: application/json\r\ncontent-type: application/json\r\nuser-agent: OpenAI/Python\r\ncontent-length: "
@@ -48,29 +46,29 @@ class Line(asyncio.Protocol):
             _dumps({"role": "user", "content": task(seed)}),
         ]
         self._history = b'{"messages":[' + b",".join(first)
-        # What is added before each later turn: what the model said, and what the tool answered.
-        self._added = [
+        # Added before each later turn: the model's reply and the tool result.
+        self._additions = [
             b"," + message + b"," + _dumps({"role": "tool", "tool_call_id": f"c{n}", "content": tool_result(seed, n)})
-            for n, message in enumerate(said, 1)
+            for n, message in enumerate(replies, 1)
         ]
         self._tail = tail
         self._think_s = think_s
-        self._chance = random.Random(seed)
-        self._left = 0
+        self._rng = random.Random(seed)
+        self._remaining = 0
         self._turn = 0
         self.latencies: list[float] = []
         self.ends: list[float] = []
-        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as it always is
         self._transport = transport
 
-    def after_a_while(self) -> None:
-        """As an agent does whose tools take their time."""
+    def send_after_pause(self) -> None:
+        """Send the next turn after a pause, like an agent that runs tools."""
         if not self._think_s:
             self.send()
         else:
-            wait = self._think_s * self._chance.uniform(0.5, 1.5)
+            wait = self._think_s * self._rng.uniform(0.5, 1.5)
             asyncio.get_running_loop().call_later(wait, self.send)
 
     def send(self) -> None:
@@ -79,71 +77,73 @@ class Line(asyncio.Protocol):
         self._transport.write(b"%b%d\r\n\r\n%b%b" % (self._head, size, self._history, self._tail))
 
     def data_received(self, data: bytes) -> None:
-        if not self._left:
+        if not self._remaining:
             end = data.find(b"\r\n\r\n") + 4
-            _require(end > 4 and data.startswith(b"HTTP/1.1 200"), "the gateway refused a turn", data[:300])
+            _require(end > 4 and data.startswith(b"HTTP/1.1 200"), "the gateway rejected a turn", data[:300])
             at = data.find(b"content-length: ") + 16
-            self._left = int(data[at : data.find(b"\r", at)]) + end
-        self._left -= len(data)
-        if self._left:
+            self._remaining = int(data[at : data.find(b"\r", at)]) + end
+        self._remaining -= len(data)
+        if self._remaining:
             return
         now = time.perf_counter()
         self.latencies.append(now - self._began)
         self.ends.append(now)
-        if self._turn == len(self._added):
-            self.over.set_result(None)
+        if self._turn == len(self._additions):
+            self.done.set_result(None)
             return
-        self._history += self._added[self._turn]
+        self._history += self._additions[self._turn]
         self._turn += 1
-        self.after_a_while()
+        self.send_after_pause()
 
     def connection_lost(self, error: Exception | None) -> None:
-        if not self.over.done():
-            self.over.set_exception(ConnectionError("bench: the gateway hung up"))
+        if not self.done.done():
+            self.done.set_exception(ConnectionError("bench: the gateway closed the connection"))
 
     def close(self) -> None:
         self._transport.close()
 
 
 class Run(msgspec.Struct):
-    """One repeat."""
+    """The measurements of one repeat."""
 
     turns_per_s: float
-    gateway_ms: float  # CPU per turn, of all its processes
+    gateway_ms: float  # CPU per turn of all its processes
     front_ms: float
     engine_ms: float
     driver_ms: float
     mb_per_session: float
     p50_ms: float
     p99_ms: float
-    others: float  # cores that the rest of the machine took meanwhile
+    others: float  # cores used by other processes meanwhile
     calibration_ms: float
 
 
-async def reference(bench: Bench, gateway: Gateway, turns: int) -> tuple[list[bytes], bytes]:
-    """What the model says in each turn, as an agent sends it back, from a session that is really played; and the request's end."""
+async def record_reference(bench: Bench, gateway: Gateway, turns: int) -> tuple[list[bytes], bytes]:
+    """Play a real session. Return the model's reply of each turn as the agent sends it back, and the end of the request."""
     opened = await _admin(gateway, "POST", "/admin/sessions", 201, b'{"model":"bench"}')
     agent = Agent(await Http.connect(gateway.port), opened["id"], opened["api_key"], stream=False, seed=0)
     for _ in range(turns - 1):
         await agent.turn()
     agent.close()
-    said = []
+    replies = []
     for n, message in enumerate(agent._messages[2::2], 1):
         wire = msgspec.json.decode(message)
-        wire["tool_calls"][0]["id"] = f"c{n}"  # ids may be renamed, and then no reply has to be read for them
-        said.append(_dumps(wire))
-    return said, agent._tail
+        wire["tool_calls"][0]["id"] = f"c{n}"  # with our own ids, replies need not be parsed for them
+        replies.append(_dumps(wire))
+    return replies, agent._tail
 
 
-async def once(
-    bench: Bench, gateway: Gateway, sessions: int, said: Sequence[bytes], tail: bytes, think_s: float = 0.0
+async def run_once(
+    bench: Bench, gateway: Gateway, sessions: int, replies: Sequence[bytes], tail: bytes, think_s: float = 0.0
 ) -> Run:
     opened = [await _admin(gateway, "POST", "/admin/sessions", 201, b'{"model":"bench"}') for _ in range(sessions)]
     loop = asyncio.get_running_loop()
-    lines = [Line(session["api_key"], seed, said, tail, think_s) for seed, session in enumerate(opened)]
+    connections = [
+        SessionConnection(session["api_key"], seed, replies, tail, think_s) for seed, session in enumerate(opened)
+    ]
     speed = calibrate()
-    for line in lines:
-        await loop.create_connection(lambda line=line: line, "127.0.0.1", gateway.port)
+    for connection in connections:
+        await loop.create_connection(lambda connection=connection: connection, "127.0.0.1", gateway.port)
     family = gateway.family()
     before, own, engine, size = (
         [*map(cpu_s, family)],
@@ -153,17 +153,17 @@ async def once(
     )
     busy = busy_s()
     began = time.perf_counter()
-    for line in lines:
-        line.after_a_while()
-    await asyncio.gather(*(line.over for line in lines))
+    for connection in connections:
+        connection.send_after_pause()
+    await asyncio.gather(*(connection.done for connection in connections))
     wall = time.perf_counter() - began
     busy = busy_s() - busy
     spent = [after - was for after, was in zip(map(cpu_s, family), before, strict=True)]
     own, engine = time.process_time() - own, bench.engine.cpu_s() - engine
-    turns = sessions * (len(said) + 1)
-    latencies = sorted(s * 1000 for line in lines for s in line.latencies)
+    turns = sessions * (len(replies) + 1)
+    latencies = sorted(s * 1000 for connection in connections for s in connection.latencies)
     run = Run(
-        turns_per_s=steady([end for line in lines for end in line.ends]),
+        turns_per_s=steady_rate([end for connection in connections for end in connection.ends]),
         gateway_ms=sum(spent) * 1000 / turns,
         front_ms=spent[0] * 1000 / turns if len(family) > 1 else 0.0,
         engine_ms=engine * 1000 / turns,
@@ -174,22 +174,22 @@ async def once(
         p99_ms=_quantile(latencies, 0.99),
         calibration_ms=(speed + calibrate()) / 2,
     )
-    for line in lines:
-        line.close()
-    await check(bench, gateway, [session["id"] for session in opened], len(said) + 1)
+    for connection in connections:
+        connection.close()
+    await check(bench, gateway, [session["id"] for session in opened], len(replies) + 1)
     return run
 
 
-def steady(ends: list[float]) -> float:
-    """Turns per second between the first tenth and the last fifth, where sessions of one worker may be over before the other's."""
+def steady_rate(ends: list[float]) -> float:
+    """Return the turns per second after the first tenth and before the last fifth, when some sessions may already be done."""
     ends.sort()
     first, last = len(ends) // 10, len(ends) * 4 // 5
     return (last - first) / (ends[last] - ends[first])
 
 
 async def check(bench: Bench, gateway: Gateway, sessions: Sequence[str], turns: int) -> None:
-    """Every session has one row with what was sampled, and no fork; and is left sealed."""
-    seen = await _get(bench.engine.port, "/bench/report")  # empty where the engine is in the gateway
+    """Check that every session has one row with the sampled ids and no fork, and seal it."""
+    seen = await _get(bench.engine.port, "/bench/report")  # empty if the engine is in the gateway
     for session in sessions:
         shown = await _admin(gateway, "GET", f"/admin/sessions/{session}", 200)
         rows = (await _admin(gateway, "GET", f"/admin/sessions/{session}/samples", 200))["samples"]
@@ -205,17 +205,17 @@ async def check(bench: Bench, gateway: Gateway, sessions: Sequence[str], turns: 
 
 async def compare(bench: Bench, gateways: dict[int, Gateway], args: argparse.Namespace) -> dict[int, list[Run]]:
     runs: dict[int, list[Run]] = {workers: [] for workers in gateways}
-    said, tail = await reference(bench, next(iter(gateways.values())), args.turns)
+    replies, tail = await record_reference(bench, next(iter(gateways.values())), args.turns)
     await _get(bench.engine.port, "/bench/report")
-    for gateway in gateways.values():  # warm: buffers, templates, connections
-        await once(bench, gateway, min(args.sessions, 16), said, tail)
+    for gateway in gateways.values():  # warm up buffers, templates and connections
+        await run_once(bench, gateway, min(args.sessions, 16), replies, tail)
     for _ in range(args.repeats):
         for workers, gateway in gateways.items():
-            runs[workers].append(await once(bench, gateway, args.sessions, said, tail, args.think))
+            runs[workers].append(await run_once(bench, gateway, args.sessions, replies, tail, args.think))
     return runs
 
 
-def ceiling(processes: int) -> float:
+def measure_ceiling(processes: int) -> float:
     """How many times as much so many processes get done at once as one does, if they share nothing: what this machine has to give."""
     work = "import time\nbegan = time.perf_counter()\nfor i in range(3_000_000): str(i * 7)\nprint(time.perf_counter() - began)"
 
@@ -234,7 +234,7 @@ def busy_s() -> float:
     return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
 
 
-def pin(gateways: dict[int, Gateway], engine: int) -> None:
+def pin_processes(gateways: dict[int, Gateway], engine: int) -> None:
     cores = sorted(os.sched_getaffinity(0))
     most = max(gateways)
     if len(cores) < most + 2:
@@ -248,7 +248,7 @@ def pin(gateways: dict[int, Gateway], engine: int) -> None:
             os.sched_setaffinity(int(thread.name), cores[most:])
 
 
-def show(runs: dict[int, list[Run]], args: argparse.Namespace) -> None:
+def print_results(runs: dict[int, list[Run]], args: argparse.Namespace) -> None:
     how = "pinned" if args.pin else "not pinned"
     if args.scripted:
         how += " · engine in the gateway"
@@ -292,7 +292,7 @@ def show(runs: dict[int, list[Run]], args: argparse.Namespace) -> None:
         print(f"\nturns per second: × {ratio:.2f} · CPU per turn: × {cost:.2f}")
         load = min(r.engine_ms + r.driver_ms for r in more)
         cores = len(os.sched_getaffinity(0))
-        print(f"{max(runs)} processes that share nothing: × {args.ceiling:.2f} on this machine")
+        print(f"upper limit, {max(runs)} independent processes: × {args.ceiling:.2f} on this machine")
         if not args.pin and cores <= max(runs):
             least = min(r.gateway_ms for r in one)
             print(
@@ -306,12 +306,12 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=32)
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", type=int, help="measure just this many workers, compared with nothing")
+    parser.add_argument("--only", type=int, help="measure only this number of workers")
     parser.add_argument(
-        "--scripted", action="store_true", help="the engine is in the gateway: less that takes cores from it"
+        "--scripted", action="store_true", help="run the engine in the gateway, so that it uses no other cores"
     )
-    parser.add_argument("--think", type=float, default=0.0, help="seconds between an agent's turns, on average")
-    parser.add_argument("--pin", action="store_true", help="the gateway on cores of its own")
+    parser.add_argument("--think", type=float, default=0.0, help="mean seconds between the turns of an agent")
+    parser.add_argument("--pin", action="store_true", help="pin the gateway to its own cores")
     parser.add_argument("--tokenizer", type=Path, default=QWEN3 if QWEN3.is_dir() else BUILTIN)
     args = parser.parse_args()
     counts = [args.only] if args.only else [1, args.workers]
@@ -329,10 +329,10 @@ def main() -> None:
                 gateways[workers] = Gateway(
                     Path(name), bench.engine, args.tokenizer, f"workers-{workers}", workers=workers, script=script
                 )
-            args.ceiling = ceiling(args.workers)
+            args.ceiling = measure_ceiling(args.workers)
             if args.pin:
-                pin(gateways, bench.engine.pid)
-            show(uvloop.run(compare(bench, gateways, args)), args)
+                pin_processes(gateways, bench.engine.pid)
+            print_results(uvloop.run(compare(bench, gateways, args)), args)
         finally:
             for gateway in gateways.values():
                 gateway.stop()

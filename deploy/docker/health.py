@@ -1,6 +1,6 @@
-"""Whether the gateway of this container can serve model calls: the image's health check. Exit code 0 if so, 1 if not.
+"""The health check of the image. Exit code 0 if the gateway can serve model calls, otherwise 1.
 
-It asks where the note in the data folder says that the gateway listens, so it is right for every --port. Standard library only.
+Reads the gateway's URL from its data folder, so it works with every --port. Uses only the standard library.
 """
 
 import json
@@ -12,5 +12,5 @@ try:
         url = json.load(note)["url"]
     with build_opener(ProxyHandler({})).open(f"{url}/health", timeout=4) as answer:
         print(answer.read(1000).decode())
-except (OSError, ValueError, KeyError) as error:  # OSError: also a 503, which says that no engine answers
+except (OSError, ValueError, KeyError) as error:  # OSError includes status 503, which means that no engine responds
     sys.exit(f"not healthy: {error}")

@@ -154,7 +154,7 @@ async def test_unrelated_space_is_left_unchanged() -> None:
     async with serve_hub(Hub(dict(unrelated))) as hub:
         code, output = await run_deploy("someone/gate", HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN)
         assert (code, hub.files, hub.secrets) == (2, unrelated, {})
-        assert output.endswith("this Space holds something else; choose another name, or delete it first\n")
+        assert output.endswith("this Space was not created by Turngate; choose a different name, or delete it first\n")
 
 
 async def test_invalid_input_is_refused_before_any_request(tmp_path: Path) -> None:
@@ -176,13 +176,15 @@ async def test_invalid_input_is_refused_before_any_request(tmp_path: Path) -> No
             run_deploy("someone/gate", HF_ENDPOINT=hub.url),
         )
         assert [code for code, _ in cases] == [2, 2, 2, 2]
-        assert "space: '' is not OWNER/NAME" in cases[0][1] and "space: 'gate' is not OWNER/NAME" in cases[1][1]
-        assert "TURNGATE_ADMIN_KEY: is not set" in cases[2][1] and "HF_TOKEN: is not set" in cases[3][1]
-        assert "port: a Space needs 7860, not 8700" in await refused(config_text.replace("7860", "8700"))
+        assert (
+            "space must be OWNER/NAME, not ''" in cases[0][1] and "space must be OWNER/NAME, not 'gate'" in cases[1][1]
+        )
+        assert "TURNGATE_ADMIN_KEY is not set" in cases[2][1] and "HF_TOKEN is not set" in cases[3][1]
+        assert "port must be 7860 on a Space, not 8700" in await refused(config_text.replace("7860", "8700"))
         assert "did you mean port?" in await refused(config_text.replace("port", "prot"))
-        assert "serve.toml: holds the value of TURNGATE_ADMIN_KEY" in await refused(f"{config_text}# {KEY}\n")
+        assert "serve.toml contains the value of TURNGATE_ADMIN_KEY" in await refused(f"{config_text}# {KEY}\n")
         assert "looks like a secret" in await refused(f"{config_text}# sk-{'a1' * 20}\n")
-        assert "give --secret ENGINE_KEY" in await refused(f'{config_text}\nengine_key_env = "ENGINE_KEY"\n')
+        assert "pass --secret ENGINE_KEY" in await refused(f'{config_text}\nengine_key_env = "ENGINE_KEY"\n')
         assert hub.requests == []
 
 

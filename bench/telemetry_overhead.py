@@ -1,8 +1,9 @@
-"""What measuring a turn costs: everything that `turngate/telemetry/metrics.py` and `logs.py` do on its path, and nothing else.
+"""Measure what metrics and logging cost per turn: only what `turngate/telemetry/metrics.py` and `logs.py` do for a call.
 
-    .venv/bin/python bench/measuring.py
+    .venv/bin/python bench/telemetry_overhead.py
 
-Microseconds per turn, the best of several rounds, for a reply in one piece and for one that comes token by token."""
+Prints microseconds per turn, the best of several rounds, for a reply in one chunk and for one that arrives token by token.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +14,15 @@ from turngate.telemetry.metrics import CallTiming, EngineTimer, Metrics
 from turngate.telemetry.spans import current_tracer
 
 ROUNDS, TURNS = 20, 2000
-FACTS = {"rollout": "task-7/2", "group": "task-7"}
+METADATA = {"rollout": "task-7/2", "group": "task-7"}
 
 
 def turn(metrics: Metrics, chunks: int) -> None:
-    """The calls of one turn, in the order in which the gateway makes them."""
-    set_log_context("0123456789abcdef", FACTS)
+    """Make the telemetry calls of one turn, in the gateway's order."""
+    set_log_context("0123456789abcdef", METADATA)
     timing = CallTiming(time.perf_counter())
     if current_tracer() is not None:
-        raise SystemExit("spans are to be off here")
+        raise SystemExit("bench: turn spans off to measure this")
     timer = EngineTimer(metrics, timing)
     for _ in range(chunks - 1):
         timer.mark_received()
@@ -43,7 +44,7 @@ def main() -> None:
             for _ in range(TURNS):
                 turn(metrics, chunks)
             best = min(best, (time.process_time() - began) / TURNS)
-        print(f"a reply of {chunks} piece{'s' * (chunks > 1)}: {best * 1e6:.1f} µs per turn")
+        print(f"a reply of {chunks} chunk{'s' * (chunks > 1)}: {best * 1e6:.1f} µs per turn")
 
 
 if __name__ == "__main__":
