@@ -102,7 +102,11 @@ def _command(path: str, command: Any) -> Iterator[str]:
     arguments = [param for param in command.params if param.param_type_name == "argument"]
     yield f"## `{path}`\n\n{_prose(command.help or '')}\n"
     single = [param.name.upper() for param in arguments if param.nargs == 1]
-    several = [param.metavar or f"{param.name.upper()} ..." for param in arguments if param.nargs != 1]
+    several = [
+        f"{param.name.upper()} ..." if param.required else f"[{param.metavar or param.name.upper()} ...]"
+        for param in arguments
+        if param.nargs != 1
+    ]
     yield f"    {' '.join([path, *single, '[OPTIONS]', *several])}\n"
     yield "| option | default | |\n|---|---|---|"
     for param in command.params:

@@ -230,6 +230,17 @@ def test_killed_client_is_not_a_server_error(raw_client: RawClient, stdio: kit.S
     assert "Traceback" not in (stdio.folder / "stderr").read_text()
 
 
+async def test_server_without_configuration(folder: Path) -> None:
+    flags = ("mcp", "--data", folder / "data", "--sandbox", "local", "--http", "127.0.0.1:0")
+    with cli.start_cli(*flags, **kit.prepare(folder).env) as running:
+        url = kit.wait_for_url(running)
+        [line] = [line for line in running.plain.splitlines() if "scripted://demo" in line]
+        assert "--config FILE" in line and "[endpoints." in line
+        async with connect(kit.Server(folder, url)) as client:
+            [endpoint] = (await kit.call_tool(client, "list_endpoints"))["endpoints"]
+        assert endpoint["key"] == "scripted://demo"
+
+
 async def test_http_server_with_generated_key(folder: Path) -> None:
     server = kit.prepare(folder)
     flags = ("mcp", "--config", server.config, "--http", "127.0.0.1:0")

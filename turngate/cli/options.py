@@ -139,7 +139,7 @@ class RunOptions(RolloutOptions):
         Optional[list[str]],
         typer.Argument(
             help="Command for `--agent shell`: everything after --. Needs neither --task nor --prompt.",
-            metavar="[-- COMMAND ...]",
+            metavar="-- COMMAND",
             show_default=False,
         ),
     ] = None
