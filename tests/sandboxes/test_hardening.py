@@ -311,7 +311,7 @@ def test_install_command_sees_no_secrets(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv(name, "secret-77")
     monkeypatch.setenv("npm_config_registry", "registry-77")
     with pytest.raises(AgentError) as caught:
-        install._run_command("look", ["sh", "-c", "env; exit 1"], lambda line: None)
+        install._run_command("look", ["sh", "-c", "env; exit 1"])
     assert "secret-77" not in caught.value.message and "registry-77" in caught.value.message
 
 

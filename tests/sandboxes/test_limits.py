@@ -52,7 +52,7 @@ async def test_limits_are_enforced(backend: Backend) -> None:
 
 
 def test_cgroup_v2_files(tmp_path: Path) -> None:
-    """Uses plain folders, because most test machines have version 1."""
+    """Uses plain folders in place of a real cgroup v2 hierarchy."""
     (tmp_path / "cgroup.controllers").write_text("cpuset cpu io memory pids\n")
     (tmp_path / "cgroup.subtree_control").write_text("")
     assert cgroups.enforceable_limits(tmp_path) == ALL
