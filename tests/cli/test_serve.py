@@ -154,7 +154,7 @@ def test_invalid_script(tmp_path: Path) -> None:
 
 def test_unset_engine_key(tmp_path: Path) -> None:
     line = run_rejected("--engine-key-env", "NOT_SET_ANYWHERE", "--data", tmp_path / "data")
-    assert "NOT_SET_ANYWHERE is not set" in line
+    assert "variable NOT_SET_ANYWHERE, which is not set" in line
 
 
 def test_port_in_use(tmp_path: Path) -> None:

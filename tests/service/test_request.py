@@ -35,7 +35,7 @@ def test_minimal_request() -> None:
         ({"instruction": "\ud800"}, "instruction", "UTF-8"),
         ({"instruction": 7}, "instruction", "Expected `str`"),
         ({"test_script": "exit\0 0"}, "test_script", "NUL"),
-        ({"test_script": "x" * (request.MAX_SCRIPT + 1)}, "test_script", "at most 1,000,000"),
+        ({"test_script": "x" * (request.MAX_SCRIPT + 1)}, "test_script", "the limit is 1,000,000"),
         ({"setup_shell": "\0"}, "setup_shell", "NUL"),
         ({"task_id": "../../etc"}, "task_id", "letters"),
         ({"model_key": ""}, "model_key", "catalog"),
