@@ -135,6 +135,11 @@ def test_only_shell_accepts_a_command(data: Path) -> None:
     )
 
 
+def test_missing_python_is_reported_before_installing(data: Path) -> None:
+    line = run_rejected("run", "--prompt", "x", "--data", data, env={"PATH": "/nowhere", "TURNGATE_CACHE": str(data)})
+    assert line.startswith("mini-swe-agent needs python3.11, which is not installed on this machine; install it")
+
+
 def test_unknown_agent_suggests_name(data: Path) -> None:
     line = run_rejected("run", "--agent", "claud-code", "--prompt", "x", "--data", data)
     assert line.startswith("unknown agent 'claud-code'; did you mean claude-code")

@@ -78,6 +78,7 @@ def run_batch(options: BatchOptions) -> int:
         options=options.option,
         context_tokens=options.context_tokens,
         instruction=max((task.instruction for task in selected), key=len),
+        sandbox=options.sandbox,
     )
     sandboxes = get_backend(options.sandbox)
     out = require_writable(options.out) if options.out else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from turngate.agents.spec import AgentSpec, find_agent
 from turngate.cli.options import RolloutOptions
 from turngate.errors import ConfigError
 from turngate.rollout.spec import EndAction, EndPolicy
+from turngate.tasks.staging import IMAGELESS
 from turngate.types import Json
 
 Number = TypeVar("Number", int, float, int | None, float | None)
@@ -36,12 +38,22 @@ class PreparedAgent(msgspec.Struct, frozen=True):
 
 
 def prepare_agent(
-    name: str, *, options: Sequence[str] | None, context_tokens: int | None, instruction: str
+    name: str, *, options: Sequence[str] | None, context_tokens: int | None, instruction: str, sandbox: str = ""
 ) -> PreparedAgent:
-    """Find and install an agent, and check that it accepts the options and the instruction."""
+    """Find and install an agent, and check that it accepts the options and the instruction.
+
+    If the sandbox is named and uses this machine's programs, check first that the agent's Python is one of them.
+    """
     found = find_agent(name)
     if found.shadows is not None:
         print(f"agent {found.spec.name}: {found.file} overrides {found.shadows}", file=sys.stderr)
+    python = f"python{found.spec.install.python}" if found.spec.install.python else ""
+    if python and sandbox in IMAGELESS and shutil.which(python) is None:
+        raise ConfigError(
+            f"{found.spec.name} needs {python}, which is not installed on this machine; install it, choose a different --agent, "
+            f"or pass --sandbox docker --image python:{found.spec.install.python}",
+            param="agent",
+        )
     limits = ModelLimits()
     if context_tokens is not None:
         limits = ModelLimits(context_tokens=require_positive("context_tokens", context_tokens))

@@ -68,6 +68,7 @@ def run_rollout(options: RunOptions) -> int:
         options=agent_options,
         context_tokens=options.context_tokens,
         instruction=task.instruction,
+        sandbox=options.sandbox,
     )
     backend = get_backend(options.sandbox)
     order = RolloutSpec(
