@@ -287,7 +287,7 @@ async def test_forwarded_errors_use_caller_dialect() -> None:
         assert other.status_code == 401 and other.json()["type"] == "error"
         missing = await c[0].admin.get(f"/admin/sessions/{session.id}/nothing")
         assert missing.status_code == 404 and missing.headers["x-turngate"] == "1"
-        assert missing.headers.get_list("date") == missing.headers.get_list("date")[:1]
+        assert len(missing.headers.get_list("date")) <= 1, "the header is not repeated by the forwarding worker"
 
 
 async def test_missing_owner_is_retryable_error(monkeypatch: pytest.MonkeyPatch) -> None:
