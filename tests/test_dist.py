@@ -35,6 +35,7 @@ def test_the_files_that_a_user_needs_belong_to_the_package() -> None:
         "turngate/agents/catalog/shell.toml",
         "turngate/render/builtin/tokenizer.json",
         "turngate/sandboxes/relay.mjs",
+        "turngate/tasks/bundled/fix-add/instruction.md",
     } <= dist.package_files()
 
 
@@ -63,6 +64,7 @@ def test_wrong_metadata_is_named() -> None:
 
 @pytest.mark.full
 @pytest.mark.process
+@pytest.mark.needs("agent:mini-swe-agent")
 @pytest.mark.timeout(scaled(600))
 def test_the_wheel_and_the_sdist_install_into_an_empty_environment_and_run(tmp_path: Path) -> None:
     command = [sys.executable, "tools/dist.py", "--out", str(tmp_path / "dist")]

@@ -2,13 +2,14 @@
 """Build the wheel and the sdist, and try each in an empty environment: `python tools/dist.py [--out dist]`.
 
 Fail if the wheel lacks a file of the package, if the metadata differs from pyproject.toml, or if a command of the installed package fails.
-The package index is needed for the dependencies. Part of `make dist`.
+The package index is needed for the dependencies, and for the default agent unless it is in the cache. Part of `make dist`.
 """
 
 from __future__ import annotations
 
 import argparse
 import email
+import json
 import os
 import shutil
 import subprocess
@@ -31,13 +32,6 @@ from turngate import __version__  # noqa: E402
 
 PACKAGE = ROOT / "turngate"
 IN_SDIST = ("LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "pyproject.toml")
-# An agent for the shell preset: one model call, so that `show` has a turn to print.
-CALL = (
-    'python3 -c "import json, os, urllib.request as http;'
-    " http.urlopen(http.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions',"
-    " json.dumps({'model': os.environ['TURNGATE_MODEL'], 'messages': [{'role': 'user', 'content': 'hello'}]}).encode(),"
-    " {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY'], 'Content-Type': 'application/json'})).read()\""
-)
 STEP_S = 300.0
 
 
@@ -148,9 +142,11 @@ def try_install(archive: Path, folder: Path) -> None:
     agents = turngate("agents")
     if absent := [file.stem for file in (PACKAGE / "agents" / "catalog").glob("*.toml") if file.stem not in agents]:
         raise DistError(f"turngate agents does not list {', '.join(absent)}")
-    turngate("run", "--agent", "shell", "--set", f"command={CALL}", "--prompt", "hello")
-    if "hello" not in (output := turngate("show", "last")):
-        raise DistError(f"turngate show last does not print the recorded turn:\n{output}")
+    outcome = json.loads(turngate("run", "--json"))  # the default agent solves the bundled task
+    if outcome["reward"] != 1:
+        raise DistError(f"turngate run earned reward {outcome['reward']}, expected 1:\n{outcome}")
+    if "log-probability" not in (output := turngate("show", "last", "--tokens")):
+        raise DistError(f"turngate show last --tokens does not print the recorded tokens:\n{output}")
 
 
 def main() -> int:
