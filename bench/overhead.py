@@ -196,15 +196,15 @@ class Bench:
 
     def _check_sampled(self, row: dict[str, Any], turns: int) -> None:
         """Check that the row trains exactly what the engine sampled, with the log-probabilities that it sent."""
-        trained = [i for i, wanted in enumerate(row["mask"]) if wanted]
+        trained = [i for i, is_trained in enumerate(row["mask"]) if is_trained]
         answers = [self.answers[turn % len(self.answers)] for turn in range(turns)]
         _require(
             [row["ids"][i] for i in trained] == [i for a in answers for i in a["ids"]],
             "the trained ids differ from the sampled ones",
         )
-        wanted = [p for a in answers for p in a["logprobs"]]
+        expected = [p for a in answers for p in a["logprobs"]]
         _require(
-            [_float32(row["logprobs"][i]) for i in trained] == wanted, "the log-probabilities differ from those sent"
+            [_float32(row["logprobs"][i]) for i in trained] == expected, "the log-probabilities differ from those sent"
         )
 
     def _check_context(self, row: dict[str, Any], agent: Agent) -> None:
@@ -286,11 +286,11 @@ async def _time_call(http: Http, body: bytes) -> float:
     return time.perf_counter() - began
 
 
-async def _admin(gateway: Gateway, method: str, path: str, wanted: int, body: bytes = b"") -> Any:
+async def _admin(gateway: Gateway, method: str, path: str, expected: int, body: bytes = b"") -> Any:
     http = await Http.connect(gateway.port)
     status, reply = await http.send(method, path, body, gateway.admin_key)
     http.close()
-    _require(status == wanted, f"{method} {path} answered {status}", reply[:500])
+    _require(status == expected, f"{method} {path} answered {status}", reply[:500])
     return orjson.loads(reply)
 
 

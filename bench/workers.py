@@ -195,8 +195,11 @@ async def check(bench: Bench, gateway: Gateway, sessions: Sequence[str], turns: 
         rows = (await _admin(gateway, "GET", f"/admin/sessions/{session}/samples", 200))["samples"]
         _require(shown["turns"] == turns, "a turn is missing or was repeated", shown)
         _require(len(rows) == 1 and shown["forks"] == [], "not exactly one row", shown["forks"])
-        trained = [i for i, wanted in zip(rows[0]["ids"], rows[0]["mask"], strict=True) if wanted]
-        _require(trained == [i for answer in bench.answers[:turns] for i in answer["ids"]], "not what was sampled")
+        trained = [i for i, mask in zip(rows[0]["ids"], rows[0]["mask"], strict=True) if mask]
+        _require(
+            trained == [i for answer in bench.answers[:turns] for i in answer["ids"]],
+            "the trained ids differ from the sampled ones",
+        )
         if seen:
             _require(seen[session]["turns"] == turns and not seen[session]["broken"], "prompts do not chain", session)
             bench._check_sampled(rows[0], turns)
@@ -216,7 +219,7 @@ async def compare(bench: Bench, gateways: dict[int, Gateway], args: argparse.Nam
 
 
 def measure_ceiling(processes: int) -> float:
-    """How many times as much so many processes get done at once as one does, if they share nothing: what this machine has to give."""
+    """Measure how much faster several independent processes are than one, which is the upper limit on this machine."""
     work = "import time\nbegan = time.perf_counter()\nfor i in range(3_000_000): str(i * 7)\nprint(time.perf_counter() - began)"
 
     def least(count: int) -> float:
@@ -228,7 +231,7 @@ def measure_ceiling(processes: int) -> float:
 
 
 def busy_s() -> float:
-    """Seconds that all cores together were at work, for whomever, since the machine was started."""
+    """Return the busy seconds of all cores together since the machine was started."""
     fields = Path("/proc/stat").read_text(encoding="utf-8").split("\n", 1)[0].split()[1:9]
     user, nice, system, _, _, irq, soft, steal = map(int, fields)
     return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")

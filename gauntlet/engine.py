@@ -72,8 +72,8 @@ class Api:
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         body = orjson.loads(await request.read())
-        wanted = body.get("max_completion_tokens") or body.get("max_tokens")
-        return await self._answer(request, body, self._render_ids(body), wanted, ChatReply)
+        max_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
+        return await self._answer(request, body, self._render_ids(body), max_tokens, ChatReply)
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
         body = orjson.loads(await request.read())
@@ -90,8 +90,8 @@ class Api:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = orjson.loads(await request.read())
         params = body.get("sampling_params") or {}
-        wanted = params.get("max_tokens", 16)
-        return await self._answer(request, body, list(body["token_ids"]), wanted, GenerateReply)
+        max_tokens = params.get("max_tokens", 16)
+        return await self._answer(request, body, list(body["token_ids"]), max_tokens, GenerateReply)
 
     async def sglang(self, request: web.Request) -> web.StreamResponse:
         body = orjson.loads(await request.read())
@@ -99,10 +99,10 @@ class Api:
         return await self._answer(request, body, list(body["input_ids"]), params.get("max_new_tokens"), SglangReply)
 
     async def _answer(
-        self, request: web.Request, body: Json, prompt: list[int], wanted: int | None, kind: type[Reply]
+        self, request: web.Request, body: Json, prompt: list[int], max_tokens: int | None, kind: type[Reply]
     ) -> web.StreamResponse:
         try:
-            sample = self._engine.start_generation(prompt, wanted)
+            sample = self._engine.start_generation(prompt, max_tokens)
         except RequestRefused as refusal:
             return _error_response(refusal.status)
         except ConnectionDropped:

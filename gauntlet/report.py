@@ -233,7 +233,7 @@ def compare(results: Sequence[Result], ours: str) -> list[str]:
             times = least / mine.cpu
             found.append((times, f"{cell}: {ours} {mine.cpu:.2f} ms, {name} {least:.2f} ms, {times:.1f} times"))
         if found:
-            lines.append(f"CPU per turn beside {kind}, worst cell: {min(found)[1]}")
+            lines.append(f"CPU per turn compared with {kind}, worst cell: {min(found)[1]}")
             lines += [f"  {text}" for _, text in found]
     exact_peers = [result for result in _peers(results, ours) if describe_records(result) == "exact tokens"]
     for turns in _turns(results):
@@ -300,7 +300,7 @@ def full_report(results: Sequence[Result], ours: str) -> str:
         parts += ["### Added milliseconds, p50 / p99", latency_table(results)]
         parts += ["### Memory", memory_table(results)]
     if compared := compare(results, ours):
-        parts += [f"### {ours} beside the cheapest", "```\n" + "\n".join(compared) + "\n```"]
+        parts += [f"### {ours} compared with the cheapest", "```\n" + "\n".join(compared) + "\n```"]
     return "\n\n".join(parts)
 
 
