@@ -359,7 +359,7 @@ async def test_redacted_thinking_round_trips() -> None:
 
 async def test_signed_turn_is_replayed_verbatim_for_foreign_dialect() -> None:
     chunks = await relay_answer(make_relay, ANSWER, foreign_call(HI))
-    assert not [event for event in events_of(chunks) if isinstance(event, Delta) and event.kind == "seal"]
+    assert not [event for event in events_of(chunks) if isinstance(event, Delta) and event.kind == "signature"]
     verbatim = chunks[-1].verbatim
     # The agent dropped the thinking, renamed the calls and added an argument.
     turn = Message(

@@ -290,7 +290,7 @@ async def test_stream_yields_text_thoughts_calls_and_usage() -> None:
 async def test_signed_turn_is_replayed_verbatim_for_foreign_dialect() -> None:
     chunks = await relay_answer(make_relay, ANSWER, foreign_call(HI))
     calls = [event.call for event in events_of(chunks) if isinstance(event, CallDelta)]
-    assert not [event for event in events_of(chunks) if isinstance(event, Delta) and event.kind == "seal"]
+    assert not [event for event in events_of(chunks) if isinstance(event, Delta) and event.kind == "signature"]
     assert {call.signature for call in calls} == {""}
     turn = Message("assistant", "grüße", tool_calls=tuple(calls))
     results = tuple(Message("tool", call.name, tool_call_id=call.id) for call in calls)

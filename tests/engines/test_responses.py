@@ -342,7 +342,7 @@ async def test_call_kinds_map_to_tool_names() -> None:
 
 async def test_sealed_turn_is_replayed_verbatim_for_foreign_dialect() -> None:
     chunks = await relay_answer(make_relay, ANSWER, foreign_call(HI))
-    assert not [event for event in events_of(chunks) if isinstance(event, Delta) and event.kind == "seal"]
+    assert not [event for event in events_of(chunks) if isinstance(event, Delta) and event.kind == "signature"]
     turn = Message("assistant", "grüße", tool_calls=(ToolCall("renamed", "bash", '{"c":1}'),))
     call = foreign_call(HI, turn, Message("tool", "1", tool_call_id="renamed"))
     async with serving(StandIn(OK)) as server, started(make_relay(server.url)) as relay:

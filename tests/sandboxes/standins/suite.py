@@ -334,7 +334,7 @@ class RemoteSuite:
         async with remote.sandbox({"lease_s": paced(0.5)}, life_s=paced(1)) as sandbox:
             job = await sandbox.start(["sleep", "3661"])
             for task in asyncio.all_tasks():  # as if the owner was killed
-                if task.get_coro().__qualname__ in ("ShellSandbox._renew", "ShellJob._watched"):  # type: ignore[union-attr]
+                if task.get_coro().__qualname__ in ("ShellSandbox._renew", "ShellJob._watch_until_end"):  # type: ignore[union-attr]
                     task.cancel()
             await until(lambda: not remote.machine(sandbox).alive, 6)
             del job

@@ -62,6 +62,7 @@ def parse_report(key: bytes, report: bytes) -> WitnessReport:
         started = started or bool(line.begin)
         if line.test:
             outcomes[line.test] = line.outcome
+            ended = False  # until a later end counts this test
             (replaced.add if line.other else replaced.discard)(line.test)
         if line.odd:
             tampered.add(line.odd)
