@@ -8,7 +8,7 @@
 | `real` | covers a real part | `make test-real`, `make test-all` |
 | `promise(5)` | covers promise 5 of `docs/testing.md` | also in `make test-real`, unless marked `full` |
 | `full` | is one of many similar tests; `real` overrides it | `make test-all` |
-| `alone` | needs the machine to itself | depends on the other marks; after all other tests |
+| `alone` | needs the machine to itself | depends on the other marks; before all other tests |
 | `soak` | is a stress test at a tenth of its size | also in `make soak`, at full size |
 
 If a part is missing, its tests are skipped with the command that installs it; with `CI=true` they fail. Collection inspects the code of a

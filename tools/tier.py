@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Run one tier of the tests and clean up after it: `python tools/tier.py test`, `test-real`, `test-all` or `soak`.
 
-Install the parts that the tier needs, run the tests in parallel, then run the tests that need the machine to themselves. At the end, print
+Install the parts that the tier needs, run the tests that need the machine to themselves, then run the others in parallel. At the end, print
 the ten slowest tests, the skipped tests with the reason, the leftovers and one line of counts. A process (with its ports), container,
 image, volume or folder that the tests leave behind fails the tier. Cleanup also runs after a failure or Ctrl-C.
 
