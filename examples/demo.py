@@ -127,11 +127,18 @@ async def show_first_rollout(
     display.start_phase("one rollout, untrained", 1)
     result = await evaluate(environment, plan, display.update)
     seconds = time.monotonic() - began
-    [rollout] = result.finished
+    rollout = next((one for one in result.finished if one.session), None)
+    if rollout is None:
+        say(
+            console,
+            "The first rollout recorded nothing. The training below shows why, if that happens again.",
+            "yellow",
+        )
+        return seconds
     say(console, f"One rollout of the untrained model took {seconds:.0f} s. These are its tokens:", "bold")
     command = ["show", rollout.session, "--data", str(run.folder / "data"), "--tokens"]
     say(console, f"$ turngate {' '.join(command)}", "bold")
-    await asyncio.to_thread(subprocess.run, [sys.executable, "-m", "turngate", *command], check=True)
+    await asyncio.to_thread(subprocess.run, [sys.executable, "-m", "turngate", *command], check=False)
     return seconds
 
 

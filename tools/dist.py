@@ -11,7 +11,6 @@ import argparse
 import email
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -49,7 +48,8 @@ def run(*command: str, cwd: Path, environment: dict[str, str] | None = None) -> 
 
 def build(out: Path) -> tuple[Path, Path]:
     """Build the sdist, then the wheel from the sdist. Return the wheel and the sdist."""
-    shutil.rmtree(out, ignore_errors=True)
+    for old in (*out.glob("*.whl"), *out.glob("*.tar.gz")):
+        old.unlink()
     run(sys.executable, "-m", "build", "--outdir", str(out), str(ROOT), cwd=ROOT)
     wheels, sdists = sorted(out.glob("*.whl")), sorted(out.glob("*.tar.gz"))
     if len(wheels) != 1 or len(sdists) != 1:

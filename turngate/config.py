@@ -74,7 +74,10 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     engine_slots: Annotated[
         int | None, _about("Maximum concurrent calls. Defaults to 16 on a CPU and 256 on a GPU.", LOCAL_ENGINE)
     ] = None
-    script: Annotated[str, _about("Scripted engine: JSON file with a list of replies.", ENGINE)] = ""
+    script: Annotated[
+        str,
+        _about("Scripted engine: JSON file with a list of replies. `turngate run` also accepts `reference`.", ENGINE),
+    ] = ""
     capture: Annotated[
         Literal["auto", "tokens", "logprobs", "text"],
         _about("Capture level to request from the endpoint in observe mode.", ENGINE),

@@ -56,9 +56,15 @@ def encode_array(value: object) -> Json:
 def decode_array(kind: type, items: list[Any]) -> Ids | Logprobs:
     """Decode a list as an array, with NaN for null. Used as `dec_hook` of `msgspec.json.decode`."""
     dtype = get_args(kind)[-1:]  # compared instead of `kind`, because NDArray is a type alias from numpy 2.5 on
+    if not isinstance(items, list):
+        raise ValueError(f"expected a list, not {type(items).__name__}")
     if dtype == (np.dtype[np.int32],):
+        if not all(type(item) is int and 0 <= item < 2**31 for item in items):
+            raise ValueError("expected token ids, which are integers from 0 to 2147483647")
         return np.array(items, ID_DTYPE)
     if dtype == (np.dtype[np.float32],):
+        if not all(item is None or type(item) in (int, float) for item in items):
+            raise ValueError("expected numbers or null")
         return np.array([np.nan if item is None else item for item in items], LOGPROB_DTYPE)
     raise NotImplementedError(f"cannot decode {kind}")
 

@@ -52,7 +52,9 @@ def test_run_without_arguments(folder: Path) -> None:
     assert (
         shown.exit_code == 0 and "return a + b" in run_cli("show", "last", "--data", folder / "data", "--full").stdout
     )
-    assert "log-probability" in shown.stdout
+    assert "log-probability" in shown.stdout and "replayed reference solution" in shown.stdout
+    exported = run_cli("export", "sft", "--data", folder / "data", "--out", folder / "sft.jsonl")
+    assert "replayed its reference solution" in exported.output and exported.exit_code != 0
 
 
 def replays() -> list[Any]:
@@ -67,12 +69,12 @@ def replays() -> list[Any]:
 
 @pytest.mark.parametrize(("agent", "task"), replays())
 def test_replay_by_every_agent(folder: Path, agent: str, task: str) -> None:
-    printed, outcome = run(folder, "--agent", agent, "--task", TASKS / task)
+    printed, outcome = run(folder, "--agent", agent, "--task", TASKS / task, "--script", "reference")
     assert (outcome["reward"], outcome["rows"]) == (1.0, 1), printed
 
 
 @pytest.mark.needs("agent:mini-swe-agent", "bubblewrap")
 @pytest.mark.full
 def test_replay_in_bubblewrap(folder: Path) -> None:
-    printed, outcome = run(folder, "--task", TASKS / "csv-totals", "--sandbox", "bubblewrap")
+    printed, outcome = run(folder, "--task", TASKS / "csv-totals", "--sandbox", "bubblewrap", "--script", "reference")
     assert (outcome["reward"], outcome["rows"]) == (1.0, 1), printed

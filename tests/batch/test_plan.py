@@ -229,3 +229,22 @@ async def test_cancelled_rollout_releases_its_slot() -> None:
     running[2].cancel()
     await asyncio.wait(running)
     assert +concurrency.states == Counter()
+
+
+def test_documentation_of_agent_does_not_change_batch(tmp_path: Path) -> None:
+    before = plan(tmp_path)
+    documented = msgspec.structs.replace(before.agent, title="New", limits=("It is slow.",), off={"x": "y"})
+    assert list_changes(before, plan(tmp_path, agent=documented)) == []
+    changed = msgspec.structs.replace(before.agent, env={**before.agent.env, "NEW": "1"})
+    [change] = list_changes(before, plan(tmp_path, agent=changed))
+    assert change.startswith("agent's description: was run:")
+
+
+def test_ledger_that_hashed_documentation_can_be_resumed(tmp_path: Path) -> None:
+    now = plan(tmp_path)
+    terms = {**now.terms(), "agent's description": "14962ab9b489eba9"}
+    head = LedgerHeader(batch="b", terms=terms, tasks=now.digests(), made=0.0)
+    assert describe_changes(head, now.terms(), now.digests()) == []
+    other = {**terms, "agent": "pi 0.1"}
+    head = LedgerHeader(batch="b", terms=other, tasks=now.digests(), made=0.0)
+    assert [change.partition(":")[0] for change in describe_changes(head, now.terms(), now.digests())] == ["agent"]

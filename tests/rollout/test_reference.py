@@ -14,6 +14,7 @@ from turngate.agents.spec import find_agent, load_catalog
 from turngate.config import ServeConfig
 from turngate.engines.base import Generate
 from turngate.engines.scripted import SYNTHETIC_NOTE, Scripted
+from turngate.errors import ConfigError
 from turngate.render import BUILTIN_TOKENIZER, load_renderer
 from turngate.rollout.reference import REPLAY_NOTE, ReferenceReplay, play_reference
 from turngate.sandboxes import get_backend
@@ -78,6 +79,7 @@ def test_workdir_is_filled_in() -> None:
     [
         ({"solution": None}, {}, {}, "the task has no solution/solve.sh"),
         ({}, {"shell_call": None}, {}, "the description of the agent mini-swe-agent has no [shell_call]"),
+        ({"source": "mine"}, {}, {}, "that needs --script reference, except for the bundled task"),
         ({}, {}, {"tokenizer": "x"}, "the replies are written for the built-in tokenizer (remove --tokenizer)"),
     ],
 )
@@ -87,6 +89,13 @@ def test_note_explains_missing_replay(
     replay = play_reference(_replace(TASK, task), _replace(MINI, agent), get_backend("local"), ServeConfig(**config))
     assert not replay.commands
     assert f"because {reason};" in replay.note and "--engine" in replay.note and "--script" in replay.note
+
+
+def test_requested_replay_works_for_any_task_or_fails() -> None:
+    config = ServeConfig(script="reference")
+    assert play_reference(_replace(TASK, {"source": "mine"}), MINI, get_backend("local"), config).commands
+    with pytest.raises(ConfigError, match="script reference cannot be used: the task has no solution"):
+        play_reference(_replace(TASK, {"solution": None}), MINI, get_backend("local"), config)
 
 
 def test_note_without_expected_replay(tmp_path: Path) -> None:

@@ -90,3 +90,13 @@ def test_unsupported_solutions_are_rejected(tmp_path: Path) -> None:
         reference_commands(solution, get_backend("local"))
     with pytest.raises(TaskError, match="needs environment variables, which a trace must not contain"):
         reference_commands(msgspec.structs.replace(solution, env={"KEY": "secret"}), get_backend("local"))
+
+
+def test_links_are_rejected_unread(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("private")
+    folder = tmp_path / "solution"
+    folder.mkdir()
+    (folder / "solve.sh").write_text("true\n")
+    (folder / "key").symlink_to(tmp_path / "secret")
+    with pytest.raises(TaskError, match="key is a link"):
+        reference_commands(Solution(files=folder), get_backend("local"))

@@ -83,7 +83,7 @@ class DoctorOptions(ServeOptions):
 class RolloutOptions:
     """Options that `turngate run` and `turngate batch` share."""
 
-    agent: Annotated[str, _AGENT] = DEFAULT_AGENT
+    agent: Annotated[str, _AGENT]
     option: Annotated[Optional[list[str]], _SET] = None
     sandbox: Annotated[
         str, _flag("Sandbox to run agents in: local, bubblewrap, docker, e2b or huggingface.", SANDBOX)
@@ -135,6 +135,7 @@ class RolloutOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(RolloutOptions):
+    agent: Annotated[str, _AGENT] = DEFAULT_AGENT
     command: Annotated[
         Optional[list[str]],
         typer.Argument(

@@ -34,7 +34,7 @@ from turngate.config import ServeConfig
 from turngate.errors import ConfigError
 from turngate.rollout.connection import GatewayConnector
 from turngate.rollout.outcome import Outcome, RolloutProgress
-from turngate.rollout.reference import play_reference
+from turngate.rollout.reference import REPLAYED, SCRIPT, play_reference
 from turngate.rollout.rollout import Rollout
 from turngate.rollout.spec import RolloutSpec
 from turngate.sandboxes import get_backend
@@ -165,6 +165,8 @@ async def _run(
         await order.backend.check()
         await order.backend.sweep()
         replay = play_reference(order.task, order.agent, order.backend, config)
+        if config.script == SCRIPT:
+            config = msgspec.structs.replace(config, script="")
         async with (
             connect_gateway(config, gateway, console, replay.build_engine) as (client, own),
             GatewayConnector(client.url, access.public_url, access.tunnel) as connector,
@@ -172,7 +174,10 @@ async def _run(
             if not order.model:
                 order = msgspec.structs.replace(order, model=next(iter(await client.models()), "turngate"))
             if own and replay.commands:
-                order = msgspec.structs.replace(order, folders=solution_folders(order.backend))
+                metadata = {**order.session.get("metadata", {}), REPLAYED: "reference solution"}
+                order = msgspec.structs.replace(
+                    order, folders=solution_folders(order.backend), session={**order.session, "metadata": metadata}
+                )
             with RolloutDisplay(console) as display:
                 rollout = Rollout(order, client, connector, display.update, on_sandbox_ready=replay.set_workdir)
                 try:

@@ -188,7 +188,7 @@ def _print_head(view: ShownSession, console: Console) -> None:
             "ran",
             " · ".join(
                 f"{name} {metadata[name]}"
-                for name in ("agent", "agent_version", "task", "sandbox")
+                for name in ("agent", "agent_version", "task", "sandbox", "replayed")
                 if metadata.get(name)
             ),
         ),

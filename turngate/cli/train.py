@@ -75,6 +75,7 @@ def _build_run(options: TrainOptions) -> TrainingRun:
         options=options.option,
         context_tokens=options.context_tokens,
         instruction=max((task.instruction for task in selected), key=len),
+        sandbox=options.sandbox,
     )
     folder = require_writable(options.out)
     temperature = require_positive("temperature", options.temperature)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Generic, Literal, TypeVar
 
 import msgspec
@@ -18,10 +18,9 @@ from turngate.store.feeds import IncompleteGroup
 from turngate.store.outcomes import OutcomeClass, RecordedOutcome
 from turngate.store.tool_calls import AnsweredBy
 from turngate.trace.advantage import Choice
-from turngate.trace.roles import TurnRole
 from turngate.trace.sample import RowSpan
 from turngate.trace.session import CallError, Status
-from turngate.types import Capture, Constraint, Finish, Ids, Json, Logprobs, Message, Mode, Sampling, encode_array
+from turngate.types import Constraint, Ids, Json, Logprobs, Message, Mode, Sampling, encode_array
 
 # All modes hold new calls. `drain` also waits for calls in flight, and `keep` freezes those in the engine.
 PauseMode = Literal["hold", "drain", "keep"]
@@ -152,7 +151,7 @@ class SampleList(msgspec.Struct, frozen=True):
 # ── traces ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class TraceContext(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="context"):
+class TraceContext(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="kind", tag="context"):
     """Messages that were added to a conversation, and their ids."""
 
     id: int
@@ -165,16 +164,16 @@ class TraceContext(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", 
     signals: Mapping[str, str] = msgspec.field(name="told")
 
 
-class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="sampled"):
+class TraceTurn(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="kind", tag="sampled"):
     """One model call: the sampled ids, and how they were sampled."""
 
     id: int
     parent: int
-    role: TurnRole
+    role: str  # a `TurnRole`; a newer gateway may send others, here and in `finish` and `capture`
     ids: Ids
     logprobs: Logprobs | None  # NaN for tokens without one
     message: msgspec.Raw
-    finish: Finish
+    finish: str
     cause: str | None
     version_start: int
     version_end: int
@@ -182,7 +181,7 @@ class TraceTurn(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag
     ended: float
     sampling: msgspec.Raw
     biases: tuple[str, ...]
-    capture: Capture
+    capture: str
     fault: str
     engine: str
     lost: tuple[str, ...]
@@ -199,7 +198,7 @@ class TracePreamble(msgspec.Struct, frozen=True):
     template_kwargs: msgspec.Raw
 
 
-class SessionTrace(msgspec.Struct, Generic[ConfigT, NodeT], frozen=True, kw_only=True):
+class SessionTrace(msgspec.Struct, Generic[ConfigT, NodeT], frozen=True, eq=False, kw_only=True):
     """The whole tree of a session. The gateway encodes its nodes one by one; clients decode `TraceContext` and `TraceTurn`."""
 
     session: str
@@ -212,8 +211,23 @@ class SessionTrace(msgspec.Struct, Generic[ConfigT, NodeT], frozen=True, kw_only
 
     def __getitem__(self, field: str) -> Json:
         """Return a field as plain JSON. Deprecated: traces were dictionaries before 0.1.0."""
-        warnings.warn("use the attributes of the trace; indexing it will be removed in 0.2.0", DeprecationWarning, 2)
-        return msgspec.json.decode(msgspec.json.encode(self, enc_hook=encode_array))[field]
+        return self._to_dict()[field]
+
+    def get(self, field: str, default: Json = None) -> Json:
+        return self._to_dict().get(field, default)
+
+    def __contains__(self, field: object) -> bool:
+        return field in self.__struct_fields__
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._to_dict())
+
+    def keys(self) -> list[str]:
+        return list(self.__struct_fields__)
+
+    def _to_dict(self) -> dict[str, Json]:
+        warnings.warn("use the attributes of the trace; it stops being a mapping in 0.2.0", DeprecationWarning, 3)
+        return msgspec.json.decode(msgspec.json.encode(self, enc_hook=encode_array), type=dict[str, Json])
 
 
 TraceNode = TraceContext | TraceTurn

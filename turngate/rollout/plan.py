@@ -24,6 +24,8 @@ from turngate.tasks import staging
 from turngate.tasks.task import Task
 from turngate.types import BATCH_STREAM, Json
 
+_AGENT_TERM = "agent's description"
+_RUN_DIGEST = "run:"  # begins the digest of the fields of an agent that affect a rollout
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DEFAULT_TIMEOUT_S = 1800.0  # if neither the plan nor the task sets a timeout
 
@@ -86,7 +88,7 @@ class BatchPlan(msgspec.Struct, frozen=True, kw_only=True):
         """Return the settings that identify the batch, by flag name. Settings that only affect its speed or length are not included."""
         return {
             "agent": f"{self.agent.name} {self.agent.install.version}".strip(),
-            "agent's description": _digest(self.agent),
+            _AGENT_TERM: _RUN_DIGEST + _digest(_run_fields(self.agent)),
             "set": _digest(self.options),
             "model": self.model,
             "n": str(self.n),
@@ -181,6 +183,14 @@ def _without_source(task: Task) -> Task:
     return msgspec.structs.replace(task, source="")
 
 
+def _run_fields(agent: AgentSpec) -> AgentSpec:
+    """Return an agent without the fields that do not affect a rollout."""
+    options = {name: msgspec.structs.replace(option, about="") for name, option in agent.options.items()}
+    return msgspec.structs.replace(
+        agent, title="", homepage="", limits=(), off={}, check=(), shell_call=None, options=options
+    )
+
+
 def _digest(value: object) -> str:
     """Hash a value. A path is hashed by the content of its files."""
     data = msgspec.json.encode(msgspec.to_builtins(value, enc_hook=_hash_path), order="deterministic")
@@ -214,6 +224,8 @@ def _describe_changed_terms(before: Mapping[str, str], after: Mapping[str, str])
         f"{name}: was {before.get(name) or 'not set'}, is now {after.get(name) or 'not set'}"
         for name in {**before, **after}
         if before.get(name) != after.get(name)
+        # Earlier versions hashed the agent's documentation, too. Its name and version are terms of their own.
+        and not (name == _AGENT_TERM and not before.get(name, "").startswith(_RUN_DIGEST))
     ]
 
 

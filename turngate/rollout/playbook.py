@@ -42,12 +42,14 @@ class Playbook:
         self._renderer = renderer
         self._scenes = scenes
         self._otherwise = otherwise
+        self.matches = 0  # calls that a scene answered
 
     def __call__(self, request: Generate, index: int) -> ScriptedTurn:
         text = self._renderer.tokenizer.decode(request.prompt.tolist())
         turns = text.count(_TURN) - 1  # the prompt ends with the start of this turn
         for scene in self._scenes:
             if scene.words in text and (_TOOLS in text or not scene.tools):
+                self.matches += 1
                 step = scene.steps[max(0, min(turns - scene.begins, len(scene.steps) - 1))]
                 return self._turn(format_step(_fill_from_prompt(step, scene.finds, text)), scene.pace_s)
         return self._turn(self._otherwise)

@@ -13,10 +13,11 @@ from turngate.agents.spec import AgentSpec, CheckCall, CheckStep
 from turngate.config import ServeConfig
 from turngate.engines.base import Engine
 from turngate.engines.scripted import DEFAULT_CONTEXT, SYNTHETIC_NOTE, Scripted
-from turngate.errors import TaskError
+from turngate.errors import ConfigError, TaskError
 from turngate.render import Renderer
 from turngate.rollout.playbook import Playbook, Scene, fill_steps
 from turngate.sandboxes.base import Backend
+from turngate.tasks import BUNDLED_TASK
 from turngate.tasks.reference import reference_commands
 from turngate.tasks.task import Task
 
@@ -24,6 +25,8 @@ REPLAY_NOTE = (
     "a scripted model replayed the task's reference solution, so the reward is not a model's, and the log-probabilities are "
     "synthetic; for a real model, pass --engine, --engine-url, --model and --tokenizer"
 )
+SCRIPT = "reference"  # the value of --script that requests a replay
+REPLAYED = "replayed"  # the session's metadata that marks a replay; exports leave such a session out
 _WORDS = 60  # characters of the instruction that identify its prompts
 
 
@@ -37,10 +40,13 @@ class ReferenceReplay:
         self.commands = commands
         self._reason = reason
         self._scenes: list[Scene] = []
+        self._playbook: Playbook | None = None
 
     @property
     def note(self) -> str:
         """A note for the user on what the scripted replies mean for the outcome."""
+        if self.commands and self._playbook is not None and not self._playbook.matches:
+            return f"{SYNTHETIC_NOTE}; the reference solution was not replayed, because no prompt contained the instruction"
         if self.commands:
             return REPLAY_NOTE
         if not self._reason:
@@ -54,8 +60,9 @@ class ReferenceReplay:
         """Build the engine that replays the solution, or return None if there is nothing to replay."""
         if not self.commands:
             return None
+        self._playbook = Playbook(renderer, self._scenes)
         return Scripted(
-            Playbook(renderer, self._scenes),
+            self._playbook,
             model=config.model or "scripted",
             max_context=config.max_context or DEFAULT_CONTEXT,
         )
@@ -80,10 +87,17 @@ def play_reference(task: Task, agent: AgentSpec, backend: Backend, config: Serve
     """Plan the replay of a task's reference solution, for a gateway with this configuration."""
 
     def without_replay(reason: str) -> ReferenceReplay:
+        if config.script == SCRIPT:
+            raise ConfigError(
+                f"script {SCRIPT} cannot be used: {reason or 'the engine must be scripted, and the task must have a grader'}",
+                param="script",
+            )
         return ReferenceReplay(task.instruction, agent, reason=reason)
 
-    if config.engine != "scripted" or config.script or task.grader is None:
+    if config.engine != "scripted" or config.script not in ("", SCRIPT) or task.grader is None:
         return without_replay("")
+    if not config.script and task.source != str(BUNDLED_TASK):
+        return without_replay(f"that needs --script {SCRIPT}, except for the bundled task")
     if config.tokenizer:
         return without_replay("the replies are written for the built-in tokenizer (remove --tokenizer)")
     if agent.shell_call is None:

@@ -293,9 +293,8 @@ class Rollout:
             return
         trace = await self._gateway.trace(self._session.id)
         try:
-            recorded = list_delivered_turns(trace)
             turns, differences = await asyncio.to_thread(
-                compare_transcript, transcript, self._folder, recorded, trace.stop
+                lambda: compare_transcript(transcript, self._folder, list_delivered_turns(trace), trace.stop)
             )
         except AgentError as error:
             self._note(error.message)

@@ -14,7 +14,7 @@ from turngate.agents.transcript import (
     parse_arguments,
     read_transcripts,
 )
-from turngate.client.protocol import DecodedTrace, TraceContext, TraceNode, TraceTurn
+from turngate.client.protocol import DecodedTrace, TraceContext
 from turngate.errors import AgentError
 from turngate.trace.session import limit_message
 from turngate.types import DeliveredTurn, Message
@@ -25,17 +25,16 @@ _MAX_DIFFERENCES = 100  # in the result
 
 def list_delivered_turns(trace: DecodedTrace) -> list[DeliveredTurn]:
     """List the turns that reached the agent, oldest first."""
-    nodes = {node.id: node for node in trace.nodes}
+    contexts: dict[int, TraceContext] = {}
+    root_of: dict[int, int] = {}  # parents come before their children
     delivered = []
-    for turn in trace.nodes:
-        if isinstance(turn, TraceTurn) and turn.delivered:
-            context = nodes[turn.parent]
-            assert isinstance(context, TraceContext)
-            root: TraceNode = context
-            while root.parent is not None:
-                root = nodes[root.parent]
-            thread = context.signals.get("thread") or str(root.id)
-            delivered.append(DeliveredTurn(turn.role, thread, turn.decode_message()))
+    for node in trace.nodes:
+        root_of[node.id] = node.id if node.parent is None else root_of[node.parent]
+        if isinstance(node, TraceContext):
+            contexts[node.id] = node
+        elif node.delivered:
+            thread = contexts[node.parent].signals.get("thread") or str(root_of[node.id])
+            delivered.append(DeliveredTurn(node.role, thread, node.decode_message()))
     return delivered
 
 

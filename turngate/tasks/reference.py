@@ -59,12 +59,19 @@ def _read_files(solution: Solution) -> Iterator[tuple[str, bytes]]:
     if solution.files is None:
         yield "solution.patch", solution.patch.encode()
         return
-    for path in sorted(solution.files.rglob("*")):
-        if path.is_file():
-            try:
+    paths = sorted(solution.files.rglob("*"))
+    if links := [path for path in (solution.files, *paths) if path.is_symlink()]:
+        raise TaskError(f"{links[0]} is a link, which could point to a private file of this machine", param="solution")
+    try:
+        if (size := sum(path.stat().st_size for path in paths if path.is_file())) > MAX_BYTES:
+            raise TaskError(
+                f"its solution is {size} bytes long, but at most {MAX_BYTES} bytes can be replayed", param="solution"
+            )
+        for path in paths:
+            if path.is_file():
                 yield str(path.relative_to(solution.files)), path.read_bytes()
-            except OSError as error:
-                raise TaskError(f"{path} cannot be read ({error.strerror})", param="solution") from None
+    except OSError as error:
+        raise TaskError(f"{solution.files} cannot be read ({error.strerror})", param="solution") from None
 
 
 def _is_program(solution: Solution, name: str) -> bool:

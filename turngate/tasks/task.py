@@ -1,7 +1,7 @@
 """The parts of a task: the instruction, the files and setup that the agent starts with, and the grader of the outcome.
 
 A task is data. The modules in `loaders/` build tasks, `staging.py` sets one up in a sandbox, and `grading/` grades the outcome. Graders
-and solutions never enter the agent's sandbox.
+and solutions never enter the agent's sandbox, except where a scripted model replays a solution (`reference.py`).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ Grader = Script | Function | Swe | Rubric
 
 
 class Solution(msgspec.Struct, frozen=True, kw_only=True):
-    """The reference solution: a patch for the working folder, or files with a `solve.sh`. The agent never sees it."""
+    """The reference solution: a patch for the working folder, or files with a `solve.sh`. No real model sees it."""
 
     patch: str = ""
     files: Path | None = None

@@ -38,7 +38,7 @@ from turngate.verify.render import Renderers, check_rendering
 from turngate.verify.replay import TOLERANCE, Scorer, ScriptedScorer, VLLMScorer, check_replay
 from turngate.verify.rows import RowSource, TrainerRow, check_rows, derive_roles
 from turngate.verify.spot_checks import SpotChecker, summarize_verdict
-from turngate.verify.store_reader import SessionReader, StoredSession, UnreadableSession, path
+from turngate.verify.store_reader import SessionReader, StoredSession, UnreadableSession
 from turngate.verify.structure import check_structure
 
 __all__ = [
@@ -147,12 +147,11 @@ def _check_transcript(
 def list_delivered_turns(session: StoredSession, messages: NodeMessages) -> list[DeliveredTurn]:
     """Return the turns that an agent's transcript is compared with, oldest first."""
     role_of = derive_roles(session, messages)
+    root_of: dict[int, int] = {}
+    for node in session.nodes:  # parents come before their children
+        root_of[node.id] = node.id if node.parent is None else root_of[node.parent.id]
     return [
-        DeliveredTurn(
-            role_of[turn.id],
-            turn.parent.info.signals.thread or str(path(turn)[0].id),
-            messages.reply(turn),
-        )
+        DeliveredTurn(role_of[turn.id], turn.parent.info.signals.thread or str(root_of[turn.id]), messages.reply(turn))
         for turn in session.turns
         if turn.delivered
     ]

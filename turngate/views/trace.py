@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -19,7 +19,7 @@ from turngate.errors import BadRequest
 from turngate.trace.roles import TurnRole
 from turngate.trace.sample import TrainingPolicy, untrainable_reason
 from turngate.trace.tree import Context, ContextInfo, Sampled, SampledInfo
-from turngate.types import NO_IDS, Json, decode_array
+from turngate.types import NO_IDS, Capture, Finish, Json, decode_array
 
 _CHAT = "chat"
 _decoder = msgspec.json.Decoder(DecodedTrace, dec_hook=decode_array)
@@ -36,6 +36,11 @@ class ContextView(msgspec.Struct, frozen=True):
     dialect: str
     cause: str | None
     signals: Mapping[str, str]
+
+    @property
+    def told(self) -> Mapping[str, str]:
+        """The old name of `signals`, until 0.2.0."""
+        return self.signals
 
 
 class TurnView(msgspec.Struct, frozen=True):
@@ -116,7 +121,7 @@ class TraceView:
         return self.contexts[turn.parent].tools
 
 
-def parse_trace(trace: DecodedTrace | Mapping[str, Any]) -> TraceView:
+def parse_trace(trace: DecodedTrace | Mapping[str, Any], /) -> TraceView:
     """Build the view of a trace, given as a struct or as the JSON object that the admin API returns."""
     return TraceView(trace if isinstance(trace, SessionTrace) else decode_trace(msgspec.json.encode(trace)))
 
@@ -149,7 +154,8 @@ def _view_context(node: TraceContext, tools: list[Json]) -> ContextView:
 
 
 def _view_turn(turn: TraceTurn, root: int, policy: TrainingPolicy) -> TurnView:
-    reason = untrainable_reason(_to_sampled(turn), turn.role, policy)
+    role = cast(TurnRole, turn.role)
+    reason = untrainable_reason(_to_sampled(turn), role, policy)
     logprobs: list[float] | None = None if turn.logprobs is None else turn.logprobs.tolist()
     if logprobs is not None and (len(logprobs) != len(turn.ids) or not all(map(_is_logprob, logprobs))):
         logprobs = None
@@ -161,7 +167,7 @@ def _view_turn(turn: TraceTurn, root: int, policy: TrainingPolicy) -> TurnView:
         ids=turn.ids.tolist(),
         logprobs=logprobs,
         message=message_to_wire(turn.decode_message()),
-        role=turn.role,
+        role=role,
         untrained=reason,
         finish=turn.finish,
         version_start=turn.version_start,
@@ -189,13 +195,13 @@ def _to_sampled(turn: TraceTurn) -> Sampled:
         b"",
         b"",
         b"",
-        turn.finish,
+        cast(Finish, turn.finish),
         turn.version_start,
         turn.version_end,
         turn.started,
         turn.ended,
         biases=turn.biases,
-        capture=turn.capture,
+        capture=cast(Capture, turn.capture),
         fault=turn.fault,
     )
     return Sampled(turn.id, context, turn.ids, turn.logprobs, info)

@@ -18,7 +18,7 @@ from turngate.views.trace import TraceView, TurnView, parse_trace
 SCHEMA_VERSION = 1
 
 
-def training_trace(trace: DecodedTrace | Mapping[str, Any]) -> dict[str, Json]:
+def training_trace(trace: DecodedTrace | Mapping[str, Any], /) -> dict[str, Json]:
     """Build the fields of a `TrainingTrace` from the reply of `GET /admin/sessions/{id}/trace` or `GatewayClient.trace`.
 
     The result contains every model call once, in recording order. A call that may not be trained has only zeros in its `loss_mask`, and

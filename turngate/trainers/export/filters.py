@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from turngate.rollout.reference import REPLAYED
 from turngate.trace.advantage import is_too_large
 from turngate.trainers.export.source import Exclusions, RecordedGroup, RecordedRollout
 
@@ -18,7 +19,9 @@ def select_trainable(
     With `allow_untrained`, include rollouts without trainable rows. With `uses_reward`, skip rollouts whose reward is too large.
     """
     for rollout in group.selected:
-        if not rollout.has_valid_outcome:
+        if rollout.metadata(REPLAYED):
+            exclusions.add("a scripted model replayed its reference solution")
+        elif not rollout.has_valid_outcome:
             exclusions.add(f"{rollout.kind}: not the agent's fault")
         elif not allow_untrained and not rollout.rows:
             exclusions.add("it has nothing to train on")

@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from functools import partial
 
-import msgspec
 from rich.console import Console, Group
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from turngate.client.protocol import TraceTurn
 from turngate.common.terminal import LiveDisplay, sanitize_line, say
 from turngate.rollout.batch import BatchResult
 from turngate.rollout.ledger import FinishedRollout
@@ -20,6 +18,8 @@ from turngate.trainers.local import report
 from turngate.trainers.local.grpo import Step
 from turngate.trainers.local.run import RunCallbacks, TrainingResult
 from turngate.trainers.local.training import StepTime, TrainingCallbacks, TrainingEnvironment
+from turngate.types import Json
+from turngate.views.trace import TraceView
 
 _LINE_EVERY_S = 10.0  # interval between plain progress lines
 _ESTIMATE_AFTER = 4  # finished rollouts
@@ -202,12 +202,17 @@ async def print_improvements(
 
 async def _load_transcript(environment: TrainingEnvironment, rollout: FinishedRollout) -> str:
     """Load the instruction, the model's answers and the reward as text."""
-    trace = await environment.gateway.trace(rollout.session)
+    view = TraceView(await environment.gateway.trace(rollout.session))
     lines = []
-    for node in trace.nodes:
-        if isinstance(node, TraceTurn):
-            lines.append("$ " + sanitize_line(node.decode_message().content.strip()))
-        else:
-            messages = msgspec.json.decode(node.messages)
-            lines += [sanitize_line(message["content"]) for message in messages if message["role"] != "system"]
+    for turn in view.turns:
+        heard = view.contexts[turn.parent].messages
+        lines += [_text(message) for message in heard if message.get("role") != "system"]
+        lines.append("$ " + _text(turn.message))
     return "\n".join([*lines, f"reward {rollout.reward}"])
+
+
+def _text(message: Json) -> str:
+    """Return the text of a message in the OpenAI format, whose content may also be a list or missing."""
+    content = message.get("content") or ""
+    parts = content if isinstance(content, list) else [{"text": content}]
+    return sanitize_line(" ".join(str(part.get("text", "")) for part in parts if isinstance(part, dict)).strip())
