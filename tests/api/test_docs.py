@@ -53,4 +53,4 @@ def test_evaluate_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "pass@1: 1.000\npass@2: 1.000\n2 graded\n" in output
     assert [json.loads(line)["reward"] for line in out.read_text().splitlines()] == [1.0, 1.0]
     assert evaluate.main([*arguments, "--model", "Qwen3"]) == 2
-    assert capsys.readouterr().err.startswith("evaluate: model: 'Qwen3' is neither")
+    assert capsys.readouterr().err.startswith("evaluate: model 'Qwen3' is neither")

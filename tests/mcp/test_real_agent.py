@@ -122,7 +122,7 @@ async def test_real_agent_calls_every_tool(server: kit.Server, name: str, tmp_pa
             if process.returncode is None:
                 process.kill()
                 await process.wait()
-        prompts = [gateways.tokenizer().decode(node.ids) for node in (await gateway.trace(session.id)).nodes]
+        prompts = [gateways.tokenizer().decode(node["ids"]) for node in (await gateway.trace(session.id))["nodes"]]
     assert process.returncode == 0 and "All done." in output.decode(), output.decode()
 
     def find(mark: str) -> list[str]:
