@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -183,14 +184,14 @@ def say(console: Console, text: str, style: str = "") -> None:
     console.print(text, style=style or None, soft_wrap=True)
 
 
-def parse_options() -> argparse.Namespace:
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train an agent on two CPU cores.")
     parser.add_argument("--fast", action="store_true", help="take the same path in two to three minutes")
     parser.add_argument("--seed", type=int, default=0, help="order of the tasks, and sampling seed")
     parser.add_argument("--steps", type=int, default=0, help=f"training steps (default: {STEPS}, or 3 with --fast)")
     parser.add_argument("--sandbox", default="", help="bubblewrap, docker or local (default: an isolated one)")
     parser.add_argument("--out", default="turngate-data/demo", help="output folder; its contents are deleted first")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
