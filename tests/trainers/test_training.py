@@ -129,7 +129,7 @@ def test_invalid_goals_are_config_errors(root: Path) -> None:
 
 
 def test_fast_demo_texts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "better" not in demo.TOO_SHORT and f"{demo.STEPS} updates" in demo.TOO_SHORT
+    assert "better" not in demo.TOO_SHORT and f"{demo.STEPS} steps" in demo.TOO_SHORT
     with pytest.raises(SystemExit):
         demo.parse_options(["--help"])
     assert "two to three minutes" in capsys.readouterr().out
