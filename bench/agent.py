@@ -1,7 +1,7 @@
 """The benchmark's agents and their HTTP client. Used by `overhead.py`.
 
 An agent behaves like a coding agent built on the openai package: it keeps its messages, sends all of them each turn, and appends the
-assistant's message and a tool result. Messages are serialised once, when they are appended, so that the driver is not the bottleneck.
+assistant's message and a tool result. Messages are serialized once, when they are appended, so that the driver is not the bottleneck.
 """
 
 from __future__ import annotations

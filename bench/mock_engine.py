@@ -44,7 +44,7 @@ class SampledTokens(NamedTuple):
 
 
 class EncodedReply:
-    """A serialised reply. The prompt's ids are inserted between its two halves."""
+    """A serialized reply. The prompt's ids are inserted between its two halves."""
 
     def __init__(self, sampled: SampledTokens) -> None:
         self.full = _full_reply(sampled).split(_PLACEHOLDER)

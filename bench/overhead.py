@@ -407,11 +407,11 @@ AREAS = (  # a sample belongs to the area of its innermost matching frame; the f
         ("turngate/trace/", "turngate/gateway/prompt.py:locate", "turngate/gateway/prompt.py:_build_preamble"),
     ),
     (
-        "tokenising and rendering new messages",
+        "tokenizing and rendering new messages",
         ("turngate/render/renderer", "turngate/render/template", "tiktoken/", "jinja2/"),
     ),
     (
-        "tokenising and rendering new messages",
+        "tokenizing and rendering new messages",
         ("turngate/render/tokenizer.py:encode", "turngate/render/tokenizer.py:_encode"),
     ),
     ("parsing the sampled text", ("turngate/render/",)),

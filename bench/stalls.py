@@ -1,7 +1,7 @@
 """Measure how long the event loop blocks other work: `python bench/stalls.py [--sessions 256] [--tokens 100000] [--rate 25]`.
 
 Each session starts with a prompt of `tokens` tokens, then makes some turns at random times. All sessions together make `rate` turns per
-second, like a gateway in normal use. First calls are reported separately, because they tokenise the whole prompt. The recordings are
+second, like a gateway in normal use. First calls are reported separately, because they tokenize the whole prompt. The recordings are
 checked as in `overhead.py`: if a prompt does not chain or a session does not have exactly one row, no numbers are printed.
 """
 

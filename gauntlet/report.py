@@ -300,7 +300,7 @@ def full_report(results: Sequence[Result], ours: str) -> str:
         parts += ["### Added milliseconds, p50 / p99", latency_table(results)]
         parts += ["### Memory", memory_table(results)]
     if compared := compare(results, ours):
-        parts += [f"### {ours} compared with the cheapest", "```\n" + "\n".join(compared) + "\n```"]
+        parts += [f"### {ours} compared with the cheapest", "```text\n" + "\n".join(compared) + "\n```"]
     return "\n\n".join(parts)
 
 

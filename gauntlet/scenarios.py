@@ -164,7 +164,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         "A title and a topic check without tools, in addition to the main conversation.",
         (
             Start(f"Give this conversation a title: {TASK}", line="title", system="You write titles.", tools=False),
-            # This is the first call, so a gateway may recognise it as a side call only later.
+            # This is the first call, so a gateway may recognize it as a side call only later.
             ask(Answer(text="Mending a sum"), line="title", role="side", causes=("side call",), forks=False),
             *_loop(_read_file(1), _read_file(2)),
             Start("Is this a new topic? Mend the test.", line="topic", system="Answer with yes or no.", tools=False),

@@ -76,7 +76,7 @@ def say(text: str, *, folder: Path = BUILTIN_TOKENIZER, close: bool = True, **ho
 
 
 def say_pieces(pieces: Sequence[str], **how: Any) -> ScriptedTurn:
-    """A turn from pieces that are tokenised separately, to place the boundaries between tokens."""
+    """A turn from pieces that are tokenized separately, to place the boundaries between tokens."""
     ids = [i for piece in pieces for i in tokenizer().encode(piece)]
     return ScriptedTurn([*ids, renderer().stop_ids[0]], **how)
 

@@ -101,7 +101,9 @@ def _command(path: str, command: Any) -> Iterator[str]:
         return
     arguments = [param for param in command.params if param.param_type_name == "argument"]
     yield f"## `{path}`\n\n{_prose(command.help or '')}\n"
-    single = [param.name.upper() for param in arguments if param.nargs == 1]
+    single = [
+        param.name.upper() if param.required else f"[{param.name.upper()}]" for param in arguments if param.nargs == 1
+    ]
     several = [
         f"{param.name.upper()} ..." if param.required else f"[{param.metavar or param.name.upper()} ...]"
         for param in arguments

@@ -471,7 +471,7 @@ def _python_with(*modules: str) -> Path:
 def _build_tiny_qwen3(new: Path) -> None:
     for file in TOKENIZER_FILES:
         shutil.copyfile(_place("tokenizers") / "qwen3" / file, new / file)
-    _run("tiny-qwen3: initialise a tiny Qwen3 at random", _inside("tiny-qwen3", new))
+    _run("tiny-qwen3: initialize a tiny Qwen3 at random", _inside("tiny-qwen3", new))
 
 
 # ---- Inside the vLLM environment ----
@@ -509,7 +509,7 @@ def _save_smollm2_tokenizer(tokenizer: PreTrainedTokenizerFast, new: Path) -> No
     """Write the tokenizer as the model's authors did.
 
     They split digits one by one before anything else. A GGUF file calls that "smollm"; transformers ignores it
-    and would tokenise blanks before digits differently.
+    and would tokenize blanks before digits differently.
     """
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}

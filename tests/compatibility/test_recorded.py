@@ -1,4 +1,4 @@
-"""Data written before the code was reorganised in November 2026 gives the same answers today.
+"""Data written before the code was reorganized in November 2026 gives the same answers today.
 
 `recorded-2026-11/` was written by commit b45c528 over HTTP and the command line: a store with one finished session in each dialect (with
 forks, a side call, host tools, outcomes and a feed), an open session and an infrastructure fault; what the admin API answered about them;

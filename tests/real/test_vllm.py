@@ -1,4 +1,4 @@
-"""Tests of exactness with real vLLM: a random tiny Qwen3, whose ids never re-tokenise to themselves, and SmolLM2-135M.
+"""Tests of exactness with real vLLM: a random tiny Qwen3, whose ids never re-tokenize to themselves, and SmolLM2-135M.
 
 The gateway is a separate process that has vLLM echo the prompt ids (`--echo-prompt`) and fails the call on a mismatch. The tests
 then have vLLM score the recorded ids.
@@ -79,7 +79,7 @@ def model_params(*pairs: tuple[str, str], tier: pytest.MarkDecorator = pytest.ma
     return [pytest.param(pair, marks=[pytest.mark.needs("vllm", pair[0]), tier], id="-".join(pair)) for pair in pairs]
 
 
-# The tiny model is harder: its ids do not re-tokenise to themselves.
+# The tiny model is harder: its ids do not re-tokenize to themselves.
 TINY, SMOLLM2 = "tiny-qwen3", "smollm2"
 EVERY = [
     *model_params((TINY, "completions"), (TINY, "generate"), tier=pytest.mark.real),

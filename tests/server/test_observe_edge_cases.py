@@ -96,7 +96,7 @@ OVERFLOWS = {
     "gemini": "The input token count (5000) exceeds the maximum number of tokens allowed (4096).",
     "responses": "Your input exceeds the context window of this model. Please adjust your input and try again.",
 }
-# The phrases by which agents of each dialect recognise a context overflow.
+# The phrases by which agents of each dialect recognize a context overflow.
 OVERFLOW_PATTERNS = {
     "chat": "maximum context length|context window|prompt is too long|token count",
     "responses": "context window",

@@ -65,7 +65,7 @@ async def test_migration_keeps_data_and_sessions_continue(data: Path) -> None:
         reply = await g.ask(OPEN_SESSION_KEY, [user("Hi"), {"role": "assistant", "content": "Hello."}, user("Go on")])
         assert reply.content == "Third."
         [row] = await g.samples("still-open")
-        assert len(row["spans"]) == 2  # the history was recognised
+        assert len(row["spans"]) == 2  # the history was recognized
         assert (await g.admin.put("/admin/sessions/ended/outcome", json={"kind": "graded", "reward": 1})).is_success
         assert [(e.session, e.kind) for e in g.app.events.page()] == [("still-open", "turn"), ("ended", "outcome")]
         await g.seal("still-open")

@@ -45,7 +45,7 @@ class TrainingGoal(msgspec.Struct, frozen=True, kw_only=True):
     batch: BatchPlan  # tasks, agent, n; `rounds` is computed from the steps
     steps: int
     settings: GrpoSettings = GrpoSettings()
-    # None: groups of the batch's n, with normalised advantages. If `groups` is empty, the feed accepts the groups of the batch.
+    # None: groups of the batch's n, with normalized advantages. If `groups` is empty, the feed accepts the groups of the batch.
     feed: FeedConfig | None = None
     ahead: int | None = None  # groups that agents may be ahead of the trainer; None: as many as in an update
     every: int = 1  # steps between checkpoints
