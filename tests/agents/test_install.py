@@ -7,11 +7,13 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from turngate.agents import install, spec
+from turngate.agents.interpreters import Interpreter
 from turngate.errors import AgentError
 
 
@@ -35,14 +37,56 @@ def test_npm_command_pins_version_and_uses_given_node(tmp_path: Path) -> None:
     assert command[-1] == "@openai/codex@0.166.0"
 
 
-def test_pip_command_targets_agent_python_and_pins_everything() -> None:
+PYTHON_312 = Interpreter("/opt/python/bin/python3.12", "/opt/python")
+
+
+def agent_for_312(**changes: Any) -> spec.AgentSpec:
     mini = spec.find_agent("mini-swe-agent").spec
-    command = install.pip_command(mini, Path("/target"))
-    assert command[:4] == [sys.executable, "-m", "pip", "install"]
-    assert command[command.index("--python-version") + 1] == "3.11"
+    return msgspec.structs.replace(mini, install=msgspec.structs.replace(mini.install, **{"python": "3.12"} | changes))
+
+
+def test_pip_runs_on_agent_python_and_pins_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "find_python", lambda version: PYTHON_312 if version == "3.12" else None)
+    command = install.pip_command(agent_for_312(), Path("/target"))
+    assert command[:6] == [sys.executable, "-m", "pip", "--python", PYTHON_312.path, "install"]
+    assert "--python-version" not in command  # pip would evaluate `python_version` in requirements for its own Python
     assert "--no-deps" in command
     assert "mini-swe-agent==2.4.6" in command
     assert all("==" in word for word in command[command.index("mini-swe-agent==2.4.6") :])
+
+
+def test_pinned_packages_are_installed_without_agent_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "find_python", lambda version: None)
+    command = install.pip_command(agent_for_312(), Path("/target"))
+    assert command[:4] == [sys.executable, "-m", "pip", "install"]
+    assert command[command.index("--python-version") + 1] == "3.12"
+    with pytest.raises(
+        AgentError, match=r"this machine has no python3\.12; install it .* or pin all packages"
+    ) as error:
+        install.pip_command(agent_for_312(deps=True), Path("/target"))
+    assert error.value.param == "install.python"
+
+
+def test_installations_for_different_pythons_do_not_share_folder() -> None:
+    folders = {
+        install._install_folder(agent_for_312()),
+        install._install_folder(spec.find_agent("mini-swe-agent").spec),
+    }
+    assert sorted(folder.name for folder in folders) == ["mini-swe-agent-2.4.6-py3.11", "mini-swe-agent-2.4.6-py3.12"]
+
+
+def test_sandbox_with_host_programs_runs_agent_python_by_path() -> None:
+    installed = install.Installation(folder="/cache/x", program="/cache/x/bin/x", python="python3.12")
+    installed = msgspec.structs.replace(installed, host_python=PYTHON_312)
+    assert installed.mounts == ("/cache/x",)  # an image has its own Python
+    assert installed.relocate("/opt/turngate")[0].python == "python3.12"
+    shared = installed.use_host_python()
+    assert (shared.python, shared.mounts) == (PYTHON_312.path, ("/cache/x", "/opt/python"))
+    moved, pairs = shared.relocate("/opt/turngate")
+    assert (moved.python, moved.program) == (PYTHON_312.path, "/opt/turngate/agent/bin/x")
+    assert pairs == (("/opt/python", "/opt/python"), ("/cache/x", "/opt/turngate/agent"))
+    system = msgspec.structs.replace(installed, host_python=Interpreter("/usr/bin/python3.12", "/usr"))
+    assert system.use_host_python().mounts == ("/cache/x",)
 
 
 def test_agent_without_installer_needs_nothing() -> None:
@@ -128,6 +172,32 @@ def test_python_installation_runs_from_its_folder(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == ["__main__", ["-a", "b"]]
 
 
+LONG_PIP_HEADER = "#!/bin/sh\n'''exec' /a/long/path/bin/python3.11 \"$0\" \"$@\"\n' '''\n"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("header", ["#!/build/venv/bin/python3.11\n", LONG_PIP_HEADER])
+def test_scripts_run_wherever_installation_is_mounted(tmp_path: Path, header: str) -> None:
+    built = tmp_path / "built"
+    (built / "bin").mkdir(parents=True)
+    (built / "__main__.py").write_text(install.RUN_MODULE)
+    (built / "thing.py").write_text("import sys\n\ndef main():\n    print(sys.argv)\n    return 3\n")
+    script = built / "bin" / "thing"
+    script.write_text(header + "import sys\nfrom thing import main\nif __name__ == '__main__':\n    sys.exit(main())\n")
+    script.chmod(0o755)
+    (built / "bin" / "native").write_bytes(b"\x7fELF")
+    install.make_scripts_relocatable(built, "python9.9")
+    mounted = built.rename(tmp_path / "mounted here")
+    (tmp_path / "link").symlink_to(mounted / "bin" / "thing")
+    for program in (mounted / "bin" / "thing", tmp_path / "link"):
+        command = [program, "-a", "b c"]
+        env = {"PATH": "/usr/bin:/bin", install.PYTHON_VARIABLE: sys.executable}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (3, f"{[str(program), '-a', 'b c']}\n"), done.stderr
+    assert (mounted / "bin" / "native").read_bytes() == b"\x7fELF"
+    assert ":-python9.9}" in (mounted / "bin" / "thing").read_text()  # the name that an image has
+
+
 @pytest.mark.process
 def test_system_node_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     node = tmp_path / "node-24" / "bin" / "node"
@@ -147,14 +217,11 @@ def test_python_agent_is_compiled_for_its_python(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         install, "_run_command", lambda action, argv, **how: commands.append([str(word) for word in argv])
     )
-    monkeypatch.setattr(install.shutil, "which", lambda name: f"/usr/bin/{name}")
-    mini = spec.find_agent("mini-swe-agent").spec
-    here = f"{sys.version_info.major}.{sys.version_info.minor}"
-    for python in (here, "3.7"):
-        built = msgspec.structs.replace(mini.install, python=python)
-        install._install_pip(msgspec.structs.replace(mini, install=built), tmp_path, ignore)
+    monkeypatch.setattr(install, "find_python", lambda version: PYTHON_312 if version == "3.12" else None)
+    for python in ("3.12", "3.7"):
+        install._install_pip(agent_for_312(python=python), tmp_path, ignore)
     compiled = [argv for argv in commands if "compileall" in argv]
-    assert [argv[0] for argv in compiled] == [sys.executable, "/usr/bin/python3.7"]
+    assert [argv[0] for argv in compiled] == [PYTHON_312.path]  # there is no 3.7
     assert all(argv[-1] == str(tmp_path) for argv in compiled)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.cli.kit import SLEEP_S, run_cli, run_rejected, start_cli
 from tests.sandboxes import kit as sandboxes
-from turngate.agents.spec import CATALOG
+from turngate.agents.spec import CATALOG, load_spec
 
 PRESETS = sorted(file.stem for file in CATALOG.glob("*.toml"))
 
@@ -105,7 +105,7 @@ def test_invalid_arguments_are_rejected(tmp_path: Path) -> None:
     assert run_rejected("agents", "check", str(tmp_path / "none.toml")).endswith(
         "cannot be read (No such file or directory)"
     )
-    assert run_rejected("agents", "install", "nobody").startswith("unknown agent 'nobody'; available: claude-code, ")
+    assert run_rejected("agents", "install", "nobody").startswith("unknown agent 'nobody'; available: ")
     # All names are checked before anything is installed.
     assert run_rejected("agents", "install", "shell", "nobody").startswith("unknown agent 'nobody'")
 
@@ -120,7 +120,7 @@ def test_check_passes_for_custom_agent(tiny: Path, tmp_path: Path) -> None:
     keep = tmp_path / "a folder to keep it in, with a long name, so that the line is longer than any terminal is wide"
     done = run_cli("agents", "check", str(tiny), "--keep", keep)
     assert done.exit_code == 0, done.output
-    assert done.stdout.count("│ yes │") == 7 and "│ NO" not in done.stdout
+    assert done.stdout.count("│ yes │") == 9 and "│ NO" not in done.stdout
     assert "Recorded completely.\n" in done.stdout
     [command] = re.findall(r"^inspect: (turngate show .*)$", done.stdout, re.MULTILINE)
     shown = run_cli(*shlex.split(command)[1:])
@@ -156,3 +156,62 @@ def test_ctrl_c_stops_check(tiny: Path, tmp_path: Path) -> None:
         assert "Stopping" in running.output and running.output.endswith("turngate: stopped\n")
         assert "Traceback" not in running.output
     assert sandboxes.processes(SLEEP_S) == []
+
+
+# ---- agents new ----
+
+# Reads its endpoint from the variables of OpenAI's SDK.
+NEW_AGENT = """
+import json, os, subprocess, sys, urllib.request
+open_ = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
+properties = {"command": {"type": "string"}, "why": {"type": "string"}}
+tool = {"name": "run_command", "parameters": {"type": "object", "properties": properties, "required": ["command", "why"]}}
+history = [{"role": "user", "content": sys.stdin.read()}]
+while True:
+    body = {"model": os.environ["OPENAI_MODEL"], "messages": history, "tools": [{"type": "function", "function": tool}]}
+    headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "x-session-id": "one"}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(), headers)
+    message = json.load(open_(request))["choices"][0]["message"]
+    history.append(message)
+    if not message.get("tool_calls"):
+        break
+    for call in message["tool_calls"]:
+        command = json.loads(call["function"]["arguments"])["command"]
+        done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+        history.append({"role": "tool", "tool_call_id": call["id"], "content": done.stdout or "-"})
+"""
+
+
+@pytest.mark.process
+def test_new_agent_is_described_and_passes_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent.py").write_text(NEW_AGENT)
+    done = run_cli("agents", "new", "mine", "--", "python3", tmp_path / "agent.py")
+    assert done.exit_code == 0, done.output
+    assert "requests: POST /v1/chat/completions\n" in done.stdout
+    assert "tools offered: run_command\n" in done.stdout
+    assert "wrote mine.toml; now run: turngate agents check ./mine.toml" in done.stdout
+    spec = load_spec(tmp_path / "mine.toml")
+    assert list(spec.env) == ["OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL"]
+    assert (spec.dialect, spec.signals.thread) == ("chat", ("header:x-session-id",))
+    checked = run_cli("agents", "check", "./mine.toml")
+    assert checked.exit_code == 0, checked.output
+    assert "tools offered: run_command\n" in checked.stdout
+    assert (
+        run_rejected("agents", "new", "mine", "--", "true")
+        == "mine.toml already exists; move it away, or choose a different name"
+    )
+
+
+@pytest.mark.process
+def test_new_agent_that_does_not_reach_the_model_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = run_cli("agents", "new", "mine", "--", "sh", "-c", "echo no endpoint; exit 3")
+    assert done.exit_code == 2
+    assert (
+        "mine: the command made no request to the gateway and ended with exit code 3; it printed: no endpoint"
+        in done.stderr
+    )
+    assert "--env NAME={base_url}/v1" in done.stderr
+    assert not (tmp_path / "mine.toml").exists()
+    assert "--env must be NAME=VALUE, not 'X'" in run_rejected("agents", "new", "mine", "--env", "X", "--", "true")

@@ -99,13 +99,13 @@ async def test_wrong_agent_version_fails_and_missing_python_warns(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = agents_and_sandboxes.find_agent("mini-swe-agent").spec
-    folder = empty_cache / "agents" / f"{spec.name}-{spec.install.version}"
+    folder = install._install_folder(spec)
     (folder / "mini_swe_agent-0.0.1.dist-info").mkdir(parents=True)
     (folder / install.MARKER).write_text(install._fingerprint(spec))
     finding = await run_check(ServeConfig(), "agents", agents=("mini-swe-agent",))
     assert finding.state == "failure" and f"0.0.1 is installed, but {spec.install.version} is pinned" in finding.message
     (folder / "mini_swe_agent-0.0.1.dist-info").rename(folder / f"mini_swe_agent-{spec.install.version}.dist-info")
-    monkeypatch.setattr(agents_and_sandboxes.shutil, "which", lambda name: None)
+    monkeypatch.setattr(install, "find_python", lambda version: None)
     no_python = await run_check(ServeConfig(), "agents", agents=("mini-swe-agent",))
     assert no_python.state == "warning" and f"python{spec.install.python} is not installed" in no_python.message
 

@@ -1,9 +1,10 @@
 """Install agents into the cache: `$TURNGATE_CACHE/agents/<name>-<version>`, by default in `~/.cache/turngate`.
 
 An installation is mounted read-only into sandboxes. It runs there with a different HOME and needs nothing else, apart from a Node binary
-given by its absolute path, or the sandbox's own Python. It is complete if its folder contains a marker with the current recipe. It is
-built in a temporary folder and moved into place under a lock, so several processes may request the same one at the same time. Once
-installed, it needs no network.
+given by its absolute path, or a Python of the right version. It contains no path of this machine, because sandboxes mount it elsewhere:
+the programs in its `bin` folder find their packages relative to themselves. It is complete if its folder contains a marker with the
+current recipe. It is built in a temporary folder and moved into place under a lock, so several processes may request the same one at the
+same time. Once installed, it needs no network.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pathlib import Path
 
 import msgspec
 
+from turngate.agents.interpreters import Interpreter, find_python
 from turngate.agents.spec import AgentSpec
 from turngate.errors import AgentError
 
@@ -47,17 +49,31 @@ PASSED_VARIABLES = {
 }
 PASSED_PREFIXES = ("npm_config_", "NPM_CONFIG_", "PIP_", "SSL_CERT_", "LC_")
 
-# Run as `python3.11 FOLDER MODULE …`, because a PYTHONPATH would also affect every Python process that the agent starts. With default
-# thresholds the garbage collector scans the agent's imports hundreds of times, which takes a fifth of the start-up time.
+# Run as `python3.11 FOLDER MODULE …` or `python3.11 FOLDER /path/of/a/script …`, because a PYTHONPATH would also affect every Python
+# process that the agent starts. With default thresholds the garbage collector scans the agent's imports hundreds of times, which takes a
+# fifth of the start-up time.
 RUN_MODULE = """\
 import gc
 import runpy
 import sys
 
 gc.set_threshold(50_000, 50, 50)
-module = sys.argv.pop(1)
-runpy.run_module(module, run_name="__main__", alter_sys=True)
+name = sys.argv.pop(1)
+if "/" in name:
+    sys.argv[0] = name
+    runpy.run_path(name, run_name="__main__")
+else:
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
 """
+# The first lines of a program in `bin`, instead of the path of the Python that pip ran on. They are both shell and Python: the shell starts
+# Python with the folder above, and Python reads them as a string.
+PYTHON_VARIABLE = "TURNGATE_PYTHON"
+SCRIPT_HEADER = """\
+#!/bin/sh
+'''exec' "${{{variable}:-{python}}}" "$(dirname -- "$(readlink -f -- "$0")")/.." "$0" "$@"
+' '''
+"""
+_PIP_HEADER = re.compile(rb"#!.*python.*\n|#!/bin/sh\n'''exec' .*\n' '''\n")  # the second form is for long paths
 
 Report = Callable[[str], None]
 
@@ -68,16 +84,27 @@ class Installation(msgspec.Struct, frozen=True):
     folder: str = ""
     program: str = ""
     node: str = ""  # the Node binary
-    python: str = ""  # the name of the Python program it was built for, such as python3.11
+    python: str = ""  # the Python program it was built for: a name such as python3.11, or a path
+    host_python: Interpreter | None = None  # that Python on this machine, if there is one
 
     @property
     def mounts(self) -> tuple[str, ...]:
         """The host folders that must be visible in a sandbox, at the same paths."""
-        return tuple(folder for folder in (self.folder, str(Path(self.node).parent) if self.node else "") if folder)
+        node = str(Path(self.node).parent) if self.node else ""
+        return (*(folder for folder in (self.folder, node) if folder), *self._python_mounts)
+
+    @property
+    def _python_mounts(self) -> tuple[str, ...]:
+        host = self.host_python
+        return host.mounts if host is not None and self.python == host.path else ()
+
+    def use_host_python(self) -> Installation:
+        """Return the installation for a sandbox that has this machine's programs: with the path of its Python."""
+        return msgspec.structs.replace(self, python=self.host_python.path) if self.host_python is not None else self
 
     def relocate(self, root: str) -> tuple[Installation, tuple[tuple[str, str], ...]]:
         """Return the installation with its paths below `root` in a sandbox, and the (source, target) mounts for it."""
-        pairs = []
+        pairs = [(folder, folder) for folder in self._python_mounts]
         moved = self
         if self.folder:
             pairs.append((self.folder, f"{root}/agent"))
@@ -129,6 +156,7 @@ def ensure_installed(spec: AgentSpec, report: Report = print) -> Installation:
         program=str(folder / recipe.program) if recipe.program else "",
         node=str(node) if node is not None and spec.uses("node") else "",
         python=f"python{recipe.python}" if recipe.python else "",
+        host_python=find_python(recipe.python) if recipe.python else None,
     )
 
 
@@ -229,11 +257,12 @@ def _lock_folder(folder: Path, report: Report) -> Iterator[None]:
 
 
 def _install_folder(spec: AgentSpec) -> Path:
-    return cache_folder() / "agents" / f"{spec.name}-{spec.install.version}"
+    built_for = f"-py{spec.install.python}" if spec.install.pip else ""
+    return cache_folder() / "agents" / f"{spec.name}-{spec.install.version}{built_for}"
 
 
 def _fingerprint(spec: AgentSpec) -> str:
-    ours = [RUN_MODULE] if spec.install.pip else []
+    ours = [RUN_MODULE, SCRIPT_HEADER] if spec.install.pip else []
     recipe = json.dumps([RECIPE_VERSION, msgspec.to_builtins(spec.install), *ours], sort_keys=True)
     return f"{spec.name} {hashlib.sha256(recipe.encode()).hexdigest()[:16]}\n"
 
@@ -260,23 +289,39 @@ def npm_command(spec: AgentSpec, node: Path) -> list[str]:
 
 def pip_command(spec: AgentSpec, target: Path, wheels: Path | None = None) -> list[str]:
     """Return the command that installs the agent into `target`, from the folder `wheels` if it is given."""
-    command = [sys.executable, "-m", "pip", "install", "--no-compile", "--target", str(target)]
+    command = [*_pip(spec), "install", "--no-compile", "--target", str(target)]
     command += ["--no-index", "--find-links", str(wheels)] if wheels is not None else []
     return [*command, *_pip_options(spec), *_requirements(spec)]
 
 
 def download_commands(spec: AgentSpec, wheels: Path) -> list[list[str]]:
     """Return commands that together download the agent's pinned packages into `wheels`. They can run at the same time."""
-    command = [sys.executable, "-m", "pip", "download", "--dest", str(wheels), *_pip_options(spec)]
+    command = [*_pip(spec), "download", "--dest", str(wheels), *_pip_options(spec)]
     requirements = _requirements(spec)
     shares = [requirements[start::DOWNLOADS] for start in range(DOWNLOADS)]
     return [[*command, *share] for share in shares if share]
 
 
+def _pip(spec: AgentSpec) -> list[str]:
+    """Return the command of our pip, run by the Python that the agent will run on: pip chooses packages for its own Python."""
+    python = find_python(spec.install.python)
+    return [sys.executable, "-m", "pip", *(("--python", python.path) if python is not None else ())]
+
+
 def _pip_options(spec: AgentSpec) -> list[str]:
-    options = ["--quiet", "--disable-pip-version-check"]
-    options += ["--python-version", spec.install.python, "--implementation", "cp", "--only-binary", ":all:"]
-    return [*options, *([] if spec.install.deps else ["--no-deps"])]
+    """Return pip's options. Raise `AgentError` if pip cannot choose the packages, because this machine lacks the right Python."""
+    options = ["--quiet", "--disable-pip-version-check", *([] if spec.install.deps else ["--no-deps"])]
+    if find_python(spec.install.python) is not None:
+        return [*options, "--prefer-binary"]
+    if spec.install.deps:
+        # pip would choose dependencies by their conditions for our own Python, such as `tomli; python_version < "3.11"`.
+        raise AgentError(
+            f"{spec.name}: install.python is {spec.install.python}, but this machine has no python{spec.install.python}; "
+            f"install it (for example: pyenv install {spec.install.python}, or uv python install {spec.install.python}), "
+            "or pin all packages in install.also and set deps = false",
+            param="install.python",
+        )
+    return [*options, "--python-version", spec.install.python, "--implementation", "cp", "--only-binary", ":all:"]
 
 
 def _requirements(spec: AgentSpec) -> list[str]:
@@ -299,13 +344,21 @@ def _install_pip(spec: AgentSpec, new: Path, report: Report) -> None:
     else:
         _download_and_install(spec, new, report)
     (new / "__main__.py").write_text(RUN_MODULE)
-    is_ours = spec.install.python == f"{sys.version_info.major}.{sys.version_info.minor}"
-    python = sys.executable if is_ours else shutil.which(f"python{spec.install.python}")
-    if python is not None:
+    make_scripts_relocatable(new, f"python{spec.install.python}")
+    if (python := find_python(spec.install.python)) is not None:
         # The mount is read-only, so the code would be compiled again at every start. Unlike pip, this uses all cores.
         report(f"compiling {package} …")
         with contextlib.suppress(AgentError):  # some file cannot be parsed by this Python version
-            _run_command(f"compile {package}", [python, "-m", "compileall", "-q", "-j", "0", new])
+            _run_command(f"compile {package}", [python.path, "-m", "compileall", "-q", "-j", "0", new])
+
+
+def make_scripts_relocatable(folder: Path, python: str) -> None:
+    """Let the Python programs in `bin` find Python and their packages wherever the folder is mounted."""
+    header = SCRIPT_HEADER.format(variable=PYTHON_VARIABLE, python=python).encode()
+    for script in sorted(folder.glob("bin/*")):
+        content = script.read_bytes() if script.is_file() else b""
+        if found := _PIP_HEADER.match(content):
+            script.write_bytes(header + content[found.end() :])
 
 
 def _download_and_install(spec: AgentSpec, new: Path, report: Report) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from turngate.agents import placeholders
-from turngate.agents.install import Installation
+from turngate.agents.install import PYTHON_VARIABLE, Installation
 from turngate.agents.spec import AgentSpec
 from turngate.common.validation import suggestion
 from turngate.errors import AgentError
@@ -98,7 +98,8 @@ def plan_launch(
     if spec.stdin:
         files.append(LaunchFile(f"{own}/stdin", _encode_prompt(spec, placeholders.fill(spec.stdin, values)), 0o600))
         command = ("/bin/sh", "-c", 'exec "$@" < "$0"', f"{own}/stdin", *command)
-    env = {name: placeholders.fill(text, values) for name, text in spec.env.items()}
+    env = {PYTHON_VARIABLE: installed.python} if installed.python.startswith("/") else {}
+    env |= {name: placeholders.fill(text, values) for name, text in spec.env.items()}
     _check_passable(spec, command, env)
     transcript = spec.transcript
     return Launch(

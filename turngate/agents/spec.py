@@ -41,7 +41,7 @@ PLACEHOLDERS = {
     "install": "the installation's folder",
     "program": "the installed program",
     "node": "a Node binary",
-    "python": "the Python program that the installation was built for",
+    "python": "the Python that the installation was built for: a path, or a name such as python3.11 in Docker and remote sandboxes",
 }
 
 
@@ -53,7 +53,7 @@ class Install(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     version: str = ""  # its exact version
     also: tuple[str, ...] = ()  # pip: additional pinned requirements
     deps: bool = True  # pip: install the package's dependencies; false if `also` lists all of them
-    python: str = ""  # pip: the Python version to install for, such as 3.11; the sandbox must have it
+    python: str = ""  # pip: the Python version to install for, such as 3.11; this machine or the image must have it
     program: str = ""  # the program's path inside the installation
     check: tuple[str, ...] = ()  # a command that succeeds if the agent is part of the image
 
@@ -140,6 +140,7 @@ class AgentSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     check: tuple[
         CheckStep, ...
     ] = ()  # the scripted replies for `turngate agents check`; the last one ends the conversation
+    check_task: bool = True  # the check steps do the task; false if the agent cannot change files
     shell_call: ShellCall | None = None  # None if the agent has no tool that runs a shell command
 
     def texts(self) -> Iterator[tuple[str, str]]:

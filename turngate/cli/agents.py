@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from turngate.agents.install import ensure_installed, explain_missing
-from turngate.agents.spec import AgentSpec, find_agent, load_catalog
+from turngate.agents.spec import AgentSpec, find_agent, load_catalog, parse_spec
 from turngate.cli.run import RolloutDisplay
 from turngate.cli.signals import cancel_on_signal
 from turngate.common.terminal import console as new_console
@@ -21,6 +21,8 @@ from turngate.common.terminal import sanitize, say
 from turngate.errors import AgentError
 from turngate.rollout.agent_check import CheckOptions, CheckReport
 from turngate.rollout.agent_check import check_agent as check_recording
+from turngate.rollout.agent_draft import write_description
+from turngate.rollout.agent_watch import WatchedRun, watch_command
 from turngate.sandboxes import get_backend
 
 
@@ -83,6 +85,51 @@ def check_agent(name: str, sandbox: str, image: str, keep: Path | None) -> bool:
     return report.passed
 
 
+def create_agent(name: str, command: list[str], variables: list[str], timeout_s: float) -> None:
+    """Watch one run of a command, and write its description to NAME.toml."""
+    file = Path(f"{name}.toml")
+    if file.exists():
+        raise AgentError(f"{file} already exists; move it away, or choose a different name", param="name")
+    env = dict(_split_variable(text) for text in variables)
+    console = new_console()
+    say(console, f"running: {shlex.join(command)}", "dim")
+    watching = watch_command(name, command, env, get_backend("local"), timeout_s=timeout_s)
+    try:
+        run = asyncio.run(cancel_on_signal(watching, console))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    text = write_description(name, command, env, run)
+    parse_spec(text, str(file))
+    file.write_text(text, encoding="utf-8")
+    _print_watched(run, console)
+    say(console, f"wrote {file}; now run: turngate agents check ./{file}", "bold green")
+
+
+def _split_variable(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not sign or not name:
+        raise AgentError(f"--env must be NAME=VALUE, not {text!r}", param="env")
+    return name, value
+
+
+def _print_watched(run: WatchedRun, console: Console) -> None:
+    calls = [call for call in run.calls if call.samples]
+    tools = dict.fromkeys(tool.name for call in calls for tool in call.tools)
+    asked = dict.fromkeys(f"{key} {value}" for call in calls for key, value in call.sampling.items())
+    lines = {
+        "requests": dict.fromkeys(f"{call.method} {call.path}" for call in run.calls),
+        "read from": run.variables,
+        "tools offered": tools,
+        "sampling asked for": asked,
+        "refused": dict.fromkeys(f"{call.status} {call.error[:200]}" for call in run.calls if call.is_refused),
+    }
+    for label, values in lines.items():
+        say(console, sanitize(f"{label}: {', '.join(values) or 'none'}"), "dim")
+    if run.exit_code != 0:
+        ended = "it did not end in time" if run.exit_code is None else f"its exit code was {run.exit_code}"
+        say(console, sanitize(f"note: {ended}; it printed: {run.output[-300:]}"), "yellow")
+
+
 def _print_report(report: CheckReport, console: Console) -> None:
     outcome = report.outcome
     table = Table(
@@ -96,5 +143,6 @@ def _print_report(report: CheckReport, console: Console) -> None:
         mark = Text("yes", style="green") if finding.ok else Text("NO", style="bold red")
         table.add_row(mark, finding.name, Text(sanitize(finding.detail)))
     console.print(table)
+    say(console, sanitize(f"tools offered: {', '.join(report.tools) or 'none'}"), "dim")
     verdict = "Recorded completely." if report.passed else "NOT recorded completely."
     console.print(verdict, style="bold green" if report.passed else "bold red")

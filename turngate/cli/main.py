@@ -281,6 +281,32 @@ def agents_check(
         raise typer.Exit(1)
 
 
+@agents_app.command("new")
+def agents_new(
+    name: Annotated[str, typer.Argument(help="Name of the new agent; its description is written to NAME.toml.")],
+    command: Annotated[
+        list[str], typer.Argument(help="The agent's command, after --. It may contain placeholders such as {prompt}.")
+    ],
+    env: Annotated[
+        Optional[list[str]],
+        typer.Option(help="NAME=VALUE, a variable that the command needs, such as LLM_URL={base_url}/v1. Repeatable."),
+    ] = None,
+    timeout_s: Annotated[float, typer.Option(help="Seconds that the command may take.")] = 60.0,
+) -> None:
+    """Run a command once against the scripted engine, and write a first description of it as an agent.
+
+    The command runs on this machine with an empty HOME, and gets the prompt on standard input unless it contains {prompt} or
+    {prompt_file}. Check the result with `turngate agents check ./NAME.toml`.
+
+    Exit codes:
+    0 if the description was written;
+    2 if an option is invalid or the command did not reach the model.
+    """
+    from turngate.cli.agents import create_agent
+
+    _or_exit(lambda: create_agent(name, command, env or [], timeout_s))
+
+
 @tasks_app.command("list")
 @flags.takes(flags.ListTasksOptions)
 def tasks_list(options: flags.ListTasksOptions) -> None:

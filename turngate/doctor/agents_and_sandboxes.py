@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import platform
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -76,7 +75,7 @@ def _check_runtime(spec: AgentSpec, installed: Installation) -> CheckOutcome | N
                 f"{spec.name}: {installed.node} does not run or is older than Node {NODE_AT_LEAST}",
                 "delete it; the next rollout downloads it again",
             )
-    if installed.python and shutil.which(installed.python) is None:
+    if installed.python and installed.host_python is None:
         return warning(
             f"{spec.name}: {installed.python} is not installed on this machine",
             f"install it, or use a Docker image that contains {installed.python}",

@@ -1,12 +1,13 @@
 """Check that the gateway captures an agent completely: run it on a small task with the scripted engine, and compare the results.
 
 The engine replies with the `[[check]]` steps from the agent's description (read, edit, run, finish), so the expected result is known.
+Where a promise is not kept, the result names the cause, such as greedy sampling or a tool that the agent does not offer.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from turngate.config import ServeConfig
 from turngate.engines.scripted import Scripted, derive_logprobs
 from turngate.errors import AgentError
 from turngate.render import BUILTIN_TOKENIZER, load_renderer
+from turngate.rollout.call_log import CallLog
 from turngate.rollout.connection import GatewayConnector
 from turngate.rollout.outcome import Outcome, ProgressCallback
 from turngate.rollout.playbook import Playbook, Scene, fill_steps
@@ -31,7 +33,8 @@ from turngate.sandboxes.base import Backend, Network
 from turngate.server.asgi import App
 from turngate.server.run import run_embedded
 from turngate.tasks.task import Task
-from turngate.types import LOGPROB_DTYPE, Json
+from turngate.trace.sample import RowSpan, TrainingPolicy
+from turngate.types import LOGPROB_DTYPE, NEUTRAL, Json
 
 MODEL = "checked"
 INSTRUCTION = "In the file notes.txt, change the word colour to color. Show the file, then write a file done.txt that holds the word done."
@@ -55,6 +58,7 @@ class CheckReport(msgspec.Struct, frozen=True):
     trace: DecodedTrace | None  # None if no session was opened
     samples: list[SampleRow]
     folder: Path
+    tools: tuple[str, ...]  # the names of the tools that the agent offered
 
     @property
     def passed(self) -> bool:
@@ -85,7 +89,8 @@ class AgentCheck(msgspec.Struct, frozen=True):
     gateway: GatewayClient
     rollout: Rollout
     folder: Path
-    usual: bool  # the engine replies with the agent's own steps
+    log: CallLog
+    steps: AgentSpec | None  # the agent whose own steps the engine replies with; None: other scenes
 
     async def run(self) -> CheckReport:
         """Run the rollout, and return the report."""
@@ -98,8 +103,27 @@ class AgentCheck(msgspec.Struct, frozen=True):
         trace = await self.gateway.trace(outcome.session) if outcome.session else None
         samples = await self.gateway.samples(outcome.session, everything=True) if outcome.session else []
         folder = self.folder / "rollouts" / outcome.session
-        results = tuple(_evaluate(outcome, trace, samples, self.engine, folder, usual=self.usual))
-        return CheckReport(outcome, results, trace, samples, folder)
+        results = tuple(self._evaluate(outcome, trace, samples, folder))
+        return CheckReport(outcome, results, trace, samples, folder, tuple(tool.name for tool in self.log.tools))
+
+    def _evaluate(
+        self, outcome: Outcome, trace: DecodedTrace | None, samples: list[SampleRow], folder: Path
+    ) -> Iterator[PromiseResult]:
+        nodes = trace.nodes if trace is not None else []
+        turns = [node for node in nodes if isinstance(node, TraceTurn)]
+        spans = [span for row in samples for span in row.spans]
+        yield _check_end(outcome)
+        if self.steps is not None:
+            yield _check_refusals(self.log)
+            if self.steps.check_task:
+                yield _check_work(folder, self.steps, self.log)
+            yield _check_rows(samples)
+        yield _check_calls(outcome, turns, self.engine)
+        yield _check_exactness(nodes, turns, self.engine)
+        yield _check_training(spans, self.log)
+        yield _check_side_calls(spans)
+        if outcome.collected.transcript_turns is not None:
+            yield _check_transcript(outcome)
 
 
 async def check_agent(
@@ -136,18 +160,22 @@ async def prepare_check(
         keep=100_000,
     )
     config = ServeConfig(data=str(folder / "data"), model=options.model, port=0, alive_s=2.0)
+    log = CallLog()
 
     def set_up(workdir: str) -> None:
         if options.scenes is not None:
             scenes[:] = options.scenes(workdir)
         else:
-            scenes[:] = [Scene(INSTRUCTION[:40], fill_steps(agent.check, {"workdir": workdir}))]
+            has_calls = any(step.calls for step in agent.check)
+            scenes[:] = [Scene(INSTRUCTION[:40], fill_steps(agent.check, {"workdir": workdir}), tools=has_calls)]
 
     async with AsyncExitStack() as stack:
         files = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="turngate-check-")))
         (files / "notes.txt").write_text(BEFORE)
         address = await stack.enter_async_context(
-            run_embedded(config, engine=engine, renderer=(renderer, certificate), wrap=options.around)
+            run_embedded(
+                config, engine=engine, renderer=(renderer, certificate), wrap=lambda app: log.wrap(options.around(app))
+            )
         )
         gateway = await stack.enter_async_context(GatewayClient(address.url, address.admin_key))
         connector = await stack.enter_async_context(GatewayConnector(address.url))
@@ -165,66 +193,58 @@ async def prepare_check(
             folder=folder / "rollouts",
         )
         rollout = Rollout(spec, gateway, connector, watch, on_sandbox_ready=set_up)
-        yield AgentCheck(engine, gateway, rollout, folder, options.scenes is None)
+        yield AgentCheck(engine, gateway, rollout, folder, log, agent if options.scenes is None else None)
 
 
-def _evaluate(
-    outcome: Outcome,
-    trace: DecodedTrace | None,
-    samples: list[SampleRow],
-    engine: Scripted,
-    folder: Path,
-    *,
-    usual: bool,
-) -> list[PromiseResult]:
-    nodes = trace.nodes if trace is not None else []
-    turns = [node for node in nodes if isinstance(node, TraceTurn)]
+def _check_end(outcome: Outcome) -> PromiseResult:
     fault = f"{outcome.fault.stage}: {outcome.fault.message}" if outcome.fault else _describe_end(outcome)
-    results = [
-        PromiseResult(
-            "the agent ran and exited on its own", outcome.status == "finished", outcome.status + ": " + fault
-        )
-    ]
-    if usual:
-        results.append(_check_work(folder))
-        results.append(_check_rows(samples))
-    results += [
-        PromiseResult(
-            "the trace contains every model call",
-            bool(turns) and len(engine.received) == len(turns) and outcome.calls in (None, len(turns)),
-            f"{outcome.calls} calls by the agent, {len(engine.received)} at the engine, {len(turns)} in the trace",
-        ),
-        _check_exactness(nodes, turns, engine),
-        _check_side_calls(samples),
-    ]
-    collected = outcome.collected
-    if collected.transcript_turns is not None:
-        agrees = not collected.differences and collected.transcript_turns > 0
-        results.append(
-            PromiseResult(
-                "the agent's own transcript matches, turn by turn",
-                agrees,
-                "; ".join(collected.differences) or f"{collected.transcript_turns} turns",
-            )
-        )
-    return results
+    return PromiseResult(
+        "the agent ran and exited on its own", outcome.status == "finished", outcome.status + ": " + fault
+    )
 
 
-def _check_work(folder: Path) -> PromiseResult:
+def _check_refusals(log: CallLog) -> PromiseResult:
+    return PromiseResult(
+        "the gateway accepted every call", not log.refused, log.describe_refusals() or f"{len(log.model_calls)} calls"
+    )
+
+
+def _check_work(folder: Path, agent: AgentSpec, log: CallLog) -> PromiseResult:
     notes, done = folder / "work" / "notes.txt", folder / "work" / "done.txt"
     written = notes.read_text() if notes.is_file() else "missing"
     ok = written == AFTER and done.is_file() and done.read_text().strip() == "done"
-    return PromiseResult(
-        "the task is done", ok, f"notes.txt {written!r}, done.txt {'exists' if done.is_file() else 'missing'}"
-    )
+    seen = f"notes.txt {written!r}, done.txt {'exists' if done.is_file() else 'missing'}"
+    cause = "" if ok else _explain_unfinished_work(agent, log)
+    return PromiseResult("the task is done", ok, f"{seen}; {cause}" if cause else seen)
+
+
+def _explain_unfinished_work(agent: AgentSpec, log: CallLog) -> str:
+    """Return why the steps could not do the task, or "" if the agent could have followed them."""
+    if not log.model_calls:
+        return "the agent made no model call: does it read the base URL and the key that its file sets?"
+    called = {call.tool: None for step in agent.check for call in step.calls}
+    offered = {tool.name for tool in log.tools}
+    if called and not offered:
+        return (
+            f"the agent offers no tools, but its [[check]] steps call {', '.join(called)}; write steps that only `say`, "
+            "and set check_task = false if the agent cannot change files"
+        )
+    if missing := [name for name in called if name not in offered]:
+        return f"the [[check]] steps call {', '.join(missing)}, but the agent offers only {', '.join(sorted(offered))}"
+    return ""
 
 
 def _check_rows(samples: list[SampleRow]) -> PromiseResult:
     main = [row for row in samples if any(span.role == "main" for span in row.spans)]
-    trained = [row for row in main if any(row.mask)]
     turns = [len(row.spans) for row in main]
+    return PromiseResult("the main conversation is exactly one row", len(main) == 1, f"rows of {turns} turns")
+
+
+def _check_calls(outcome: Outcome, turns: list[TraceTurn], engine: Scripted) -> PromiseResult:
     return PromiseResult(
-        "the main conversation is exactly one row", len(main) == len(trained) == 1, f"rows of {turns} turns"
+        "the trace contains every model call",
+        bool(turns) and len(engine.received) == len(turns) and outcome.calls in (None, len(turns)),
+        f"{outcome.calls} calls by the agent, {len(engine.received)} at the engine, {len(turns)} in the trace",
     )
 
 
@@ -247,15 +267,44 @@ def _check_exactness(nodes: list[TraceNode], turns: list[TraceTurn], engine: Scr
     return PromiseResult("every recorded id was received or sampled by the engine", ok, f"{len(turns)} turns")
 
 
-def _check_side_calls(samples: list[SampleRow]) -> PromiseResult:
-    wrong = [
-        span.role
-        for row in samples
-        for span in row.spans
-        if span.trained != (span.role in ("main", "subagent")) and not span.reason.startswith("trained in")
-    ]
-    sides = sum(span.role == "side" for row in samples for span in row.spans)
-    return PromiseResult("side calls are labelled and excluded from training", not wrong, f"{sides} side calls")
+def _check_training(spans: list[RowSpan], log: CallLog) -> PromiseResult:
+    """Check that every turn whose role is trained is trained, and explain those that are not."""
+    due = [span for span in spans if span.role in TrainingPolicy().roles and not span.reason.startswith("trained in")]
+    reasons = list(dict.fromkeys(span.reason for span in due if not span.trained))
+    seen = f"{len(due)} turns" if not reasons else f"not trained: {'; '.join(reasons)}"
+    asks = _describe_sampling(log)
+    return PromiseResult(
+        "every turn of the agent can be trained", bool(due) and not reasons, f"{seen}; {asks}" if asks else seen
+    )
+
+
+def _describe_sampling(log: CallLog) -> str:
+    """Describe the sampling settings that the agent asked for if they would bias its samples."""
+    asked = {
+        f"{name} {value:g}": None
+        for call in log.model_calls
+        for name, value in call.sampling.items()
+        if name != "seed" and value is not None and value != getattr(NEUTRAL, name)
+    }
+    return f"the agent asks for {', '.join(asked)}" if asked else ""
+
+
+def _check_side_calls(spans: list[RowSpan]) -> PromiseResult:
+    sides = [span for span in spans if span.role not in TrainingPolicy().roles]
+    return PromiseResult(
+        "side calls are labelled and excluded from training",
+        not any(span.trained for span in sides),
+        f"{sum(span.role == 'side' for span in sides)} side calls",
+    )
+
+
+def _check_transcript(outcome: Outcome) -> PromiseResult:
+    collected = outcome.collected
+    return PromiseResult(
+        "the agent's own transcript matches, turn by turn",
+        not collected.differences and bool(collected.transcript_turns),
+        "; ".join(collected.differences) or f"{collected.transcript_turns} turns",
+    )
 
 
 def _describe_end(outcome: Outcome) -> str:

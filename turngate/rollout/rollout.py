@@ -109,10 +109,11 @@ class Rollout:
         self._events = StageEvents(gateway, session, str(spec.session.get("metadata", {}).get("batch", "")))
         self._stages = Stages(self.outcome, self.progress, watch, self._events)
         # The installation with its paths inside the sandbox.
+        installed = spec.installed.use_host_python() if spec.backend.has_host_programs else spec.installed
         self._installed, self._mounts = (
-            spec.installed.relocate(INSTALL_FOLDER)
+            installed.relocate(INSTALL_FOLDER)
             if spec.backend.relocates
-            else (spec.installed, tuple((folder, folder) for folder in spec.installed.mounts))
+            else (installed, tuple((folder, folder) for folder in installed.mounts))
         )
 
     @property

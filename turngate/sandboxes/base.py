@@ -144,6 +144,10 @@ class Backend(Protocol):
     def relocates(self) -> bool:
         """Whether a mount can have a different path inside than on the host."""
 
+    @property
+    def has_host_programs(self) -> bool:
+        """Whether the host's /usr is visible inside, so that the host's interpreters run there."""
+
     async def check(self) -> None:
         """Raise `SandboxUnavailable`, with the cause and a fix, if sandboxes of this kind cannot be created."""
 

@@ -63,6 +63,7 @@ class BubblewrapBackend:
 
     name = KIND
     relocates = True
+    has_host_programs = True
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = root

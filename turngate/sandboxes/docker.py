@@ -289,6 +289,7 @@ class DockerBackend:
 
     name = KIND
     relocates = True
+    has_host_programs = False
 
     def __init__(self, root: Path | None = None, image: str = "") -> None:
         self.root = root

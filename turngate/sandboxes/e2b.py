@@ -48,6 +48,7 @@ class E2BBackend:
 
     name = "e2b"
     relocates = True
+    has_host_programs = False
 
     def __init__(self, *, reachable: Sequence[str] = (), lease_s: float = 3600.0, patience_s: float = 120.0) -> None:
         self._reachable = list(reachable)  # hosts reachable with network "none", in addition to a spec's

@@ -53,6 +53,7 @@ class HuggingFaceBackend:
 
     name = "huggingface"
     relocates = True
+    has_host_programs = False
 
     def __init__(
         self,

@@ -25,6 +25,7 @@ class LocalBackend:
 
     name = KIND
     relocates = False  # host and sandbox share one file system
+    has_host_programs = True
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = root

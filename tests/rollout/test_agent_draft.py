@@ -1,0 +1,135 @@
+"""The first description of an agent, written from what one run showed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from turngate.agents.spec import AgentSpec, parse_spec
+from turngate.errors import AgentError
+from turngate.rollout.agent_draft import find_shell_tool, write_description
+from turngate.rollout.agent_watch import MODEL, WatchedRun
+from turngate.rollout.call_log import LoggedCall
+from turngate.types import Tool
+
+
+def tool(name: str, required: tuple[str, ...] = (), **properties: Any) -> Tool:
+    schema = {"type": "object", "properties": properties, "required": list(required)}
+    return Tool(name, {"type": "function", "function": {"name": name, "parameters": schema}})
+
+
+TEXT = {"type": "string"}
+BASH = tool("bash", ("command",), command=TEXT, timeout={"type": "number"})
+
+
+def model_call(**fields: Any) -> LoggedCall:
+    standard = {"method": "POST", "path": "/v1/chat/completions", "dialect": "chat", "samples": True, "status": 200}
+    return LoggedCall(**{"model": MODEL, **standard, **fields})
+
+
+def watched(
+    *calls: LoggedCall, variables: tuple[str, ...] = (), exit_code: int | None = 0, output: str = ""
+) -> WatchedRun:
+    return WatchedRun(calls=calls, variables=variables, exit_code=exit_code, output=output)
+
+
+def draft(run: WatchedRun, *command: str, **env: str) -> AgentSpec:
+    return parse_spec(write_description("mine", command or ("mine", "run"), env, run), "mine.toml")
+
+
+def test_description_of_agent_with_shell_tool() -> None:
+    run = watched(model_call(tools=(BASH,)), variables=("OPENAI_BASE_URL", "OPENAI_API_KEY"))
+    spec = draft(run)
+    assert (spec.name, spec.dialect, spec.command, spec.stdin) == ("mine", "chat", ("mine", "run"), "{prompt}")
+    assert spec.env == {
+        "OPENAI_BASE_URL": "{base_url}/v1",
+        "OPENAI_API_KEY": "{api_key}",
+        "OPENAI_MODEL": "{model}",
+    }
+    assert spec.shell_call is not None and spec.shell_call.arguments == {"command": "{command}"}
+    assert [call.arguments["command"] for step in spec.check for call in step.calls][-1] == "echo done > done.txt"
+    assert spec.check_task and not spec.check[-1].calls
+
+
+def test_prompt_in_command_needs_no_stdin() -> None:
+    run = watched(model_call(), variables=("command",))
+    spec = draft(run, "mine", "--url", "{base_url}/v1", "--message", "{prompt}", MINE_KEY="{api_key}")
+    assert (spec.stdin, spec.env) == ("", {"MINE_KEY": "{api_key}"})
+    assert spec.command[-1] == "{prompt}"
+
+
+def test_agent_without_tools_does_not_do_the_task() -> None:
+    spec = draft(watched(model_call()))
+    assert not spec.check_task and spec.shell_call is None
+    assert [step.calls for step in spec.check] == [()]
+
+
+def test_several_dialects_are_any() -> None:
+    assert draft(watched(model_call(), model_call(dialect="messages"))).dialect == "any"
+    assert draft(watched(model_call(dialect="responses"))).dialect == "responses"
+
+
+def test_temperature_and_session_header_are_noted() -> None:
+    call = model_call(sampling={"temperature": 0}, headers=("accept", "x-session-id"))
+    text = write_description("mine", ["mine"], {}, watched(call))
+    assert "\n# It asks for temperature 0. " in text
+    assert 'thread = ["header:x-session-id"]' in text
+
+
+@pytest.mark.parametrize(
+    ("tools", "name", "arguments"),
+    [
+        ((tool("read", path=TEXT), BASH), "bash", {"command": "{command}"}),
+        ((tool("exec_command", ("cmd",), cmd=TEXT),), "exec_command", {"cmd": "{command}"}),
+        ((tool("note", command=TEXT), tool("run_shell", command=TEXT)), "run_shell", {"command": "{command}"}),
+        (
+            (
+                tool(
+                    "sh",
+                    ("command", "description", "wait", "s"),
+                    command=TEXT,
+                    description=TEXT,
+                    wait={"type": "boolean"},
+                    s={"type": "integer"},
+                ),
+            ),
+            "sh",
+            {"command": "{command}", "description": "Run the command", "wait": False, "s": 60},
+        ),
+        (
+            (tool("mode", ("command", "how"), command=TEXT, how={"enum": ["a", "b"]}),),
+            "mode",
+            {"command": "{command}", "how": "a"},
+        ),
+    ],
+)
+def test_shell_tool(tools: tuple[Tool, ...], name: str, arguments: dict[str, Any]) -> None:
+    found = find_shell_tool(tools)
+    assert found is not None and (found.name, found.arguments) == (name, arguments)
+
+
+@pytest.mark.parametrize("tools", [(), (tool("edit", path=TEXT),), (tool("bash", command={"type": "array"}),)])
+def test_no_shell_tool(tools: tuple[Tool, ...]) -> None:
+    assert find_shell_tool(tools) is None
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (watched(exit_code=127, output="mine: not found"), "the command was not found; it printed: mine: not found"),
+        (watched(exit_code=0), r"made no request to the gateway and ended with exit code 0; it printed nothing\. Pass"),
+        (watched(exit_code=None), "did not end in time"),
+        (
+            watched(LoggedCall(method="POST", path="/chat/completions", status=404)),
+            r"made no model call, only: POST /chat/completions; check the path of its base URL",
+        ),
+        (
+            watched(model_call(model="gpt-9", status=404, error="model gpt-9 is not served")),
+            r"refused the call: 404 model gpt-9 is not served; pass the model's name as \{model\}, not gpt-9",
+        ),
+    ],
+)
+def test_run_that_did_not_reach_the_model_is_explained(run: WatchedRun, message: str) -> None:
+    with pytest.raises(AgentError, match=message):
+        write_description("mine", ["mine"], {}, run)

@@ -1,0 +1,100 @@
+"""The log of an agent's calls: what it asked for, in every dialect, and what the gateway refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from turngate.rollout.call_log import CallLog, LoggedCall
+
+SCHEMA = {"type": "object", "properties": {"command": {"type": "string"}}}
+CHAT_TOOL = {"type": "function", "function": {"name": "bash", "description": "", "parameters": SCHEMA}}
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+def log_call(path: str, body: Any, *, method: str = "POST", status: int = 200, reply: bytes = b"{}") -> LoggedCall:
+    """Send one request through a log to an application that reads it and replies."""
+    parts = [json.dumps(body).encode()[:10], json.dumps(body).encode()[10:]]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["more_body"]:
+            pass
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": reply})
+
+    log = CallLog()
+    scope = {"type": "http", "method": method, "path": path, "headers": [(b"x-session-id", b"s")], "query_string": b""}
+    asyncio.run(log.wrap(app)(scope, receive, send))
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+    return log.calls[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "dialect"),
+    [
+        ("/v1/chat/completions", {"messages": MESSAGES, "tools": [CHAT_TOOL]}, "chat"),
+        (
+            "/v1/responses",
+            {"input": "Hi", "tools": [{"type": "function", "name": "bash", "parameters": SCHEMA}]},
+            "responses",
+        ),
+        (
+            "/v1/messages",
+            {"messages": MESSAGES, "max_tokens": 9, "tools": [{"name": "bash", "input_schema": SCHEMA}]},
+            "messages",
+        ),
+    ],
+)
+def test_tools_and_sampling_in_every_dialect(path: str, body: dict[str, Any], dialect: str) -> None:
+    call = log_call(path, {"model": "m", "temperature": 0, **body})
+    assert (call.dialect, call.model, call.status, call.samples) == (dialect, "m", 200, True)
+    assert [tool.name for tool in call.tools] == ["bash"]
+    assert call.sampling["temperature"] == 0
+    assert call.headers == ("x-session-id",)
+
+
+def test_gemini_names_model_in_path() -> None:
+    tools = [{"functionDeclarations": [{"name": "bash", "parameters": SCHEMA}]}]
+    body = {"contents": [{"role": "user", "parts": [{"text": "Hi"}]}], "tools": tools}
+    call = log_call("/v1beta/models/m:generateContent", {**body, "generationConfig": {"temperature": 0}})
+    assert (call.dialect, call.model, [tool.name for tool in call.tools]) == ("gemini", "m", ["bash"])
+    assert call.sampling["temperature"] == 0
+
+
+def test_refusal_keeps_message() -> None:
+    reply = json.dumps({"error": {"message": "model x is not served", "type": "not_found"}}).encode()
+    call = log_call("/v1/chat/completions", {"model": "x", "messages": MESSAGES}, status=404, reply=reply)
+    assert call.is_refused and call.error == "model x is not served"
+    log = CallLog()
+    log.calls = [call, call]
+    assert log.describe_refusals() == "2 refused; the first: 404 model x is not served"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "samples", "refused"),
+    [
+        ("GET", "/v1/models", 200, False, False),
+        ("POST", "/v1/unknown", 404, False, False),  # not a model call
+        ("POST", "/v1/messages/count_tokens", 200, False, False),
+        ("POST", "/v1/chat/completions", 500, True, False),
+        ("POST", "/v1/chat/completions", 400, True, True),
+    ],
+)
+def test_what_counts_as_model_call(method: str, path: str, status: int, samples: bool, refused: bool) -> None:
+    call = log_call(path, {"model": "m", "messages": MESSAGES}, method=method, status=status)
+    assert (call.samples, call.is_refused) == (samples, refused)
+
+
+def test_invalid_body_is_logged_without_details() -> None:
+    call = log_call("/v1/chat/completions", {"messages": 3}, status=400, reply=b"no JSON")
+    assert (call.dialect, call.model, call.tools, call.error) == ("chat", "", (), "no JSON")

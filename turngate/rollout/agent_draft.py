@@ -1,0 +1,216 @@
+"""Write a first description of an agent from one watched run (`agent_watch.py`). No I/O."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from turngate.agents.spec import AgentSpec
+from turngate.errors import AgentError
+from turngate.rollout.agent_watch import (
+    KEY_VARIABLES,
+    MODEL,
+    MODEL_VARIABLES,
+    URL_VARIABLES,
+    VARIABLES,
+    WatchedRun,
+)
+from turngate.rollout.call_log import LoggedCall
+from turngate.types import Json, Tool
+
+_COMMAND_ARGUMENTS = ("command", "cmd", "script")  # arguments of a shell tool
+_SHELL_NAME = re.compile(r"shell|bash|terminal|command|exec|run", re.IGNORECASE)
+_THREAD_HEADER = re.compile(r"session|thread|conversation")
+_TASK_COMMANDS = (  # do the task of `turngate agents check`
+    ("I will read the file.", ("cat notes.txt",)),
+    ("Now I edit it.", ("sed -i s/colour/color/ notes.txt",)),
+    ("Let me look at it.", ("cat notes.txt", "ls")),
+    ("", ("echo done > done.txt",)),
+)
+_LAST_STEP = "Done: colour is color now."
+
+
+class ShellTool(msgspec.Struct, frozen=True):
+    """A tool that runs a shell command."""
+
+    name: str
+    arguments: dict[str, Json]  # with {command}
+
+
+def explain_failure(run: WatchedRun) -> str:
+    """Return why nothing can be learned from a run, or "" if it reached the model."""
+    printed = f"; it printed: {run.output[-400:]}" if run.output else "; it printed nothing"
+    if run.exit_code == 127:
+        return f"the command was not found{printed}"
+    if not run.calls:
+        ended = "did not end in time" if run.exit_code is None else f"ended with exit code {run.exit_code}"
+        return (
+            f"the command made no request to the gateway and {ended}{printed}. Pass the gateway's address in a flag, as "
+            "{base_url}/v1, or in a variable: --env NAME={base_url}/v1 --env KEY_NAME={api_key}"
+        )
+    model_calls = [call for call in run.calls if call.samples]
+    if any(call.status == 200 for call in model_calls):
+        return ""
+    if not model_calls:
+        seen = ", ".join(dict.fromkeys(f"{call.method} {call.path}" for call in run.calls))
+        return f"the command made no model call, only: {seen}; check the path of its base URL (most programs need {{base_url}}/v1)"
+    first = model_calls[0]
+    hint = f"; pass the model's name as {{model}}, not {first.model}" if first.model not in ("", MODEL) else ""
+    return f"the gateway refused the call: {first.status} {first.error[:300]}{hint}"
+
+
+def find_shell_tool(tools: Sequence[Tool]) -> ShellTool | None:
+    """Return the tool that most likely runs a shell command, with arguments for a call."""
+    ranked = sorted(tools, key=lambda tool: _SHELL_NAME.search(tool.name) is None)
+    for tool in ranked:
+        schema = tool.wire.get("function", {}).get("parameters") or {}
+        properties = schema.get("properties") or {}
+        argument = next((name for name in _COMMAND_ARGUMENTS if _is_text(properties.get(name))), None)
+        if argument is not None:
+            required = [name for name in schema.get("required") or () if name != argument]
+            return ShellTool(
+                tool.name, {argument: "{command}"} | {name: _example(properties.get(name)) for name in required}
+            )
+    return None
+
+
+def write_description(name: str, command: Sequence[str], env: Mapping[str, str], run: WatchedRun) -> str:
+    """Return the TOML of an agent that a run was watched of. Raise `AgentError` if the run did not reach the model."""
+    if problem := explain_failure(run):
+        raise AgentError(f"{name}: {problem}", param="command")
+    calls = [call for call in run.calls if call.samples]
+    tools = tuple({tool.name: tool for call in calls for tool in call.tools}.values())
+    shell = find_shell_tool(tools)
+    return "\n".join(
+        [
+            *_head(name, command, calls, does_task=shell is not None),
+            *_environment(env, run),
+            *_sampling(calls),
+            *_signals(calls),
+            *_steps(tools, shell),
+        ]
+    )
+
+
+def _head(name: str, command: Sequence[str], calls: Sequence[LoggedCall], *, does_task: bool) -> list[str]:
+    dialects = Counter(call.dialect for call in calls)
+    spec = AgentSpec(name=name, title=name, dialect="any", command=tuple(command))
+    lines = [
+        f"name = {_quote(name)}",
+        f"title = {_quote(name)}",
+        f"dialect = {_quote(next(iter(dialects)) if len(dialects) == 1 else 'any')}",
+        f"command = {_value(list(command))}",
+    ]
+    if not (spec.uses("prompt") or spec.uses("prompt_file")):
+        lines.append('stdin = "{prompt}"')
+    if not does_task:
+        lines.append("check_task = false  # the steps below do not change files; delete this line once they do")
+    lines += [
+        "",
+        "# The program of this machine is used. To pin a version that works in every sandbox, name its package and its program:",
+        "# [install]",
+        '# npm = "…"  (or pip = "…" and python = "3.12")',
+        '# version = "1.2.3"',
+        '# program = "node_modules/…"  (or "bin/…"), and "{program}" as the first word of the command',
+    ]
+    return lines
+
+
+def _environment(env: Mapping[str, str], run: WatchedRun) -> list[str]:
+    """Keep the variables that the agent read, and the model's variable of the same provider."""
+    used = {name: VARIABLES[name] for name in VARIABLES if name in run.variables}
+    providers = {name.partition("_")[0] for name in used if name in URL_VARIABLES or name in KEY_VARIABLES}
+    used |= {name: value for name, value in MODEL_VARIABLES.items() if name.partition("_")[0] in providers}
+    used |= env
+    return ["", "[env]", *(f"{name} = {_quote(value)}" for name, value in used.items())] if used else []
+
+
+def _sampling(calls: Sequence[LoggedCall]) -> list[str]:
+    if not any(call.sampling.get("temperature") == 0 for call in calls):
+        return []
+    return ["", "# It asks for temperature 0. Such turns cannot be trained unless the session pins another temperature."]
+
+
+def _signals(calls: Sequence[LoggedCall]) -> list[str]:
+    headers = sorted({name for call in calls for name in call.headers if _THREAD_HEADER.search(name)})
+    if not headers:
+        return []
+    return [
+        "",
+        "# Headers that may name the conversation. Keep those that are the same in all calls of one conversation.",
+        "[signals]",
+        f"thread = {_value([f'header:{name}' for name in headers])}",
+    ]
+
+
+def _steps(tools: Sequence[Tool], shell: ShellTool | None) -> list[str]:
+    """Write the steps of `turngate agents check`: the whole task if the agent has a shell tool."""
+    names = ", ".join(tool.name for tool in tools)
+    offered = ["", f"# Tools that it offered: {names or 'none'}"]
+    if shell is None:
+        return [
+            *offered,
+            "[[check]]",
+            f"say = {_quote(_LAST_STEP)}",
+            "",
+        ]
+    lines = [*offered, "[shell_call]", f"tool = {_quote(shell.name)}", f"arguments = {_value(shell.arguments)}"]
+    for say, commands in _TASK_COMMANDS:
+        lines += ["", "[[check]]", *([f"say = {_quote(say)}"] if say else []), "calls = ["]
+        for text in commands:
+            arguments = {key: text if value == "{command}" else value for key, value in shell.arguments.items()}
+            lines.append(f"    {{ tool = {_quote(shell.name)}, arguments = {_value(arguments)} }},")
+        lines.append("]")
+    return [*lines, "", "[[check]]", f"say = {_quote(_LAST_STEP)}", ""]
+
+
+def _is_text(schema: Json) -> bool:
+    return isinstance(schema, dict) and schema.get("type") == "string"
+
+
+def _example(schema: Json) -> Json:
+    """Return a value for a required argument."""
+    found = schema if isinstance(schema, dict) else {}
+    if found.get("enum"):
+        return found["enum"][0]
+    match found.get("type"):
+        case "boolean":
+            return False
+        case "integer" | "number":
+            return 60
+        case "array":
+            return []
+        case "object":
+            return {}
+        case _:
+            return "Run the command"
+
+
+def _quote(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _value(value: Json) -> str:
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case dict():
+            return (
+                "{ " + ", ".join(f"{_key(name)} = {_value(item)}" for name, item in value.items()) + " }"
+                if value
+                else "{}"
+            )
+        case list():
+            return "[" + ", ".join(_value(item) for item in value) + "]"
+        case str():
+            return _quote(value)
+        case _:
+            return json.dumps(value)
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _quote(name)

@@ -1,0 +1,133 @@
+"""A log of the model calls that an agent makes: what each one asked for, and how the gateway answered.
+
+It wraps the gateway's application and changes nothing. The trace contains only calls that were answered, with the sampling settings that
+were applied; the log also contains refused calls, and the settings and tools that the agent sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+import msgspec
+
+from turngate.dialects import DIALECTS, WireRequest
+from turngate.errors import TurngateError
+from turngate.server.asgi import App, Receive, Scope, Send, parse_headers, parse_query
+from turngate.server.routing import DialectRoutes, RouteMatch
+from turngate.types import Call, Tool
+
+_ROUTES = DialectRoutes(DIALECTS)
+
+
+class LoggedCall(msgspec.Struct, kw_only=True):
+    """One request to the gateway."""
+
+    method: str
+    path: str
+    dialect: str = ""  # empty if it is not a model call
+    samples: bool = False  # it asks for a reply, not for a token count
+    model: str = ""
+    tools: tuple[Tool, ...] = ()
+    sampling: dict[str, Any] = {}  # as the agent sent it
+    headers: tuple[str, ...] = ()  # their names
+    status: int = 0  # 0 while no response was sent
+    error: str = ""  # the message of a refusal
+
+    @property
+    def is_refused(self) -> bool:
+        return bool(self.dialect) and 400 <= self.status < 500
+
+
+class CallLog:
+    """Records the requests that pass through `wrap`."""
+
+    def __init__(self) -> None:
+        self.calls: list[LoggedCall] = []
+
+    def wrap(self, app: App) -> App:
+        """Return an application that passes every request on to `app` and logs it."""
+
+        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http":
+                return await app(scope, receive, send)
+            headers = tuple(name.decode("latin-1") for name, _ in scope["headers"])
+            call = LoggedCall(method=scope["method"], path=scope["path"], headers=headers)
+            self.calls.append(call)
+            request, response = bytearray(), bytearray()
+
+            async def receive_and_keep() -> MutableMapping[str, Any]:
+                message = await receive()
+                request.extend(message.get("body", b""))
+                return message
+
+            async def send_and_keep(message: MutableMapping[str, Any]) -> None:
+                if message["type"] == "http.response.start":
+                    call.status = message["status"]
+                elif call.status >= 400:
+                    response.extend(message.get("body", b""))
+                await send(message)
+
+            try:
+                await app(scope, receive_and_keep, send_and_keep)
+            finally:
+                _describe(call, scope, bytes(request))
+                call.error = _read_error(bytes(response)) if response else ""
+
+        return serve
+
+    @property
+    def model_calls(self) -> list[LoggedCall]:
+        """The calls that asked for a reply."""
+        return [call for call in self.calls if call.samples]
+
+    @property
+    def refused(self) -> list[LoggedCall]:
+        return [call for call in self.calls if call.is_refused]
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """The tools that the agent offered in any call, each once."""
+        return tuple({tool.name: tool for call in self.model_calls for tool in call.tools}.values())
+
+    def describe_refusals(self) -> str:
+        """Return the number of refused calls and the first message, or "" if there are none."""
+        if not self.refused:
+            return ""
+        first = self.refused[0]
+        return f"{len(self.refused)} refused; the first: {first.status} {first.error[:300]}"
+
+
+def _describe(call: LoggedCall, scope: Scope, body: bytes) -> None:
+    """Read what a model call asks for. A body that is not valid leaves the fields empty; the gateway refuses it."""
+    match = _ROUTES.match(scope["path"]) if scope["method"] == "POST" else None
+    if match is None:
+        return
+    call.dialect, call.samples = match.dialect.name, match.verb != "count"
+    if (decoded := _decode(match, scope, body)) is not None:
+        call.model, call.sampling = decoded.model, dict(decoded.sampling)
+        call.tools = _decode_tools(decoded)
+
+
+def _decode(match: RouteMatch, scope: Scope, body: bytes) -> Call | None:
+    wire = WireRequest(body, parse_headers(scope), parse_query(scope), match.verb, match.model)
+    try:
+        return match.dialect.decode(wire)
+    except TurngateError:
+        return None
+
+
+def _decode_tools(call: Call) -> tuple[Tool, ...]:
+    try:
+        return call.tools.decode() if call.tools is not None else ()
+    except TurngateError:
+        return ()
+
+
+def _read_error(body: bytes) -> str:
+    """Return the message of an error response in any dialect, or the body if it has none."""
+    try:
+        found = msgspec.json.decode(body)
+        return str(found["error"]["message"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return body.decode("utf-8", "replace")
