@@ -132,7 +132,10 @@ def _environment(env: Mapping[str, str], run: WatchedRun) -> list[str]:
 def _sampling(calls: Sequence[LoggedCall]) -> list[str]:
     if not any(call.sampling.get("temperature") == 0 for call in calls):
         return []
-    return ["", "# It asks for temperature 0. Such turns cannot be trained unless the session pins another temperature."]
+    return [
+        "",
+        "# It asks for temperature 0. Such turns cannot be trained unless the session pins another temperature.",
+    ]
 
 
 def _signals(calls: Sequence[LoggedCall]) -> list[str]:
