@@ -222,8 +222,21 @@ class CallSignals(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Tr
 
     thread: str = ""
     parent: str = ""
-    role: Literal["", "main", "subagent", "side"] = ""
+    role: Literal["", "main", "subagent", "side", "summary"] = ""
     why: str = ""
+    source: str = ""  # of the rule that gave the role, such as `header:x-kind` or `system`
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether the call is beside its conversation: a title, a probe or a summary."""
+        return self.role in ("side", "summary")
+
+    @property
+    def is_subagent(self) -> bool:
+        return self.role == "subagent" or bool(self.parent and self.parent != self.thread)
+
+
+NO_SIGNALS = CallSignals()
 
 
 class Tools(Protocol):
@@ -260,7 +273,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     body: bytes = b""  # the request as received, for observe mode
     forwarded_headers: Mapping[str, str] = {}  # headers to forward to a provider of the same dialect
     reply_options: object = None  # the dialect's options for encoding the reply; opaque to other code
-    signals: CallSignals = CallSignals()
+    signals: CallSignals = NO_SIGNALS
 
 
 class Usage(msgspec.Struct, frozen=True):

@@ -22,6 +22,8 @@ _CAUSES = {  # Turngate's names of causes → the Gauntlet's; `turngate verify` 
     "compaction": "compaction",
     "subagent": "sub-agent",
     "side": "side call",
+    "handoff": "system prompt changed",
+    "new": "sub-agent",
     "retry": "retry",
     "resample": "retry",  # on the wire, resampling looks like a retry
     "asked again": "retry",

@@ -94,7 +94,7 @@ def test_key_is_not_in_variables_that_sdks_read(name: str) -> None:
         ('[signals]\nmodels = { "{home}" = "side" }', "signals.models.{home}: only {model} and {small_model}"),
         (
             '[signals]\nmodels = { "x" = "aside" }',
-            "signals.models[...] must be one of main, subagent, side, not 'aside'",
+            "signals.models[...] must be one of main, subagent, side, summary, not 'aside'",
         ),
         ('[transcript]\nturn = "a"', "transcript must set exactly one of path and stdout = true"),
         ('[transcript]\nturn = "a ||"\nstdout = true', "transcript.turn is not valid JMESPath"),

@@ -166,10 +166,10 @@ async def test_compaction_starts_new_branch(run: Check, agent: str) -> None:
         agent, options=CheckOptions(scenes=long_work(agent, long), instruction=TASK, model_limits=limits)
     )
     assert report.passed, findings(report)
-    assert SUMMARY in turns(report, "side")[-1].decode_message().content, "the summary is not a side call"
+    assert SUMMARY in turns(report, "summary")[-1].decode_message().content, "the summary has a different role"
     own, side, *after = [branch for branch in branches(report) if branch.cause or "main" in branch.roles]
     assert own.cause is None and set(own.roles) == {"main"}
-    assert side == Branch("side", ("side",))
+    assert side == Branch("side", ("summary",))
     # Qwen Code re-inserts its fixed context one turn after a summary, which makes a second branch.
     each = [("main",), ("main",)] if agent == "qwen-code" else [("main", "main")]
     assert after == [Branch("compaction", roles) for roles in each]

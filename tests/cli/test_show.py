@@ -171,6 +171,7 @@ async def test_roles_branches_and_rows(g: Running, data: Path) -> None:
         *("side · conversation", "main · conversation"),
         *("superseded · branch from the beginning", "subagent · conversation"),
     ]
+    assert text.count("role decided by structure: ") == 3 and text.count("role decided by delivery: ") == 1
     # The retry is part of the conversation; the superseded turn is a branch.
     main = text[text.index("main · conversation") : text.index("superseded · branch")]
     assert "· retry" in main and "superseded" not in main.partition("\n")[2]

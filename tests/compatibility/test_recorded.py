@@ -51,7 +51,16 @@ async def test_answers_are_the_same(path: str, data: Path) -> None:
         if isinstance(ANSWERS[path], str):  # a stream of events
             assert answer.text.startswith(ANSWERS[path])
         else:
-            assert without_clocks(answer.json()) == without_clocks(ANSWERS[path])
+            assert without_evidence(without_clocks(answer.json())) == without_clocks(ANSWERS[path])
+
+
+def without_evidence(answer: dict[str, Any]) -> dict[str, Any]:
+    """Remove a field that traces did not have then: what decided the role of each turn. The roles are the same."""
+    if "nodes" not in answer:
+        return answer
+    assert all(node["evidence"] for node in answer["nodes"] if node["kind"] == "sampled")
+    nodes = [{name: value for name, value in node.items() if name != "evidence"} for node in answer["nodes"]]
+    return {**answer, "nodes": nodes}
 
 
 async def test_deliveries_are_the_same(data: Path) -> None:

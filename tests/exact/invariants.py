@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 
 from turngate.engines.scripted import derive_logprobs
-from turngate.trace.roles import assign_roles
+from turngate.trace.roles import OWN_ROLES, assign_roles
 from turngate.trace.sample import build_samples
 from turngate.trace.session import Session
 from turngate.trace.tree import Sampled, path_ids
@@ -43,5 +43,5 @@ def check_invariants(session: Session, received: list[np.ndarray]) -> None:
     # 4. Every sampled token is trained at most once, and those of trainable turns exactly once.
     role_of = assign_roles(trace)
     for turn in trace.turns():
-        wanted = role_of[turn.id] in ("main", "subagent") and not turn.info.biases and not turn.info.fault
+        wanted = role_of[turn.id] in OWN_ROLES and not turn.info.biases and not turn.info.fault
         assert trained[turn.id] == int(wanted), (turn.id, role_of[turn.id], trained[turn.id])

@@ -62,12 +62,16 @@ def test_rules_set_role_and_override_model_name() -> None:
         ),
         models={"*-small": "side"},
     )
-    assert read_signals(signals, {"x-kind": "title-1"}, call()) == CallSignals(role="side", why="title")
+    assert read_signals(signals, {"x-kind": "title-1"}, call()) == CallSignals(
+        role="side", why="title", source="header:x-kind"
+    )
     assert read_signals(signals, {}, call(tools=[tool("complete_task")], model="m-small")).role == "subagent"
     assert read_signals(signals, {}, call(tools=[tool("read"), tool("complete_task_x")])).role == ""
     assert read_signals(signals, {}, call(texts=("You are.", "Summarise it."))).role == "side"
     assert read_signals(signals, {}, call(texts=("You write titles.", "Hi"))).role == "side"
-    assert read_signals(signals, {}, call(model="m-small")) == CallSignals(role="side", why="model m-small")
+    assert read_signals(signals, {}, call(model="m-small")) == CallSignals(
+        role="side", why="model m-small", source="model"
+    )
     assert read_signals(signals, {}, call()) == CallSignals()
     assert is_model_alias(signals, "m-small") and not is_model_alias(signals, "m")
 

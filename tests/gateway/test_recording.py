@@ -49,7 +49,7 @@ def test_cause_of_rerendered_prompt(before: list[Call], messages: list[dict[str,
     recorder = Recorder(before)
     location = recorder.trace.locate(read(messages))
     prompt = Prompt(location, None, None, RERENDERED, RERENDERED, PREAMBLE)
-    assert _find_cause(draft(recorder, prompt), None) == cause
+    assert _find_cause(draft(recorder, prompt), None, ()) == cause
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_cause_of_prompt_reported_by_endpoint(messages: list[dict[str, object]],
     if ids == "extended":
         seen = np.concatenate([path_ids(location.node), RERENDERED])
     prompt = build_observed_prompt(location, seen, PREAMBLE)
-    assert _find_cause(draft(recorder, prompt), prompt.context) == cause
+    assert _find_cause(draft(recorder, prompt), prompt.context, ()) == cause
 
 
 def test_draft_counts_live_tokens_until_settled() -> None:

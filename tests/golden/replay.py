@@ -20,6 +20,7 @@ from turngate.dialects.messages_roundtrip import decode_signature
 from turngate.engines.scripted import Scripted
 from turngate.rollout.agent_check import MODEL
 from turngate.rollout.playbook import format_step
+from turngate.trace.signals import Signals
 
 
 class Replay(msgspec.Struct):
@@ -31,19 +32,22 @@ class Replay(msgspec.Struct):
     replies: list[Json]
 
 
-async def play(record: Json) -> Replay:
+async def play(record: Json, *, with_signals: bool = True) -> Replay:
+    """Replay a recording. Without the agent's signals, roles and causes come from structure alone."""
     exchanges = record["exchanges"]
     script = [kit.say(format_step(decode_reply(record["dialect"], e["reply"])), chunk=8) for e in exchanges]
     async with kit.gateway(engine=Scripted(script, model=MODEL), model=MODEL) as g:
         signals = resolve_signals(find_agent(record["agent"]).spec.signals, MODEL)
-        session = await g.open(model=MODEL, signals=msgspec.to_builtins(signals))
+        session = await g.open(model=MODEL, signals=msgspec.to_builtins(signals if with_signals else Signals()))
         client, new_ids = g.http(), dict[str, str]()
         replies = []
         for exchange in exchanges:
             request = exchange["request"]
-            body = _replace_ids(json.dumps(request["body"]), new_ids)
+            body, path = _replace_ids(json.dumps(request["body"]), new_ids), request["path"]
+            if not with_signals:  # the small model's name is one of them
+                body, path = (part.replace(f"{MODEL}-small", MODEL) for part in (body, path))
             headers = {name: value.replace("REDACTED", session.key) for name, value in request["headers"].items()}
-            answer = await client.request(request["method"], request["path"], headers=headers, content=body)
+            answer = await client.request(request["method"], path, headers=headers, content=body)
             payload = recording.decode_payload(answer.headers["content-type"], answer.content)
             new_ids |= dict(zip(_ids(_payload(exchange["reply"])), _ids(payload), strict=True))
             kept = {name: value for name, value in answer.headers.items() if name in exchange["reply"]["headers"]}

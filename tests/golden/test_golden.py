@@ -196,6 +196,14 @@ async def test_replay_gives_same_conversations(name: str) -> None:
     _check_reply_shapes(name, played)
 
 
+@each_recording
+async def test_structure_alone_gives_same_roles(name: str) -> None:
+    """Without the agent's signals and rules, every call still has the right role, and the trace says that structure decided."""
+    played = await play(recording.read(name), with_signals=False)
+    assert [turn["role"] for turn in played.turns] == ROLES[name], [turn["evidence"] for turn in played.turns]
+    assert {turn["evidence"].partition(":")[0] for turn in played.turns} == {"structure"}
+
+
 def _forks(played: Replay) -> list[Json]:
     """Nodes with several children, and causes of forked calls."""
     nodes = [*played.turns, *played.contexts]

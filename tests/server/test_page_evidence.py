@@ -174,6 +174,10 @@ async def test_tree_shows_fork_causes_and_positions(tmp_path: Path) -> None:
         assert compaction["at"] == 8 and compaction["was"]["id"] != compaction["now"]["id"]
         assert nodes[compaction["node"]]["parent"] is None
         assert [branch["role"] for branch in tree["branches"]] == ["main", "main", "aborted", "side", "subagent"]
+        kinds = {
+            node["role"]: node["evidence"].partition(":")[0] for node in tree["nodes"] if node["kind"] == "sampled"
+        }
+        assert kinds == {"main": "structure", "side": "structure", "subagent": "signal", "aborted": "delivery"}
         trained = {node["id"] for node in tree["nodes"] if node.get("trained")}
         rows = (await g.admin.get("/admin/sessions/long/samples")).json()["samples"]
         assert trained == {span["node"] for row in rows for span in row["spans"] if span["trained"]}

@@ -17,11 +17,11 @@ from turngate.trace.message_equality import (
     meaning_digest,
     reasoning_digest,
 )
+from turngate.trace.quotes import find_quotes, take_excerpts
 from turngate.trace.tree import Cause, Context, ContextInfo, Location, Sampled, SampledInfo, Trace
-from turngate.types import ID_DTYPE, LOGPROB_DTYPE, CallSignals, Capture, Finish
+from turngate.types import ID_DTYPE, LOGPROB_DTYPE, NO_SIGNALS, CallSignals, Capture, Finish
 
 Wire = dict[str, Any]
-NO_SIGNALS = CallSignals()
 _LETTER = {"system": "s", "user": "u", "assistant": "a", "tool": "t"}
 
 
@@ -73,6 +73,7 @@ class Call:
     size: int = 2  # sampled tokens
     logprobs: list[float] | Literal["all"] | None = "all"
     biases: tuple[str, ...] = ()
+    texts: bool = True  # whether excerpts and quotations are recorded; old stores do not have them
     capture: Capture = "tokens"
     fault: str = ""
 
@@ -90,6 +91,9 @@ class Recorder:
     def locate(self, call: Call) -> Location:
         return self.trace.locate(read(call.messages, call.preamble))
 
+    def find_quotes(self, location: Location) -> tuple[int, ...]:
+        return find_quotes(self.trace, location.node, location.request, location.start)
+
     def find_cause(self, call: Call) -> Cause | None:
         location = self.locate(call)
         return find_fork_cause(
@@ -101,6 +105,7 @@ class Recorder:
             idempotency_key=call.key,
             signals=call.signals,
             started=self._clock + 1 if call.started is None else call.started,
+            quotes=() if location.context is not None else self.find_quotes(location),
         )
 
     def add(self, call: Call) -> Sampled:
@@ -130,6 +135,8 @@ class Recorder:
             capture=call.capture,
             fault=call.fault,
             arguments=argument_sizes(message),
+            excerpts=take_excerpts(message) if call.texts else (),
+            text_size=len(message.content) if call.texts else -1,
         )
         number = self.trace.reserve_id()
         ids = np.arange(100 * number, 100 * number + call.size, dtype=ID_DTYPE)
@@ -152,6 +159,7 @@ class Recorder:
             has_tools=bool(call.preamble),
             cause=cause,
             signals=call.signals,
+            quotes=self.find_quotes(location) if call.texts else None,
         )
         number = self.trace.reserve_id()
         return Context(number, location.node, np.array([number], ID_DTYPE), info)

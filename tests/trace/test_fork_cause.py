@@ -135,7 +135,13 @@ CASES: list[tuple[str, list[Call], Call, Cause | None]] = [
     # title calls before the main work
     ("the work after a title", [TITLE], Call(FIRST), None),
     ("the work after a title, by its signal", [Call([YOU, user("Title?")], signals=SIDE)], Call(FIRST), None),
-    ("a second title", [TITLE], Call([system("Name it."), user("Or so.")], preamble=""), "subagent"),
+    ("a second title", [TITLE], Call([system("Name it."), user("Or so.")], preamble=""), "new"),
+    (
+        "the answers with another system prompt and other tools",
+        LINE[:1],
+        Call([system("You test."), *SECOND[1:]], preamble="other tools"),
+        "handoff",
+    ),
 ]
 
 

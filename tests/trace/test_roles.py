@@ -66,8 +66,8 @@ CASES: list[tuple[str, list[Call], list[TurnRole]]] = [
     ),
     (
         "a summary of the work, by its signal",
-        [*WORK, Call([*SECOND, user("Sum up.")], signals=SIDE)],
-        ["main", "main", "side"],
+        [*WORK, Call([*SECOND, user("Sum up.")], signals=CallSignals(role="summary"))],
+        ["main", "main", "summary"],
     ),
     ("a side call with tools first", [Call([YOU, user("Title?")], signals=SIDE), *WORK], ["side", "main", "main"]),
     # the same work with a different start
@@ -106,4 +106,5 @@ def test_roles(calls: list[Call], roles: list[TurnRole]) -> None:
 
 
 def test_cases_cover_every_role() -> None:
-    assert {role for case in CASES for role in case[2]} == set(ROLES)
+    # "unknown" depends on what answers contain: tests/trace/test_role_conversations.py
+    assert {role for case in CASES for role in case[2]} == set(ROLES) - {"unknown"}

@@ -343,6 +343,12 @@ CASES: dict[str, Case] = {
     "a first attempt, recorded as a retry": ("cause", lambda t: t.facts(turns(t, cause=None)[0], cause="retry")),
     "a retry, recorded as a resample": ("cause", lambda t: t.facts(turns(t, cause="retry")[1], cause="resample")),
     "an unknown cause": ("cause", lambda t: t.facts(roots(t, "edited")[0], cause="whim")),
+    "a hand-off, without answers": ("cause", lambda t: t.facts(roots(t, "compaction")[0], cause="handoff")),
+    "compaction, recorded as a new conversation": ("cause", lambda t: t.facts(roots(t, "compaction")[0], cause="new")),
+    "another size of a text": ("quotes", lambda t: t.facts(turns(t, finish="stop")[0], text_size=3)),
+    "an excerpt of no text": ("quotes", lambda t: t.facts(turns(t, finish="stop")[0], excerpts=["nobody said this"])),
+    "an invented quotation": ("quotes", lambda t: t.facts(roots(t, "compaction")[0], quotes=[2])),
+    "a quotation of a later turn": ("quotes", lambda t: t.facts(t.of_kind("context")[0], quotes=[9])),
     "tools missing from the facts": ("preamble", lambda t: t.facts(t.of_kind("context")[1], has_tools=False)),
 }
 
@@ -509,6 +515,7 @@ def truncate_turn(t: Tampering) -> None:
     message = msgspec.json.decode(turn.messages)
     message["content"] = kit.renderer().tokenizer.decode(np.frombuffer(ids, np.int32).tolist())
     t.node(turn.id, ids=ids, logprobs=(turn.logprobs or b"")[:-4], messages=msgspec.json.encode(message))
+    t.facts(turn.id, text_size=len(message["content"]), excerpts=[])
 
 
 def delete_last_turn(t: Tampering) -> None:

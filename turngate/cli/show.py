@@ -44,6 +44,7 @@ class NodeView(msgspec.Struct):
     dialect: str = "chat"
     messages: msgspec.Raw = msgspec.Raw(b"[]")
     role: str = ""
+    evidence: str = ""
     logprobs: list[float | None] | None = None
     message: Message | None = None
     finish: str = ""
@@ -226,6 +227,7 @@ class _TreePrinter:
         self._tokenizer = tokenizer
         self._full = full
         self._console = console
+        self._evidence = ""  # of the role of the branch that is printed
 
     def print(self) -> None:
         waiting = list(self._children.get(None, []))
@@ -261,6 +263,9 @@ class _TreePrinter:
             title = f"{role} · branch {where}{cause}"
         self._console.print()
         self._console.rule(Text(sanitize(title), style="bold"), align="left", style="dim")
+        self._evidence = first.evidence if first is not None else ""
+        if self._evidence:
+            say(self._console, Text(sanitize_line(f"role decided by {self._evidence}"), style="dim"))
 
     def _print_node(self, node: NodeView) -> None:
         if node.kind == "sampled":
@@ -285,7 +290,8 @@ class _TreePrinter:
 
     def _turn_title(self, node: NodeView) -> Text:
         known = [p for p in node.logprobs or () if p is not None]
-        facts = [f"{len(node.ids)} tokens", node.finish, node.role]
+        role = node.role if node.evidence == self._evidence else f"{node.role} ({node.evidence})"
+        facts = [f"{len(node.ids)} tokens", node.finish, role]
         if known:
             facts.insert(1, f"mean log-probability {sum(known) / len(known):.2f}")
         if node.version_end:
@@ -337,9 +343,9 @@ class _TreePrinter:
 def _describe_cause(cause: str | None, role: str) -> str:
     """Describe why a branch exists, unless its role already says so.
 
-    The causes `subagent` and `side` are not shown, because the main conversation may first have been classified that way.
+    The causes `subagent`, `side` and `new` are not shown, because the main conversation may first have been classified that way.
     """
-    return f" · {cause}" if cause and cause not in (role, "subagent", "side") else ""
+    return f" · {cause}" if cause and cause not in (role, "subagent", "side", "new") else ""
 
 
 def _decode_each(tokenizer: Tokenizer, ids: list[int]) -> list[str]:

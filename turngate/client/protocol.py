@@ -170,6 +170,7 @@ class TraceTurn(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="
     id: int
     parent: int
     role: str  # a `TurnRole`; a newer gateway may send others, here and in `finish` and `capture`
+    evidence: str = ""  # what decided its role, such as `signal: header:x-kind: title`
     ids: Ids
     logprobs: Logprobs | None  # NaN for tokens without one
     message: msgspec.Raw

@@ -156,7 +156,7 @@ def build_observed_prompt(location: Location, ids: Ids | None, preamble: Preambl
     return Prompt(location, None, None, ids, ids, preamble, "template")
 
 
-def build_context_info(prompt: Prompt, cause: Cause | None, call: Call) -> ContextInfo:
+def build_context_info(prompt: Prompt, cause: Cause | None, call: Call, quotes: tuple[int, ...]) -> ContextInfo:
     """Build the trace's record of the messages that a prompt adds."""
     request, start = prompt.location.request, prompt.start
     return ContextInfo(
@@ -167,6 +167,7 @@ def build_context_info(prompt: Prompt, cause: Cause | None, call: Call) -> Conte
         cause=cause,
         dialect=call.dialect,
         signals=call.signals,
+        quotes=quotes,
     )
 
 

@@ -23,6 +23,7 @@ from turngate.store.sqlite import NewTurn
 from turngate.telemetry.metrics import Metrics
 from turngate.trace.fork_cause import find_fork_cause
 from turngate.trace.message_equality import argument_sizes, exact_digest, meaning_digest, reasoning_digest
+from turngate.trace.quotes import find_quotes, take_excerpts
 from turngate.trace.session import Session
 from turngate.trace.tree import Cause, Context, Sampled, SampledInfo
 from turngate.types import ID_DTYPE, Finish, Json, Message
@@ -48,9 +49,10 @@ class TurnRecorder:
         session, prompt = draft.session, draft.prompt
         trace, request = session.trace, prompt.location.request
         context = prompt.context or trace.find_same_context(prompt.parent, prompt.added, request, prompt.start)
-        cause = _find_cause(draft, context)
+        quotes = find_quotes(trace, prompt.parent, request, prompt.start) if context is None else ()
+        cause = _find_cause(draft, context, quotes)
         if context is None:
-            context_info = build_context_info(prompt, cause, draft.call)
+            context_info = build_context_info(prompt, cause, draft.call, quotes)
             context = Context(trace.reserve_id(), prompt.parent, prompt.added, context_info)
             context.stored = False
             # Add it now, so that an identical call that ends in the meantime uses the same context.
@@ -133,7 +135,7 @@ class TurnRecorder:
             self._events.add(session.id, "limit", {"limit": limit})
 
 
-def _find_cause(draft: TurnDraft, context: Context | None) -> Cause | None:
+def _find_cause(draft: TurnDraft, context: Context | None, quotes: tuple[int, ...]) -> Cause | None:
     """Return why the turn forks the trace, or None if it does not.
 
     The cause is determined when the turn is recorded: by then the trace also contains calls that were in flight when it began.
@@ -150,6 +152,7 @@ def _find_cause(draft: TurnDraft, context: Context | None) -> Cause | None:
         idempotency_key=call.idempotency_key,
         signals=call.signals,
         started=draft.started,
+        quotes=quotes,
     )
     return "template" if context is None and prompt.is_rerendered and cause in (None, "branch") else cause
 
@@ -177,6 +180,8 @@ def _build_info(
         arguments=argument_sizes(message),
         lost=draft.lost,
         verbatim=draft.verbatim,
+        excerpts=take_excerpts(message),
+        text_size=len(message.content),
     )
 
 

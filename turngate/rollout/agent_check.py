@@ -294,7 +294,7 @@ def _check_side_calls(spans: list[RowSpan]) -> PromiseResult:
     return PromiseResult(
         "side calls are labelled and excluded from training",
         not any(span.trained for span in sides),
-        f"{sum(span.role == 'side' for span in sides)} side calls",
+        f"{sum(span.role in ('side', 'summary') for span in sides)} side calls",
     )
 
 

@@ -60,7 +60,8 @@ def _compare_files(
         return written, [f"the transcript has {written} turns, far more than the trace"]
     main = _list_turns(recorded, "main")
     # Some agents also write their summaries as turns, and all of them write the gateway's last message.
-    side = [*_list_turns(recorded, "side"), TranscriptTurn(text=limit_message(stop))]
+    aside = [turn for role in ("side", "summary") for turn in _list_turns(recorded, role)]
+    side = [*aside, TranscriptTurn(text=limit_message(stop))]
     differences = [
         _format_difference("main", d)
         for d in compare_turns(transcripts.main, main, side=side, fills_in=transcript.fills_in)

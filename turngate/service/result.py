@@ -40,7 +40,7 @@ class RolloutTurn(msgspec.Struct, frozen=True, kw_only=True):
     """One model call."""
 
     node: int  # its number in the trace
-    role: str  # main, subagent, side, superseded, aborted
+    role: str  # main, subagent, side, summary, unknown, superseded, aborted
     finish_reason: str
     prompt_tokens: int | None  # None if unknown (observe mode, if the endpoint does not report it)
     sampled_tokens: int | None
@@ -136,7 +136,7 @@ class ConversationMessage(msgspec.Struct, frozen=True, kw_only=True):
     cursor: int  # 1, 2, 3 …
     node: int  # its node in the trace
     branch: int  # 0 is the first; each fork starts a new one
-    turn_role: str  # role of the turn that it belongs to, or whose prompt contains it: main, subagent, side, superseded, aborted
+    turn_role: str  # role of the turn that it belongs to, or whose prompt contains it, as in `RolloutTurn.role`
     role: str  # system, user, assistant, tool
     text: str = ""
     reasoning: str = ""

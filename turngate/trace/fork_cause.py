@@ -5,8 +5,10 @@ resample    the same request again, for a second answer
 branch      a second continuation of a turn
 edited      a changed history: it contains an answer that the model never gave
 compaction  the same conversation, shortened
+handoff     another agent takes over: answers of the conversation with a different system prompt
 subagent    a sub-agent's own conversation
-side        a title, a summary or a probe
+side        a call beside the conversation: a title, a summary or a probe
+new         a conversation of its own, without tools; its role states what it is for
 tools       the same conversation with different tools
 system      the same conversation with a different system prompt
 template    the chat template does not extend the earlier ids (detected where prompts are rendered)
@@ -14,6 +16,7 @@ template    the chat template does not extend the earlier ids (detected where pr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 
 from turngate.trace.message_equality import DIGEST_SIZE, RequestMessages
@@ -31,11 +34,13 @@ def find_fork_cause(
     idempotency_key: str = "",
     signals: CallSignals = CallSignals(),
     started: float = inf,
+    quotes: tuple[int, ...] = (),
 ) -> Cause | None:
     """Return why a turn forks, or None if it extends the tip of a branch or is the first turn.
 
     `context` is the known context whose ids equal the turn's prompt. `location.context` only has to match in meaning, so it may be a
-    different context, or be set when `context` is None. `started` is when the turn began.
+    different context, or be set when `context` is None. `started` is when the turn began. `quotes` are the turns that its new messages
+    quote.
     """
     for known in (location.context, context):
         if known is not None:
@@ -48,7 +53,7 @@ def find_fork_cause(
         return None
     if location.node is not None:
         return _continuation_cause(location.node, location, signals)
-    return _new_root_cause(trace, location.request, has_tools, signals) if trace.roots else None
+    return _new_root_cause(trace, location.request, has_tools, signals, quotes) if trace.roots else None
 
 
 def _repetition_cause(answers: list[Sampled], started: float, *, is_retry: bool) -> Cause | None:
@@ -64,11 +69,11 @@ def _repetition_cause(answers: list[Sampled], started: float, *, is_retry: bool)
 
 def _continuation_cause(node: Sampled, location: Location, signals: CallSignals) -> Cause | None:
     """Return why new messages after a known turn fork, or None if they continue its branch."""
-    if signals.role == "side":
+    if signals.is_aside:
         return "side"  # such as a summary of the conversation so far
     # A sub-agent or side call that branched off here does not make the conversation itself fork.
     continues = any(_is_same_thread(context.info.signals, signals) for context in node.children)
-    if _is_subagent(signals):
+    if signals.is_subagent:
         # A sub-agent may start from its parent's history. It forks where it leaves the parent's thread, then continues its own.
         is_own = node.parent.info.signals.thread == signals.thread
         return None if is_own and not continues else "subagent"
@@ -80,20 +85,18 @@ def _is_same_thread(one: CallSignals, other: CallSignals) -> bool:
     return one.thread == other.thread and one.role == other.role
 
 
-def _is_subagent(signals: CallSignals) -> bool:
-    return signals.role == "subagent" or bool(signals.parent and signals.parent != signals.thread)
-
-
-def _new_root_cause(trace: Trace, request: RequestMessages, has_tools: bool, signals: CallSignals) -> Cause | None:
+def _new_root_cause(
+    trace: Trace, request: RequestMessages, has_tools: bool, signals: CallSignals, quotes: tuple[int, ...]
+) -> Cause | None:
     """Return the cause of a conversation that shares no turn with the trace. The agent's signals take precedence over structure."""
-    if signals.role == "side":
+    if signals.is_aside:
         return "side"
-    if _is_subagent(signals):
+    if signals.is_subagent:
         return "subagent"
-    roots = [root for root in trace.roots if root.info.signals.role != "side"]
+    roots = [root for root in trace.roots if not root.info.signals.is_aside]
     if not roots:
         return None  # only titles so far: this is the first real conversation
-    cause = _structural_cause(trace, request, has_tools)
+    cause = _structural_cause(trace, request, has_tools, quotes)
     if cause == "subagent" and has_tools and not any(root.info.has_tools for root in roots):
         return None  # only titles so far, though no signal marked them
     threads = [root.info.signals.thread for root in roots if root.info.signals.thread]
@@ -105,35 +108,76 @@ def _new_root_cause(trace: Trace, request: RequestMessages, has_tools: bool, sig
     return "subagent" if has_tools else "side"
 
 
-def _structural_cause(trace: Trace, request: RequestMessages, has_tools: bool) -> Cause:
-    head = request.meaning(0)
+def _structural_cause(trace: Trace, request: RequestMessages, has_tools: bool, quotes: tuple[int, ...]) -> Cause:
     question = _first_question(request)
-    # A title or summary is never revised, nor is a request without tools that preceded the first conversation with tools.
-    known = [root for root in trace.roots if root.info.cause != "side" and root.info.signals.role != "side"]
-    for root in [root for root in known if root.info.has_tools] or known:
-        same_preamble = root.info.preamble == request.preamble
-        same_head = root.info.meanings[:DIGEST_SIZE] == head
-        same_question = _first_question_of(root) == question
-        if not same_preamble and same_head and (question is None or same_question):
-            return "tools" if has_tools else "side"
-        if same_preamble and not same_head and question is not None and same_question:
-            return "system"
+    repeated = _find_repeated_answers(trace, request)
+    if (cause := _revision_cause(trace, request, has_tools, bool(repeated))) is not None:
+        return cause
+    same = [root for root in trace.roots if _has_same_start(root, request)]
+    if any(turn.root not in same for turn in repeated):
+        return "handoff"
     if not has_tools and any(root.info.has_tools for root in trace.roots):
         return "side"
-    same = [
-        root
-        for root in trace.roots
-        if root.info.preamble == request.preamble and root.info.meanings[:DIGEST_SIZE] == head
-    ]
     if not same:
-        return "subagent"
+        return "subagent" if has_tools else "new"
     longest = max((node.count for node in trace.nodes if node.root in same), default=0)
     if any(_first_question_of(root) == question for root in same):
         # Some agents keep the user's first message and summarize the rest.
         return "compaction" if longest > len(request) + 1 and not _has_answers(request) else "edited"
     if any(_repeats_first_answer(root, request) for root in same):
         return "edited"  # only the question changed; a summary would not keep the first answer
+    quoted = [node for node in trace.nodes if isinstance(node, Sampled) and node.id in quotes]
+    if not has_tools:
+        # Many agents ask independent questions with one system prompt, so a shorter conversation alone proves nothing.
+        return "compaction" if repeated or find_summary(quoted, has_tools=False) is not None else "new"
+    if any(turn.info.arguments and not turn.children for turn in quoted):
+        return "subagent"  # its task is in the arguments of a tool call that has no result yet
     return "compaction" if longest > len(request) or _has_answers(request) else "subagent"
+
+
+def _revision_cause(trace: Trace, request: RequestMessages, has_tools: bool, repeats_answers: bool) -> Cause | None:
+    """Return the cause if this is an earlier conversation with different tools or a different system prompt."""
+    head, question = request.meaning(0), _first_question(request)
+    # A title or summary is never revised, nor is a request without tools that preceded the first conversation with tools.
+    known = [root for root in trace.roots if root.info.cause != "side" and not root.info.signals.is_aside]
+    for root in [root for root in known if root.info.has_tools] or known:
+        same_preamble = root.info.preamble == request.preamble
+        same_head = root.info.meanings[:DIGEST_SIZE] == head
+        same_question = _first_question_of(root) == question
+        if not same_preamble and same_head and (question is None or same_question):
+            return "tools" if has_tools else "side"
+        # Without tools, a title or another agent may have the same question. The same conversation also has its answers.
+        continues = has_tools or repeats_answers
+        if same_preamble and not same_head and question is not None and same_question and continues:
+            return "system"
+    return None
+
+
+def find_summary(quoted: Sequence[Sampled], *, has_tools: bool) -> Sampled | None:
+    """Return the turn that a shortened conversation begins with, given the turns that it quotes, or None.
+
+    It is the newest, and it ended its branch. It answers a call after several turns, or one of its own: one that quotes the conversation,
+    or one without tools if the conversation has tools. If the turn before it is quoted as well, the text is a transcript and not a summary.
+    """
+    turn = max(quoted, key=lambda turn: turn.id, default=None)
+    if turn is None or turn.info.arguments or any(context.children for context in turn.children):
+        return None
+    before = turn.parent.parent
+    if before is None:
+        is_quiet = has_tools and not turn.parent.info.has_tools
+        return turn if is_quiet or turn.root.info.quotes or turn.parent.info.signals.is_aside else None
+    return None if before in quoted else turn
+
+
+def _find_repeated_answers(trace: Trace, request: RequestMessages) -> list[Sampled]:
+    """Return the recorded turns that a request repeats as messages."""
+    answers = {request.meaning(index) for index in range(len(request)) if request.assistant(index) is not None}
+    return [turn for turn in trace.turns() if turn.info.meaning in answers] if answers else []
+
+
+def _has_same_start(root: Context, request: RequestMessages) -> bool:
+    """Return whether a conversation has the request's tools and its first message, which is usually the system prompt."""
+    return root.info.preamble == request.preamble and root.info.meanings[:DIGEST_SIZE] == request.meaning(0)
 
 
 def _repeats_first_answer(root: Context, request: RequestMessages) -> bool:

@@ -1,85 +1,361 @@
-"""The role of each turn in its rollout, derived from the trace.
+"""The role of each turn in its rollout, derived from the trace, and the evidence that decided it.
 
 main        the agent's own conversation
-subagent    a sub-agent's conversation
-side        titles, summaries and probes
+subagent    a sub-agent's conversation, or that of another agent that takes part in the work
+side        titles, commit messages and probes
+summary     a summary that replaces a conversation when it is shortened
+unknown     a conversation whose purpose cannot be decided
 superseded  sampled, but then retried or abandoned
 aborted     cut short, for example because the agent hung up
+
+Evidence is considered in this order, and the first that decides wins:
+
+delivery    how the turn ended: it was cut short, lost or replaced
+signal      what the agent states in headers or fields: a role, a thread, a parent thread
+rule        what the agent's description declares about system prompts, messages, tools or model names
+structure   which conversation continues which, who quotes whose answer, and how long they are
+none        nothing decided: the role is `unknown`
+
+Within one description, rules apply in their order, whether they read a header or the content of the request.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-from turngate.trace.tree import Context, Sampled, Trace
+import msgspec
 
-TurnRole = Literal["main", "subagent", "side", "superseded", "aborted"]
-ROLES: tuple[TurnRole, ...] = ("main", "subagent", "side", "superseded", "aborted")
+from turngate.trace.fork_cause import find_summary
+from turngate.trace.message_equality import DIGEST_SIZE
+from turngate.trace.tree import Context, Sampled, Trace
+from turngate.types import CallSignals
+
+TurnRole = Literal["main", "subagent", "side", "summary", "unknown", "superseded", "aborted"]
+ROLES: tuple[TurnRole, ...] = ("main", "subagent", "side", "summary", "unknown", "superseded", "aborted")
+Evidence = Literal["delivery", "signal", "rule", "structure", "none"]
+
+OWN_ROLES: tuple[TurnRole, ...] = ("main", "subagent", "unknown")  # the agent's work, trained by default
+
+_MAX_LABEL = 120  # characters of a title, a commit message or a verdict
+_LABEL_RATIO = 4  # a conversation with this many times the text of a label is more than one
+_REVISIONS = ("system", "tools", "template", "edited")  # causes of a conversation that continues an earlier one
+
+
+class RoleDecision(msgspec.Struct, frozen=True):
+    """The role of a turn, the kind of evidence that decided it, and that evidence in words."""
+
+    role: TurnRole
+    evidence: Evidence
+    why: str
+
+    def describe(self) -> str:
+        return f"{self.evidence}: {self.why}"
+
+
+_ABORTED = RoleDecision("aborted", "delivery", "it was cut short")
+_SUPERSEDED = RoleDecision("superseded", "delivery", "another answer to the same request was used")
+_UNDELIVERED = RoleDecision("superseded", "delivery", "it did not reach the agent")
+_MAIN = RoleDecision("main", "structure", "the main conversation")
+_UNKNOWN = RoleDecision("unknown", "none", "no signal, rule or structure states its purpose")
 
 
 def assign_roles(trace: Trace) -> dict[int, TurnRole]:
     """Return the role of each sampled node, by node id."""
-    root_roles = _assign_root_roles(trace)
-    superseded = _find_superseded(trace)
-    assigned: dict[int, TurnRole] = {}
-    for turn in trace.turns():
+    return {node: decision.role for node, decision in decide_roles(trace).items()}
+
+
+def decide_roles(trace: Trace) -> dict[int, RoleDecision]:
+    """Return the role of each sampled node and its evidence, by node id."""
+    nodes = _Nodes(trace)
+    by_root = {root.id: _MAIN for root in trace.roots}
+    summaries: dict[int, RoleDecision] = {}
+    if len(trace.roots) > 1:
+        structure = _Structure(trace, nodes)
+        by_root, summaries = structure.by_root, structure.summaries
+    superseded = _find_superseded(nodes.crowded) if nodes.crowded else ()
+    decided: dict[int, RoleDecision] = {}
+    for turn in nodes.turns:
         if turn.info.finish == "abort":
-            assigned[turn.id] = "aborted"
-        elif turn.id in superseded or (not turn.delivered and not turn.children):
-            assigned[turn.id] = "superseded"
+            decision = _ABORTED
+        elif turn.id in superseded:
+            decision = _SUPERSEDED
+        elif not turn.delivered and not turn.children:
+            decision = _UNDELIVERED
         else:
-            assigned[turn.id] = _role_from_signals(turn) or root_roles[turn.root.id]
-    return assigned
+            signals = turn.parent.info.signals
+            stated = _decide_by_signals(turn) if signals.thread or signals.role or signals.parent else None
+            decision = stated or summaries.get(turn.id) or by_root[turn.root.id]
+        decided[turn.id] = decision
+    return decided
 
 
-def _role_from_signals(turn: Sampled) -> TurnRole | None:
-    """Return the role given by the agent's signals, if any. A sub-agent may continue its parent's history, in the same tree."""
+class _Nodes:
+    """The nodes of a trace, sorted in one pass: roles are computed often, and most traces are a single conversation."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.turns: list[Sampled] = []
+        self.crowded: list[Context] = []  # contexts with several answers
+        self.quoting: list[Context] = []  # contexts that quote other conversations
+        for node in trace.nodes:
+            if isinstance(node, Sampled):
+                self.turns.append(node)
+            else:
+                if len(node.children) > 1:
+                    self.crowded.append(node)
+                if node.info.quotes:
+                    self.quoting.append(node)
+
+
+def _decide_by_signals(turn: Sampled) -> RoleDecision | None:
+    """Return the role given by the agent's signals and rules. A sub-agent may continue its parent's history, in the same tree."""
     signals = turn.parent.info.signals
-    if signals.role:
-        return signals.role
-    if signals.parent and signals.parent != signals.thread:
-        return "subagent"
+    if (signals.role or signals.parent) and (decision := _read_role(signals)) is not None:
+        return decision
     root_thread = turn.root.info.signals.thread
-    is_other_thread = bool(signals.thread and root_thread and signals.thread != root_thread)
-    return "subagent" if is_other_thread and turn.parent.info.has_tools else None
+    is_other_thread = signals.thread != root_thread and signals.thread and root_thread
+    return _on_thread(signals) if is_other_thread and turn.parent.info.has_tools else None
 
 
-def _assign_root_roles(trace: Trace) -> dict[int, TurnRole]:
-    """Return the role of each root's conversation, by node id."""
-    # An agent may request a title first, so the main conversation is the first one with tools, or else the longest.
-    sizes: dict[int, int] = {}
-    for turn in trace.turns():
-        sizes[turn.root.id] = sizes.get(turn.root.id, 0) + 1
-    longest = max(trace.roots, key=lambda root: sizes.get(root.id, 0), default=None)
-    own = [root for root in trace.roots if not _is_not_main(root)]
-    main = next((root for root in own if root.info.has_tools), longest)
-    assigned: dict[int, TurnRole] = {}
-    for root in trace.roots:
-        continues = root.info.cause in ("compaction", "system", "tools", "template", "edited")
-        # A second title with a different system prompt may look like a revision of the first, until a conversation with tools begins.
-        is_title = root.info.cause == "system" and not root.info.has_tools and main is not None and main.info.has_tools
-        if root is main or (continues and not is_title):
-            assigned[root.id] = "main"
-        elif root.info.cause == "subagent":
-            assigned[root.id] = "subagent"
-        else:
-            assigned[root.id] = "side"
-    return assigned
+def _read_role(signals: CallSignals) -> RoleDecision | None:
+    if signals.role:
+        is_own = not signals.source or signals.source.startswith(("header:", "body:"))
+        why = ": ".join(part for part in (signals.source, signals.why) if part)
+        return RoleDecision(signals.role, "signal" if is_own else "rule", why or "stated by the agent")
+    if signals.is_subagent:
+        return RoleDecision("subagent", "signal", f"thread {signals.thread or 'unnamed'} of {signals.parent}")
+    return None
 
 
-def _is_not_main(root: Context) -> bool:
+def _on_thread(signals: CallSignals) -> RoleDecision:
+    return RoleDecision("subagent", "signal", f"a thread of its own, {signals.thread}")
+
+
+class _Structure:
+    """The conversations of a trace: one per root. A line is a conversation with the later roots that continue it."""
+
+    def __init__(self, trace: Trace, nodes: _Nodes) -> None:
+        self._roots = trace.roots
+        self.by_root: dict[int, RoleDecision] = {}
+        self.summaries: dict[int, RoleDecision] = {}  # by turn
+        self._turns: dict[int, list[Sampled]] = {root.id: [] for root in trace.roots}
+        for turn in nodes.turns:
+            self._turns[turn.root.id].append(turn)
+        self._quoted_by: dict[int, list[Context]] = {}  # contexts of other conversations, by turn
+        for context in nodes.quoting:
+            for quoted in context.info.quotes or ():
+                self._quoted_by.setdefault(quoted, []).append(context)
+        self._by_id = {turn.id: turn for turn in nodes.turns if turn.id in self._quoted_by} if nodes.quoting else {}
+        self._line: dict[int, Context] = {}  # the first root of each root's line
+        for root in self._roots:
+            continued = self._find_continued(root)
+            self._line[root.id] = root if continued is None else self._line[continued.id]
+        self._main = self._find_main()
+        for root in self._roots:
+            self._find_summary_before(root)
+        for root in sorted(self._roots, key=lambda root: self._line[root.id] is not root):
+            self.by_root[root.id] = self._decide_root(root)
+
+    # ── which conversation continues which ──────────────────────────────────────────────────────────────────────────
+
+    def _find_continued(self, root: Context) -> Context | None:
+        """Return the earlier root whose conversation this one continues."""
+        cause = root.info.cause
+        if cause not in (*_REVISIONS, "compaction", "handoff"):
+            return None
+        earlier = [other for other in self._roots if other.id < root.id and not _is_helper(other)]
+        if cause == "handoff":
+            found = self._find_repeated(root, earlier)
+            return found if found is not None and not self._is_resumed(found, root) else None
+        if cause == "compaction" and not self._is_real_compaction(root, earlier):
+            return None
+        if cause == "tools" and root.info.has_tools:
+            earlier = [
+                other for other in earlier if other.info.has_tools
+            ]  # a title may begin like the conversation after it
+        return max(earlier, key=lambda other: (_compare(other, root, cause), other.id), default=None)
+
+    def _is_real_compaction(self, root: Context, earlier: list[Context]) -> bool:
+        """Return whether more than a shorter request shows that it was shortened. Old traces of agents without tools may lack it."""
+        if root.info.has_tools or root.info.quotes is not None or "a" in root.info.roles:
+            return True
+        thread, question = root.info.signals.thread, _first_question(root)
+        return any(
+            _first_question(other) == question or (thread and other.info.signals.thread == thread) for other in earlier
+        )
+
+    def _find_repeated(self, root: Context, earlier: list[Context]) -> Context | None:
+        """Return the root of the newest turn that a context repeats as a message."""
+        meanings = root.info.meanings
+        digests = {meanings[at : at + DIGEST_SIZE] for at in range(0, len(meanings), DIGEST_SIZE)}
+        turns = [turn for other in earlier for turn in self._turns[other.id] if turn.info.meaning in digests]
+        return max(turns, key=lambda turn: turn.id).root if turns else None
+
+    def _is_resumed(self, root: Context, after: Context) -> bool:
+        """Return whether the line of a conversation goes on after another conversation has ended."""
+        ended = max((turn.id for turn in self._turns[after.id]), default=after.id)
+        line = self._line[root.id]
+        return any(
+            turn.id > ended
+            for other in self._roots
+            if self._line.get(other.id) is line
+            for turn in self._turns[other.id]
+        )
+
+    # ── what each conversation is for ───────────────────────────────────────────────────────────────────────────────
+
+    def _find_main(self) -> Context | None:
+        """Return the first root of the main line: the first with tools, or else the one with the most turns.
+
+        If several have as many turns, it is the first with more than a short answer, such as a title, whose answer no other one uses.
+        """
+        own = [root for root in self._roots if not _is_helper(root)]
+        with_tools = next((root for root in own if root.info.has_tools), None)
+        if with_tools is not None:
+            return self._line[with_tools.id]
+        lines = {self._line[root.id].id: self._line[root.id] for root in own}
+        return max(
+            lines.values(),
+            key=lambda line: (self._count(line), not self._is_label(line), self._find_user(line) is None),
+            default=None,
+        )
+
+    def _find_user(self, root: Context) -> Context | None:
+        """Return the first context of another line that quotes an answer of this conversation."""
+        line = self._line[root.id]
+        contexts = (context for turn in self._turns[root.id] for context in self._quoted_by.get(turn.id, ()))
+        return next((context for context in contexts if self._line[context.root.id] is not line), None)
+
+    def _count(self, line: Context) -> int:
+        return sum(len(self._turns[root.id]) for root in self._roots if self._line[root.id] is line)
+
+    def _is_label(self, root: Context) -> bool:
+        """Return whether a conversation is one short answer."""
+        turns = self._turns[root.id]
+        return len(turns) == 1 and 0 <= turns[0].info.text_size <= _MAX_LABEL and not turns[0].info.arguments
+
+    def _find_summary_before(self, root: Context) -> None:
+        """Mark the turn that summarized the conversation which this one continues."""
+        if root.info.cause != "compaction" or not root.info.quotes:
+            return
+        quoted = [self._by_id[node] for node in root.info.quotes if node in self._by_id]
+        summary = find_summary(quoted, has_tools=root.info.has_tools)
+        if summary is not None and summary.root is not root:
+            turn = self._turns[root.id][0].id if self._turns[root.id] else root.id
+            self.summaries[summary.id] = RoleDecision(
+                "summary", "structure", f"the shortened conversation of turn {turn} begins with it"
+            )
+
+    def _decide_root(self, root: Context) -> RoleDecision:
+        line, signals = self._line[root.id], root.info.signals
+        if (decision := _read_role(signals)) is not None:
+            return decision
+        if line is self._main:
+            return _MAIN
+        if line is not root:
+            role = self.by_root[line.id].role
+            return RoleDecision(
+                role, "structure", f"it continues the conversation of context {line.id} ({root.info.cause})"
+            )
+        if root.info.has_tools:
+            thread = self._main.info.signals.thread if self._main is not None else ""
+            if signals.thread and thread and signals.thread != thread:
+                return _on_thread(signals)
+            return RoleDecision("subagent", "structure", "a conversation of its own, with tools")
+        return self._decide_without_tools(root)
+
+    def _decide_without_tools(self, root: Context) -> RoleDecision:
+        alike = self._find_alike(root)
+        if alike is not None and self._line[alike.id] is self._main:
+            return RoleDecision("main", "structure", "it has the system prompt of the main conversation")
+        if (decision := self._decide_by_use(root)) is not None:
+            return decision
+        if alike is not None:
+            role = self.by_root[alike.id].role
+            return RoleDecision(role, "structure", f"it has the system prompt of context {alike.id}")
+        if root.info.quotes is None:
+            # An old trace, without texts: its recorded cause is all there is.
+            recorded = root.info.cause or "a call before the main conversation"
+            return RoleDecision(
+                "subagent" if root.info.cause == "subagent" else "side", "structure", f"recorded as {recorded}"
+            )
+        if self._is_label(root):
+            is_side = self._is_beside_main(root)
+            return (
+                RoleDecision("side", "structure", "one short answer that no later request uses")
+                if is_side
+                else _UNKNOWN
+            )
+        if root.info.cause == "handoff":
+            return RoleDecision("subagent", "structure", "it takes over a conversation that goes on after it")
+        return _UNKNOWN
+
+    def _decide_by_use(self, root: Context) -> RoleDecision | None:
+        """Decide by who uses the conversation's answers, and whose answers it uses."""
+        if (user := self._find_user(root)) is not None:
+            return RoleDecision("subagent", "structure", f"context {user.id} uses its answer")
+        sources = [self._by_id[node].root for node in root.info.quotes or () if node in self._by_id]
+        if not sources:
+            return None
+        if not self._is_label(root):
+            return RoleDecision(
+                "subagent", "structure", f"it works on the answer of turn {max(root.info.quotes or ())}"
+            )
+        return None if any(self._is_resumed(source, root) for source in sources) else _UNKNOWN
+
+    def _find_alike(self, root: Context) -> Context | None:
+        """Return a conversation with the same tools and system prompt: the main one, or else the first."""
+        if not root.info.roles.startswith("s"):
+            return None
+        alike = [
+            other
+            for other in self._roots
+            if other is not root
+            and not _is_helper(other)
+            and other.info.preamble == root.info.preamble
+            and other.info.meanings[:DIGEST_SIZE] == root.info.meanings[:DIGEST_SIZE]
+        ]
+        main = next((other for other in alike if self._line[other.id] is self._main), None)
+        return main or next((other for other in alike if other.id in self.by_root), None)
+
+    def _is_beside_main(self, root: Context) -> bool:
+        """Return whether the main conversation is clearly another one: with tools, longer, or about the same question."""
+        main = self._main
+        if main is None:
+            return False
+        if main.info.has_tools or self._count(main) > 1:
+            return True
+        size = max((turn.info.text_size for turn in self._turns[main.id]), default=0)
+        question = _first_question(root)
+        same_question = question is not None and question == _first_question(main)
+        return same_question or size >= _LABEL_RATIO * max(turn.info.text_size for turn in self._turns[root.id])
+
+
+def _is_helper(root: Context) -> bool:
     """Return whether the agent's signals mark this as a side or sub-agent conversation."""
-    signals = root.info.signals
-    return signals.role in ("side", "subagent") or bool(signals.parent and signals.parent != signals.thread)
+    return root.info.signals.is_aside or root.info.signals.is_subagent
 
 
-def _find_superseded(trace: Trace) -> set[int]:
+def _compare(other: Context, root: Context, cause: str) -> int:
+    """Return how well an earlier conversation fits as the one that `root` continues; 0 if it does not."""
+    same_preamble = other.info.preamble == root.info.preamble
+    same_head = other.info.meanings[:DIGEST_SIZE] == root.info.meanings[:DIGEST_SIZE]
+    same_question = _first_question(other) == _first_question(root)
+    same_thread = bool(root.info.signals.thread) and other.info.signals.thread == root.info.signals.thread
+    fits = {"tools": same_head, "system": same_question}.get(cause, same_preamble and same_head)
+    return (4 if fits else 0) + (2 if same_thread else 0) + (1 if fits and same_question else 0)
+
+
+def _first_question(root: Context) -> bytes | None:
+    """Return the digest of the user's first message."""
+    at = root.info.roles.find("u")
+    return root.info.meanings[at * DIGEST_SIZE : (at + 1) * DIGEST_SIZE] if at >= 0 else None
+
+
+def _find_superseded(crowded: list[Context]) -> set[int]:
     """Return the turns that the agent abandoned because it continued or retried a different answer to the same request."""
     superseded: set[int] = set()
-    for context in (node for node in trace.nodes if isinstance(node, Context)):
+    for context in crowded:
         answers = context.children
-        if len(answers) < 2:
-            continue
         has_continued = any(s.children for s in answers)
         is_retried = False
         for answer in reversed(answers):

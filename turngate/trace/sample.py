@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from turngate.trace.roles import TurnRole, assign_roles
+from turngate.trace.roles import OWN_ROLES, TurnRole, assign_roles
 from turngate.trace.tree import Sampled, Trace, path_to
 from turngate.types import LOGPROB_DTYPE, Ids, Logprobs
 
@@ -13,7 +13,7 @@ from turngate.types import LOGPROB_DTYPE, Ids, Logprobs
 class TrainingPolicy(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Rules for which turns of a trace are trained."""
 
-    roles: tuple[TurnRole, ...] = ("main", "subagent")
+    roles: tuple[TurnRole, ...] = OWN_ROLES
     biased: bool = False  # also train turns sampled with a bias (top-p, grammars, forced tools …)
 
 

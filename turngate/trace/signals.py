@@ -24,7 +24,7 @@ import msgspec
 from turngate.types import Call, CallSignals, Json
 
 _SOURCE = re.compile(r"header:[A-Za-z0-9-]+(\.[\w-]+)*|body:[\w-]+(\.[\w-]+)*|tool:[\w.-]+|model|system|last")
-SignalRole = Literal["main", "subagent", "side"]
+SignalRole = Literal["main", "subagent", "side", "summary"]
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _MAX_LENGTH = 200  # characters; longer values are cut
 
@@ -60,12 +60,12 @@ def read_signals(signals: Signals, headers: Mapping[str, str], call: Call) -> Ca
     for rule in signals.rules:
         value = _read_source(rule.source, headers, call)
         if value and fnmatchcase(value, rule.match):
-            return CallSignals(thread, parent, rule.role, rule.why)
+            return CallSignals(thread, parent, rule.role, rule.why, rule.source)
     role = next((role for pattern, role in signals.models.items() if fnmatchcase(call.model, pattern)), None)
     return (
         CallSignals(thread, parent)
         if role is None
-        else CallSignals(thread, parent, role, f"model {call.model}"[:_MAX_LENGTH])
+        else CallSignals(thread, parent, role, f"model {call.model}"[:_MAX_LENGTH], "model")
     )
 
 

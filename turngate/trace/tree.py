@@ -17,6 +17,7 @@ import numpy as np
 from turngate.trace.message_equality import DIGEST_SIZE, RequestMessages, argument_sizes, exact_digest, reasoning_digest
 from turngate.types import (
     NO_IDS,
+    NO_SIGNALS,
     CallSignals,
     Capture,
     Finish,
@@ -33,7 +34,18 @@ _MAX_RECENT = 4  # requests whose raw bytes are kept; others are matched by mean
 _MAX_TRIMMED = 1000  # characters an agent may always cut from a call's arguments, even if that is most of them
 
 Cause = Literal[
-    "retry", "resample", "branch", "edited", "compaction", "subagent", "side", "tools", "system", "template"
+    "retry",
+    "resample",
+    "branch",
+    "edited",
+    "compaction",
+    "handoff",
+    "subagent",
+    "side",
+    "new",
+    "tools",
+    "system",
+    "template",
 ]
 
 
@@ -46,7 +58,8 @@ class ContextInfo(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Tr
     has_tools: bool
     cause: Cause | None = None
     dialect: str = "chat"  # the dialect of its recorded messages
-    signals: CallSignals = CallSignals()  # of the call that added it
+    signals: CallSignals = NO_SIGNALS  # of the call that added it
+    quotes: tuple[int, ...] | None = None  # turns of other conversations that its messages quote; None: not recorded
 
 
 class SampledInfo(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
@@ -71,6 +84,8 @@ class SampledInfo(msgspec.Struct, frozen=True, omit_defaults=True, array_like=Tr
     arguments: tuple[int, ...] = ()  # the length of each call's arguments
     lost: tuple[str, ...] = ()  # parameters of the call that were not sent to the observed endpoint
     verbatim: bytes = b""  # the turn in that endpoint's own format, which must be sent back unchanged
+    excerpts: tuple[str, ...] = ()  # pieces of its text or arguments, by which a later quotation is found
+    text_size: int = -1  # characters of its text, without reasoning; -1: not recorded
 
 
 class _TokenNode:

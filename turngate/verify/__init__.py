@@ -34,9 +34,11 @@ from turngate.verify.findings import (
 )
 from turngate.verify.messages import NodeMessages
 from turngate.verify.outcome import check_outcome
+from turngate.verify.quotes import check_quotes
 from turngate.verify.render import Renderers, check_rendering
 from turngate.verify.replay import TOLERANCE, Scorer, ScriptedScorer, VLLMScorer, check_replay
-from turngate.verify.rows import RowSource, TrainerRow, check_rows, derive_roles
+from turngate.verify.roles import derive_roles
+from turngate.verify.rows import RowSource, TrainerRow, check_rows
 from turngate.verify.spot_checks import SpotChecker, summarize_verdict
 from turngate.verify.store_reader import SessionReader, StoredSession, UnreadableSession
 from turngate.verify.structure import check_structure
@@ -101,6 +103,7 @@ def _build_verdict(session: StoredSession, options: VerifyOptions) -> Verdict:
     results = CheckResults()
     messages = NodeMessages(session)
     check_structure(session, messages, results)
+    check_quotes(session, messages, results)
     sound = all(finding.ok for finding in results.findings())
     check_outcome(session, results)  # after `sound`: rows can be built even if the outcome or the events are wrong
     check_events(session, results)

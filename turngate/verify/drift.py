@@ -24,12 +24,15 @@ _CAUSE_NAMES = {
     "subagent": "sub-agent",
     "compaction": "compaction",
     "side": "side call",
+    "handoff": "hand-off",
+    "new": "new conversation",
     "retry": "retry",
     "resample": "asked again",
     "branch": "branch",
     "edited": "edited",
     "template": "template",
 }
+_ASIDE = ("side", "summary")  # roles of calls beside their conversation
 _CHANGE_NAMES = {"thinking": "thinking dropped", "spelling": "JSON spelling", "whitespace": "whitespace"}
 
 
@@ -89,6 +92,8 @@ class _CauseCheck:
             "compaction": self._check_compaction,
             "subagent": self._check_subagent,
             "side": self._check_side,
+            "handoff": self._check_handoff,
+            "new": self._check_new,
             "tools": self._check_tools,
             "system": self._check_system,
             "template": self._check_template,
@@ -118,19 +123,21 @@ class _CauseCheck:
 
     def _check_no_cause(self) -> str:
         if self._is_root:
-            others = [root.id for root in self._earlier if root.info.signals.role != "side"]
+            others = [root.id for root in self._earlier if root.info.signals.role not in _ASIDE]
             if self._is_first_with_tools():
                 return ""
             return f"it starts a second conversation, after context {others[0]}, but has no cause" if others else ""
         if self._has_assistant and not self._is_observed():
             return "it contains assistant messages that were not sampled, but has no cause"
-        if self._signals.role == "side":
-            return "its signals mark it as a side call, but it has no cause"
+        if self._signals.role in _ASIDE:
+            return f"its signals mark it as a {self._signals.role} call, but it has no cause"
         return ""
 
     def _is_first_with_tools(self) -> bool:
         """Return whether this is the first conversation with tools. Agents may make other calls first, such as for a title."""
-        offering = [root for root in self._earlier if root.info.signals.role != "side" and self._messages.tools(root)]
+        offering = [
+            root for root in self._earlier if root.info.signals.role not in _ASIDE and self._messages.tools(root)
+        ]
         return bool(self._messages.tools(self._context)) and not offering
 
     def _is_observed(self) -> bool:
@@ -195,10 +202,28 @@ class _CauseCheck:
         return "" if self._earlier else "its cause is subagent, but no conversation precedes it"
 
     def _check_side(self) -> str:
-        if self._signals.role == "side":
+        if self._signals.role in _ASIDE:
             return ""
         quiet = self._is_root and not self._messages.tools(self._context)
         return "" if quiet else "its cause is side, but no signal confirms that"
+
+    def _check_handoff(self) -> str:
+        answers = [message for message in self._own_messages if message.role == "assistant"]
+        turns = [turn for turn in self._session.turns if turn.id < self._context.id]
+        taken = any(
+            same_meaning(self._messages.reply(turn), answer)
+            for answer in answers
+            for turn in turns
+            if not (self._same_tools(turn.root) and self._same_first_message(turn.root))
+        )
+        return (
+            "" if self._is_root and taken else "its cause is handoff, but it repeats no answer of another conversation"
+        )
+
+    def _check_new(self) -> str:
+        if not self._is_root or self._messages.tools(self._context):
+            return "its cause is new, but it is not a conversation without tools"
+        return "" if self._earlier else "its cause is new, but no conversation precedes it"
 
     def _check_tools(self) -> str:
         changed = any(not self._same_tools(root) and self._same_first_message(root) for root in self._earlier)

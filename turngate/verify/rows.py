@@ -1,7 +1,7 @@
 """Check the rows that a trainer receives against the stored nodes.
 
-The caller passes in the rows, which the gateway's own code built. Roles, reasons and chains are derived here a second time, from the nodes
-and the agent's signals, by independent code.
+The caller passes in the rows, which the gateway's own code built. Reasons and chains are derived here a second time, and roles in
+`roles.py`, from the nodes and the agent's signals, by independent code.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from turngate.errors import TurngateError
 from turngate.types import Ids
 from turngate.verify.findings import CheckResults, VerifyCheck
 from turngate.verify.messages import NodeMessages
-from turngate.verify.store_reader import DECODE_ERRORS, StoredContext, StoredSession, StoredTurn, path, path_ids
-
-# Fork causes after which a new root is still part of the main conversation.
-_MAIN_LINE_CAUSES = ("compaction", "system", "tools", "template", "edited")
+from turngate.verify.roles import derive_roles
+from turngate.verify.store_reader import DECODE_ERRORS, StoredSession, StoredTurn, path, path_ids
 
 
 class TrainerSpan(Protocol):
@@ -58,62 +56,6 @@ class TrainerRow(Protocol):
 
 # Takes a session id, and whether to include rows with nothing to train. Returns the rows.
 RowSource = Callable[[str, bool], Sequence[TrainerRow]]
-
-
-def derive_roles(session: StoredSession, messages: NodeMessages) -> dict[int, str]:
-    """Derive the role of each turn, by node."""
-    main = _find_main_root(session, messages)
-    return {turn.id: _derive_role(turn, main, messages) for turn in session.turns}
-
-
-def _derive_role(turn: StoredTurn, main: StoredContext | None, messages: NodeMessages) -> str:
-    if turn.info.finish == "abort":
-        return "aborted"
-    if _is_superseded(turn):
-        return "superseded"
-    signals, root_signals = turn.parent.info.signals, turn.root.info.signals
-    if signals.role:
-        return signals.role
-    if signals.parent not in ("", signals.thread):
-        return "subagent"
-    if (
-        "" not in (signals.thread, root_signals.thread)
-        and signals.thread != root_signals.thread
-        and _offers_tools(turn.parent, messages)
-    ):
-        return "subagent"
-    cause = turn.root.info.cause
-    # A conversation without tools, while the main conversation has tools.
-    quiet = main is not None and _offers_tools(main, messages) and not _offers_tools(turn.root, messages)
-    if turn.root is main or (cause in _MAIN_LINE_CAUSES and not (quiet and cause == "system")):
-        return "main"
-    return "subagent" if cause == "subagent" else "side"
-
-
-def _is_superseded(turn: StoredTurn) -> bool:
-    """Return whether the turn has no continuation and was undelivered, retried, or replaced by another answer to its prompt."""
-    if turn.children:
-        return False
-    others = [answer for answer in turn.parent.children if answer is not turn]
-    used = any(answer.children for answer in others)
-    asked_again = any(answer.id > turn.id and answer.info.cause == "retry" for answer in others)
-    return used or asked_again or not turn.delivered
-
-
-def _find_main_root(session: StoredSession, messages: NodeMessages) -> StoredContext | None:
-    """Find the main root: the first with tools that is not a side or sub-agent conversation, or else the longest."""
-    for root in session.roots:
-        signals = root.info.signals
-        is_helper = signals.role in ("side", "subagent") or signals.parent not in ("", signals.thread)
-        if not is_helper and _offers_tools(root, messages):
-            return root
-    turns = [turn.root.id for turn in session.turns]
-    return max(session.roots, key=lambda root: (turns.count(root.id), -root.id), default=None)
-
-
-def _offers_tools(context: StoredContext, messages: NodeMessages) -> bool:
-    tools = messages.tools(context)
-    return context.info.has_tools if tools is None else bool(tools)
 
 
 def check_rows(

@@ -36,6 +36,7 @@ class StoredCallSignals(msgspec.Struct, frozen=True, array_like=True):
     parent: str = ""
     role: str = ""
     why: str = ""
+    source: str = ""
 
 
 class ContextFacts(msgspec.Struct, frozen=True, array_like=True):
@@ -48,6 +49,7 @@ class ContextFacts(msgspec.Struct, frozen=True, array_like=True):
     cause: str | None = None
     dialect: str = "chat"
     signals: StoredCallSignals = StoredCallSignals()
+    quotes: tuple[int, ...] | None = None
 
 
 class TurnFacts(msgspec.Struct, frozen=True, array_like=True):
@@ -69,10 +71,15 @@ class TurnFacts(msgspec.Struct, frozen=True, array_like=True):
     capture: str = "tokens"
     fault: str = ""
     engine: str = ""
+    arguments: tuple[int, ...] = ()
+    lost: tuple[str, ...] = ()
+    verbatim: bytes = b""
+    excerpts: tuple[str, ...] = ()
+    text_size: int = -1
 
 
 class StoredPolicy(msgspec.Struct, frozen=True):
-    roles: tuple[str, ...] = ("main", "subagent")
+    roles: tuple[str, ...] = ("main", "subagent", "unknown")
     biased: bool = False
 
 

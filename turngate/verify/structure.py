@@ -342,8 +342,17 @@ def _check_signals(session: StoredSession, messages: NodeMessages, results: Chec
                 f"it has the parent {signals.parent!r}, but no rule reads a parent",
                 node=context.id,
             )
-            by_model = signals.role in config.models.values() and signals.why.startswith("model ")
-            fitting = [n for n, rule in enumerate(config.rules) if (rule.role, rule.why) == (signals.role, signals.why)]
+            by_model = (
+                signals.role in config.models.values()
+                and signals.why.startswith("model ")
+                and signals.source in ("", "model")
+            )
+            fitting = [
+                n
+                for n, rule in enumerate(config.rules)
+                if (rule.role, rule.why) == (signals.role, signals.why)
+                and signals.source in ("", rule.source)  # older gateways did not record the source
+            ]
             known = not signals.role or by_model or bool(fitting)
             if not check.expect(
                 known, f"its role is {signals.role} ({signals.why}), but no rule assigns that role", node=context.id

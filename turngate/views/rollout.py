@@ -14,7 +14,7 @@ from turngate.dialects.chat import message_to_wire
 from turngate.render import Tokenizer
 from turngate.store.outcomes import RecordedOutcome
 from turngate.trace.advantage import row_weight
-from turngate.trace.roles import TurnRole, assign_roles
+from turngate.trace.roles import RoleDecision, TurnRole, decide_roles
 from turngate.trace.sample import Sample, untrainable_reason
 from turngate.trace.tree import Context, Node, Sampled, path_ids, path_to
 from turngate.types import Ids, Json, Message
@@ -45,8 +45,12 @@ class RolloutView:
         return {node.id: node for node in self.nodes}
 
     @cached_property
+    def role_decisions(self) -> dict[int, RoleDecision]:
+        return decide_roles(self._session_view.session.trace)
+
+    @cached_property
     def roles(self) -> dict[int, TurnRole]:
-        return assign_roles(self._session_view.session.trace)
+        return {node: decision.role for node, decision in self.role_decisions.items()}
 
     @cached_property
     def numbers(self) -> dict[int, int]:
@@ -122,6 +126,7 @@ class RolloutView:
             "kind": "sampled",
             "turn": self.numbers[turn.id],
             "role": self.roles[turn.id],
+            "evidence": self.role_decisions[turn.id].describe(),
             "finish": info.finish,
             "trained": turn.id in self.row_of,
             "reason": self._reason(turn),

@@ -16,7 +16,7 @@ from turngate.errors import NotFound
 from turngate.store.reader import StoreReader
 from turngate.store.sqlite import Store
 from turngate.telemetry.logs import redact_known
-from turngate.trace.roles import TurnRole, assign_roles
+from turngate.trace.roles import RoleDecision, decide_roles
 from turngate.trace.sample import Sample, TrainingPolicy, build_samples
 from turngate.trace.session import Session
 from turngate.trace.tree import Context, Sampled
@@ -38,7 +38,7 @@ class SessionView(msgspec.Struct, frozen=True):
         Nodes are encoded one by one, so that other threads can run in between.
         """
         session = self.session
-        role_of = assign_roles(session.trace)
+        decisions = decide_roles(session.trace)
         trace = SessionTrace(
             session=session.id,
             status=session.status,
@@ -53,7 +53,7 @@ class SessionView(msgspec.Struct, frozen=True):
                 encode_piece(
                     _context_to_wire(node, self.texts)
                     if isinstance(node, Context)
-                    else _turn_to_wire(node, self.texts, role_of[node.id])
+                    else _turn_to_wire(node, self.texts, decisions[node.id])
                 )
                 for node in session.trace.nodes
             ],
@@ -122,12 +122,13 @@ def _context_to_wire(node: Context, texts: Mapping[int, bytes]) -> TraceContext:
     )
 
 
-def _turn_to_wire(node: Sampled, texts: Mapping[int, bytes], role: TurnRole) -> TraceTurn:
+def _turn_to_wire(node: Sampled, texts: Mapping[int, bytes], decision: RoleDecision) -> TraceTurn:
     info = node.info
     return TraceTurn(
         id=node.id,
         parent=node.parent.id,
-        role=role,
+        role=decision.role,
+        evidence=decision.describe(),
         ids=node.ids,
         logprobs=node.logprobs,
         message=msgspec.Raw(texts[node.id]),

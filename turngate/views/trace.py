@@ -16,7 +16,7 @@ from turngate.common.validation import explain_error
 from turngate.dialects import decode_stored_messages
 from turngate.dialects.chat import message_to_wire
 from turngate.errors import BadRequest
-from turngate.trace.roles import TurnRole
+from turngate.trace.roles import OWN_ROLES, TurnRole
 from turngate.trace.sample import TrainingPolicy, untrainable_reason
 from turngate.trace.tree import Context, ContextInfo, Sampled, SampledInfo
 from turngate.types import NO_IDS, Capture, Finish, Json, decode_array
@@ -53,6 +53,7 @@ class TurnView(msgspec.Struct, frozen=True):
     logprobs: list[float] | None  # None unless every id has one
     message: Json  # in OpenAI's format
     role: TurnRole
+    evidence: str  # what decided its role
     untrained: str
     finish: str
     version_start: int
@@ -139,9 +140,9 @@ def decode_trace(encoded: bytes) -> DecodedTrace:
 
 def training_role(role: TurnRole) -> Literal["agent", "auxiliary", "discarded"]:
     """Map the role of a turn to the three roles of compatible formats."""
-    if role in ("main", "subagent"):
+    if role in OWN_ROLES:
         return "agent"
-    return "auxiliary" if role == "side" else "discarded"
+    return "auxiliary" if role in ("side", "summary") else "discarded"
 
 
 def _view_context(node: TraceContext, tools: list[Json]) -> ContextView:
@@ -168,6 +169,7 @@ def _view_turn(turn: TraceTurn, root: int, policy: TrainingPolicy) -> TurnView:
         logprobs=logprobs,
         message=message_to_wire(turn.decode_message()),
         role=role,
+        evidence=turn.evidence,
         untrained=reason,
         finish=turn.finish,
         version_start=turn.version_start,

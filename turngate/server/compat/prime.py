@@ -24,7 +24,7 @@ from turngate.errors import BadRequest, TurngateError, Unprocessable
 from turngate.gateway.sessions import Sessions
 from turngate.server.auth import Auth
 from turngate.server.http import Endpoint, decode_body, error_response, json_response, raw_json_response
-from turngate.trace.roles import TurnRole, assign_roles
+from turngate.trace.roles import OWN_ROLES, TurnRole, assign_roles
 from turngate.trace.sample import untrainable_reason
 from turngate.trace.session import Session, SessionConfig
 from turngate.trace.tree import Node, Sampled, path_ids, path_to
@@ -164,7 +164,8 @@ def _parse_max_tokens(params: dict[str, Any]) -> int | None:
 
 def _main_turns(session: Session) -> list[tuple[Sampled, TurnRole]]:
     role_of = assign_roles(session.trace)
-    return [(turn, role_of[turn.id]) for turn in session.trace.turns() if role_of[turn.id] in ("main", "subagent")]
+    listed = {*OWN_ROLES, *session.config.policy.roles}
+    return [(turn, role_of[turn.id]) for turn in session.trace.turns() if role_of[turn.id] in listed]
 
 
 def _step_json(

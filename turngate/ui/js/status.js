@@ -28,6 +28,8 @@ const ROLE = {
   main: ["is-live", ""],
   subagent: ["is-good", ""],
   side: ["", ""],
+  summary: ["", ""],
+  unknown: ["is-warn", "?"],
   superseded: ["is-warn", ""],
   aborted: ["is-bad", ""],
 };
@@ -58,9 +60,9 @@ export function classBadge(name) {
   return badge(name, CLASS[name] ?? STATUS[name] ?? ["", ""]);
 }
 
-/** @param {string} role */
-export function roleBadge(role) {
-  return badge(role, ROLE[role] ?? ["", ""]);
+/** Create a badge for the role of a turn, with the evidence that decided it. @param {Json} turn */
+export function roleBadge(turn) {
+  return badge(turn.role, ROLE[turn.role] ?? ["", ""], turn.evidence && `decided by ${turn.evidence}`);
 }
 
 /** Create a badge for the cause of a fork. @param {string} cause */

@@ -35,7 +35,8 @@ export function detailOf(tokens, at) {
   ];
   if (sampled) {
     pairs.push(
-      ["role", roleBadge(node.role)],
+      ["role", roleBadge(node)],
+      ["role decided by", node.evidence],
       [
         "policy",
         node.version_start === node.version_end

@@ -59,7 +59,7 @@ export function headOf(held, mean) {
 function sampled(node, mean) {
   const { version_start: first, version_end: last } = node;
   return [
-    roleBadge(node.role),
+    roleBadge(node),
     el("span", {
       text: node.trained ? `trained in row ${node.row}` : `not trained: ${node.reason || "not in any row"}`,
     }),

@@ -55,7 +55,7 @@ export class Tree {
       { type: "button", class: path.has(node.id) ? "" : "is-off", data: { node: node.id }, title: node.label },
       el("span.tree-turn", { text: turn ? node.turn : "…" }),
       row.cause && causeBadge(row.cause),
-      turn && node.role !== "main" && node.role !== row.cause && roleBadge(node.role),
+      turn && node.role !== "main" && node.role !== row.cause && roleBadge(node),
       el("span.clip.tree-text", { text: turn ? node.label : "no reply yet" }),
       el("span.tree-tokens", { text: short(node.tokens) }),
     );

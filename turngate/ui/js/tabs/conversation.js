@@ -186,14 +186,14 @@ export class Conversation {
     const node = this.record.messages.get(id);
     const now = this.record.byId.get(id) ?? node;
     if (!head || !node || !now) return;
-    const look = `${now.role}/${now.trained}/${now.reason}`;
+    const look = `${now.role}/${now.evidence}/${now.trained}/${now.reason}`;
     if (head.getAttribute("data-look") === look) return;
     head.setAttribute("data-look", look);
     const tokens = href(["rollout", this.record.id, "tokens"], { node: id, leaf: this.leaf });
     fill(
       head,
       el("strong", { text: `Turn ${node.turn}` }),
-      roleBadge(now.role),
+      roleBadge(now),
       now.trained
         ? el("span.trained", { title: "These tokens are in a training row", text: "trained" })
         : el("span.untrained", { title: now.reason, text: `not trained: ${now.reason || "not in any row"}` }),

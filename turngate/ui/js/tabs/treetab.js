@@ -87,7 +87,8 @@ export class TreeTab {
     const sampled = node.kind === "sampled";
     /** @type {[string, any][]} */
     const pairs = [
-      ["role", sampled ? roleBadge(node.role) : "–"],
+      ["role", sampled ? roleBadge(node) : "–"],
+      ["role decided by", node.evidence ?? "–"],
       ["sampled", sampled ? plural(node.tokens, "token") : "–"],
       ["prompt", plural(node.start, "token")],
       ["finish", node.finish ?? "–"],

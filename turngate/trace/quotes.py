@@ -1,0 +1,76 @@
+"""Find quotations: which recorded turns a request repeats in its own words.
+
+An agent that hands the answer of one conversation to another quotes it: a plan in the prompt of the executor, a review in a tool's
+result, a summary at the start of the shortened conversation. Each turn keeps a few excerpts, and the messages of each new context are
+searched for them, so that this also works where the ids are unknown.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from turngate.trace.message_equality import RequestMessages
+from turngate.trace.tree import Sampled, SampledInfo, Trace
+from turngate.types import Message
+
+_MIN_SIZE = 12  # characters of an excerpt; shorter ones may be repeated by chance
+_MAX_SIZE = 48
+_MAX_EXCERPTS = 3
+_MAX_TEXT = 4000  # characters at the end of a turn from which excerpts are taken
+_MAX_ARGUMENTS = 1000  # characters at the start of a tool call's arguments
+_MAX_TURNS = 100  # the newest turns that are searched for
+_SPLIT_ARGUMENTS = re.compile(
+    r'"|\\(?:u....|.)'
+)  # the ends of JSON strings, and escapes, which a quotation does not keep
+_MARKUP = " \t-*#>`"
+
+
+def take_excerpts(message: Message) -> tuple[str, ...]:
+    """Return excerpts of a turn: of its tool calls, one each, or else of its longest lines."""
+    if message.tool_calls:
+        calls = message.tool_calls[:_MAX_EXCERPTS]
+        return tuple(
+            piece for call in calls for piece in _longest(_SPLIT_ARGUMENTS.split(call.arguments[:_MAX_ARGUMENTS]), 1)
+        )
+    return _longest(message.content[-_MAX_TEXT:].splitlines(), _MAX_EXCERPTS)
+
+
+def find_quotes(trace: Trace, parent: Sampled | None, request: RequestMessages, start: int) -> tuple[int, ...]:
+    """Return the ids of the turns that the messages from `start` quote, oldest first.
+
+    A new conversation may quote any turn. A continued one is searched for turns of other conversations since its last turn, `parent`.
+    """
+    candidates = _list_candidates(trace, parent)
+    if not candidates:
+        return ()
+    text = "\n".join(message.content for message in request.messages_from(start) if message.role != "assistant")
+    # In a continued conversation, the answer of another one may also be a message of its own.
+    own = range(start, len(request)) if parent is not None else ()
+    answers = {request.meaning(index) for index in own if request.assistant(index) is not None}
+    return tuple(turn.id for turn in reversed(candidates) if turn.info.meaning in answers or is_quoted(turn.info, text))
+
+
+def is_quoted(info: SampledInfo, text: str) -> bool:
+    """Return whether a text repeats one of a turn's tool calls, or at least half of the excerpts of its text."""
+    found = sum(excerpt in text for excerpt in info.excerpts)
+    return found > 0 and (bool(info.arguments) or 2 * found >= len(info.excerpts))
+
+
+def _list_candidates(trace: Trace, parent: Sampled | None) -> list[Sampled]:
+    if parent is not None and len(trace.roots) == 1:
+        return []  # the usual case: one conversation
+    since, candidates = 0 if parent is None else parent.id, list[Sampled]()
+    for node in reversed(trace.nodes):
+        if node.id <= since or len(candidates) == _MAX_TURNS:
+            break
+        is_other = parent is None or node.root is not parent.root
+        if is_other and isinstance(node, Sampled) and node.info.excerpts:
+            candidates.append(node)
+    return candidates
+
+
+def _longest(pieces: Sequence[str], count: int) -> tuple[str, ...]:
+    trimmed: Iterable[str] = (piece.strip(_MARKUP) for piece in pieces if len(piece) >= _MIN_SIZE)
+    found = sorted((piece for piece in trimmed if len(piece) >= _MIN_SIZE), key=len, reverse=True)
+    return tuple(piece[:_MAX_SIZE] for piece in found[:count])

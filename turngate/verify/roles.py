@@ -1,0 +1,250 @@
+"""Derive the role of each turn a second time, from the stored nodes and messages, with code of its own.
+
+The order of evidence is that of `turngate/trace/roles.py`: delivery, the agent's signals and rules, then structure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+
+from turngate.types import Message
+from turngate.verify.messages import NodeMessages
+from turngate.verify.store_reader import StoredCallSignals, StoredContext, StoredSession, StoredTurn
+
+_DIGEST = 16  # bytes
+_SHORT = 120  # characters of a title or a commit message
+_CONTINUING = ("compaction", "system", "tools", "template", "edited", "handoff")
+
+
+def derive_roles(session: StoredSession, messages: NodeMessages) -> dict[int, str]:
+    """Derive the role of each turn, by node."""
+    roots = _Roots(session, messages)
+    return {turn.id: _derive_role(turn, roots, messages) for turn in session.turns}
+
+
+def _derive_role(turn: StoredTurn, roots: _Roots, messages: NodeMessages) -> str:
+    if turn.info.finish == "abort":
+        return "aborted"
+    if _is_superseded(turn):
+        return "superseded"
+    signals, root_signals = turn.parent.info.signals, turn.root.info.signals
+    if stated := _read_stated_role(signals):
+        return stated
+    threads = {signals.thread, root_signals.thread}
+    if "" not in threads and len(threads) == 2 and offers_tools(turn.parent, messages):
+        return "subagent"
+    if len(roots.all) == 1:
+        return "main"
+    return "summary" if turn.id in roots.summaries else roots.roles[turn.root.id]
+
+
+def _read_stated_role(signals: StoredCallSignals) -> str:
+    return signals.role or ("subagent" if signals.parent not in ("", signals.thread) else "")
+
+
+def _is_superseded(turn: StoredTurn) -> bool:
+    """Return whether the turn has no continuation and was undelivered, retried, or replaced by another answer to its prompt."""
+    if turn.children:
+        return False
+    others = [answer for answer in turn.parent.children if answer is not turn]
+    used = any(answer.children for answer in others)
+    asked_again = any(answer.id > turn.id and answer.info.cause == "retry" for answer in others)
+    return used or asked_again or not turn.delivered
+
+
+def offers_tools(context: StoredContext, messages: NodeMessages) -> bool:
+    tools = messages.tools(context)
+    return context.info.has_tools if tools is None else bool(tools)
+
+
+class _Roots:
+    """The conversations of a session and their roles. `heads` maps each to the first one of the same line."""
+
+    def __init__(self, session: StoredSession, messages: NodeMessages) -> None:
+        self.all = session.roots
+        self._messages = messages
+        self._turns = {turn.id: turn for turn in session.turns}
+        self._of_root = {root.id: [t for t in session.turns if t.root is root] for root in self.all}
+        self._contexts = session.contexts
+        self.heads: dict[int, StoredContext] = {}
+        for root in self.all:
+            before = self._find_continued(root)
+            self.heads[root.id] = self.heads[before.id] if before is not None else root
+
+    # ── lines ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _find_continued(self, root: StoredContext) -> StoredContext | None:
+        cause = root.info.cause
+        earlier = [r for r in self.all if r.id < root.id and not _is_helper(r)]
+        if cause not in _CONTINUING or not earlier:
+            return None
+        if cause == "handoff":
+            repeated = _split(root.info.meanings)
+            turns = [t for r in earlier for t in self._of_root[r.id] if t.info.meaning in repeated]
+            source = turns[-1].root if turns else None
+            return None if source is None or self._goes_on(source, root) else source
+        if cause == "compaction" and self._only_looks_shorter(root, earlier):
+            return None
+        if cause == "tools" and offers_tools(root, self._messages):
+            earlier = [r for r in earlier if offers_tools(r, self._messages)]
+        return max(earlier, key=lambda r: (_resemblance(r, root), r.id), default=None)
+
+    def _only_looks_shorter(self, root: StoredContext, earlier: list[StoredContext]) -> bool:
+        """Return whether an old trace without tools recorded a compaction only because the request was shorter."""
+        if offers_tools(root, self._messages) or root.info.quotes is not None or "a" in root.info.roles:
+            return False
+        thread = root.info.signals.thread
+        return not any(_question(r) == _question(root) or (thread and r.info.signals.thread == thread) for r in earlier)
+
+    def _goes_on(self, source: StoredContext, root: StoredContext) -> bool:
+        """Return whether the line of `source` has a turn after the last one of `root`."""
+        last = max((turn.id for turn in self._of_root[root.id]), default=root.id)
+        return any(turn.id > last for turn in self._of_line(self.heads[source.id]))
+
+    def _of_line(self, head: StoredContext) -> list[StoredTurn]:
+        return [turn for r in self.all if self.heads.get(r.id) is head for turn in self._of_root[r.id]]
+
+    # ── roles ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @cached_property
+    def main(self) -> StoredContext | None:
+        own = [root for root in self.all if not _is_helper(root)]
+        for root in own:
+            if offers_tools(root, self._messages):
+                return self.heads[root.id]
+        heads = list(dict.fromkeys(self.heads[root.id].id for root in own))
+        by_id = {root.id: root for root in self.all}
+
+        def rank(head: int) -> tuple[int, bool, bool]:
+            root = by_id[head]
+            return len(self._of_line(root)), not self._is_short(root), not self._is_used(root)
+
+        return by_id[max(heads, key=rank)] if heads else None
+
+    @cached_property
+    def summaries(self) -> set[int]:
+        """The turns with whose text a shortened conversation begins."""
+        found: set[int] = set()
+        for root in self.all:
+            quoted = [self._turns[n] for n in root.info.quotes or () if n in self._turns]
+            if root.info.cause != "compaction" or not quoted:
+                continue
+            newest = max(quoted, key=lambda turn: turn.id)
+            before = newest.parent.parent
+            ends_branch = not any(context.children for context in newest.children)
+            if before is None:
+                is_summary = (
+                    bool(newest.root.info.quotes)
+                    or newest.parent.info.signals.role in ("side", "summary")
+                    or (offers_tools(root, self._messages) and not offers_tools(newest.parent, self._messages))
+                )
+            else:
+                is_summary = before not in quoted
+            if is_summary and ends_branch and not self._reply(newest).tool_calls and newest.root is not root:
+                found.add(newest.id)
+        return found
+
+    @cached_property
+    def roles(self) -> dict[int, str]:
+        """The role of each conversation, by root. Those that continue another one come last."""
+        roles: dict[int, str] = {}
+        for root in sorted(self.all, key=lambda r: self.heads[r.id] is not r):
+            head = self.heads[root.id]
+            stated = _read_stated_role(root.info.signals)
+            if stated:
+                roles[root.id] = stated
+            elif head is self.main:
+                roles[root.id] = "main"
+            elif head is not root:
+                roles[root.id] = roles[head.id]
+            elif offers_tools(root, self._messages):
+                roles[root.id] = "subagent"
+            else:
+                roles[root.id] = self._judge(root, roles)
+        return roles
+
+    def _judge(self, root: StoredContext, roles: dict[int, str]) -> str:
+        """Judge a conversation without tools that continues no other one."""
+        short = self._is_short(root)
+        alike = [r for r in self.all if r is not root and not _is_helper(r) and _same_start(r, root)]
+        alike = alike if root.info.roles[:1] == "s" else []  # without a system prompt, nothing is known to be alike
+        if any(self.heads[r.id] is self.main for r in alike):
+            return "main"
+        if self._is_used(root):
+            return "subagent"
+        sources = [self._turns[n].root for n in root.info.quotes or () if n in self._turns]
+        if sources and not short:
+            return "subagent"
+        if sources and not any(self._goes_on(source, root) for source in sources):
+            return "unknown"
+        if any(r.id in roles for r in alike):
+            return next(roles[r.id] for r in alike if r.id in roles)
+        if root.info.quotes is None:
+            return "subagent" if root.info.cause == "subagent" else "side"
+        if short:
+            return "side" if self._is_beside_main(root) else "unknown"
+        return "subagent" if root.info.cause == "handoff" else "unknown"
+
+    def _is_beside_main(self, root: StoredContext) -> bool:
+        if self.main is None:
+            return False
+        longest = max((self._text_size(turn) for turn in self._of_root[self.main.id]), default=0)
+        own = max((self._text_size(turn) for turn in self._of_root[root.id]), default=0)
+        return (
+            offers_tools(self.main, self._messages)
+            or len(self._of_line(self.main)) > 1
+            or (_question(root) != b"" and _question(root) == _question(self.main))
+            or longest >= 4 * own
+        )
+
+    def _is_used(self, root: StoredContext) -> bool:
+        """Return whether a context of another line quotes an answer of this conversation."""
+        own = {turn.id for turn in self._of_root[root.id]}
+        head = self.heads[root.id]
+        quoting = (c for c in self._contexts if own.intersection(c.info.quotes or ()))
+        return any(self.heads[context.root.id] is not head for context in quoting)
+
+    def _is_short(self, root: StoredContext) -> bool:
+        turns = self._of_root[root.id]
+        if len(turns) != 1 or turns[0].info.text_size < 0:
+            return False
+        return self._text_size(turns[0]) <= _SHORT and not self._reply(turns[0]).tool_calls
+
+    def _text_size(self, turn: StoredTurn) -> int:
+        return -1 if turn.info.text_size < 0 else len(self._reply(turn).content)
+
+    def _reply(self, turn: StoredTurn) -> Message:
+        return self._messages.reply(turn)
+
+
+def _is_helper(root: StoredContext) -> bool:
+    return _read_stated_role(root.info.signals) in ("side", "summary", "subagent")
+
+
+def _same_start(one: StoredContext, other: StoredContext) -> bool:
+    return (one.info.preamble, one.info.meanings[:_DIGEST]) == (other.info.preamble, other.info.meanings[:_DIGEST])
+
+
+def _question(root: StoredContext) -> bytes:
+    """Return the digest of the user's first message, or nothing."""
+    before, user, _ = root.info.roles.partition("u")
+    return root.info.meanings[_DIGEST * len(before) :][:_DIGEST] if user else b""
+
+
+def _split(meanings: bytes) -> Iterable[bytes]:
+    return {meanings[at : at + _DIGEST] for at in range(0, len(meanings), _DIGEST)}
+
+
+def _resemblance(earlier: StoredContext, root: StoredContext) -> int:
+    """Return a score of how likely `root` continues an earlier conversation, given its recorded cause."""
+    same_question = _question(earlier) == _question(root)
+    match root.info.cause:
+        case "tools":
+            fits = earlier.info.meanings[:_DIGEST] == root.info.meanings[:_DIGEST]
+        case "system":
+            fits = same_question
+        case _:
+            fits = _same_start(earlier, root)
+    same_thread = root.info.signals.thread != "" and root.info.signals.thread == earlier.info.signals.thread
+    return 4 * fits + 2 * same_thread + (fits and same_question)
