@@ -27,7 +27,10 @@ MODEL_CALLS: tuple[tuple[str, str], ...] = (
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
     ("POST", "/v1/responses"),
+    ("GET", "/v1/responses"),  # opens a WebSocket
     ("POST", "/v1/responses/input_tokens"),
+    ("GET", "/v1/responses/*"),
+    ("DELETE", "/v1/responses/*"),
     ("POST", "/v1/messages"),
     ("POST", "/v1/messages/count_tokens"),
     ("GET", "/v1beta/models"),

@@ -172,16 +172,82 @@ function sleep(ms, signal) {
   });
 }
 
+// ---- one WebSocket ----
+
+function isSocketRequest(incoming) {
+  return incoming.method === "GET" && (incoming.headers.upgrade ?? "").toLowerCase() === "websocket";
+}
+
+// Forward the request to open a WebSocket until the gateway answers, then forward bytes in both directions.
+async function openSocket(incoming, socket, rest) {
+  if (!isSocketRequest(incoming)) return refuseSocket(socket, 426, "only a WebSocket can be opened here");
+  const gone = new AbortController();
+  socket.on("close", () => gone.abort()).on("error", () => gone.abort());
+  const headers = [...forwardedHeaders(incoming, Buffer.alloc(0)), "connection", "upgrade", "upgrade", "websocket"];
+  const deadline = Date.now() + giveUpMs;
+  for (let attempt = 1, wait = FIRST_WAIT_MS; !gone.signal.aborted; attempt++, wait = Math.min(2 * wait, LONGEST_WAIT_MS)) {
+    try {
+      return await trySocket(incoming, [...headers, ATTEMPT_HEADER, String(attempt)], socket, rest, gone.signal);
+    } catch (error) {
+      if (!(error instanceof NoAnswer)) throw error;
+      console.error(`attempt ${attempt}: ${error.message}`);
+      const pause = wait * (0.5 + Math.random() / 2);
+      if (Date.now() + pause >= deadline) return refuseSocket(socket, 503, `the gateway cannot be reached: ${error.message}`, "gateway_unreachable");
+      await sleep(pause, gone.signal);
+    }
+  }
+}
+
+function trySocket(incoming, headers, socket, rest, gone) {
+  const target = readTarget();
+  const [client, address] = resolveTarget(target, incoming.url);
+  const request = client.request({ ...address, method: "GET", headers: ["host", address.host ?? "localhost", ...headers], agent: false, maxHeaderSize: HEAD_LIMIT });
+  gone.addEventListener("abort", () => request.destroy());
+  return new Promise((resolve, reject) => {
+    request.on("upgrade", (reply, upstream, first) => {
+      socket.write(replyHead(reply, ["connection: upgrade", "upgrade: websocket"]));
+      socket.write(first);
+      upstream.write(rest);
+      upstream.pipe(socket).pipe(upstream);
+      gone.addEventListener("abort", () => upstream.destroy());
+      for (const event of ["close", "error"]) upstream.on(event, () => socket.destroy());
+      resolve();
+    });
+    waitForReply(request, "", target).then(async (reply) => {
+      if ((reply.statusCode === 404 || reply.statusCode >= 500) && !(GATEWAY_HEADER in reply.headers)) {
+        throw new NoAnswer(`status ${reply.statusCode} did not come from the gateway`);
+      }
+      socket.write(replyHead(reply, ["connection: close"]));
+      reply.pipe(socket);
+      reply.on("end", resolve);
+    }).catch(reject);
+  });
+}
+
+function refuseSocket(socket, status, message, kind = "invalid_request_error") {
+  const body = JSON.stringify({ error: { message, type: kind, code: kind } });
+  const head = [`HTTP/1.1 ${status} Refused`, "content-type: application/json", `content-length: ${Buffer.byteLength(body)}`, "connection: close"];
+  socket.end([...head, "", body].join("\r\n"));
+}
+
+function replyHead(reply, connection) {
+  const headers = pairs(reply.rawHeaders).filter(([name]) => !HOP_BY_HOP.has(name.toLowerCase())).map(([name, value]) => `${name}: ${value}`);
+  return [`HTTP/1.1 ${reply.statusCode} ${reply.statusMessage}`, ...headers, ...connection, "", ""].join("\r\n");
+}
+
 // ---- the command ----
 
 function serve() {
-  const server = http.createServer({ maxHeaderSize: HEAD_LIMIT, keepAliveTimeout: 75_000, requestTimeout: 0 }, (incoming, outgoing) => {
+  // Older versions of Node lack `shouldUpgradeCallback` and pass every request to upgrade to `openSocket`.
+  const shouldUpgradeCallback = isSocketRequest;
+  const server = http.createServer({ maxHeaderSize: HEAD_LIMIT, keepAliveTimeout: 75_000, requestTimeout: 0, shouldUpgradeCallback }, (incoming, outgoing) => {
     answer(incoming, outgoing).catch((error) => {
       if (!(error instanceof TooLarge)) return outgoing.destroy();
       outgoing.shouldKeepAlive = false; // the rest of the body has not been read
       refuse(outgoing, 413, error.message);
     });
   });
+  server.on("upgrade", (incoming, socket, rest) => openSocket(incoming, socket, rest).catch(() => socket.destroy()));
   server.listen(Number(options.port), "127.0.0.1", () => {
     const port = server.address().port;
     writeAtomically(options["port-file"], String(port));

@@ -7,6 +7,7 @@ without Python. On the host, `door.py` uses the same classes. The target file co
 A request is read completely, then sent until it is answered. If the connection fails or ends before a reply, the request is sent again.
 The same applies to a 404 or 5xx reply without the gateway's `x-turngate` header, because a dead tunnel also sends those. A reply is
 forwarded as it arrives. If it is cut off, it is also cut off for the agent. When the agent disconnects, the upstream call ends immediately.
+Once the gateway has accepted a WebSocket, bytes are forwarded in both directions until one side closes the connection.
 
 One file, standard library only, Python 3.8 and newer.
 """
@@ -32,12 +33,11 @@ import time
 from asyncio import StreamReader, StreamWriter
 from contextlib import suppress
 from functools import partial
-from typing import Any, Callable, Iterable, NamedTuple, Optional
+from typing import Any, Callable, Coroutine, Iterable, NamedTuple, Optional
 from urllib.parse import urlsplit
 
 GATEWAY_HEADER = "x-turngate"  # on every reply from the gateway
-ATTEMPT_HEADER = "x-turngate-attempt"
-IDEMPOTENCY_HEADER = "idempotency-key"
+ATTEMPT_HEADER, IDEMPOTENCY_HEADER = "x-turngate-attempt", "idempotency-key"
 REACHED = "reached"  # written to --reached-file on success
 HEAD_LIMIT = 256 * 1024
 BODY_LIMIT = 64 * 1024 * 1024
@@ -47,6 +47,7 @@ GIVE_UP_S, CONNECT_S = 600.0, 15.0
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
 LINGER_S = 10.0  # how long to read and discard the rest of a refused body
 TARGET_CHECK_S = 1.0  # how often a waiting call checks whether the target has changed
+UPGRADE = ["connection: upgrade", "upgrade: websocket"]
 HOP_BY_HOP = {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "expect"}
 TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+\Z")
 PATH = re.compile(r"/[!-~]*\Z")
@@ -60,6 +61,7 @@ class HttpRequest(NamedTuple):
     body: bytes
     http_1_0: bool
     keep_alive: bool
+    upgrade: bool  # to a WebSocket
 
 
 class HttpReply(NamedTuple):
@@ -91,9 +93,6 @@ class ClientDisconnected(Exception):
     """The agent closed its connection."""
 
 
-# ---- reading requests ----
-
-
 class ClientConnection:
     """An agent's connection. It is read ahead, so that a disconnect is noticed while a call is in progress."""
 
@@ -119,7 +118,9 @@ class ClientConnection:
             self.closed.set()
             self._has_data.set()
 
-    async def _wait_until(self, is_enough: Callable[[], bool], limit: int) -> None:
+    async def _wait_until(
+        self, is_enough: Callable[[], bool], limit: int = HEAD_LIMIT, *, patient: bool = False
+    ) -> None:
         self._read_ahead_limit = max(limit, HEAD_LIMIT)
         self._has_room.set()
         while not is_enough():
@@ -127,7 +128,7 @@ class ClientConnection:
                 raise ClientDisconnected
             self._has_data.clear()
             try:
-                await asyncio.wait_for(self._has_data.wait(), self._relay.stall_s)
+                await asyncio.wait_for(self._has_data.wait(), None if patient else self._relay.stall_s)
             except asyncio.TimeoutError:
                 if not self._buffer and limit == HEAD_LIMIT:
                     raise ClientDisconnected from None  # idle between requests
@@ -149,6 +150,12 @@ class ClientConnection:
         self._has_room.set()
         return data
 
+    async def pass_all(self, upstream: StreamWriter) -> None:
+        while True:
+            await self._wait_until(lambda: bool(self._buffer), patient=True)
+            upstream.write(self._take(len(self._buffer)))
+            await upstream.drain()
+
     async def read_exactly(self, count: int) -> bytes:
         await self._wait_until(lambda: len(self._buffer) >= count, count + CHUNK_BYTES)
         return self._take(count)
@@ -163,7 +170,7 @@ class ClientConnection:
 
     async def read_request(self, reserve: Callable[[int], None]) -> HttpRequest:
         """Read the next request. `reserve` is called with the number of body bytes before they are read, and may refuse them."""
-        await self._wait_until(lambda: bool(self._buffer.lstrip(b"\r\n")), HEAD_LIMIT)
+        await self._wait_until(lambda: bool(self._buffer.lstrip(b"\r\n")))
         self._take(len(self._buffer) - len(self._buffer.lstrip(b"\r\n")))  # some clients send an empty line first
         first, headers = parse_head(await self.read_until(b"\r\n\r\n", HEAD_LIMIT))
         words = first.split(" ")
@@ -174,8 +181,7 @@ class ClientConnection:
             raise RequestRefused(400, "the request target must be a path")
         if [name for name, _ in headers].count("host") > 1:
             raise RequestRefused(400, "the request has more than one host header")
-        limit = self._relay.body_limit
-        length = body_length(headers, limit)
+        length = body_length(headers, limit := self._relay.body_limit)
         try:
             if length is None or length > SMALL_BODY:
                 self._relay.check_route(method, path)
@@ -188,7 +194,8 @@ class ClientConnection:
         body = await self._read_chunks(limit, reserve) if length is None else await self.read_exactly(length)
         http_1_0, connection = version == "HTTP/1.0", header_values(headers, "connection")
         keep_alive = "close" not in connection and (not http_1_0 or "keep-alive" in connection)
-        return HttpRequest(method, path, headers, body, http_1_0, keep_alive)
+        upgrade = method == "GET" and "upgrade" in connection and "websocket" in header_values(headers, "upgrade")
+        return HttpRequest(method, path, headers, body, http_1_0, keep_alive, upgrade)
 
     async def _read_chunks(self, limit: int, reserve: Callable[[int], None]) -> bytes:
         body = bytearray()
@@ -216,7 +223,7 @@ def body_length(headers: list[tuple[str, str]], limit: int) -> Optional[int]:
         if codings != ["chunked"] or lengths:
             raise RequestRefused(400, "a body must either be chunked or have a content-length, not both")
         return None
-    length = lengths.pop() if lengths else "0"
+    length = (lengths or {"0"}).pop()
     if lengths or not DIGITS.match(length):
         raise RequestRefused(400, "content-length must be one number")
     if int(length) > limit:
@@ -250,9 +257,6 @@ def header_values(headers: list[tuple[str, str]], name: str) -> list[str]:
 def chunk_size(line: bytes) -> Optional[int]:
     digits = line.split(b";")[0].strip()
     return int(digits, 16) if re.match(rb"[0-9A-Fa-f]{1,12}\Z", digits) else None
-
-
-# ---- forwarding requests ----
 
 
 class HttpRelay:
@@ -304,8 +308,7 @@ class HttpRelay:
     async def _accept(self, reader: StreamReader, writer: StreamWriter) -> None:
         if len(self._connections) >= self.max_connections:  # the relay retries
             refuse(writer, RequestRefused(503, "too many connections", "overloaded"))
-            writer.close()
-            return
+            return writer.close()
         task = asyncio.current_task()
         self._connections.add(task)
         client = ClientConnection(self, reader, writer)
@@ -340,47 +343,35 @@ class HttpRelay:
                 request = self.admit(request)
             except RequestRefused as refused:
                 return refuse(client.writer, refused, request)
-            return await self._answer_while_connected(request, client)
+            answering, _ = await run_until_first(self._answer(request, client), client.closed.wait())
+            if answering.cancelled():
+                raise ClientDisconnected
+            return bool(answering.result())
         finally:
             self._body_bytes -= reserved
 
-    async def _answer_while_connected(self, request: HttpRequest, client: ClientConnection) -> bool:
-        answering = asyncio.ensure_future(self._answer(request, client.writer))
-        closed = asyncio.ensure_future(client.closed.wait())
-        try:
-            await asyncio.wait({answering, closed}, return_when=asyncio.FIRST_COMPLETED)
-            if not answering.done():
-                raise ClientDisconnected
-            return answering.result()
-        finally:
-            closed.cancel()
-            if not answering.done():
-                answering.cancel()
-                await asyncio.wait({answering})
-
-    async def _answer(self, request: HttpRequest, writer: StreamWriter) -> bool:
+    async def _answer(self, request: HttpRequest, client: ClientConnection) -> bool:
         if IDEMPOTENCY_HEADER not in dict(request.headers):
             request = request._replace(headers=[*request.headers, (IDEMPOTENCY_HEADER, secrets.token_hex(16))])
-        deadline = time.monotonic() + self.give_up_s
-        attempt, wait = 1, FIRST_WAIT_S
+        attempt, wait, deadline = 1, FIRST_WAIT_S, time.monotonic() + self.give_up_s
         while True:
             try:
-                return await self._try_once(request, attempt, writer)
+                return await self._try_once(request, attempt, client)
             except NoAnswer as error:
                 self.log(f"attempt {attempt}: {error}")
                 pause = wait * random.uniform(0.5, 1)
                 if time.monotonic() + pause >= deadline:
                     status, message = 503 if self.give_up_s else 502, f"the gateway cannot be reached: {error}"
-                    return refuse(writer, RequestRefused(status, message, "gateway_unreachable"), request)
+                    return refuse(client.writer, RequestRefused(status, message, "gateway_unreachable"), request)
             await asyncio.sleep(pause)
             attempt, wait = attempt + 1, min(2 * wait, LONGEST_WAIT_S)
 
-    async def _try_once(self, request: HttpRequest, attempt: int, writer: StreamWriter) -> bool:
+    async def _try_once(self, request: HttpRequest, attempt: int, client: ClientConnection) -> bool:
         target = self.get_target()
         reader, upstream, host, prefix = await connect(target)
         try:
             upstream.write(request_head(request, host, prefix, attempt) + request.body)
-            waiting = asyncio.ensure_future(read_reply(reader, upstream))
+            waiting = asyncio.ensure_future(read_reply(reader, upstream, request.upgrade))
             try:
                 while not (await asyncio.wait({waiting}, timeout=TARGET_CHECK_S))[0]:
                     if self.give_up_s and self.get_target() != target:
@@ -391,7 +382,9 @@ class HttpRelay:
             from_gateway = GATEWAY_HEADER in dict(reply.headers)
             if self.give_up_s and (reply.status == 404 or reply.status >= 500) and not from_gateway:
                 raise NoAnswer(f"status {reply.status} did not come from the gateway")
-            return await pass_reply(request, reply, reader, writer)
+            if reply.status == 101:
+                return await pass_socket(reply, reader, upstream, client)
+            return await pass_reply(request, reply, reader, client.writer)
         finally:
             upstream.transport.abort()
 
@@ -431,10 +424,11 @@ def request_head(request: HttpRequest, host: str, prefix: str, attempt: int) -> 
     lines += [f"{name}: {value}" for name, value in request.headers if name not in dropped]
     if request.body or request.method in ("POST", "PUT", "PATCH"):
         lines.append(f"content-length: {len(request.body)}")
-    return encode_head([*lines, f"{ATTEMPT_HEADER}: {attempt}", "connection: close"])
+    lines += UPGRADE if request.upgrade else ["connection: close"]
+    return encode_head([*lines, f"{ATTEMPT_HEADER}: {attempt}"])
 
 
-async def read_reply(reader: StreamReader, upstream: StreamWriter) -> HttpReply:
+async def read_reply(reader: StreamReader, upstream: StreamWriter, upgrade: bool) -> HttpReply:
     try:
         await upstream.drain()
         while True:
@@ -443,15 +437,12 @@ async def read_reply(reader: StreamReader, upstream: StreamWriter) -> HttpReply:
             status, _, reason = rest.partition(" ")
             if not version.startswith("HTTP/1.") or not re.match(r"[1-9][0-9]{2}\Z", status):
                 raise NoAnswer("the reply is not HTTP")
-            if int(status) >= 200:
+            if int(status) >= 200 or (upgrade and status == "101"):
                 return HttpReply(int(status), reason, headers)
     except asyncio.IncompleteReadError as error:
         raise NoAnswer("the connection closed before a reply arrived") from error
     except (OSError, RequestRefused, asyncio.LimitOverrunError) as error:
         raise NoAnswer(f"no reply: {error}") from error
-
-
-# ---- forwarding replies ----
 
 
 async def pass_reply(request: HttpRequest, reply: HttpReply, reader: StreamReader, writer: StreamWriter) -> bool:
@@ -480,6 +471,14 @@ async def pass_reply(request: HttpRequest, reply: HttpReply, reader: StreamReade
     return keep_alive
 
 
+async def pass_socket(reply: HttpReply, reader: StreamReader, upstream: StreamWriter, client: ClientConnection) -> bool:
+    """Forward the bytes of an accepted WebSocket in both directions until one side closes it."""
+    headers = [f"{name}: {value}" for name, value in reply.headers if name not in HOP_BY_HOP]
+    client.writer.write(encode_head([f"HTTP/1.1 101 {reply.reason}", *headers, *UPGRADE]))
+    await run_until_first(client.pass_all(upstream), pass_bytes(reader, client.writer, None))
+    return False
+
+
 async def pass_bytes(reader: StreamReader, writer: StreamWriter, count: Optional[int]) -> None:
     """Forward `count` bytes, or everything until the end if it is None."""
     while count is None or count > 0:
@@ -496,10 +495,7 @@ async def pass_bytes(reader: StreamReader, writer: StreamWriter, count: Optional
 async def pass_chunks(reader: StreamReader, writer: StreamWriter, framed: bool) -> None:
     """Forward a chunked body, with or without its framing."""
 
-    def write_frame(data: bytes) -> None:
-        if framed:
-            writer.write(data)
-
+    write_frame = writer.write if framed else lambda data: None
     while True:
         line = await reader.readuntil(b"\r\n")
         size = chunk_size(line)
@@ -533,15 +529,22 @@ def reset(writer: StreamWriter) -> None:
     writer.transport.abort()
 
 
-# ---- the command ----
+async def run_until_first(*works: Coroutine[Any, Any, Any]) -> list[Any]:
+    """Run until one of them ends, then cancel the others. Return their tasks."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    return tasks
 
 
 def read_target(path: str) -> str:
-    try:
-        with open(path) as file:
-            return file.read().strip()
-    except OSError:
-        return ""
+    with suppress(OSError), open(path) as file:
+        return file.read().strip()
+    return ""
 
 
 async def run(options: argparse.Namespace) -> int:
@@ -554,10 +557,9 @@ async def run(options: argparse.Namespace) -> int:
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    probing = [asyncio.ensure_future(report_reached(port, options.reached_file))] if options.reached_file else []
+    probing = asyncio.ensure_future(report_reached(port, options.reached_file))
     await stopped.wait()
-    for task in probing:
-        task.cancel()
+    probing.cancel()
     await relay.close()
     return 0
 
@@ -568,8 +570,10 @@ def write_atomically(path: str, text: str) -> None:
     os.rename(path + ".new", path)
 
 
-async def report_reached(port: int, path: str) -> None:
+async def report_reached(port: int, path: Optional[str]) -> None:
     """Write to a file whether the gateway answers through this relay. A separate process would take longer to start."""
+    if not path:
+        return
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"HEAD / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
@@ -586,9 +590,7 @@ def main() -> int:
     parser.add_argument("--target", help="the file that contains the target: unix:/path, http://… or https://…")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--port-file", help="the file to write the port to once it is open")
-    parser.add_argument(
-        "--reached-file", help="the file to write 'reached' to once the gateway answers, or otherwise the reason"
-    )
+    parser.add_argument("--reached-file", help="the file to write to: 'reached', or why the gateway does not answer")
     parser.add_argument("--give-up-s", type=float, default=GIVE_UP_S)
     parser.add_argument("--body-limit", type=int, default=BODY_LIMIT)
     return asyncio.run(run(parser.parse_args()))
